@@ -1,0 +1,59 @@
+"""Options of :func:`sp_compiler.compile`, validated once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from typing import Literal
+
+from sp_compiler.errors import ArgumentError, UnsupportedError
+
+Recompute = Literal["none", "attention", "selective", "full", "auto"]
+Dropout = Literal["regenerate", "stored"]
+Backend = Literal["eager", "inductor"]
+Outputs = Literal["replicate", "shard", "auto"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileOptions:
+    """What :func:`sp_compiler.compile` may be told; DESIGN of each field in the README.
+
+    Raises:
+        ArgumentError: a value outside what the field allows.
+        UnsupportedError: a value that a later version will have.
+    """
+
+    tp: int = 1
+    sequence_parallel: bool = True
+    recompute: Recompute = "selective"
+    memory_budget: int | str | None = None
+    dropout: Dropout = "regenerate"
+    overlap: bool = True
+    backend: Backend = "eager"
+    outputs: Outputs = "auto"
+    nominal_tokens: int = 8192
+
+    def __post_init__(self) -> None:
+        _check_choice("recompute", self.recompute, get_args(Recompute))
+        _check_choice("dropout", self.dropout, get_args(Dropout))
+        _check_choice("backend", self.backend, get_args(Backend))
+        _check_choice("outputs", self.outputs, get_args(Outputs))
+        for name in ("sequence_parallel", "overlap"):
+            _check_choice(name, getattr(self, name), (True, False))
+        for name in ("tp", "nominal_tokens"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ArgumentError(f"{name}={value!r}: expected a positive int")
+        if self.recompute == "auto" or self.memory_budget is not None:
+            raise UnsupportedError(
+                'recompute="auto" and memory_budget are not in this version; '
+                'use recompute="none", "attention", "selective" or "full"'
+            )
+        if self.backend == "inductor":
+            raise UnsupportedError('backend="inductor" is not in this version; use backend="eager"')
+
+
+def _check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    if value not in allowed or type(value) not in {type(choice) for choice in allowed}:
+        raise ArgumentError(f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}")

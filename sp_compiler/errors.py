@@ -1,0 +1,72 @@
+"""The exceptions of sp_compiler, all derived from :class:`SPCompilerError`.
+
+Every message says what was wrong, what was allowed, where in the user's model, and what to do.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.fx import Node
+
+
+class SPCompilerError(Exception):
+    """Base class of every error that sp_compiler raises on purpose."""
+
+
+class ArgumentError(SPCompilerError, ValueError):
+    """An argument of the public API that the user can mend."""
+
+
+class UnsupportedError(SPCompilerError, NotImplementedError):
+    """A feature that this version does not have; the message names what there is."""
+
+
+class NotCompiledError(SPCompilerError, RuntimeError):
+    """Something that exists only after compilation was asked for before it."""
+
+
+class CaptureError(SPCompilerError, RuntimeError):
+    """The model could not be captured as one graph."""
+
+
+class PassError(SPCompilerError, RuntimeError):
+    """A pass met a graph that it cannot handle.
+
+    Args:
+        pass_name: the pass that failed.
+        message: what was wrong, what is allowed.
+        node: the offending node; its module path and source line are appended.
+    """
+
+    def __init__(self, pass_name: str, message: str, node: Node | None = None) -> None:
+        where = f"\n  node: {node.format_node()}\n{node_origin(node)}" if node is not None else ""
+        super().__init__(f"[{pass_name}] {message}{where}")
+        self.pass_name = pass_name
+        self.node = node
+
+
+class PlacementError(PassError):
+    """A placement that the typing rules refuse: running the graph would give wrong numbers."""
+
+
+class RankMismatchError(SPCompilerError, RuntimeError):
+    """The ranks of one tensor-parallel group disagree on what to run."""
+
+
+def node_origin(node: Node) -> str:
+    """Module path and source line of the user's model that ``node`` came from, for error texts."""
+    path = module_path(node)
+    trace = (node.meta.get("stack_trace") or "").strip().splitlines()
+    line = "\n    ".join(part.strip() for part in trace[-2:])
+    return f"  module: {path or '(model)'}\n    {line}".rstrip()
+
+
+def module_path(node: Node) -> str:
+    """Dotted path of the innermost module of the user's model that produced ``node``; "" at top."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = ""
+    for entry in stack.values():
+        path = entry[0]
+    return path.split("@")[0].removeprefix("L['self']").lstrip(".")

@@ -1,0 +1,91 @@
+"""Placements: how a value is laid out over the ranks of the tensor-parallel axis.
+
+The four kinds are those of ``spmd_types``; each has a dual, the placement of its gradient
+(S <-> S, P <-> R, I <-> I), so the backward of a conversion is known from its forward.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_TEXT = re.compile(r"^(?:([RIP])|([ST])\((\d+)(?:\|([\d,]+))?\))$")
+
+
+@dataclass(frozen=True, order=True)
+class Placement:
+    """Layout of one value over the tensor-parallel ranks.
+
+    Attributes:
+        kind: ``"R"`` replicated, gradient partial; ``"I"`` invariant: replicated, gradient
+            replicated; ``"P"`` partial sum; ``"S"`` sharded on ``dim``; ``"T"`` the first ``dim``
+            dimensions flattened to rows, padded to a multiple of the world size, rows sharded
+            (only while solving; the local tensor is then ``S(0)``).
+        dim: non-negative dimension for ``"S"``, number of flattened dimensions for ``"T"``.
+        segments: for ``"S"``: global sizes of the parts of ``dim`` (a fused q, k, v), each of which
+            is sharded over all ranks; ``()`` when ``dim`` is one part.
+    """
+
+    kind: str
+    dim: int = 0
+    segments: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        if self.kind in ("R", "I", "P"):
+            return self.kind
+        segments = "|" + ",".join(map(str, self.segments)) if self.segments else ""
+        return f"{self.kind}({self.dim}{segments})"
+
+    @classmethod
+    def parse(cls, text: str) -> Placement:
+        """Inverse of ``str``; raises ``ValueError`` on any other text."""
+        match = _TEXT.match(text)
+        if match is None:
+            raise ValueError(f"not a placement: {text!r}; expected R, I, P, S(dim) or S(dim|a,b,c)")
+        plain, kind, dim, segments = match.groups()
+        if plain:
+            return cls(plain)
+        return cls(kind, int(dim), tuple(map(int, segments.split(","))) if segments else ())
+
+    @property
+    def dual(self) -> Placement:
+        """Placement of the gradient of a value placed like this."""
+        return {"R": P, "P": R}.get(self.kind, self)
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.kind in ("S", "T")
+
+    @property
+    def is_replicated(self) -> bool:
+        """True where every rank holds the same numbers (R and I differ only in their gradient)."""
+        return self.kind in ("R", "I")
+
+    def local_shape(self, shape: tuple[int, ...], world: int) -> tuple[int, ...]:
+        """Shape of one rank's part of a global ``shape``; a "T" is rounded up to whole rows."""
+        if self.kind == "S":
+            size = shape[self.dim]
+            if any(part % world for part in self.segments or (size,)):
+                raise ValueError(f"{self} does not divide dim {self.dim} of {shape} by {world}")
+            return (*shape[: self.dim], size // world, *shape[self.dim + 1 :])
+        if self.kind == "T":
+            rows = 1
+            for size in shape[: self.dim]:
+                rows *= size
+            return (-(-rows // world), *shape[self.dim :])
+        return shape
+
+
+R = Placement("R")
+I = Placement("I")  # noqa: E741 - the literature's name
+P = Placement("P")
+
+
+def S(dim: int, segments: tuple[int, ...] = ()) -> Placement:  # noqa: N802
+    """Sharded on ``dim``, each of ``segments`` over all ranks."""
+    return Placement("S", dim, segments)
+
+
+def T(num_dims: int) -> Placement:  # noqa: N802
+    """The first ``num_dims`` dimensions flattened, padded and sharded."""
+    return Placement("T", num_dims)

@@ -1,0 +1,105 @@
+"""The compiler's own representation of a model: distinct regions and the calls that use them.
+
+A region is a flat graph of ATen operators (composite ones such as ``linear`` stay whole) whose
+placeholders are its parameters, buffers and values; each distinct region is solved, checked,
+traced and emitted once and called once per layer that it stands for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch.fx import GraphModule
+from torch.utils._pytree import TreeSpec
+
+from sp_compiler.placement import Placement
+
+RefKind = Literal["param", "buffer", "constant", "input", "call", "seed"]
+
+
+@dataclass(frozen=True)
+class Ref:
+    """Where a value comes from.
+
+    Attributes:
+        kind: ``"param"``, ``"buffer"``, ``"constant"`` (named by ``name``), ``"input"`` (leaf
+            ``index`` of the flattened user inputs), ``"call"`` (output ``output`` of call
+            ``index``), ``"seed"`` (the dropout seed of this forward, made distinct per call).
+    """
+
+    kind: RefKind
+    name: str = ""
+    index: int = 0
+    output: int = 0
+
+
+@dataclass
+class Region:
+    """One distinct piece of the model.
+
+    Attributes:
+        name: a class name for the generated code, such as ``"GPT2Block"``; unique in the program.
+        module: the graph. Every node has ``meta["val"]`` (a FakeTensor; its ``requires_grad`` is
+            not used), ``meta["requires_grad"]`` (whether a gradient flows to it in training) and
+            the user's ``nn_module_stack`` and ``stack_trace``. After sharding: shapes are those of
+            one rank and ``meta["placement"]`` is the node's :class:`Placement`.
+        input_kinds: :data:`RefKind` of each placeholder, in order.
+        input_names: for parameters and buffers the name inside the block (``"attn.c_attn.weight"``),
+            for values a readable name, in order.
+        input_placements: set by sharding; local tensors have exactly these placements (never "T").
+        output_placements: set by sharding.
+    """
+
+    name: str
+    module: GraphModule
+    input_kinds: tuple[RefKind, ...]
+    input_names: tuple[str, ...]
+    input_placements: tuple[Placement, ...] = ()
+    output_placements: tuple[Placement, ...] = ()
+
+    @property
+    def placeholders(self) -> list[torch.fx.Node]:
+        return [node for node in self.module.graph.nodes if node.op == "placeholder"]
+
+    @property
+    def outputs(self) -> list[torch.fx.Node]:
+        (node,) = [node for node in self.module.graph.nodes if node.op == "output"]
+        return list(node.args[0])
+
+
+@dataclass(frozen=True)
+class Call:
+    """One use of a region: ``path`` is the layer in the model (``"transformer.h.3"``), "" for glue."""
+
+    region: Region
+    path: str
+    args: tuple[Ref, ...]
+
+
+@dataclass
+class Program:
+    """The whole model: calls in execution order.
+
+    Attributes:
+        calls: every value used by a call was produced by an earlier one.
+        outputs: the flattened outputs of the model; a leaf that is no tensor is the object itself.
+        out_spec: how to rebuild the model's own output type from the leaves.
+        mutated_buffers: buffer name to the new value that is written back after the forward.
+        aliases: parameter name to the name under which the same tensor is used (tied weights).
+        notes: what the user should know (fallbacks with reasons).
+    """
+
+    calls: list[Call]
+    outputs: list[Any]
+    out_spec: TreeSpec
+    mutated_buffers: dict[str, Ref] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def regions(self) -> list[Region]:
+        """Distinct regions in order of first use."""
+        return list({id(call.region): call.region for call in self.calls}.values())

@@ -1,0 +1,1 @@
+"""What the generated code calls while it runs."""

@@ -1,0 +1,146 @@
+"""The object ``tp`` of the generated code: this rank, its group, and every operation that needs them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from sp_compiler.placement import Placement
+from sp_compiler.runtime import dropout as _dropout
+
+_c10d = torch.ops._c10d_functional
+
+
+class Communicator:
+    """Typed collectives and rank-dependent operators on one rank's tensors.
+
+    Args:
+        group: the tensor-parallel process group; ``None`` when ``world`` is 1.
+        rank: this rank in the group: an int, or a 0-dim int64 tensor that differs by rank where
+            several ranks are simulated in one process.
+        world: number of ranks.
+    """
+
+    def __init__(self, group: ProcessGroup | None, rank: int | Tensor, world: int) -> None:
+        self.group_name = group.group_name if group is not None else ""
+        self.rank = rank
+        self.world = world
+
+    # Conversions between placements. ``src`` and ``dst`` are placement texts.
+
+    def all_gather(self, x: Tensor, src: str, dst: str) -> Tensor:
+        """S(dim) -> R or I: every rank's part, in rank order."""
+        source = Placement.parse(src)
+        ranks = _c10d.wait_tensor(
+            _c10d.all_gather_into_tensor(x.contiguous(), self.world, self.group_name)
+        )
+        if source.dim == 0:
+            return _from_rank_major(ranks, source, self.world)
+        whole = ranks.unflatten(0, (self.world, -1)).movedim(0, source.dim)
+        return _from_rank_major(whole.flatten(source.dim, source.dim + 1), source, self.world)
+
+    def reduce_scatter(self, x: Tensor, src: str, dst: str) -> Tensor:
+        """P -> S(dim): this rank's part of the sum over ranks."""
+        target = Placement.parse(dst)
+        x = _to_rank_major(x, target, self.world)
+        if target.dim:
+            x = x.unflatten(target.dim, (self.world, -1)).movedim(target.dim, 0).flatten(0, 1)
+        return _c10d.wait_tensor(
+            _c10d.reduce_scatter_tensor(x.contiguous(), "sum", self.world, self.group_name)
+        )
+
+    def all_reduce(self, x: Tensor, src: str, dst: str) -> Tensor:
+        """P -> I or R: the sum over ranks."""
+        return self._all_reduce(x, "sum")
+
+    def shard(self, x: Tensor, src: str, dst: str) -> Tensor:
+        """R or I -> S(dim): this rank's part; a view unless the dim has segments."""
+        target = Placement.parse(dst)
+        return self._rank_slice(_to_rank_major(x, target, self.world), target.dim)
+
+    def embed(self, x: Tensor, src: str, dst: str) -> Tensor:
+        """S(dim) -> P: this rank's part in place, zeros elsewhere (the gradient of R -> S)."""
+        source = Placement.parse(src)
+        size = x.shape[source.dim]
+        parts = x.unsqueeze(source.dim)
+        mine = torch.arange(self.world, device=x.device) == self.rank
+        mine = mine.view(-1, *[1] * (x.dim() - source.dim))
+        whole = torch.where(mine, parts, torch.zeros((), dtype=x.dtype, device=x.device))
+        whole = whole.flatten(source.dim, source.dim + 1)
+        assert whole.shape[source.dim] == size * self.world
+        return _from_rank_major(whole, source, self.world)
+
+    # Operators whose result depends on the rank.
+
+    def vocab_embedding(self, weight: Tensor, ids: Tensor) -> Tensor:
+        local, mine = self._local_ids(ids, weight.shape[0])
+        return torch.nn.functional.embedding(local, weight) * mine.unsqueeze(-1)
+
+    def vocab_embedding_backward(self, grad: Tensor, ids: Tensor, num_rows: int) -> Tensor:
+        local, mine = self._local_ids(ids, num_rows)
+        grad = (grad * mine.unsqueeze(-1)).reshape(-1, grad.shape[-1])
+        return grad.new_zeros(num_rows, grad.shape[-1]).index_add_(0, local.reshape(-1), grad)
+
+    def vocab_nll(self, logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+        peak = self._all_reduce(logits.amax(-1), "max")
+        local, mine = self._local_ids(target, logits.shape[-1])
+        picked = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1) * mine
+        total = (logits - peak.unsqueeze(-1)).exp_().sum(-1)
+        total, picked = self._all_reduce(torch.stack([total, picked]), "sum").unbind()
+        logsumexp = total.log() + peak
+        nll = torch.where(target == ignore_index, torch.zeros_like(picked), logsumexp - picked)
+        return nll, logsumexp
+
+    def vocab_nll_backward(
+        self, grad: Tensor, logits: Tensor, target: Tensor, logsumexp: Tensor, ignore_index: int
+    ) -> Tensor:
+        grad = torch.where(target == ignore_index, torch.zeros_like(grad), grad)
+        local, mine = self._local_ids(target, logits.shape[-1])
+        result = (logits - logsumexp.unsqueeze(-1)).exp_().mul_(grad.unsqueeze(-1))
+        return result.scatter_add_(-1, local.unsqueeze(-1), -(grad * mine).unsqueeze(-1))
+
+    def dropout_mask(
+        self, x: Tensor, seed: Tensor, p: float, site: int, dim: int, world: int
+    ) -> Tensor:
+        return _dropout.dropout_mask(x, seed, p, site, dim, world, self.rank)
+
+    def dropout(self, x: Tensor, seed: Tensor, p: float, site: int, dim: int, world: int) -> Tensor:
+        return _dropout.dropout(x, seed, p, site, dim, world, self.rank)
+
+    def _all_reduce(self, x: Tensor, op: str) -> Tensor:
+        if self.world == 1:
+            return x
+        return _c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), op, self.group_name))
+
+    def _rank_slice(self, x: Tensor, dim: int) -> Tensor:
+        size = x.shape[dim] // self.world
+        if isinstance(self.rank, int):
+            return x.narrow(dim, self.rank * size, size)
+        rank = self.rank.reshape(1)
+        return x.unflatten(dim, (self.world, size)).index_select(dim, rank).flatten(dim, dim + 1)
+
+    def _local_ids(self, ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+        """Row numbers in this rank's part of the vocabulary (0 where elsewhere), and which are here."""
+        local = ids - self.rank * num_rows
+        mine = (local >= 0) & (local < num_rows)
+        return torch.where(mine, local, torch.zeros_like(local)), mine
+
+
+def _to_rank_major(x: Tensor, placement: Placement, world: int) -> Tensor:
+    """Reorder a segmented dim so that what belongs to one rank is contiguous."""
+    if len(placement.segments) < 2:
+        return x
+    pieces = [part.chunk(world, placement.dim) for part in x.split(placement.segments, placement.dim)]
+    return torch.cat([piece[rank] for rank in range(world) for piece in pieces], placement.dim)
+
+
+def _from_rank_major(x: Tensor, placement: Placement, world: int) -> Tensor:
+    """Inverse of :func:`_to_rank_major`."""
+    if len(placement.segments) < 2:
+        return x
+    sizes = [size // world for size in placement.segments]
+    ranks = [part.split(sizes, placement.dim) for part in x.chunk(world, placement.dim)]
+    return torch.cat(
+        [ranks[rank][part] for part in range(len(sizes)) for rank in range(world)], placement.dim
+    )

@@ -33,7 +33,7 @@ class GPTConfig:
         num_heads: ``a``.
         dropout: probability of all dropouts but the one on attention probabilities.
         attention_dropout: probability of the dropout on attention probabilities.
-        fused_qkv: one ``Linear(h, 3h)`` whose output is split in three, else three ``Linear(h, h)``.
+        fused_qkv: one ``Linear(h, 3h)`` split in three, else three ``Linear(h, h)``.
         tied_head: the output head uses the token embedding's weight.
         initializer_range: standard deviation of the initial weights.
 

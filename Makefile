@@ -1,0 +1,61 @@
+# Everything a clean checkout needs. `make demo` and `make test` install into .venv first.
+#
+#   make demo        train GPT-2 on two ranks (about four minutes after the install)
+#   make test        the fast tests
+#   make test-slow   the tests marked slow
+#   make lint        ruff and mypy
+#   make format      let ruff rewrite what it can
+#   make bench       step time and compile time, beside hand-written peers
+#   make clean       remove .venv and everything that was built
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-slow lint format bench clean
+
+PYTHON ?= $(firstword $(shell command -v python3.11) $(shell command -v python3.12) python3)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+SOURCES := setup.py pyproject.toml constraints.txt
+
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM := false
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+install: $(STAMP)
+
+$(STAMP): $(SOURCES)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in {(3, 11), (3, 12)})' || { \
+	  echo "sp_compiler needs Python 3.11 or 3.12, and '$(PYTHON)' is not one;" \
+	       "say which to use: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt2.py
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -q -m 'not slow'
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -q -m slow
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks.compile_time
+	$(BIN)/python -m benchmarks.step_time
+
+clean:
+	rm -rf $(VENV) build dist demo-output *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

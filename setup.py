@@ -1,0 +1,63 @@
+"""Packaging of sp_compiler.
+
+The optimisation passes live in ``passes/`` beside ``sp_compiler/`` and are installed as
+``sp_compiler.passes``: an installed package leaves no top-level module called ``passes`` behind.
+"""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+
+# The committed link sp_compiler/passes is skipped: an unpacked source archive may have lost it.
+INFRASTRUCTURE = find_packages(
+    include=["sp_compiler", "sp_compiler.*"], exclude=["sp_compiler.passes", "sp_compiler.passes.*"]
+)
+PASSES = ["sp_compiler.passes", *(f"sp_compiler.passes.{name}" for name in find_packages("passes"))]
+
+TEST = [
+    "hypothesis>=6.100",
+    "mypy>=1.15",
+    "peft>=0.15",
+    "pytest>=8",
+    "ruff>=0.9",
+    "transformers>=5.0,<6",
+]
+
+setup(
+    name="sp-compiler",
+    version="0.1.0",
+    description="Tensor- and sequence-parallel training of unmodified PyTorch transformers, "
+    "with selective recomputation and overlapped communication",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.11,<3.13",
+    packages=[*INFRASTRUCTURE, *PASSES],
+    package_dir={"sp_compiler": "sp_compiler", "sp_compiler.passes": "passes"},
+    package_data={"sp_compiler": ["py.typed"]},
+    install_requires=[
+        "networkx>=3.2",
+        "numpy>=1.26",
+        "rich>=13",
+        "safetensors>=0.4",
+        "scipy>=1.11",
+        "spmd-types>=0.3.1,<0.4",
+        "sympy>=1.13",
+        "torch>=2.11,<2.14",
+        "tqdm>=4.66",
+        "typer>=0.12",
+    ],
+    extras_require={
+        "test": TEST,
+        "examples": ["transformers>=5.0,<6"],
+        # The hand-written peers need nothing more; Megatron-Core is optional and has its own pin.
+        "bench": ["megatron-core==0.16.1"],
+    },
+    entry_points={
+        "torch_dynamo_backends": ["sp_compiler = sp_compiler.backend:sp_compiler_backend"],
+        "console_scripts": ["sp-compiler = sp_compiler.cli:main"],
+    },
+)

@@ -1,0 +1,116 @@
+"""What a sharding rule says of one operator: the factors that its dimensions are made of.
+
+As in an einsum, a factor is an index that runs over operands and results. A dimension is a product of
+factors, outermost first (``(a d)`` for a fused heads dimension), so views are rules like any other.
+All strategies follow mechanically, see :mod:`sp_compiler.rules.strategies`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Factor:
+    """One index of an operator: a name unique within its rule, and its global size."""
+
+    name: str
+    size: int
+
+
+Dim = tuple[Factor, ...]
+"""Factors of one dimension, outermost first; empty: not shardable (size 1, reduced, rearranged)."""
+
+Dims = tuple[Dim, ...]
+
+
+@dataclass(frozen=True)
+class OpRule:
+    """Factors of one operator.
+
+    Attributes:
+        operands: dims of each tensor operand, in the order of the arguments, repeats included.
+        results: dims of each tensor result.
+        contracted: factors that are summed over: sharding one gives partial results.
+        linear: sets of operand positions; when all operands of a set are partial sums and the others
+            replicated, the results are partial sums.
+        split: for an operator that cuts one dim into parts, (operand dim, part sizes): with each part
+            sharded as a segment, all results are sharded on that dim.
+    """
+
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    contracted: tuple[Factor, ...] = ()
+    linear: tuple[tuple[int, ...], ...] = ()
+    split: tuple[int, tuple[int, ...]] | None = None
+
+
+def named(shape: Sequence[int], names: str) -> Dims:
+    """One factor a dim, named by ``names`` (one letter a dim, ``"_"``: not shardable)."""
+    return tuple(
+        () if name == "_" or size == 1 else (Factor(name, size),)
+        for size, name in zip(shape, names, strict=True)
+    )
+
+
+def numbered(shape: Sequence[int], blocked: Sequence[int] = ()) -> Dims:
+    """One factor a dim, named by its position, none for the dims in ``blocked``."""
+    return tuple(
+        () if dim in blocked or size == 1 else (Factor(f"d{dim}", size),)
+        for dim, size in enumerate(shape)
+    )
+
+
+def broadcast(shape: Sequence[int], result: Dims, result_shape: Sequence[int]) -> Dims:
+    """Dims of an operand of ``shape`` that is broadcast, aligned from the right, to ``result``."""
+    offset = len(result_shape) - len(shape)
+    return tuple(
+        result[offset + dim] if size == result_shape[offset + dim] else ()
+        for dim, size in enumerate(shape)
+    )
+
+
+def reshaped(shape: Sequence[int], result: Sequence[int]) -> tuple[Dims, Dims]:
+    """Common factors of two shapes with the same number of elements, row-major."""
+    left, right = _cuts(shape), _cuts(result)
+    cuts = sorted({*left, *right})
+    divisible = all(high % low == 0 for low, high in zip(cuts, cuts[1:], strict=False))
+    if not divisible:
+        cuts = _common_refinement(left, right)
+    return _dims_between(shape, left, cuts), _dims_between(result, right, cuts)
+
+
+def _cuts(shape: Sequence[int]) -> list[int]:
+    """Number of elements to the right of each dim boundary, from the innermost outwards."""
+    cuts, count = [1], 1
+    for size in reversed(shape):
+        count *= size
+        cuts.append(count)
+    return cuts
+
+
+def _common_refinement(left: Sequence[int], right: Sequence[int]) -> list[int]:
+    """Cuts that both shapes share, refined inside each shared span where one divides the next."""
+    shared = sorted(set(left) & set(right))
+    cuts = [shared[0]]
+    for low, high in zip(shared, shared[1:], strict=False):
+        inside = sorted({cut for cut in (*left, *right) if low < cut < high})
+        chain = [low, *inside, high]
+        if all(b % a == 0 for a, b in zip(chain, chain[1:], strict=False)):
+            cuts += inside
+        cuts.append(high)
+    return cuts
+
+
+def _dims_between(shape: Sequence[int], bounds: Sequence[int], cuts: Sequence[int]) -> Dims:
+    dims: list[Dim] = []
+    for position, size in enumerate(reversed(shape)):
+        low, high = bounds[position], bounds[position + 1]
+        inside = [cut for cut in cuts if low <= cut <= high]
+        exact = size > 1 and inside[:1] == [low] and inside[-1:] == [high]
+        factors = [
+            Factor(f"x{a}", b // a) for a, b in zip(inside, inside[1:], strict=False) if b > a
+        ]
+        dims.append(tuple(reversed(factors)) if exact else ())
+    return tuple(reversed(dims))

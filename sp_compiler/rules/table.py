@@ -1,0 +1,348 @@
+"""The rule table: ATen operator to :class:`~sp_compiler.rules.factors.OpRule`.
+
+A rule reads shapes and constant arguments only. An operator without a rule runs replicated; so does
+any strategy that a rule leaves out: a missing rule costs speed, never correctness.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from sp_compiler.graph import arguments, tensor_operands
+from sp_compiler.rules.factors import (
+    Dim,
+    Dims,
+    Factor,
+    OpRule,
+    broadcast,
+    named,
+    numbered,
+    reshaped,
+)
+
+Rule = Callable[[Node], OpRule | None]
+_TABLE: dict[str, Rule] = {}
+aten = torch.ops.aten
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Register a rule for every overload of the named ATen operators."""
+
+    def register(function: Rule) -> Rule:
+        for name in names:
+            _TABLE[name] = function
+        return function
+
+    return register
+
+
+def rule_for(node: Node) -> OpRule | None:
+    """The factors of ``node``, or ``None``: it must run replicated."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    found = _TABLE.get(f"{target.namespace}::{target._schema.name.split('::')[1]}")
+    if found is not None:
+        return found(node)
+    return _pointwise(node) if torch.Tag.pointwise in target.tags else None
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return tuple(value.meta["val"].shape)
+
+
+def _operand_shapes(node: Node) -> list[tuple[int, ...]]:
+    return [_shape(operand) for operand in tensor_operands(node)]
+
+
+def _result_shapes(node: Node) -> list[tuple[int, ...]]:
+    value = node.meta["val"]
+    values = value if isinstance(value, (tuple, list)) else [value]
+    return [tuple(item.shape) for item in values]
+
+
+def _positive(dim: int, rank: int) -> int:
+    return dim % rank if rank else 0
+
+
+# Pointwise operators. ``_LINEAR`` says in which sets of operands they are jointly linear.
+
+_ADDITIVE = {"add", "sub"}
+_UNARY_LINEAR = {"neg", "_to_copy", "to", "clone", "contiguous", "dropout", "native_dropout_backward"}
+
+
+def _linear_sets(node: Node, count: int) -> tuple[tuple[int, ...], ...]:
+    name = node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
+    if name in _ADDITIVE and count == 2:
+        return ((0, 1),)
+    if name == "mul":
+        return tuple((position,) for position in range(count))
+    if name == "div" and not arguments(node).get("rounding_mode"):
+        return ((0,),)
+    if name == "where" and count == 3:
+        return ((1, 2),)
+    if name in _UNARY_LINEAR and _keeps_floating(node):
+        return ((0,),)
+    return ()
+
+
+def _keeps_floating(node: Node) -> bool:
+    operand, result = tensor_operands(node)[0].meta["val"], node.meta["val"]
+    return bool(operand.dtype.is_floating_point and result.dtype.is_floating_point)
+
+
+def _pointwise(node: Node) -> OpRule | None:
+    shapes, results = _operand_shapes(node), _result_shapes(node)
+    if len(results) != 1:
+        return None
+    dims = numbered(results[0])
+    operands = tuple(broadcast(shape, dims, results[0]) for shape in shapes)
+    return OpRule(operands, (dims,), linear=_linear_sets(node, len(shapes)))
+
+
+for _name in ("clone", "contiguous", "_to_copy", "to", "native_dropout_backward", "where"):
+    _TABLE[f"aten::{_name}"] = _pointwise
+
+
+@rule("sp_compiler::dropout", "sp_compiler::dropout_mask")
+def _dropout(node: Node) -> OpRule:
+    (shape,) = _result_shapes(node)
+    dims = numbered(shape)
+    linear = ((0,),) if node.target is torch.ops.sp_compiler.dropout.default else ()
+    return OpRule((dims, ()), (dims,), linear=linear)
+
+
+# Products.
+
+
+@rule("aten::linear")
+def _linear(node: Node) -> OpRule | None:
+    shapes = _operand_shapes(node)
+    if len(shapes) != 2 or len(shapes[0]) < 1:
+        return None
+    x, weight = shapes
+    dims = (*numbered(x[:-1]), *named(weight[1:], "i"))
+    out, inner = Factor("o", weight[0]), Factor("i", weight[1])
+    return OpRule(
+        (dims, ((out,), (inner,))),
+        ((*dims[:-1], (out,)),),
+        contracted=(inner,),
+        linear=((0,), (1,)),
+    )
+
+
+@rule("aten::mm", "aten::bmm", "aten::matmul")
+def _matmul(node: Node) -> OpRule | None:
+    left, right = _operand_shapes(node)
+    if len(left) < 2 or len(right) < 2:
+        return None
+    (result,) = _result_shapes(node)
+    batch = numbered(result[:-2])
+    inner = Factor("k", left[-1])
+    m, n = named(left[-2:-1], "m")[0], named(right[-1:], "n")[0]
+    operands = (
+        (*broadcast(left[:-2], batch, result[:-2]), m, (inner,)),
+        (*broadcast(right[:-2], batch, result[:-2]), (inner,), n),
+    )
+    return OpRule(operands, ((*batch, m, n),), contracted=(inner,), linear=((0,), (1,)))
+
+
+@rule("aten::baddbmm")
+def _baddbmm(node: Node) -> OpRule:
+    bias, left, right = _operand_shapes(node)
+    (result,) = _result_shapes(node)
+    dims = named(result, "bmn")
+    inner = Factor("k", left[-1])
+    operands = (
+        broadcast(bias, dims, result),
+        (dims[0], dims[1], (inner,)),
+        (dims[0], (inner,), dims[2]),
+    )
+    return OpRule(operands, (dims,))
+
+
+@rule("aten::convolution", "aten::conv1d", "aten::conv2d", "aten::conv3d")
+def _convolution(node: Node) -> OpRule | None:
+    shapes = _operand_shapes(node)
+    args = arguments(node)
+    if args.get("groups", 1) != 1 or args.get("transposed", False):
+        return None
+    (result,) = _result_shapes(node)
+    if len(result) != len(shapes[1]):
+        return None
+    out = Factor("o", shapes[1][0])
+    blank: Dims = ((),) * (len(result) - 2)
+    batch = named(shapes[0][:1], "b")
+    operands: tuple[Dims, ...] = ((*batch, (), *blank), ((out,), (), *blank))
+    if len(shapes) == 3:
+        operands += (((out,),),)
+    return OpRule(operands, ((*batch, (out,), *blank),))
+
+
+@rule("aten::scaled_dot_product_attention")
+def _sdpa(node: Node) -> OpRule | None:
+    shapes = _operand_shapes(node)
+    query, key, value = shapes[:3]
+    if len(query) != 4 or len(key) != 4 or query[0] != key[0]:
+        return None
+    # The heads factor of grouped keys and values has another size; both divide or neither is cut.
+    batch = named(query[:1], "b")[0]
+    heads = Factor("a", query[1])
+    kv_heads = heads if key[1] == query[1] else Factor("a", key[1])
+    q_dims: Dims = (batch, (heads,), (), ())
+    kv_dims: Dims = (batch, (kv_heads,), (), ())
+    result = _result_shapes(node)[0]
+    operands = [q_dims, kv_dims, kv_dims]
+    for mask in shapes[3:]:
+        operands.append(broadcast(mask, q_dims, (*query[:3], key[2])))
+    if value[1] != key[1] or result[:2] != query[:2]:
+        return None
+    return OpRule(tuple(operands), (q_dims,), linear=((2,),))
+
+
+@rule("aten::embedding")
+def _embedding(node: Node) -> OpRule:
+    weight, ids = _operand_shapes(node)
+    dims = numbered(ids)
+    hidden = named(weight[1:], "h")
+    return OpRule((((), *hidden), dims), ((*dims, *hidden),))
+
+
+# Row-wise operators and reductions.
+
+
+@rule("aten::layer_norm", "aten::rms_norm", "aten::native_layer_norm")
+def _layer_norm(node: Node) -> OpRule | None:
+    shapes, results = _operand_shapes(node), _result_shapes(node)
+    if len(results) != 1:
+        return None
+    normalized = len(arguments(node)["normalized_shape"])
+    rank = len(shapes[0])
+    dims = numbered(shapes[0], blocked=range(rank - normalized, rank))
+    blank = tuple(((),) * len(shape) for shape in shapes[1:])
+    return OpRule((dims, *blank), (dims,))
+
+
+@rule("aten::softmax", "aten::_softmax", "aten::log_softmax", "aten::_log_softmax", "aten::cumsum")
+def _softmax(node: Node) -> OpRule:
+    (shape,) = _operand_shapes(node)
+    dim = _positive(arguments(node)["dim"], len(shape))
+    dims = numbered(shape, blocked=(dim,))
+    return OpRule((dims,), (dims,))
+
+
+@rule("aten::sum", "aten::mean", "aten::amax", "aten::amin", "aten::linalg_vector_norm", "aten::var")
+def _reduction(node: Node) -> OpRule | None:
+    (shape,), results = _operand_shapes(node), _result_shapes(node)
+    args = arguments(node)
+    name = node.target._schema.name  # type: ignore[union-attr]
+    dims_arg = args.get("dim")
+    dims_arg = [dims_arg] if isinstance(dims_arg, int) else dims_arg
+    reduced = {_positive(dim, len(shape)) for dim in dims_arg or range(len(shape))}
+    is_sum = name == "aten::sum"
+    dims = numbered(shape, blocked=() if is_sum else sorted(reduced))
+    keep = bool(args.get("keepdim", False))
+    result: Dims = tuple(
+        () if dim in reduced else factors
+        for dim, factors in enumerate(dims)
+        if keep or dim not in reduced
+    )
+    contracted = tuple(f for dim in sorted(reduced) for f in dims[dim]) if is_sum else ()
+    linear = ((0,),) if name in ("aten::sum", "aten::mean") else ()
+    return OpRule((dims,), (result,) * len(results), contracted=contracted, linear=linear)
+
+
+# Views and rearrangements. All are linear.
+
+
+@rule("aten::reshape", "aten::view", "aten::_unsafe_view", "aten::flatten", "aten::unflatten")
+def _reshape(node: Node) -> OpRule:
+    (shape,), (result,) = _operand_shapes(node), _result_shapes(node)
+    operand_dims, result_dims = reshaped(shape, result)
+    return OpRule((operand_dims,), (result_dims,), linear=((0,),))
+
+
+@rule("aten::transpose", "aten::t", "aten::permute", "aten::movedim", "aten::numpy_T")
+def _permute(node: Node) -> OpRule:
+    (shape,) = _operand_shapes(node)
+    order = _permutation(node, len(shape))
+    dims = numbered(shape)
+    return OpRule((dims,), (tuple(dims[dim] for dim in order),), linear=((0,),))
+
+
+def _permutation(node: Node, rank: int) -> list[int]:
+    """Source dim of each result dim, found by permuting a shape whose sizes are all distinct."""
+    probe = torch.empty(tuple(range(1, rank + 1)), device="meta")
+    result = node.target(probe, *node.args[1:], **node.kwargs)  # type: ignore[operator]
+    return [size - 1 for size in result.shape]
+
+
+@rule("aten::unsqueeze", "aten::squeeze")
+def _squeeze(node: Node) -> OpRule:
+    return _reshape(node)
+
+
+@rule("aten::expand", "aten::broadcast_to")
+def _expand(node: Node) -> OpRule:
+    (shape,), (result,) = _operand_shapes(node), _result_shapes(node)
+    dims = numbered(result, blocked=())
+    operand = broadcast(shape, dims, result)
+    kept = {factor for dim in operand for factor in dim}
+    result_dims: Dims = tuple(dim if set(dim) <= kept else () for dim in dims)
+    # Dims that appear only in the result may be cut too, the operand is then replicated.
+    fresh: Dims = tuple(
+        whole if not kept_dim else kept_dim
+        for whole, kept_dim in zip(dims, result_dims, strict=True)
+    )
+    return OpRule((operand,), (fresh,), linear=((0,),))
+
+
+@rule("aten::slice", "aten::select", "aten::index_select", "aten::narrow", "aten::flip", "aten::roll")
+def _slice(node: Node) -> OpRule | None:
+    shapes, results = _operand_shapes(node), _result_shapes(node)
+    shape, result, args = shapes[0], results[0], arguments(node)
+    if len(shapes) != 1:
+        return None
+    dims_arg = args.get("dim", args.get("dims", 0))
+    touched = {
+        _positive(dim, len(shape)) for dim in ([dims_arg] if isinstance(dims_arg, int) else dims_arg)
+    }
+    dims = numbered(shape, blocked=sorted(touched))
+    dropped = touched if len(result) < len(shape) else set()
+    kept = tuple(dim for position, dim in enumerate(dims) if position not in dropped)
+    return OpRule((dims,), (kept,), linear=((0,),))
+
+
+@rule("aten::split_with_sizes", "aten::unbind")
+def _split(node: Node) -> OpRule:
+    (shape,), results = _operand_shapes(node), _result_shapes(node)
+    dim = _positive(arguments(node).get("dim", 0), len(shape))
+    dims = numbered(shape, blocked=(dim,))
+    if len(results[0]) < len(shape):
+        result = tuple(item for position, item in enumerate(dims) if position != dim)
+        return OpRule((dims,), (result,) * len(results), linear=((0,),))
+    sizes = tuple(result[dim] for result in results)
+    return OpRule((dims,), (dims,) * len(results), linear=((0,),), split=(dim, sizes))
+
+
+@rule("aten::cat", "aten::stack")
+def _cat(node: Node) -> OpRule:
+    shapes, (result,) = _operand_shapes(node), _result_shapes(node)
+    dim = _positive(arguments(node).get("dim", 0), len(result))
+    whole = numbered(result, blocked=(dim,))
+    stacked = len(shapes[0]) < len(result)
+    operand: Sequence[Dim] = [d for p, d in enumerate(whole) if not (stacked and p == dim)]
+    everything = tuple(range(len(shapes)))
+    return OpRule((tuple(operand),) * len(shapes), (whole,), linear=(everything,))
+
+
+@rule("aten::constant_pad_nd", "aten::pad")
+def _pad(node: Node) -> OpRule:
+    (shape,), (result,) = _operand_shapes(node), _result_shapes(node)
+    changed = [d for d in range(len(shape)) if shape[d] != result[d] or d >= len(shape) - 1]
+    dims = numbered(shape, blocked=changed)
+    return OpRule((dims,), (dims,))

@@ -1,12 +1,12 @@
 """Counter-based dropout: which elements survive is a pure function of what and where they are.
 
-The mask depends on a 64-bit seed, the number of the dropout in its region and the 64-bit position of
-the element in the *whole* tensor, so it is the same when it is recomputed and for every number of
-ranks, and different on every shard. The position is split in the row (all dims but the last) and the
-column. A row gets a 64-bit key from the finaliser of SplitMix64 (Steele et al., "Fast splittable
-pseudorandom number generators", 2014); an element gets 32 bits from its column and the two halves of
-the key, by two rounds of a 32-bit finaliser from Wellons' search for low-bias integer hashes
-("hash-prospector": shifts 16, 15, 15, multipliers 0x21f0aaad and 0xd35a2d97).
+The mask depends on a 64-bit seed, the number of the dropout in its region and the 64-bit position
+of the element in the *whole* tensor, so it is the same when it is recomputed and for every number
+of ranks, and different on every shard. The position is split in the row (all dims but the last) and
+the column. A row gets a 64-bit key from the finaliser of SplitMix64 (Steele et al., "Fast
+splittable pseudorandom number generators", 2014); an element gets 32 bits from its column and the
+two halves of the key, by two rounds of a 32-bit finaliser from Wellons' search for low-bias integer
+hashes ("hash-prospector": shifts 16, 15, 15, multipliers 0x21f0aaad and 0xd35a2d97).
 
 Integers are signed throughout, for want of unsigned arithmetic in torch; sums and products wrap.
 """
@@ -55,7 +55,9 @@ def dropout_mask(
     threshold = _threshold(p)
     if not _is_plain(x, seed, rank):
         return mask.copy_((grid.hash_all() >= threshold).view(x.shape))
-    target = mask if mask.is_contiguous() else torch.empty(x.shape, dtype=torch.bool, device=x.device)
+    target = (
+        mask if mask.is_contiguous() else torch.empty(x.shape, dtype=torch.bool, device=x.device)
+    )
     flat = target.view(grid.shape)
     for block, bits in grid.blocks():
         torch.ge(bits, threshold, out=flat[block])
@@ -96,7 +98,7 @@ def draw_seed() -> Tensor:
 
 
 class _Grid:
-    """Keys of the rows and numbers of the columns of ``x`` seen as (all dims but the last, last)."""
+    """Keys of the rows and numbers of the columns of ``x`` as (all other dims, last dim)."""
 
     def __init__(
         self, x: Tensor, seed: Tensor, site: int, dim: int, world: int, rank: int | Tensor
@@ -158,7 +160,7 @@ class _Grid:
 
 
 def _xor_shift(x: Tensor, shift: int, buffer: Tensor | None) -> Tensor:
-    """``x ^= x >>> shift`` on int32 in place; the shift of torch repeats the sign, hence the mask."""
+    """``x ^= x >>> shift`` on int32 in place; torch repeats the sign when it shifts, hence the mask."""
     shifted = torch.bitwise_right_shift(x, shift, out=buffer)
     return x.bitwise_xor_(shifted.bitwise_and_((1 << (32 - shift)) - 1))
 

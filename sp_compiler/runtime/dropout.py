@@ -160,7 +160,7 @@ class _Grid:
 
 
 def _xor_shift(x: Tensor, shift: int, buffer: Tensor | None) -> Tensor:
-    """``x ^= x >>> shift`` on int32 in place; torch repeats the sign when it shifts, hence the mask."""
+    """``x ^= x >>> shift`` on int32 in place; torch repeats the sign, hence the mask."""
     shifted = torch.bitwise_right_shift(x, shift, out=buffer)
     return x.bitwise_xor_(shifted.bitwise_and_((1 << (32 - shift)) - 1))
 

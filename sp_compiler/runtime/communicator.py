@@ -31,6 +31,8 @@ class Communicator:
 
     def all_gather(self, x: Tensor, src: str, dst: str) -> Tensor:
         """S(dim) -> R or I: every rank's part, in rank order."""
+        if self.world == 1:
+            return x
         source = Placement.parse(src)
         ranks = _c10d.wait_tensor(
             _c10d.all_gather_into_tensor(x.contiguous(), self.world, self.group_name)
@@ -42,6 +44,8 @@ class Communicator:
 
     def reduce_scatter(self, x: Tensor, src: str, dst: str) -> Tensor:
         """P -> S(dim): this rank's part of the sum over ranks."""
+        if self.world == 1:
+            return x
         target = Placement.parse(dst)
         x = _to_rank_major(x, target, self.world)
         if target.dim:
@@ -131,7 +135,9 @@ def _to_rank_major(x: Tensor, placement: Placement, world: int) -> Tensor:
     """Reorder a segmented dim so that what belongs to one rank is contiguous."""
     if len(placement.segments) < 2:
         return x
-    pieces = [part.chunk(world, placement.dim) for part in x.split(placement.segments, placement.dim)]
+    pieces = [
+        part.chunk(world, placement.dim) for part in x.split(placement.segments, placement.dim)
+    ]
     return torch.cat([piece[rank] for rank in range(world) for piece in pieces], placement.dim)
 
 

@@ -1,0 +1,84 @@
+"""What compilation produces and the runtime executes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from sp_compiler.errors import ArgumentError
+from sp_compiler.placement import I, Placement
+from sp_compiler.program import Program, Ref, Region
+from sp_compiler.runtime.communicator import Communicator
+
+
+class RegionCode(Protocol):
+    """The compiled form of one distinct region, in general a class of the generated code.
+
+    Tensors are one rank's parts, placed as the region's ``input_placements`` and
+    ``output_placements``.
+    """
+
+    def forward(self, tp: Communicator, *inputs: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Outputs of the region, and what ``backward`` needs of it."""
+
+    def backward(
+        self, tp: Communicator, saved: tuple[Any, ...], *tangents: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        """One gradient for each input (``None``: no gradient flows to it).
+
+        ``tangents`` holds one gradient for each output that requires one, in order.
+        """
+
+
+@dataclass
+class CompiledProgram:
+    """A sharded program with the code of its regions.
+
+    Attributes:
+        program: calls of regions whose tensors are those of one rank.
+        codes: region name to its compiled code.
+        param_placements: parameter name to how it is stored, ``I`` or sharded. A region that uses
+            an ``I`` parameter as ``R`` returns a partial sum as its gradient.
+        world: number of tensor-parallel ranks.
+        differentiable: region name to, for each output, whether a gradient flows through it;
+            read from the region's graph where not given.
+        notes: fallbacks with reasons.
+        code: the generated text.
+        plan: what :func:`sp_compiler.plan` reports, or ``None``.
+        stages: name to graph after each pass.
+    """
+
+    program: Program
+    codes: dict[str, RegionCode]
+    param_placements: dict[str, Placement]
+    world: int
+    differentiable: dict[str, tuple[bool, ...]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    code: str = ""
+    plan: Any = None
+    stages: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for region in self.program.regions:
+            if region.name not in self.codes:
+                raise ArgumentError(f"no code for region {region.name!r}; have {list(self.codes)}")
+            if region.name not in self.differentiable:
+                self.differentiable[region.name] = _differentiable_outputs(region)
+
+    def placement(self, ref: Ref) -> Placement:
+        """How the value behind ``ref`` is placed."""
+        if ref.kind == "call":
+            return self.program.calls[ref.index].region.output_placements[ref.output]
+        if ref.kind == "param":
+            return self.param_placements[self.param_name(ref.name)]
+        return I
+
+    def param_name(self, name: str) -> str:
+        """The name under which a (possibly tied) parameter is stored."""
+        return self.program.aliases.get(name, name)
+
+
+def _differentiable_outputs(region: Region) -> tuple[bool, ...]:
+    return tuple(bool(node.meta.get("requires_grad")) for node in region.outputs)

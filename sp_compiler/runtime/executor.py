@@ -1,0 +1,245 @@
+"""Runs a compiled program on one rank's tensors, forward and backward.
+
+Real ranks and simulated ones run this same code: parameters are looked up by name and may be
+DTensors (their local part is used) or one rank's plain tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sp_compiler.compiled import CompiledProgram, RegionCode
+from sp_compiler.errors import ArgumentError
+from sp_compiler.program import Call, Ref
+from sp_compiler.runtime.communicator import Communicator
+from sp_compiler.runtime.dropout import call_seed
+from sp_compiler.runtime.functions import (
+    DeferredGradients,
+    RegionFunction,
+    ReplicateParameters,
+    local_tensor,
+)
+
+
+@dataclass(frozen=True)
+class RegionRunner:
+    """Executes one region on its inputs, recording it for autograd where a gradient is needed."""
+
+    code: RegionCode
+    differentiable: tuple[bool, ...]
+    tp: Communicator
+
+    def __call__(
+        self, inputs: Sequence[Any], owners: Sequence[Tensor | None] | None = None
+    ) -> tuple[Any, ...]:
+        """Outputs of the region.
+
+        ``owners`` names, where given, for each input the parameter that it aliases, so that an
+        in-place change of the parameter between forward and backward is found.
+        """
+        if torch.is_grad_enabled() and any(
+            isinstance(value, Tensor) and value.requires_grad for value in inputs
+        ):
+            return RegionFunction.apply(self, owners, *inputs)
+        outputs, _ = self.code.forward(self.tp, *[local_tensor(value) for value in inputs])
+        return outputs
+
+
+BlockCall = Callable[[str, RegionRunner, Sequence[Any], Sequence[Tensor | None]], tuple[Any, ...]]
+
+
+@dataclass
+class Execution:
+    """Flat outputs of one forward, in the program's order, and the new values of buffers."""
+
+    outputs: list[Any]
+    mutated_buffers: dict[str, Tensor]
+
+
+class Executor:
+    """Executes a :class:`CompiledProgram`.
+
+    Args:
+        compiled: the program.
+        tp: this rank's communicator.
+        call_block: runs a call that stands for a layer of the model, given its path; by default it
+            is run directly.
+        deferred: where the gradients of replicated parameters wait while synchronisation is off.
+    """
+
+    def __init__(
+        self,
+        compiled: CompiledProgram,
+        tp: Communicator,
+        call_block: BlockCall | None = None,
+        deferred: DeferredGradients | None = None,
+    ) -> None:
+        if compiled.world != tp.world:
+            raise ArgumentError(
+                f"the program was compiled for {compiled.world} ranks, the group has {tp.world}"
+            )
+        self.compiled = compiled
+        self.tp = tp
+        self.deferred = deferred or DeferredGradients()
+        self._call_block = call_block
+        self._runners = {
+            region.name: RegionRunner(
+                compiled.codes[region.name], compiled.differentiable[region.name], tp
+            )
+            for region in compiled.program.regions
+        }
+        self._replicated = _parameters_used_as_r(compiled)
+        self._last_use = _last_uses(compiled)
+        self.needs_seed = any("seed" in region.input_kinds for region in compiled.program.regions)
+
+    def run(
+        self,
+        params: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        flat_inputs: Sequence[Any],
+        seed: Tensor | None = None,
+    ) -> Execution:
+        """One forward.
+
+        Args:
+            params: stored name to parameter, placed as ``compiled.param_placements``.
+            buffers: name to buffer.
+            flat_inputs: the flattened user inputs.
+            seed: the dropout seed of this forward; needed where ``needs_seed``.
+        """
+        with _without_autocast():
+            return self._run(params, buffers, flat_inputs, seed)
+
+    def _run(
+        self,
+        params: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        flat_inputs: Sequence[Any],
+        seed: Tensor | None,
+    ) -> Execution:
+        program = self.compiled.program
+        frame = _Frame(params, buffers, flat_inputs, seed, self.compiled)
+        frame.replicated = self._replicate(params)
+        for index, call in enumerate(program.calls):
+            inputs = [
+                frame.value(ref, index, placement.kind == "R")
+                for ref, placement in zip(call.args, call.region.input_placements, strict=True)
+            ]
+            owners = [frame.owner(ref) for ref in call.args]
+            frame.results[index] = self._call(call, inputs, owners)
+            del inputs, owners
+            for dead in self._last_use[index]:
+                frame.results[dead] = ()
+        outputs = [frame.value(out) if isinstance(out, Ref) else out for out in program.outputs]
+        mutated = {name: frame.value(ref) for name, ref in program.mutated_buffers.items()}
+        return Execution(outputs, {name: value.detach() for name, value in mutated.items()})
+
+    def _call(
+        self, call: Call, inputs: Sequence[Any], owners: Sequence[Tensor | None]
+    ) -> tuple[Any, ...]:
+        runner = self._runners[call.region.name]
+        if call.path and self._call_block is not None:
+            return self._call_block(call.path, runner, inputs, owners)
+        return runner(inputs, owners)
+
+    def _replicate(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Invariant parameters as replicated values, through one function for all of them."""
+        if self.tp.world == 1 or not torch.is_grad_enabled():
+            return {}
+        names = [name for name in self._replicated if params[name].requires_grad]
+        if not names:
+            return {}
+        values = ReplicateParameters.apply(
+            self.tp, self.deferred, tuple(names), *[params[name] for name in names]
+        )
+        return dict(zip(names, values, strict=True))
+
+
+class _Frame:
+    """The values of one forward."""
+
+    def __init__(
+        self,
+        params: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        flat_inputs: Sequence[Any],
+        seed: Tensor | None,
+        compiled: CompiledProgram,
+    ) -> None:
+        self.params = params
+        self.buffers = buffers
+        self.flat_inputs = flat_inputs
+        self.seed = seed
+        self.compiled = compiled
+        self.replicated: dict[str, Tensor] = {}
+        self.results: dict[int, tuple[Any, ...]] = {}
+
+    def value(self, ref: Ref, call_index: int = 0, as_r: bool = False) -> Any:
+        if ref.kind == "call":
+            return self.results[ref.index][ref.output]
+        if ref.kind == "param":
+            name = self.compiled.param_name(ref.name)
+            return self.replicated.get(name, self.params[name]) if as_r else self.params[name]
+        if ref.kind == "input":
+            return self.flat_inputs[ref.index]
+        if ref.kind == "buffer":
+            return self.buffers[ref.name]
+        if ref.kind == "constant":
+            return self.compiled.program.constants[ref.name]
+        if self.seed is None:
+            raise ArgumentError("the program draws dropout masks: a seed is needed")
+        return call_seed(self.seed, call_index)
+
+    def owner(self, ref: Ref) -> Tensor | None:
+        return self.params[self.compiled.param_name(ref.name)] if ref.kind == "param" else None
+
+
+def _parameters_used_as_r(compiled: CompiledProgram) -> tuple[str, ...]:
+    """Stored names, in order of first use, of the parameters that some region takes as R."""
+    names: dict[str, None] = {}
+    for call in compiled.program.calls:
+        for ref, placement in zip(call.args, call.region.input_placements, strict=True):
+            if ref.kind != "param":
+                continue
+            name = compiled.param_name(ref.name)
+            stored = compiled.param_placements[name]
+            if placement.kind == "R":
+                names[name] = None
+            if placement != stored and (stored.kind, placement.kind) != ("I", "R"):
+                raise ArgumentError(
+                    f"parameter {name!r} is stored {stored} but region {call.region.name!r} takes "
+                    f"it as {placement}; only I used as R is converted outside of a region"
+                )
+    return tuple(names)
+
+
+def _last_uses(compiled: CompiledProgram) -> list[list[int]]:
+    """For each call: the calls whose outputs are used for the last time by it."""
+    program = compiled.program
+    kept = [ref for ref in (*program.outputs, *program.mutated_buffers.values())]
+    kept_calls = {ref.index for ref in kept if isinstance(ref, Ref) and ref.kind == "call"}
+    last: dict[int, int] = {}
+    for index, call in enumerate(program.calls):
+        last[index] = index
+        last.update((ref.index, index) for ref in call.args if ref.kind == "call")
+    dead: list[list[int]] = [[] for _ in program.calls]
+    for producer, user in last.items():
+        if producer not in kept_calls:
+            dead[user].append(producer)
+    return dead
+
+
+@contextlib.contextmanager
+def _without_autocast() -> Iterator[None]:
+    """The casts of autocast are part of the captured graph and must not happen twice."""
+    with contextlib.ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield

@@ -1,0 +1,216 @@
+"""The autograd functions of a compiled program: a region call, and the use of replicated parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from sp_compiler.errors import UnsupportedError
+from sp_compiler.runtime.communicator import Communicator
+
+if TYPE_CHECKING:
+    from sp_compiler.runtime.executor import RegionRunner
+
+
+def local_tensor(value: Any) -> Any:
+    """This rank's part of a DTensor; anything else as it is."""
+    return value._local_tensor if isinstance(value, DTensor) else value
+
+
+class RegionFunction(torch.autograd.Function):
+    """One call of a region: ``apply(runner, owners, *inputs) -> outputs``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, runner: RegionRunner, owners: Sequence[Tensor | None] | None, *inputs: Any
+    ) -> tuple[Any, ...]:
+        locals_ = [local_tensor(value) for value in inputs]
+        outputs, saved = runner.code.forward(runner.tp, *locals_)
+        outputs = _distinct(outputs)
+        ctx.runner = runner
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(
+            *[out for out, used in zip(outputs, runner.differentiable, strict=True) if not used]
+        )
+        ctx.tangent_metas = [
+            (out.shape, out.dtype, out.device)
+            for out, used in zip(outputs, runner.differentiable, strict=True)
+            if used
+        ]
+        _save(ctx, saved, locals_, owners if owners is not None else inputs)
+        ctx.parameters = tuple(
+            index for index, value in enumerate(inputs) if isinstance(value, DTensor)
+        )
+        ctx.parameter_specs = tuple(inputs[index]._spec for index in ctx.parameters)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        runner = ctx.runner
+        used = [grad for grad, flows in zip(grads, runner.differentiable, strict=True) if flows]
+        num_inputs = len(ctx.needs_input_grad) - 2
+        if all(grad is None for grad in used):
+            return (None,) * (num_inputs + 2)
+        tangents = [
+            torch.zeros(meta[0], dtype=meta[1], device=meta[2])
+            if grad is None
+            else grad.contiguous()
+            for grad, meta in zip(used, ctx.tangent_metas, strict=True)
+        ]
+        with torch.no_grad():
+            results = list(runner.code.backward(runner.tp, _saved(ctx), *tangents))
+        needed = ctx.needs_input_grad[2:]
+        results = [grad if need else None for grad, need in zip(results, needed, strict=True)]
+        for index, spec in zip(ctx.parameters, ctx.parameter_specs, strict=True):
+            if results[index] is not None:
+                results[index] = DTensor(results[index].contiguous(), spec, requires_grad=False)
+        return (None, None, *forbid_double_backward(results, used))
+
+
+def _distinct(outputs: Sequence[Any]) -> tuple[Any, ...]:
+    """Outputs as different objects: autograd keeps one history for each object."""
+    if len({id(out) for out in outputs}) == len(outputs):
+        return tuple(outputs)
+    seen: set[int] = set()
+    result = []
+    for out in outputs:
+        result.append(out.view_as(out) if id(out) in seen else out)
+        seen.add(id(out))
+    return tuple(result)
+
+
+def _save(ctx: Any, saved: Sequence[Any], locals_: Sequence[Any], owners: Sequence[Any]) -> None:
+    """Keep ``saved`` for backward, tensors where autograd watches them for in-place changes.
+
+    A local part of a DTensor does not see that the DTensor is changed in place (its version stays),
+    so the DTensor is kept in its stead.
+    """
+    owner_of = {
+        id(local): owner
+        for local, owner in zip(locals_, owners, strict=True)
+        if isinstance(owner, DTensor)
+    }
+    tensors = [owner_of.get(id(value), value) for value in saved if isinstance(value, Tensor)]
+    ctx.save_for_backward(*tensors)
+    ctx.others = {
+        index: value for index, value in enumerate(saved) if not isinstance(value, Tensor)
+    }
+
+
+def _saved(ctx: Any) -> tuple[Any, ...]:
+    values = [local_tensor(value) for value in ctx.saved_tensors]
+    for index, other in ctx.others.items():
+        values.insert(index, other)
+    return tuple(values)
+
+
+class DeferredGradients:
+    """Gradients of replicated parameters whose reduction waits for a synchronised backward.
+
+    Attributes:
+        enabled: ``True`` while reductions are put off.
+        pending: parameter name to the sum of this rank's unreduced gradients.
+    """
+
+    def __init__(self) -> None:
+        self.enabled = False
+        self.pending: dict[str, Tensor] = {}
+
+    def add(self, name: str, grad: Tensor) -> None:
+        self.pending[name] = self.pending[name] + grad if name in self.pending else grad
+
+    def take(self, name: str, grad: Tensor | None) -> Tensor | None:
+        """``grad`` with what was put off for ``name``."""
+        waiting = self.pending.pop(name, None)
+        if waiting is None or grad is None:
+            return waiting if grad is None else grad
+        return grad + waiting
+
+
+class ReplicateParameters(torch.autograd.Function):
+    """Invariant parameters as replicated values; backward reduces their gradients together.
+
+    ``apply(tp, deferred, names, *parameters)``; one all-reduce for each dtype. While ``deferred`` is
+    enabled the gradients are put there and the parameters get none.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tp: Communicator,
+        deferred: DeferredGradients,
+        names: tuple[str, ...],
+        *parameters: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.tp, ctx.deferred, ctx.names = tp, deferred, names
+        ctx.specs = tuple(getattr(parameter, "_spec", None) for parameter in parameters)
+        ctx.set_materialize_grads(False)
+        return tuple(local_tensor(parameter).detach() for parameter in parameters)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        with torch.no_grad():
+            if ctx.deferred.enabled:
+                for name, grad in zip(ctx.names, grads, strict=True):
+                    if grad is not None:
+                        ctx.deferred.add(name, grad)
+                return (None, None, None, *[None] * len(grads))
+            whole = [
+                ctx.deferred.take(name, grad) for name, grad in zip(ctx.names, grads, strict=True)
+            ]
+            reduced = reduce_gradients(ctx.tp, whole)
+            results = [
+                DTensor(grad, spec, requires_grad=False)
+                if grad is not None and spec is not None
+                else grad
+                for grad, spec in zip(reduced, ctx.specs, strict=True)
+            ]
+        return (None, None, None, *forbid_double_backward(results, grads))
+
+
+def reduce_gradients(tp: Communicator, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Sums over ranks of partial gradients, in one all-reduce for each dtype."""
+    result: list[Tensor | None] = [None] * len(grads)
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for index, grad in enumerate(grads):
+        if grad is not None:
+            by_dtype.setdefault(grad.dtype, []).append(index)
+    for indices in by_dtype.values():
+        parts = [grads[index] for index in indices]
+        flat = torch.cat([part.reshape(-1) for part in parts])
+        pieces = tp.all_reduce(flat, "P", "I").split([part.numel() for part in parts])
+        for index, part, piece in zip(indices, parts, pieces, strict=True):
+            # A copy: views would share one version counter and keep the whole bucket alive.
+            result[index] = piece.clone().view(part.shape)
+    return result
+
+
+class _NoDoubleBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, *grads: Tensor) -> Tensor:
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise UnsupportedError(
+            "a gradient of a gradient (create_graph=True) through a compiled model is not "
+            "supported: its backward is generated code without a backward of its own; "
+            "use the original model for this"
+        )
+
+
+def forbid_double_backward(
+    results: Sequence[Tensor | None], grads: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """With ``create_graph``: results whose own backward raises, instead of being constants."""
+    sources = [grad for grad in grads if grad is not None and grad.requires_grad]
+    if not torch.is_grad_enabled():
+        return list(results)
+    return [
+        result if result is None else _NoDoubleBackward.apply(result.requires_grad_(), *sources)
+        for result in results
+    ]

@@ -120,7 +120,6 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         hidden = config.hidden_size
-        self.num_heads = config.num_heads
         self.head_dim = config.head_dim
         self.scale = 1.0 / math.sqrt(config.head_dim)
         self.fused_qkv = config.fused_qkv
@@ -143,18 +142,22 @@ class Attention(nn.Module):
             query, key, value = self.qkv(hidden).split(width, dim=-1)
         else:
             query, key, value = self.query(hidden), self.key(hidden), self.value(hidden)
-        query, key, value = (self._heads(part) for part in (query, key, value))
+        context = self.core(self._heads(query), self._heads(key), self._heads(value))
+        context = context.transpose(1, 2).reshape(batch, length, -1)
+        return self.dropout(self.projection(context))
+
+    def core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """The paper's attention core: (b, a, s, d) three times -> (b, a, s, d)."""
+        length = query.shape[-2]
         scores = torch.matmul(query, key.transpose(-2, -1)) * self.scale
         scores = scores.masked_fill(self.causal_mask[:, :, :length, :length], float("-inf"))
         probabilities = self.attention_dropout(torch.softmax(scores, dim=-1))
-        context = torch.matmul(probabilities, value).transpose(1, 2)
-        context = context.reshape(batch, length, width)
-        return self.dropout(self.projection(context))
+        return torch.matmul(probabilities, value)
 
     def _heads(self, x: Tensor) -> Tensor:
         """(b, s, h) -> (b, a, s, d)."""
         batch, length, _ = x.shape
-        return x.view(batch, length, self.num_heads, self.head_dim).transpose(1, 2)
+        return x.view(batch, length, -1, self.head_dim).transpose(1, 2)
 
 
 class MLP(nn.Module):

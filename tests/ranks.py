@@ -1,0 +1,38 @@
+"""Run a function on several gloo ranks, each a process, and bring the results back."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import multiprocessing
+
+
+def run_on_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """``function(*args)`` on ``world`` processes with a default gloo group; the results by rank.
+
+    ``function`` is a module's top-level function; its result is saved with ``torch.save``.
+
+    Raises:
+        torch.multiprocessing.ProcessRaisedException: the first rank's error, with its traceback.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.spawn(_rank, (world, folder, function, args), nprocs=world)
+        return [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(world)]
+
+
+def _rank(
+    rank: int, world: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world
+    )
+    try:
+        torch.save(function(*args), Path(folder, f"{rank}.pt"))
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,298 @@
+"""Capture of a model and its example inputs as one functional graph of composite ATen operators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, InputSpec, OutputKind, OutputSpec
+from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.utils import _pytree as pytree
+
+from sp_compiler.capture_context import capture_error, check_capturable, export_context
+from sp_compiler.errors import UnsupportedError, node_origin
+from sp_compiler.lift_casts import lift_casts_to_float64
+from sp_compiler.program import Ref
+from sp_compiler.rewriting import calls, erase_dead, output_node, propagate, set_value
+
+_aten = torch.ops.aten
+_SET_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
+_AUTOCAST = torch.ops.higher_order.wrap_with_autocast
+
+
+@dataclass
+class Captured:
+    """A model as one flat graph.
+
+    Attributes:
+        module: functional graph; placeholders are parameters, buffers, constants, user inputs and,
+            once normalised, at most one seed. It returns one tuple: the flattened outputs (a leaf
+            that is no tensor is the object itself), then the new value of each mutated buffer.
+            Every node has ``meta["val"]`` and ``meta["requires_grad"]``.
+        refs: where each placeholder's value comes from, in order.
+        in_spec: structure of the user inputs as :func:`flatten_inputs` flattens them.
+        out_spec: structure of the model's own output.
+        mutated: names of the buffers that the forward writes.
+        aliases: parameter or buffer name to the name under which the same tensor is used.
+        constants: tensors that the model made outside its parameters and buffers.
+        notes: what the user should know.
+    """
+
+    module: GraphModule
+    refs: list[Ref]
+    in_spec: pytree.TreeSpec
+    out_spec: pytree.TreeSpec
+    mutated: list[str] = field(default_factory=list)
+    aliases: dict[str, str] = field(default_factory=dict)
+    constants: dict[str, Tensor] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def placeholders(self) -> list[Node]:
+        return self.module.graph.find_nodes(op="placeholder")
+
+    @property
+    def outputs(self) -> list[Any]:
+        """Leaf by leaf, the node or the constant that the model returns."""
+        returned = list(output_node(self.module.graph).args[0])  # type: ignore[arg-type]
+        return returned[: len(returned) - len(self.mutated)]
+
+    @property
+    def mutated_buffers(self) -> dict[str, Node]:
+        """Buffer name to the node that holds its value after the forward."""
+        returned = list(output_node(self.module.graph).args[0])  # type: ignore[arg-type]
+        return dict(zip(self.mutated, returned[len(returned) - len(self.mutated) :], strict=True))
+
+    def drop_unused_placeholders(self) -> None:
+        """Erase placeholders that nothing uses, together with their refs."""
+        refs = []
+        for node, ref in zip(self.placeholders, self.refs, strict=True):
+            if node.users:
+                refs.append(ref)
+            else:
+                self.module.graph.erase_node(node)
+        self.refs = refs
+
+
+def flatten_inputs(
+    args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+) -> tuple[list[Any], pytree.TreeSpec]:
+    """Leaves and structure of a call's inputs; the order of keyword arguments does not matter."""
+    return pytree.tree_flatten((tuple(args), dict(sorted((kwargs or {}).items()))))
+
+
+def capture(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    lift_casts: bool = False,
+) -> Captured:
+    """Export ``model`` on example inputs, in the mode (train or eval, autocast) that is on now.
+
+    Args:
+        model: unmodified; its parameters may live on the ``meta`` device.
+        args: example positional arguments; of tensors only shape and type matter.
+        kwargs: example keyword arguments.
+        lift_casts: keep everything in float64 in a float64 model (a comparison without the model's
+            own roundings to float32).
+
+    Raises:
+        CaptureError: the forward failed or its control flow depends on data.
+        UnsupportedError: hooks inside the model, operators with subgraphs.
+    """
+    check_capturable(model)
+    leaves, in_spec = flatten_inputs(args, kwargs)
+    leaves = _as_examples(leaves, model)
+    example_args, example_kwargs = pytree.tree_unflatten(leaves, in_spec)
+    if example_kwargs.get("use_cache") is True:
+        example_kwargs = {**example_kwargs, "use_cache": False}
+    with export_context(model):
+        try:
+            exported = torch.export.export(model, example_args, example_kwargs, strict=False)
+            _prepare_subgraphs(exported.graph_module)
+            exported = exported.run_decompositions({})
+        except Exception as error:  # whatever user code or export raises
+            raise capture_error(model, error) from error
+    captured = _from_exported(exported, model, in_spec)
+    _refuse_subgraphs(captured.module)
+    _make_fake(captured, leaves, model)
+    if lift_casts:
+        lift_casts_to_float64(captured)
+    _forget_strides(captured.module.graph)
+    propagate(captured.module.graph)
+    captured.module.recompile()
+    return captured
+
+
+def _as_examples(leaves: list[Any], model: nn.Module) -> list[Any]:
+    """Leaves on the model's device; a tensor passed twice is cloned, for export would merge it."""
+    meta = any(parameter.is_meta for parameter in model.parameters())
+    seen: set[int] = set()
+    examples = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            if meta and not leaf.is_meta:
+                leaf = leaf.detach().to("meta").requires_grad_(leaf.requires_grad)
+            elif id(leaf) in seen:
+                leaf = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+            seen.add(id(leaf))
+        examples.append(leaf)
+    return examples
+
+
+def _prepare_subgraphs(module: GraphModule) -> None:
+    """Let functionalisation inline grad-mode and autocast regions without losing what they mean.
+
+    Results computed under ``no_grad`` are detached; the body is interpreted node by node, so that
+    the nodes keep the module and source line of the user's model.
+    """
+    for node in module.graph.nodes:
+        if node.op != "call_function" or node.target not in (_SET_GRAD, _AUTOCAST):
+            continue
+        (attribute,) = [arg for arg in node.args if isinstance(arg, Node) and arg.op == "get_attr"]
+        body = getattr(module, str(attribute.target))
+        _prepare_subgraphs(body)
+        if node.target is _SET_GRAD and node.args[0] is False:
+            _detach_outputs(body)
+        body.forward = Interpreter(body).run
+
+
+def _detach_outputs(body: GraphModule) -> None:
+    output = output_node(body.graph)
+    with body.graph.inserting_before(output):
+        output.args = (
+            tuple(
+                body.graph.call_function(_aten.detach.default, (value,))
+                if isinstance(value, Node)
+                else value
+                for value in output.args[0]  # type: ignore[union-attr]
+            ),
+        )
+    body.recompile()
+
+
+def _from_exported(
+    exported: ExportedProgram, model: nn.Module, in_spec: pytree.TreeSpec
+) -> Captured:
+    """The exported graph with its signature turned into refs and tied tensors merged."""
+    graph = exported.graph_module.graph
+    canonical = _canonical_names(model)
+    leaf_order = iter(_leaf_order(exported))
+    aliases: dict[str, str] = {}
+    constants: dict[str, Tensor] = {}
+    refs: list[Ref] = []
+    first: dict[Ref, Node] = {}
+    specs = exported.graph_signature.input_specs
+    for node, spec in zip(graph.find_nodes(op="placeholder"), specs, strict=True):
+        ref = _ref_of(spec, canonical, leaf_order)
+        if ref.kind in ("param", "buffer") and ref.name != spec.target:
+            aliases[str(spec.target)] = ref.name
+        if ref.kind == "constant":
+            constants[ref.name] = exported.constants[ref.name]
+        node.replace_all_uses_with(first.setdefault(ref, node))
+        refs.append(ref)
+    mutated = _mutated_last(output_node(graph), exported.graph_signature.output_specs, canonical)
+    captured = Captured(GraphModule(nn.Module(), graph), refs, in_spec, exported.call_spec.out_spec)
+    captured.mutated, captured.aliases, captured.constants = mutated, aliases, constants
+    erase_dead(captured.module.graph)
+    captured.drop_unused_placeholders()
+    return captured
+
+
+def _canonical_names(model: nn.Module) -> dict[str, str]:
+    """Every name of a parameter or buffer to that in ``model.named_parameters()``, the first."""
+    tensors = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(tensor), name) for name, tensor in tensors}
+
+
+def _leaf_order(exported: ExportedProgram) -> list[int]:
+    """For each input leaf of the exported program its index in :func:`flatten_inputs`."""
+    spec = exported.call_spec.in_spec
+    args, kwargs = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
+    exported_index, _ = flatten_inputs(args, kwargs)
+    order = [0] * len(exported_index)
+    for own, theirs in enumerate(exported_index):
+        order[theirs] = own
+    return order
+
+
+def _ref_of(spec: InputSpec, canonical: dict[str, str], leaf_order: Iterator[int]) -> Ref:
+    target = str(spec.target)
+    if spec.kind is InputKind.PARAMETER:
+        return Ref("param", canonical[target])
+    if spec.kind is InputKind.BUFFER:
+        return Ref("buffer", canonical[target])
+    if spec.kind is InputKind.CONSTANT_TENSOR:
+        return Ref("constant", target)
+    if spec.kind is InputKind.USER_INPUT:
+        return Ref("input", index=next(leaf_order))
+    raise UnsupportedError(
+        f"the model uses an object that cannot be captured: {spec.kind} {target}"
+    )
+
+
+def _mutated_last(
+    output: Node, specs: Sequence[OutputSpec], canonical: dict[str, str]
+) -> list[str]:
+    """Order the returned values: the model's outputs, then mutated buffers; returns their names."""
+    results, written, names = [], [], []
+    for value, spec in zip(output.args[0], specs, strict=True):  # type: ignore[arg-type]
+        if spec.kind is OutputKind.USER_OUTPUT:
+            results.append(value)
+        elif spec.kind is OutputKind.BUFFER_MUTATION:
+            written.append(value)
+            names.append(canonical[str(spec.target)])
+        else:
+            raise UnsupportedError(
+                f"the forward writes into {spec.target!r} ({spec.kind.name.lower()}); only buffers "
+                "may be written: write into a copy instead"
+            )
+    output.args = ((*results, *written),)
+    return names
+
+
+def _refuse_subgraphs(module: GraphModule) -> None:
+    for node in module.graph.nodes:
+        if node.op == "get_attr" or isinstance(node.target, torch._ops.HigherOrderOperator):
+            raise UnsupportedError(
+                f"operator {node.target} has a subgraph, which sp_compiler cannot shard\n"
+                + node_origin(node)
+            )
+
+
+def _forget_strides(graph: Graph) -> None:
+    """view -> reshape: strides depend on the kernels, which are not those of the export."""
+    for node in calls(graph, _aten.view.default, _aten._unsafe_view.default):
+        node.target = _aten.reshape.default
+
+
+def _make_fake(captured: Captured, leaves: list[Any], model: nn.Module) -> None:
+    """Give every placeholder a value in one new fake mode; the ``meta`` device becomes the CPU."""
+    mode = FakeTensorMode()
+    parameters = dict(model.named_parameters())
+    for node, ref in zip(captured.placeholders, captured.refs, strict=True):
+        example = node.meta["val"]
+        device = torch.device("cpu") if example.is_meta else example.device
+        with mode:
+            value = torch.empty_strided(
+                example.shape, example.stride(), dtype=example.dtype, device=device
+            )
+        requires_grad = False
+        if ref.kind == "param":
+            requires_grad = parameters[ref.name].requires_grad
+        elif ref.kind == "input":
+            requires_grad = leaves[ref.index].requires_grad
+        set_value(node, value.requires_grad_(requires_grad))
+    for node in captured.module.graph.nodes:
+        if node.op == "call_function" and getattr(node.kwargs.get("device"), "type", "") == "meta":
+            node.kwargs = {**node.kwargs, "device": torch.device("cpu")}

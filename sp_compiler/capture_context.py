@@ -1,0 +1,155 @@
+"""What has to hold, and what is changed for a moment, while a model is exported."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import traceback
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from sp_compiler.errors import CaptureError, UnsupportedError
+
+_TORCH_DIR = os.path.dirname(torch.__file__) + os.sep
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+_DATA_DEPENDENT = ("GuardOnDataDependentSymNode", "DataDependentOutputException", "UserError")
+
+
+def check_capturable(model: nn.Module) -> None:
+    """Refuse what export would lose without a word.
+
+    Raises:
+        UnsupportedError: a hook on a module inside the model, or a scripted module.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedError(
+                f"module {name or '(model)'!r} is a ScriptModule; pass an nn.Module"
+            )
+        kinds = [kind for kind in _HOOKS if getattr(module, kind)]
+        if name and kinds:
+            raise UnsupportedError(
+                f"module {name!r} ({type(module).__name__}) has hooks ({', '.join(kinds)}), which "
+                "cannot run inside the compiled model; remove them, or put them on the whole model "
+                "or on parameters"
+            )
+
+
+@contextlib.contextmanager
+def export_context(model: nn.Module) -> Iterator[None]:
+    """The state in which a model is exported; everything is restored on the way out.
+
+    The root's own hooks are left to the caller's module; gradients are recorded whatever the mode
+    of the caller; autocast stays as it is.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(_without_root_hooks(model))
+        stack.enter_context(_without_cache(model))
+        stack.enter_context(_given_causal_hint())
+        _warn_about_checkpointing(model)
+        yield
+
+
+@contextlib.contextmanager
+def _without_root_hooks(model: nn.Module) -> Iterator[None]:
+    saved = {kind: getattr(model, kind) for kind in _HOOKS}
+    for kind in _HOOKS:
+        setattr(model, kind, OrderedDict())
+    try:
+        yield
+    finally:
+        for kind, hooks in saved.items():
+            setattr(model, kind, hooks)
+
+
+@contextlib.contextmanager
+def _without_cache(model: nn.Module) -> Iterator[None]:
+    """Force ``config.use_cache`` off: a key/value cache cannot leave a captured graph."""
+    configs = _configs_with(model, "use_cache")
+    if configs:
+        warnings.warn("use_cache=True is ignored: a compiled model keeps no cache", stacklevel=5)
+    for config in configs:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in configs:
+            config.use_cache = True
+
+
+def _configs_with(model: nn.Module, flag: str) -> list[Any]:
+    configs = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, flag, False) is True:
+            configs[id(config)] = config
+    return list(configs.values())
+
+
+def _warn_about_checkpointing(model: nn.Module) -> None:
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        warnings.warn(
+            "gradient checkpointing set on the model is ignored: recompute= of sp_compiler governs",
+            stacklevel=5,
+        )
+
+
+@contextlib.contextmanager
+def _given_causal_hint() -> Iterator[None]:
+    """Keep ``nn.TransformerEncoder`` from comparing its mask with a causal one, number by number.
+
+    The mask itself is still used, so only a hint for faster kernels is lost.
+    """
+    module = torch.nn.modules.transformer
+    original = module._detect_is_causal_mask
+    module._detect_is_causal_mask = lambda mask, is_causal=None, size=None: bool(is_causal)
+    try:
+        yield
+    finally:
+        module._detect_is_causal_mask = original
+
+
+def capture_error(model: nn.Module, error: Exception) -> CaptureError:
+    """What a user can act on, from an exception that export raised."""
+    where = _user_frame(model, error.__traceback__)
+    first_line = (str(error).strip().splitlines() or [""])[0]
+    advice = (
+        "the model's forward must run as it is on the example inputs; run it once without compiling"
+    )
+    if type(error).__name__ in _DATA_DEPENDENT:
+        advice = (
+            "the control flow or a shape depends on the values of a tensor; compute it with tensor "
+            "operations (torch.where), or from shapes and arguments that are not tensors"
+        )
+    return CaptureError(
+        f"the model could not be captured as one graph: {type(error).__name__}: {first_line}\n"
+        f"{where}  what to do: {advice}"
+    )
+
+
+def _user_frame(model: nn.Module, trace: TracebackType | None) -> str:
+    """Module path and source line of the innermost frame inside a forward of the user's model."""
+    names = {id(module): name for name, module in model.named_modules()}
+    text = ""
+    for frame, line in traceback.walk_tb(trace):
+        filename = frame.f_code.co_filename
+        owner = frame.f_locals.get("self")
+        if filename.startswith(_TORCH_DIR) or id(owner) not in names:
+            continue
+        source = traceback.FrameSummary(filename, line, frame.f_code.co_name).line
+        path = names[id(owner)] or "(model)"
+        text = f"  module: {path} ({type(owner).__name__})\n    {filename}:{line}: {source}\n"
+    return text

@@ -1,0 +1,168 @@
+"""Rewriting of whole-model graphs in place, with every new node's metadata right.
+
+Metadata kept by these helpers: ``val`` (FakeTensor without gradient, or a tuple of them),
+``requires_grad`` (whether a gradient flows to the node in training), ``nn_module_stack`` and
+``stack_trace`` (copied from the node that a new one stands for) and ``origin`` (the pass that made
+the node).
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
+
+_INHERITED = ("nn_module_stack", "stack_trace", "torch_fn")
+
+
+def is_call(node: object, *targets: Any) -> bool:
+    """True where ``node`` is a call of one of ``targets`` (operator overloads, by identity)."""
+    return (
+        isinstance(node, Node)
+        and node.op == "call_function"
+        and any(node.target is target for target in targets)
+    )
+
+
+def calls(graph: Graph, *targets: Any) -> Iterator[Node]:
+    """Calls of ``targets`` in graph order; the graph may be edited while iterating."""
+    for node in list(graph.nodes):
+        if is_call(node, *targets):
+            yield node
+
+
+def output_node(graph: Graph) -> Node:
+    """The one output node of ``graph``."""
+    (node,) = graph.find_nodes(op="output")
+    return node
+
+
+def base_name(node: Node) -> str:
+    """The node's name without the number that made it unique."""
+    return re.sub(r"(_\d+)+$", "", node.name) or node.name
+
+
+def shape_of(node: Node) -> tuple[int, ...]:
+    """Static shape of the tensor that ``node`` returns."""
+    return tuple(node.meta["val"].shape)
+
+
+def fake_mode_of(graph: Graph) -> FakeTensorMode:
+    """The fake mode under which every ``val`` of ``graph`` lives; a new one for an empty graph."""
+    for node in graph.nodes:
+        for leaf in pytree.tree_leaves(node.meta.get("val")):
+            if isinstance(leaf, torch.Tensor):
+                return leaf.fake_mode  # type: ignore[attr-defined]
+    return FakeTensorMode()
+
+
+def refake(node: Node, mode: FakeTensorMode | None = None) -> None:
+    """Run the operator of ``node`` on fakes; writes ``val`` and ``requires_grad``.
+
+    Autograd itself says whether the result requires a gradient, so that non-differentiable
+    operators need no table.
+    """
+    args, kwargs = map_arg((node.args, dict(node.kwargs)), _differentiable_fake)
+    with mode or fake_mode_of(node.graph), torch.enable_grad():
+        value = node.target(*args, **kwargs)  # type: ignore[operator]
+    set_value(node, value)
+
+
+def set_value(node: Node, value: Any) -> None:
+    """Record ``value`` (fake tensors that may require a gradient) as the result of ``node``."""
+    leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    node.meta["requires_grad"] = any(leaf.requires_grad for leaf in leaves)
+    node.meta["val"] = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, value)
+    node.meta.pop("tensor_meta", None)
+
+
+def propagate(graph: Graph) -> None:
+    """:func:`refake` every call of ``graph`` in order; placeholders must have their values."""
+    mode = fake_mode_of(graph)
+    for node in graph.nodes:
+        if node.op == "call_function":
+            refake(node, mode)
+
+
+def insert_call(
+    anchor: Node,
+    target: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    origin: str,
+    name: str | None = None,
+) -> Node:
+    """A new call in front of ``anchor``, with the source location of ``anchor`` and its own value.
+
+    Args:
+        anchor: node that the new call stands for or serves.
+        target: operator overload.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        origin: name of the pass, kept in ``meta["origin"]``.
+        name: wish for the node's name; the operator's by default.
+    """
+    with anchor.graph.inserting_before(anchor):
+        node = anchor.graph.create_node("call_function", target, args, kwargs or {}, name=name)
+    for key in _INHERITED:
+        if key in anchor.meta:
+            node.meta[key] = anchor.meta[key]
+    node.meta["origin"] = origin
+    refake(node)
+    return node
+
+
+def replace_call(
+    node: Node,
+    target: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    origin: str,
+    name: str | None = None,
+) -> Node:
+    """Replace ``node`` by a call of ``target``; returns the new node."""
+    new = insert_call(node, target, args, kwargs, origin=origin, name=name)
+    replace_with(node, new)
+    return new
+
+
+def replace_with(node: Node, value: Node) -> None:
+    """Let every user of ``node`` use ``value`` and erase ``node``."""
+    node.replace_all_uses_with(value)
+    node.graph.erase_node(node)
+
+
+def erase_dead(graph: Graph) -> int:
+    """Erase calls without users (a captured graph is pure); returns how many."""
+    num_erased = 0
+    for node in reversed(graph.nodes):
+        if node.op in ("call_function", "get_attr") and not node.users:
+            graph.erase_node(node)
+            num_erased += 1
+    return num_erased
+
+
+def _differentiable_fake(node: Node) -> Any:
+    requires_grad = node.meta["requires_grad"]
+    return pytree.tree_map_only(
+        torch.Tensor, lambda leaf: _leaf(leaf, requires_grad), node.meta["val"]
+    )
+
+
+def _leaf(fake: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    differentiable = fake.is_floating_point() or fake.is_complex()
+    return fake.detach().requires_grad_(requires_grad and differentiable)
+
+
+def is_getitem(node: object) -> bool:
+    """True where ``node`` picks one result of an operator with several."""
+    return is_call(node, operator.getitem)

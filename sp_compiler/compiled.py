@@ -48,6 +48,8 @@ class CompiledProgram:
         code: the generated text.
         plan: what :func:`sp_compiler.plan` reports, or ``None``.
         stages: name to graph after each pass.
+        regions: region name to what its compilation produced on the way (joint graph, what is kept).
+        seconds: time spent in each step of the compilation.
     """
 
     program: Program
@@ -59,6 +61,8 @@ class CompiledProgram:
     code: str = ""
     plan: Any = None
     stages: dict[str, Any] = field(default_factory=dict)
+    regions: dict[str, Any] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for region in self.program.regions:

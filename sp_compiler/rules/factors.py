@@ -13,14 +13,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Factor:
-    """One index of an operator: a name unique within its rule, and its global size."""
+    """One index of an operator: a name unique within its rule, and its global size.
+
+    ``blocked``: the operator mixes or rearranges elements along it, so it cannot be sharded.
+    """
 
     name: str
     size: int
+    blocked: bool = False
 
 
 Dim = tuple[Factor, ...]
-"""Factors of one dimension, outermost first; empty: not shardable (size 1, reduced, rearranged)."""
+"""Factors of one dimension, outermost first; empty where its size is 1."""
 
 Dims = tuple[Dim, ...]
 
@@ -47,18 +51,24 @@ class OpRule:
 
 
 def named(shape: Sequence[int], names: str) -> Dims:
-    """One factor a dim, named by ``names`` (one letter a dim, ``"_"``: not shardable)."""
+    """One factor a dim, named by ``names``, one letter a dim."""
     return tuple(
-        () if name == "_" or size == 1 else (Factor(name, size),)
-        for size, name in zip(shape, names, strict=True)
+        () if size == 1 else (Factor(name, size),) for size, name in zip(shape, names, strict=True)
     )
 
 
 def numbered(shape: Sequence[int], blocked: Sequence[int] = ()) -> Dims:
-    """One factor a dim, named by its position, none for the dims in ``blocked``."""
+    """One factor a dim, named by its position; those in ``blocked`` cannot be sharded."""
     return tuple(
-        () if dim in blocked or size == 1 else (Factor(f"d{dim}", size),)
+        () if size == 1 else (Factor(f"d{dim}", size, dim in blocked),)
         for dim, size in enumerate(shape)
+    )
+
+
+def private(shape: Sequence[int], owner: str) -> Dims:
+    """Blocked factors that occur in this tensor alone."""
+    return tuple(
+        () if size == 1 else (Factor(f"{owner}{dim}", size, True),) for dim, size in enumerate(shape)
     )
 
 
@@ -78,7 +88,7 @@ def reshaped(shape: Sequence[int], result: Sequence[int]) -> tuple[Dims, Dims]:
     divisible = all(high % low == 0 for low, high in zip(cuts, cuts[1:], strict=False))
     if not divisible:
         cuts = _common_refinement(left, right)
-    return _dims_between(shape, left, cuts), _dims_between(result, right, cuts)
+    return _dims_between(shape, left, cuts, "in"), _dims_between(result, right, cuts, "out")
 
 
 def _cuts(shape: Sequence[int]) -> list[int]:
@@ -103,7 +113,9 @@ def _common_refinement(left: Sequence[int], right: Sequence[int]) -> list[int]:
     return cuts
 
 
-def _dims_between(shape: Sequence[int], bounds: Sequence[int], cuts: Sequence[int]) -> Dims:
+def _dims_between(
+    shape: Sequence[int], bounds: Sequence[int], cuts: Sequence[int], owner: str
+) -> Dims:
     dims: list[Dim] = []
     for position, size in enumerate(reversed(shape)):
         low, high = bounds[position], bounds[position + 1]
@@ -112,5 +124,6 @@ def _dims_between(shape: Sequence[int], bounds: Sequence[int], cuts: Sequence[in
         factors = [
             Factor(f"x{a}", b // a) for a, b in zip(inside, inside[1:], strict=False) if b > a
         ]
-        dims.append(tuple(reversed(factors)) if exact else ())
+        blocked = private((size,), f"{owner}{position}_")[0]
+        dims.append(tuple(reversed(factors)) if exact else blocked)
     return tuple(reversed(dims))

@@ -21,6 +21,7 @@ from sp_compiler.rules.factors import (
     broadcast,
     named,
     numbered,
+    private,
     reshaped,
 )
 
@@ -175,12 +176,14 @@ def _convolution(node: Node) -> OpRule | None:
     if len(result) != len(shapes[1]):
         return None
     out = Factor("o", shapes[1][0])
-    blank: Dims = ((),) * (len(result) - 2)
     batch = named(shapes[0][:1], "b")
-    operands: tuple[Dims, ...] = ((*batch, (), *blank), ((out,), (), *blank))
+    operands: tuple[Dims, ...] = (
+        (*batch, *private(shapes[0][1:], "x")),
+        ((out,), *private(shapes[1][1:], "w")),
+    )
     if len(shapes) == 3:
         operands += (((out,),),)
-    return OpRule(operands, ((*batch, (out,), *blank),))
+    return OpRule(operands, ((*batch, (out,), *private(result[2:], "y")),))
 
 
 @rule("aten::scaled_dot_product_attention")
@@ -193,14 +196,13 @@ def _sdpa(node: Node) -> OpRule | None:
     batch = named(query[:1], "b")[0]
     heads = Factor("a", query[1])
     kv_heads = heads if key[1] == query[1] else Factor("a", key[1])
-    q_dims: Dims = (batch, (heads,), (), ())
-    kv_dims: Dims = (batch, (kv_heads,), (), ())
-    result = _result_shapes(node)[0]
-    operands = [q_dims, kv_dims, kv_dims]
-    for mask in shapes[3:]:
-        operands.append(broadcast(mask, q_dims, (*query[:3], key[2])))
-    if value[1] != key[1] or result[:2] != query[:2]:
+    if value[1] != key[1]:
         return None
+    q_dims: Dims = (batch, (heads,), *private(query[2:], "q"))
+    operands = [q_dims]
+    operands += [(batch, (kv_heads,), *private(shape[2:], "kv")) for shape in (key, value)]
+    scores = (*query[:3], key[2])
+    operands += [broadcast(mask, (*q_dims[:2], *private(scores[2:], "s")), scores) for mask in shapes[3:]]
     return OpRule(tuple(operands), (q_dims,), linear=((2,),))
 
 
@@ -209,7 +211,7 @@ def _embedding(node: Node) -> OpRule:
     weight, ids = _operand_shapes(node)
     dims = numbered(ids)
     hidden = named(weight[1:], "h")
-    return OpRule((((), *hidden), dims), ((*dims, *hidden),))
+    return OpRule(((*private(weight[:1], "v"), *hidden), dims), ((*dims, *hidden),))
 
 
 # Row-wise operators and reductions.
@@ -223,8 +225,8 @@ def _layer_norm(node: Node) -> OpRule | None:
     normalized = len(arguments(node)["normalized_shape"])
     rank = len(shapes[0])
     dims = numbered(shapes[0], blocked=range(rank - normalized, rank))
-    blank = tuple(((),) * len(shape) for shape in shapes[1:])
-    return OpRule((dims, *blank), (dims,))
+    affine = tuple(broadcast(shape, dims, shapes[0]) for shape in shapes[1:])
+    return OpRule((dims, *affine), (dims,))
 
 
 @rule("aten::softmax", "aten::_softmax", "aten::log_softmax", "aten::_log_softmax", "aten::cumsum")
@@ -289,16 +291,8 @@ def _squeeze(node: Node) -> OpRule:
 @rule("aten::expand", "aten::broadcast_to")
 def _expand(node: Node) -> OpRule:
     (shape,), (result,) = _operand_shapes(node), _result_shapes(node)
-    dims = numbered(result, blocked=())
-    operand = broadcast(shape, dims, result)
-    kept = {factor for dim in operand for factor in dim}
-    result_dims: Dims = tuple(dim if set(dim) <= kept else () for dim in dims)
-    # Dims that appear only in the result may be cut too, the operand is then replicated.
-    fresh: Dims = tuple(
-        whole if not kept_dim else kept_dim
-        for whole, kept_dim in zip(dims, result_dims, strict=True)
-    )
-    return OpRule((operand,), (fresh,), linear=((0,),))
+    dims = numbered(result)
+    return OpRule((broadcast(shape, dims, result),), (dims,), linear=((0,),))
 
 
 @rule("aten::slice", "aten::select", "aten::index_select", "aten::narrow", "aten::flip", "aten::roll")

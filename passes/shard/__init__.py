@@ -1,0 +1,221 @@
+"""Choose a placement for every value of a program and rewrite it to one rank's part.
+
+Requires ``meta["val"]`` and ``meta["requires_grad"]`` on every node; establishes local shapes,
+``meta["placement"]`` and conversion nodes. The input program is not modified.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from sp_compiler.config import CompileOptions
+from sp_compiler.graph import tensor_operands
+from sp_compiler.passes.shard.lower import RegionLowering
+from sp_compiler.passes.shard.problem import Problem, ProblemBuilder
+from sp_compiler.passes.shard.values import RegionValues, activate, label_dims, results_of
+from sp_compiler.placement import I, Placement, R
+from sp_compiler.program import Call, Program, Ref, Region
+from sp_compiler.rules.strategies import Strategy
+from sp_compiler.solver import solve
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A program of local tensors.
+
+    Attributes:
+        param_placements: storage placement of every parameter: I or S.
+        output_placements: of each model output that a call produces; others are absent.
+        cost_us: the solver's objective.
+    """
+
+    program: Program
+    param_placements: dict[str, Placement]
+    output_placements: dict[int, Placement]
+    cost_us: float
+
+
+def shard(
+    program: Program, options: CompileOptions, fixed: dict[str, Placement] | None = None
+) -> Sharded:
+    """Shard ``program`` over ``options.tp`` ranks.
+
+    Args:
+        program: unsharded; see :func:`sp_compiler.passes.outline.outline`.
+        options: ``tp``, ``sequence_parallel``, ``nominal_tokens``, ``outputs`` are read.
+        fixed: storage placements that an earlier compilation gave to the parameters.
+    """
+    world = options.tp
+    program = _route_outputs(program)
+    facts = activate(program)
+    if world == 1:
+        return _unsharded(program, facts)
+    for region in program.regions:
+        label_dims(region, facts[id(region)], world)
+    builder = ProblemBuilder(
+        program,
+        facts,
+        world=world,
+        sequence_parallel=options.sequence_parallel,
+        nominal_tokens=options.nominal_tokens,
+        shard_outputs=lambda index: _may_shard(program, index, options),
+        fixed=fixed or {},
+    )
+    problem = builder.build()
+    solution = solve(problem.vertices, builder.conversion_cost)
+    assembled = _Assembly(program, facts, problem, solution.choices, world)
+    return replace(assembled.run(), cost_us=solution.cost_us)
+
+
+def _unsharded(program: Program, facts: dict[int, RegionValues]) -> Sharded:
+    """One rank: every value is whole, nothing is converted."""
+    lowered = {}
+    for region in program.regions:
+        mine = facts[id(region)]
+        chosen = {
+            node: Strategy((I,) * len(tensor_operands(node)), (I,) * len(results_of(node)))
+            for node in mine.rules
+        }
+        inputs, outputs = [I] * len(region.input_kinds), [I] * len(region.outputs)
+        lowered[id(region)] = RegionLowering(region, mine, chosen, inputs, outputs, 1).run()
+    calls = [Call(lowered[id(call.region)], call.path, call.args) for call in program.calls]
+    names = [ref.name for call in calls for ref in call.args if ref.kind == "param"]
+    outputs_of = {
+        index: I for index, ref in enumerate(program.outputs)
+        if isinstance(ref, Ref) and ref.kind == "call"
+    }
+    return Sharded(replace(program, calls=calls), dict.fromkeys(names, I), outputs_of, 0.0)
+
+
+def _may_shard(program: Program, index: int, options: CompileOptions) -> bool:
+    """With a loss in the graph nobody reads the logits whole, unless asked to."""
+    if options.outputs != "auto":
+        return options.outputs == "shard"
+    shapes = [_output_value(program, ref).meta["val"].shape for ref in _call_outputs(program)]
+    ref = program.outputs[index]
+    return len(_output_value(program, ref).meta["val"].shape) > 1 and any(
+        len(shape) == 0 for shape in shapes
+    )
+
+
+def _call_outputs(program: Program) -> list[Ref]:
+    return [ref for ref in program.outputs if isinstance(ref, Ref) and ref.kind == "call"]
+
+
+def _output_value(program: Program, ref: Ref) -> Node:
+    return program.calls[ref.index].region.outputs[ref.output]
+
+
+def _route_outputs(program: Program) -> Program:
+    """Give model outputs that other regions read too a region of their own, to place them freely."""
+    read = {(ref.index, ref.output) for call in program.calls for ref in call.args if ref.kind == "call"}
+    repeated = {
+        i for i, call in enumerate(program.calls)
+        if sum(other.region is call.region for other in program.calls) > 1
+    }
+    refs = list(dict.fromkeys(
+        ref for ref in _call_outputs(program)
+        if (ref.index, ref.output) in read or ref.index in repeated
+    ))
+    if not refs:
+        return program
+    graph = Graph()
+    nodes = []
+    for number, ref in enumerate(refs):
+        source = _output_value(program, ref)
+        node = graph.placeholder(f"output_{number}")
+        node.meta = {k: v for k, v in source.meta.items() if k in ("val", "requires_grad")}
+        nodes.append(node)
+    graph.output(nodes)
+    region = Region(
+        name="Outputs",
+        module=GraphModule(torch.nn.Module(), graph, class_name="Outputs"),
+        input_kinds=("call",) * len(refs),
+        input_names=tuple(node.name for node in nodes),
+    )
+    index = len(program.calls)
+    moved = {ref: Ref("call", index=index, output=k) for k, ref in enumerate(refs)}
+    outputs = [moved.get(ref, ref) if isinstance(ref, Ref) else ref for ref in program.outputs]
+    return replace(program, calls=[*program.calls, Call(region, "", tuple(refs))], outputs=outputs)
+
+
+class _Assembly:
+    """Builds the sharded program from the solver's choices."""
+
+    def __init__(
+        self,
+        program: Program,
+        facts: dict[int, RegionValues],
+        problem: Problem,
+        choices: list[int],
+        world: int,
+    ) -> None:
+        self.program = program
+        self.facts = facts
+        self.problem = problem
+        self.world = world
+        self.strategies: dict[Node, Strategy] = {}
+        self.placed: dict[tuple, Placement] = {}  # type: ignore[type-arg]
+        for vertex, subject, found, choice in zip(
+            problem.vertices, problem.subjects, problem.strategies, choices, strict=True
+        ):
+            option = vertex.options[choice]
+            if found:
+                self.strategies[subject[1]] = found[choice]
+            else:
+                self.placed[subject] = (*option.makes, *option.needs)[0]
+        self.uses_r = {
+            value
+            for vertex, choice in zip(problem.vertices, choices, strict=True)
+            for value, placement in zip(vertex.needs, vertex.options[choice].needs, strict=True)
+            if placement == R
+        }
+
+    def run(self) -> Sharded:
+        lowered = {
+            id(region): self._lower(i, region) for i, region in enumerate(self.program.regions)
+        }
+        calls = [Call(lowered[id(c.region)], c.path, c.args) for c in self.program.calls]
+        params = {
+            name: self.placed["param", number] for name, number in self.problem.param_class.items()
+        }
+        outputs = {
+            index: calls[ref.index].region.output_placements[ref.output]
+            for index, ref in enumerate(self.program.outputs)
+            if isinstance(ref, Ref) and ref.kind == "call"
+        }
+        return Sharded(replace(self.program, calls=calls), params, outputs, 0.0)
+
+    def _lower(self, i: int, region: Region) -> Region:
+        facts = self.facts[id(region)]
+        chosen = {node: self.strategies[node] for node in facts.rules}
+        inputs = [self._input(i, position, region) for position in range(len(region.input_kinds))]
+        outputs = [self._output(i, k) for k in range(len(region.outputs))]
+        return RegionLowering(region, facts, chosen, inputs, outputs, self.world).run()
+
+    def _input(self, i: int, position: int, region: Region) -> Placement:
+        node = region.placeholders[position]
+        kind = region.input_kinds[position]
+        if kind == "param":
+            name = next(
+                call.args[position].name for call in self.program.calls if call.region is region
+            )
+            stored = self.placed["param", self.problem.param_class[name]]
+            return R if stored == I and (i, (node, 0)) in self.uses_r else stored
+        number = self.problem.boundary_class.get(("in", i, position))
+        return I if number is None else self.placed["boundary", number]
+
+    def _output(self, i: int, k: int) -> Placement:
+        number = self.problem.boundary_class.get(("out", i, k))
+        if number is not None:
+            return self.placed["boundary", number]
+        for index, ref in enumerate(self.program.outputs):
+            if not isinstance(ref, Ref) or ref.kind != "call":
+                continue
+            region = self.program.calls[ref.index].region
+            if region is self.program.regions[i] and ref.output == k:
+                return self.placed.get(("output", index), I)
+        return I

@@ -1,0 +1,289 @@
+"""Rewrite one region to one rank's shapes, with a conversion wherever a placement changes.
+
+    before: y = linear(norm(x), w)          # x: (b, s, h)
+    after:  n = norm(x)                     # x: (b*s/t, h)          S(0)
+            g = convert(n, "S(0)", "R")     # (b*s, h)               all-gather, contiguous
+            y = linear(reshape(g), w)       # (b, s, 4h/t)           S(2), w: S(0)
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from sp_compiler.errors import PassError
+from sp_compiler.graph import arguments, emit
+from sp_compiler.passes.shard.values import RegionValues, Value, results_of, shape_of, value_of
+from sp_compiler.placement import I, Placement, R, S
+from sp_compiler.program import Region
+from sp_compiler.rules.strategies import Strategy
+
+aten = torch.ops.aten
+sp = torch.ops.sp_compiler
+
+# Operators that only relabel elements: a value in rows form keeps its local layout.
+_RESHAPES = (
+    aten.reshape.default,
+    aten.view.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.squeeze.default,
+)
+
+
+def local_placement(placement: Placement) -> Placement:
+    """Placement of the tensor that a rank holds: rows of tokens are sharded on dim 0."""
+    return S(0) if placement.kind == "T" else placement
+
+
+class RegionLowering:
+    """Lowers one region; see the module's docstring.
+
+    Args:
+        region: unsharded, not modified.
+        facts: what is active in it.
+        chosen: the strategy of every active operator.
+        inputs: placement of each placeholder.
+        outputs: placement that each output must have.
+        world: number of ranks.
+    """
+
+    def __init__(
+        self,
+        region: Region,
+        facts: RegionValues,
+        chosen: dict[Node, Strategy],
+        inputs: list[Placement],
+        outputs: list[Placement],
+        world: int,
+    ) -> None:
+        self.region = region
+        self.facts = facts
+        self.chosen = chosen
+        self.inputs = inputs
+        self.outputs = outputs
+        self.world = world
+        self.graph = Graph()
+        self.made: dict[Value, dict[Placement, Node]] = {}
+        self.produced: dict[Value, Placement] = {}
+
+    def run(self) -> Region:
+        """The sharded region."""
+        for node, placement in zip(self.region.placeholders, self.inputs, strict=True):
+            self._placeholder(node, placement)
+        for node in self.region.module.graph.nodes:
+            if node.op == "call_function":
+                self._lower(node)
+        results = [
+            self.get(value_of(node), placement)
+            for node, placement in zip(self.region.outputs, self.outputs, strict=True)
+        ]
+        self.graph.output(results)
+        self.graph.eliminate_dead_code()
+        module = GraphModule(self.region.module, self.graph, class_name=self.region.name)
+        return Region(
+            name=self.region.name,
+            module=module,
+            input_kinds=self.region.input_kinds,
+            input_names=self.region.input_names,
+            input_placements=tuple(map(local_placement, self.inputs)),
+            output_placements=tuple(map(local_placement, self.outputs)),
+        )
+
+    def get(self, value: Value, placement: Placement) -> Node:
+        """The node that holds ``value`` placed like this, converted at most once."""
+        made = self.made[value]
+        if value not in self.facts.active and placement.is_replicated:
+            placement = self.produced[value]
+        if placement not in made:
+            made[placement] = self._convert(value, self.produced[value], placement)
+        return made[placement]
+
+    # Operators.
+
+    def _placeholder(self, node: Node, placement: Placement) -> None:
+        new = self.graph.placeholder(node.name)
+        self._copy_meta(node, new)
+        fake = node.meta["val"]
+        if placement.is_sharded:
+            with fake.fake_mode, torch.no_grad():
+                fake = fake.new_empty(placement.local_shape(tuple(fake.shape), self.world))
+        new.meta["val"] = fake
+        self._made((node, 0), placement, new)
+
+    def _lower(self, node: Node) -> None:
+        if node.target is operator.getitem:
+            return
+        if node in self.chosen:
+            self._lower_active(node, self.chosen[node])
+        else:
+            self._copy(node)
+
+    def _copy(self, node: Node) -> None:
+        """An operator that every rank runs on whole values."""
+        new = self.graph.node_copy(node, lambda n: self.get(value_of(n), R))
+        self._copy_meta(node, new)
+        self._results(node, new, (R,) * len(results_of(node)))
+
+    def _lower_active(self, node: Node, strategy: Strategy) -> None:
+        leaves, spec = tree_flatten((node.args, node.kwargs))
+        placements = iter(strategy.operands)
+        rows = next((p.dim for p in strategy.results if p.kind == "T"), 0)
+        for position, leaf in enumerate(leaves):
+            if isinstance(leaf, Node):
+                placement = next(placements)
+                operand = self.get(value_of(leaf), placement)
+                if rows and placement.kind != "T":
+                    operand = self._without_rows(node, operand, len(shape_of((node, 0))) - rows)
+                leaves[position] = operand
+        args, kwargs = tree_unflatten(leaves, spec)
+        if strategy.vocabulary:
+            new = self._vocabulary(node, args)
+        else:
+            args, kwargs = self._local_arguments(node, strategy, args, kwargs)
+            target = aten.reshape.default if self._is_row_reshape(node, strategy) else node.target
+            new = self._emit(target, args, kwargs, node)
+        self._results(node, new, strategy.results)
+
+    def _is_row_reshape(self, node: Node, strategy: Strategy) -> bool:
+        return node.target in _RESHAPES and strategy.results[0].kind == "T"
+
+    def _local_arguments(
+        self, node: Node, strategy: Strategy, args: Any, kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Replace sizes among the arguments by those of one rank."""
+        placement = strategy.results[0]
+        if placement.is_replicated or placement.kind == "P":
+            placement = R
+        local = [
+            list(p.local_shape(shape_of(value), self.world)) if p.is_sharded else shape_of(value)
+            for value, p in zip(results_of(node), strategy.results, strict=True)
+        ]
+        if self._is_row_reshape(node, strategy):
+            return (args[0], local[0]), {}
+        if node.target in (aten.reshape.default, aten.view.default, aten.expand.default):
+            return (args[0], list(local[0])), {}
+        if node.target is aten.split_with_sizes.default:
+            dim = arguments(node)["dim"]
+            return (args[0], [shape[dim] for shape in local], dim), {}
+        if node.target in (sp.dropout.default, sp.dropout_mask.default) and placement.is_sharded:
+            dim = 0 if placement.kind == "T" else placement.dim
+            return (*args[:4], dim, self.world), {}
+        return args, kwargs
+
+    def _without_rows(self, node: Node, operand: Node, rank: int) -> Node:
+        """Drop the leading size-1 dims of a broadcast operand where the rows are flattened."""
+        shape = operand.meta["val"].shape
+        if len(shape) <= rank:
+            return operand
+        return self._emit(aten.reshape.default, (operand, list(shape[len(shape) - rank :])), {}, node)
+
+    def _vocabulary(self, node: Node, args: tuple[Any, ...]) -> Node:
+        values = dict(zip(arguments(node), args, strict=False))
+        values = {**arguments(node), **values}
+        if node.target is aten.embedding.default:
+            return self._vocabulary_embedding(node, values)
+        return self._vocabulary_loss(node, values)
+
+    def _vocabulary_embedding(self, node: Node, values: dict[str, Any]) -> Node:
+        weight, ids = values["weight"], values["indices"]
+        rows = self._emit(sp.vocab_embedding.default, (weight, ids, self.world), {}, node)
+        padding = values["padding_idx"]
+        if padding < 0:
+            return rows
+        # The row of the padding token is looked up but gets no gradient.
+        is_padding = self._emit(aten.eq.Scalar, (ids, padding), {}, node)
+        is_padding = self._emit(aten.unsqueeze.default, (is_padding, -1), {}, node)
+        constant = self._emit(aten.detach.default, (rows,), {}, node)
+        return self._emit(aten.where.self, (is_padding, constant, rows), {}, node)
+
+    def _vocabulary_loss(self, node: Node, values: dict[str, Any]) -> Node:
+        logits, target, ignore = values["self"], values["target"], values["ignore_index"]
+        pair = self._emit(sp.vocab_nll.default, (logits, target, ignore, self.world), {}, node)
+        nll = self._emit(operator.getitem, (pair, 0), {}, node)
+        if values["reduction"] == 0:
+            return nll
+        total = self._emit(aten.sum.default, (nll,), {}, node)
+        if values["reduction"] == 2:
+            return total
+        counted = self._emit(aten.ne.Scalar, (target, ignore), {}, node)
+        count = self._emit(aten.sum.default, (counted,), {}, node)
+        return self._emit(aten.div.Tensor, (total, count), {}, node)
+
+    # Conversions.
+
+    def _convert(self, value: Value, source: Placement, target: Placement) -> Node:
+        kinds = {source.kind, target.kind}
+        if source.is_sharded and target.is_sharded and source != target:
+            whole = self.get(value, I if value in self.facts.active else R)
+            return self._convert_node(whole, value, I, target)
+        if kinds == {"R"} or (source == I and target == R and value not in self.facts.active):
+            return self.made[value][source]
+        return self._convert_node(self.made[value][source], value, source, target)
+
+    def _convert_node(self, x: Node, value: Value, source: Placement, target: Placement) -> Node:
+        like, shape = value[0], shape_of(value)
+        if target.kind == "T":
+            x = self._to_rows(x, shape, target.dim, like)
+        text = (str(local_placement(source)), str(local_placement(target)))
+        new = self._emit(sp.convert.default, (x, *text, self.world), {}, like)
+        new.meta["placement"] = local_placement(target)
+        return self._from_rows(new, shape, source.dim, like) if source.kind == "T" else new
+
+    def _to_rows(self, x: Node, shape: tuple[int, ...], num_dims: int, like: Node) -> Node:
+        """Flatten the token dims; pad with copies of the last row, so that no row makes a NaN.
+
+        The padding gets no gradient: it is cut off again before anything sums over tokens.
+        """
+        rows, rest = math.prod(shape[:num_dims]), shape[num_dims:]
+        if num_dims != 1:
+            x = self._emit(aten.reshape.default, (x, [rows, *rest]), {}, like)
+        padding = -rows % self.world
+        if not padding:
+            return x
+        last = self._emit(aten.slice.Tensor, (x, 0, rows - 1, rows), {}, like)
+        last = self._emit(aten.expand.default, (last, [padding, *rest]), {}, like)
+        return self._emit(aten.cat.default, ([x, last],), {}, like)
+
+    def _from_rows(self, x: Node, shape: tuple[int, ...], num_dims: int, like: Node) -> Node:
+        rows = math.prod(shape[:num_dims])
+        if rows % self.world:
+            x = self._emit(aten.slice.Tensor, (x, 0, 0, rows), {}, like)
+        if num_dims != 1:
+            x = self._emit(aten.reshape.default, (x, list(shape)), {}, like)
+        return x
+
+    # Bookkeeping.
+
+    def _emit(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: Node) -> Node:
+        return emit(self.graph, target, args, kwargs, like=like, origin="shard")
+
+    def _results(self, node: Node, new: Node, placements: tuple[Placement, ...]) -> None:
+        values = results_of(node)
+        if not isinstance(node.meta["val"], (tuple, list)):
+            self._made(values[0], placements[0], new)
+            return
+        for value, placement in zip(values, placements, strict=True):
+            item = self._emit(operator.getitem, (new, value[1]), {}, node)
+            self._made(value, placement, item)
+
+    def _made(self, value: Value, placement: Placement, new: Node) -> None:
+        shape = shape_of(value)
+        expected = placement.local_shape(shape, self.world) if placement.is_sharded else shape
+        got = tuple(new.meta["val"].shape)
+        if got != tuple(expected):
+            raise PassError(
+                "shard", f"a rule is wrong: {placement} of {shape} must be {expected}, is {got}", value[0]
+            )
+        new.meta["placement"] = local_placement(placement)
+        self.made[value] = {placement: new}
+        self.produced[value] = placement
+
+    def _copy_meta(self, node: Node, new: Node) -> None:
+        new.meta = {**node.meta, "source": node.meta.get("source", node.name)}

@@ -1,0 +1,350 @@
+"""From a program to the placement problem: vertices, their options, the price of each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Node
+
+from sp_compiler.cost import H100, conversion_us, operator_us
+from sp_compiler.graph import arguments, tensor_operands
+from sp_compiler.passes.shard.values import (
+    RegionValues,
+    Value,
+    bytes_of,
+    operators,
+    results_of,
+    shape_of,
+    value_of,
+)
+from sp_compiler.placement import I, P, Placement, R, S, T
+from sp_compiler.program import Program, Ref, Region
+from sp_compiler.rules.factors import Factor, OpRule
+from sp_compiler.rules.strategies import Offers, Strategy, strategies
+from sp_compiler.solver import Option, Vertex
+
+aten = torch.ops.aten
+Key = tuple[int, Value]
+"""A value of the problem: (index of the region, value)."""
+
+
+@dataclass
+class Problem:
+    """The vertices and what each stands for, in the same order.
+
+    Attributes:
+        subjects: (region index, node) of an operator; ("param", class), ("boundary", class) or
+            ("output", index) for the others.
+        strategies: for operators, the strategy behind each option.
+        params: class number of each parameter.
+    """
+
+    vertices: list[Vertex] = field(default_factory=list)
+    subjects: list[tuple] = field(default_factory=list)  # type: ignore[type-arg]
+    strategies: list[list[Strategy]] = field(default_factory=list)
+    param_class: dict[str, int] = field(default_factory=dict)
+    boundary_class: dict[tuple[str, int, int], int] = field(default_factory=dict)
+
+    def add(self, subject: tuple, vertex: Vertex, found: list[Strategy] | None = None) -> None:  # type: ignore[type-arg]
+        self.vertices.append(vertex)
+        self.subjects.append(subject)
+        self.strategies.append(found or [])
+
+
+class _Classes:
+    """Union-find over hashable items, numbered in order of first appearance."""
+
+    def __init__(self) -> None:
+        self.parent: dict[object, object] = {}
+
+    def find(self, item: object) -> object:
+        self.parent.setdefault(item, item)
+        while self.parent[item] != item:
+            item = self.parent[item]
+        return item
+
+    def union(self, a: object, b: object) -> None:
+        self.parent[self.find(b)] = self.find(a)
+
+    def numbered(self) -> dict[object, int]:
+        roots: dict[object, int] = {}
+        return {item: roots.setdefault(self.find(item), len(roots)) for item in list(self.parent)}
+
+
+class ProblemBuilder:
+    """Builds the :class:`Problem` of a whole program.
+
+    Args:
+        program: unsharded.
+        facts: by ``id(region)``, see :mod:`sp_compiler.passes.shard.values`.
+        world: number of ranks.
+        sequence_parallel: whether values may be sharded by token rows.
+        nominal_tokens: the placements are priced as if this many tokens were in a batch.
+        output_placements: allowed placements of the model's output ``i`` beside I.
+        fixed: storage placements decided by an earlier compilation.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        facts: dict[int, RegionValues],
+        *,
+        world: int,
+        sequence_parallel: bool,
+        nominal_tokens: int,
+        shard_outputs: Callable[[int], bool],
+        fixed: dict[str, Placement],
+    ) -> None:
+        self.program = program
+        self.regions = program.regions
+        self.index = {id(region): i for i, region in enumerate(self.regions)}
+        self.facts = [facts[id(region)] for region in self.regions]
+        self.world = world
+        self.sequence_parallel = sequence_parallel
+        self.shard_outputs = shard_outputs
+        self.fixed = fixed
+        self.num_calls = [
+            sum(call.region is region for call in program.calls) for region in self.regions
+        ]
+        self.scale = max(1.0, nominal_tokens / max(1, self._num_tokens()))
+        self.problem = Problem()
+
+    def build(self) -> Problem:
+        for i, region in enumerate(self.regions):
+            for node in operators(region):
+                if node in self.facts[i].rules:
+                    self._add_operator(i, node)
+        self._add_params()
+        self._add_boundaries()
+        self._add_outputs()
+        return self.problem
+
+    def conversion_cost(self, key: Key, source: Placement, target: Placement) -> float | None:
+        """Price of a conversion in all calls of the region; parameters only turn from I to R."""
+        i, value = key
+        needs_grad = bool(value[0].meta.get("requires_grad"))
+        if value[0].op == "placeholder" and self._kind(i, value[0]) == "param":
+            # Its gradient goes with all others in one bucket: no latency of its own.
+            wire = bytes_of(value) * 2 / H100.link_bytes_per_us
+            return wire * self.num_calls[i] if (source, target) == (I, R) else None
+        size = bytes_of(value) * self._scale_of(i, value)
+        cost = conversion_us(size, source, target, self.world, needs_grad=needs_grad)
+        return None if cost is None else cost * self.num_calls[i]
+
+    # Sizes as they would be in a batch of the nominal number of tokens.
+
+    def _num_tokens(self) -> int:
+        rows = [
+            math.prod(shape_of(value)[: facts.num_rows(value)])
+            for facts in self.facts
+            for value in facts.active
+            if facts.num_rows(value)
+        ]
+        return max(rows, default=1)
+
+    def _scale_of(self, i: int, value: Value) -> float:
+        count = self.facts[i].num_token_dims(value)
+        return float(self.scale ** max(1, count - 1)) if count else 1.0
+
+    def _kind(self, i: int, node: Node) -> str:
+        region = self.regions[i]
+        return region.input_kinds[region.placeholders.index(node)]
+
+    # Operators.
+
+    def _add_operator(self, i: int, node: Node) -> None:
+        facts = self.facts[i]
+        operands = [value_of(operand) for operand in tensor_operands(node)]
+        results = results_of(node)
+        active = [value in facts.active for value in operands]
+        made = [value in facts.active for value in results]
+        found = [
+            strategy
+            for strategy in self._strategies(i, node, operands, results)
+            if not any(p == P and not a for p, a in zip(strategy.operands, active, strict=True))
+        ]
+        options = [
+            Option(
+                tuple(p for p, a in zip(s.operands, active, strict=True) if a),
+                tuple(p for p, a in zip(s.results, made, strict=True) if a),
+                self._operator_cost(i, node, operands, results, s),
+            )
+            for s in found
+        ]
+        vertex = Vertex(
+            tuple((i, v) for v, a in zip(operands, active, strict=True) if a),
+            tuple((i, v) for v, a in zip(results, made, strict=True) if a),
+            options,
+        )
+        self.problem.add((i, node), vertex, found)
+
+    def _strategies(
+        self, i: int, node: Node, operands: list[Value], results: list[Value]
+    ) -> list[Strategy]:
+        facts, rule = self.facts[i], self.facts[i].rules[node]
+        offers = Offers(
+            self.world,
+            lambda factor: rule is not None and self._shardable(i, rule, operands, results, factor),
+            lambda factor: self._segmentations(i, rule, operands, results, factor) if rule else (),
+            [facts.num_rows(value) for value in operands],
+            [facts.num_rows(value) for value in results],
+            self.sequence_parallel,
+        )
+        found = strategies(rule, len(operands), len(results), offers)
+        return found + _vocabulary_strategies(node, self.world)
+
+    def _places(
+        self, rule: OpRule, operands: list[Value], results: list[Value], factor: Factor
+    ) -> Iterable[tuple[Value, int, tuple[Factor, ...]]]:
+        dims = (*rule.operands, *rule.results)
+        for value, item in zip((*operands, *results), dims, strict=True):
+            for d, dim in enumerate(item):
+                if any(part.name == factor.name for part in dim):
+                    yield value, d, dim
+
+    def _shardable(
+        self, i: int, rule: OpRule, operands: list[Value], results: list[Value], factor: Factor
+    ) -> bool:
+        facts, is_feature = self.facts[i], False
+        for value, d, dim in self._places(rule, operands, results, factor):
+            if (value, d) in facts.tokens:
+                return False
+            is_feature |= (value, d) in facts.features
+            # Of a fused dim only the outermost factor that divides: the layouts of the others tie.
+            dividing = [part.name for part in dim if part.size % self.world == 0]
+            if len(dim) > 1 and dividing[:1] != [factor.name]:
+                return False
+        return is_feature
+
+    def _segmentations(
+        self, i: int, rule: OpRule, operands: list[Value], results: list[Value], factor: Factor
+    ) -> list[tuple[int, ...]]:
+        found: dict[tuple[int, ...], None] = {}
+        for value, d, dim in self._places(rule, operands, results, factor):
+            if len(dim) == 1:
+                found.update(self.facts[i].segmentations.get((value, d), {}))
+        return list(found)
+
+    def _operator_cost(
+        self, i: int, node: Node, operands: list[Value], results: list[Value], strategy: Strategy
+    ) -> float:
+        total, cut = 0.0, False
+        placed = zip((*operands, *results), (*strategy.operands, *strategy.results), strict=True)
+        for value, placement in placed:
+            size = bytes_of(value) * self._scale_of(i, value)
+            total += size / self.world if placement.is_sharded else size
+            cut |= placement.is_sharded
+        flops = _flops(node) * self._scale_of(i, results[0])
+        cost = operator_us(flops / self.world if cut else flops, total)
+        return cost * self.num_calls[i]
+
+    # Parameters, values that cross regions, outputs.
+
+    def _add_params(self) -> None:
+        classes = _Classes()
+        for call in self.program.calls:
+            i = self.index[id(call.region)]
+            for position, ref in enumerate(call.args):
+                if ref.kind == "param":
+                    classes.union(("place", i, position), ("name", ref.name))
+        numbers = classes.numbered()
+        for number in dict.fromkeys(numbers.values()):
+            members = [item for item, n in numbers.items() if n == number]
+            names = [item[2 - 1] for item in members if item[0] == "name"]  # type: ignore[index]
+            places = sorted(item[1:] for item in members if item[0] == "place")  # type: ignore[index]
+            self.problem.param_class.update(dict.fromkeys(names, number))
+            keys = [(i, (self.regions[i].placeholders[p], 0)) for i, p in places]
+            size = bytes_of(keys[0][1]) * len(names)
+            replicated = size * (self.world - 1) / self.world * H100.replicated_byte_us
+            allowed = [I, *self._needed(keys, "S")]
+            allowed = [self.fixed[name] for name in names if name in self.fixed][:1] or allowed
+            options = [
+                Option((), (placement,) * len(keys), 0.0 if placement.is_sharded else replicated)
+                for placement in allowed
+            ]
+            self.problem.add(("param", number), Vertex((), tuple(keys), options))
+
+    def _needed(self, keys: list[Key], kind: str) -> list[Placement]:
+        """Placements of ``kind`` that any operator can take one of the values in."""
+        found: dict[Placement, None] = {}
+        for vertex in self.problem.vertices:
+            for position, value in enumerate(vertex.needs):
+                if value in keys:
+                    found.update(dict.fromkeys(o.needs[position] for o in vertex.options))
+        return sorted(p for p in found if p.kind == kind)
+
+    def _add_boundaries(self) -> None:
+        classes = _Classes()
+        for call in self.program.calls:
+            i = self.index[id(call.region)]
+            for position, (node, ref) in enumerate(
+                zip(call.region.placeholders, call.args, strict=True)
+            ):
+                if ref.kind == "call" and (node, 0) in self.facts[i].active:
+                    producer = self.index[id(self.program.calls[ref.index].region)]
+                    classes.union(("out", producer, ref.output), ("in", i, position))
+                elif ref.kind == "input" and (node, 0) in self.facts[i].active:
+                    self.problem.add(
+                        ("input", ref.index), Vertex((), ((i, (node, 0)),), [Option((), (I,), 0.0)])
+                    )
+        numbers = classes.numbered()
+        for number in dict.fromkeys(numbers.values()):
+            members = [item for item, n in numbers.items() if n == number]
+            self._add_boundary(number, members)  # type: ignore[arg-type]
+
+    def _add_boundary(self, number: int, members: list[tuple[str, int, int]]) -> None:
+        for item in members:
+            self.problem.boundary_class[item] = number
+        outs = [(i, value_of(self.regions[i].outputs[k])) for side, i, k in members if side == "out"]
+        ins = [(i, (self.regions[i].placeholders[k], 0)) for side, i, k in members if side == "in"]
+        rows = self.facts[ins[0][0]].num_rows(ins[0][1])
+        allowed = [*self._needed(ins, "S"), I, R]
+        if rows and self.sequence_parallel:
+            allowed.insert(0, T(rows))
+        options = [Option((p,) * len(outs), (p,) * len(ins), 0.0) for p in allowed]
+        self.problem.add(("boundary", number), Vertex(tuple(outs), tuple(ins), options))
+
+    def _add_outputs(self) -> None:
+        for index, ref in enumerate(self.program.outputs):
+            if not isinstance(ref, Ref) or ref.kind != "call":
+                continue
+            i = self.index[id(self.program.calls[ref.index].region)]
+            value = value_of(self.regions[i].outputs[ref.output])
+            if value not in self.facts[i].active:
+                continue
+            allowed = [I]
+            if self.shard_outputs(index):
+                allowed += [S(dim) for dim in range(len(shape_of(value)))]
+            options = [Option((p,), (), 0.0) for p in allowed]
+            self.problem.add(("output", index), Vertex(((i, value),), (), options))
+
+
+def _vocabulary_strategies(node: Node, world: int) -> list[Strategy]:
+    """Lookups and losses over a sharded vocabulary, lowered to their own operators."""
+    if node.target is aten.embedding.default:
+        weight = node.args[0].meta["val"]  # type: ignore[union-attr]
+        if weight.shape[0] % world == 0 and not arguments(node)["scale_grad_by_freq"]:
+            return [Strategy((S(0), R), (P,), vocabulary=True)]
+    if node.target is aten.cross_entropy_loss.default:
+        args = arguments(node)
+        shape = args["self"].meta["val"].shape
+        integer = not args["target"].meta["val"].dtype.is_floating_point
+        plain = args["weight"] is None and args["label_smoothing"] == 0.0
+        if len(shape) == 2 and integer and plain and shape[1] % world == 0:
+            return [Strategy((S(1), R), (I,), vocabulary=True)]
+    return []
+
+
+def _flops(node: Node) -> float:
+    """Matrix-product work of one operator (2 per multiply-add); 0 for the others."""
+    operands = tensor_operands(node)
+    name = node.target._schema.name if hasattr(node.target, "_schema") else ""
+    if name in ("aten::linear", "aten::mm", "aten::bmm", "aten::matmul"):
+        return float(2 * node.meta["val"].numel() * operands[0].meta["val"].shape[-1])
+    if name == "aten::scaled_dot_product_attention":
+        keys = operands[1].meta["val"].shape[-2]
+        return float(4 * operands[0].meta["val"].numel() * keys)
+    return 0.0

@@ -1,0 +1,213 @@
+"""Which values take part in sharding, and what their dimensions mean.
+
+A value is (node, index of its result). It is *active* when it depends on a parameter or on an input
+that needs a gradient; all others (positions, masks, rotary tables) are computed by every rank.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch.fx import Node
+
+from sp_compiler.graph import tensor_operands
+from sp_compiler.program import Program, Region
+from sp_compiler.rules.factors import Dims, Factor, OpRule
+from sp_compiler.rules.table import rule_for
+
+Value = tuple[Node, int]
+
+
+def value_of(node: Node) -> Value:
+    """The value that ``node`` names, looking through ``getitem`` of a multi-result operator."""
+    if node.op == "call_function" and node.target is operator.getitem:
+        return node.args[0], node.args[1]  # type: ignore[return-value]
+    return node, 0
+
+
+def results_of(node: Node) -> list[Value]:
+    """All tensor results of ``node``."""
+    value = node.meta["val"]
+    return [(node, i) for i in range(len(value))] if isinstance(value, (tuple, list)) else [(node, 0)]
+
+
+def shape_of(value: Value) -> tuple[int, ...]:
+    return tuple(_fake(value).shape)
+
+
+def bytes_of(value: Value) -> int:
+    fake = _fake(value)
+    return int(fake.numel() * fake.element_size())
+
+
+def _fake(value: Value):  # type: ignore[no-untyped-def]
+    node, index = value
+    fake = node.meta["val"]
+    return fake[index] if isinstance(fake, (tuple, list)) else fake
+
+
+def operators(region: Region) -> Iterator[Node]:
+    """Nodes that compute: everything but placeholders, outputs and ``getitem``."""
+    for node in region.module.graph.nodes:
+        if node.op == "call_function" and node.target is not operator.getitem:
+            yield node
+
+
+@dataclass
+class RegionValues:
+    """Facts about one region's values.
+
+    Attributes:
+        active: values that take part in sharding.
+        tokens: (value, dim) pairs that run over tokens (batch, sequence or both).
+        features: (value, dim) pairs that come from a parameter's dim (heads, width, vocabulary).
+        segmentations: (value, dim) to the part sizes in which the dim is cut by a later operator.
+        rules: the rule of every active operator.
+    """
+
+    active: dict[Value, None] = field(default_factory=dict)
+    tokens: dict[tuple[Value, int], None] = field(default_factory=dict)
+    features: dict[tuple[Value, int], None] = field(default_factory=dict)
+    segmentations: dict[tuple[Value, int], dict[tuple[int, ...], None]] = field(default_factory=dict)
+    rules: dict[Node, OpRule | None] = field(default_factory=dict)
+
+    def num_rows(self, value: Value) -> int:
+        """How many leading dims flatten to rows of tokens; 0 where tokens are elsewhere too."""
+        shape = shape_of(value)
+        tokens = [dim for dim in range(len(shape)) if (value, dim) in self.tokens]
+        if not tokens:
+            return 0
+        count = tokens[-1] + 1
+        leading = all(dim in tokens or shape[dim] == 1 for dim in range(count))
+        return count if leading else 0
+
+    def num_token_dims(self, value: Value) -> int:
+        return sum((value, dim) in self.tokens for dim in range(len(shape_of(value))))
+
+
+def activate(program: Program) -> dict[int, RegionValues]:
+    """Facts by ``id(region)``; activity flows along the calls until nothing changes."""
+    facts = {id(region): RegionValues() for region in program.regions}
+    changed = True
+    while changed:
+        changed = False
+        for call in program.calls:
+            mine = facts[id(call.region)]
+            before = len(mine.active)
+            for node, ref in zip(call.region.placeholders, call.args, strict=True):
+                if ref.kind == "param" or (ref.kind == "input" and node.meta["requires_grad"]):
+                    mine.active[node, 0] = None
+                elif ref.kind == "call":
+                    producer = program.calls[ref.index].region
+                    source = value_of(producer.outputs[ref.output])
+                    if source in facts[id(producer)].active:
+                        mine.active[node, 0] = None
+            for node in operators(call.region):
+                if any(value_of(operand) in mine.active for operand in tensor_operands(node)):
+                    mine.active.update(dict.fromkeys(_floating(node)))
+            changed |= len(mine.active) != before
+    for region in program.regions:
+        mine = facts[id(region)]
+        for node in operators(region):
+            if any(value in mine.active for value in results_of(node)):
+                mine.rules[node] = rule_for(node)
+    return facts
+
+
+def _floating(node: Node) -> list[Value]:
+    return [value for value in results_of(node) if _fake(value).dtype.is_floating_point]
+
+
+def label_dims(region: Region, facts: RegionValues, world: int) -> None:
+    """Fill ``tokens``, ``features`` and ``segmentations`` by following factors to a fixed point."""
+    _seed(region, facts)
+    changed = True
+    while changed:
+        changed = False
+        for node, rule in facts.rules.items():
+            if rule is not None:
+                changed |= _propagate(node, rule, facts, world)
+
+
+def _seed(region: Region, facts: RegionValues) -> None:
+    for node, kind in zip(region.placeholders, region.input_kinds, strict=True):
+        rank = len(shape_of((node, 0)))
+        if kind == "param":
+            facts.features.update(dict.fromkeys(((node, 0), dim) for dim in range(rank)))
+        elif kind == "input" and not node.meta["val"].dtype.is_floating_point:
+            facts.tokens.update(dict.fromkeys(((node, 0), dim) for dim in range(rank)))
+        elif kind in ("call", "input"):
+            _seed_rows(facts, (node, 0))
+    for node in region.outputs:
+        if isinstance(node, Node):
+            _seed_rows(facts, value_of(node))
+    for node in facts.rules:
+        # Ids of an embedding are positions in a sequence wherever they come from.
+        if getattr(node.target, "_schema", None) is not None and "embedding" in node.target._schema.name:  # type: ignore[union-attr]
+            rank = len(shape_of((node, 0)))
+            facts.tokens.update(dict.fromkeys(((node, 0), dim) for dim in range(rank - 1)))
+
+
+def _seed_rows(facts: RegionValues, value: Value) -> None:
+    """Activations that cross regions are (tokens..., features); others have more dims."""
+    rank = len(shape_of(value))
+    if value in facts.active and rank in (2, 3):
+        facts.tokens.update(dict.fromkeys((value, dim) for dim in range(rank - 1)))
+
+
+def _propagate(node: Node, rule: OpRule, facts: RegionValues, world: int) -> bool:
+    places = list(_places(node, rule))
+    before = len(facts.tokens) + len(facts.features) + _count(facts)
+    for table in (facts.tokens, facts.features):
+        marked = {
+            factor.name for value, dims in places for d, dim in enumerate(dims)
+            if (value, d) in table for factor in dim
+        }
+        for value, dims in places:
+            for d, dim in enumerate(dims):
+                if dim and all(factor.name in marked for factor in dim):
+                    table[value, d] = None
+    _demand(node, rule, facts, world)
+    return len(facts.tokens) + len(facts.features) + _count(facts) != before
+
+
+def _count(facts: RegionValues) -> int:
+    return sum(len(found) for found in facts.segmentations.values())
+
+
+def _places(node: Node, rule: OpRule) -> Iterator[tuple[Value, Dims]]:
+    for operand, dims in zip(tensor_operands(node), rule.operands, strict=True):
+        yield value_of(operand), dims
+    for value, dims in zip(results_of(node), rule.results, strict=True):
+        yield value, dims
+
+
+def _demand(node: Node, rule: OpRule, facts: RegionValues, world: int) -> None:
+    """Carry from results back to operands in which parts a dim will be cut."""
+    operands = [value_of(operand) for operand in tensor_operands(node)]
+    if rule.split is not None:
+        dim, sizes = rule.split
+        if all(size % world == 0 for size in sizes):
+            facts.segmentations.setdefault((operands[0], dim), {})[sizes] = None
+    wanted: dict[Factor, dict[tuple[int, ...], None]] = {}
+    for value, dims in zip(results_of(node), rule.results, strict=True):
+        for d, dim in enumerate(dims):
+            if len(dim) == 1:
+                wanted.setdefault(dim[0], {}).update(facts.segmentations.get((value, d), {}))
+    for value, dims in zip(operands, rule.operands, strict=True):
+        for d, dim in enumerate(dims):
+            found = dict(wanted.get(dim[0], {})) if len(dim) == 1 else _inner_cut(dim, world)
+            if found:
+                facts.segmentations.setdefault((value, d), {}).update(found)
+
+
+def _inner_cut(dim: tuple[Factor, ...], world: int) -> dict[tuple[int, ...], None]:
+    """A fused dim whose outermost factor does not divide (3 of q, k, v) is cut along that factor."""
+    if len(dim) < 2 or dim[0].size % world == 0:
+        return {}
+    size = 1
+    for factor in dim[1:]:
+        size *= factor.size
+    return {(size,) * dim[0].size: None} if size % world == 0 else {}

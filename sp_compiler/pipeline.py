@@ -1,0 +1,137 @@
+"""The pipeline, top to bottom: from a model and example inputs to the program that runs.
+
+The only module outside ``passes/`` that imports passes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from sp_compiler.capture import Captured, capture
+from sp_compiler.check import check_forward, check_partitioned
+from sp_compiler.codegen import CompiledRegion, load, module_source
+from sp_compiler.compiled import CompiledProgram
+from sp_compiler.config import CompileOptions
+from sp_compiler.passes.compile_region import compile_region
+from sp_compiler.passes.normalize import normalize
+from sp_compiler.passes.outline import outline
+from sp_compiler.passes.shard import shard
+from sp_compiler.placement import Placement
+from sp_compiler.program import Program, Region
+from sp_compiler.stage import Stage, copy_graph, program_calls
+
+
+def build(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    options: CompileOptions,
+    *,
+    fixed: Mapping[str, Placement] | None = None,
+    lift_casts: bool = False,
+) -> CompiledProgram:
+    """Capture and compile ``model`` for the shapes of its example inputs.
+
+    Args:
+        model: unmodified, in the mode (train or eval, autocast) to compile for.
+        args: example positional arguments.
+        kwargs: example keyword arguments.
+        options: of :func:`sp_compiler.compile`.
+        fixed: storage placements of parameters that an earlier compilation decided.
+        lift_casts: keep a float64 model's casts to float32 in float64.
+    """
+    start = time.perf_counter()
+    captured = capture(model, args, kwargs, lift_casts=lift_casts)
+    return compile_captured(captured, options, fixed=fixed, capture_s=time.perf_counter() - start)
+
+
+def compile_captured(
+    captured: Captured,
+    options: CompileOptions,
+    *,
+    fixed: Mapping[str, Placement] | None = None,
+    capture_s: float = 0.0,
+) -> CompiledProgram:
+    """Everything after the capture; ``captured`` is normalised in place."""
+    clock = _Clock(capture_s)
+    stages = {"export": Stage("export", {"model": copy_graph(captured.module.graph)})}
+    normalize(captured, dropout=options.dropout)
+    clock.lap("normalize")
+    program = outline(captured)
+    stages["capture"] = Stage.of_program("capture", program)
+    clock.lap("outline")
+    sharded = shard(program, options, dict(fixed or {}))
+    program = sharded.program
+    stages["shard"] = Stage.of_program("shard", program)
+    clock.lap("shard")
+    for region in program.regions:
+        check_forward(region, options.tp)
+    clock.lap("check_forward")
+    regions = [_compile(program, region, options) for region in program.regions]
+    clock.lap("compile_regions")
+    for compiled in regions:
+        parts = compiled.partitioned
+        check_partitioned(compiled.region, parts.forward, parts.backward, options.tp)
+    clock.lap("check_partitioned")
+    stages["final"] = Stage.of_program("final", _tagged(program, regions))
+    stages["split"] = _split_stage(program, regions)
+    source = module_source([region.text for region in regions])
+    namespace = load(source)
+    clock.lap("codegen")
+    return CompiledProgram(
+        program,
+        {region.name: namespace[region.name] for region in program.regions},
+        sharded.param_placements,
+        options.tp,
+        differentiable={compiled.region.name: compiled.differentiable for compiled in regions},
+        notes=program.notes,
+        code=source,
+        regions={compiled.region.name: compiled for compiled in regions},
+        stages=stages,
+        seconds=clock.seconds,
+    )
+
+
+def _compile(program: Program, region: Region, options: CompileOptions) -> CompiledRegion:
+    paths = [call.path for call in program.calls if call.region is region]
+    return compile_region(region, recompute=options.recompute, paths=paths)
+
+
+def _tagged(program: Program, regions: Sequence[CompiledRegion]) -> Program:
+    """Write the decision on each traced node back to the operator of the region it came from."""
+    for compiled in regions:
+        kept = {node.meta.get("source") for node in compiled.joint.graph.nodes
+                if node.meta.get("recompute") == "save"}
+        known = {node.meta.get("source") for node in compiled.joint.graph.nodes
+                 if "recompute" in node.meta}
+        for node in compiled.region.module.graph.nodes:
+            if node.name in known:
+                node.meta["recompute"] = "save" if node.name in kept else "recompute"
+    return program
+
+
+def _split_stage(program: Program, regions: Sequence[CompiledRegion]) -> Stage:
+    graphs = {}
+    for compiled in regions:
+        parts = compiled.partitioned
+        graphs[f"{compiled.region.name}.forward"] = copy_graph(parts.forward)
+        if parts.backward is not None:
+            graphs[f"{compiled.region.name}.backward"] = copy_graph(parts.backward)
+    return Stage("split", graphs, program_calls(program))
+
+
+class _Clock:
+    """Seconds spent in each step."""
+
+    def __init__(self, capture_s: float) -> None:
+        self.seconds = {"capture": capture_s}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.seconds[name] = now - self._last
+        self._last = now

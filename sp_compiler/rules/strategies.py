@@ -1,0 +1,157 @@
+"""From the factors of an operator to every way to run it on several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from sp_compiler.placement import I, P, Placement, R, S, T
+from sp_compiler.rules.factors import Dims, Factor, OpRule
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to run an operator: placements of its tensor operands and of its results.
+
+    ``vocabulary`` marks the lowering of a lookup or a loss over a sharded vocabulary.
+    """
+
+    operands: tuple[Placement, ...]
+    results: tuple[Placement, ...]
+    vocabulary: bool = False
+
+    @property
+    def is_replicated(self) -> bool:
+        return all(p.is_replicated for p in (*self.operands, *self.results))
+
+
+@dataclass(frozen=True)
+class Offers:
+    """What the graph around an operator lets its rule offer.
+
+    Attributes:
+        world: number of ranks.
+        shardable: whether a factor may be sharded as a feature (heads, width, vocabulary).
+        segmentations: the part sizes, if any, in which a factor's dim is cut further on.
+        num_rows: leading token dims of operand / result ``i``; 0: it has no rows form.
+        sequence_parallel: whether values may be sharded by rows at all.
+    """
+
+    world: int
+    shardable: Callable[[Factor], bool]
+    segmentations: Callable[[Factor], Sequence[tuple[int, ...]]]
+    operand_rows: Sequence[int]
+    result_rows: Sequence[int]
+    sequence_parallel: bool = True
+
+
+def strategies(rule: OpRule | None, num_operands: int, num_results: int, offers: Offers) -> list[Strategy]:
+    """Every strategy of ``rule``; without a rule only the two replicated ones."""
+    found = [
+        Strategy((placement,) * num_operands, (placement,) * num_results) for placement in (R, I)
+    ]
+    if rule is None:
+        return found
+    found += _partial(rule)
+    for factor in _factors(rule):
+        if not offers.shardable(factor):
+            continue
+        for segments in ((), *offers.segmentations(factor)):
+            candidate = _shard_factor(rule, factor, segments, offers.world)
+            found += [candidate] if candidate else []
+    if rule.split is not None:
+        dim, sizes = rule.split
+        if all(size % offers.world == 0 for size in sizes):
+            found.append(Strategy((S(dim, sizes),), (S(dim),) * num_results))
+    if offers.sequence_parallel:
+        candidate = _shard_rows(rule, offers)
+        found += [candidate] if candidate else []
+    return list(dict.fromkeys(found))
+
+
+def _partial(rule: OpRule) -> list[Strategy]:
+    return [
+        Strategy(
+            tuple(P if position in chosen else R for position in range(len(rule.operands))),
+            (P,) * len(rule.results),
+        )
+        for chosen in rule.linear
+    ]
+
+
+def _factors(rule: OpRule) -> list[Factor]:
+    """Each shardable factor once; where sizes differ (grouped heads) the first stands for all."""
+    names: dict[str, Factor] = {}
+    for dims in (*rule.operands, *rule.results):
+        for dim in dims:
+            for factor in dim:
+                names.setdefault(factor.name, factor)
+    return [factor for factor in names.values() if not factor.blocked]
+
+
+def _shard_factor(
+    rule: OpRule, factor: Factor, segments: tuple[int, ...], world: int
+) -> Strategy | None:
+    operands = [_placement_of(dims, factor, segments, world) for dims in rule.operands]
+    results = [_placement_of(dims, factor, segments, world) for dims in rule.results]
+    if None in operands or None in results:
+        return None
+    if any(factor.name == contracted.name for contracted in rule.contracted):
+        results = [P] * len(results)
+    elif R in results:
+        return None
+    if segments and not _segments_agree(operands, results):
+        return None
+    return Strategy(tuple(operands), tuple(results))  # type: ignore[arg-type]
+
+
+def _segments_agree(operands: list[Placement | None], results: list[Placement | None]) -> bool:
+    kinds = {p.segments for p in (*operands, *results) if p is not None and p.kind == "S"}
+    return len(kinds) == 1
+
+
+def _placement_of(
+    dims: Dims, factor: Factor, segments: tuple[int, ...], world: int
+) -> Placement | None:
+    """Placement of a tensor when ``factor`` is sharded; R without it, ``None`` if impossible."""
+    for position, dim in enumerate(dims):
+        names = [item.name for item in dim]
+        if factor.name not in names:
+            continue
+        index = names.index(factor.name)
+        mine, outer, size = dim[index], 1, 1
+        for item in dim[:index]:
+            outer *= item.size
+        for item in dim:
+            size *= item.size
+        if segments:
+            fits = len(dim) == 1 and sum(segments) == size and not any(s % world for s in segments)
+            return S(position, segments) if fits else None
+        if mine.size % world:
+            return None
+        return S(position, (size // outer,) * outer if outer > 1 else ())
+    return R
+
+
+def _shard_rows(rule: OpRule, offers: Offers) -> Strategy | None:
+    """Every value flattened to rows of tokens, the rows sharded: ``T`` of the same leading factors."""
+    leading = {_leading(dims, rows) for dims, rows in zip(rule.results, offers.result_rows, strict=True)}
+    if len(leading) != 1 or not (rows := leading.pop()):
+        return None
+    operands: list[Placement] = []
+    for dims, count in zip(rule.operands, offers.operand_rows, strict=True):
+        if count and _leading(dims, count) == rows:
+            operands.append(T(count))
+        elif any(factor in rows for dim in dims for factor in dim):
+            return None
+        else:
+            operands.append(R)
+    if not any(p.kind == "T" for p in operands):
+        return None
+    return Strategy(tuple(operands), tuple(T(count) for count in offers.result_rows))
+
+
+def _leading(dims: Dims, count: int) -> tuple[Factor, ...]:
+    """Factors of the first ``count`` dims; () where one of them cannot be sharded."""
+    factors = tuple(factor for dim in dims[:count] for factor in dim)
+    return () if any(factor.blocked for factor in factors) else factors

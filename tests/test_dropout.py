@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +35,11 @@ def _bits(shape: tuple[int, ...], seed: int | Tensor = SEED, site: int = 0) -> T
     return module._Grid(torch.zeros(shape), torch.as_tensor(seed), site, 0, 1, 0).hash_all()
 
 
+def _gather(tensor: Any, world: int, dim: int) -> Tensor:
+    """The parts of all simulated ranks, put together."""
+    return torch.cat([tensor._local_tensors[rank] for rank in range(world)], dim)
+
+
 def _assert_fair(sample: Tensor, p: float = 0.5) -> None:
     """Each row of ``sample`` (of booleans or bits) is true with frequency ``p``, within 6 sigma."""
     count, total = sample.sum(-1).double(), sample.shape[-1]
@@ -63,11 +69,10 @@ def test_simulated_ranks_get_the_bits_of_real_ones(dim: int, world: int) -> None
         rank = LocalTensor({r: torch.tensor(r) for r in range(world)})
         mask = dropout_mask(parts, SEED, 0.3, 5, dim, world, rank)
         value = dropout(parts, call_seed(SEED, 2), 0.3, 5, dim, world, rank)
-    gathered = [
-        torch.cat([tensor._local_tensors[r] for r in range(world)], dim) for tensor in (mask, value)
-    ]
-    assert torch.equal(gathered[0], dropout_mask(x, SEED, 0.3, 5, dim, 1, 0))
-    assert torch.equal(gathered[1], dropout(x, call_seed(SEED, 2), 0.3, 5, dim, 1, 0))
+    assert torch.equal(_gather(mask, world, dim), dropout_mask(x, SEED, 0.3, 5, dim, 1, 0))
+    assert torch.equal(
+        _gather(value, world, dim), dropout(x, call_seed(SEED, 2), 0.3, 5, dim, 1, 0)
+    )
 
 
 @pytest.mark.parametrize("block", [1, 5, 12, 30, 1 << 20])

@@ -1,0 +1,149 @@
+"""One canonical text of an FX graph, read by golden tests and by people.
+
+Values are renumbered in order, so that the text does not depend on node names::
+
+    %0 = placeholder[x] : f32[2, 8] @ S(0)
+    %1 = aten.linear(%0, %weight) : f32[2, 4] @ S(1) #save
+    output(%1, None)
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Collection
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+Meta = Literal["val", "placement", "recompute"]
+METAS: tuple[Meta, ...] = ("val", "placement", "recompute")
+
+_DTYPES = {"float": "f", "bfloat": "bf", "uint": "u", "int": "i", "complex": "c"}
+
+
+def render(graph: Graph | GraphModule, *, metas: Collection[Meta] = METAS) -> str:
+    """The whole graph, a line a node.
+
+    Args:
+        graph: any graph; nothing in it is changed.
+        metas: what to append of each node's meta: ``"val"`` (`` : dtype[shape]``), ``"placement"``
+            (`` @ S(0)``) and ``"recompute"`` (`` #save``); left out where the node has none.
+    """
+    if isinstance(graph, GraphModule):
+        graph = graph.graph
+    numbers = {node: f"%{number}" for number, node in enumerate(graph.nodes)}
+    return "\n".join(render_node(node, numbers.__getitem__, metas) for node in graph.nodes)
+
+
+def render_node(
+    node: Node,
+    name: Callable[[Node], str] = lambda node: f"%{node.name}",
+    metas: Collection[Meta] = METAS,
+) -> str:
+    """One line for ``node``; ``name`` says how a value is called."""
+    suffix = render_metas(node, metas)
+    if node.op == "output":
+        (values,) = node.args
+        parts = values if isinstance(values, tuple | list) else (values,)
+        return f"output({', '.join(render_value(part, name) for part in parts)}){suffix}"
+    return f"{name(node)} = {render_call(node, name)}{suffix}"
+
+
+def render_call(node: Node, name: Callable[[Node], str]) -> str:
+    """``aten.add.Tensor(%0, 1.5, alpha=2)``."""
+    if node.op == "placeholder":
+        default = "".join(f" = {render_value(arg, name)}" for arg in node.args)
+        return f"{render_target(node)}{default}"
+    if node.op == "get_attr":
+        return render_target(node)
+    return f"{render_target(node)}({render_arguments(node, name)})"
+
+
+def render_arguments(node: Node, name: Callable[[Node], str]) -> str:
+    """Positional and keyword arguments as they are written in a call."""
+    parts = [render_value(arg, name) for arg in node.args]
+    parts += [f"{key}={render_value(arg, name)}" for key, arg in node.kwargs.items()]
+    return ", ".join(parts)
+
+
+def render_metas(node: Node, metas: Collection[Meta] = METAS) -> str:
+    """What follows a call: `` : f32[2, 4] @ S(1) #save``."""
+    marks = {"val": " : ", "placement": " @ ", "recompute": " #"}
+    texts = {meta: meta_text(node, meta) for meta in METAS if meta in metas}
+    return "".join(f"{marks[meta]}{text}" for meta, text in texts.items() if text)
+
+
+def meta_text(node: Node, meta: Meta) -> str:
+    """One entry of the node's meta as text, "" where it has none."""
+    value = node.meta.get(meta)
+    if value is None:
+        return ""
+    return render_type(value) if meta == "val" else str(value)
+
+
+def render_target(node: Node) -> str:
+    """``aten.linear``, ``aten.add.Tensor``, ``getitem``, ``.view``, ``placeholder[x]``."""
+    target = node.target
+    if isinstance(target, str):
+        forms = {"call_method": ".{}", "call_module": "module[{}]", "output": "{}"}
+        return forms.get(node.op, f"{node.op}[{{}}]").format(target)
+    return render_function(target)
+
+
+def render_function(function: Any) -> str:
+    """Name of an operator or function; the overload ``default`` goes without saying."""
+    if isinstance(function, torch._ops.OpOverload):
+        return str(function).removesuffix(".default")
+    name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
+    if name is None:
+        return _plain(function)
+    module = getattr(function, "__module__", None) or ""
+    return name if module in ("_operator", "builtins", "") else f"{module}.{name}"
+
+
+def render_type(value: Any) -> str:
+    """``f32[2, 4]`` for a tensor, ``(f32[2], i64[])`` for several, else the value itself."""
+    if isinstance(value, Tensor):
+        return f"{render_dtype(value.dtype)}[{', '.join(str(size) for size in value.shape)}]"
+    if isinstance(value, tuple | list):
+        return f"({', '.join(render_type(item) for item in value)})"
+    return _plain(value)
+
+
+def render_dtype(dtype: torch.dtype) -> str:
+    """``f32``, ``bf16``, ``i64``, ``bool``; the name of torch where there is no short one."""
+    text = str(dtype).removeprefix("torch.")
+    stem = text.rstrip("0123456789")
+    return _DTYPES[stem] + text[len(stem) :] if stem in _DTYPES else text
+
+
+def render_value(value: Any, name: Callable[[Node], str]) -> str:
+    """An argument: nodes by ``name``, containers by item, all else without memory addresses."""
+    if isinstance(value, Node):
+        return name(value)
+    if isinstance(value, slice):
+        parts = (value.start, value.stop, value.step)
+        return f"slice({', '.join(render_value(part, name) for part in parts)})"
+    if isinstance(value, dict):
+        items = (f"{key!r}: {render_value(item, name)}" for key, item in value.items())
+        return f"{{{', '.join(items)}}}"
+    if isinstance(value, list | tuple):
+        text = ", ".join(render_value(item, name) for item in value)
+        if isinstance(value, list):
+            return f"[{text}]"
+        return f"({text},)" if len(value) == 1 else f"({text})"
+    return _plain(value)
+
+
+def _plain(value: Any) -> str:
+    """``repr`` where that is the same in every run, else the kind of the object."""
+    if isinstance(value, Tensor):
+        return f"tensor {render_type(value)}"
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return str(value)
+    if isinstance(value, torch._ops.OpOverload | types.FunctionType | types.BuiltinFunctionType):
+        return render_function(value)
+    text = repr(value)
+    return f"<{type(value).__qualname__}>" if " at 0x" in text else text

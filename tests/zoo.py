@@ -11,6 +11,8 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.models import GPTConfig, PlainGPT
+
 VOCAB = 128
 _HIDDEN = 32
 _HEADS = 4
@@ -60,10 +62,8 @@ def inputs(name: str, batch: int = 2, seq: int = 12, seed: int = 0) -> Kwargs:
 
 def loss_of(output: Any) -> Tensor:
     """A scalar to call ``backward`` on: the model's loss, or the mean square of its first output."""
-    if isinstance(output, Tensor):
-        return output if output.ndim == 0 else output.square().mean()
-    loss = output.get("loss") if hasattr(output, "get") else None
-    return loss if loss is not None else output[0].square().mean()
+    first = output if isinstance(output, Tensor) else output[0]
+    return first if first.ndim == 0 else first.square().mean()
 
 
 def _randomise(model: nn.Module, seed: int) -> None:
@@ -206,6 +206,19 @@ def _t5(
     )  # fmt: skip
     config = transformers.T5Config(**fields)
     return _huggingface(transformers.T5ForConditionalGeneration, config, attn_implementation)
+
+
+@_register("plain", _token_inputs)
+@_register("plain_unfused", _token_inputs, fused_qkv=False, tied_head=False)
+@_register("plain_logits", _ids_only)
+def _plain(dropout: float, layers: int = 2, **overrides: Any) -> nn.Module:
+    """The paper's GPT, hand-written with an explicit attention core."""
+    fields = _override(
+        overrides,
+        vocab_size=VOCAB, num_positions=_MAX_LENGTH, hidden_size=_HIDDEN, num_layers=layers,
+        num_heads=_HEADS, dropout=dropout, attention_dropout=dropout,
+    )  # fmt: skip
+    return PlainGPT(GPTConfig(**fields))
 
 
 class TorchEncoder(nn.Module):

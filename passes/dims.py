@@ -1,0 +1,52 @@
+"""Dimension arguments counted from the end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
+
+from sp_compiler.graph import arguments
+
+_DIM_ARGUMENTS = ("dim", "dim0", "dim1", "dims")
+# The dim of these counts the dims of the result, which has one more than the operand.
+_GROWING = (torch.ops.aten.unsqueeze.default, torch.ops.aten.stack.default)
+
+
+def make_dims_negative(graph: Graph) -> None:
+    """Rewrite dimension arguments of ATen calls in place; a default dim becomes explicit.
+
+    ``softmax(x, 2)`` with ``x`` of rank 3 -> ``softmax(x, -1)``; ``cat([a, b])`` -> ``cat([a, b], -3)``.
+    """
+    for node in graph.nodes:
+        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+            _make_negative(node)
+
+
+def _make_negative(node: Node) -> None:
+    bound = arguments(node)
+    schema = node.target._schema  # type: ignore[union-attr]
+    for position, argument in enumerate(schema.arguments):
+        value = bound.get(argument.name)
+        if argument.name not in _DIM_ARGUMENTS or value is None:
+            continue
+        rank = _rank(node, bound)
+        if isinstance(value, int):
+            value = value - rank if 0 <= value < rank else value
+        else:
+            value = [dim - rank if 0 <= dim < rank else dim for dim in value]
+        if position <= len(node.args) and not argument.kwarg_only:
+            node.args = (*node.args[:position], value, *node.args[position + 1 :])
+        else:
+            node.kwargs = {**node.kwargs, argument.name: value}
+
+
+def _rank(node: Node, bound: dict[str, Any]) -> int:
+    first = next(leaf for leaf in pytree.tree_leaves(bound) if isinstance(leaf, Node))
+    value = first.meta["val"]
+    if not isinstance(value, Tensor):
+        return 0
+    return value.ndim + (node.target in _GROWING)

@@ -1,0 +1,285 @@
+"""Bring a captured graph into the one form that the later passes know.
+
+What holds afterwards:
+
+- no aliases, copies or asserts; a cast is ``_to_copy(x, dtype=...)``;
+- every view is ``reshape`` with explicit sizes; splits are ``split_with_sizes``;
+- dims are negative, so that a token-wise operator stays valid when leading dims are flattened;
+- a bias is added by an ``add`` of its own, so that it can follow the reduction of a row-parallel
+  product; products with a plain weight act on the last dim of unflattened values;
+- an operand (1, s, h) or (s, h) of a pointwise (b, s, h) result is expanded to (b, s, h);
+- dropout is ``sp_compiler.dropout`` or a stored mask, with one seed placeholder for the whole graph;
+  fused attention has no dropout; nothing else is random.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch.fx import Graph, Node
+
+from sp_compiler.capture import Captured
+from sp_compiler.errors import ArgumentError, UnsupportedError, node_origin
+from sp_compiler.graph import arguments
+from sp_compiler.passes.attention import explicit_attention, fold_attention_masks
+from sp_compiler.passes.dims import make_dims_negative
+from sp_compiler.program import Ref
+from sp_compiler.rewriting import (
+    calls,
+    erase_dead,
+    insert_call,
+    is_call,
+    is_getitem,
+    replace_call,
+    replace_with,
+    set_value,
+    shape_of,
+)
+
+_ORIGIN = "normalize"
+_aten = torch.ops.aten
+_sp = torch.ops.sp_compiler
+_RESHAPES = (
+    _aten.reshape.default,
+    _aten.view.default,
+    _aten._unsafe_view.default,
+    _aten.flatten.using_ints,
+    _aten.unflatten.int,
+    _aten.squeeze.dim,
+    _aten.squeeze.dims,
+    _aten.squeeze.default,
+)
+_COPIES = (
+    _aten.alias.default,
+    _aten.clone.default,
+    _aten.contiguous.default,
+    _aten.lift_fresh_copy.default,
+)
+_RANDOM_BUT_HANDLED = (
+    _aten.native_dropout.default,
+    _aten.scaled_dot_product_attention.default,
+)
+
+
+def normalize(captured: Captured, dropout: Literal["regenerate", "stored"] = "regenerate") -> None:
+    """Rewrite ``captured`` in place; a second run changes nothing.
+
+    Args:
+        captured: a fresh capture.
+        dropout: ``"regenerate"`` emits ``sp_compiler.dropout``, ``"stored"`` a mask and its use.
+
+    Raises:
+        UnsupportedError: a random operator other than dropout.
+    """
+    graph = captured.module.graph
+    _drop_asserts(graph)
+    _drop_copies(graph)
+    _canonical_spelling(graph)
+    _canonical_views(graph)
+    _splits_with_sizes(graph)
+    make_dims_negative(graph)
+    fold_attention_masks(graph)
+    explicit_attention(graph)
+    _refuse_random(graph)
+    _replace_dropout(captured, stored=dropout == "stored")
+    _split_bias(graph)
+    _split_addmm(graph)
+    _expand_batch(graph)
+    erase_dead(graph)
+    captured.drop_unused_placeholders()
+    graph.lint()
+    captured.module.recompile()
+
+
+def _drop_asserts(graph: Graph) -> None:
+    for node in calls(graph, _aten._assert_tensor_metadata.default):
+        graph.erase_node(node)
+
+
+def _drop_copies(graph: Graph) -> None:
+    """Values are never written, so a copy of one is the value itself; a change of dtype stays."""
+    for node in calls(graph, *_COPIES):
+        replace_with(node, node.args[0])  # type: ignore[arg-type]
+    for node in calls(graph, _aten._to_copy.default):
+        source, value = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+        if source.dtype is value.dtype and source.device == value.device:
+            replace_with(node, node.args[0])  # type: ignore[arg-type]
+        else:
+            kept = {key: node.kwargs[key] for key in ("dtype", "device") if key in node.kwargs}
+            if source.device == value.device:
+                kept.pop("device", None)
+            node.kwargs = kept
+    for node in calls(graph, _aten.detach.default):
+        if not node.args[0].meta["requires_grad"]:  # type: ignore[union-attr]
+            replace_with(node, node.args[0])  # type: ignore[arg-type]
+
+
+def _canonical_spelling(graph: Graph) -> None:
+    """One name for operators that have several."""
+    for node in calls(graph, _aten.__and__.Tensor):
+        node.target = _aten.bitwise_and.Tensor
+    for node in calls(graph, _aten.t.default):
+        replace_call(node, _aten.transpose.int, (node.args[0], -2, -1), origin=_ORIGIN)
+    for node in calls(graph, _aten.numpy_T.default):
+        order = tuple(range(len(shape_of(node)) - 1, -1, -1))
+        replace_call(node, _aten.permute.default, (node.args[0], order), origin=_ORIGIN)
+
+
+def _canonical_views(graph: Graph) -> None:
+    """``view``, ``flatten``, ``unflatten``, ``squeeze`` -> ``reshape``; what changes nothing goes."""
+    for node in calls(graph, *_RESHAPES, _aten.expand.default, _aten.slice.Tensor):
+        source = node.args[0]
+        assert isinstance(source, Node)
+        if shape_of(source) == shape_of(node):
+            replace_with(node, source)
+        elif is_call(node, *_RESHAPES):
+            node.target, node.args, node.kwargs = (
+                _aten.reshape.default,
+                (source, list(shape_of(node))),
+                {},
+            )
+        elif is_call(node, _aten.expand.default):
+            node.args, node.kwargs = (source, list(shape_of(node))), {}
+        else:
+            _explicit_slice(node, source)
+
+
+def _explicit_slice(node: Node, source: Node) -> None:
+    bound = arguments(node)
+    size = shape_of(source)[bound["dim"]]
+    start, end, step = slice(bound["start"], bound["end"], bound["step"]).indices(size)
+    node.args, node.kwargs = (source, bound["dim"], start, end), {}
+    if step != 1:
+        node.args = (*node.args, step)
+
+
+def _splits_with_sizes(graph: Graph) -> None:
+    """``split``, ``chunk`` -> ``split_with_sizes`` with the size of every part."""
+    for node in calls(graph, _aten.split.Tensor, _aten.chunk.default, _aten.unsafe_split.Tensor):
+        dim = arguments(node)["dim"]
+        sizes = [part.shape[dim] for part in node.meta["val"]]
+        replace_call(
+            node, _aten.split_with_sizes.default, (node.args[0], sizes, dim), origin=_ORIGIN
+        )
+
+
+def _refuse_random(graph: Graph) -> None:
+    for node in graph.nodes:
+        tags = getattr(node.target, "tags", ())
+        random = torch.Tag.nondeterministic_seeded in tags
+        if random and not is_call(node, *_RANDOM_BUT_HANDLED):
+            raise UnsupportedError(
+                f"operator {node.target} draws random numbers (stochastic depth, noise); only "
+                "dropout is supported in train mode: switch it off, or call model.eval()\n"
+                + node_origin(node)
+            )
+
+
+def _replace_dropout(captured: Captured, stored: bool) -> None:
+    """``native_dropout(x, p, True)[0]`` -> ``dropout(x, seed, p, site, dim=0, world=1)``.
+
+    Stored: ``native_dropout_backward(x, dropout_mask(x, seed, p, site, 0, 1), 1 / (1 - p))``, which
+    is the product with the mask and has a derivative.
+    """
+    graph = captured.module.graph
+    site = 0
+    for node in calls(graph, _aten.native_dropout.default):
+        x, p, train = node.args
+        assert isinstance(x, Node)
+        result = _only_result(node)
+        if train is False or p == 0:
+            replace_with(result, x)
+        elif p == 1:
+            replace_call(result, _aten.mul.Tensor, (x, 0.0), origin=_ORIGIN)
+        else:
+            args = (x, _seed(captured), p, site, 0, 1)
+            site += 1
+            if stored:
+                mask = insert_call(result, _sp.dropout_mask.default, args, origin=_ORIGIN)
+                args = (x, mask, 1 / (1 - float(p)))  # type: ignore[arg-type, assignment]
+            target = _aten.native_dropout_backward.default if stored else _sp.dropout.default
+            replace_call(result, target, args, origin=_ORIGIN, name="dropout")
+        graph.erase_node(node)
+
+
+def _only_result(node: Node) -> Node:
+    results = [user for user in node.users if is_getitem(user)]
+    if len(results) != 1 or results[0].args[1] != 0:
+        raise UnsupportedError(
+            f"the mask of a dropout is used by the model itself\n{node_origin(node)}"
+        )
+    return results[0]
+
+
+def _seed(captured: Captured) -> Node:
+    """The placeholder of the dropout seed, made at the first use."""
+    placeholders = captured.placeholders
+    if captured.refs and captured.refs[-1].kind == "seed":
+        return placeholders[-1]
+    mode = placeholders[-1].meta["val"].fake_mode
+    with captured.module.graph.inserting_after(placeholders[-1]):
+        seed = captured.module.graph.placeholder("seed")
+    with mode:
+        set_value(seed, torch.zeros((), dtype=torch.int64))
+    captured.refs.append(Ref("seed"))
+    return seed
+
+
+def _split_bias(graph: Graph) -> None:
+    """``linear(x, w, b)`` -> ``linear(x, w) + b``."""
+    for node in calls(graph, _aten.linear.default):
+        bias = arguments(node)["bias"]
+        if bias is not None:
+            product = insert_call(node, _aten.linear.default, node.args[:2], origin=_ORIGIN)
+            replace_call(node, _aten.add.Tensor, (product, bias), origin=_ORIGIN)
+
+
+def _split_addmm(graph: Graph) -> None:
+    """``reshape(addmm(b, reshape(x, (n, i)), w), (*x.shape[:-1], o))`` -> ``matmul(x, w) + b``.
+
+    Without the reshapes around it, ``addmm(b, x, w)`` -> ``matmul(x, w) + b``.
+    """
+    for node in calls(graph, _aten.addmm.default):
+        bound = arguments(node)
+        if bound["beta"] != 1 or bound["alpha"] != 1:
+            continue
+        bias, x, weight = bound["self"], bound["mat1"], bound["mat2"]
+        unflattened = _unflattened(x)
+        result = (*shape_of(unflattened)[:-1], shape_of(node)[-1])
+        users = [user for user in node.users if is_call(user, _aten.reshape.default)]
+        whole = len(users) == len(node.users) and all(shape_of(user) == result for user in users)
+        source = unflattened if whole else x
+        product = insert_call(node, _aten.matmul.default, (source, weight), origin=_ORIGIN)
+        total = insert_call(node, _aten.add.Tensor, (product, bias), origin=_ORIGIN)
+        for user in users if whole else ():
+            replace_with(user, total)
+        replace_with(node, total)
+
+
+def _unflattened(x: Node) -> Node:
+    """The value (..., i) that ``x`` (n, i) is a reshape of, or ``x`` itself."""
+    if is_call(x, _aten.reshape.default):
+        source = x.args[0]
+        assert isinstance(source, Node)
+        if shape_of(source)[-1:] == shape_of(x)[-1:] and len(shape_of(source)) > 2:
+            return source
+    return x
+
+
+def _expand_batch(graph: Graph) -> None:
+    """Make the broadcast of a (1, s, ...) or (s, ...) operand over the batch a node of its own."""
+    for node in list(graph.nodes):
+        tags = getattr(node.target, "tags", ())
+        if node.op != "call_function" or torch.Tag.pointwise not in tags:
+            continue
+        result = shape_of(node)
+        if len(result) != 3 or result[0] == 1:
+            continue
+        for operand in dict.fromkeys(node.all_input_nodes):
+            shape = shape_of(operand)
+            if shape[-2:-1] == result[1:2] and math.prod(shape[:-2]) == 1 and result[1] > 1:
+                size = [result[0], *shape[-2:]]
+                wide = insert_call(node, _aten.expand.default, (operand, size), origin=_ORIGIN)
+                node.replace_input_with(operand, wide)

@@ -1,0 +1,30 @@
+"""From a sharded region to the class that runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sp_compiler.codegen import CompiledRegion, load, module_source, region_text
+from sp_compiler.joint import trace_joint
+from sp_compiler.passes.partition import partition
+from sp_compiler.passes.peephole import simplify
+from sp_compiler.passes.recompute import Policy, tag_recompute
+from sp_compiler.program import Region
+
+
+def compile_region(
+    region: Region, *, recompute: Policy, paths: Sequence[str] = ()
+) -> CompiledRegion:
+    """Differentiate, simplify, tag, cut and print ``region``.
+
+    ``recompute`` decides what backward keeps; ``paths`` are the layers of the model that use the
+    region, for the docstring. Whether dropout masks are kept is in the region's graph already.
+    """
+    joint = trace_joint(region)
+    simplify(joint.graph)
+    joint.module.recompile()
+    tag_recompute(joint, recompute)
+    partitioned = partition(joint)
+    text = region_text(region, joint, partitioned, paths)
+    source = module_source([text])
+    return CompiledRegion(region, joint, partitioned, text, source, load(source)[region.name])

@@ -1,0 +1,61 @@
+"""A region cut into forward and backward, and what one hands to the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """One tensor handed from forward to backward.
+
+    Attributes:
+        name: its name in the generated code.
+        kind: ``"activation"`` for what the forward computes, else the kind of the region's input.
+        num_bytes: size of its storage on one rank.
+        module: path of the user's module that made it, "" for inputs.
+        line: source line of the user's model, "" where unknown.
+        op: operator that made it, "" for inputs.
+        reason: why it is kept.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    num_bytes: int
+    module: str
+    line: str
+    op: str
+    reason: str
+
+    @property
+    def is_activation(self) -> bool:
+        """Whether it costs memory for backward: not a parameter, buffer, constant or user input."""
+        return self.kind in ("activation", "call")
+
+
+@dataclass(frozen=True)
+class Partitioned:
+    """Forward and backward of a region.
+
+    Attributes:
+        forward: placeholders: the region's inputs; output: the region's outputs, then what is saved.
+        backward: placeholders: what is saved, then the tangents; output: one gradient (or None) per
+            input. Recomputed nodes have ``meta["recomputed"]``. None where nothing needs a gradient.
+        saved: in the order in which they are handed over; each storage once.
+        num_outputs: number of the region's outputs.
+    """
+
+    forward: Graph
+    backward: Graph | None
+    saved: tuple[SavedTensor, ...]
+    num_outputs: int
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that one call keeps until its backward."""
+        return sum(tensor.num_bytes for tensor in self.saved if tensor.is_activation)

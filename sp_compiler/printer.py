@@ -1,0 +1,219 @@
+"""One FX node as a Python expression, the way a person would write it.
+
+Plain ``torch`` functions and tensor methods are used where they are the same operator, because they
+cost half of what calling an ``OpOverload`` costs; all else calls the overload, bound once per module
+under a name that starts with ``aten_``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from sp_compiler.errors import PassError
+from sp_compiler.graph import arguments
+from sp_compiler.op_kinds import CONVERSIONS, conversion
+from sp_compiler.runtime.communicator import Communicator
+
+aten = torch.ops.aten
+
+INFIX = {
+    aten.add.Tensor: "+",
+    aten.sub.Tensor: "-",
+    aten.mul.Tensor: "*",
+    aten.div.Tensor: "/",
+    aten.eq.Tensor: "==",
+    aten.eq.Scalar: "==",
+    aten.lt.Tensor: "<",
+    aten.lt.Scalar: "<",
+    aten.le.Tensor: "<=",
+    aten.le.Scalar: "<=",
+    aten.gt.Tensor: ">",
+    aten.gt.Scalar: ">",
+    aten.ge.Tensor: ">=",
+    aten.ge.Scalar: ">=",
+}
+METHODS = {
+    aten.t.default: "t",
+    aten.transpose.int: "transpose",
+    aten.permute.default: "permute",
+    aten.expand.default: "expand",
+    aten.unsqueeze.default: "unsqueeze",
+    aten.squeeze.dim: "squeeze",
+    aten.select.int: "select",
+    aten.split.Tensor: "split",
+    aten.split_with_sizes.default: "split",
+    aten.unbind.int: "unbind",
+    aten.neg.default: "neg",
+    aten.exp.default: "exp",
+    aten.masked_fill.Scalar: "masked_fill",
+    aten.masked_fill.Tensor: "masked_fill",
+}
+FUNCTIONS = frozenset(
+    {
+        aten._log_softmax.default,
+        aten._log_softmax_backward_data.default,
+        aten._softmax.default,
+        aten._softmax_backward_data.default,
+        aten.addmm.default,
+        aten.baddbmm.default,
+        aten.bmm.default,
+        aten.cat.default,
+        aten.cos.default,
+        aten.embedding.default,
+        aten.full.default,
+        aten.mean.dim,
+        aten.mm.default,
+        aten.native_layer_norm.default,
+        aten.pow.Tensor_Scalar,
+        aten.relu.default,
+        aten.rsqrt.default,
+        aten.sigmoid.default,
+        aten.sin.default,
+        aten.stack.default,
+        aten.sum.dim_IntList,
+        aten.tanh.default,
+        aten.where.self,
+    }
+)
+_DROPPED = {"layout": torch.strided, "pin_memory": False}
+
+
+class Printer:
+    """Prints nodes; remembers which overloads the module has to bind.
+
+    Devices are printed as the name ``device``.
+
+    Attributes:
+        bindings: module-level name to what it is bound to.
+    """
+
+    def __init__(self) -> None:
+        self.bindings: dict[str, str] = {}
+
+    def expression(self, node: Node) -> str:
+        """``node`` as an expression of the names of its arguments.
+
+        Raises:
+            PassError: a conversion that no operation implements.
+        """
+        special = _SPECIAL.get(node.target)
+        if special is not None:
+            return special(self, node)
+        if getattr(node.target, "namespace", "") == "sp_compiler":
+            return self._communicator_call(node)
+        if node.target in INFIX and not node.kwargs and len(node.args) == 2:
+            return f" {INFIX[node.target]} ".join(map(self.value, node.args))
+        if node.target in METHODS:
+            return f"{node.args[0]}.{METHODS[node.target]}({self._arguments(node, 1)})"
+        return f"{self._function(node)}({self._arguments(node)})"
+
+    def _function(self, node: Node) -> str:
+        name = node.target.__name__  # "sum.dim_IntList"
+        if node.target in FUNCTIONS:
+            return f"torch.{name.partition('.')[0]}"
+        op, _, overload = name.partition(".")
+        bound = f"{node.target.namespace}_{op}" + (f"_{overload}" if overload != "default" else "")
+        self.bindings[bound] = f"torch.ops.{node.target}"
+        return bound
+
+    def _arguments(self, node: Node, start: int = 0) -> str:
+        parts = [self.value(arg) for arg in node.args[start:]]
+        for key, arg in node.kwargs.items():
+            if key in _DROPPED and arg in (_DROPPED[key], None):
+                continue
+            if key == "device" and arg is not None:
+                parts.append("device=device")
+            else:
+                parts.append(f"{key}={self.value(arg)}")
+        return ", ".join(parts)
+
+    def value(self, value: Any) -> str:
+        """An argument as source text."""
+        if isinstance(value, list | tuple):
+            inner = ", ".join(map(self.value, value))
+            return f"[{inner}]" if isinstance(value, list) else f"({inner},)"
+        if isinstance(value, float) and not math.isfinite(value):
+            return f'float("{value}")'
+        if isinstance(value, torch.device):
+            return "device"
+        if isinstance(value, str):
+            return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+        return str(value) if isinstance(value, Node) else repr(value)
+
+    def _communicator_call(self, node: Node) -> str:
+        method = node.target.__name__.partition(".")[0]
+        args = list(node.args)
+        if "world" not in inspect.signature(getattr(Communicator, method)).parameters:
+            args.pop()
+        return f"tp.{method}({', '.join(map(self.value, args))})"
+
+    def _convert(self, node: Node) -> str:
+        x, source, target, _ = node.args
+        try:
+            method = conversion(node)
+        except KeyError:
+            known = ", ".join(f"{a} -> {b}" for a, b in CONVERSIONS)
+            raise PassError("codegen", f"no conversion {source} -> {target}; have {known}", node)
+        return f'tp.{method}({x}, src="{source}", dst="{target}")' if method else str(x)
+
+    def _view(self, node: Node) -> str:
+        # reshape, not view: the caller's tensors need not have the strides that were traced.
+        sizes = [str(size) for size in node.args[1]]
+        if sizes and node.meta["val"].numel():
+            sizes[0] = "-1"
+        return f"{node.args[0]}.reshape({', '.join(sizes) or '()'})"
+
+    def _slice(self, node: Node) -> str:
+        call = arguments(node)
+        x, dim, step = call["self"], call["dim"], call["step"]
+        size = x.meta["val"].shape[dim]
+        start, end, _ = slice(call["start"], call["end"]).indices(size)
+        if step == 1 and start < end:
+            return f"{x}.narrow({dim}, {start}, {end - start})"
+        return f"{self._function(node)}({self._arguments(node)})"
+
+    def _clone(self, node: Node) -> str:
+        contiguous = node.kwargs.get("memory_format") is torch.contiguous_format
+        return f"{node.args[0]}.{'contiguous' if contiguous else 'clone'}()"
+
+    def _cast(self, node: Node) -> str:
+        if set(node.kwargs) <= {"dtype", *_DROPPED, "device"} and "dtype" in node.kwargs:
+            return f"{node.args[0]}.to({node.kwargs['dtype']})"
+        return f"{self._function(node)}({self._arguments(node)})"
+
+
+_SPECIAL: dict[Any, Callable[[Printer, Node], str]] = {
+    torch.ops.sp_compiler.convert.default: Printer._convert,
+    aten.view.default: Printer._view,
+    aten._unsafe_view.default: Printer._view,
+    aten.slice.Tensor: Printer._slice,
+    aten.clone.default: Printer._clone,
+    aten._to_copy.default: Printer._cast,
+}
+
+
+_DTYPES = {
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.uint8: "u8",
+}
+
+
+def describe(node: Node) -> str:
+    """Shape, element type and placement of a value: ``"(64, 32) f32 S(0)"``."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return ""
+    dtype = _DTYPES.get(value.dtype, str(value.dtype).removeprefix("torch."))
+    placement = node.meta.get("placement")
+    return f"{tuple(value.shape)} {dtype}" + (f" {placement}" if placement else "")

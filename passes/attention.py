@@ -155,7 +155,7 @@ def _scores(node: Node, query: Node, key: Node, scale: float | None) -> Node:
 
 
 def _masked_softmax(node: Node, scores: Node, mask: Node | None, *, causal: bool) -> Node:
-    """Probabilities; a row that a bool mask forbids altogether is zero, as fused attention has it."""
+    """Probabilities; a row forbidden altogether is zero, as in fused attention."""
     is_bool = mask is not None and mask.meta["val"].dtype is torch.bool
     if is_bool:
         lowest = -math.inf if causal else torch.finfo(scores.meta["val"].dtype).min

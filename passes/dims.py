@@ -19,7 +19,7 @@ _GROWING = (torch.ops.aten.unsqueeze.default, torch.ops.aten.stack.default)
 def make_dims_negative(graph: Graph) -> None:
     """Rewrite dimension arguments of ATen calls in place; a default dim becomes explicit.
 
-    ``softmax(x, 2)`` with ``x`` of rank 3 -> ``softmax(x, -1)``; ``cat([a, b])`` -> ``cat([a, b], -3)``.
+    For ``x`` of rank 3 ``softmax(x, 2)`` -> ``softmax(x, -1)``, ``cat([x, x])`` -> ``cat([x, x], -3)``.
     """
     for node in graph.nodes:
         if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):

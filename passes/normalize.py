@@ -8,7 +8,7 @@ What holds afterwards:
 - a bias is added by an ``add`` of its own, so that it can follow the reduction of a row-parallel
   product; products with a plain weight act on the last dim of unflattened values;
 - an operand (1, s, h) or (s, h) of a pointwise (b, s, h) result is expanded to (b, s, h);
-- dropout is ``sp_compiler.dropout`` or a stored mask, with one seed placeholder for the whole graph;
+- dropout is ``sp_compiler.dropout`` or a stored mask, with one seed placeholder for the graph;
   fused attention has no dropout; nothing else is random.
 """
 
@@ -21,7 +21,7 @@ import torch
 from torch.fx import Graph, Node
 
 from sp_compiler.capture import Captured
-from sp_compiler.errors import ArgumentError, UnsupportedError, node_origin
+from sp_compiler.errors import UnsupportedError, node_origin
 from sp_compiler.graph import arguments
 from sp_compiler.passes.attention import explicit_attention, fold_attention_masks
 from sp_compiler.passes.dims import make_dims_negative
@@ -128,7 +128,7 @@ def _canonical_spelling(graph: Graph) -> None:
 
 
 def _canonical_views(graph: Graph) -> None:
-    """``view``, ``flatten``, ``unflatten``, ``squeeze`` -> ``reshape``; what changes nothing goes."""
+    """``view``, ``flatten``, ``squeeze``... -> ``reshape``; what changes nothing goes."""
     for node in calls(graph, *_RESHAPES, _aten.expand.default, _aten.slice.Tensor):
         source = node.args[0]
         assert isinstance(source, Node)

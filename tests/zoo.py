@@ -1,4 +1,4 @@
-"""Tiny models of many kinds and inputs for them; every test that needs a model takes it from here."""
+"""Tiny models of many kinds and inputs for them, for every test that needs a model."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def build(
 
 
 def inputs(name: str, batch: int = 2, seq: int = 12, seed: int = 0) -> Kwargs:
-    """Keyword arguments of ``name``'s forward; ``seq`` is ignored where the model fixes it (ViT)."""
+    """Keyword arguments of ``name``'s forward; ViT ignores ``seq``."""
     generator = torch.Generator().manual_seed(seed)
     return _INPUTS[name](batch, seq, generator)
 
 
 def loss_of(output: Any) -> Tensor:
-    """A scalar to call ``backward`` on: the model's loss, or the mean square of its first output."""
+    """A scalar to differentiate: the model's loss, or the mean square of its first output."""
     first = output if isinstance(output, Tensor) else output[0]
     return first if first.ndim == 0 else first.square().mean()
 

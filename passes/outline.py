@@ -1,0 +1,275 @@
+"""Cut a flat graph into the program's regions: one distinct region for all layers that are alike.
+
+A layer is the outermost module of the user's model that sits in an indexed container (a path ending
+in ``.N``); everything between layers is glue. Layers whose graphs are equal, down to shapes, types
+and what requires a gradient, share one region.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from sp_compiler.capture import Captured
+from sp_compiler.program import Call, Program, Ref, RefKind, Region
+from sp_compiler.rewriting import is_call, is_getitem
+
+_sp = torch.ops.sp_compiler
+_DROPOUTS = (_sp.dropout.default, _sp.dropout_mask.default)
+# Order of a region's placeholders.
+_KIND_ORDER: tuple[RefKind, ...] = ("param", "buffer", "constant", "input", "call", "seed")
+_KEPT_META = ("val", "requires_grad", "nn_module_stack", "stack_trace", "origin")
+_INDEXED = re.compile(r"(^|\.)\d+$")
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One use of one layer: ``key`` tells repeated calls of the same module apart."""
+
+    key: str = ""
+    path: str = ""
+    class_name: str = ""
+
+
+_GLUE = _Layer()
+
+
+@dataclass
+class _Piece:
+    """Consecutive nodes that become one call."""
+
+    layer: _Layer
+    nodes: list[Node] = field(default_factory=list)
+    name: str = ""
+
+
+def outline(captured: Captured) -> Program:
+    """The program of a normalised capture; ``captured`` itself stays as it is.
+
+    Every call's arguments come from parameters, buffers, constants, user inputs, the seed and
+    earlier calls. A value that a piece only passes on is not an output of it.
+    """
+    graph = captured.module.graph
+    pieces = _pieces(graph)
+    _name_pieces(pieces)
+    refs = dict(zip(captured.placeholders, captured.refs, strict=True))
+    last_uses = _outputs_of_pieces(pieces, graph)
+    distinct: dict[str, Region] = {}
+    program_calls = []
+    for index, piece in enumerate(pieces):
+        region, inputs = _build_region(piece, refs, last_uses[index])
+        region = distinct.setdefault(_canonical_text(region), region)
+        program_calls.append(Call(region, piece.layer.path, tuple(refs[node] for node in inputs)))
+        for position, node in enumerate(last_uses[index]):
+            refs[node] = Ref("call", index=index, output=position)
+    _make_names_unique(distinct.values())
+    outputs = [refs[leaf] if isinstance(leaf, Node) else leaf for leaf in captured.outputs]
+    mutated = {name: refs[node] for name, node in captured.mutated_buffers.items()}
+    return Program(
+        program_calls,
+        outputs,
+        captured.out_spec,
+        mutated,
+        dict(captured.aliases),
+        dict(captured.constants),
+        list(captured.notes),
+    )
+
+
+def _layer_of(node: Node) -> _Layer:
+    """The outermost indexed module around ``node``."""
+    for key, (path, module_class) in (node.meta.get("nn_module_stack") or {}).items():
+        path = path.split("@")[0]
+        if _INDEXED.search(path):
+            class_name = module_class if isinstance(module_class, str) else module_class.__name__
+            return _Layer(str(key), path, class_name.rsplit(".", 1)[-1])
+    return _GLUE
+
+
+def _pieces(graph: Graph) -> list[_Piece]:
+    """Consecutive runs of one layer.
+
+    Glue that needs no layer's result goes to the front, or, where only the glue after the last
+    layer uses it, there.
+    """
+    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    layers = _layers(nodes)
+    after_layer: set[Node] = set()
+    early, rest = [], []
+    for node in nodes:
+        if layers[node] is not _GLUE or not after_layer.isdisjoint(node.all_input_nodes):
+            after_layer.add(node)
+            rest.append(node)
+        else:
+            early.append(node)
+    pieces = [_Piece(_GLUE, early)]
+    for node, layer in zip(rest, _with_enclosed_glue([layers[node] for node in rest]), strict=True):
+        if pieces[-1].layer != layer:
+            pieces.append(_Piece(layer))
+        pieces[-1].nodes.append(node)
+    if len(pieces) > 1 and pieces[-1].layer is _GLUE:
+        _sink(pieces[0], pieces[-1])
+    return [piece for piece in pieces if piece.nodes]
+
+
+def _layers(nodes: list[Node]) -> dict[Node, _Layer]:
+    """Layer of each node; the parts of a split belong where the split does."""
+    layers: dict[Node, _Layer] = {}
+    for node in nodes:
+        layers[node] = layers[node.args[0]] if is_getitem(node) else _layer_of(node)  # type: ignore[index]
+    return layers
+
+
+def _with_enclosed_glue(layers: list[_Layer]) -> list[_Layer]:
+    """Glue between two pieces of the same layer joins that layer."""
+    following = _GLUE
+    next_layer = []
+    for layer in reversed(layers):
+        following = following if layer is _GLUE else layer
+        next_layer.append(following)
+    previous, joined = _GLUE, []
+    for layer, after in zip(layers, reversed(next_layer), strict=True):
+        previous = previous if layer is _GLUE else layer
+        joined.append(previous if layer is _GLUE and previous == after else layer)
+    return joined
+
+
+def _sink(first: _Piece, last: _Piece) -> None:
+    """Move nodes of ``first`` that only ``last`` uses to the front of ``last``."""
+    targets = set(last.nodes)
+    sunk: list[Node] = []
+    for node in reversed(first.nodes):
+        if node.users and targets.issuperset(node.users):
+            targets.add(node)
+            sunk.append(node)
+    first.nodes = [node for node in first.nodes if node not in targets]
+    last.nodes = [*reversed(sunk), *last.nodes]
+
+
+def _name_pieces(pieces: list[_Piece]) -> None:
+    last = len(pieces) - 1
+    for index, piece in enumerate(pieces):
+        if piece.layer is not _GLUE:
+            piece.name = piece.layer.class_name
+        elif last == 0:
+            piece.name = "Model"
+        else:
+            piece.name = {0: "Prologue", last: "Epilogue"}.get(index, "Glue")
+
+
+def _outputs_of_pieces(pieces: list[_Piece], graph: Graph) -> list[list[Node]]:
+    """For each piece the nodes that later pieces or the model's outputs use, in order."""
+    outputs = []
+    for piece in pieces:
+        inside = set(piece.nodes)
+        outputs.append([n for n in piece.nodes if any(user not in inside for user in n.users)])
+    return outputs
+
+
+def _build_region(
+    piece: _Piece, refs: dict[Node, Ref], outputs: list[Node]
+) -> tuple[Region, list[Node]]:
+    """The region of one piece and the nodes of the flat graph that are its inputs, in order."""
+    inputs = _inputs_of(piece, refs)
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    names = []
+    for node in inputs:
+        name = _input_name(refs[node], piece.layer.path)
+        copies[node] = graph.placeholder(_identifier(name) or _value_name(node))
+        copies[node].target = copies[node].name
+        copies[node].meta = _meta(node, keys=("val", "requires_grad"))
+        names.append(name or copies[node].name)
+    site = 0
+    for node in piece.nodes:
+        args = map_arg(node.args, copies.__getitem__)
+        if is_call(node, *_DROPOUTS):
+            args = (*args[:3], site, *args[4:])
+            site += 1
+        copies[node] = graph.create_node(
+            "call_function", node.target, args, map_arg(node.kwargs, copies.__getitem__),
+            name=_value_name(node),
+        )  # fmt: skip
+        copies[node].meta = _meta(node)
+    graph.output(tuple(copies[node] for node in outputs))
+    graph.lint()
+    kinds = tuple(refs[node].kind for node in inputs)
+    region = Region(piece.name, GraphModule(torch.nn.Module(), graph), kinds, tuple(names))
+    return region, inputs
+
+
+def _inputs_of(piece: _Piece, refs: dict[Node, Ref]) -> list[Node]:
+    """Values from outside, ordered by kind and then by first use."""
+    inside = set(piece.nodes)
+    used = dict.fromkeys(n for node in piece.nodes for n in node.all_input_nodes if n not in inside)
+    return sorted(used, key=lambda node: _KIND_ORDER.index(refs[node].kind))
+
+
+def _input_name(ref: Ref, path: str) -> str:
+    """Name inside the layer of a parameter or buffer; "" for values, which have none."""
+    if ref.kind in ("param", "buffer"):
+        return ref.name.removeprefix(f"{path}.")
+    return ref.name
+
+
+def _meta(node: Node, keys: tuple[str, ...] = _KEPT_META) -> dict[str, Any]:
+    return {key: node.meta[key] for key in keys if key in node.meta}
+
+
+def _value_name(node: Node) -> str:
+    """What the value is called in its region: the node's name, numbered afresh."""
+    if is_call(node, torch.ops.aten.reshape.default):
+        return "reshape"
+    return re.sub(r"(_\d+)+$", "", node.name).lstrip("_") or "value"
+
+
+def _identifier(name: str) -> str:
+    return re.sub(r"\W", "_", name)
+
+
+def _canonical_text(region: Region) -> str:
+    """Everything that must agree for two pieces to be one region, as text."""
+    number = {node: index for index, node in enumerate(region.module.graph.nodes)}
+    lines = [" ".join(region.input_kinds)]
+    for node in region.module.graph.nodes:
+        args, kwargs = map_arg((node.args, node.kwargs), lambda n: _Numbered(number[n]))
+        target = node.target if node.op == "call_function" else ""
+        lines.append(f"{node.op} {target} {args} {dict(sorted(kwargs.items()))} {_type_text(node)}")
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class _Numbered:
+    """Stands for a node in the canonical text."""
+
+    index: int
+
+    def __repr__(self) -> str:
+        return f"%{self.index}"
+
+
+def _type_text(node: Node) -> str:
+    if node.op == "output":
+        return ""
+    value = node.meta["val"]
+    values = value if isinstance(value, (tuple, list)) else [value]
+    types = [f"{v.dtype}{list(v.shape)}@{v.device}" for v in values]
+    return f"{types} grad={node.meta['requires_grad']}"
+
+
+def _make_names_unique(regions: Iterable[Region]) -> None:
+    """Number the second and later regions of the same name: ``Block``, ``Block2``."""
+    taken: set[str] = set()
+    for region in regions:
+        name, count = region.name, 1
+        while name in taken:
+            count += 1
+            name = f"{region.name}{count}"
+        taken.add(name)
+        region.name = name

@@ -1,0 +1,125 @@
+"""Runs captures and programs on one device, node by node, under torch's own autograd.
+
+This is what everything else is compared with: no placements, no joint graph, no generated code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Interpreter
+
+from sp_compiler.capture import Captured
+from sp_compiler.errors import ArgumentError
+from sp_compiler.program import Program, Ref
+from sp_compiler.runtime.dropout import call_seed, dropout, dropout_mask
+
+_sp = torch.ops.sp_compiler
+
+
+@dataclass
+class ReferenceResult:
+    """Flattened outputs, in the order of ``out_spec``, and the new values of mutated buffers."""
+
+    outputs: list[Any]
+    mutated_buffers: dict[str, Tensor] = field(default_factory=dict)
+
+
+def run_captured(
+    captured: Captured,
+    params: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    flat_inputs: Sequence[Any],
+    seed: Tensor | None = None,
+) -> ReferenceResult:
+    """Run the flat graph.
+
+    Args:
+        captured: a capture, normalised or not.
+        params: whole parameters by their name in ``model.named_parameters()``.
+        buffers: whole buffers by name.
+        flat_inputs: leaves of :func:`sp_compiler.capture.flatten_inputs`.
+        seed: dropout seed, 0-dim int64; the dropouts of a flat graph share it and differ in site.
+    """
+    sources = _Sources(params, buffers, captured.constants, flat_inputs, seed)
+    values = [sources.get(ref) for ref in captured.refs]
+    returned = list(_interpret(captured.module, values))
+    written = dict(zip(captured.mutated, returned[len(captured.outputs) :], strict=True))
+    return ReferenceResult(returned[: len(captured.outputs)], written)
+
+
+def run_program(
+    program: Program,
+    params: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    flat_inputs: Sequence[Any],
+    seed: Tensor | None = None,
+) -> ReferenceResult:
+    """Run an unsharded program call by call; arguments as of :func:`run_captured`.
+
+    The seed of a call is made from the forward's seed and the call's position, as in generated code.
+    """
+    sources = _Sources(params, buffers, program.constants, flat_inputs, seed)
+    for index, call in enumerate(program.calls):
+        values = [sources.get(ref, index) for ref in call.args]
+        sources.results.append(_interpret(call.region.module, values))
+    outputs = [sources.get(leaf) if isinstance(leaf, Ref) else leaf for leaf in program.outputs]
+    written = {name: sources.get(ref) for name, ref in program.mutated_buffers.items()}
+    return ReferenceResult(outputs, written)
+
+
+@dataclass
+class _Sources:
+    """Where the values of refs come from."""
+
+    params: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    constants: Mapping[str, Tensor]
+    flat_inputs: Sequence[Any]
+    seed: Tensor | None
+    results: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def get(self, ref: Ref, call_index: int | None = None) -> Any:
+        """The value of ``ref``; a seed is made distinct per call where ``call_index`` is given."""
+        if ref.kind == "call":
+            return self.results[ref.index][ref.output]
+        if ref.kind == "input":
+            return self.flat_inputs[ref.index]
+        if ref.kind == "seed":
+            if self.seed is None:
+                raise ArgumentError("the graph has dropout; pass seed= (a 0-dim int64 tensor)")
+            return self.seed if call_index is None else call_seed(self.seed, call_index)
+        named = {"param": self.params, "buffer": self.buffers, "constant": self.constants}
+        return named[ref.kind][ref.name]
+
+
+def _interpret(module: GraphModule, values: Sequence[Any]) -> tuple[Any, ...]:
+    return _ReferenceInterpreter(module).run(*values)
+
+
+class _ReferenceInterpreter(Interpreter):
+    """Gives the opaque dropout operators their meaning on one rank."""
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is _sp.dropout.default:
+            return _Dropout.apply(*args)
+        if target is _sp.dropout_mask.default:
+            return dropout_mask(*args, rank=0)
+        return super().call_function(target, args, kwargs)
+
+
+class _Dropout(torch.autograd.Function):
+    """Dropout is linear and its own gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seed: Tensor, *rest: Any) -> Tensor:
+        ctx.seed, ctx.rest = seed, rest
+        return dropout(x, seed, *rest, rank=0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return dropout(grad, ctx.seed, *ctx.rest, rank=0), *(None,) * (1 + len(ctx.rest))

@@ -18,6 +18,7 @@ from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 
 from sp_compiler.compiled import CompiledProgram
 from sp_compiler.errors import ArgumentError, RankMismatchError
+from sp_compiler.layout import join_parts, local_part
 from sp_compiler.placement import I, Placement
 from sp_compiler.program import Ref
 from sp_compiler.runtime.communicator import Communicator
@@ -62,43 +63,6 @@ def scatter(full: Tensor, placement: Placement, world: int) -> Tensor:
     return LocalTensor({rank: local_part(full, placement, rank, world) for rank in range(world)})
 
 
-def local_part(full: Tensor, placement: Placement, rank: int, world: int) -> Tensor:
-    """A copy of what ``rank`` holds of ``full``.
-
-    Raises:
-        ValueError: a dim or a segment does not divide by ``world``.
-    """
-    if placement.kind in ("R", "I"):
-        return full.clone()
-    if placement.kind == "P":
-        return full.clone() if rank == 0 else torch.zeros_like(full)
-    dim = placement.dim
-    segments = placement.segments or (full.shape[dim],)
-    placement.local_shape(tuple(full.shape), world)
-    parts = [part.chunk(world, dim)[rank] for part in full.split(segments, dim)]
-    return torch.cat(parts, dim) if len(parts) > 1 else parts[0].clone()
-
-
-def join_parts(parts: Sequence[Tensor], placement: Placement) -> Tensor:
-    """Inverse of :func:`local_part` over all ranks; replicated parts must be equal.
-
-    Raises:
-        RankMismatchError: parts that must be the same numbers on every rank differ.
-    """
-    if placement.kind == "P":
-        return torch.stack(list(parts)).sum(0)
-    if placement.kind in ("R", "I"):
-        for rank, part in enumerate(parts):
-            _check_equal(parts[0], part, rank)
-        return parts[0].clone()
-    dim = placement.dim
-    if len(placement.segments) < 2:
-        return torch.cat(list(parts), dim)
-    sizes = [size // len(parts) for size in placement.segments]
-    pieces = [part.split(sizes, dim) for part in parts]
-    return torch.cat([piece[index] for index in range(len(sizes)) for piece in pieces], dim)
-
-
 def gather_check(local: Tensor, placement: Placement) -> Tensor:
     """The full tensor behind the ranks' parts; raises where ranks that must agree differ.
 
@@ -109,22 +73,6 @@ def gather_check(local: Tensor, placement: Placement) -> Tensor:
         return local.detach().clone()
     parts = [local._local_tensors[rank] for rank in sorted(local._ranks)]
     return join_parts(parts, placement)
-
-
-def _check_equal(first: Tensor, other: Tensor, rank: int) -> None:
-    if first.shape != other.shape:
-        raise RankMismatchError(
-            f"a replicated value is {tuple(first.shape)} on rank 0 but {tuple(other.shape)} on "
-            f"rank {rank}"
-        )
-    if not torch.equal(first, other):
-        if ((first == other) | (first.isnan() & other.isnan())).all():
-            return
-        spread = (first - other).abs().max().item()
-        raise RankMismatchError(
-            f"a replicated value differs between rank 0 and rank {rank} by up to {spread:g}; "
-            "a conversion is missing or wrong"
-        )
 
 
 @dataclass(frozen=True)
@@ -254,10 +202,9 @@ class SimulationMode(LocalTensorMode):
             return _collective(func, args)
         if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
             return super().__torch_dispatch__(func, types, args, kwargs)
-        holders = _local_tensors((*args, *kwargs.values()))
-        if not holders:
-            if self._disable or _has_tensor((*args, *kwargs.values())):
-                return func(*args, **kwargs)
+        values = (*args, *kwargs.values())
+        if not _has_local_tensor(values) and (self._disable or _has_tensor(values)):
+            return func(*args, **kwargs)
         if func is torch.ops.aten.dim.default or func.overloadpacket is torch.ops.aten.sym_size:
             return super().__torch_dispatch__(func, types, args, kwargs)
         results = [
@@ -269,22 +216,20 @@ class SimulationMode(LocalTensorMode):
         return _combine(results)
 
 
-def _local_tensors(values: Sequence[Any]) -> list[LocalTensor]:
-    found = []
-    for value in values:
-        if isinstance(value, LocalTensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found.extend(item for item in value if isinstance(item, LocalTensor))
-    return found
+def _has_local_tensor(values: Sequence[Any]) -> bool:
+    return any(isinstance(item, LocalTensor) for item in _items(values))
 
 
 def _has_tensor(values: Sequence[Any]) -> bool:
-    return any(
-        isinstance(item, Tensor)
-        for value in values
-        for item in (value if isinstance(value, (list, tuple)) else (value,))
-    )
+    return any(isinstance(item, Tensor) for item in _items(values))
+
+
+def _items(values: Sequence[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from value
+        else:
+            yield value
 
 
 def _on_rank(value: Any, rank: int) -> Any:

@@ -18,9 +18,9 @@ from sp_compiler.compiled import CompiledProgram, RegionCode
 from sp_compiler.errors import ArgumentError
 from sp_compiler.program import Call, Ref
 from sp_compiler.runtime.communicator import Communicator
+from sp_compiler.runtime.deferred import DeferredGradients
 from sp_compiler.runtime.dropout import call_seed
 from sp_compiler.runtime.functions import (
-    DeferredGradients,
     RegionFunction,
     ReplicateParameters,
     local_tensor,
@@ -51,7 +51,8 @@ class RegionRunner:
         return outputs
 
 
-BlockCall = Callable[[str, RegionRunner, Sequence[Any], Sequence[Tensor | None]], tuple[Any, ...]]
+Invoke = Callable[..., tuple[Any, ...]]
+BlockCall = Callable[[str, Invoke, Sequence[Any]], tuple[Any, ...]]
 
 
 @dataclass
@@ -68,8 +69,9 @@ class Executor:
     Args:
         compiled: the program.
         tp: this rank's communicator.
-        call_block: runs a call that stands for a layer of the model, given its path; by default it
-            is run directly.
+        call_block: ``call_block(path, invoke, values)`` runs a call that stands for the layer at
+            ``path``, by returning ``invoke(*values)``; parameters are looked up only then. By
+            default it is run directly.
         deferred: where the gradients of replicated parameters wait while synchronisation is off.
     """
 
@@ -127,26 +129,33 @@ class Executor:
         frame = _Frame(params, buffers, flat_inputs, seed, self.compiled)
         frame.replicated = self._replicate(params)
         for index, call in enumerate(program.calls):
-            inputs = [
-                frame.value(ref, index, placement.kind == "R")
-                for ref, placement in zip(call.args, call.region.input_placements, strict=True)
-            ]
-            owners = [frame.owner(ref) for ref in call.args]
-            frame.results[index] = self._call(call, inputs, owners)
-            del inputs, owners
+            frame.results[index] = self._call(frame, index, call)
             for dead in self._last_use[index]:
                 frame.results[dead] = ()
         outputs = [frame.value(out) if isinstance(out, Ref) else out for out in program.outputs]
         mutated = {name: frame.value(ref) for name, ref in program.mutated_buffers.items()}
         return Execution(outputs, {name: value.detach() for name, value in mutated.items()})
 
-    def _call(
-        self, call: Call, inputs: Sequence[Any], owners: Sequence[Tensor | None]
-    ) -> tuple[Any, ...]:
-        runner = self._runners[call.region.name]
+    def _call(self, frame: _Frame, index: int, call: Call) -> tuple[Any, ...]:
+        values = [frame.value(ref, index) for ref in call.args if ref.kind != "param"]
+
+        def invoke(*values: Any) -> tuple[Any, ...]:
+            rest = iter(values)
+            inputs, owners = [], []
+            for ref, placement in zip(call.args, call.region.input_placements, strict=True):
+                owner = frame.parameter(ref) if ref.kind == "param" else None
+                owners.append(owner)
+                if owner is None:
+                    inputs.append(next(rest))
+                elif placement.kind == "R":
+                    inputs.append(frame.replicated.get(self.compiled.param_name(ref.name), owner))
+                else:
+                    inputs.append(owner)
+            return self._runners[call.region.name](inputs, owners)
+
         if call.path and self._call_block is not None:
-            return self._call_block(call.path, runner, inputs, owners)
-        return runner(inputs, owners)
+            return self._call_block(call.path, invoke, values)
+        return invoke(*values)
 
     def _replicate(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Invariant parameters as replicated values, through one function for all of them."""
@@ -180,12 +189,11 @@ class _Frame:
         self.replicated: dict[str, Tensor] = {}
         self.results: dict[int, tuple[Any, ...]] = {}
 
-    def value(self, ref: Ref, call_index: int = 0, as_r: bool = False) -> Any:
+    def value(self, ref: Ref, call_index: int = 0) -> Any:
         if ref.kind == "call":
             return self.results[ref.index][ref.output]
         if ref.kind == "param":
-            name = self.compiled.param_name(ref.name)
-            return self.replicated.get(name, self.params[name]) if as_r else self.params[name]
+            return self.parameter(ref)
         if ref.kind == "input":
             return self.flat_inputs[ref.index]
         if ref.kind == "buffer":
@@ -196,8 +204,8 @@ class _Frame:
             raise ArgumentError("the program draws dropout masks: a seed is needed")
         return call_seed(self.seed, call_index)
 
-    def owner(self, ref: Ref) -> Tensor | None:
-        return self.params[self.compiled.param_name(ref.name)] if ref.kind == "param" else None
+    def parameter(self, ref: Ref) -> Tensor:
+        return self.params[self.compiled.param_name(ref.name)]
 
 
 def _parameters_used_as_r(compiled: CompiledProgram) -> tuple[str, ...]:
@@ -222,7 +230,7 @@ def _parameters_used_as_r(compiled: CompiledProgram) -> tuple[str, ...]:
 def _last_uses(compiled: CompiledProgram) -> list[list[int]]:
     """For each call: the calls whose outputs are used for the last time by it."""
     program = compiled.program
-    kept = [ref for ref in (*program.outputs, *program.mutated_buffers.values())]
+    kept = (*program.outputs, *program.mutated_buffers.values())
     kept_calls = {ref.index for ref in kept if isinstance(ref, Ref) and ref.kind == "call"}
     last: dict[int, int] = {}
     for index, call in enumerate(program.calls):

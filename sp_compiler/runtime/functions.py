@@ -1,4 +1,4 @@
-"""The autograd functions of a compiled program: a region call, and the use of replicated parameters."""
+"""The autograd functions of a compiled program: region calls, and use of replicated parameters."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from sp_compiler.errors import UnsupportedError
 from sp_compiler.runtime.communicator import Communicator
+from sp_compiler.runtime.deferred import DeferredGradients
 
 if TYPE_CHECKING:
     from sp_compiler.runtime.executor import RegionRunner
@@ -108,34 +109,11 @@ def _saved(ctx: Any) -> tuple[Any, ...]:
     return tuple(values)
 
 
-class DeferredGradients:
-    """Gradients of replicated parameters whose reduction waits for a synchronised backward.
-
-    Attributes:
-        enabled: ``True`` while reductions are put off.
-        pending: parameter name to the sum of this rank's unreduced gradients.
-    """
-
-    def __init__(self) -> None:
-        self.enabled = False
-        self.pending: dict[str, Tensor] = {}
-
-    def add(self, name: str, grad: Tensor) -> None:
-        self.pending[name] = self.pending[name] + grad if name in self.pending else grad
-
-    def take(self, name: str, grad: Tensor | None) -> Tensor | None:
-        """``grad`` with what was put off for ``name``."""
-        waiting = self.pending.pop(name, None)
-        if waiting is None or grad is None:
-            return waiting if grad is None else grad
-        return grad + waiting
-
-
 class ReplicateParameters(torch.autograd.Function):
     """Invariant parameters as replicated values; backward reduces their gradients together.
 
-    ``apply(tp, deferred, names, *parameters)``; one all-reduce for each dtype. While ``deferred`` is
-    enabled the gradients are put there and the parameters get none.
+    ``apply(tp, deferred, names, *parameters)``; one all-reduce for each dtype. While ``deferred``
+    is enabled the gradients are put there and the parameters get none.
     """
 
     @staticmethod

@@ -1,0 +1,106 @@
+"""The tensor-parallel group that a compiled module runs in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from sp_compiler.errors import ArgumentError
+from sp_compiler.runtime.communicator import Communicator
+
+_AXIS = "tp"
+_HOW = (
+    "start one process a rank, for example `torchrun --nproc-per-node={tp} train.py`, and "
+    "call torch.distributed.init_process_group() first. To see what compilation does without a process "
+    "group use sp_compiler.plan(model, example_inputs, tp={tp}); to check its numbers in one process "
+    "use sp_compiler.verify(model, example_inputs, tp={tp})"
+)
+
+
+@dataclass(frozen=True)
+class TensorParallelGroup:
+    """This process in its tensor-parallel group.
+
+    Attributes:
+        mesh: the one-dimensional mesh of the axis "tp"; ``None`` for one rank.
+        communicator: ``tp`` of the generated code.
+    """
+
+    mesh: DeviceMesh | None
+    communicator: Communicator
+
+    @property
+    def rank(self) -> int:
+        rank = self.communicator.rank
+        assert isinstance(rank, int)
+        return rank
+
+    @property
+    def world(self) -> int:
+        return self.communicator.world
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        return None if self.mesh is None else self.mesh.get_group()
+
+
+def tensor_parallel_group(
+    tp: int | None = None, mesh: DeviceMesh | None = None, device_type: str = "cpu"
+) -> TensorParallelGroup:
+    """The group of ``tp`` ranks, or of the axis "tp" of ``mesh``.
+
+    One rank needs no process group.
+
+    Raises:
+        ArgumentError: no process group, one of another size, a mesh without the axis, or both
+            arguments given and not agreeing.
+    """
+    if mesh is not None:
+        axis = _tp_axis(mesh)
+        if tp is not None and tp != axis.size():
+            raise ArgumentError(
+                f'tp={tp}, but the mesh has {axis.size()} ranks on its axis "{_AXIS}"'
+            )
+        tp = axis.size()
+    if tp is None:
+        raise ArgumentError('give tp=<number of ranks>, or mesh= with an axis named "tp"')
+    if tp == 1:
+        return TensorParallelGroup(None, Communicator(None, 0, 1))
+    if mesh is None:
+        axis = DeviceMesh(device_type, list(range(_world_of_size(tp))), mesh_dim_names=(_AXIS,))
+    group = axis.get_group()
+    return TensorParallelGroup(axis, Communicator(group, dist.get_rank(group), tp))
+
+
+def _world_of_size(tp: int) -> int:
+    if not dist.is_available() or not dist.is_initialized():
+        raise ArgumentError(
+            f"tp={tp} needs a process group of {tp} ranks and there is none; " + _HOW.format(tp=tp)
+        )
+    world = dist.get_world_size()
+    if world != tp:
+        raise ArgumentError(
+            f"tp={tp}, but the default process group has {world} ranks; with more ranks than tp "
+            f'pass mesh=init_device_mesh(..., mesh_dim_names=("dp", "{_AXIS}")); else '
+            + _HOW.format(tp=tp)
+        )
+    return world
+
+
+def _tp_axis(mesh: DeviceMesh) -> DeviceMesh:
+    names = mesh.mesh_dim_names or ()
+    if _AXIS not in names:
+        raise ArgumentError(f'mesh has the axes {names}; one of them must be named "{_AXIS}"')
+    return mesh[_AXIS] if len(names) > 1 else mesh
+
+
+def device_type_of(module: torch.nn.Module) -> str:
+    """Device type of the parameters; the accelerator's, if there is one, while they are on meta."""
+    for parameter in module.parameters():
+        if not parameter.is_meta:
+            return parameter.device.type
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator.type if accelerator is not None else "cpu"

@@ -1,0 +1,330 @@
+"""The module that :func:`sp_compiler.compile` returns."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils import _pytree as pytree
+
+from sp_compiler.capture import flatten_inputs
+from sp_compiler.compiled import CompiledProgram
+from sp_compiler.errors import ArgumentError, NotCompiledError, UnsupportedError
+from sp_compiler.placement import Placement
+from sp_compiler.program import Ref
+from sp_compiler.runtime.agreement import CompileAgreement, check_values, checks_enabled
+from sp_compiler.runtime.cache import CallKey, ProgramCache, call_key
+from sp_compiler.runtime.deferred import DeferredGradients, watch_optimizer_steps
+from sp_compiler.runtime.dropout import draw_seed
+from sp_compiler.runtime.executor import Execution, Executor
+from sp_compiler.runtime.functions import local_tensor
+from sp_compiler.runtime.group import TensorParallelGroup
+from sp_compiler.runtime.mirror import Invocation, Layout, MirrorModule, fill_mirror
+from sp_compiler.runtime.original import Original, check_not_taken
+from sp_compiler.runtime.parameters import optimizers_of, place
+
+Build = Callable[
+    [nn.Module, tuple[Any, ...], dict[str, Any], dict[str, Placement] | None], CompiledProgram
+]
+_INSTANCES = itertools.count()
+
+
+class DistributedModule(MirrorModule):
+    """A model that runs tensor-parallel; called like the original, with its parameter names.
+
+    Parameters are DTensors over the axis "tp" (plain ones for one rank). They are replicated until
+    the first call (or :meth:`prepare`) decides their placements for good and changes them in place.
+    Every rank of the group must call it with the same inputs.
+
+    Args:
+        model: taken over: its storages become this module's, and it cannot be called any more.
+        group: where it runs.
+        build: ``build(model, args, kwargs, fixed_placements)`` compiles for these inputs, ``model``
+            being awake for capture and its parameters without data; ``fixed_placements`` are those
+            that parameters have already, ``None`` the first time. Input leaves are numbered as
+            :func:`sp_compiler.capture.flatten_inputs` does.
+        cache_size: how many programs are kept.
+
+    Raises:
+        ArgumentError: the model was compiled before, or an optimizer holds its parameters.
+    """
+
+    def __init__(
+        self, model: nn.Module, group: TensorParallelGroup, build: Build, cache_size: int = 16
+    ) -> None:
+        check_not_taken(model)
+        layout = Layout(group)
+        super().__init__(model, "", layout)
+        fill_mirror(self, model, layout)
+        _move_hooks(model, self)
+        self.__dict__.update(
+            _sp_taken=Original(model, self),
+            _sp_build=build,
+            _sp_fixed=None,
+            _sp_latest=None,
+        )
+        self._set_up_instance(cache_size)
+
+    def _set_up_instance(self, cache_size: int) -> None:
+        """What no two modules share, besides parameters."""
+        modules = dict(self.named_modules(remove_duplicate=False))
+        self.__dict__.update(
+            _sp_cache=ProgramCache[Executor](cache_size),
+            _sp_deferred=DeferredGradients(),
+            _sp_agreement=CompileAgreement(self._sp_layout.group, str(next(_INSTANCES))),
+            _sp_modules=modules,
+            _sp_parameters=_Named(modules, "_parameters"),
+            _sp_named_buffers=_Named(modules, "_buffers"),
+        )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own output, on every rank.
+
+        Raises:
+            RankMismatchError: the ranks got inputs of different kinds.
+        """
+        leaves, structure = flatten_inputs(args, kwargs)
+        leaves = [_whole(leaf) for leaf in leaves]
+        executor = self._executor(leaves, structure)
+        run = executor.run(
+            self._sp_parameters, self._sp_named_buffers, leaves, self._seed(executor)
+        )
+        self._write_back(run)
+        return self._outputs(executor.compiled, run)
+
+    def prepare(self, *args: Any, **kwargs: Any) -> None:
+        """Compile for these example inputs, and place the parameters, without running anything."""
+        leaves, structure = flatten_inputs(args, kwargs)
+        self._executor([_whole(leaf) for leaf in leaves], structure)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Put off the all-reduce of replicated parameters' gradients in backwards inside.
+
+        Such gradients wait on this rank and are reduced together with those of the next backward
+        outside, so accumulate all microbatches but the last one in here. ``grad`` of replicated
+        parameters does not change meanwhile; an optimizer step before it does raises.
+        """
+        watch_optimizer_steps(self._sp_deferred, self)
+        before, self._sp_deferred.enabled = self._sp_deferred.enabled, True
+        try:
+            yield
+        finally:
+            self._sp_deferred.enabled = before
+
+    @property
+    def plan(self) -> Any:
+        """What the latest compilation will cost; see :func:`sp_compiler.plan`."""
+        return self._latest("plan").plan
+
+    @property
+    def code(self) -> str:
+        """The generated Python text that runs."""
+        return self._latest("code").code
+
+    @property
+    def stages(self) -> dict[str, Any]:
+        """Pass name to graph."""
+        return self._latest("stages").stages
+
+    def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not available: raises with advice."""
+        raise UnsupportedError(
+            "generate() is not supported by a compiled model, which has fixed shapes and no "
+            "key/value cache; load module.state_dict() into the original model to generate, or call "
+            "the module itself on whole sequences"
+        )
+
+    def _latest(self, what: str) -> CompiledProgram:
+        if self._sp_latest is None:
+            raise NotCompiledError(
+                f"{what}: nothing is compiled yet; call the module once, or pass example_inputs to "
+                "sp_compiler.compile"
+            )
+        return self._sp_latest
+
+    def _executor(self, leaves: list[Any], structure: pytree.TreeSpec) -> Executor:
+        """The program for these inputs, compiled if need be, on all ranks alike."""
+        group = self._sp_layout.group
+        key = call_key(self._sp_modules.values(), self._sp_parameters.values(), leaves, structure)
+        if checks_enabled():
+            check_values(group, "the kind of call", [("", key.digest())])
+            check_values(group, "input", [(str(i), leaf) for i, leaf in enumerate(leaves)])
+        executor = self._sp_cache.get(key)
+        if executor is None:
+            self._sp_agreement.check(key)
+            with torch.inference_mode(False):
+                executor = self._compile(leaves, structure)
+            self._sp_cache.put(key, executor)
+        self.__dict__["_sp_latest"] = executor.compiled
+        return executor
+
+    def _compile(self, leaves: list[Any], structure: pytree.TreeSpec) -> Executor:
+        self._refuse_optimizer_state()
+        args, kwargs = pytree.tree_unflatten(leaves, structure)
+        with self._sp_taken.awake(self) as model:
+            compiled = self._sp_build(model, args, kwargs, self._sp_fixed)
+        self._place(compiled.param_placements)
+        blocks = frozenset(call.path for call in compiled.program.calls if call.path)
+        self._sp_layout.blocks = blocks | (self._sp_layout.blocks or frozenset())
+        for module in self.modules():
+            if isinstance(module, MirrorModule):
+                module.require_runnable_hooks()
+        return self._new_executor(compiled)
+
+    def _new_executor(self, compiled: CompiledProgram) -> Executor:
+        return Executor(
+            compiled, self._sp_layout.group.communicator, self._call_block, self._sp_deferred
+        )
+
+    def _refuse_optimizer_state(self) -> None:
+        if self._sp_fixed is not None:
+            return
+        for optimizer, has_state in optimizers_of(self.parameters()):
+            if has_state:
+                raise ArgumentError(
+                    f"{type(optimizer).__name__} has state for parameters that are not placed yet "
+                    "(it stepped, or state was loaded, before the first call); pass example_inputs "
+                    "to sp_compiler.compile, or call the module once before"
+                )
+
+    def _place(self, placements: Mapping[str, Placement]) -> None:
+        """Fix the placements of parameters that have none yet; others must stay."""
+        group = self._sp_layout.group
+        fixed = dict(self._sp_fixed or {})
+        parameters = self._sp_parameters
+        fresh = [name for name in placements if name not in fixed]
+        if checks_enabled():
+            check_values(
+                group,
+                "parameter",
+                [(name, local_tensor(parameters[name])) for name in fresh],
+            )
+        for name in placements:
+            if name in fixed and fixed[name] != placements[name]:
+                raise ArgumentError(
+                    f"parameter {name!r} is stored {fixed[name]}, and was compiled as "
+                    f"{placements[name]}"
+                )
+        for name in fresh:
+            place(parameters[name], placements[name], group)
+            self._sp_layout.placements[id(parameters[name])] = placements[name]
+        fixed.update(placements)
+        self.__dict__["_sp_fixed"] = fixed
+
+    def _seed(self, executor: Executor) -> Tensor | None:
+        """The dropout seed of this forward, the same on all ranks."""
+        if not executor.needs_seed:
+            return None
+        device = next(
+            (local_tensor(parameter).device for parameter in self.parameters()), torch.device("cpu")
+        )
+        seed = draw_seed().to(device)
+        group = self._sp_layout.group.process_group
+        if group is not None:
+            dist.broadcast(seed, group=group, group_src=0)
+        return seed
+
+    def _call_block(
+        self, path: str, invoke: Callable[..., tuple[Any, ...]], values: Sequence[Any]
+    ) -> tuple[Any, ...]:
+        outputs = self._sp_modules[path](Invocation(invoke), *values)
+        return outputs if isinstance(outputs, tuple) else (outputs,)
+
+    @torch.no_grad()
+    def _write_back(self, run: Execution) -> None:
+        for name, value in run.mutated_buffers.items():
+            self._sp_named_buffers[name].copy_(value)
+
+    def _outputs(self, compiled: CompiledProgram, run: Execution) -> Any:
+        leaves = [
+            self._output(value, compiled.placement(ref)) if isinstance(ref, Ref) else value
+            for value, ref in zip(run.outputs, compiled.program.outputs, strict=True)
+        ]
+        return pytree.tree_unflatten(leaves, compiled.program.out_spec)
+
+    def _output(self, value: Any, placement: Placement) -> Any:
+        mesh = self._sp_layout.group.mesh
+        if mesh is None or not placement.is_sharded:
+            return local_tensor(value)
+        return DTensor.from_local(value, mesh, [Shard(placement.dim)], run_check=False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedModule:
+        """A module with its own parameters and the same compiled programs."""
+        layout = self._sp_layout
+        shared = (*self._sp_taken.model.modules(), self._sp_taken, self._sp_build, layout.group)
+        memo.update((id(item), item) for item in (*shared, self._sp_latest))
+        # What refers to this very instance is made anew below.
+        memo.update(
+            (id(item), None) for item in (self._sp_cache, self._sp_deferred, self._sp_agreement)
+        )
+        result: DistributedModule = super().__deepcopy__(memo)
+        result._set_up_instance(self._sp_cache.size)
+        result._sp_layout.placements = {
+            id(mine): layout.placements[id(theirs)]
+            for mine, theirs in zip(result.parameters(), self.parameters(), strict=True)
+            if id(theirs) in layout.placements
+        }
+        for key, executor in self._sp_cache.items():
+            result._sp_cache.put(key, result._new_executor(executor.compiled))
+        return result
+
+
+class _Named(Mapping[str, Tensor]):
+    """Parameters or buffers by name, looked up in their modules at the moment of use."""
+
+    def __init__(self, modules: Mapping[str, nn.Module], kind: str) -> None:
+        self._owners = {
+            f"{path}.{name}" if path else name: (getattr(module, kind), name)
+            for path, module in modules.items()
+            for name, value in getattr(module, kind).items()
+            if value is not None
+        }
+
+    def __getitem__(self, name: str) -> Tensor:
+        owner, attribute = self._owners[name]
+        value: Tensor = owner[attribute]
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._owners)
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+
+_HOOK_TABLES = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_is_full_backward_hook",
+)
+
+
+def _move_hooks(source: nn.Module, target: nn.Module) -> None:
+    """Hooks on the whole model run on the compiled module."""
+    for table in _HOOK_TABLES:
+        target.__dict__[table] = copy.copy(source.__dict__[table])
+
+
+def _whole(leaf: Any) -> Any:
+    """A user input as a plain tensor."""
+    if not isinstance(leaf, DTensor):
+        return leaf
+    if any(not placement.is_replicate() for placement in leaf.placements):
+        raise ArgumentError(
+            f"an input is a DTensor placed {leaf.placements}; inputs must be whole on every rank "
+            "(plain tensors, or replicated DTensors)"
+        )
+    return leaf.to_local()

@@ -1,0 +1,117 @@
+"""The user's model after compilation: it gives its storages away and is woken only to be captured."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from sp_compiler.capture_context import check_capturable
+from sp_compiler.errors import ArgumentError, UnsupportedError
+from sp_compiler.runtime.parameters import optimizers_of
+
+_TAKEN = "_sp_compiler_taken"
+
+
+def check_not_taken(model: nn.Module) -> None:
+    """Refuse a model that cannot be compiled (again).
+
+    Raises:
+        ArgumentError: no module; compiled before; an optimizer holds its parameters.
+        UnsupportedError: a hook on a module inside the model.
+    """
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    if hasattr(model, "_sp_layout"):
+        raise ArgumentError("the model is a compiled module already; compile the original model")
+    if _TAKEN in vars(model):
+        raise ArgumentError(
+            "this model was compiled before and its parameters now belong to that compiled module; "
+            "build the model anew, or use the compiled module"
+        )
+    check_capturable(model)
+    holders = optimizers_of(model.parameters())
+    if holders:
+        raise ArgumentError(
+            f"an optimizer ({type(holders[0][0]).__name__}) holds the parameters of the model, which "
+            "are replaced; create it after sp_compiler.compile, from the compiled module's "
+            "parameters()"
+        )
+
+
+class Original:
+    """A model whose parameters are on ``meta`` and whose forward raises.
+
+    Args:
+        model: taken over; its parameters are replaced.
+        mirror: the tree with the same names that holds the parameters now.
+    """
+
+    def __init__(self, model: nn.Module, mirror: nn.Module) -> None:
+        self.model = model
+        self._own_forward = vars(model).get("forward")
+        vars(model)[_TAKEN] = True
+        self._install(mirror, lambda parameter: torch.empty_like(_plain(parameter), device="meta"))
+        model.forward = _raise_taken  # type: ignore[method-assign]
+
+    @contextlib.contextmanager
+    def awake(self, mirror: nn.Module) -> Iterator[nn.Module]:
+        """The model as it can be captured: shapes, types, modes and buffers of ``mirror``.
+
+        Its parameters have the device but no memory: only their metadata may be read.
+        """
+        model = self.model
+        del model.forward
+        if self._own_forward is not None:
+            model.forward = self._own_forward
+        modes = [module.training for module in model.modules()]
+        for module, twin in zip(model.modules(), mirror.modules(), strict=True):
+            module.training = twin.training
+            module._buffers.update(twin._buffers)
+        self._install(mirror, _without_memory)
+        try:
+            yield model
+        finally:
+            self._install(
+                mirror, lambda parameter: torch.empty_like(_plain(parameter), device="meta")
+            )
+            for module, mode in zip(model.modules(), modes, strict=True):
+                module.training = mode
+            model.forward = _raise_taken  # type: ignore[method-assign]
+
+    def _install(self, mirror: nn.Module, make: Any) -> None:
+        """Replace every parameter of the model by ``make(the mirror's one)``, keeping ties."""
+        made: dict[int, nn.Parameter] = {}
+        for module, twin in zip(self.model.modules(), mirror.modules(), strict=True):
+            for name, parameter in twin._parameters.items():
+                if parameter is None:
+                    continue
+                if id(parameter) not in made:
+                    made[id(parameter)] = nn.Parameter(make(parameter), parameter.requires_grad)
+                module._parameters[name] = made[id(parameter)]
+
+
+def _plain(parameter: Tensor) -> Tensor:
+    """A meta tensor with the global shape of ``parameter``."""
+    return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+
+
+def _without_memory(parameter: Tensor) -> Tensor:
+    """A tensor of the global shape on the parameter's device whose storage is freed."""
+    local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    if local.is_meta:
+        return _plain(parameter)
+    tensor = torch.empty(parameter.shape, dtype=parameter.dtype, device=local.device)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def _raise_taken(*args: Any, **kwargs: Any) -> NoReturn:
+    raise UnsupportedError(
+        "this model was compiled by sp_compiler and its parameters belong to the compiled module; "
+        "call the module that sp_compiler.compile returned"
+    )

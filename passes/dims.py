@@ -19,7 +19,7 @@ _GROWING = (torch.ops.aten.unsqueeze.default, torch.ops.aten.stack.default)
 def make_dims_negative(graph: Graph) -> None:
     """Rewrite dimension arguments of ATen calls in place; a default dim becomes explicit.
 
-    For ``x`` of rank 3 ``softmax(x, 2)`` -> ``softmax(x, -1)``, ``cat([x, x])`` -> ``cat([x, x], -3)``.
+    For rank 3 ``softmax(x, 2)`` -> ``softmax(x, -1)``, ``cat([x, x])`` -> ``cat([x, x], -3)``.
     """
     for node in graph.nodes:
         if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):

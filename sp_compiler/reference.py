@@ -61,7 +61,7 @@ def run_program(
 ) -> ReferenceResult:
     """Run an unsharded program call by call; arguments as of :func:`run_captured`.
 
-    The seed of a call is made from the forward's seed and the call's position, as in generated code.
+    The seed of a call is made of the forward's seed and the call's position, as when compiled.
     """
     sources = _Sources(params, buffers, program.constants, flat_inputs, seed)
     for index, call in enumerate(program.calls):

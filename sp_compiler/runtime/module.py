@@ -20,11 +20,12 @@ from sp_compiler.errors import ArgumentError, NotCompiledError, UnsupportedError
 from sp_compiler.placement import Placement
 from sp_compiler.program import Ref
 from sp_compiler.runtime.agreement import CompileAgreement, check_values, checks_enabled
-from sp_compiler.runtime.cache import CallKey, ProgramCache, call_key
+from sp_compiler.runtime.cache import ProgramCache, call_key
 from sp_compiler.runtime.deferred import DeferredGradients, watch_optimizer_steps
 from sp_compiler.runtime.dropout import draw_seed
 from sp_compiler.runtime.executor import Execution, Executor
 from sp_compiler.runtime.functions import local_tensor
+from sp_compiler.runtime.grad_scaler import check_sharded_gradients_first
 from sp_compiler.runtime.group import TensorParallelGroup
 from sp_compiler.runtime.mirror import Invocation, Layout, MirrorModule, fill_mirror
 from sp_compiler.runtime.original import Original, check_not_taken
@@ -60,6 +61,8 @@ class DistributedModule(MirrorModule):
         self, model: nn.Module, group: TensorParallelGroup, build: Build, cache_size: int = 16
     ) -> None:
         check_not_taken(model)
+        if group.mesh is not None:
+            check_sharded_gradients_first()
         layout = Layout(group)
         super().__init__(model, "", layout)
         fill_mirror(self, model, layout)

@@ -36,7 +36,7 @@ $(STAMP): $(SOURCES)
 	@touch $@
 
 demo: $(STAMP)
-	$(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt2.py
+	$(BIN)/torchrun --standalone --nproc-per-node 2 -m examples.train_gpt2
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -q -m 'not slow'
@@ -53,6 +53,7 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+bench: export PYTHONWARNINGS := ignore::FutureWarning
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.compile_time
 	$(BIN)/python -m benchmarks.step_time

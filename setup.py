@@ -53,7 +53,7 @@ setup(
     extras_require={
         "test": TEST,
         "examples": ["transformers>=5.0,<6"],
-        # The hand-written peers need nothing more; Megatron-Core is optional and has its own pin.
+        # An optional peer of the benchmarks; the others need nothing more.
         "bench": ["megatron-core==0.16.1"],
     },
     entry_points={

@@ -1,0 +1,176 @@
+"""What the benchmarks and the demo measure: kept bytes, collectives, alternated step times."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+COLLECTIVES = {
+    "all_gather_into_tensor": "all-gather",
+    "_allgather_base_": "all-gather",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "all_reduce": "all-reduce",
+    "all_reduce_": "all-reduce",
+    "allreduce_": "all-reduce",
+    "all_to_all_single": "all-to-all",
+    "alltoall_base_": "all-to-all",
+    "broadcast": "broadcast",
+    "broadcast_": "broadcast",
+}
+
+
+class Recorder(TorchDispatchMode):
+    """Inside, counts collectives and remembers every storage that an operator returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collectives: Counter[str] = Counter()
+        self.wire_bytes: Counter[str] = Counter()
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor runs its local operators through here again
+        result = func(*args, **(kwargs or {}))
+        namespace, _, name = func._schema.name.partition("::")
+        if namespace in {"_c10d_functional", "c10d"} and name in COLLECTIVES:
+            kind = COLLECTIVES[name]
+            self.collectives[kind] += 1
+            tensors = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, Tensor)]
+            self.wire_bytes[kind] += max(tensor.nbytes for tensor in tensors)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._remember(leaf)
+        return result
+
+    def alive_bytes(self, *, excluding: Iterable[Tensor]) -> int:
+        """Bytes of the remembered storages that still exist, once each, without ``excluding``."""
+        excluded = {_local(tensor).untyped_storage().data_ptr() for tensor in excluding}
+        return sum(
+            size
+            for pointer, (reference, size) in self._storages.items()
+            if not reference.expired() and pointer not in excluded
+        )
+
+    def _remember(self, tensor: Tensor) -> None:
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.device.type == "meta":
+            return  # fake, or a wrapper of a tensor that was seen already
+        storage = tensor.untyped_storage()
+        known = self._storages.get(storage.data_ptr())
+        if known is None or known[0].expired():
+            self._storages[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one training step did.
+
+    Args:
+        kept_bytes: storages alive after forward, once each, without parameters, buffers, inputs
+            and outputs.
+        forward: number of collectives in forward, by kind.
+        backward: number of collectives in backward, by kind.
+        wire_bytes: bytes of the whole tensors that collectives handled in both, by kind.
+    """
+
+    kept_bytes: int
+    forward: Mapping[str, int]
+    backward: Mapping[str, int]
+    wire_bytes: Mapping[str, int] = field(default_factory=dict)
+
+
+def observe_step(
+    model: nn.Module, inputs: Iterable[Tensor], forward: Callable[[], Any]
+) -> StepReport:
+    """Run ``forward`` and the backward of its loss once, and report.
+
+    Args:
+        model: whose parameters and buffers do not count as kept.
+        inputs: the tensors that ``forward`` reads; they do not count either.
+        forward: returns the loss, or an output with ``.loss``.
+    """
+    before, after = Recorder(), Recorder()
+    with before:
+        output = forward()
+    outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    outside = [*model.parameters(), *model.buffers(), *inputs, *outputs]
+    kept_bytes = before.alive_bytes(excluding=outside)
+    with after:
+        loss_of(output).backward()
+    return StepReport(
+        kept_bytes, before.collectives, after.collectives, before.wire_bytes + after.wire_bytes
+    )
+
+
+def loss_of(output: Any) -> Tensor:
+    """The loss: the output itself, or its ``loss``."""
+    return output if isinstance(output, Tensor) else output.loss
+
+
+class Stopwatch:
+    """Milliseconds of a ``with`` block, in ``ms`` after it."""
+
+    def __enter__(self) -> Self:
+        self.ms = 0.0
+        self._start = time.perf_counter()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.ms = 1e3 * (time.perf_counter() - self._start)
+
+
+def alternate(
+    steps: Mapping[str, Callable[[], Any]],
+    *,
+    rounds: int,
+    warmup: int = 2,
+    before: Callable[[], Any] = lambda: None,
+) -> dict[str, list[float]]:
+    """Milliseconds of each step in each round; every round runs each step once, in turn.
+
+    Compare what was measured in the same round: drift of the machine then cancels. ``before`` runs
+    before each step, outside the measured time.
+    """
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for index in range(warmup + rounds):
+        for name, step in steps.items():
+            before()
+            with Stopwatch() as watch:
+                step()
+            if index >= warmup:
+                times[name].append(watch.ms)
+    return times
+
+
+def ratio(times: Mapping[str, list[float]], name: str, base: str) -> float:
+    """Median over rounds of ``name``'s time in units of ``base``'s."""
+    pairs = zip(times[name], times[base], strict=True)
+    return statistics.median(mine / other for mine, other in pairs)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local

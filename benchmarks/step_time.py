@@ -1,0 +1,163 @@
+"""Step time of sp_compiler beside eager and beside hand-written and library peers.
+
+A step is forward + backward, float32, one thread a rank. Contenders alternate in every round and a
+ratio is the median over rounds of the two times of one round. Three runs::
+
+    tensor parallel   hidden 512, 4 layers, 2 gloo ranks, each recomputation
+    one device        tp=1 against eager, dropout on and off
+    overhead          hidden 64, collectives free (a fake process group)
+
+    python -m benchmarks.step_time [--rounds 20] [--only tensor-parallel]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import multiprocessing
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from benchmarks import contenders
+from benchmarks.contenders import PRODUCT
+from benchmarks.measure import alternate, ratio
+from benchmarks.models import GPTConfig
+from benchmarks.peers import megatron_core
+from benchmarks.peers.recompute import Recompute
+
+RANKS = 2
+BATCH, LENGTH = 2, 512
+RECOMPUTES: tuple[Recompute, ...] = ("none", "attention", "full")
+RUNS = ("tensor-parallel", "one-device", "overhead")
+RESULTS = Path(__file__).parent / "results" / "step_time.json"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender of one run.
+
+    Args:
+        ratio: the product's time in units of this contender's: below 1 the product is faster.
+    """
+
+    run: str
+    setting: str
+    contender: str
+    median_ms: float
+    ratio: float
+
+
+def config(hidden_size: int, dropout: float) -> GPTConfig:
+    """The plain GPT of 4 layers and 8 heads."""
+    return GPTConfig(
+        vocab_size=16 * hidden_size,
+        num_positions=LENGTH,
+        hidden_size=hidden_size,
+        num_layers=4,
+        num_heads=8,
+        dropout=dropout,
+        attention_dropout=dropout,
+    )
+
+
+def tensor_parallel(rounds: int) -> list[Row]:
+    """On this rank of the default group."""
+    rows = []
+    size = config(512, 0.0)
+    ids = contenders.random_ids(size, BATCH, LENGTH)
+    for recompute in RECOMPUTES:
+        steps = contenders.tensor_parallel(size, ids, recompute, RANKS)
+        times = alternate(steps, rounds=rounds, before=dist.barrier)
+        rows += _rows("tensor-parallel", f"recompute={recompute}", times)
+    return rows
+
+
+def one_device(rounds: int) -> list[Row]:
+    """tp=1 against eager."""
+    rows = []
+    for dropout in (0.0, 0.1):
+        size = config(512, dropout)
+        ids = contenders.random_ids(size, BATCH, LENGTH)
+        steps = {
+            PRODUCT: contenders.compiled(size, ids, "none", 1),
+            "eager": contenders.eager(size, ids, "none"),
+        }
+        rows += _rows("one-device", f"dropout={dropout}", alternate(steps, rounds=rounds))
+    return rows
+
+
+def overhead(rounds: int) -> list[Row]:
+    """Every contender where computing is next to nothing and collectives are nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    size = config(64, 0.0)
+    ids = contenders.random_ids(size, BATCH, 64)
+    steps = contenders.tensor_parallel(size, ids, "none", RANKS)
+    steps["eager, unsharded"] = contenders.eager(size, ids, "none")
+    rows = _rows("overhead", "hidden=64", alternate(steps, rounds=10 * rounds, warmup=10))
+    dist.destroy_process_group()
+    return rows
+
+
+def _rows(run: str, setting: str, times: dict[str, list[float]]) -> list[Row]:
+    return [
+        Row(run, setting, name, statistics.median(values), ratio(times, PRODUCT, name))
+        for name, values in times.items()
+    ]
+
+
+def _rank(rank: int, folder: str, rounds: int) -> None:
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
+    rows = tensor_parallel(rounds)
+    if rank == 0:
+        Path(folder, "rows.json").write_text(json.dumps([asdict(row) for row in rows]))
+    dist.destroy_process_group()
+
+
+def _on_ranks(rounds: int) -> list[Row]:
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.spawn(_rank, (folder, rounds), nprocs=RANKS)
+        return [Row(**row) for row in json.loads(Path(folder, "rows.json").read_text())]
+
+
+def _table(run: str, rows: list[Row]) -> Table:
+    table = Table("setting", "contender", "median ms", f"{PRODUCT} / contender", title=run)
+    for row in rows:
+        numbers = f"{row.median_ms:.1f}", f"{row.ratio:.2f}"
+        table.add_row(row.setting, row.contender, *numbers)
+    return table
+
+
+def main() -> None:
+    """Run what was asked for, print a table, write it as JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--only", choices=RUNS, action="append")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    console = Console()
+    if not megatron_core.is_installed():
+        console.print(megatron_core.HOW_TO_INSTALL, markup=False)
+    functions: dict[str, Any] = dict(zip(RUNS, (_on_ranks, one_device, overhead), strict=True))
+    rows = []
+    for name in options.only or RUNS:
+        with console.status(f"{name}, {options.rounds} rounds"):
+            rows += functions[name](options.rounds)
+        console.print(_table(name, [row for row in rows if row.run == name]))
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -17,11 +17,18 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from sp_compiler.capture import Captured
+from sp_compiler.errors import module_path
 from sp_compiler.program import Call, Program, Ref, RefKind, Region
 from sp_compiler.rewriting import is_call, is_getitem
 
 _sp = torch.ops.sp_compiler
 _DROPOUTS = (_sp.dropout.default, _sp.dropout_mask.default)
+_WITH_WEIGHT = (
+    torch.ops.aten.linear.default,
+    torch.ops.aten.matmul.default,
+    torch.ops.aten.layer_norm.default,
+    torch.ops.aten.embedding.default,
+)
 # Order of a region's placeholders.
 _KIND_ORDER: tuple[RefKind, ...] = ("param", "buffer", "constant", "input", "call", "seed")
 _KEPT_META = ("val", "requires_grad", "nn_module_stack", "stack_trace", "origin")
@@ -182,7 +189,7 @@ def _build_region(
     names = []
     for node in inputs:
         name = _input_name(refs[node], piece.layer.path)
-        copies[node] = graph.placeholder(_identifier(name) or _value_name(node))
+        copies[node] = graph.placeholder(_identifier(name) or _carried_name(node, outputs))
         copies[node].target = copies[node].name
         copies[node].meta = _meta(node, keys=("val", "requires_grad"))
         names.append(name or copies[node].name)
@@ -218,15 +225,41 @@ def _input_name(ref: Ref, path: str) -> str:
     return ref.name
 
 
+def _carried_name(node: Node, outputs: list[Node]) -> str:
+    """A value from elsewhere: ``hidden`` where the region returns one like it."""
+    value = node.meta["val"]
+    alike = any(
+        value.shape == out.meta["val"].shape and value.dtype is out.meta["val"].dtype
+        for out in outputs
+    )
+    return "hidden" if alike and node.op == "call_function" else _value_name(node)
+
+
 def _meta(node: Node, keys: tuple[str, ...] = _KEPT_META) -> dict[str, Any]:
     return {key: node.meta[key] for key in keys if key in node.meta}
 
 
 def _value_name(node: Node) -> str:
-    """What the value is called in its region: the node's name, numbered afresh."""
+    """What the value is called in its region; numbered afresh where several have one name.
+
+    Results of a module's own weight are named after the module (``c_attn``), others after the
+    operator.
+    """
+    module = module_path(node).rsplit(".", 1)[-1]
+    if module.isidentifier() and _applies_weight(node):
+        return module
     if is_call(node, torch.ops.aten.reshape.default):
         return "reshape"
     return re.sub(r"(_\d+)+$", "", node.name).lstrip("_") or "value"
+
+
+def _applies_weight(node: Node) -> bool:
+    """True for products with, norms by and lookups in a parameter, and for adding a bias to one."""
+    weights = [arg for arg in node.all_input_nodes if arg.op == "placeholder"]
+    if is_call(node, torch.ops.aten.add.Tensor):
+        source = node.args[0]
+        return bool(weights) and isinstance(source, Node) and is_call(source, *_WITH_WEIGHT)
+    return bool(weights) and is_call(node, *_WITH_WEIGHT)
 
 
 def _identifier(name: str) -> str:

@@ -110,6 +110,7 @@ def insert_call(
         origin: name of the pass, kept in ``meta["origin"]``.
         name: wish for the node's name; the operator's by default.
     """
+    name = name or target.__name__.split(".")[0]
     with anchor.graph.inserting_before(anchor):
         node = anchor.graph.create_node("call_function", target, args, kwargs or {}, name=name)
     for key in _INHERITED:

@@ -8,7 +8,7 @@ Four steps, each only for what the earlier ones left over:
    *expansion* of one of them, which stands for the value;
 3. nodes with the same operator and matching operands, in topological order, so that a match spreads
    to its users;
-4. the longest common subsequence of operators, a match at a time, each followed by step 3.
+4. a long common subsequence of operators, a match at a time, each followed by step 3.
 
 Values are followed through inserted and removed nodes: where ``linear(x)`` became
 ``linear(convert(x))``, the operand still matches.
@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from difflib import SequenceMatcher
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch._ops import OpOverload
@@ -27,8 +26,14 @@ from torch.fx import Graph, Node
 
 from sp_compiler.graph import arguments, conversion, tensor_operands
 from sp_compiler.render import render_target, render_value
+from sp_compiler.sequences import longest_common
 
 _NAMED = ("placeholder", "get_attr")
+# Pairs of unmatched nodes beyond which looking for one difference after another takes too long,
+_MAX_ROUND_PAIRS = 100_000
+_MAX_ROUNDS = 20
+# and beyond which nothing common is looked for: what is left is reported as removed and inserted.
+_MAX_PAIRS = 4_000_000
 
 
 class Alignment:
@@ -51,8 +56,7 @@ class Alignment:
         if any(_has_provenance(node) for node in (*self.before, *self.after)):
             self._match_groups()
         self._spread()
-        while self._match_one_in_sequence():
-            self._spread()
+        self._match_rest()
         self._match_replacements()
 
     @property
@@ -163,38 +167,56 @@ class Alignment:
         self.expansions[old] = new
         self._owner.update({node: value for node in new if node is not value})
 
-    def _match_sequence(self, old: list[Node], new: list[Node], key: Any) -> None:
-        for start, other, size in _common_runs([key(n) for n in old], [key(n) for n in new]):
-            for offset in range(size):
-                self._match(old[start + offset], new[other + offset])
+    def _match_sequence(
+        self,
+        old: list[Node],
+        new: list[Node],
+        key: Callable[[Node], str],
+        limit: int | None = None,
+    ) -> None:
+        pairs = longest_common([key(node) for node in old], [key(node) for node in new])
+        for first, second in pairs[:limit]:
+            self._match(old[first], new[second])
 
     def _spread(self) -> None:
         """Match nodes of the same operator whose operands match, from operands to users."""
-        candidates: dict[str, list[Node]] = defaultdict(list)
-        for node in self._open_before():
-            candidates[render_target(node)].append(node)
+        position = {node: index for index, node in enumerate(self.before)}
         for node in self._open_after():
-            found = [
-                (not self.same_arguments(old, node), old.name != node.name, rank, old)
-                for rank, old in enumerate(candidates[render_target(node)])
-                if self._same_operands(old, node)
-            ]
+            found = [old for old in self._users_of_same(node) if self._same_operands(old, node)]
             if found:
-                old = min(found, key=lambda entry: entry[:3])[3]
-                candidates[render_target(node)].remove(old)
-                self._match(old, node)
+                exact = [old for old in found if self.same_arguments(old, node)]
+                self._match(min(exact or found, key=position.__getitem__), node)
+
+    def _users_of_same(self, new: Node) -> list[Node]:
+        """Open nodes of ``new``'s operator that may take the same first operand."""
+        operands = tensor_operands(new)
+        if not operands:
+            return [old for old in self._open_before() if _same_operator(old, new)]
+        values = [self.back[v] for v in self._values_after(operands[0]) if v in self.back]
+        found: dict[Node, None] = {}
+        while values:
+            value = values.pop()
+            for user in value.users:
+                if user not in self.forth and user not in found:
+                    found[user] = None
+                    if _passed_on(user) is value:
+                        values.append(user)
+        return [old for old in found if _same_operator(old, new)]
 
     def _same_operands(self, old: Node, new: Node) -> bool:
         return self.same_value(tensor_operands(old), tensor_operands(new))
 
-    def _match_one_in_sequence(self) -> bool:
-        """Match the first pair of the longest common subsequence of what is left."""
+    def _match_rest(self) -> None:
+        """Match along the longest common subsequence of operators, a pair at a time if possible."""
+        for _ in range(_MAX_ROUNDS):
+            old, new = self._open_before(), self._open_after()
+            if len(old) * len(new) > _MAX_ROUND_PAIRS:
+                break
+            self._match_sequence(old, new, render_target, limit=1)
+            self._spread()
         old, new = self._open_before(), self._open_after()
-        keys = [render_target(node) for node in old], [render_target(node) for node in new]
-        for start, other, _ in _common_runs(*keys):
-            self._match(old[start], new[other])
-            return True
-        return False
+        if len(old) * len(new) <= _MAX_PAIRS:
+            self._match_sequence(old, new, render_target)
 
     def _match_replacements(self) -> None:
         """Match what is left where operands and users are the same: the operator was replaced."""
@@ -232,13 +254,6 @@ def _groups(nodes: list[Node]) -> dict[str, list[Node]]:
     for node in nodes:
         groups[_root(node)].append(node)
     return groups
-
-
-def _common_runs(old: list[str], new: list[str]) -> Iterator[tuple[int, int, int]]:
-    """Runs (start in ``old``, start in ``new``, length) of a long common subsequence."""
-    for start, other, size in SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks():
-        if size:
-            yield start, other, size
 
 
 def _has_provenance(node: Node) -> bool:

@@ -6,7 +6,6 @@ other names and other ways to write the same call are no difference.
 
 from __future__ import annotations
 
-import bisect
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from difflib import SequenceMatcher
@@ -28,6 +27,7 @@ from sp_compiler.render import (
     render_node,
     render_target,
 )
+from sp_compiler.sequences import longest_increasing
 from sp_compiler.stage import FORWARD, Stage, region_of
 
 Comparable = Graph | GraphModule | Program | Stage
@@ -167,7 +167,7 @@ def _moves(alignment: Alignment) -> dict[Node, tuple[Change, ...]]:
     """Matched nodes outside a longest run that both graphs have in the same order."""
     position = {node: index for index, node in enumerate(alignment.after)}
     matched = [node for node in alignment.before if node in alignment.forth]
-    kept = _longest_increasing([position[alignment.forth[node]] for node in matched])
+    kept = longest_increasing([position[alignment.forth[node]] for node in matched])
     order = sorted((alignment.forth[node] for node in matched), key=position.__getitem__)
     previous_after = dict(zip(order, [None, *order], strict=False))
     found: dict[Node, tuple[Change, ...]] = {}
@@ -181,24 +181,6 @@ def _moves(alignment: Alignment) -> dict[Node, tuple[Change, ...]]:
 
 def _place(previous: Node | None) -> str:
     return f"after %{previous.name}" if previous is not None else "first"
-
-
-def _longest_increasing(values: list[int]) -> set[int]:
-    """Indices of one longest increasing subsequence of distinct ``values`` (patience sorting)."""
-    tops: list[int] = []
-    tails: list[int] = []
-    before: dict[int, int | None] = {}
-    for index, value in enumerate(values):
-        pile = bisect.bisect_left(tops, value)
-        before[index] = tails[pile - 1] if pile else None
-        tops[pile : pile + 1] = [value]
-        tails[pile : pile + 1] = [index]
-    kept = set()
-    last = tails[-1] if tails else None
-    while last is not None:
-        kept.add(last)
-        last = before[last]
-    return kept
 
 
 def _changes(alignment: Alignment, old: Node, new: Node) -> Iterator[Change]:

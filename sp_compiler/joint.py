@@ -284,6 +284,7 @@ def _copy_provenance(joint: JointGraph, region: Region) -> None:
     backward = joint.backward_nodes()
     for node, source in zip(joint.inputs, region.placeholders, strict=True):
         node.meta["source"] = source.name
+        node.meta["root"] = source.meta.get("source", source.name)
         _copy_keys(node, source, ("placement", "nn_module_stack", "stack_trace"))
     values: dict[str, fx.Node] = {}
     for node in joint.graph.nodes:
@@ -291,6 +292,7 @@ def _copy_provenance(joint: JointGraph, region: Region) -> None:
         if name is None:
             continue
         node.meta["source"] = name
+        node.meta["root"] = sources[name].meta.get("source", name)
         _copy_keys(node, sources[name], ("nn_module_stack", "stack_trace"))
         if node not in backward and _same_shape(node, sources[name]):
             values[name] = node

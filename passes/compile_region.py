@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sp_compiler.codegen import CompiledRegion, load, module_source, region_text
+from sp_compiler.codegen import CompiledRegion, emit
 from sp_compiler.joint import trace_joint
 from sp_compiler.passes.partition import partition
 from sp_compiler.passes.peephole import simplify
@@ -24,7 +24,4 @@ def compile_region(
     simplify(joint.graph)
     joint.module.recompile()
     tag_recompute(joint, recompute)
-    partitioned = partition(joint)
-    text = region_text(region, joint, partitioned, paths)
-    source = module_source([text])
-    return CompiledRegion(region, joint, partitioned, text, source, load(source)[region.name])
+    return emit(region, joint, partition(joint), paths)

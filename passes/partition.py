@@ -1,8 +1,8 @@
 """Cut a tagged joint graph into a forward and a backward; mechanical, the tags decide.
 
-Walking back from the gradients, a forward value tagged ``"save"`` and an input of the region end the
-walk and are handed from forward to backward; one tagged ``"recompute"`` is computed again in backward
-just before its first use. A saved view saves the tensor that owns its storage.
+Walking back from the gradients, a forward value tagged ``"save"`` and an input of the region end
+the walk and are handed from forward to backward; one tagged ``"recompute"`` is computed again in
+backward just before its first use. A saved view saves the tensor that owns its storage.
 """
 
 from __future__ import annotations

@@ -8,8 +8,9 @@ before                                 after
 view, expand or slice to x's shape     ``x``
 two equal views of ``x``               one
 ``view(sum(x, d, keepdim), s)``        ``sum(x, d)``
-``mm(a, b) + bias``                    ``addmm(bias, a, b)``
-``view(mm(a, b), s) + bias``           ``view(addmm(bias, a, b), s)``
+``mm(a, t(w))``, ``addmm`` likewise    ``linear(a, w)``, with bias
+``linear(a, w) + bias``, ``mm`` too    ``linear(a, w, bias)``
+``view(linear(a, w), s) + bias``       ``view(linear(a, w, bias), s)``
 =====================================  ==========================
 
 Mutates the graph. Reads ``meta["val"]``; new nodes take the meta of what they replace.
@@ -28,6 +29,7 @@ from sp_compiler.op_kinds import is_view
 aten = torch.ops.aten
 
 _RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+_PRODUCTS = (aten.mm.default, aten.linear.default)
 _KEEPS_ORDER = (*_RESHAPES, aten.expand.default, aten.slice.Tensor)
 
 
@@ -94,7 +96,7 @@ def _sum_then_squeeze(node: Node) -> Node | None:
 
 
 def _fuse_bias(node: Node) -> Node | None:
-    """``mm(a, b) + bias``, with a view between or not -> ``addmm(bias, a, b)``."""
+    """``linear(a, w) + bias``, with a view between or not -> ``linear(a, w, bias)``; ``mm`` too."""
     if node.target is not aten.add.Tensor or arguments(node)["alpha"] != 1:
         return None
     if not all(isinstance(arg, Node) for arg in node.args[:2]):
@@ -102,12 +104,14 @@ def _fuse_bias(node: Node) -> Node | None:
     for product, bias in (node.args[:2], node.args[1::-1]):
         matmul = product.args[0] if product.target in _RESHAPES else product
         if _can_fuse(product, matmul, bias):
-            return _addmm(node, product, matmul, bias)
+            return _with_bias(node, product, matmul, bias)
     return None
 
 
 def _can_fuse(product: Node, matmul: Node, bias: Node) -> bool:
-    if matmul.target is not aten.mm.default or len(product.users) > 1 or len(matmul.users) > 1:
+    if matmul.target not in _PRODUCTS or len(matmul.args) > 2:
+        return False
+    if len(product.users) > 1 or len(matmul.users) > 1:
         return False
     ours, theirs = bias.meta["val"], product.meta["val"]
     return (
@@ -117,13 +121,31 @@ def _can_fuse(product: Node, matmul: Node, bias: Node) -> bool:
     )
 
 
-def _addmm(node: Node, product: Node, matmul: Node, bias: Node) -> Node:
+def _with_bias(node: Node, product: Node, matmul: Node, bias: Node) -> Node:
     with node.graph.inserting_before(node):
-        fused = _call(aten.addmm.default, (bias, *matmul.args), like=node, val=matmul.meta["val"])
+        target, args = aten.linear.default, (*matmul.args, bias)
+        if matmul.target is aten.mm.default:
+            target, args = aten.addmm.default, (bias, *matmul.args)
+        fused = _call(target, args, like=node, val=matmul.meta["val"])
         if product is matmul:
             return fused
         fused.meta.pop("placement", None)
         return _call(aten.view.default, (fused, product.args[1]), like=node)
+
+
+def _linear(node: Node) -> Node | None:
+    """``mm(a, t(w))`` -> ``linear(a, w)``; ``addmm(bias, a, t(w))`` -> ``linear(a, w, bias)``."""
+    if node.target is aten.mm.default:
+        (factor, transposed), bias = node.args, ()
+    elif node.target is aten.addmm.default and not node.kwargs:
+        first, factor, transposed = node.args
+        bias = (first,)
+    else:
+        return None
+    if transposed.target is not aten.t.default or (bias and bias[0].meta["val"].dim() != 1):
+        return None
+    with node.graph.inserting_before(node):
+        return _call(aten.linear.default, (factor, transposed.args[0], *bias), like=node)
 
 
 def _call(target: object, args: tuple[object, ...], *, like: Node, val: object = None) -> Node:
@@ -154,4 +176,5 @@ _RULES: tuple[Callable[[Node], Node | None], ...] = (
     _double_transpose,
     _sum_then_squeeze,
     _fuse_bias,
+    _linear,
 )

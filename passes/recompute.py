@@ -1,12 +1,13 @@
 """What is kept for backward: writes a tag on every forward node and changes nothing else.
 
-``meta["recompute"]`` is ``"save"`` (kept if backward needs it) or ``"recompute"`` (computed again from
-what is kept); ``meta["recompute_reason"]`` says why in a few words. The partitioner acts on the tags.
+``meta["recompute"]`` is ``"save"`` (kept if backward needs it) or ``"recompute"`` (computed again
+from what is kept); ``meta["recompute_reason"]`` says why in a few words. The partitioner acts on
+the tags.
 
 Whatever the policy, views, gathered values, constants, casts of parameters and identity conversions
 are recomputed, and an operator that communicates inside is kept. Then, in units of s*b*h bytes of a
-GPT block in 16 bit (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer
-Models"), with masks stored / regenerated:
+GPT block in 16 bit (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
+Transformer Models"), with masks stored / regenerated:
 
 ===============  ==========================================================  ==============
 policy           kept                                                        bytes

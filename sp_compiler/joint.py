@@ -1,7 +1,7 @@
 """The joint forward and backward graph of a region.
 
-The only file that touches PyTorch's private ahead-of-time autograd; ``tests/test_joint.py`` holds the
-contract it relies on (torch 2.11 to 2.13).
+The only file that touches PyTorch's private ahead-of-time autograd; ``tests/test_joint.py`` holds
+the contract it relies on (torch 2.11 to 2.13).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from sp_compiler.program import Region
 aten = torch.ops.aten
 
 _SOURCE = "sp_source"
-_TAKEN = frozenset({"device", "outputs", "saved", "torch", "tp"})
+_TAKEN = frozenset({"F", "device", "outputs", "saved", "torch", "tp"})
 _ALIASES = (aten.alias.default, aten.detach.default)
 _COPIES = (aten.clone.default, aten._to_copy.default)
 
@@ -41,11 +41,11 @@ class JointGraph:
     """Forward and backward of a region in one graph.
 
     Attributes:
-        module: placeholders are the region's inputs, named after them, then the tangents; the output
-            is a flat tuple of the region's outputs and one gradient (or None) per input. Every node
-            has ``meta["val"]``; those that come from a region node have ``meta["source"]`` (its
-            name), its ``nn_module_stack`` and ``stack_trace``, backward nodes too; the forward node
-            that is a region node's value has its ``meta["placement"]``.
+        module: placeholders are the region's inputs, named after them, then the tangents; the
+            output is a flat tuple of the region's outputs and one gradient (or None) per input.
+            Every node has ``meta["val"]``; those that come from a region node have
+            ``meta["source"]`` (its name), its ``nn_module_stack`` and ``stack_trace``, backward
+            nodes too; the forward node that is a region node's value has its ``meta["placement"]``.
         num_inputs: number of region inputs.
         num_outputs: number of region outputs.
         tangent_outputs: index of the region output that each tangent belongs to.
@@ -112,9 +112,9 @@ def ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
 def trace_joint(region: Region) -> JointGraph:
     """Differentiate a sharded region.
 
-    Gradients are those of the inputs whose placeholder has ``meta["requires_grad"]``; a region where
-    nothing needs one yields its forward alone. Inputs are taken to be contiguous, tangents have to be.
-    Aliases and copies that copy nothing are dropped.
+    Gradients are those of the inputs whose placeholder has ``meta["requires_grad"]``; a region
+    where nothing needs one yields its forward alone. Inputs are taken to be contiguous, tangents
+    have to be. Aliases and copies that copy nothing are dropped.
 
     Raises:
         PassError: a placeholder without ``meta["val"]``.
@@ -248,7 +248,7 @@ def python_name(name: str) -> str:
 
 
 def _drop_no_ops(graph: fx.Graph) -> None:
-    """Forget aliases and copies that keep dtype and layout: in a functional graph they do nothing."""
+    """Forget aliases and copies that keep dtype and layout: a functional graph needs none."""
     for node in list(graph.nodes):
         if node.target in _ALIASES or (node.target in _COPIES and _copies_nothing(node)):
             node.replace_all_uses_with(node.args[0])

@@ -19,6 +19,7 @@ MATMULS = {
     aten.bmm.default: (0, 1),
     aten.addmm.default: (1, 2),
     aten.baddbmm.default: (1, 2),
+    aten.linear.default: (0, 1),
     aten.convolution.default: (0, 1),
 }
 FUSED_ATTENTION = frozenset(

@@ -43,9 +43,11 @@ class Partitioned:
     """Forward and backward of a region.
 
     Attributes:
-        forward: placeholders: the region's inputs; output: the region's outputs, then what is saved.
-        backward: placeholders: what is saved, then the tangents; output: one gradient (or None) per
-            input. Recomputed nodes have ``meta["recomputed"]``. None where nothing needs a gradient.
+        forward: placeholders: the region's inputs; output: the region's outputs, then what is
+            saved.
+        backward: placeholders: what is saved, then the tangents; output: one gradient (or None)
+            per input. Recomputed nodes have ``meta["recomputed"]``. None where nothing needs a
+            gradient.
         saved: in the order in which they are handed over; each storage once.
         num_outputs: number of the region's outputs.
     """

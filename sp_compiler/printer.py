@@ -1,8 +1,8 @@
 """One FX node as a Python expression, the way a person would write it.
 
-Plain ``torch`` functions and tensor methods are used where they are the same operator, because they
-cost half of what calling an ``OpOverload`` costs; all else calls the overload, bound once per module
-under a name that starts with ``aten_``.
+Plain ``torch`` functions and tensor methods are used where they are the same operator, because
+they cost half of what calling an ``OpOverload`` costs; all else calls the overload, bound once per
+module under a name that starts with ``aten_``.
 """
 
 from __future__ import annotations
@@ -54,33 +54,38 @@ METHODS = {
     aten.masked_fill.Scalar: "masked_fill",
     aten.masked_fill.Tensor: "masked_fill",
 }
-FUNCTIONS = frozenset(
-    {
-        aten._log_softmax.default,
-        aten._log_softmax_backward_data.default,
-        aten._softmax.default,
-        aten._softmax_backward_data.default,
-        aten.addmm.default,
-        aten.baddbmm.default,
-        aten.bmm.default,
-        aten.cat.default,
-        aten.cos.default,
-        aten.embedding.default,
-        aten.full.default,
-        aten.mean.dim,
-        aten.mm.default,
-        aten.native_layer_norm.default,
-        aten.pow.Tensor_Scalar,
-        aten.relu.default,
-        aten.rsqrt.default,
-        aten.sigmoid.default,
-        aten.sin.default,
-        aten.stack.default,
-        aten.sum.dim_IntList,
-        aten.tanh.default,
-        aten.where.self,
-    }
-)
+FUNCTIONS = {
+    **{
+        overload: f"torch.{overload.__name__.partition('.')[0]}"
+        for overload in (
+            aten._log_softmax.default,
+            aten._log_softmax_backward_data.default,
+            aten._softmax.default,
+            aten._softmax_backward_data.default,
+            aten.addmm.default,
+            aten.baddbmm.default,
+            aten.bmm.default,
+            aten.cat.default,
+            aten.cos.default,
+            aten.embedding.default,
+            aten.full.default,
+            aten.mean.dim,
+            aten.mm.default,
+            aten.native_layer_norm.default,
+            aten.pow.Tensor_Scalar,
+            aten.relu.default,
+            aten.rsqrt.default,
+            aten.sigmoid.default,
+            aten.sin.default,
+            aten.stack.default,
+            aten.sum.dim_IntList,
+            aten.tanh.default,
+            aten.where.self,
+        )
+    },
+    aten.gelu.default: "F.gelu",
+    aten.linear.default: "F.linear",
+}
 _DROPPED = {"layout": torch.strided, "pin_memory": False}
 
 
@@ -116,7 +121,7 @@ class Printer:
     def _function(self, node: Node) -> str:
         name = node.target.__name__  # "sum.dim_IntList"
         if node.target in FUNCTIONS:
-            return f"torch.{name.partition('.')[0]}"
+            return FUNCTIONS[node.target]
         op, _, overload = name.partition(".")
         bound = f"{node.target.namespace}_{op}" + (f"_{overload}" if overload != "default" else "")
         self.bindings[bound] = f"torch.ops.{node.target}"
@@ -157,9 +162,10 @@ class Printer:
         x, source, target, _ = node.args
         try:
             method = conversion(node)
-        except KeyError:
+        except KeyError as error:
             known = ", ".join(f"{a} -> {b}" for a, b in CONVERSIONS)
-            raise PassError("codegen", f"no conversion {source} -> {target}; have {known}", node)
+            message = f"no conversion {source} -> {target}; have {known}"
+            raise PassError("codegen", message, node) from error
         return f'tp.{method}({x}, src="{source}", dst="{target}")' if method else str(x)
 
     def _view(self, node: Node) -> str:

@@ -18,7 +18,7 @@ TP1 = Communicator(None, 0, 1)
 
 
 class Gpt(nn.Module):
-    """The paper's block on flat rows, as Megatron shards it (world 1: every conversion is typed)."""
+    """The paper's block on flat rows, as Megatron shards it (every conversion is there)."""
 
     def __init__(
         self,

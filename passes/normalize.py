@@ -20,6 +20,7 @@ from typing import Literal
 import torch
 from torch.fx import Graph, Node
 
+import sp_compiler.ops  # noqa: F401 - registers the operators
 from sp_compiler.capture import Captured
 from sp_compiler.errors import UnsupportedError, node_origin
 from sp_compiler.graph import arguments

@@ -16,6 +16,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+import sp_compiler.ops  # noqa: F401 - registers the operators
 from sp_compiler.capture import Captured
 from sp_compiler.errors import module_path
 from sp_compiler.program import Call, Program, Ref, RefKind, Region

@@ -110,9 +110,10 @@ def capture(
     leaves, in_spec = flatten_inputs(args, kwargs)
     leaves = _as_examples(leaves, model)
     example_args, example_kwargs = pytree.tree_unflatten(leaves, in_spec)
-    if example_kwargs.get("use_cache") is True:
+    use_cache = example_kwargs.get("use_cache") is True
+    if use_cache:
         example_kwargs = {**example_kwargs, "use_cache": False}
-    with export_context(model):
+    with export_context(model, use_cache=use_cache):
         try:
             exported = torch.export.export(model, example_args, example_kwargs, strict=False)
             _prepare_subgraphs(exported.graph_module)

@@ -37,7 +37,7 @@ def check_capturable(model: nn.Module) -> None:
             raise UnsupportedError(
                 f"module {name or '(model)'!r} is a ScriptModule; pass an nn.Module"
             )
-        kinds = [kind for kind in _HOOKS if getattr(module, kind)]
+        kinds = [kind for kind in _HOOKS if any(map(_matters, getattr(module, kind).values()))]
         if name and kinds:
             raise UnsupportedError(
                 f"module {name!r} ({type(module).__name__}) has hooks ({', '.join(kinds)}), which "
@@ -46,9 +46,17 @@ def check_capturable(model: nn.Module) -> None:
             )
 
 
+def _matters(hook: Any) -> bool:
+    """False for the hook with which transformers makes embeddings of a checkpointed model require a
+    gradient: it changes no number and no parameter's gradient."""
+    return getattr(hook, "__name__", "") != "make_inputs_require_grads"
+
+
 @contextlib.contextmanager
-def export_context(model: nn.Module) -> Iterator[None]:
+def export_context(model: nn.Module, *, use_cache: bool = False) -> Iterator[None]:
     """The state in which a model is exported; everything is restored on the way out.
+
+    ``use_cache`` says whether the caller asked for a cache, which is refused with a warning.
 
     The root's own hooks are left to the caller's module; gradients are recorded whatever the mode
     of the caller; autocast stays as it is.
@@ -56,30 +64,35 @@ def export_context(model: nn.Module) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(_without_root_hooks(model))
-        stack.enter_context(_without_cache(model))
+        stack.enter_context(_without_hooks(model))
+        stack.enter_context(_without_cache(model, asked=use_cache))
         stack.enter_context(_given_causal_hint())
         _warn_about_checkpointing(model)
         yield
 
 
 @contextlib.contextmanager
-def _without_root_hooks(model: nn.Module) -> Iterator[None]:
-    saved = {kind: getattr(model, kind) for kind in _HOOKS}
-    for kind in _HOOKS:
-        setattr(model, kind, OrderedDict())
+def _without_hooks(model: nn.Module) -> Iterator[None]:
+    saved = [
+        (module, kind, getattr(module, kind))
+        for module in model.modules()
+        for kind in _HOOKS
+        if getattr(module, kind)
+    ]
+    for module, kind, _ in saved:
+        setattr(module, kind, OrderedDict())
     try:
         yield
     finally:
-        for kind, hooks in saved.items():
-            setattr(model, kind, hooks)
+        for module, kind, hooks in saved:
+            setattr(module, kind, hooks)
 
 
 @contextlib.contextmanager
-def _without_cache(model: nn.Module) -> Iterator[None]:
+def _without_cache(model: nn.Module, *, asked: bool) -> Iterator[None]:
     """Force ``config.use_cache`` off: a key/value cache cannot leave a captured graph."""
     configs = _configs_with(model, "use_cache")
-    if configs:
+    if configs or asked:
         warnings.warn("use_cache=True is ignored: a compiled model keeps no cache", stacklevel=5)
     for config in configs:
         config.use_cache = False

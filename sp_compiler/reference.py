@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter
 
+import sp_compiler.ops  # noqa: F401 - registers the operators
 from sp_compiler.capture import Captured
 from sp_compiler.errors import ArgumentError
 from sp_compiler.program import Program, Ref

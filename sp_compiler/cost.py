@@ -22,13 +22,17 @@ class Hardware:
         replicated_byte_us: price of a parameter byte that every rank holds. Chosen so that a weight
             matrix is sharded whenever it can be, while a norm weight or a small adapter is not
             worth a collective.
+        kept_byte_us: price of a byte kept for backward between two regions. Chosen so that rows are
+            sharded where gathering them costs the same either way, while a value that several
+            layers read whole (an encoder's states) is gathered once.
     """
 
     flops_per_us: float = 500e6
     memory_bytes_per_us: float = 3.35e6
     link_bytes_per_us: float = 450e3
-    latency_us: float = 10.0
+    latency_us: float = 2.0
     replicated_byte_us: float = 1e-2
+    kept_byte_us: float = 1e-5
 
 
 H100 = Hardware()
@@ -39,10 +43,8 @@ _WIRE = {
     ("S", "I"): 1,
     ("P", "S"): 1,
     ("P", "I"): 2,
-    ("P", "R"): 2,
-    ("S", "S"): 1,
 }
-_LOCAL = {("I", "R"), ("I", "S"), ("R", "S"), ("S", "P")}
+_LOCAL = {("I", "R"), ("I", "S"), ("R", "S")}
 
 
 def _kind(placement: Placement) -> str:
@@ -60,7 +62,7 @@ def collective_us(num_bytes: float, times: int, world: int, hardware: Hardware =
 def conversion_us(
     num_bytes: float, source: Placement, target: Placement, world: int, *, needs_grad: bool
 ) -> float | None:
-    """Time of a conversion, its gradient and, for a gathered value, gathering it again in backward.
+    """Time of a conversion and of its gradient.
 
     ``None`` for a conversion that the typing does not have (nothing turns R into I).
     """
@@ -76,9 +78,10 @@ def conversion_us(
     if needs_grad:
         back = (_kind(target.dual), _kind(source.dual))
         total += collective_us(num_bytes, _WIRE.get(back, 0), world)
-        if pair == ("S", "R"):
-            total += collective_us(num_bytes, 1, world)
-    return total + 2 * num_bytes / H100.memory_bytes_per_us / world
+    # Parts of an inner dim are copied into place, those of the outermost are not.
+    inner = any(p.kind == "S" and (p.dim or p.segments) for p in (source, target))
+    copies = 4.0 if inner else 0.0
+    return total + copies * num_bytes / H100.memory_bytes_per_us
 
 
 def operator_us(flops: float, num_bytes: float, hardware: Hardware = H100) -> float:

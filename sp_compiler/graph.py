@@ -9,6 +9,7 @@ from torch._guards import detect_fake_mode
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_iter, tree_map_only
 
+import sp_compiler.ops  # noqa: F401 - registers the operators
 from sp_compiler.placement import Placement
 
 

@@ -57,13 +57,24 @@ def compile_captured(
     capture_s: float = 0.0,
 ) -> CompiledProgram:
     """Everything after the capture; ``captured`` is normalised in place."""
-    clock = _Clock(capture_s)
-    stages = {"export": Stage("export", {"model": copy_graph(captured.module.graph)})}
+    clock = _Clock({"capture": capture_s})
+    exported = Stage("export", {"model": copy_graph(captured.module.graph)})
     normalize(captured, dropout=options.dropout)
     clock.lap("normalize")
     program = outline(captured)
-    stages["capture"] = Stage.of_program("capture", program)
     clock.lap("outline")
+    compiled = compile_program(program, options, fixed=fixed)
+    compiled.stages = {"export": exported, **compiled.stages}
+    compiled.seconds = {**clock.seconds, **compiled.seconds}
+    return compiled
+
+
+def compile_program(
+    program: Program, options: CompileOptions, *, fixed: Mapping[str, Placement] | None = None
+) -> CompiledProgram:
+    """Everything after outlining; ``program`` is not modified."""
+    clock = _Clock({})
+    stages = {"capture": Stage.of_program("capture", program)}
     sharded = shard(program, options, dict(fixed or {}))
     program = sharded.program
     stages["shard"] = Stage.of_program("shard", program)
@@ -75,9 +86,10 @@ def compile_captured(
     clock.lap("compile_regions")
     for compiled in regions:
         parts = compiled.partitioned
-        check_partitioned(compiled.region, parts.forward, parts.backward, options.tp)
+        check_partitioned(compiled.region, parts.forward, parts.backward)
     clock.lap("check_partitioned")
-    stages["final"] = Stage.of_program("final", _tagged(program, regions))
+    _write_tags(regions)
+    stages["final"] = Stage.of_program("final", program)
     stages["split"] = _split_stage(program, regions)
     source = module_source([region.text for region in regions])
     namespace = load(source)
@@ -101,17 +113,17 @@ def _compile(program: Program, region: Region, options: CompileOptions) -> Compi
     return compile_region(region, recompute=options.recompute, paths=paths)
 
 
-def _tagged(program: Program, regions: Sequence[CompiledRegion]) -> Program:
+def _write_tags(regions: Sequence[CompiledRegion]) -> None:
     """Write the decision on each traced node back to the operator of the region it came from."""
     for compiled in regions:
-        kept = {node.meta.get("source") for node in compiled.joint.graph.nodes
-                if node.meta.get("recompute") == "save"}
-        known = {node.meta.get("source") for node in compiled.joint.graph.nodes
-                 if "recompute" in node.meta}
+        tags: dict[str, str] = {}
+        for node in compiled.joint.graph.nodes:
+            tag = node.meta.get("recompute")
+            if tag is not None and tags.get(node.meta.get("source")) != "save":
+                tags[node.meta.get("source")] = tag
         for node in compiled.region.module.graph.nodes:
-            if node.name in known:
-                node.meta["recompute"] = "save" if node.name in kept else "recompute"
-    return program
+            if node.name in tags:
+                node.meta["recompute"] = tags[node.name]
 
 
 def _split_stage(program: Program, regions: Sequence[CompiledRegion]) -> Stage:
@@ -127,8 +139,8 @@ def _split_stage(program: Program, regions: Sequence[CompiledRegion]) -> Stage:
 class _Clock:
     """Seconds spent in each step."""
 
-    def __init__(self, capture_s: float) -> None:
-        self.seconds = {"capture": capture_s}
+    def __init__(self, seconds: dict[str, float]) -> None:
+        self.seconds = seconds
         self._last = time.perf_counter()
 
     def lap(self, name: str) -> None:

@@ -67,8 +67,88 @@ class _Rows:
         return LinearConstraint(matrix, np.array(self.lower), np.array(self.upper))
 
 
+_MAX_MERGED_OPTIONS = 24
+
+
+@dataclass
+class _Merged:
+    """A vertex that stands for several; ``picks[i]`` are the (vertex, option) pairs of option ``i``."""
+
+    vertex: Vertex
+    picks: list[dict[int, int]]
+
+
+def merge_chains(vertices: list[Vertex], conversion_cost: ConversionCost) -> list[_Merged]:
+    """Join each vertex with the only reader of its only result, exactly.
+
+    The conversion between the two is paid inside; of all pairs of options with the same outside
+    only the cheapest is kept. Chains of pointwise operators shrink to one vertex.
+    """
+    merged = [
+        _Merged(vertex, [{number: i} for i in range(len(vertex.options))])
+        for number, vertex in enumerate(vertices)
+    ]
+    readers: dict[Value, list[int]] = defaultdict(list)
+    for number, vertex in enumerate(vertices):
+        for value in vertex.needs:
+            readers[value].append(number)
+    home = list(range(len(vertices)))
+    for number, vertex in enumerate(vertices):
+        if len(vertex.makes) != 1 or len(readers[vertex.makes[0]]) != 1:
+            continue
+        reader = readers[vertex.makes[0]][0]
+        while home[reader] != reader:
+            reader = home[reader]
+        joined = _join(merged[number], merged[reader], conversion_cost)
+        if joined is not None:
+            merged[reader] = joined
+            home[number] = reader
+    return [item for number, item in enumerate(merged) if home[number] == number]
+
+
+def _join(maker: _Merged, reader: _Merged, conversion_cost: ConversionCost) -> _Merged | None:
+    (value,) = maker.vertex.makes
+    position = reader.vertex.needs.index(value)
+    best: dict[tuple[object, object], tuple[Option, dict[int, int]]] = {}
+    for i, first in enumerate(maker.vertex.options):
+        for j, second in enumerate(reader.vertex.options):
+            source, target = first.makes[0], second.needs[position]
+            between = 0.0 if source == target else conversion_cost(value, source, target)
+            if between is None:
+                continue
+            needs = (*first.needs, *second.needs[:position], *second.needs[position + 1 :])
+            option = Option(needs, second.makes, first.cost_us + between + second.cost_us)
+            key = (needs, second.makes)
+            if key not in best or option.cost_us < best[key][0].cost_us:
+                best[key] = (option, maker.picks[i] | reader.picks[j])
+    if not best or len(best) > _MAX_MERGED_OPTIONS:
+        return None
+    names = reader.vertex.needs
+    needs = (*maker.vertex.needs, *names[:position], *names[position + 1 :])
+    options = [option for option, _ in best.values()]
+    return _Merged(Vertex(needs, reader.vertex.makes, options), [picks for _, picks in best.values()])
+
+
 def solve(vertices: list[Vertex], conversion_cost: ConversionCost) -> Solution:
     """The cheapest choice of options.
+
+    Args:
+        vertices: every value is made by exactly one vertex, before the vertices that need it.
+        conversion_cost: us to make a value's second placement from the first; ``None``: impossible.
+
+    Raises:
+        SPCompilerError: no choice satisfies every need.
+    """
+    merged = merge_chains(vertices, conversion_cost)
+    reduced = _solve([item.vertex for item in merged], conversion_cost)
+    picks: dict[int, int] = {}
+    for item, choice in zip(merged, reduced.choices, strict=True):
+        picks |= item.picks[choice]
+    return Solution([picks[number] for number in range(len(vertices))], reduced.cost_us)
+
+
+def _solve(vertices: list[Vertex], conversion_cost: ConversionCost) -> Solution:
+    """As :func:`solve`, every vertex taken as it is.
 
     Args:
         vertices: every value is made by exactly one vertex.
@@ -109,6 +189,7 @@ def solve(vertices: list[Vertex], conversion_cost: ConversionCost) -> Solution:
         constraints=[rows.constraint(len(columns))],
         integrality=integrality,
         bounds=Bounds(0, 1),
+        options={"mip_rel_gap": 1e-7},
     )
     if result.x is None:
         raise SPCompilerError(f"no placement satisfies every operator: {result.message}")

@@ -6,6 +6,7 @@ Requires ``meta["val"]`` and ``meta["requires_grad"]`` on every node; establishe
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,6 +21,7 @@ from sp_compiler.placement import I, Placement, R
 from sp_compiler.program import Call, Program, Ref, Region
 from sp_compiler.rules.strategies import Strategy
 from sp_compiler.solver import solve
+from sp_compiler.stage import copy_graph
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ def shard(
         fixed: storage placements that an earlier compilation gave to the parameters.
     """
     world = options.tp
-    program = _route_outputs(program)
+    program, routed = _route_outputs(program)
     facts = activate(program)
     if world == 1:
         return _unsharded(program, facts)
@@ -61,7 +63,8 @@ def shard(
         world=world,
         sequence_parallel=options.sequence_parallel,
         nominal_tokens=options.nominal_tokens,
-        shard_outputs=lambda index: _may_shard(program, index, options),
+        shard_outputs=lambda index: program.outputs[index] not in routed
+        and _may_shard(program, index, options),
         fixed=fixed or {},
     )
     problem = builder.build()
@@ -109,19 +112,43 @@ def _output_value(program: Program, ref: Ref) -> Node:
     return program.calls[ref.index].region.outputs[ref.output]
 
 
-def _route_outputs(program: Program) -> Program:
-    """Give model outputs that other regions read too a region of their own, to place them freely."""
+def _route_outputs(program: Program) -> tuple[Program, list[Ref]]:
+    """Let model outputs that other regions read too be placed freely; also returns those.
+
+    A region called once returns such a value twice; those of a repeated region pass through a
+    region of their own at the end.
+    """
     read = {(ref.index, ref.output) for call in program.calls for ref in call.args if ref.kind == "call"}
-    repeated = {
-        i for i, call in enumerate(program.calls)
-        if sum(other.region is call.region for other in program.calls) > 1
-    }
-    refs = list(dict.fromkeys(
-        ref for ref in _call_outputs(program)
-        if (ref.index, ref.output) in read or ref.index in repeated
-    ))
-    if not refs:
-        return program
+    count = Counter(id(call.region) for call in program.calls)
+    moved: dict[Ref, Ref] = {}
+    passed: list[Ref] = []
+    for ref in dict.fromkeys(_call_outputs(program)):
+        repeated = count[id(program.calls[ref.index].region)] > 1
+        if repeated:
+            passed.append(ref)
+        elif (ref.index, ref.output) in read:
+            program = _return_twice(program, ref)
+            outputs = program.calls[ref.index].region.outputs
+            moved[ref] = Ref("call", index=ref.index, output=len(outputs) - 1)
+    calls = list(program.calls)
+    if passed:
+        calls.append(Call(_pass_through(program, passed), "", tuple(passed)))
+        moved |= {ref: Ref("call", index=len(calls) - 1, output=k) for k, ref in enumerate(passed)}
+    outputs = [moved.get(ref, ref) if isinstance(ref, Ref) else ref for ref in program.outputs]
+    return replace(program, calls=calls, outputs=outputs), list(moved.values())
+
+
+def _return_twice(program: Program, ref: Ref) -> Program:
+    old = program.calls[ref.index].region
+    graph = copy_graph(old.module.graph)
+    (returned,) = graph.find_nodes(op="output")
+    returned.args = ([*returned.args[0], returned.args[0][ref.output]],)
+    region = replace(old, module=GraphModule(old.module, graph, class_name=old.name))
+    calls = [replace(c, region=region) if c.region is old else c for c in program.calls]
+    return replace(program, calls=calls)
+
+
+def _pass_through(program: Program, refs: list[Ref]) -> Region:
     graph = Graph()
     nodes = []
     for number, ref in enumerate(refs):
@@ -130,16 +157,12 @@ def _route_outputs(program: Program) -> Program:
         node.meta = {k: v for k, v in source.meta.items() if k in ("val", "requires_grad")}
         nodes.append(node)
     graph.output(nodes)
-    region = Region(
+    return Region(
         name="Outputs",
         module=GraphModule(torch.nn.Module(), graph, class_name="Outputs"),
         input_kinds=("call",) * len(refs),
         input_names=tuple(node.name for node in nodes),
     )
-    index = len(program.calls)
-    moved = {ref: Ref("call", index=index, output=k) for k, ref in enumerate(refs)}
-    outputs = [moved.get(ref, ref) if isinstance(ref, Ref) else ref for ref in program.outputs]
-    return replace(program, calls=[*program.calls, Call(region, "", tuple(refs))], outputs=outputs)
 
 
 class _Assembly:

@@ -22,6 +22,7 @@ from sp_compiler.passes.shard.values import RegionValues, Value, results_of, sha
 from sp_compiler.placement import I, Placement, R, S
 from sp_compiler.program import Region
 from sp_compiler.rules.strategies import Strategy
+from sp_compiler.rules.table import is_pointwise
 
 aten = torch.ops.aten
 sp = torch.ops.sp_compiler
@@ -139,7 +140,7 @@ class RegionLowering:
             if isinstance(leaf, Node):
                 placement = next(placements)
                 operand = self.get(value_of(leaf), placement)
-                if rows and placement.kind != "T":
+                if rows and placement.kind != "T" and is_pointwise(node):
                     operand = self._without_rows(node, operand, len(shape_of((node, 0))) - rows)
                 leaves[position] = operand
         args, kwargs = tree_unflatten(leaves, spec)

@@ -301,10 +301,18 @@ class ProblemBuilder:
         outs = [(i, value_of(self.regions[i].outputs[k])) for side, i, k in members if side == "out"]
         ins = [(i, (self.regions[i].placeholders[k], 0)) for side, i, k in members if side == "in"]
         rows = self.facts[ins[0][0]].num_rows(ins[0][1])
-        allowed = [*self._needed(ins, "S"), I, R]
-        if rows and self.sequence_parallel:
-            allowed.insert(0, T(rows))
-        options = [Option((p,) * len(outs), (p,) * len(ins), 0.0) for p in allowed]
+        if rows:
+            # The residual stream: sharded by rows or whole, never by features, which norms mix.
+            allowed = [T(rows), I, R] if self.sequence_parallel else [I, R]
+        else:
+            allowed = [*self._needed(ins, "S"), I, R]
+        kept = sum(
+            bytes_of(value) * self._scale_of(i, value) * self.num_calls[i] for i, value in outs
+        )
+        kept *= (self.world - 1) / self.world * H100.kept_byte_us
+        options = [
+            Option((p,) * len(outs), (p,) * len(ins), 0.0 if p.is_sharded else kept) for p in allowed
+        ]
         self.problem.add(("boundary", number), Vertex(tuple(outs), tuple(ins), options))
 
     def _add_outputs(self) -> None:
@@ -317,9 +325,14 @@ class ProblemBuilder:
                 continue
             allowed = [I]
             if self.shard_outputs(index):
-                allowed += [S(dim) for dim in range(len(shape_of(value)))]
+                allowed += [S(dim) for dim in self._feature_dims(i, value)]
             options = [Option((p,), (), 0.0) for p in allowed]
             self.problem.add(("output", index), Vertex(((i, value),), (), options))
+
+
+    def _feature_dims(self, i: int, value: Value) -> list[int]:
+        facts, rank = self.facts[i], len(shape_of(value))
+        return [d for d in range(rank) if (value, d) in facts.features and (value, d) not in facts.tokens]
 
 
 def _vocabulary_strategies(node: Node, world: int) -> list[Strategy]:

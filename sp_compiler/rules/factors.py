@@ -36,7 +36,7 @@ class OpRule:
     Attributes:
         operands: dims of each tensor operand, in the order of the arguments, repeats included.
         results: dims of each tensor result.
-        contracted: factors that are summed over: sharding one gives partial results.
+        contracted: factors that are summed over: sharding one makes the results without it partial.
         linear: sets of operand positions; when all operands of a set are partial sums and the others
             replicated, the results are partial sums.
         split: for an operator that cuts one dim into parts, (operand dim, part sizes): with each part

@@ -97,7 +97,7 @@ def _shard_factor(
     if None in operands or None in results:
         return None
     if any(factor.name == contracted.name for contracted in rule.contracted):
-        results = [P] * len(results)
+        results = [P if placement == R else placement for placement in results]
     elif R in results:
         return None
     if segments and not _segments_agree(operands, results):

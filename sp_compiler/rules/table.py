@@ -46,10 +46,18 @@ def rule_for(node: Node) -> OpRule | None:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return None
-    found = _TABLE.get(f"{target.namespace}::{target._schema.name.split('::')[1]}")
+    found = _TABLE.get(target._schema.name)
     if found is not None:
         return found(node)
     return _pointwise(node) if torch.Tag.pointwise in target.tags else None
+
+
+def is_pointwise(node: Node) -> bool:
+    """Whether operands of ``node`` are broadcast to its result and combined element by element."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return _TABLE.get(target._schema.name) is _pointwise or torch.Tag.pointwise in target.tags
 
 
 def _shape(value: Any) -> tuple[int, ...]:
@@ -339,4 +347,5 @@ def _pad(node: Node) -> OpRule:
     (shape,), (result,) = _operand_shapes(node), _result_shapes(node)
     changed = [d for d in range(len(shape)) if shape[d] != result[d] or d >= len(shape) - 1]
     dims = numbered(shape, blocked=changed)
-    return OpRule((dims,), (dims,))
+    linear = () if arguments(node).get("value") else ((0,),)
+    return OpRule((dims,), (dims,), linear=linear)

@@ -7,6 +7,7 @@ backward just before its first use. A saved view saves the tensor that owns its 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 from torch.fx import Graph, Node
@@ -117,6 +118,14 @@ def _record(node: Node, kind: str) -> SavedTensor:
         num_bytes=value.numel() * value.element_size(),
         module=module_path(node),
         line=lines[-1].strip() if lines else "",
-        op="" if node.op == "placeholder" else str(node.target),
+        op=_operator(node),
         reason=node.meta.get("recompute_reason", "input of the region"),
     )
+
+
+def _operator(node: Node) -> str:
+    """Bare name of the operator that made ``node``, "" for inputs."""
+    if node.op == "placeholder":
+        return ""
+    source = node.args[0] if node.target is operator.getitem else node
+    return source.target.__name__.partition(".")[0]

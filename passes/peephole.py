@@ -19,6 +19,7 @@ Mutates the graph. Reads ``meta["val"]``; new nodes take the meta of what they r
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -148,8 +149,9 @@ def _linear(node: Node) -> Node | None:
         return _call(aten.linear.default, (factor, transposed.args[0], *bias), like=node)
 
 
-def _call(target: object, args: tuple[object, ...], *, like: Node, val: object = None) -> Node:
-    new = like.graph.call_function(target, args)
+def _call(target: Any, args: tuple[Any, ...], *, like: Node, val: Any = None) -> Node:
+    name = target.__name__.partition(".")[0]
+    new = like.graph.create_node("call_function", target, args, {}, name)
     new.meta = dict(like.meta)
     if val is not None:
         new.meta["val"] = val

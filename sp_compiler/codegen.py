@@ -219,8 +219,8 @@ class _Body:
         return [section]
 
     def _relative(self, path: str) -> str:
-        if path == self._prefix:
-            return "(block)" if path else "(model)"
+        if path in ("", self._prefix):
+            return "(block)" if self._prefix else "(model)"
         return path.removeprefix(f"{self._prefix}.") if self._prefix else path
 
     def _statement(self, node: Node) -> list[str]:

@@ -18,7 +18,7 @@ class SavedTensor:
         num_bytes: size of its storage on one rank.
         module: path of the user's module that made it, "" for inputs.
         line: source line of the user's model, "" where unknown.
-        op: operator that made it, "" for inputs.
+        op: operator that made it ("linear"), "" for inputs.
         reason: why it is kept.
     """
 

@@ -3,9 +3,10 @@
 Four steps, each only for what the earlier ones left over:
 
 1. placeholders and attributes by name, then by position; the output;
-2. nodes that come from the same node of the captured model (``meta["root"]`` or ``meta["source"]``,
-   written by the passes), in order within such a group. Where one node became several, they are the
-   *expansion* of one of them, which stands for the value;
+2. nodes of the second graph that were made from a node of the first (``meta["source"]``), or that
+   go back to the same node of the captured model (``meta["root"]``, else ``meta["source"]``), in
+   order within such a group. Where one node became several, they are the *expansion* of one of
+   them, which stands for the value;
 3. nodes with the same operator and matching operands, in topological order, so that a match spreads
    to its users;
 4. a long common subsequence of operators, a match at a time, each followed by step 3.
@@ -28,6 +29,7 @@ from sp_compiler.graph import arguments, conversion, tensor_operands
 from sp_compiler.render import render_target, render_value
 from sp_compiler.sequences import longest_common
 
+_Key = Callable[[Node], str]
 _NAMED = ("placeholder", "get_attr")
 # Pairs of unmatched nodes beyond which looking for one difference after another takes too long,
 _MAX_ROUND_PAIRS = 100_000
@@ -54,7 +56,8 @@ class Alignment:
         self._owner: dict[Node, Node] = {}
         self._match_named()
         if any(_has_provenance(node) for node in (*self.before, *self.after)):
-            self._match_groups()
+            self._match_groups(_name_and_root, _source_and_root)
+            self._match_groups(_root, _root)
         self._spread()
         self._match_rest()
         self._match_replacements()
@@ -134,7 +137,7 @@ class Alignment:
         for op in _NAMED:
             old = [node for node in self.before if node.op == op]
             new = [node for node in self.after if node.op == op]
-            for key in (_name, _root):
+            for key in (_target, _root):
                 by_key = {key(node): node for node in new if self._is_inserted(node)}
                 for node in old:
                     if node not in self.forth and key(node) in by_key:
@@ -148,10 +151,12 @@ class Alignment:
         for pair in zip(*outputs, strict=False):
             self._match(*pair)
 
-    def _match_groups(self) -> None:
-        old_groups, new_groups = _groups(self._open_before()), _groups(self._open_after())
-        for root, old in old_groups.items():
-            new = new_groups.get(root, [])
+    def _match_groups(self, old_key: _Key, new_key: _Key) -> None:
+        """Match nodes of equal keys, which are nodes that one captured node became."""
+        old_groups = _groups(self._open_before(), old_key)
+        new_groups = _groups(self._open_after(), new_key)
+        for group, old in old_groups.items():
+            new = new_groups.get(group, [])
             for key in (_signature, render_target):
                 self._match_sequence(old, new, key)
                 old = [node for node in old if node not in self.forth]
@@ -171,7 +176,7 @@ class Alignment:
         self,
         old: list[Node],
         new: list[Node],
-        key: Callable[[Node], str],
+        key: _Key,
         limit: int | None = None,
     ) -> None:
         pairs = longest_common([key(node) for node in old], [key(node) for node in new])
@@ -249,10 +254,10 @@ def _value_node(nodes: list[Node]) -> Node:
     return (placed or main or outside or nodes)[-1]
 
 
-def _groups(nodes: list[Node]) -> dict[str, list[Node]]:
+def _groups(nodes: list[Node], key: _Key) -> dict[str, list[Node]]:
     groups: dict[str, list[Node]] = defaultdict(list)
     for node in nodes:
-        groups[_root(node)].append(node)
+        groups[key(node)].append(node)
     return groups
 
 
@@ -265,7 +270,15 @@ def _root(node: Node) -> str:
     return str(node.meta.get("root") or node.meta.get("source") or node.name)
 
 
-def _name(node: Node) -> str:
+def _name_and_root(node: Node) -> str:
+    return f"{node.name} {_root(node)}"
+
+
+def _source_and_root(node: Node) -> str:
+    return f"{node.meta.get('source')} {_root(node)}"
+
+
+def _target(node: Node) -> str:
     return str(node.target)
 
 

@@ -23,7 +23,7 @@ METAS: tuple[Meta, ...] = ("val", "placement", "recompute")
 _DTYPES = {"float": "f", "bfloat": "bf", "uint": "u", "int": "i", "complex": "c"}
 
 
-def render(graph: Graph | GraphModule, *, metas: Collection[Meta] = METAS) -> str:
+def render(graph: Graph | GraphModule, *, metas: Collection[str] = METAS) -> str:
     """The whole graph, a line a node.
 
     Args:
@@ -40,7 +40,7 @@ def render(graph: Graph | GraphModule, *, metas: Collection[Meta] = METAS) -> st
 def render_node(
     node: Node,
     name: Callable[[Node], str] = lambda node: f"%{node.name}",
-    metas: Collection[Meta] = METAS,
+    metas: Collection[str] = METAS,
 ) -> str:
     """One line for ``node``; ``name`` says how a value is called."""
     suffix = render_metas(node, metas)
@@ -68,7 +68,7 @@ def render_arguments(node: Node, name: Callable[[Node], str]) -> str:
     return ", ".join(parts)
 
 
-def render_metas(node: Node, metas: Collection[Meta] = METAS) -> str:
+def render_metas(node: Node, metas: Collection[str] = METAS) -> str:
     """What follows a call: `` : f32[2, 4] @ S(1) #save``."""
     marks = {"val": " : ", "placement": " @ ", "recompute": " #"}
     texts = {meta: meta_text(node, meta) for meta in METAS if meta in metas}
@@ -99,6 +99,9 @@ def render_function(function: Any) -> str:
     name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
     if name is None:
         return _plain(function)
+    short = name.rpartition(".")[2]
+    if getattr(torch, short, None) is function:
+        return f"torch.{short}"
     module = getattr(function, "__module__", None) or ""
     return name if module in ("_operator", "builtins", "") else f"{module}.{name}"
 

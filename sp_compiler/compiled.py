@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -10,7 +11,6 @@ from torch import Tensor
 from sp_compiler.errors import ArgumentError
 from sp_compiler.placement import I, Placement
 from sp_compiler.program import Program, Ref, Region
-from sp_compiler.runtime.communicator import Communicator
 
 
 class RegionCode(Protocol):
@@ -20,15 +20,15 @@ class RegionCode(Protocol):
     ``output_placements``.
     """
 
-    def forward(self, tp: Communicator, *inputs: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Outputs of the region, and what ``backward`` needs of it."""
+    @property
+    def forward(self) -> Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]]]:
+        """``forward(tp, *inputs)``: outputs of the region, and what ``backward`` needs of it."""
 
-    def backward(
-        self, tp: Communicator, saved: tuple[Any, ...], *tangents: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        """One gradient for each input (``None``: no gradient flows to it).
+    @property
+    def backward(self) -> Callable[..., tuple[Tensor | None, ...]]:
+        """``backward(tp, saved, *tangents)``: one gradient for each input, or ``None``.
 
-        ``tangents`` holds one gradient for each output that requires one, in order.
+        There is one tangent for each output that requires a gradient, in order.
         """
 
 
@@ -48,7 +48,7 @@ class CompiledProgram:
         code: the generated text.
         plan: what :func:`sp_compiler.plan` reports, or ``None``.
         stages: name to graph after each pass.
-        regions: region name to what its compilation produced on the way (joint graph, what is kept).
+        regions: region name to what its compilation produced (joint graph, what is kept).
         seconds: time spent in each step of the compilation.
     """
 

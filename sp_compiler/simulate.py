@@ -165,15 +165,16 @@ def _backward(
     output_grads: Sequence[Tensor | None] | None,
 ) -> None:
     roots, tangents = [], []
-    for index, (value, ref) in enumerate(zip(outputs, refs, strict=True)):
+    given = output_grads or [None] * len(outputs)
+    for value, ref, grad in zip(outputs, refs, given, strict=True):
         if not isinstance(value, Tensor) or not value.requires_grad:
             continue
         if output_grads is None:
             tangent = torch.ones_like(value)
-        elif output_grads[index] is None:
+        elif grad is None:
             continue
         else:
-            tangent = scatter(output_grads[index], compiled.placement(ref).dual, compiled.world)
+            tangent = scatter(grad, compiled.placement(ref).dual, compiled.world)
         roots.append(value)
         tangents.append(tangent)
         if output_grads is None and value.dim() == 0:

@@ -1,7 +1,8 @@
-"""A compiled program written by hand: residual blocks ``x + relu(x * scale @ up.T + bias) @ down.T``.
+"""A compiled program written by hand: blocks ``x + relu(x * scale @ up.T + bias) @ down.T``.
 
-Tokens are sharded between the products, ``up`` is column-parallel, ``down`` row-parallel, ``scale`` is
-stored whole and used as R. The loss is the mean of squares of the last ``x``, which is returned whole.
+Tokens are sharded between the products, ``up`` is column-parallel, ``down`` row-parallel, ``scale``
+is stored whole and used as R. The loss is the mean of squares of the last ``x``, which is returned
+whole.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from sp_compiler.compiled import CompiledProgram
 from sp_compiler.placement import I, Placement, R, S
-from sp_compiler.program import Call, Program, Ref, Region
+from sp_compiler.program import Call, Program, Ref, RefKind, Region
 
 
 class Block(nn.Module):
@@ -34,7 +35,8 @@ class Model(nn.Module):
     def __init__(self, hidden: int = 4, layers: int = 2) -> None:
         super().__init__()
         self.config = {"hidden": hidden}
-        self.blocks = nn.ModuleList(Block(hidden) for _ in range(layers))
+        self.blocks: Any = nn.ModuleList(Block(hidden) for _ in range(layers))
+        self.steps: Tensor
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
@@ -89,30 +91,30 @@ class LeaveCode:
 
 
 def _region(
-    name: str, kinds: str, names: str, inputs: list[Placement], outputs: list[Placement]
+    name: str, kinds: list[RefKind], names: str, inputs: list[Placement], outputs: list[Placement]
 ) -> Region:
     module = torch.fx.GraphModule({}, torch.fx.Graph())
     return Region(
         name,
         module,
-        tuple(kinds.split()),
+        tuple(kinds),
         tuple(names.split()),
         tuple(inputs),
-        tuple(outputs),  # type: ignore[arg-type]
+        tuple(outputs),
     )
 
 
 def handmade(world: int, layers: int = 2) -> CompiledProgram:
     """The program of :class:`Model` for ``world`` ranks."""
-    enter = _region("Enter", "input buffer", "x steps", [I, I], [S(0), I])
+    enter = _region("Enter", ["input", "buffer"], "x steps", [I, I], [S(0), I])
     block = _region(
         "Block",
-        "param param param param call",
+        ["param", "param", "param", "param", "call"],
         "scale up.weight up.bias down.weight x",
         [R, S(0), S(0), S(1), S(0)],
         [S(0)],
     )
-    leave = _region("Leave", "call", "x", [S(0)], [I, I])
+    leave = _region("Leave", ["call"], "x", [S(0)], [I, I])
     calls = [Call(enter, "", (Ref("input", index=0), Ref("buffer", "steps")))]
     placements = {}
     for layer in range(layers):

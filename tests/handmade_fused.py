@@ -1,7 +1,7 @@
 """A handmade program with a fused weight, dropout, and an output that stays sharded.
 
-``y = dropout(x @ fused.weight.T)``; the weight is sharded by segments of its rows, ``y`` is returned
-sharded on its columns together with the mean of its squares.
+``y = dropout(x @ fused.weight.T)``; the weight is sharded by segments of its rows, ``y`` is
+returned sharded on its columns together with the mean of its squares.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sp_compiler.program import Call, Program, Ref, Region
 class FusedModel(nn.Module):
     def __init__(self, rows: int) -> None:
         super().__init__()
-        self.fused = nn.Linear(4, rows, bias=False)
+        self.fused: Any = nn.Linear(4, rows, bias=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         y = self.fused(x)

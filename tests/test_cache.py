@@ -23,7 +23,9 @@ def _key(*args: Any, **kwargs: Any) -> CallKey:
 
 def test_order_of_keyword_arguments_does_not_matter() -> None:
     one, other = _key(a=_IDS, b=1), _key(b=1, a=_IDS)
-    assert one == other and hash(one) == hash(other) and one.digest() == other.digest()
+    assert one == other
+    assert hash(one) == hash(other)
+    assert one.digest() == other.digest()
 
 
 @pytest.mark.parametrize(
@@ -89,7 +91,8 @@ def test_the_store_is_bounded_and_warns_once() -> None:
     assert cache.get(keys[0]) == 0
     with pytest.warns(UserWarning, match="more than 2 different kinds of inputs"):
         cache.put(keys[2], 2)
-    assert cache.get(keys[1]) is None and cache.get(keys[0]) == 0 and len(cache) == 2
+    assert [cache.get(key) for key in keys] == [0, None, 2, None]
+    assert len(cache) == 2
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         cache.put(keys[3], 3)

@@ -20,7 +20,7 @@ from sp_compiler.simulate import gather_check, scatter, simulated_ranks
 from tests.handmade import BlockCode, Model, handmade
 
 
-def _model() -> Model:
+def _model() -> Any:
     torch.manual_seed(0)
     return Model().double()
 
@@ -131,12 +131,14 @@ def test_autocast_does_not_reach_the_generated_code() -> None:
 def test_outer_checkpoint() -> None:
     model, x = _model(), _input(requires_grad=True)
     checkpoint(lambda value: _run(model, value)["loss"], x, use_reentrant=False).backward()
-    (expected,) = torch.autograd.grad(model(x.detach().requires_grad_())["loss"], [model.blocks[0].scale])
+    (expected,) = torch.autograd.grad(
+        model(x.detach().requires_grad_())["loss"], [model.blocks[0].scale]
+    )
     _close(model.blocks[0].scale.grad, expected)
 
 
 def test_an_output_that_is_given_twice() -> None:
-    class Twice(BlockCode):
+    class Twice:
         @staticmethod
         def forward(tp: Any, *inputs: Tensor) -> Any:
             (out,), saved = BlockCode.forward(tp, *inputs)
@@ -152,7 +154,7 @@ def test_an_output_that_is_given_twice() -> None:
     compiled.codes["Block"] = Twice()
     compiled.differentiable["Block"] = (True, True)
     torch.manual_seed(0)
-    model = Model(layers=1).double()
+    model: Any = Model(layers=1).double()
     run = Executor(compiled, Communicator(None, 0, 1)).run(
         dict(model.named_parameters()), dict(model.named_buffers()), [_input()]
     )
@@ -166,13 +168,17 @@ def test_gradients_are_reduced_in_one_bucket_a_dtype(monkeypatch: pytest.MonkeyP
         local = [None if grad is None else scatter(grad, I, 2) for grad in grads]
         calls: list[int] = []
         original = tp.all_reduce
-        monkeypatch.setattr(
-            tp, "all_reduce", lambda x, src, dst: calls.append(x.numel()) or original(x, src, dst)
-        )
+
+        def counted(x: Tensor, src: str, dst: str) -> Tensor:
+            calls.append(x.numel())
+            return original(x, src, dst)
+
+        monkeypatch.setattr(tp, "all_reduce", counted)
         reduced = reduce_gradients(tp, local)
-        assert calls == [8, 4] and reduced[1] is None
+        assert calls == [8, 4]
+        assert reduced[1] is None
         for grad, result in zip(grads, reduced, strict=True):
-            if grad is not None:
+            if grad is not None and result is not None:
                 assert torch.equal(gather_check(result, I), 2 * grad)
 
 
@@ -181,7 +187,7 @@ def test_wrong_placement_or_world_is_refused() -> None:
     with pytest.raises(ArgumentError, match="compiled for 2 ranks"):
         Executor(compiled, Communicator(None, 0, 1))
     compiled.param_placements["blocks.0.up.weight"] = S(1)
-    with simulated_ranks(2) as tp, pytest.raises(ArgumentError, match="blocks.0.up.weight"):
+    with simulated_ranks(2) as tp, pytest.raises(ArgumentError, match=r"blocks\.0\.up\.weight"):
         Executor(compiled, tp)
     with pytest.raises(ArgumentError, match="no code for region 'Block'"):
         CompiledProgram(compiled.program, {"Enter": BlockCode()}, {}, 2, {"Enter": (True, False)})

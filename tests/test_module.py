@@ -44,7 +44,7 @@ class Builder:
         return handmade(self.world)
 
 
-def _model() -> Model:
+def _model() -> Any:
     torch.manual_seed(3)
     return Model().double()
 
@@ -53,7 +53,7 @@ def _input() -> Tensor:
     return torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-def _compiled(world: int) -> tuple[DistributedModule, Builder]:
+def _compiled(world: int) -> tuple[Any, Builder]:
     builder = Builder(world)
     return DistributedModule(_model(), tensor_parallel_group(world), builder), builder
 
@@ -111,7 +111,15 @@ def _many_things() -> dict[str, Any]:
     """What is cheap to do in one pair of processes; each entry is checked by one test below."""
     result: dict[str, Any] = {"train": _train(2), "foreach": _train(2, foreach=True)}
     for check in (
-        _parameters, _accumulation, _hooks, _state, _copies, _scaler, _mismatch, _inplace, _frozen
+        _parameters,
+        _accumulation,
+        _hooks,
+        _state,
+        _copies,
+        _scaler,
+        _mismatch,
+        _inplace,
+        _frozen,
     ):
         result[check.__name__.lstrip("_")] = check()
     return result
@@ -159,17 +167,19 @@ def _hooks() -> Any:
     module, _ = _compiled(2)
     events: list[str] = []
     module.register_forward_hook(lambda m, args, out: events.append("root"))
-    module.blocks[1].register_forward_hook(lambda m, args, out: events.append(str(tuple(out.shape))))
+    module.blocks[1].register_forward_hook(
+        lambda m, args, out: events.append(str(tuple(out.shape)))
+    )
     module.blocks[0].scale.register_hook(lambda grad: events.append("grad"))
     module.blocks[0].up.weight.register_post_accumulate_grad_hook(
         lambda parameter: events.append(f"post {tuple(parameter.grad.to_local().shape)}")
     )
     module(_input())["loss"].backward()
-    with pytest.raises(UnsupportedError, match="blocks.0.up"):
+    with pytest.raises(UnsupportedError, match=r"blocks\.0\.up"):
         module.blocks[0].up.register_forward_hook(lambda *args: None)
     late, _ = _compiled(2)
     late.blocks[0].up.register_forward_hook(lambda *args: None)
-    with pytest.raises(UnsupportedError, match="blocks.0.up"):
+    with pytest.raises(UnsupportedError, match=r"blocks\.0\.up"):
         late(_input())
     return events
 
@@ -230,8 +240,11 @@ def _scaler() -> Any:
         module.blocks[0].up.weight.grad.to_local().fill_(float("inf"))
     scaler.step(optimizer)
     scaler.update()
-    return {"close": close, "skipped": torch.equal(before, module.blocks[0].up.weight.full_tensor()),
-            "scale": scaler.get_scale()}
+    return {
+        "close": close,
+        "skipped": torch.equal(before, module.blocks[0].up.weight.full_tensor()),
+        "scale": scaler.get_scale(),
+    }
 
 
 def _mismatch() -> Any:
@@ -247,7 +260,7 @@ def _mismatch() -> Any:
         unequal = _model()
         nn.init.constant_(unequal.blocks[1].down.weight, dist.get_rank())
         bad = DistributedModule(unequal, tensor_parallel_group(2), Builder(2))
-        with pytest.raises(RankMismatchError, match="blocks.1.down.weight"):
+        with pytest.raises(RankMismatchError, match=r"blocks\.1\.down\.weight"):
             bad(_input())
     return "(4, 4)" in str(caught.value) and "(6, 4)" in str(caught.value)
 
@@ -267,7 +280,11 @@ def _frozen() -> Any:
     module(_input())
     module.blocks[0].scale.requires_grad_(False)
     module(_input())["loss"].backward()
-    return len(builder.seen), module.blocks[0].scale.grad is None, module.blocks[1].scale.grad is not None
+    return (
+        len(builder.seen),
+        module.blocks[0].scale.grad is None,
+        module.blocks[1].scale.grad is not None,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -275,6 +292,7 @@ def ranks() -> list[dict[str, Any]]:
     return run_on_ranks(2, _many_things)
 
 
+@pytest.mark.slow
 def test_two_ranks_train_like_the_model(ranks: list[dict[str, Any]]) -> None:
     expected = _expected_training()
     for result in ranks:
@@ -282,49 +300,60 @@ def test_two_ranks_train_like_the_model(ranks: list[dict[str, Any]]) -> None:
         _same_training(result["foreach"], expected)
 
 
+@pytest.mark.slow
 def test_parameters_keep_their_identity_and_are_placed_once(ranks: list[dict[str, Any]]) -> None:
     found = ranks[0]["parameters"]
-    assert found["kinds"] and found["replicated"] and found["same objects"]
+    assert all(found[what] for what in ("kinds", "replicated", "same objects"))
     assert found["placements"]["blocks.0.up.weight"] == str(Shard(0))
     assert found["placements"]["blocks.0.down.weight"] == str(Shard(1))
     assert found["placements"]["blocks.0.scale"] == str(Replicate())
-    assert found["local"] == (8, 4) and found["shape"] == (16, 4)
+    assert (found["local"], found["shape"]) == ((8, 4), (16, 4))
     (seen,) = found["seen"]
-    assert seen["fixed"] is None and seen["shapes"]["blocks.0.up.weight"] == (16, 4)
+    assert seen["fixed"] is None
+    assert seen["shapes"]["blocks.0.up.weight"] == (16, 4)
 
 
+@pytest.mark.slow
 def test_no_sync_defers_reductions(ranks: list[dict[str, Any]]) -> None:
     assert [result["accumulation"] for result in ranks] == [True, True]
 
 
+@pytest.mark.slow
 def test_hooks_of_blocks_and_parameters_run(ranks: list[dict[str, Any]]) -> None:
     for result in ranks:
         assert result["hooks"] == ["(4, 4)", "root", "post (8, 4)", "grad"]
 
 
+@pytest.mark.slow
 def test_state_dict_round_trip(ranks: list[dict[str, Any]]) -> None:
     assert all(result["state"] for result in ranks)
 
 
+@pytest.mark.slow
 def test_deepcopy_is_independent(ranks: list[dict[str, Any]]) -> None:
     found = ranks[0]["copies"]
     assert len(set(found["losses"])) == 1
-    assert found["compiled"] == 1 and found["parameters"] and found["grads"]
+    assert all(found[what] for what in ("parameters", "grads"))
+    assert found["compiled"] == 1
     assert found["optimizer"] == 8
 
 
+@pytest.mark.slow
 def test_grad_scaler(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["scaler"] == {"close": True, "skipped": True, "scale": 2.0}
 
 
+@pytest.mark.slow
 def test_ranks_that_differ_raise(ranks: list[dict[str, Any]]) -> None:
     assert [result["mismatch"] for result in ranks] == [True, True]
 
 
+@pytest.mark.slow
 def test_inplace_change_before_backward_raises(ranks: list[dict[str, Any]]) -> None:
     assert all(result["inplace"] for result in ranks)
 
 
+@pytest.mark.slow
 def test_freezing_compiles_again_and_gives_no_gradient(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["frozen"] == (2, True, True)
 
@@ -342,14 +371,14 @@ def test_errors_before_and_around_compilation() -> None:
         module.generate()
     with pytest.raises(ArgumentError, match="compiled module already"):
         DistributedModule(module, tensor_parallel_group(1), Builder(1))
-    with pytest.raises(ArgumentError, match="torchrun.*sp_compiler.plan.*sp_compiler.verify"):
+    with pytest.raises(ArgumentError, match=r"torchrun.*sp_compiler\.plan.*sp_compiler\.verify"):
         tensor_parallel_group(2)
 
 
 def test_the_original_is_taken_over() -> None:
     model = _model()
     module = DistributedModule(model, tensor_parallel_group(1), Builder(1))
-    with pytest.raises(UnsupportedError, match="sp_compiler.compile returned"):
+    with pytest.raises(UnsupportedError, match=r"sp_compiler\.compile returned"):
         model(_input())
     with pytest.raises(ArgumentError, match="compiled before"):
         DistributedModule(model, tensor_parallel_group(1), Builder(1))
@@ -360,10 +389,10 @@ def test_the_original_is_taken_over() -> None:
 
 def test_optimizers_made_too_early_are_refused() -> None:
     model = _model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ArgumentError, match="SGD.*after sp_compiler.compile"):
+    early = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ArgumentError, match=r"SGD.*after sp_compiler\.compile"):
         DistributedModule(model, tensor_parallel_group(1), Builder(1))
-    del optimizer
+    del early
     module, _ = _compiled(1)
     optimizer = torch.optim.AdamW(module.parameters())
     for parameter in module.parameters():
@@ -376,7 +405,7 @@ def test_optimizers_made_too_early_are_refused() -> None:
 def test_hooks_inside_the_original_are_refused() -> None:
     model = _model()
     model.blocks[0].register_forward_hook(lambda *args: None)
-    with pytest.raises(UnsupportedError, match="blocks.0"):
+    with pytest.raises(UnsupportedError, match=r"blocks\.0"):
         DistributedModule(model, tensor_parallel_group(1), Builder(1))
 
 
@@ -387,7 +416,8 @@ def test_mode_dtype_and_cache() -> None:
     with torch.inference_mode():
         out = module(_input().float())
     assert not out["loss"].requires_grad
-    assert builder.seen[0]["training"] is False and builder.seen[0]["dtype"] is torch.float32
+    assert builder.seen[0]["training"] is False
+    assert builder.seen[0]["dtype"] is torch.float32
     module(_input().float())["loss"].backward()
     with torch.no_grad():
         module(_input().float())
@@ -395,7 +425,8 @@ def test_mode_dtype_and_cache() -> None:
     module.train()
     module(_input().float())
     module(_input().float()[:4])
-    assert len(builder.seen) == 3 and builder.seen[2]["fixed"] is not None
+    assert len(builder.seen) == 3
+    assert builder.seen[2]["fixed"] is not None
 
 
 def test_buffers_are_written_back_and_ties_kept() -> None:

@@ -26,9 +26,9 @@ def checks_enabled() -> bool:
 class CompileAgreement:
     """Lets the ranks compile only when all of them are about to compile the same.
 
-    It goes through the group's key-value store and not through a collective, so that a rank that
-    compiles alone (its input differs, the others found theirs in the cache) raises after ``timeout``
-    instead of waiting for ever.
+    It goes through the group's key-value store, not through a collective, so that a rank that
+    compiles alone (its input differs, the others found theirs in the cache) raises after
+    ``timeout`` instead of waiting for ever.
     """
 
     def __init__(
@@ -55,9 +55,9 @@ class CompileAgreement:
             except RuntimeError as error:  # which class depends on the store
                 raise RankMismatchError(
                     f"rank {self._group.rank} compiles for a new kind of call ({key.describe()}), "
-                    f"but rank {rank} does not after {self._timeout}: its inputs differ, or it does "
-                    "not call the module. Every rank of a tensor-parallel group must get the same "
-                    "inputs"
+                    f"but rank {rank} does not after {self._timeout}: its inputs differ, or it "
+                    "does not call the module. All ranks of a tensor-parallel group must get the "
+                    "same inputs"
                 ) from error
             other = store.get(f"{prefix}/{rank}").decode()
             if other.split(" ", 1)[0] != mine.split(" ", 1)[0]:
@@ -83,9 +83,9 @@ def check_values(group: TensorParallelGroup, what: str, named: Iterable[tuple[st
         if theirs == everyone[0]:
             continue
         raise RankMismatchError(
-            f"{what} {_first_difference(everyone[0], theirs)} differs between rank 0 and rank {rank} "
-            "of one tensor-parallel group; every rank must have the same (check seeds and data "
-            "loading: shard data over other mesh axes only)"
+            f"{what} {_first_difference(everyone[0], theirs)} differs between rank 0 and rank "
+            f"{rank} of one tensor-parallel group; every rank must have the same (check seeds and "
+            "data loading: shard data over other mesh axes only)"
         )
 
 

@@ -67,7 +67,7 @@ class CallKey:
         leaves: shape, dtype, device and ``requires_grad`` of tensors; other leaves as constants.
         structure: how the leaves make up the arguments.
 
-    Grad mode is no part of it: a program is always compiled with its backward, which is not recorded
+    Grad mode is no part of it: a program is compiled with its backward, which is not recorded
     under ``no_grad``.
     """
 

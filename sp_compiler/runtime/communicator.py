@@ -1,4 +1,4 @@
-"""The object ``tp`` of the generated code: this rank, its group, and every operation that needs them."""
+"""The object ``tp`` of the generated code: this rank, its group, and what needs them."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class Communicator:
         return x.unflatten(dim, (self.world, size)).index_select(dim, rank).flatten(dim, dim + 1)
 
     def _local_ids(self, ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-        """Row numbers in this rank's part of the vocabulary (0 where elsewhere), and which are here."""
+        """Row numbers in this rank's part of the vocabulary (0: elsewhere), and which are here."""
         local = ids - self.rank * num_rows
         mine = (local >= 0) & (local < num_rows)
         return torch.where(mine, local, torch.zeros_like(local)), mine

@@ -153,15 +153,14 @@ class ReplicateParameters(torch.autograd.Function):
 def reduce_gradients(tp: Communicator, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Sums over ranks of partial gradients, in one all-reduce for each dtype."""
     result: list[Tensor | None] = [None] * len(grads)
-    by_dtype: dict[torch.dtype, list[int]] = {}
+    by_dtype: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
     for index, grad in enumerate(grads):
         if grad is not None:
-            by_dtype.setdefault(grad.dtype, []).append(index)
-    for indices in by_dtype.values():
-        parts = [grads[index] for index in indices]
-        flat = torch.cat([part.reshape(-1) for part in parts])
-        pieces = tp.all_reduce(flat, "P", "I").split([part.numel() for part in parts])
-        for index, part, piece in zip(indices, parts, pieces, strict=True):
+            by_dtype.setdefault(grad.dtype, []).append((index, grad))
+    for parts in by_dtype.values():
+        flat = torch.cat([part.reshape(-1) for _, part in parts])
+        pieces = tp.all_reduce(flat, "P", "I").split([part.numel() for _, part in parts])
+        for (index, part), piece in zip(parts, pieces, strict=True):
             # A copy: views would share one version counter and keep the whole bucket alive.
             result[index] = piece.clone().view(part.shape)
     return result

@@ -1,15 +1,15 @@
 """Lets GradScaler see an overflow of any rank.
 
-``torch.amp.GradScaler`` checks all gradients of one dtype in one operation. DTensor reduces its verdict
-over the ranks as the *first* gradient's placement says: when that one is replicated and others are
-sharded, a rank alone may skip its step, and the parameters drift apart without a word. Checking sharded
-gradients first makes the verdict the same on every rank.
+``torch.amp.GradScaler`` checks all gradients of one dtype in one operation. DTensor reduces its
+verdict over the ranks as the *first* gradient's placement says: when that one is replicated and
+others are sharded, a rank alone may skip its step, and the parameters drift apart without a word.
+Checking sharded gradients first makes the verdict the same on every rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ _OPERATION = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 def check_sharded_gradients_first() -> None:
     """Install the order for this process; a second call changes nothing."""
-    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     installed = handlers[_OPERATION]
     if isinstance(installed, _ShardedFirst):
         return
@@ -31,8 +31,10 @@ class _ShardedFirst:
     def __init__(self, handler: Any) -> None:
         self._handler = handler
 
-    def __call__(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        grads: Sequence[Tensor] = args[0]
+    def __call__(
+        self, operation: Any, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
+        grads = cast("Sequence[Tensor]", args[0])
         ordered = sorted(grads, key=_is_replicated)
         return self._handler(operation, (ordered, *args[1:]), kwargs)
 

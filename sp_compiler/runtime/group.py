@@ -14,9 +14,9 @@ from sp_compiler.runtime.communicator import Communicator
 _AXIS = "tp"
 _HOW = (
     "start one process a rank, for example `torchrun --nproc-per-node={tp} train.py`, and "
-    "call torch.distributed.init_process_group() first. To see what compilation does without a process "
-    "group use sp_compiler.plan(model, example_inputs, tp={tp}); to check its numbers in one process "
-    "use sp_compiler.verify(model, example_inputs, tp={tp})"
+    "call torch.distributed.init_process_group() first. To see what compilation does without a "
+    "process group use sp_compiler.plan(model, example_inputs, tp={tp}); to check its numbers in "
+    "one process use sp_compiler.verify(model, example_inputs, tp={tp})"
 )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from sp_compiler.errors import UnsupportedError
 from sp_compiler.placement import I, Placement
@@ -44,8 +45,8 @@ class Layout:
 class MirrorModule(nn.Module):
     """Stands for one module of the model: same name, same children, same parameter names.
 
-    Attributes of the model's own module (``config``, ``num_heads``) are read through. ``forward`` runs
-    compiled code where this is a block; anything else cannot be run alone.
+    Attributes of the model's own module (``config``, ``num_heads``) are read through. ``forward``
+    runs compiled code where this is a block; anything else cannot be run alone.
     """
 
     def __init__(self, original: nn.Module, path: str, layout: Layout) -> None:
@@ -74,7 +75,9 @@ class MirrorModule(nn.Module):
                 raise
             # A property reads parameters (``device``, ``dtype``), which are here.
             member = getattr(type(original), name, None)
-            return member.fget(self) if isinstance(member, property) else getattr(original, name)
+            if isinstance(member, property) and member.fget is not None:
+                return member.fget(self)
+            return getattr(original, name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         result = type(self).__new__(type(self))
@@ -118,8 +121,8 @@ class MirrorModule(nn.Module):
         if blocks is None or not self._sp_path or self._sp_path in blocks:
             return
         raise UnsupportedError(
-            f"a {what} on module {self._sp_path!r} cannot run: it is inside compiled code. Hooks run "
-            f"on the whole model and on its blocks ({', '.join(sorted(blocks)[:4]) or 'none'}...)"
+            f"a {what} on module {self._sp_path!r} cannot run: it is inside compiled code. Hooks "
+            f"run on the whole model and on its blocks: {', '.join(sorted(blocks)[:4]) or 'none'}"
         )
 
     # Checkpoints show true shapes in true order.
@@ -129,7 +132,7 @@ class MirrorModule(nn.Module):
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, parameter in self._parameters.items():
-            if parameter is None:
+            if not isinstance(parameter, DTensor):
                 continue
             placement = self._sp_layout.placement(parameter)
             if len(placement.segments) > 1:
@@ -140,22 +143,21 @@ class MirrorModule(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        if self._sp_layout.group.mesh is not None:
-            for name, parameter in self._parameters.items():
-                value = state_dict.get(prefix + name)
-                if parameter is not None and isinstance(value, Tensor):
-                    state_dict[prefix + name] = from_loaded(
-                        value,
-                        parameter,
-                        self._sp_layout.placement(parameter),
-                        self._sp_layout.group,
-                    )
+        for name, parameter in self._parameters.items():
+            value = state_dict.get(prefix + name)
+            if isinstance(parameter, DTensor) and isinstance(value, Tensor):
+                state_dict[prefix + name] = from_loaded(
+                    value,
+                    parameter,
+                    self._sp_layout.placement(parameter),
+                    self._sp_layout.group,
+                )
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UnsupportedError(
-            "a compiled module cannot be pickled: it holds a process group and generated code; save "
-            "module.state_dict() and compile the model again after loading"
+            "a compiled module cannot be pickled: it holds a process group and generated code; "
+            "save module.state_dict() and compile the model again after loading"
         )
 
 

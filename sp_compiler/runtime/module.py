@@ -141,8 +141,8 @@ class DistributedModule(MirrorModule):
         """Not available: raises with advice."""
         raise UnsupportedError(
             "generate() is not supported by a compiled model, which has fixed shapes and no "
-            "key/value cache; load module.state_dict() into the original model to generate, or call "
-            "the module itself on whole sequences"
+            "key/value cache; load module.state_dict() into the original model to generate, or "
+            "call the module itself on whole sequences"
         )
 
     def _latest(self, what: str) -> CompiledProgram:

@@ -1,4 +1,4 @@
-"""The user's model after compilation: it gives its storages away and is woken only to be captured."""
+"""The user's model after compilation: its storages are given away, it is woken to be captured."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def check_not_taken(model: nn.Module) -> None:
     holders = optimizers_of(model.parameters())
     if holders:
         raise ArgumentError(
-            f"an optimizer ({type(holders[0][0]).__name__}) holds the parameters of the model, which "
-            "are replaced; create it after sp_compiler.compile, from the compiled module's "
+            f"an optimizer ({type(holders[0][0]).__name__}) holds the parameters of the model, "
+            "which are replaced; create it after sp_compiler.compile, from the compiled module's "
             "parameters()"
         )
 
@@ -56,7 +56,7 @@ class Original:
         self._own_forward = vars(model).get("forward")
         vars(model)[_TAKEN] = True
         self._install(mirror, lambda parameter: torch.empty_like(_plain(parameter), device="meta"))
-        model.forward = _raise_taken  # type: ignore[method-assign]
+        model.forward = _raise_taken
 
     @contextlib.contextmanager
     def awake(self, mirror: nn.Module) -> Iterator[nn.Module]:
@@ -81,7 +81,7 @@ class Original:
             )
             for module, mode in zip(model.modules(), modes, strict=True):
                 module.training = mode
-            model.forward = _raise_taken  # type: ignore[method-assign]
+            model.forward = _raise_taken
 
     def _install(self, mirror: nn.Module, make: Any) -> None:
         """Replace every parameter of the model by ``make(the mirror's one)``, keeping ties."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -80,28 +81,29 @@ def place(parameter: nn.Parameter, placement: Placement, group: TensorParallelGr
     """
     if group.mesh is None or not placement.is_sharded:
         return
-    whole = parameter._local_tensor
+    distributed = cast(DTensor, parameter)
+    whole = distributed._local_tensor
     if tuple(whole.shape) != tuple(parameter.shape):
         raise ArgumentError("a parameter can be placed only once")
-    parameter._local_tensor = local_part(whole, placement, group.rank, group.world)
-    parameter._spec = tensor_spec(group.mesh, parameter.shape, whole.dtype, placement)
+    distributed._local_tensor = local_part(whole, placement, group.rank, group.world)
+    distributed._spec = tensor_spec(group.mesh, parameter.shape, whole.dtype, placement)
 
 
 @torch.no_grad()
-def to_true_chunk(parameter: Tensor, placement: Placement, group: TensorParallelGroup) -> Tensor:
+def to_true_chunk(parameter: DTensor, placement: Placement, group: TensorParallelGroup) -> DTensor:
     """A segmented parameter as an ordinary ``Shard(dim)`` DTensor; every rank must call it.
 
-    Its local parts are contiguous chunks of the true tensor, which checkpoints can save and reshard.
+    Its local parts are contiguous chunks of the true tensor, so checkpoints can reshard them.
     """
     whole = group.communicator.all_gather(parameter._local_tensor, str(placement), "I")
     plain = S(placement.dim)
-    spec = tensor_spec(group.mesh, parameter.shape, whole.dtype, plain)
+    spec = tensor_spec(parameter.device_mesh, parameter.shape, whole.dtype, plain)
     return DTensor(local_part(whole, plain, group.rank, group.world), spec, requires_grad=False)
 
 
 @torch.no_grad()
 def from_loaded(
-    value: Tensor, parameter: Tensor, placement: Placement, group: TensorParallelGroup
+    value: Tensor, parameter: DTensor, placement: Placement, group: TensorParallelGroup
 ) -> Tensor:
     """What a checkpoint holds, a whole tensor or a DTensor, placed like ``parameter``."""
     if isinstance(value, DTensor):
@@ -111,7 +113,7 @@ def from_loaded(
     if value.shape != parameter.shape:
         return value
     local = local_part(value, placement, group.rank, group.world)
-    spec = tensor_spec(group.mesh, parameter.shape, value.dtype, placement)
+    spec = tensor_spec(parameter.device_mesh, parameter.shape, value.dtype, placement)
     return DTensor(local, spec, requires_grad=False)
 
 

@@ -135,7 +135,9 @@ def test_emitted_code_equals_the_joint_graph_bitwise() -> None:
     compiled = compile_region(region, recompute="none")
     inputs = [x.detach() for x in random_inputs(region)]
     outputs, saved = compiled.code.forward(TP1, *inputs)
-    tangents = [torch.randn_like(x) for x, d in zip(outputs, compiled.differentiable) if d]
+    tangents = [
+        torch.randn_like(x) for x, d in zip(outputs, compiled.differentiable, strict=True) if d
+    ]
     grads = compiled.code.backward(TP1, saved, *tangents)
     expected = fx.Interpreter(compiled.joint.module).run(*inputs, *tangents)
     for actual, wanted in zip((*outputs, *grads), expected, strict=True):

@@ -88,6 +88,7 @@ def test_nodes_run_again_just_before_their_first_use() -> None:
     parts = partition(joint)
     order = names(parts.backward)
     assert order == ["tanh", "t", "exp", "mul", "t_1", "tanh_backward", "sigmoid_backward"]
+    assert parts.backward is not None
     again = [node.name for node in parts.backward.nodes if node.meta.get("recomputed")]
     assert again == ["tanh", "t", "exp"]
 

@@ -122,6 +122,8 @@ def test_unknown_policy_is_refused() -> None:
 class _Function(nn.Module):
     """``function(module, x)`` with a few weights (4, 4)."""
 
+    frequencies: Tensor
+
     def __init__(self, function: Callable[[_Function, Tensor], Tensor]) -> None:
         super().__init__()
         self.function = function
@@ -177,9 +179,9 @@ def test_where_the_attention_core_is(case: str) -> None:
 
 def test_core_ends_before_the_context_and_before_the_linears() -> None:
     joint = tagged(gpt_region(2, 8, 32, 4, dtype=torch.float64, masks="stored"), "attention")
-    reasons = {n.meta["recompute_reason"]: [] for n in forward_nodes(joint)}
+    reasons: dict[str, list[object]] = {}
     for node in forward_nodes(joint):
-        reasons[node.meta["recompute_reason"]].append(node.target)
+        reasons.setdefault(node.meta["recompute_reason"], []).append(node.target)
     core = reasons["attention core"]
     assert core.count(aten.bmm.default) == 1
     assert aten._softmax.default in core

@@ -50,12 +50,14 @@ def emit(
     *,
     like: Node,
     origin: str,
+    name: str | None = None,
 ) -> Node:
     """Append a call to ``graph`` whose meta says what it computes and where it came from.
 
-    ``like`` gives the user's module, source line and ``requires_grad``; ``origin`` is the pass.
+    ``like`` gives the user's module, source line and ``requires_grad``; ``origin`` is the pass;
+    ``name`` is what the node is called if it is free.
     """
-    node = graph.call_function(target, args, kwargs or {})
+    node = graph.create_node("call_function", target, args, kwargs or {}, name)
     for key in ("nn_module_stack", "stack_trace", "requires_grad"):
         if key in like.meta:
             node.meta[key] = like.meta[key]

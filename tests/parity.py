@@ -71,7 +71,9 @@ def simulate(found: Case, program: CompiledProgram) -> SimulatedStep:
 
 
 def gradient_error(grads: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> float:
-    """The worst max|g - g0| / max(max|g0|, 1e-6 of the largest gradient) of any parameter.
+    """The worst max|g - g0| / max(max|g0|, 1e-5 of the largest gradient) of any parameter.
+
+    Gradients that are zero in theory (a key bias) carry the rounding of the largest ones.
 
     Raises:
         AssertionError: a gradient is there on one side alone.
@@ -85,7 +87,7 @@ def gradient_error(grads: dict[str, Tensor | None], expected: dict[str, Tensor |
             continue
         assert grad is not None, f"{name}: no gradient"
         assert grad.shape == true.shape, f"{name}: {grad.shape} against {true.shape}"
-        scale = max(float(true.abs().max()), 1e-6 * largest)
+        scale = max(float(true.abs().max()), 1e-5 * largest)
         worst = max(worst, float((grad - true).abs().max()) / scale)
     return worst
 

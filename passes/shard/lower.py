@@ -149,7 +149,7 @@ class RegionLowering:
         else:
             args, kwargs = self._local_arguments(node, strategy, args, kwargs)
             target = aten.reshape.default if self._is_row_reshape(node, strategy) else node.target
-            new = self._emit(target, args, kwargs, node)
+            new = self._emit(target, args, kwargs, node, name=node.name)
         self._results(node, new, strategy.results)
 
     def _is_row_reshape(self, node: Node, strategy: Strategy) -> bool:
@@ -262,8 +262,15 @@ class RegionLowering:
 
     # Bookkeeping.
 
-    def _emit(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: Node) -> Node:
-        return emit(self.graph, target, args, kwargs, like=like, origin="shard")
+    def _emit(
+        self,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        like: Node,
+        name: str | None = None,
+    ) -> Node:
+        return emit(self.graph, target, args, kwargs, like=like, origin="shard", name=name)
 
     def _results(self, node: Node, new: Node, placements: tuple[Placement, ...]) -> None:
         values = results_of(node)

@@ -1,0 +1,108 @@
+"""The public API: :func:`compile`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from sp_compiler.compiled import CompiledProgram
+from sp_compiler.config import Backend, CompileOptions, Dropout, Outputs, Recompute
+from sp_compiler.errors import ArgumentError
+from sp_compiler.pipeline import build
+from sp_compiler.placement import Placement
+from sp_compiler.runtime.group import device_type_of, tensor_parallel_group
+from sp_compiler.runtime.module import DistributedModule
+
+
+def compile(  # noqa: A001 - the name that users of torch expect
+    model: nn.Module,
+    *,
+    tp: int | None = None,
+    mesh: DeviceMesh | None = None,
+    example_inputs: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None,
+    sequence_parallel: bool = True,
+    recompute: Recompute = "selective",
+    memory_budget: int | str | None = None,
+    dropout: Dropout = "regenerate",
+    overlap: bool = True,
+    backend: Backend = "eager",
+    outputs: Outputs = "auto",
+    nominal_tokens: int = 8192,
+) -> DistributedModule:
+    """Turn an unmodified model into a tensor- and sequence-parallel module.
+
+    The result is called like the model, on every rank with the same whole inputs, and returns the
+    model's own output type. It takes over the model's parameters, as DTensors under the same names;
+    the model itself raises when it is called afterwards.
+
+    Args:
+        model: any ``nn.Module`` that ``torch.export`` can capture.
+        tp: number of tensor-parallel ranks; the default process group must have as many.
+        mesh: instead of ``tp``, a mesh with an axis named "tp".
+        example_inputs: (args, kwargs); compile and place the parameters now instead of at the first
+            call, which is needed before an optimizer loads state.
+        sequence_parallel: shard norms, dropouts and residuals by tokens (arXiv 2205.05198,
+            section 4.2.2).
+        recompute: what backward recomputes. ``"none"``: nothing but gathers; ``"attention"``: the
+            attention core (arXiv 2205.05198, section 5); ``"selective"``: also everything pointwise
+            or row-wise; ``"full"``: all but the inputs of each block.
+        memory_budget: only with ``recompute="auto"``, which this version does not have.
+        dropout: ``"regenerate"`` masks in backward or keep them ``"stored"``.
+        overlap: schedule work under collectives; this version moves nothing yet, the plan says so.
+        backend: ``"eager"``; ``"inductor"`` is not in this version.
+        outputs: ``"replicate"``: whole on every rank; ``"shard"``: DTensors where the model makes
+            them sharded; ``"auto"``: so if the model also returns its loss.
+        nominal_tokens: placements are chosen for batches of this many tokens, or of the example's
+            number if that is larger.
+
+    Raises:
+        ArgumentError: an argument outside what is allowed, no process group of the right size, a
+            model that was compiled before.
+        UnsupportedError: an option of a later version, or hooks inside the model.
+        CaptureError: the model has control flow that depends on data.
+    """
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"model={type(model).__name__}: expected a torch.nn.Module")
+    group = tensor_parallel_group(tp, mesh, device_type_of(model))
+    options = CompileOptions(
+        tp=group.world,
+        sequence_parallel=sequence_parallel,
+        recompute=recompute,
+        memory_budget=memory_budget,
+        dropout=dropout,
+        overlap=overlap,
+        backend=backend,
+        outputs=outputs,
+        nominal_tokens=nominal_tokens,
+    )
+
+    def compile_for(
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        fixed: dict[str, Placement] | None,
+    ) -> CompiledProgram:
+        return build(module, args, kwargs, options, fixed=fixed)
+
+    result = DistributedModule(model, group, compile_for)
+    if example_inputs is not None:
+        args, kwargs = _check_example_inputs(example_inputs)
+        result.prepare(*args, **kwargs)
+    return result
+
+
+def _check_example_inputs(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if (
+        not isinstance(example_inputs, tuple)
+        or len(example_inputs) != 2
+        or not isinstance(example_inputs[0], (tuple, list))
+        or not isinstance(example_inputs[1], Mapping)
+    ):
+        raise ArgumentError(
+            "example_inputs: expected (args, kwargs), a tuple of a tuple and a dict, such as "
+            f"((), {{'input_ids': ids}}); got {type(example_inputs).__name__}"
+        )
+    return tuple(example_inputs[0]), dict(example_inputs[1])

@@ -22,7 +22,7 @@ def make_dims_negative(graph: Graph) -> None:
     For rank 3 ``softmax(x, 2)`` -> ``softmax(x, -1)``, ``cat([x, x])`` -> ``cat([x, x], -3)``.
     """
     for node in graph.nodes:
-        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+        if getattr(node.target, "namespace", "") == "aten":
             _make_negative(node)
 
 

@@ -26,6 +26,7 @@ from sp_compiler.errors import UnsupportedError, node_origin
 from sp_compiler.graph import arguments
 from sp_compiler.passes.attention import explicit_attention, fold_attention_masks
 from sp_compiler.passes.dims import make_dims_negative
+from sp_compiler.passes.packed import split_packed
 from sp_compiler.program import Ref
 from sp_compiler.rewriting import (
     calls,
@@ -81,12 +82,14 @@ def normalize(captured: Captured, dropout: Literal["regenerate", "stored"] = "re
     _canonical_views(graph)
     _splits_with_sizes(graph)
     make_dims_negative(graph)
+    split_packed(graph)
     fold_attention_masks(graph)
     explicit_attention(graph)
     _refuse_random(graph)
     _replace_dropout(captured, stored=dropout == "stored")
     _split_bias(graph)
     _split_addmm(graph)
+    _merge_reshapes(graph)
     _expand_batch(graph)
     erase_dead(graph)
     captured.drop_unused_placeholders()
@@ -267,6 +270,19 @@ def _unflattened(x: Node) -> Node:
         if shape_of(source)[-1:] == shape_of(x)[-1:] and len(shape_of(source)) > 2:
             return source
     return x
+
+
+def _merge_reshapes(graph: Graph) -> None:
+    """``reshape(reshape(x, a), b)`` -> ``reshape(x, b)``, or ``x`` where it has that shape."""
+    for node in calls(graph, _aten.reshape.default):
+        source = node.args[0]
+        while is_call(source, _aten.reshape.default):
+            source = source.args[0]  # type: ignore[union-attr]
+        assert isinstance(source, Node)
+        if shape_of(source) == shape_of(node):
+            replace_with(node, source)
+        else:
+            node.args = (source, node.args[1])
 
 
 def _expand_batch(graph: Graph) -> None:

@@ -130,18 +130,17 @@ def _dropout(node: Node) -> OpRule:
 
 @rule("aten::linear")
 def _linear(node: Node) -> OpRule | None:
-    shapes = _operand_shapes(node)
-    if len(shapes) != 2 or len(shapes[0]) < 1:
+    """With a bias the inner dim cannot be sharded: every rank would add the bias."""
+    x, weight, *bias = _operand_shapes(node)
+    if len(x) < 1:
         return None
-    x, weight = shapes
     dims = (*numbered(x[:-1]), *named(weight[1:], "i"))
     out, inner = Factor("o", weight[0]), Factor("i", weight[1])
-    return OpRule(
-        (dims, ((out,), (inner,))),
-        ((*dims[:-1], (out,)),),
-        contracted=(inner,),
-        linear=((0,), (1,)),
-    )
+    operands: tuple[Dims, ...] = (dims, ((out,), (inner,)))
+    results = ((*dims[:-1], (out,)),)
+    if bias:
+        return OpRule((*operands, ((out,),)), results, linear=((0, 2), (1, 2)))
+    return OpRule(operands, results, contracted=(inner,), linear=((0,), (1,)))
 
 
 @rule("aten::mm", "aten::bmm", "aten::matmul")

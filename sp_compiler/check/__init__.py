@@ -1,0 +1,9 @@
+"""The check of placements that runs on every compile: two independent derivations."""
+
+from __future__ import annotations
+
+from sp_compiler.check.forward import check_forward
+from sp_compiler.check.partitioned import check_partitioned
+from sp_compiler.check.report import CheckReport
+
+__all__ = ["CheckReport", "check_forward", "check_partitioned"]

@@ -1,0 +1,201 @@
+"""Placements of the results of one operator from those of its operands."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.utils._pytree import tree_map_only
+
+from sp_compiler.check.opaque import as_value, opaque_strategies
+from sp_compiler.check.shapes import Shape, global_shape, local_shapes, result_shapes
+from sp_compiler.graph import arguments, tensor_operands
+from sp_compiler.placement import P, Placement, R, S
+from sp_compiler.rules.factors import OpRule
+from sp_compiler.rules.strategies import Offers, Strategy, strategies
+from sp_compiler.rules.table import rule_for
+
+aten = torch.ops.aten
+Results = tuple[Placement, ...]
+"""Placements of all results of one operator."""
+
+FILLED = {
+    # operator that makes a constant -> the value, or the name of the argument that holds it
+    aten.zeros.default: 0,
+    aten.zeros_like.default: 0,
+    aten.new_zeros.default: 0,
+    aten.ones.default: 1,
+    aten.ones_like.default: 1,
+    aten.new_ones.default: 1,
+    aten.full.default: "fill_value",
+    aten.full_like.default: "fill_value",
+    aten.new_full.default: "fill_value",
+    aten.scalar_tensor.default: "s",
+}
+_EXPANDS = (aten.expand.default, aten.broadcast_to.default)
+
+
+def derive(node: Node, operands: Sequence[Placement], world: int) -> list[Results]:
+    """Every placement that the results may be said to have; none: the operator is refused.
+
+    More than one only where they tell the same truth: a constant is the same on every rank, and a
+    shard of itself; a view may assign a sharded dim of local size 1 to either neighbour.
+
+    Args:
+        operands: placements of the tensor operands as values, see
+            :func:`~sp_compiler.check.opaque.as_value`.
+    """
+    num_results = len(local_shapes(node))
+    if node.target in FILLED:
+        return _constant(node)
+    declared = opaque_strategies(node, world)
+    if declared is not None:
+        return _matching(declared, operands, num_results)
+    if _is_random(node):
+        return []
+    replicated = all(placement == R for placement in operands)
+    found = [(R,) * num_results] if replicated else []
+    if not replicated or node.target in _EXPANDS:
+        found += _sharded(node, operands, world)
+    return list(dict.fromkeys(found))
+
+
+def allowed(node: Node, operands: Sequence[Placement], world: int) -> list[Strategy]:
+    """What ``node`` could do with operands of these shapes, for the text of a refusal."""
+    declared = opaque_strategies(node, world)
+    if declared is not None:
+        return declared
+    found = [] if _is_random(node) else [Strategy((R,) * len(operands), (R,))]
+    for shadow, _ in _shadows(node, operands, world):
+        found += _offered(shadow, operands, world)
+    return list(dict.fromkeys(map(_valued, found)))
+
+
+def _constant(node: Node) -> list[Results]:
+    (shape,) = local_shapes(node)
+    value = FILLED[node.target]  # type: ignore[index]
+    value = arguments(node)[value] if isinstance(value, str) else value
+    shards = [(S(dim),) for dim in range(len(shape or ()))]
+    return [(R,), *shards, *([(P,)] if value == 0 else [])]
+
+
+def _is_random(node: Node) -> bool:
+    """Whether ranks would draw different numbers."""
+    tags = getattr(node.target, "tags", ())
+    if torch.Tag.nondeterministic_seeded not in tags:
+        return False
+    return arguments(node).get("dropout_p") != 0.0
+
+
+def _sharded(node: Node, operands: Sequence[Placement], world: int) -> list[Results]:
+    local = local_shapes(node)
+    found: list[Results] = []
+    for shadow, shapes in _shadows(node, operands, world):
+        for results in _matching(_offered(shadow, operands, world), operands, len(local)):
+            if all(
+                part is None or (shape is not None and _part(shape, placement, world) == part)
+                for part, shape, placement in zip(local, shapes, results, strict=True)
+            ):
+                found.append(results)
+    return found
+
+
+def _shadows(
+    node: Node, operands: Sequence[Placement], world: int
+) -> Iterator[tuple[Node, list[Shape | None]]]:
+    """Copies of ``node`` on whole tensors, with the global shapes of their results."""
+    values = [
+        _whole(operand.meta["val"], placement, world)
+        for operand, placement in zip(tensor_operands(node), operands, strict=True)
+    ]
+    try:
+        candidates = list(result_shapes(node, values, operands, world))
+    except (RuntimeError, IndexError, NotImplementedError):
+        return  # these shapes do not go together
+    for shapes in candidates:
+        yield _shadow(node, values, shapes), shapes
+
+
+def _whole(value: Any, placement: Placement, world: int) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    shape = global_shape(value.shape, placement, world)
+    return torch.empty(shape, dtype=value.dtype, device="meta")
+
+
+def _shadow(node: Node, values: Sequence[Any], shapes: Sequence[Shape | None]) -> Node:
+    graph = Graph()
+    operands = iter(values)
+
+    def placeholder(original: Node) -> Node:
+        new = graph.placeholder(original.name)
+        new.meta["val"] = next(operands)
+        return new
+
+    args, kwargs = tree_map_only(Node, placeholder, (node.args, node.kwargs))
+    shadow = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+    value = node.meta["val"]
+    locals_ = value if isinstance(value, (tuple, list)) else [value]
+    wholes = [
+        torch.empty(shape or (), dtype=item.dtype, device="meta")
+        if isinstance(item, Tensor)
+        else item
+        for item, shape in zip(locals_, shapes, strict=True)
+    ]
+    shadow.meta["val"] = wholes if isinstance(value, (tuple, list)) else wholes[0]
+    return shadow
+
+
+def _offered(shadow: Node, operands: Sequence[Placement], world: int) -> list[Strategy]:
+    rule = rule_for(shadow)
+    if rule is None:
+        return []
+    segments = list(dict.fromkeys(p.segments for p in operands if p.segments))
+    offers = Offers(
+        world=world,
+        shardable=lambda factor: True,
+        segmentations=lambda factor: segments,
+        operand_rows=(),
+        result_rows=(),
+        sequence_parallel=False,
+    )
+    found = strategies(rule, len(rule.operands), len(rule.results), offers)
+    return [*found, *_joined(shadow, rule, world)]
+
+
+def _joined(shadow: Node, rule: OpRule, world: int) -> list[Strategy]:
+    """Parts that are sharded on the dim along which they are put together: one segment each."""
+    if shadow.target is not aten.cat.default:
+        return []
+    dim = arguments(shadow)["dim"] % shadow.meta["val"].dim()
+    sizes = tuple(operand.meta["val"].shape[dim] for operand in tensor_operands(shadow))
+    if any(size % world for size in sizes):
+        return []
+    return [Strategy((S(dim),) * len(sizes), (S(dim, sizes),))]
+
+
+def _matching(
+    found: Sequence[Strategy], operands: Sequence[Placement], num_results: int
+) -> list[Results]:
+    """Results of the strategies that take exactly ``operands``; what a rule leaves out is R."""
+    results = []
+    for strategy in map(_valued, found):
+        if strategy.operands == tuple(operands):
+            padding = itertools.repeat(R, num_results - len(strategy.results))
+            results.append((*strategy.results, *padding))
+    return list(dict.fromkeys(results))
+
+
+def _valued(strategy: Strategy) -> Strategy:
+    return Strategy(tuple(map(as_value, strategy.operands)), tuple(map(as_value, strategy.results)))
+
+
+def _part(shape: Shape, placement: Placement, world: int) -> Shape | None:
+    try:
+        return placement.local_shape(shape, world)
+    except (ValueError, IndexError):
+        return None

@@ -1,0 +1,267 @@
+"""A second opinion on the forward of a sharded region, from ``spmd_types``' own type checker.
+
+The region is run node by node on meta tensors in the checker's global mode, in which a shard knows
+its dim. It needs a mesh axis but no process group. Unlike :mod:`sp_compiler.check.partitioned` it
+tells R from I, so a forgotten I -> R conversion is met here, at the operator that mixes them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import spmd_types as spmd
+import torch
+from spmd_types._mesh_axis import MeshAxis, _make_axis_layout
+from spmd_types.checker import typecheck
+from spmd_types.types import DTensorPropagationError
+from torch import Tensor
+from torch.fx import Node
+
+from sp_compiler.check.derive import FILLED, derive
+from sp_compiler.check.opaque import as_value, opaque_strategies
+from sp_compiler.check.report import CheckReport
+from sp_compiler.check.shapes import global_shape
+from sp_compiler.check.torch_functions import RESHAPES, UNKNOWN_LINEAR, call, reshape
+from sp_compiler.errors import PlacementError
+from sp_compiler.graph import arguments, conversion, tensor_operands
+from sp_compiler.placement import I, P, Placement, R, S
+from sp_compiler.program import Region
+
+aten = torch.ops.aten
+sp = torch.ops.sp_compiler
+
+
+def check_forward(region: Region, world: int) -> CheckReport:
+    """Refuse a sharded region whose forward mixes placements that do not go together.
+
+    What ``spmd_types`` cannot read is typed by the rule table instead and listed in the report.
+
+    Raises:
+        PlacementError: names the operator, the module and line it came from, what was expected and
+            what was found.
+    """
+    if world == 1:
+        return CheckReport()
+    return _Checker(region, world).run()
+
+
+class _Unreadable(Exception):
+    """``spmd_types`` has no rule for this; the reason."""
+
+
+class _Checker:
+    def __init__(self, region: Region, world: int) -> None:
+        self.region = region
+        self.world = world
+        self.axis = MeshAxis(_make_axis_layout((world,), (1,)))
+        self.values: dict[Node, Any] = {}
+        self.report = CheckReport()
+
+    def run(self) -> CheckReport:
+        for node, placement in zip(
+            self.region.placeholders, self.region.input_placements, strict=True
+        ):
+            self.values[node] = self._new(node.meta["val"], placement, _needs_grad(node))
+        with typecheck(local=False), spmd.set_current_mesh({"tp": self.axis}):
+            for node in self.region.module.graph.nodes:
+                if node.op == "call_function":
+                    self._check(node)
+        for index, (node, placement) in enumerate(
+            zip(self.region.outputs, self.region.output_placements, strict=True)
+        ):
+            self._require(node, self.values[node], placement, f"output {index}")
+        return self.report
+
+    def _check(self, node: Node) -> None:
+        if node.target is operator.getitem:
+            self.values[node] = self.values[node.args[0]][node.args[1]]
+        elif node.target in FILLED:
+            self._fill(node)
+        elif opaque_strategies(node, self.world) is not None:
+            self._declare(node)
+        else:
+            self._type(node)
+        claim = node.meta.get("placement")
+        if claim is not None and isinstance(self.values[node], Tensor):
+            self._require(node, self.values[node], claim, "its declared placement")
+        self.report.checked += 1
+
+    def _type(self, node: Node) -> None:
+        try:
+            self.values[node] = self._run(node)
+        except _Unreadable as reason:
+            self._derive(node, str(reason))
+        except spmd.SpmdTypeError as error:
+            if not _is_unreadable(error):
+                raise PlacementError("check", self._refusal(node, error), node) from error
+            self._derive(node, str(error.__cause__ or error).strip().splitlines()[0])
+        except (AssertionError, NotImplementedError) as error:
+            self._derive(node, f"spmd_types cannot type {node.target}: {error}")
+        except RuntimeError as error:
+            raise PlacementError("check", self._refusal(node, error), node) from error
+
+    def _run(self, node: Node) -> Any:
+        placements = self._placements(node)
+        name = node.target._schema.name  # type: ignore[union-attr]
+        if P in placements and name in UNKNOWN_LINEAR:
+            raise _Unreadable("spmd_types does not know that it is linear")
+        if len(placements) != 1 or not placements[0].is_sharded:
+            return call(node, self.values)
+        if node.target in RESHAPES:
+            return self._reshape(node, placements[0])
+        if node.target is aten.split_with_sizes.default or node.target is aten.slice.Tensor:
+            if arguments(node)["dim"] % node.args[0].meta["val"].dim() == placements[0].dim:  # type: ignore[union-attr]
+                raise _Unreadable("spmd_types cannot cut a sharded dim")
+        return call(node, self.values)
+
+    def _reshape(self, node: Node, placement: Placement) -> Tensor:
+        """Sharded dims are split and merged by ``unflatten`` and ``flatten`` only."""
+        target = self._choose(node, derive(node, self._operands(node), self.world))
+        source = self._operands(node)[0]
+        if source.segments or target.segments:
+            raise _Unreadable("spmd_types knows no segments")
+        x = self.values[node.args[0]]  # type: ignore[index]
+        shapes = [
+            global_shape(value.shape, kind, self.world)
+            for value, kind in ((x, source), (node.meta["val"], target))
+        ]
+        return reshape(x, *shapes, target)
+
+    # What spmd_types does not type itself.
+
+    def _fill(self, node: Node) -> None:
+        """A constant is whatever sharding says it is, as long as a constant can be that."""
+        placement = self._choose(node, derive(node, self._operands(node), self.world))
+        self.values[node] = self._new(node.meta["val"], placement, False)
+
+    def _declare(self, node: Node) -> None:
+        """One of the compiler's own operators: its declared types are trusted."""
+        found = self._placements(node)
+        pair = conversion(node)
+        if pair is not None:
+            self._require_operand(node, pair[0])
+            results: Sequence[Placement] = [pair[1]]
+            if not derive(node, [as_value(pair[0])], self.world):
+                raise PlacementError("check", f"no conversion {pair[0]} -> {pair[1]}", node)
+        else:
+            choices = derive(node, self._operands(node), self.world)
+            if not choices:
+                raise PlacementError("check", self._refusal(node, None), node)
+            results = [self._gradient_kind(node, kind, found) for kind in choices[0]]
+            self.report.trusted.append((node, "declared by the compiler's own operator"))
+        self._stamp(node, results)
+
+    def _derive(self, node: Node, reason: str) -> None:
+        """Type by the rule table what ``spmd_types`` cannot read."""
+        choices = derive(node, self._operands(node), self.world)
+        if not choices:
+            raise PlacementError("check", self._refusal(node, None), node)
+        found = self._placements(node)
+        chosen = next((c for c in choices if self._fits(node, c)), choices[0])
+        self._stamp(node, [self._gradient_kind(node, kind, found) for kind in chosen])
+        self.report.trusted.append((node, reason))
+
+    def _choose(self, node: Node, choices: Sequence[tuple[Placement, ...]]) -> Placement:
+        if not choices:
+            raise PlacementError("check", self._refusal(node, None), node)
+        chosen = next((c for c in choices if self._fits(node, c)), choices[0])
+        return self._gradient_kind(node, chosen[0], self._placements(node))
+
+    def _fits(self, node: Node, results: tuple[Placement, ...]) -> bool:
+        claim = node.meta.get("placement")
+        return claim is None or as_value(claim) == results[0]
+
+    def _gradient_kind(
+        self, node: Node, placement: Placement, operands: Sequence[Placement]
+    ) -> Placement:
+        """R or I for a value that is only known to be replicated."""
+        if not placement.is_replicated:
+            return placement
+        if node.target is sp.vocab_nll.default:
+            return I
+        return R if R in operands else I
+
+    def _stamp(self, node: Node, placements: Sequence[Placement]) -> None:
+        grad = _needs_grad(node)
+        value = node.meta["val"]
+        if isinstance(value, (tuple, list)):
+            self.values[node] = [
+                self._new(item, kind, grad) for item, kind in zip(value, placements, strict=True)
+            ]
+        else:
+            self.values[node] = self._new(value, placements[0], grad)
+
+    # Types of meta tensors.
+
+    def _new(self, value: Any, placement: Placement, needs_grad: bool) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        with spmd.no_typecheck():
+            x = torch.empty(value.shape, dtype=value.dtype, device="meta")
+        x.requires_grad_(needs_grad and x.is_floating_point())
+        kinds = {"R": spmd.R, "I": spmd.I, "P": spmd.P}
+        kind = spmd.S(placement.dim) if placement.kind == "S" else kinds[placement.kind]
+        return spmd.assert_type(x, {self.axis: kind})
+
+    def _placement(self, x: Tensor) -> Placement:
+        kind = spmd.get_local_type(x).get(self.axis)
+        spec = spmd.get_partition_spec(x)
+        if kind is spmd.V and spec is not None:
+            dims = [dim for dim, axis in enumerate(spec) if axis == self.axis]
+            return S(dims[0])
+        return {spmd.R: R, spmd.I: I, spmd.P: P}[kind]
+
+    def _placements(self, node: Node) -> list[Placement]:
+        values = [self.values[operand] for operand in tensor_operands(node)]
+        return [self._placement(x) if isinstance(x, Tensor) else R for x in values]
+
+    def _operands(self, node: Node) -> list[Placement]:
+        """As values; the segments, which ``spmd_types`` does not know, are those declared."""
+        found = []
+        for operand, placement in zip(tensor_operands(node), self._placements(node), strict=True):
+            claim = operand.meta.get("placement", placement)
+            found.append(as_value(claim if _without_segments(claim) == placement else placement))
+        return found
+
+    def _require_operand(self, node: Node, placement: Placement) -> None:
+        x = self.values[node.args[0]]  # type: ignore[index]
+        self._require(node, x, placement, f"the operand of {node.name}")
+
+    def _require(self, node: Node, x: Tensor, placement: Placement, what: str) -> None:
+        found = self._placement(x)
+        wanted = _without_segments(placement)
+        same_numbers = found.is_replicated and wanted.is_replicated and not x.requires_grad
+        if found != wanted and not same_numbers:
+            raise PlacementError(
+                "check", f"{what} is {placement}, but {node.name} has {found}", node
+            )
+
+    def _refusal(self, node: Node, error: Exception | None) -> str:
+        got = ", ".join(
+            f"{operand.name} {placement}"
+            for operand, placement in zip(
+                tensor_operands(node), self._placements(node), strict=True
+            )
+        )
+        why = f": {str(error).strip().splitlines()[0]}" if error is not None else ""
+        return f"{node.target} of {got or 'nothing'} would give wrong numbers{why}"
+
+
+def _needs_grad(node: Node) -> bool:
+    return bool(node.meta.get("requires_grad"))
+
+
+def _without_segments(placement: Placement) -> Placement:
+    return S(placement.dim) if placement.kind == "S" else placement
+
+
+def _is_unreadable(error: spmd.SpmdTypeError) -> bool:
+    """Whether the checker lacks a rule, rather than having one that refuses."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, (DTensorPropagationError, NotImplementedError)):
+            return True
+        cause = cause.__cause__
+    return False

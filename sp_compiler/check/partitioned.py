@@ -1,0 +1,163 @@
+"""Re-derive the placement of every value of a compiled region, forward and backward.
+
+Types of values: replicated (R and I are the same numbers), ``S(dim)`` and P. Forward, they follow
+from those of the inputs by the rule table; backward, from the saved values and from the tangents,
+whose placements are the duals of the outputs'. Nothing that sharding decided is believed: where it
+left a claim on a node, the claim has to be derivable.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Sequence
+
+from torch.fx import Graph, Node
+
+from sp_compiler.check.derive import Results, allowed, derive
+from sp_compiler.check.opaque import as_value
+from sp_compiler.check.report import CheckReport
+from sp_compiler.errors import PlacementError
+from sp_compiler.graph import tensor_operands
+from sp_compiler.partitioned import Partitioned
+from sp_compiler.placement import Placement, R
+from sp_compiler.program import Region
+
+_PASS = "check"
+Types = dict[Node, list[Results]]
+"""Every derivable placement of each node's results."""
+
+
+def check_partitioned(
+    region: Region, partitioned: Partitioned, tangent_outputs: Sequence[int], world: int
+) -> CheckReport:
+    """Refuse a forward or backward that would compute wrong numbers.
+
+    Args:
+        region: sharded; its input and output placements are the contract.
+        partitioned: the graphs that are about to be printed and run.
+        tangent_outputs: index of the region output that each tangent belongs to.
+        world: number of ranks.
+
+    Raises:
+        PlacementError: names the operator, the module and line it came from, what was expected and
+            what was derived.
+    """
+    report = CheckReport()
+    types = _seed(partitioned.forward, region.input_placements)
+    _walk(partitioned.forward, types, world, report)
+    results = partitioned.forward.output_node().args[0]
+    outputs = results[: partitioned.num_outputs]
+    for index, (node, placement) in enumerate(zip(outputs, region.output_placements, strict=True)):
+        _require(node, types, placement, f"output {index} of {region.name}")
+    if partitioned.backward is not None:
+        _check_backward(region, partitioned, tangent_outputs, types, world, report)
+    return report
+
+
+def _check_backward(
+    region: Region,
+    partitioned: Partitioned,
+    tangent_outputs: Sequence[int],
+    forward: Types,
+    world: int,
+    report: CheckReport,
+) -> None:
+    graph = partitioned.backward
+    assert graph is not None
+    saved = partitioned.forward.output_node().args[0][partitioned.num_outputs :]
+    placeholders = graph.find_nodes(op="placeholder")
+    types: Types = {
+        node: forward[source] for node, source in zip(placeholders, saved, strict=False)
+    }
+    tangents = placeholders[len(saved) :]
+    for node, index in zip(tangents, tangent_outputs, strict=True):
+        types[node] = [(as_value(region.output_placements[index].dual),)]
+    _walk(graph, types, world, report)
+    grads = graph.output_node().args[0]
+    for name, placement, grad in zip(
+        region.input_names, region.input_placements, grads, strict=True
+    ):
+        if grad is not None:
+            _require(grad, types, placement.dual, f"the gradient of {name}, which is {placement},")
+
+
+def _seed(graph: Graph, placements: Sequence[Placement]) -> Types:
+    placeholders = graph.find_nodes(op="placeholder")
+    return {
+        node: [(as_value(placement),)]
+        for node, placement in zip(placeholders, placements, strict=True)
+    }
+
+
+def _walk(graph: Graph, types: Types, world: int, report: CheckReport) -> None:
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if node.target is operator.getitem:
+            source, index = node.args
+            types[node] = list(dict.fromkeys((results[index],) for results in types[source]))
+        else:
+            types[node] = _derive(node, types, world)
+        _require_claim(node, types)
+        report.checked += 1
+
+
+def _derive(node: Node, types: Types, world: int) -> list[Results]:
+    operands = tensor_operands(node)
+    options = [[results[0] for results in types[operand]] for operand in operands]
+    found: dict[Results, None] = {}
+    for placements in itertools.product(*options):
+        if _same_choice(operands, placements):
+            found.update(dict.fromkeys(derive(node, placements, world)))
+    if not found:
+        _refuse(node, operands, [choices[0] for choices in options], world)
+    return list(found)
+
+
+def _same_choice(operands: Sequence[Node], placements: Sequence[Placement]) -> bool:
+    """Whether a node that occurs twice is given one placement."""
+    pairs = dict(zip(operands, placements, strict=True))
+    return all(
+        pairs[node] == placement for node, placement in zip(operands, placements, strict=True)
+    )
+
+
+def _refuse(
+    node: Node, operands: Sequence[Node], placements: Sequence[Placement], world: int
+) -> None:
+    got = ", ".join(
+        f"{operand.name} {_describe(operand, placement)}"
+        for operand, placement in zip(operands, placements, strict=True)
+    )
+    ways = [
+        f"({', '.join(map(str, way.operands))}) -> {', '.join(map(str, way.results))}"
+        for way in allowed(node, placements, world)
+    ]
+    message = f"{node.target} of {got or 'nothing'} would give wrong numbers"
+    raise PlacementError(_PASS, f"{message}; allowed: {'; '.join(ways) or 'nothing'}", node)
+
+
+def _describe(node: Node, placement: Placement) -> str:
+    shape = getattr(node.meta["val"], "shape", None)
+    return f"{placement} {tuple(shape)}" if shape is not None else str(placement)
+
+
+def _require_claim(node: Node, types: Types) -> None:
+    """Sharding said how it meant this value: it must be one of the ways it can be read."""
+    claim = node.meta.get("placement")
+    if claim is None:
+        return
+    kept = [results for results in types[node] if results[0] == as_value(claim)]
+    if not kept:
+        got = " or ".join(str(results[0]) for results in types[node])
+        raise PlacementError(_PASS, f"{node.name} is declared {claim} but is {got}", node)
+    types[node] = kept
+
+
+def _require(node: Node, types: Types, placement: Placement, what: str) -> None:
+    wanted = as_value(placement)
+    if all(results[0] != wanted for results in types[node]):
+        got = " or ".join(str(results[0]) for results in types[node])
+        expected = "replicated" if wanted == R else str(wanted)
+        raise PlacementError(_PASS, f"{what} must be {expected} but {node.name} is {got}", node)

@@ -1,0 +1,123 @@
+"""ATen calls spelled as the torch functions whose typing ``spmd_types`` knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.utils._pytree import tree_map_only
+
+from sp_compiler.graph import arguments
+from sp_compiler.placement import Placement
+
+aten = torch.ops.aten
+Function = Callable[..., Any]
+
+RESHAPES = (aten.reshape.default, aten.view.default)
+UNKNOWN_LINEAR = frozenset(
+    {"aten::_to_copy", "aten::to", "aten::where", "aten::masked_fill", "aten::pad"}
+    | {"aten::constant_pad_nd", "aten::slice_scatter", "aten::select_scatter"}
+)
+"""Linear operators that ``spmd_types`` does not know to be linear: it refuses partial sums."""
+
+
+def call(node: Node, values: dict[Node, Any]) -> Any:
+    """Run the torch function of ``node`` on meta tensors."""
+    name = node.target._schema.name  # type: ignore[union-attr]
+    spell = _SPELLED.get(name)
+    if spell is not None:
+        named = tree_map_only(Node, values.__getitem__, arguments(node))
+        return spell(**{f"{key}_" if key == "self" else key: v for key, v in named.items()})
+    args, kwargs = tree_map_only(Node, values.__getitem__, (node.args, node.kwargs))
+    if "device" in kwargs:
+        kwargs = {**kwargs, "device": "meta"}
+    return _function(name.split("::")[1], node.target)(*args, **kwargs)
+
+
+def _function(name: str, target: Any) -> Function:
+    for namespace in (torch, torch._C._nn, torch.Tensor):
+        if hasattr(namespace, name):
+            return getattr(namespace, name)  # type: ignore[no-any-return]
+    return target  # type: ignore[no-any-return]
+
+
+def _slice(
+    self_: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Tensor:
+    begin, stop, stride = slice(start, end, step).indices(self_.shape[dim])
+    if stride != 1:
+        return aten.slice.Tensor(self_, dim, start, end, step)  # type: ignore[no-any-return]
+    return torch.narrow(self_, dim, begin, max(0, stop - begin))
+
+
+def _expand(self_: Tensor, size: Sequence[int], implicit: bool = False) -> Tensor:
+    return self_.expand(size)
+
+
+def _split(self_: Tensor, split_sizes: list[int], dim: int = 0) -> Sequence[Tensor]:
+    return torch.split(self_, split_sizes, dim)
+
+
+def _to_copy(self_: Tensor, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
+    return self_.to(dtype or self_.dtype)
+
+
+def _detach(self_: Tensor) -> Tensor:
+    return self_.detach()
+
+
+_SPELLED: dict[str, Function] = {
+    "aten::slice": _slice,
+    "aten::expand": _expand,
+    "aten::split_with_sizes": _split,
+    "aten::_to_copy": _to_copy,
+    "aten::detach": _detach,
+}
+
+
+def reshape(
+    x: Tensor, source: Sequence[int], target: Sequence[int], placement: Placement
+) -> Tensor:
+    """Reshape one rank's part by ``flatten`` and ``unflatten``, whose -1 is the sharded dim.
+
+    Args:
+        x: sharded on one dim.
+        source: global shape of ``x``.
+        target: global shape of the result.
+        placement: of the result.
+    """
+    for (low, high), (first, last) in reversed(_groups(source, target)):
+        if high - low > 1:
+            x = torch.flatten(x, low, high - 1)
+        if high == low:
+            x = torch.unsqueeze(x, low)
+        if last - first != 1:
+            sizes = [-1 if dim == placement.dim else target[dim] for dim in range(first, last)]
+            x = torch.unflatten(x, low, sizes) if sizes else torch.squeeze(x, low)
+    return x
+
+
+def _groups(
+    source: Sequence[int], target: Sequence[int]
+) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Smallest runs of dims of both shapes with the same number of elements."""
+    groups = []
+    low = first = 0
+    while low < len(source) or first < len(target):
+        high, last = low, first
+        left = right = 1
+        if high < len(source):
+            left, high = source[high], high + 1
+        if last < len(target):
+            right, last = target[last], last + 1
+        while left != right:
+            if left < right:
+                left, high = left * source[high], high + 1
+            else:
+                right, last = right * target[last], last + 1
+        groups.append(((low, high), (first, last)))
+        low, first = high, last
+    return groups

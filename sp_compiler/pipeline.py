@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from sp_compiler.capture import Captured, capture
-from sp_compiler.check import check_partitioned
+from sp_compiler.check import check_forward, check_partitioned
 from sp_compiler.codegen import CompiledRegion, load, module_source
 from sp_compiler.compiled import CompiledProgram
 from sp_compiler.config import CompileOptions
@@ -79,11 +79,15 @@ def compile_program(
     program = sharded.program
     stages["shard"] = Stage.of_program("shard", program)
     clock.lap("shard")
+    for region in program.regions:
+        check_forward(region, options.tp)
+    clock.lap("check_forward")
     regions = [_compile(program, region, options) for region in program.regions]
     clock.lap("compile_regions")
     for compiled in regions:
-        parts = compiled.partitioned
-        check_partitioned(compiled.region, parts.forward, parts.backward, options.tp)
+        check_partitioned(
+            compiled.region, compiled.partitioned, compiled.joint.tangent_outputs, options.tp
+        )
     clock.lap("check_partitioned")
     _write_tags(regions)
     stages["final"] = Stage.of_program("final", program)

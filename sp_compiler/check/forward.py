@@ -31,6 +31,7 @@ from sp_compiler.program import Region
 
 aten = torch.ops.aten
 sp = torch.ops.sp_compiler
+_CUTS = (aten.split_with_sizes.default, aten.slice.Tensor)
 
 
 def check_forward(region: Region, world: int) -> CheckReport:
@@ -111,9 +112,8 @@ class _Checker:
             return call(node, self.values)
         if node.target in RESHAPES:
             return self._reshape(node, placements[0])
-        if node.target is aten.split_with_sizes.default or node.target is aten.slice.Tensor:
-            if arguments(node)["dim"] % node.args[0].meta["val"].dim() == placements[0].dim:  # type: ignore[union-attr]
-                raise _Unreadable("spmd_types cannot cut a sharded dim")
+        if node.target in _CUTS and _dim_of(node) == placements[0].dim:
+            raise _Unreadable("spmd_types cannot cut a sharded dim")
         return call(node, self.values)
 
     def _reshape(self, node: Node, placement: Placement) -> Tensor:
@@ -247,6 +247,11 @@ class _Checker:
         )
         why = f": {str(error).strip().splitlines()[0]}" if error is not None else ""
         return f"{node.target} of {got or 'nothing'} would give wrong numbers{why}"
+
+
+def _dim_of(node: Node) -> int:
+    args = arguments(node)
+    return int(args["dim"] % args["self"].meta["val"].dim())
 
 
 def _needs_grad(node: Node) -> bool:

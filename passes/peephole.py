@@ -136,8 +136,9 @@ def _with_bias(node: Node, product: Node, matmul: Node, bias: Node) -> Node:
 
 def _linear(node: Node) -> Node | None:
     """``mm(a, t(w))`` -> ``linear(a, w)``; ``addmm(bias, a, t(w))`` -> ``linear(a, w, bias)``."""
+    bias: tuple[Node, ...] = ()
     if node.target is aten.mm.default:
-        (factor, transposed), bias = node.args, ()
+        factor, transposed = node.args
     elif node.target is aten.addmm.default and not node.kwargs:
         first, factor, transposed = node.args
         bias = (first,)

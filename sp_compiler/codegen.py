@@ -205,7 +205,7 @@ class _Body:
             lines += self._section_comment(node)
             lines += self._statement(node)
             if dead := self._deletes.get(node):
-                lines.append(f"del {', '.join(dead)}")
+                lines += [f"del {line.rstrip(',')}" for line in _fill(", ".join(dead))]
         return lines
 
     def _section_comment(self, node: Node) -> list[str]:

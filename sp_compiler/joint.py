@@ -233,6 +233,7 @@ def _results(traced: fx.Graph) -> tuple[dict[int, fx.Node], dict[int, fx.Node]]:
     grads: dict[int, fx.Node] = {}
     for value, desc in zip(node.args[0], node.meta["desc"], strict=True):
         if isinstance(desc, GradAOTOutput):
+            assert isinstance(desc.grad_of, PlainAOTInput), desc
             grads[desc.grad_of.idx] = value
         elif desc is not None:  # no descriptor: an input without gradient
             assert isinstance(desc, PlainAOTOutput), desc

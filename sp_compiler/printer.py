@@ -24,9 +24,13 @@ aten = torch.ops.aten
 
 INFIX = {
     aten.add.Tensor: "+",
+    aten.add.Scalar: "+",
     aten.sub.Tensor: "-",
+    aten.sub.Scalar: "-",
     aten.mul.Tensor: "*",
+    aten.mul.Scalar: "*",
     aten.div.Tensor: "/",
+    aten.div.Scalar: "/",
     aten.eq.Tensor: "==",
     aten.eq.Scalar: "==",
     aten.lt.Tensor: "<",

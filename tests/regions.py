@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 
-from sp_compiler.program import Region
+from sp_compiler.program import RefKind, Region
 from sp_compiler.runtime.communicator import Communicator
 
 sp = torch.ops.sp_compiler
@@ -84,7 +84,7 @@ class Mlp(nn.Module):
 def region_of(
     module: nn.Module,
     *args: Tensor,
-    kinds: Sequence[str] | None = None,
+    kinds: Sequence[RefKind] | None = None,
     requires_grad: Sequence[bool] | None = None,
     name: str = "",
 ) -> Region:
@@ -96,18 +96,22 @@ def region_of(
     exported = torch.export.export(module, args, strict=False)
     signature = exported.graph_signature
     graph_module = fx.GraphModule({}, exported.graph)
-    kinds = list(kinds or ["seed" if arg.dtype == torch.int64 else "call" for arg in args])
-    grads = list(requires_grad or [arg.is_floating_point() for arg in args])
-    names, all_kinds, values = [], [], iter(zip(kinds, grads, strict=True))
+    default: list[RefKind] = ["seed" if arg.dtype == torch.int64 else "call" for arg in args]
+    grads = requires_grad or [arg.is_floating_point() for arg in args]
+    values = zip(kinds or default, grads, strict=True)
+    names: list[str] = []
+    all_kinds: list[RefKind] = []
     for node in exported.graph.find_nodes(op="placeholder"):
+        key, grad = node.name, False
+        kind: RefKind = "buffer"
         if node.name in signature.inputs_to_parameters:
-            target = signature.inputs_to_parameters[node.name]
-            kind, grad = "param", exported.state_dict[target].requires_grad
+            key = signature.inputs_to_parameters[node.name]
+            kind, grad = "param", exported.state_dict[key].requires_grad
         elif node.name in signature.inputs_to_buffers:
-            target, kind, grad = signature.inputs_to_buffers[node.name], "buffer", False
+            key = signature.inputs_to_buffers[node.name]
         else:
-            target, (kind, grad) = node.name, next(values)
-        names.append(target)
+            kind, grad = next(values)
+        names.append(key)
         all_kinds.append(kind)
         node.meta["requires_grad"] = grad
     return Region(name or type(module).__name__, graph_module, tuple(all_kinds), tuple(names))

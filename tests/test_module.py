@@ -120,6 +120,8 @@ def _many_things() -> dict[str, Any]:
         _mismatch,
         _inplace,
         _frozen,
+        _meta,
+        _dtype,
     ):
         result[check.__name__.lstrip("_")] = check()
     return result
@@ -287,6 +289,34 @@ def _frozen() -> Any:
     )
 
 
+def _meta() -> Any:
+    """Weights that arrive after placement: by assignment, or into empty memory."""
+    losses = []
+    for assign in (True, False):
+        with torch.device("meta"):
+            model = Model().double()
+        module: Any = DistributedModule(model, tensor_parallel_group(2), Builder(2))
+        module.prepare(_input())
+        if not assign:
+            module.to_empty(device="cpu")
+        module.load_state_dict(_model().state_dict(), assign=assign)
+        assert module.blocks[0].up.weight.to_local().shape == (8, 4)
+        losses.append(module(_input())["loss"].item())
+    return losses
+
+
+def _dtype() -> Any:
+    """A move to another dtype before the first call, with an optimizer that exists."""
+    module, builder = _compiled(2)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    module.float()
+    module(_input().float())["loss"].backward()
+    before = module.blocks[0].up.weight.full_tensor().clone()
+    optimizer.step()
+    moved = not torch.equal(before, module.blocks[0].up.weight.full_tensor())
+    return moved, str(builder.seen[0]["dtype"]), str(module.blocks[0].down.weight.placements[0])
+
+
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
     return run_on_ranks(2, _many_things)
@@ -356,6 +386,17 @@ def test_inplace_change_before_backward_raises(ranks: list[dict[str, Any]]) -> N
 @pytest.mark.slow
 def test_freezing_compiles_again_and_gives_no_gradient(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["frozen"] == (2, True, True)
+
+
+@pytest.mark.slow
+def test_weights_can_come_after_compilation(ranks: list[dict[str, Any]]) -> None:
+    expected = _model()(_input())["loss"].item()
+    assert ranks[0]["meta"] == pytest.approx([expected, expected], rel=1e-12)
+
+
+@pytest.mark.slow
+def test_dtype_moves_keep_optimizers(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["dtype"] == (True, "torch.float32", str(Shard(1)))
 
 
 def test_errors_before_and_around_compilation() -> None:
@@ -438,3 +479,14 @@ def test_buffers_are_written_back_and_ties_kept() -> None:
     module(_input())
     module(_input())
     assert module.steps.item() == 2
+
+
+def test_meta_models_stay_so_until_loaded() -> None:
+    with torch.device("meta"):
+        model = Model().double()
+    module = DistributedModule(model, tensor_parallel_group(1), Builder(1))
+    module.prepare(_input())
+    with pytest.raises(ArgumentError, match=r"9 parameters or buffers.*assign=True"):
+        module(_input())
+    module.load_state_dict(_model().state_dict(), assign=True)
+    torch.testing.assert_close(module(_input())["loss"], _model()(_input())["loss"])

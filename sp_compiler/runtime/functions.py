@@ -31,7 +31,7 @@ class RegionFunction(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         locals_ = [local_tensor(value) for value in inputs]
         outputs, saved = runner.code.forward(runner.tp, *locals_)
-        outputs = _distinct(outputs)
+        outputs = _distinct(outputs, locals_, inputs)
         ctx.runner = runner
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
@@ -72,11 +72,16 @@ class RegionFunction(torch.autograd.Function):
         return (None, None, *forbid_double_backward(results, used))
 
 
-def _distinct(outputs: Sequence[Any]) -> tuple[Any, ...]:
-    """Outputs as different objects: autograd keeps one history for each object."""
-    if len({id(out) for out in outputs}) == len(outputs):
+def _distinct(
+    outputs: Sequence[Any], locals_: Sequence[Any], inputs: Sequence[Any]
+) -> tuple[Any, ...]:
+    """Outputs as different objects, none a parameter's own local part.
+
+    Autograd writes one history into each object that a function returns.
+    """
+    seen = {id(local) for local, value in zip(locals_, inputs, strict=True) if local is not value}
+    if not seen and len({id(out) for out in outputs}) == len(outputs):
         return tuple(outputs)
-    seen: set[int] = set()
     result = []
     for out in outputs:
         result.append(out.view_as(out) if id(out) in seen else out)

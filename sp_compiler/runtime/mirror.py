@@ -29,17 +29,18 @@ class Layout:
 
     Attributes:
         group: the ranks they are stored over.
-        placements: parameter object's id to its placement; ``I`` where missing.
+        placements: name of every placed parameter to its placement.
         blocks: paths of the modules that are called as blocks; ``None`` before compilation.
     """
 
     def __init__(self, group: TensorParallelGroup) -> None:
         self.group = group
-        self.placements: dict[int, Placement] = {}
+        self.placements: dict[str, Placement] = {}
         self.blocks: frozenset[str] | None = None
 
-    def placement(self, parameter: Tensor) -> Placement:
-        return self.placements.get(id(parameter), I)
+    def placement(self, path: str, name: str) -> Placement:
+        """Of the parameter ``name`` of the module at ``path``; ``I`` until it is placed."""
+        return self.placements.get(f"{path}.{name}" if path else name, I)
 
 
 class MirrorModule(nn.Module):
@@ -134,7 +135,7 @@ class MirrorModule(nn.Module):
         for name, parameter in self._parameters.items():
             if not isinstance(parameter, DTensor):
                 continue
-            placement = self._sp_layout.placement(parameter)
+            placement = self._sp_layout.placement(self._sp_path, name)
             if len(placement.segments) > 1:
                 destination[prefix + name] = to_true_chunk(
                     parameter, placement, self._sp_layout.group
@@ -149,7 +150,7 @@ class MirrorModule(nn.Module):
                 state_dict[prefix + name] = from_loaded(
                     value,
                     parameter,
-                    self._sp_layout.placement(parameter),
+                    self._sp_layout.placement(self._sp_path, name),
                     self._sp_layout.group,
                 )
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

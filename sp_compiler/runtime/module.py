@@ -72,6 +72,7 @@ class DistributedModule(MirrorModule):
             _sp_build=build,
             _sp_fixed=None,
             _sp_latest=None,
+            _sp_loaded=False,
         )
         self._set_up_instance(cache_size)
 
@@ -96,6 +97,7 @@ class DistributedModule(MirrorModule):
         leaves, structure = flatten_inputs(args, kwargs)
         leaves = [_whole(leaf) for leaf in leaves]
         executor = self._executor(leaves, structure)
+        self._require_data()
         run = executor.run(
             self._sp_parameters, self._sp_named_buffers, leaves, self._seed(executor)
         )
@@ -187,6 +189,20 @@ class DistributedModule(MirrorModule):
             compiled, self._sp_layout.group.communicator, self._call_block, self._sp_deferred
         )
 
+    def _require_data(self) -> None:
+        """Raise while something is on the meta device."""
+        if self._sp_loaded:
+            return
+        tensors = itertools.chain(self._sp_parameters.items(), self._sp_named_buffers.items())
+        missing = [name for name, value in tensors if value.is_meta]
+        if missing:
+            raise ArgumentError(
+                f"{len(missing)} parameters or buffers have no data ({', '.join(missing[:3])}...): "
+                "the model was built on the meta device; call module.load_state_dict(..., "
+                "assign=True), or module.to_empty(device=...) and fill them, before the first call"
+            )
+        self.__dict__["_sp_loaded"] = True
+
     def _refuse_optimizer_state(self) -> None:
         if self._sp_fixed is not None:
             return
@@ -216,9 +232,14 @@ class DistributedModule(MirrorModule):
                     f"parameter {name!r} is stored {fixed[name]}, and was compiled as "
                     f"{placements[name]}"
                 )
+        placed = {id(parameters[name]): placements[name] for name in fresh}
         for name in fresh:
             place(parameters[name], placements[name], group)
-            self._sp_layout.placements[id(parameters[name])] = placements[name]
+        self._sp_layout.placements.update(
+            (name, placed[id(parameter)])
+            for name, parameter in parameters.items()
+            if id(parameter) in placed
+        )
         fixed.update(placements)
         self.__dict__["_sp_fixed"] = fixed
 
@@ -270,11 +291,6 @@ class DistributedModule(MirrorModule):
         )
         result: DistributedModule = super().__deepcopy__(memo)
         result._set_up_instance(self._sp_cache.size)
-        result._sp_layout.placements = {
-            id(mine): layout.placements[id(theirs)]
-            for mine, theirs in zip(result.parameters(), self.parameters(), strict=True)
-            if id(theirs) in layout.placements
-        }
         for key, executor in self._sp_cache.items():
             result._sp_cache.put(key, result._new_executor(executor.compiled))
         return result

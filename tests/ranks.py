@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import tempfile
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
+_TIMEOUT = timedelta(minutes=3)
+
 
 def run_on_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """``function(*args)`` on ``world`` processes with a default gloo group; the results by rank.
 
-    ``function`` is a module's top-level function; its result is saved with ``torch.save``.
+    ``function`` is a module's top-level function; its result is saved with ``torch.save``. A
+    collective that waits longer than ``_TIMEOUT`` fails.
 
     Raises:
         torch.multiprocessing.ProcessRaisedException: the first rank's error, with its traceback.
@@ -30,9 +36,18 @@ def _rank(
 ) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world,
+        timeout=_TIMEOUT,
     )
     try:
         torch.save(function(*args), Path(folder, f"{rank}.pt"))
     finally:
         dist.destroy_process_group()
+    # Not the interpreter's own exit: gloo's threads sometimes abort the process while it tears down
+    # ("terminate called without an active exception"), after all the work is done.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

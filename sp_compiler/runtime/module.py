@@ -276,8 +276,10 @@ class DistributedModule(MirrorModule):
 
     def _output(self, value: Any, placement: Placement) -> Any:
         mesh = self._sp_layout.group.mesh
+        if isinstance(value, DTensor):  # the model returns a parameter
+            return value if placement.is_sharded else value.to_local()
         if mesh is None or not placement.is_sharded:
-            return local_tensor(value)
+            return value
         return DTensor.from_local(value, mesh, [Shard(placement.dim)], run_check=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedModule:

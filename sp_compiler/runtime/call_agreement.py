@@ -1,0 +1,62 @@
+"""A check of every call that the ranks of a tensor-parallel group run the same program."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import torch
+import torch.distributed as dist
+
+from sp_compiler.errors import RankMismatchError
+from sp_compiler.runtime.cache import CallKey
+from sp_compiler.runtime.group import TensorParallelGroup
+
+_REMEMBERED = 64
+
+
+class CallAgreement:
+    """Compares the ranks' keys before anything runs, through one tiny all-gather on the CPU.
+
+    A rank that needs another program than the others, compiled or not, is found at once and every
+    rank raises: without this it would compile alone while the others wait in a collective.
+
+    Attributes:
+        enabled: False for one rank, and where the group has no backend for CPU tensors, for a
+            comparison on the accelerator would make it wait in every step.
+    """
+
+    def __init__(self, group: TensorParallelGroup) -> None:
+        process_group = group.process_group
+        self._group = group
+        self.enabled = process_group is not None and torch.device("cpu") in (
+            process_group._device_types
+        )
+        self._numbers: OrderedDict[CallKey, int] = OrderedDict()
+
+    def check(self, key: CallKey) -> None:
+        """Raise :class:`RankMismatchError` unless every rank is here with an equal key."""
+        if not self.enabled:
+            return
+        process_group = self._group.process_group
+        mine = torch.tensor([self._number(key)])
+        everyone = torch.empty(self._group.world, dtype=torch.int64)
+        dist.all_gather_into_tensor(everyone, mine, group=process_group)
+        if bool((everyone == mine).all()):
+            return
+        texts: list[str | None] = [None] * self._group.world
+        dist.all_gather_object(texts, key.describe(), group=process_group)
+        lines = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
+        raise RankMismatchError(
+            "the ranks of one tensor-parallel group must run the same graph on the same kind of "
+            f"inputs in the same mode:\n{lines}"
+        )
+
+    def _number(self, key: CallKey) -> int:
+        """63 bits of the key's digest."""
+        number = self._numbers.get(key)
+        if number is None:
+            number = int(key.digest()[:16], 16) >> 1
+            self._numbers[key] = number
+            if len(self._numbers) > _REMEMBERED:
+                self._numbers.popitem(last=False)
+        return number

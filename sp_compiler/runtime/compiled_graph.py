@@ -1,0 +1,128 @@
+"""A graph of ``torch.compile`` that runs sharded, called with whole parameters on every rank."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from sp_compiler.compiled import CompiledProgram
+from sp_compiler.dynamo_graph import BoundInputs, DynamoGraph
+from sp_compiler.errors import ArgumentError
+from sp_compiler.runtime.agreement import CompileAgreement, check_values, checks_enabled
+from sp_compiler.runtime.cache import CallKey, ProgramCache, call_key
+from sp_compiler.runtime.call_agreement import CallAgreement
+from sp_compiler.runtime.dropout import draw_seed
+from sp_compiler.runtime.executor import Execution, Executor
+from sp_compiler.runtime.group import TensorParallelGroup
+from sp_compiler.runtime.whole_parameters import local_parameters
+
+Build = Callable[[torch.nn.Module, Sequence[Tensor]], CompiledProgram]
+_INSTANCES = itertools.count()
+
+
+@dataclass(frozen=True)
+class GraphKey(CallKey):
+    """A call of one dynamo graph; ``structure`` is the graph's fingerprint."""
+
+    def describe(self) -> str:
+        return f"graph {self.structure[:12]}, {super().describe()}"
+
+
+class CompiledGraph:
+    """Called by dynamo's code in place of the graph; compiles for each new kind of inputs.
+
+    Sizes that dynamo left open are fixed here: programs have static shapes, one for each
+    combination that occurs, and the least recently used ones are dropped.
+
+    Args:
+        graph: what dynamo captured.
+        group: makes the group to run in; called once, at the first call.
+        build: ``build(model, example_inputs)`` compiles; outputs must be replicated.
+        cache_size: how many programs are kept.
+    """
+
+    def __init__(
+        self,
+        graph: DynamoGraph,
+        group: TensorParallelGroup,
+        build: Build,
+        cache_size: int = 16,
+    ) -> None:
+        self._graph = graph
+        self._group = group
+        self._build = build
+        self._programs = ProgramCache[Executor](cache_size)
+        self._call_agreement = CallAgreement(group)
+        self._compile_agreement = CompileAgreement(group, f"graph{next(_INSTANCES)}")
+
+    def __call__(self, *args: Any) -> Any:
+        """The graph's outputs, whole on every rank; buffers that it changes are changed.
+
+        Raises:
+            RankMismatchError: the ranks call different graphs or with inputs of different kinds.
+        """
+        bound = self._graph.bind(args)
+        _refuse_distributed(bound)
+        executor = self._executor(bound)
+        params = local_parameters(
+            self._group.communicator, bound.params, executor.compiled.param_placements
+        )
+        run = executor.run(params, bound.buffers, bound.tensors, self._seed(executor, bound))
+        _write_back(run, bound)
+        return pytree.tree_unflatten(run.outputs, executor.compiled.program.out_spec)
+
+    def _executor(self, bound: BoundInputs) -> Executor:
+        """The program for these inputs, compiled if need be, on all ranks alike."""
+        key = self._key(bound)
+        self._call_agreement.check(key)
+        if checks_enabled():
+            inputs = [(str(index), value) for index, value in enumerate(bound.values)]
+            check_values(self._group, "input", inputs)
+            check_values(self._group, "parameter", bound.params.items())
+        executor = self._programs.get(key)
+        if executor is None:
+            if not self._call_agreement.enabled:
+                self._compile_agreement.check(key)
+            with torch.inference_mode(False):
+                compiled = self._build(self._graph.as_model(bound), bound.tensors)
+            executor = Executor(compiled, self._group.communicator)
+            self._programs.put(key, executor)
+        return executor
+
+    def _key(self, bound: BoundInputs) -> GraphKey:
+        plain = call_key((), bound.params.values(), bound.values, self._graph.fingerprint)
+        return GraphKey(**vars(plain))
+
+    def _seed(self, executor: Executor, bound: BoundInputs) -> Tensor | None:
+        """The dropout seed of this forward, the same on all ranks."""
+        if not executor.needs_seed:
+            return None
+        holders = (*bound.params.values(), *bound.tensors)
+        device = next((tensor.device for tensor in holders), torch.device("cpu"))
+        seed = draw_seed().to(device)
+        if self._group.process_group is not None:
+            dist.broadcast(seed, group=self._group.process_group, group_src=0)
+        return seed
+
+
+def _refuse_distributed(bound: BoundInputs) -> None:
+    for name, tensor in bound.params.items():
+        if isinstance(tensor, DTensor):
+            raise ArgumentError(
+                f"parameter {name!r} is a DTensor; torch.compile with this backend takes whole "
+                "parameters (sp_compiler.compile makes distributed ones)"
+            )
+
+
+@torch.no_grad()
+def _write_back(run: Execution, bound: BoundInputs) -> None:
+    for name, value in run.mutated_buffers.items():
+        bound.buffers[name].copy_(value)

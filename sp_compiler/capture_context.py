@@ -67,6 +67,7 @@ def export_context(model: nn.Module, *, use_cache: bool = False) -> Iterator[Non
         stack.enter_context(_without_hooks(model))
         stack.enter_context(_without_cache(model, asked=use_cache))
         stack.enter_context(_given_causal_hint())
+        stack.enter_context(_without_own_warnings())
         _warn_about_checkpointing(model)
         yield
 
@@ -118,6 +119,14 @@ def _warn_about_checkpointing(model: nn.Module) -> None:
             "gradient checkpointing set on the model is ignored: recompute= of sp_compiler governs",
             stacklevel=5,
         )
+
+
+@contextlib.contextmanager
+def _without_own_warnings() -> Iterator[None]:
+    """Silence what torch's export says about its own code, which no user can mend."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)", FutureWarning)
+        yield
 
 
 @contextlib.contextmanager

@@ -15,7 +15,9 @@ from sp_compiler.passes.shard.values import (
     RegionValues,
     Value,
     bytes_of,
+    is_elementwise,
     operators,
+    residual_stream,
     results_of,
     shape_of,
     value_of,
@@ -104,6 +106,7 @@ class ProblemBuilder:
         self.facts = [facts[id(region)] for region in self.regions]
         self.world = world
         self.sequence_parallel = sequence_parallel
+        self.whole: dict[Value, None] = {} if sequence_parallel else residual_stream(program, facts)
         self.shard_outputs = shard_outputs
         self.fixed = fixed
         self.num_calls = [
@@ -209,6 +212,8 @@ class ProblemBuilder:
         self, i: int, rule: OpRule, operands: list[Value], results: list[Value], factor: Factor
     ) -> bool:
         facts, is_feature = self.facts[i], False
+        if results[0] in self.whole and is_elementwise(results[0][0]):
+            return False
         for value, d, dim in self._places(rule, operands, results, factor):
             if (value, d) in facts.tokens:
                 return False

@@ -10,12 +10,13 @@ import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import torch
 from torch.fx import Node
 
 from sp_compiler.graph import tensor_operands
 from sp_compiler.program import Program, Region
 from sp_compiler.rules.factors import Dims, Factor, OpRule
-from sp_compiler.rules.table import rule_for
+from sp_compiler.rules.table import is_pointwise, rule_for
 
 Value = tuple[Node, int]
 
@@ -106,7 +107,7 @@ def activate(program: Program) -> dict[int, RegionValues]:
                         mine.active[node, 0] = None
             for node in operators(call.region):
                 if any(value_of(operand) in mine.active for operand in tensor_operands(node)):
-                    mine.active.update(dict.fromkeys(_floating(node)))
+                    mine.active.update(dict.fromkeys(_shardable(node)))
             changed |= len(mine.active) != before
     for region in program.regions:
         mine = facts[id(region)]
@@ -116,8 +117,41 @@ def activate(program: Program) -> dict[int, RegionValues]:
     return facts
 
 
-def _floating(node: Node) -> list[Value]:
-    return [value for value in results_of(node) if _fake(value).dtype.is_floating_point]
+def _shardable(node: Node) -> list[Value]:
+    """Floating results and dropout masks; other numbers are small and every rank has them whole."""
+    is_mask = node.target is torch.ops.sp_compiler.dropout_mask.default
+    return [
+        value for value in results_of(node) if is_mask or _fake(value).dtype.is_floating_point
+    ]
+
+
+def is_elementwise(node: Node) -> bool:
+    """Pointwise operators and dropout, whose masks follow the element's place in the whole."""
+    own = (torch.ops.sp_compiler.dropout.default, torch.ops.sp_compiler.dropout_mask.default)
+    return node.target in own or is_pointwise(node)
+
+
+def residual_stream(program: Program, facts: dict[int, RegionValues]) -> dict[Value, None]:
+    """Values that cross regions as rows of tokens, and those that elementwise operators tie to them.
+
+    Plain tensor parallelism has them whole on every rank; ``label_dims`` must have run.
+    """
+    found: dict[Value, None] = {}
+    for call in program.calls:
+        for node, ref in zip(call.region.placeholders, call.args, strict=True):
+            if ref.kind == "call" and facts[id(call.region)].num_rows((node, 0)):
+                producer = program.calls[ref.index].region
+                found[node, 0] = found[value_of(producer.outputs[ref.output])] = None
+    before = -1
+    while len(found) != before:
+        before = len(found)
+        for region in program.regions:
+            for node in filter(is_elementwise, facts[id(region)].rules):
+                operands = map(value_of, tensor_operands(node))
+                tied = [v for v in operands if shape_of(v) == shape_of((node, 0))]
+                if any(value in found for value in (*tied, (node, 0))):
+                    found.update(dict.fromkeys((*tied, (node, 0))))
+    return found
 
 
 def label_dims(region: Region, facts: RegionValues, world: int) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 from torch.utils._pytree import tree_map_only
@@ -22,6 +23,8 @@ UNKNOWN_LINEAR = frozenset(
     | {"aten::constant_pad_nd", "aten::slice_scatter", "aten::select_scatter"}
 )
 """Linear operators that ``spmd_types`` does not know to be linear: it refuses partial sums."""
+COMMUNICATE = frozenset({"aten::convolution", "aten::conv1d", "aten::conv2d", "aten::conv3d"})
+"""Operators on shards that DTensor, which ``spmd_types`` asks, would run with communication."""
 
 
 def call(node: Node, values: dict[Node, Any]) -> Any:
@@ -54,7 +57,10 @@ def _slice(
 
 
 def _expand(self_: Tensor, size: Sequence[int], implicit: bool = False) -> Tensor:
-    return self_.expand(size)
+    """Dims that stay as they are, perhaps sharded, are written -1: their size is one rank's."""
+    added = len(size) - self_.dim()
+    kept = [-1 if own == new else new for own, new in zip(self_.shape, size[added:], strict=True)]
+    return self_.expand([*size[:added], *kept])
 
 
 def _split(self_: Tensor, split_sizes: list[int], dim: int = 0) -> Sequence[Tensor]:
@@ -69,12 +75,20 @@ def _detach(self_: Tensor) -> Tensor:
     return self_.detach()
 
 
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, **kwargs: Any
+) -> Tensor:
+    """Without the causal mask, which is made of tensors that ``spmd_types`` does not see."""
+    return F.scaled_dot_product_attention(query, key, value, **kwargs)
+
+
 _SPELLED: dict[str, Function] = {
     "aten::slice": _slice,
     "aten::expand": _expand,
     "aten::split_with_sizes": _split,
     "aten::_to_copy": _to_copy,
     "aten::detach": _detach,
+    "aten::scaled_dot_product_attention": _attention,
 }
 
 

@@ -59,5 +59,9 @@ class Partitioned:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that one call keeps until its backward."""
+        """Bytes that one call keeps until its backward.
+
+        A value of another call that several calls take (a mask, a rotary table) counts in each;
+        a sum over a program must count it once.
+        """
         return sum(tensor.num_bytes for tensor in self.saved if tensor.is_activation)

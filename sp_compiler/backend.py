@@ -1,0 +1,80 @@
+"""The backend of ``torch.compile(model, backend="sp_compiler", options={"tp": 8})``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.fx import GraphModule
+
+from sp_compiler.capture import capture
+from sp_compiler.compiled import CompiledProgram
+from sp_compiler.config import CompileOptions
+from sp_compiler.dynamo_graph import DynamoGraph
+from sp_compiler.errors import ArgumentError
+from sp_compiler.pipeline import compile_captured
+from sp_compiler.runtime.compiled_graph import CompiledGraph
+from sp_compiler.runtime.group import TensorParallelGroup, tensor_parallel_group
+
+_OPTIONS = (*(field.name for field in dataclasses.fields(CompileOptions)), "mesh")
+
+
+def sp_compiler_backend(
+    module: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> CompiledGraph:
+    """What dynamo calls with each graph that it captures.
+
+    Parameters stay the user's own, whole on every rank; the compiled graph reads its shard of them
+    and gives every one its whole gradient, the same on all ranks. All ranks must call the model
+    with the same inputs. ``tp=1``, the default, gives recomputation alone.
+
+    Args:
+        module: torch-level graph with parameters and buffers as inputs.
+        example_inputs: for which dynamo captured it.
+        options: those of :func:`sp_compiler.compile`, except that outputs are always replicated.
+        mode: not supported.
+
+    Raises:
+        ArgumentError: unknown options, values that an option does not allow, no process group of
+            the right size. torch wraps it in ``BackendCompilerFailed``.
+    """
+    if mode is not None:
+        raise ArgumentError(f'mode={mode!r}: backend "sp_compiler" has no modes; pass options=')
+    compile_options, group = _parse(dict(options or {}), _device_type(example_inputs))
+
+    def build(model: nn.Module, tensors: Sequence[Tensor]) -> CompiledProgram:
+        return compile_captured(capture(model, tensors), compile_options)
+
+    return CompiledGraph(DynamoGraph.of(module, example_inputs), group, build)
+
+
+def _parse(options: dict[str, Any], device_type: str) -> tuple[CompileOptions, TensorParallelGroup]:
+    unknown = [name for name in options if name not in _OPTIONS]
+    if unknown:
+        raise ArgumentError(
+            f"options={{{', '.join(f'{name!r}: ...' for name in unknown)}}}: unknown; "
+            f"allowed are {', '.join(_OPTIONS)}"
+        )
+    if options.get("outputs", "replicate") != "replicate":
+        raise ArgumentError(
+            f"outputs={options['outputs']!r}: torch.compile needs whole outputs; expected "
+            "'replicate' (sp_compiler.compile can return sharded ones)"
+        )
+    mesh: DeviceMesh | None = options.pop("mesh", None)
+    checked = CompileOptions(**{**options, "outputs": "replicate"})
+    tp = options.get("tp") if mesh is not None else checked.tp
+    group = tensor_parallel_group(tp, mesh, device_type)
+    return dataclasses.replace(checked, tp=group.world), group
+
+
+def _device_type(example_inputs: Sequence[Any]) -> str:
+    tensors = [value for value in example_inputs if isinstance(value, Tensor)]
+    parameters = [value for value in tensors if isinstance(value, nn.Parameter)]
+    return next((tensor.device.type for tensor in (*parameters, *tensors)), "cpu")

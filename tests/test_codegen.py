@@ -192,6 +192,7 @@ print(compile_region(region, recompute="selective").source)
 """
 
 
+@pytest.mark.slow
 def test_text_does_not_depend_on_the_hash_seed() -> None:
     texts = {
         subprocess.run(

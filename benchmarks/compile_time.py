@@ -1,31 +1,31 @@
-"""Compile time against depth: identical layers are compiled once, so it must hardly grow.
+"""Compile time against depth: identical layers are compiled once, so only the capture may grow.
 
-    python -m benchmarks.compile_time [--layers 4 48] [--hidden 512]
+    python -m benchmarks.compile_time [--layers 4 48] [--hidden 256]
 
-One process under a fake process group of 8 ranks.
+One process, no process group; compiled for 8 ranks. The capture is ``torch.export``'s own time.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import sp_compiler
 from benchmarks.contenders import random_ids
-from benchmarks.measure import Stopwatch
 from benchmarks.models import GPTConfig, PlainGPT
+from sp_compiler.config import CompileOptions
+from sp_compiler.pipeline import build
 
 TENSOR_PARALLEL = 8
+CAPTURE = "capture"
 
 
-def compile_seconds(num_layers: int, hidden_size: int) -> float:
-    """Seconds of ``sp_compiler.compile`` for a plain GPT of ``num_layers`` blocks."""
+def compile_seconds(num_layers: int, hidden_size: int) -> Mapping[str, float]:
+    """Seconds of each step of compiling a plain GPT of ``num_layers`` blocks."""
     config = GPTConfig(
         vocab_size=4096,
         num_positions=256,
@@ -33,32 +33,34 @@ def compile_seconds(num_layers: int, hidden_size: int) -> float:
         num_layers=num_layers,
         num_heads=TENSOR_PARALLEL,
     )
-    model = PlainGPT(config)
     ids = random_ids(config, 2, 256)
-    with Stopwatch() as watch:
-        sp_compiler.compile(model, tp=TENSOR_PARALLEL, example_inputs=((ids,), {"labels": ids}))
-    return watch.ms / 1e3
+    options = CompileOptions(tp=TENSOR_PARALLEL)
+    return build(PlainGPT(config), (ids,), {"labels": ids}, options).seconds
+
+
+def median_seconds(num_layers: int, hidden_size: int, repeats: int) -> dict[str, float]:
+    """Medians over ``repeats``, with the sums of what comes after the capture and of all."""
+    runs = [compile_seconds(num_layers, hidden_size) for _ in range(repeats)]
+    seconds = {step: statistics.median(run[step] for run in runs) for step in runs[0]}
+    total = sum(seconds.values())
+    return {**seconds, "after the capture": total - seconds[CAPTURE], "all": total}
 
 
 def main() -> None:
-    """Print seconds by depth, the median of three after one warm-up."""
+    """Print seconds by step and depth, after one warm-up."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--layers", type=int, nargs="+", default=[4, 48])
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=TENSOR_PARALLEL)
     compile_seconds(2, 64)  # what the first compilation alone pays: imports, caches
-    table = Table("layers", "seconds", "in units of the first")
-    first = None
-    for num_layers in options.layers:
-        times = [compile_seconds(num_layers, options.hidden) for _ in range(options.repeats)]
-        seconds = statistics.median(times)
-        first = first or seconds
-        table.add_row(str(num_layers), f"{seconds:.2f}", f"{seconds / first:.2f}")
+    columns = [median_seconds(depth, options.hidden, options.repeats) for depth in options.layers]
+    table = Table("seconds", *(f"{depth} layers" for depth in options.layers), "last / first")
+    for step in columns[0]:
+        values = [column[step] for column in columns]
+        table.add_row(step, *(f"{value:.2f}" for value in values), f"{values[-1] / values[0]:.2f}")
     Console().print(table)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

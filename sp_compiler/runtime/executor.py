@@ -97,7 +97,7 @@ class Executor:
             for region in compiled.program.regions
         }
         self._replicated = _parameters_used_as_r(compiled)
-        self._last_use = _last_uses(compiled)
+        self._last_use = last_uses(compiled)
         self.needs_seed = any("seed" in region.input_kinds for region in compiled.program.regions)
 
     def run(
@@ -227,7 +227,7 @@ def _parameters_used_as_r(compiled: CompiledProgram) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _last_uses(compiled: CompiledProgram) -> list[list[int]]:
+def last_uses(compiled: CompiledProgram) -> list[list[int]]:
     """For each call: the calls whose outputs are used for the last time by it."""
     program = compiled.program
     kept = (*program.outputs, *program.mutated_buffers.values())

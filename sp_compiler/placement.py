@@ -6,6 +6,7 @@ The four kinds are those of ``spmd_types``; each has a dual, the placement of it
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 
@@ -37,6 +38,7 @@ class Placement:
         return f"{self.kind}({self.dim}{segments})"
 
     @classmethod
+    @functools.cache
     def parse(cls, text: str) -> Placement:
         """Inverse of ``str``; raises ``ValueError`` on any other text."""
         match = _TEXT.match(text)

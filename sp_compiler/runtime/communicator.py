@@ -10,6 +10,9 @@ from sp_compiler.placement import Placement
 from sp_compiler.runtime import dropout as _dropout
 
 _c10d = torch.ops._c10d_functional
+# The generated code differentiates itself, so the collectives' own autograd kernels, which are
+# written in Python, are passed by.
+_BelowAutograd = torch._C._AutoDispatchBelowAutograd
 
 
 class Communicator:
@@ -34,9 +37,10 @@ class Communicator:
         if self.world == 1:
             return x
         source = Placement.parse(src)
-        ranks = _c10d.wait_tensor(
-            _c10d.all_gather_into_tensor(x.contiguous(), self.world, self.group_name)
-        )
+        with _BelowAutograd():
+            ranks = _c10d.wait_tensor(
+                _c10d.all_gather_into_tensor(x.contiguous(), self.world, self.group_name)
+            )
         if source.dim == 0:
             return _from_rank_major(ranks, source, self.world)
         whole = ranks.unflatten(0, (self.world, -1)).movedim(0, source.dim)
@@ -50,9 +54,10 @@ class Communicator:
         x = _to_rank_major(x, target, self.world)
         if target.dim:
             x = x.unflatten(target.dim, (self.world, -1)).movedim(target.dim, 0).flatten(0, 1)
-        return _c10d.wait_tensor(
-            _c10d.reduce_scatter_tensor(x.contiguous(), "sum", self.world, self.group_name)
-        )
+        with _BelowAutograd():
+            return _c10d.wait_tensor(
+                _c10d.reduce_scatter_tensor(x.contiguous(), "sum", self.world, self.group_name)
+            )
 
     def all_reduce(self, x: Tensor, src: str, dst: str) -> Tensor:
         """P -> I or R: the sum over ranks."""
@@ -115,7 +120,8 @@ class Communicator:
     def _all_reduce(self, x: Tensor, op: str) -> Tensor:
         if self.world == 1:
             return x
-        return _c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), op, self.group_name))
+        with _BelowAutograd():
+            return _c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), op, self.group_name))
 
     def _rank_slice(self, x: Tensor, dim: int) -> Tensor:
         size = x.shape[dim] // self.world

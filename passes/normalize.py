@@ -24,9 +24,11 @@ import sp_compiler.ops  # noqa: F401 - registers the operators
 from sp_compiler.capture import Captured
 from sp_compiler.errors import UnsupportedError, node_origin
 from sp_compiler.graph import arguments
+from sp_compiler.layers import layer_of
 from sp_compiler.passes.attention import explicit_attention, fold_attention_masks
 from sp_compiler.passes.dims import make_dims_negative
 from sp_compiler.passes.packed import split_packed
+from sp_compiler.passes.views import keep_token_order, shorten_view_chains
 from sp_compiler.program import Ref
 from sp_compiler.rewriting import (
     calls,
@@ -89,7 +91,11 @@ def normalize(captured: Captured, dropout: Literal["regenerate", "stored"] = "re
     _replace_dropout(captured, stored=dropout == "stored")
     _split_bias(graph)
     _split_addmm(graph)
+    _unflatten_products(graph)
     _merge_reshapes(graph)
+    erase_dead(graph)
+    keep_token_order(graph)
+    shorten_view_chains(graph)
     _expand_batch(graph)
     erase_dead(graph)
     captured.drop_unused_placeholders()
@@ -241,43 +247,61 @@ def _split_bias(graph: Graph) -> None:
 
 
 def _split_addmm(graph: Graph) -> None:
-    """``reshape(addmm(b, reshape(x, (n, i)), w), (*x.shape[:-1], o))`` -> ``matmul(x, w) + b``.
-
-    Without the reshapes around it, ``addmm(b, x, w)`` -> ``matmul(x, w) + b``.
-    """
+    """``addmm(b, x, w)`` -> ``matmul(x, w) + b``."""
     for node in calls(graph, _aten.addmm.default):
         bound = arguments(node)
-        if bound["beta"] != 1 or bound["alpha"] != 1:
+        if bound["beta"] == 1 and bound["alpha"] == 1:
+            factors = (bound["mat1"], bound["mat2"])
+            product = insert_call(node, _aten.matmul.default, factors, origin=_ORIGIN)
+            replace_call(node, _aten.add.Tensor, (product, bound["self"]), origin=_ORIGIN)
+
+
+def _unflatten_products(graph: Graph) -> None:
+    """``reshape(linear(x, w) + b, (..., o))`` -> ``linear(reshape(x, (..., i)), w) + b``.
+
+    With ``x`` (n, i), so that the product acts on tokens in the form that everything around it has.
+    """
+    for node in calls(graph, _aten.linear.default, _aten.matmul.default):
+        x, weight = node.args
+        assert isinstance(x, Node)
+        if len(shape_of(x)) != 2:
             continue
-        bias, x, weight = bound["self"], bound["mat1"], bound["mat2"]
-        unflattened = _unflattened(x)
-        result = (*shape_of(unflattened)[:-1], shape_of(node)[-1])
-        users = [user for user in node.users if is_call(user, _aten.reshape.default)]
-        whole = len(users) == len(node.users) and all(shape_of(user) == result for user in users)
-        source = unflattened if whole else x
-        product = insert_call(node, _aten.matmul.default, (source, weight), origin=_ORIGIN)
-        total = insert_call(node, _aten.add.Tensor, (product, bias), origin=_ORIGIN)
-        for user in users if whole else ():
-            replace_with(user, total)
-        replace_with(node, total)
+        last = _biased(node)
+        shapes = {shape_of(user) for user in last.users if is_call(user, _aten.reshape.default)}
+        users = [user for user in last.users if is_call(user, _aten.reshape.default)]
+        if len(users) != len(last.users) or len(shapes) != 1:
+            continue
+        (shape,) = shapes
+        if len(shape) <= 2 or shape[-1] != shape_of(last)[-1]:
+            continue
+        size = [*shape[:-1], shape_of(x)[-1]]
+        value = insert_call(node, _aten.reshape.default, (x, size), origin=_ORIGIN)
+        value = insert_call(node, node.target, (value, weight), origin=_ORIGIN)
+        if last is not node:
+            value = insert_call(last, _aten.add.Tensor, (value, last.args[1]), origin=_ORIGIN)
+        for user in users:
+            replace_with(user, value)
+        graph.erase_node(last)
+        if last is not node:
+            graph.erase_node(node)
 
 
-def _unflattened(x: Node) -> Node:
-    """The value (..., i) that ``x`` (n, i) is a reshape of, or ``x`` itself."""
-    if is_call(x, _aten.reshape.default):
-        source = x.args[0]
-        assert isinstance(source, Node)
-        if shape_of(source)[-1:] == shape_of(x)[-1:] and len(shape_of(source)) > 2:
-            return source
-    return x
+def _biased(product: Node) -> Node:
+    """The sum of ``product`` and a bias where that is its only use, else ``product`` itself."""
+    users = list(product.users)
+    if len(users) == 1 and is_call(users[0], _aten.add.Tensor) and users[0].args[0] is product:
+        bias = users[0].args[1]
+        if isinstance(bias, Node) and len(shape_of(bias)) == 1:
+            return users[0]
+    return product
 
 
 def _merge_reshapes(graph: Graph) -> None:
     """``reshape(reshape(x, a), b)`` -> ``reshape(x, b)``, or ``x`` where it has that shape."""
     for node in calls(graph, _aten.reshape.default):
         source = node.args[0]
-        while is_call(source, _aten.reshape.default):
-            source = source.args[0]  # type: ignore[union-attr]
+        while is_call(source, _aten.reshape.default) and layer_of(source) == layer_of(node):
+            source = source.args[0]
         assert isinstance(source, Node)
         if shape_of(source) == shape_of(node):
             replace_with(node, source)

@@ -1,8 +1,7 @@
 """Cut a flat graph into the program's regions: one distinct region for all layers that are alike.
 
-A layer is the outermost module of the user's model that sits in an indexed container (a path ending
-in ``.N``); everything between layers is glue. Layers whose graphs are equal, down to shapes, types
-and what requires a gradient, share one region.
+What is outside layers (:mod:`sp_compiler.layers`) is glue. Layers whose graphs are equal, down to
+shapes, types and what requires a gradient, share one region.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from torch.fx.node import map_arg
 import sp_compiler.ops  # noqa: F401 - registers the operators
 from sp_compiler.capture import Captured
 from sp_compiler.errors import module_path
+from sp_compiler.layers import OUTSIDE, Layer, layer_of
 from sp_compiler.program import Call, Program, Ref, RefKind, Region
 from sp_compiler.rewriting import is_call, is_getitem
 
@@ -33,26 +33,13 @@ _WITH_WEIGHT = (
 # Order of a region's placeholders.
 _KIND_ORDER: tuple[RefKind, ...] = ("param", "buffer", "constant", "input", "call", "seed")
 _KEPT_META = ("val", "requires_grad", "nn_module_stack", "stack_trace", "origin")
-_INDEXED = re.compile(r"(^|\.)\d+$")
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """One use of one layer: ``key`` tells repeated calls of the same module apart."""
-
-    key: str = ""
-    path: str = ""
-    class_name: str = ""
-
-
-_GLUE = _Layer()
 
 
 @dataclass
 class _Piece:
     """Consecutive nodes that become one call."""
 
-    layer: _Layer
+    layer: Layer
     nodes: list[Node] = field(default_factory=list)
     name: str = ""
 
@@ -90,16 +77,6 @@ def outline(captured: Captured) -> Program:
     )
 
 
-def _layer_of(node: Node) -> _Layer:
-    """The outermost indexed module around ``node``."""
-    for key, (path, module_class) in (node.meta.get("nn_module_stack") or {}).items():
-        path = path.split("@")[0]
-        if _INDEXED.search(path):
-            class_name = module_class if isinstance(module_class, str) else module_class.__name__
-            return _Layer(str(key), path, class_name.rsplit(".", 1)[-1])
-    return _GLUE
-
-
 def _pieces(graph: Graph) -> list[_Piece]:
     """Consecutive runs of one layer.
 
@@ -111,40 +88,40 @@ def _pieces(graph: Graph) -> list[_Piece]:
     after_layer: set[Node] = set()
     early, rest = [], []
     for node in nodes:
-        if layers[node] is not _GLUE or not after_layer.isdisjoint(node.all_input_nodes):
+        if layers[node] is not OUTSIDE or not after_layer.isdisjoint(node.all_input_nodes):
             after_layer.add(node)
             rest.append(node)
         else:
             early.append(node)
-    pieces = [_Piece(_GLUE, early)]
+    pieces = [_Piece(OUTSIDE, early)]
     for node, layer in zip(rest, _with_enclosed_glue([layers[node] for node in rest]), strict=True):
         if pieces[-1].layer != layer:
             pieces.append(_Piece(layer))
         pieces[-1].nodes.append(node)
-    if len(pieces) > 1 and pieces[-1].layer is _GLUE:
+    if len(pieces) > 1 and pieces[-1].layer is OUTSIDE:
         _sink(pieces[0], pieces[-1])
     return [piece for piece in pieces if piece.nodes]
 
 
-def _layers(nodes: list[Node]) -> dict[Node, _Layer]:
+def _layers(nodes: list[Node]) -> dict[Node, Layer]:
     """Layer of each node; the parts of a split belong where the split does."""
-    layers: dict[Node, _Layer] = {}
+    layers: dict[Node, Layer] = {}
     for node in nodes:
-        layers[node] = layers[node.args[0]] if is_getitem(node) else _layer_of(node)  # type: ignore[index]
+        layers[node] = layers[node.args[0]] if is_getitem(node) else layer_of(node)  # type: ignore[index]
     return layers
 
 
-def _with_enclosed_glue(layers: list[_Layer]) -> list[_Layer]:
+def _with_enclosed_glue(layers: list[Layer]) -> list[Layer]:
     """Glue between two pieces of the same layer joins that layer."""
-    following = _GLUE
+    following = OUTSIDE
     next_layer = []
     for layer in reversed(layers):
-        following = following if layer is _GLUE else layer
+        following = following if layer is OUTSIDE else layer
         next_layer.append(following)
-    previous, joined = _GLUE, []
+    previous, joined = OUTSIDE, []
     for layer, after in zip(layers, reversed(next_layer), strict=True):
-        previous = previous if layer is _GLUE else layer
-        joined.append(previous if layer is _GLUE and previous == after else layer)
+        previous = previous if layer is OUTSIDE else layer
+        joined.append(previous if layer is OUTSIDE and previous == after else layer)
     return joined
 
 
@@ -163,7 +140,7 @@ def _sink(first: _Piece, last: _Piece) -> None:
 def _name_pieces(pieces: list[_Piece]) -> None:
     last = len(pieces) - 1
     for index, piece in enumerate(pieces):
-        if piece.layer is not _GLUE:
+        if piece.layer is not OUTSIDE:
             piece.name = piece.layer.class_name
         elif last == 0:
             piece.name = "Model"

@@ -8,17 +8,28 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind, OutputSpec
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.utils import _pytree as pytree
 
 from sp_compiler.capture_context import capture_error, check_capturable, export_context
-from sp_compiler.errors import UnsupportedError, node_origin
+from sp_compiler.errors import CaptureError, UnsupportedError, node_origin
 from sp_compiler.lift_casts import lift_casts_to_float64
 from sp_compiler.program import Ref
-from sp_compiler.rewriting import calls, erase_dead, output_node, propagate, set_value
+from sp_compiler.rewriting import (
+    calls,
+    erase_dead,
+    fake_mode_of,
+    output_node,
+    refake,
+    set_value,
+)
 
 _aten = torch.ops.aten
 _SET_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
@@ -126,7 +137,7 @@ def capture(
     if lift_casts:
         lift_casts_to_float64(captured)
     _forget_strides(captured.module.graph)
-    propagate(captured.module.graph)
+    _propagate(captured.module.graph)
     captured.module.recompile()
     return captured
 
@@ -269,6 +280,21 @@ def _refuse_subgraphs(module: GraphModule) -> None:
                 f"operator {node.target} has a subgraph, which sp_compiler cannot shard\n"
                 + node_origin(node)
             )
+
+
+def _propagate(graph: Graph) -> None:
+    """Compute every value's shape, type and whether it requires a gradient."""
+    mode = fake_mode_of(graph)
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        try:
+            refake(node, mode)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise CaptureError(
+                f"the shape of a value depends on the numbers in a tensor ({node.target}); use "
+                f"masks and torch.where in place of boolean indexing\n{node_origin(node)}"
+            ) from error
 
 
 def _forget_strides(graph: Graph) -> None:

@@ -19,8 +19,8 @@ def lift_casts_to_float64(captured: Captured) -> None:
     """Turn every lower floating dtype in the graph into float64, in place.
 
     ``to(x, float32)`` -> ``to(x, float64)``, ``softmax(x, dtype=float32)`` -> ``float64``, likewise
-    factories; lower constants and buffers get float64 values. Nothing happens where the parameters
-    are not float64. Values must be propagated again afterwards.
+    factories; lower constants get float64 values. Nothing happens where the parameters are not
+    float64. The fakes of calls are out of date afterwards.
     """
     placeholders = list(zip(captured.placeholders, captured.refs, strict=True))
     if not any(

@@ -83,14 +83,6 @@ def set_value(node: Node, value: Any) -> None:
     node.meta.pop("tensor_meta", None)
 
 
-def propagate(graph: Graph) -> None:
-    """:func:`refake` every call of ``graph`` in order; placeholders must have their values."""
-    mode = fake_mode_of(graph)
-    for node in graph.nodes:
-        if node.op == "call_function":
-            refake(node, mode)
-
-
 def insert_call(
     anchor: Node,
     target: Callable[..., Any],

@@ -230,6 +230,15 @@ def test_data_dependent_branch_names_module_and_line() -> None:
         capture(model, (torch.randn(2, 2),))
 
 
+def test_data_dependent_shape_names_the_line() -> None:
+    class Positive(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x[x > 0].sum()
+
+    with pytest.raises(CaptureError, match=r"return x\[x > 0\]"):
+        capture(nn.Sequential(nn.Linear(2, 2), Positive()), (torch.randn(2, 2),))
+
+
 def test_missing_argument_is_a_capture_error() -> None:
     with pytest.raises(CaptureError, match="run it once without compiling"):
         capture(zoo.build("plain"), (), {})

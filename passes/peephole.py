@@ -55,13 +55,17 @@ def _view_of_view(node: Node) -> Node | None:
     """``view(view(x, a), b)`` -> ``view(x, b)``."""
     if node.target not in _RESHAPES or node.args[0].target not in _RESHAPES:
         return None
+    if node.meta.get("relabels") or node.args[0].meta.get("relabels"):
+        return None
     with node.graph.inserting_before(node):
         merged = _call(aten.view.default, (node.args[0].args[0], node.args[1]), like=node)
     return _same_shape(merged) or merged
 
 
 def _same_shape(node: Node) -> Node | None:
-    """A view that keeps the shape -> its argument."""
+    """A view that keeps the shape -> its argument, unless the placement is another one then."""
+    if node.meta.get("relabels"):
+        return None
     if node.target in _KEEPS_ORDER and node.args[0].meta["val"].shape == node.meta["val"].shape:
         return node.args[0]
     return None

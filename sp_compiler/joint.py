@@ -295,10 +295,20 @@ def _copy_provenance(joint: JointGraph, region: Region) -> None:
         node.meta["source"] = name
         node.meta["root"] = sources[name].meta.get("source", name)
         _copy_keys(node, sources[name], ("nn_module_stack", "stack_trace"))
+        if _relabels(sources[name]):
+            node.meta["relabels"] = True
         if node not in backward and _same_shape(node, sources[name]):
             values[name] = node
     for name, node in values.items():
         _copy_keys(node, sources[name], ("placement",))
+
+
+def _relabels(node: fx.Node) -> bool:
+    """Whether a view leaves one rank's part as it is but changes what it is a part of."""
+    source = node.args[0] if node.args else None
+    if node.target is not aten.reshape.default or not isinstance(source, fx.Node):
+        return False
+    return _same_shape(node, source) and node.meta.get("placement") != source.meta.get("placement")
 
 
 def _copy_keys(node: fx.Node, source: fx.Node, keys: Sequence[str]) -> None:

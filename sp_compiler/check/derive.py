@@ -43,7 +43,8 @@ def derive(node: Node, operands: Sequence[Placement], world: int) -> list[Result
     """Every placement that the results may be said to have; none: the operator is refused.
 
     More than one only where they tell the same truth: a constant is the same on every rank, and a
-    shard of itself; a view may assign a sharded dim of local size 1 to either neighbour.
+    shard of itself; a view may assign a sharded dim of local size 1 to either neighbour. The
+    plainest comes first.
 
     Args:
         operands: placements of the tensor operands as values, see
@@ -61,7 +62,7 @@ def derive(node: Node, operands: Sequence[Placement], world: int) -> list[Result
     found = [(R,) * num_results] if replicated else []
     if not replicated or node.target in _EXPANDS:
         found += _sharded(node, operands, world)
-    return list(dict.fromkeys(found))
+    return sorted(dict.fromkeys(found), key=_num_segments)
 
 
 def allowed(node: Node, operands: Sequence[Placement], world: int) -> list[Strategy]:
@@ -75,9 +76,13 @@ def allowed(node: Node, operands: Sequence[Placement], world: int) -> list[Strat
     return list(dict.fromkeys(map(_valued, found)))
 
 
+def _num_segments(results: Results) -> int:
+    return sum(len(placement.segments) for placement in results)
+
+
 def _constant(node: Node) -> list[Results]:
     (shape,) = local_shapes(node)
-    value = FILLED[node.target]  # type: ignore[index]
+    value = FILLED[node.target]
     value = arguments(node)[value] if isinstance(value, str) else value
     shards = [(S(dim),) for dim in range(len(shape or ()))]
     return [(R,), *shards, *([(P,)] if value == 0 else [])]
@@ -137,7 +142,7 @@ def _shadow(node: Node, values: Sequence[Any], shapes: Sequence[Shape | None]) -
         return new
 
     args, kwargs = tree_map_only(Node, placeholder, (node.args, node.kwargs))
-    shadow = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+    shadow = graph.call_function(node.target, args, kwargs)
     value = node.meta["val"]
     locals_ = value if isinstance(value, (tuple, list)) else [value]
     wholes = [

@@ -19,11 +19,11 @@ from spmd_types.types import DTensorPropagationError
 from torch import Tensor
 from torch.fx import Node
 
-from sp_compiler.check.derive import FILLED, derive
+from sp_compiler.check.derive import FILLED, Results, derive
 from sp_compiler.check.opaque import as_value, opaque_strategies
 from sp_compiler.check.report import CheckReport
 from sp_compiler.check.shapes import global_shape
-from sp_compiler.check.torch_functions import RESHAPES, UNKNOWN_LINEAR, call, reshape
+from sp_compiler.check.torch_functions import COMMUNICATE, RESHAPES, UNKNOWN_LINEAR, call, reshape
 from sp_compiler.errors import PlacementError
 from sp_compiler.graph import arguments, conversion, tensor_operands
 from sp_compiler.placement import I, P, Placement, R, S
@@ -31,6 +31,7 @@ from sp_compiler.program import Region
 
 aten = torch.ops.aten
 sp = torch.ops.sp_compiler
+_ATTENTION = aten.scaled_dot_product_attention.default
 _CUTS = (aten.split_with_sizes.default, aten.slice.Tensor)
 
 
@@ -64,7 +65,8 @@ class _Checker:
         for node, placement in zip(
             self.region.placeholders, self.region.input_placements, strict=True
         ):
-            self.values[node] = self._new(node.meta["val"], placement, _needs_grad(node))
+            grad = bool(node.meta.get("requires_grad"))
+            self.values[node] = self._new(node.meta["val"], placement, grad)
         with typecheck(local=False), spmd.set_current_mesh({"tp": self.axis}):
             for node in self.region.module.graph.nodes:
                 if node.op == "call_function":
@@ -105,9 +107,14 @@ class _Checker:
 
     def _run(self, node: Node) -> Any:
         placements = self._placements(node)
-        name = node.target._schema.name  # type: ignore[union-attr]
+        name = node.target._schema.name
         if P in placements and name in UNKNOWN_LINEAR:
             raise _Unreadable("spmd_types does not know that it is linear")
+        sharded = [placement for placement in placements if placement.is_sharded]
+        if sharded and name in COMMUNICATE:
+            raise _Unreadable("spmd_types would communicate to type it")
+        if any(p.dim > 1 for p in sharded) and node.target is _ATTENTION:
+            raise _Unreadable("spmd_types does not see the causal mask")
         if len(placements) != 1 or not placements[0].is_sharded:
             return call(node, self.values)
         if node.target in RESHAPES:
@@ -118,22 +125,20 @@ class _Checker:
 
     def _reshape(self, node: Node, placement: Placement) -> Tensor:
         """Sharded dims are split and merged by ``unflatten`` and ``flatten`` only."""
-        target = self._choose(node, derive(node, self._operands(node), self.world))
+        target = self._choose(node, self._choices(node, self._operands(node)))
         source = self._operands(node)[0]
         if source.segments or target.segments:
             raise _Unreadable("spmd_types knows no segments")
-        x = self.values[node.args[0]]  # type: ignore[index]
-        shapes = [
-            global_shape(value.shape, kind, self.world)
-            for value, kind in ((x, source), (node.meta["val"], target))
-        ]
-        return reshape(x, *shapes, target)
+        x = self.values[node.args[0]]
+        before = global_shape(x.shape, source, self.world)
+        after = global_shape(node.meta["val"].shape, target, self.world)
+        return reshape(x, before, after, target)
 
     # What spmd_types does not type itself.
 
     def _fill(self, node: Node) -> None:
         """A constant is whatever sharding says it is, as long as a constant can be that."""
-        placement = self._choose(node, derive(node, self._operands(node), self.world))
+        placement = self._choose(node, self._choices(node, self._operands(node)))
         self.values[node] = self._new(node.meta["val"], placement, False)
 
     def _declare(self, node: Node) -> None:
@@ -143,10 +148,10 @@ class _Checker:
         if pair is not None:
             self._require_operand(node, pair[0])
             results: Sequence[Placement] = [pair[1]]
-            if not derive(node, [as_value(pair[0])], self.world):
+            if not self._choices(node, [as_value(pair[0])]):
                 raise PlacementError("check", f"no conversion {pair[0]} -> {pair[1]}", node)
         else:
-            choices = derive(node, self._operands(node), self.world)
+            choices = self._choices(node, self._operands(node))
             if not choices:
                 raise PlacementError("check", self._refusal(node, None), node)
             results = [self._gradient_kind(node, kind, found) for kind in choices[0]]
@@ -155,7 +160,7 @@ class _Checker:
 
     def _derive(self, node: Node, reason: str) -> None:
         """Type by the rule table what ``spmd_types`` cannot read."""
-        choices = derive(node, self._operands(node), self.world)
+        choices = self._choices(node, self._operands(node))
         if not choices:
             raise PlacementError("check", self._refusal(node, None), node)
         found = self._placements(node)
@@ -163,13 +168,17 @@ class _Checker:
         self._stamp(node, [self._gradient_kind(node, kind, found) for kind in chosen])
         self.report.trusted.append((node, reason))
 
-    def _choose(self, node: Node, choices: Sequence[tuple[Placement, ...]]) -> Placement:
+    def _choices(self, node: Node, operands: Sequence[Placement]) -> list[Results]:
+        with spmd.no_typecheck():
+            return derive(node, operands, self.world)
+
+    def _choose(self, node: Node, choices: Sequence[Results]) -> Placement:
         if not choices:
             raise PlacementError("check", self._refusal(node, None), node)
         chosen = next((c for c in choices if self._fits(node, c)), choices[0])
         return self._gradient_kind(node, chosen[0], self._placements(node))
 
-    def _fits(self, node: Node, results: tuple[Placement, ...]) -> bool:
+    def _fits(self, node: Node, results: Results) -> bool:
         claim = node.meta.get("placement")
         return claim is None or as_value(claim) == results[0]
 
@@ -184,7 +193,8 @@ class _Checker:
         return R if R in operands else I
 
     def _stamp(self, node: Node, placements: Sequence[Placement]) -> None:
-        grad = _needs_grad(node)
+        values = [self.values[operand] for operand in tensor_operands(node)]
+        grad = any(isinstance(x, Tensor) and x.requires_grad for x in values)
         value = node.meta["val"]
         if isinstance(value, (tuple, list)):
             self.values[node] = [
@@ -226,7 +236,7 @@ class _Checker:
         return found
 
     def _require_operand(self, node: Node, placement: Placement) -> None:
-        x = self.values[node.args[0]]  # type: ignore[index]
+        x = self.values[node.args[0]]
         self._require(node, x, placement, f"the operand of {node.name}")
 
     def _require(self, node: Node, x: Tensor, placement: Placement, what: str) -> None:
@@ -252,10 +262,6 @@ class _Checker:
 def _dim_of(node: Node) -> int:
     args = arguments(node)
     return int(args["dim"] % args["self"].meta["val"].dim())
-
-
-def _needs_grad(node: Node) -> bool:
-    return bool(node.meta.get("requires_grad"))
 
 
 def _without_segments(placement: Placement) -> Placement:

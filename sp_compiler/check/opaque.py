@@ -35,7 +35,7 @@ def opaque_strategies(node: Node, world: int) -> list[Strategy] | None:
 
     An empty list: its own arguments contradict each other.
     """
-    found = _DECLARED.get(node.target)  # type: ignore[arg-type]
+    found = _DECLARED.get(node.target)
     if found is None:
         return None
     if found is not _dropout and arguments(node)["world"] != world:
@@ -44,7 +44,9 @@ def opaque_strategies(node: Node, world: int) -> list[Strategy] | None:
 
 
 def _convert(node: Node, world: int) -> list[Strategy]:
-    source, target = (as_value(p) for p in conversion(node))  # type: ignore[union-attr]
+    pair = conversion(node)
+    assert pair is not None
+    source, target = map(as_value, pair)
     if source.kind + target.kind not in _IMPLEMENTED:
         return []
     return [Strategy((source,), (target,))]

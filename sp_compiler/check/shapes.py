@@ -49,7 +49,7 @@ def result_shapes(
         operands: what the operand nodes hold: a meta tensor of the global shape, or no tensor.
         placements: theirs, in the same order.
     """
-    sized = _SIZED.get(node.target)  # type: ignore[arg-type]
+    sized = _SIZED.get(node.target)
     if sized is not None:
         yield from sized(node, operands, placements, world)
     elif is_pointwise(node):
@@ -70,7 +70,7 @@ def _run(node: Node, operands: Sequence[Any]) -> list[Shape | None]:
     )
     if "device" in kwargs:
         kwargs = {**kwargs, "device": torch.device("meta")}
-    result = node.target(*args, **kwargs)  # type: ignore[operator]
+    result = node.target(*args, **kwargs)
     results = result if isinstance(result, (tuple, list)) else [result]
     return [tuple(item.shape) if isinstance(item, Tensor) else None for item in results]
 

@@ -29,7 +29,7 @@ COMMUNICATE = frozenset({"aten::convolution", "aten::conv1d", "aten::conv2d", "a
 
 def call(node: Node, values: dict[Node, Any]) -> Any:
     """Run the torch function of ``node`` on meta tensors."""
-    name = node.target._schema.name  # type: ignore[union-attr]
+    name = node.target._schema.name
     spell = _SPELLED.get(name)
     if spell is not None:
         named = tree_map_only(Node, values.__getitem__, arguments(node))
@@ -43,8 +43,8 @@ def call(node: Node, values: dict[Node, Any]) -> Any:
 def _function(name: str, target: Any) -> Function:
     for namespace in (torch, torch._C._nn, torch.Tensor):
         if hasattr(namespace, name):
-            return getattr(namespace, name)  # type: ignore[no-any-return]
-    return target  # type: ignore[no-any-return]
+            return getattr(namespace, name)
+    return target
 
 
 def _slice(
@@ -52,7 +52,7 @@ def _slice(
 ) -> Tensor:
     begin, stop, stride = slice(start, end, step).indices(self_.shape[dim])
     if stride != 1:
-        return aten.slice.Tensor(self_, dim, start, end, step)  # type: ignore[no-any-return]
+        return aten.slice.Tensor(self_, dim, start, end, step)
     return torch.narrow(self_, dim, begin, max(0, stop - begin))
 
 

@@ -91,7 +91,7 @@ def _compute(node: Node, known: dict[Node, Tensor | None]) -> Tensor | None:
     if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
         return None
     if any(node.target is target for target in _SHAPE_ONLY):
-        value = node.args[0].meta["val"]  # type: ignore[union-attr]
+        value = node.args[0].meta["val"]
         empty = torch.empty(value.shape, dtype=value.dtype)
         args = (empty, *node.args[1:])
     else:
@@ -101,7 +101,7 @@ def _compute(node: Node, known: dict[Node, Tensor | None]) -> Tensor | None:
         args = map_arg(node.args, operands.__getitem__)
     kwargs = {**node.kwargs, "device": "cpu"} if "device" in node.kwargs else node.kwargs
     with torch.no_grad():
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        return node.target(*args, **kwargs)
 
 
 def explicit_attention(graph: Graph) -> None:

@@ -28,7 +28,7 @@ def make_dims_negative(graph: Graph) -> None:
 
 def _make_negative(node: Node) -> None:
     bound = arguments(node)
-    schema = node.target._schema  # type: ignore[union-attr]
+    schema = node.target._schema
     for position, argument in enumerate(schema.arguments):
         value = bound.get(argument.name)
         if argument.name not in _DIM_ARGUMENTS or value is None:

@@ -111,19 +111,19 @@ def _drop_asserts(graph: Graph) -> None:
 def _drop_copies(graph: Graph) -> None:
     """Values are never written, so a copy of one is the value itself; a change of dtype stays."""
     for node in calls(graph, *_COPIES):
-        replace_with(node, node.args[0])  # type: ignore[arg-type]
+        replace_with(node, node.args[0])
     for node in calls(graph, _aten._to_copy.default):
-        source, value = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+        source, value = node.args[0].meta["val"], node.meta["val"]
         if source.dtype is value.dtype and source.device == value.device:
-            replace_with(node, node.args[0])  # type: ignore[arg-type]
+            replace_with(node, node.args[0])
         else:
             kept = {key: node.kwargs[key] for key in ("dtype", "device") if key in node.kwargs}
             if source.device == value.device:
                 kept.pop("device", None)
             node.kwargs = kept
     for node in calls(graph, _aten.detach.default):
-        if not node.args[0].meta["requires_grad"]:  # type: ignore[union-attr]
-            replace_with(node, node.args[0])  # type: ignore[arg-type]
+        if not node.args[0].meta["requires_grad"]:
+            replace_with(node, node.args[0])
 
 
 def _canonical_spelling(graph: Graph) -> None:
@@ -208,7 +208,7 @@ def _replace_dropout(captured: Captured, stored: bool) -> None:
             site += 1
             if stored:
                 mask = insert_call(result, _sp.dropout_mask.default, args, origin=_ORIGIN)
-                args = (x, mask, 1 / (1 - float(p)))  # type: ignore[arg-type, assignment]
+                args = (x, mask, 1 / (1 - float(p)))  # type: ignore[assignment]
             target = _aten.native_dropout_backward.default if stored else _sp.dropout.default
             replace_call(result, target, args, origin=_ORIGIN, name="dropout")
         graph.erase_node(node)

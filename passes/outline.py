@@ -107,7 +107,7 @@ def _layers(nodes: list[Node]) -> dict[Node, Layer]:
     """Layer of each node; the parts of a split belong where the split does."""
     layers: dict[Node, Layer] = {}
     for node in nodes:
-        layers[node] = layers[node.args[0]] if is_getitem(node) else layer_of(node)  # type: ignore[index]
+        layers[node] = layers[node.args[0]] if is_getitem(node) else layer_of(node)
     return layers
 
 

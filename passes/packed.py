@@ -40,7 +40,7 @@ def split_packed(graph: Graph) -> None:
                 (x, [width] * count, -1),
                 origin=_ORIGIN,
             )
-        index = node.args[2] % count  # type: ignore[operator]
+        index = node.args[2] % count
         part = insert_call(
             node, operator.getitem, (splits[unflattened], index), origin=_ORIGIN, name="part"
         )
@@ -68,7 +68,7 @@ def _unflattens_last(node: Node) -> bool:
     """True for ``reshape(x, (*x.shape[:-1], n, e))`` with n > 1."""
     if not is_call(node, _aten.reshape.default):
         return False
-    source, result = shape_of(node.args[0]), shape_of(node)  # type: ignore[arg-type]
+    source, result = shape_of(node.args[0]), shape_of(node)
     return len(result) == len(source) + 1 and result[:-2] == source[:-1] and result[-2] > 1
 
 
@@ -78,9 +78,9 @@ def _moved_dims(start: Node, moves: list[Node]) -> list[int | None] | None:
     for move in moves:
         if is_call(move, _aten.transpose.int):
             first, second = move.args[1:]
-            dims[first], dims[second] = dims[second], dims[first]  # type: ignore[index]
+            dims[first], dims[second] = dims[second], dims[first]
         elif is_call(move, _aten.permute.default):
-            dims = [dims[dim] for dim in move.args[1]]  # type: ignore[union-attr, index]
+            dims = [dims[dim] for dim in move.args[1]]
         else:
             kept = iter([dim for dim in dims if dim is not None])
             sizes = shape_of(move)
@@ -93,7 +93,7 @@ def _moved_dims(start: Node, moves: list[Node]) -> list[int | None] | None:
 def _leaves_order(dims: list[int | None], select: Node, start: Node) -> bool:
     """True where ``select`` picks the unflattened dim and the others are in their first order."""
     packed = len(shape_of(start)) - 2
-    if dims[select.args[1]] != packed:  # type: ignore[index]
+    if dims[select.args[1]] != packed:
         return False
     rest = [dim for dim in dims if dim is not None and dim != packed]
     return rest == sorted(rest)

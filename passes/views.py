@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from math import prod
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -11,6 +13,9 @@ from torch.fx import Graph, Node
 from sp_compiler.graph import arguments
 from sp_compiler.layers import layer_of
 from sp_compiler.rewriting import calls, insert_call, is_call, is_getitem, replace_with, shape_of
+
+# An operator and its arguments after the first.
+Step = tuple[Callable[..., Any], tuple[Any, ...]]
 
 _ORIGIN = "normalize"
 _aten = torch.ops.aten
@@ -37,7 +42,7 @@ def _swaps_tokens(node: object) -> bool:
     """True for ``transpose(x, -2, -3)`` of (b, s, h)."""
     if not isinstance(node, Node) or not is_call(node, _aten.transpose.int):
         return False
-    return len(shape_of(node)) == 3 and sorted(node.args[1:]) == [-3, -2]  # type: ignore[type-var]
+    return len(shape_of(node)) == 3 and sorted(node.args[1:]) == [-3, -2]
 
 
 def _is_token_wise(node: Node) -> bool:
@@ -55,14 +60,14 @@ def _sink_transpose(node: Node) -> None:
     swap = node.args[0]
     assert isinstance(swap, Node)
     args = (swap.args[0], *node.args[1:])
-    moved = insert_call(node, node.target, args, dict(node.kwargs), origin=_ORIGIN)  # type: ignore[arg-type]
+    moved = insert_call(node, node.target, args, dict(node.kwargs), origin=_ORIGIN)
     if not is_call(node, _aten.split_with_sizes.default):
         back = insert_call(node, _aten.transpose.int, (moved, -2, -3), origin=_ORIGIN)
         replace_with(node, back)
         return
     for part in [user for user in node.users if is_getitem(user)]:
         index = part.args[1]
-        value = insert_call(part, part.target, (moved, index), origin=_ORIGIN)  # type: ignore[arg-type]
+        value = insert_call(part, part.target, (moved, index), origin=_ORIGIN)
         back = insert_call(part, _aten.transpose.int, (value, -2, -3), origin=_ORIGIN)
         replace_with(part, back)
     node.graph.erase_node(node)
@@ -73,18 +78,18 @@ def _raise_transpose(node: Node) -> None:
     source = node.args[0]
     while (
         is_call(source, *_PRODUCTS, _aten.add.Tensor)
-        and len(source.users) == 1  # type: ignore[union-attr]
-        and _is_token_wise(source)  # type: ignore[arg-type]
-        and _same_layer(node, source)  # type: ignore[arg-type]
+        and len(source.users) == 1
+        and _is_token_wise(source)
+        and _same_layer(node, source)
     ):
-        chain.append(source)  # type: ignore[arg-type]
-        source = source.args[0]  # type: ignore[union-attr]
+        chain.append(source)
+        source = source.args[0]
     if not chain or not _swaps_tokens(node) or not is_call(source, *_VIEWS):
         return
     value = insert_call(node, _aten.transpose.int, (source, -2, -3), origin=_ORIGIN)
     for step in reversed(chain):
         args = (value, *step.args[1:])
-        value = insert_call(node, step.target, args, dict(step.kwargs), origin=_ORIGIN)  # type: ignore[arg-type]
+        value = insert_call(node, step.target, args, dict(step.kwargs), origin=_ORIGIN)
     replace_with(node, value)
     for step in chain:
         node.graph.erase_node(step)
@@ -100,15 +105,15 @@ def shorten_view_chains(graph: Graph) -> None:
         if not node.users or _continues(node):
             continue
         chain = [node]
-        while is_call(chain[-1].args[0], *_VIEWS) and _continues(chain[-1].args[0]):  # type: ignore[arg-type]
-            chain.append(chain[-1].args[0])  # type: ignore[arg-type]
+        while is_call(chain[-1].args[0], *_VIEWS) and _continues(chain[-1].args[0]):
+            chain.append(chain[-1].args[0])
         steps = _shortest(chain[::-1])
         if steps is None or len(steps) >= len(chain):
             continue
         value = chain[-1].args[0]
         for target, argument in steps:
             value = insert_call(node, target, (value, *argument), origin=_ORIGIN)
-        node.replace_all_uses_with(value)  # type: ignore[arg-type]
+        node.replace_all_uses_with(value)
         for step in chain:
             graph.erase_node(step)
 
@@ -125,9 +130,9 @@ def _same_layer(node: Node, other: object) -> bool:
     return isinstance(other, Node) and layer_of(node) == layer_of(other)
 
 
-def _shortest(chain: list[Node]) -> list[tuple[object, tuple[object, ...]]] | None:
+def _shortest(chain: list[Node]) -> list[Step] | None:
     """At most three (operator, arguments) that do what ``chain`` does; ``None``: not known."""
-    source, result = shape_of(chain[0].args[0]), shape_of(chain[-1])  # type: ignore[arg-type]
+    source, result = shape_of(chain[0].args[0]), shape_of(chain[-1])
     factors = _Factors(source)
     for node in chain:
         if is_call(node, _aten.reshape.default):
@@ -135,18 +140,18 @@ def _shortest(chain: list[Node]) -> list[tuple[object, tuple[object, ...]]] | No
                 return None
         elif is_call(node, _aten.transpose.int):
             first, second = node.args[1:]
-            factors.swap(first, second)  # type: ignore[arg-type]
+            factors.swap(first, second)
         else:
-            factors.permute(node.args[1])  # type: ignore[arg-type]
+            factors.permute(node.args[1])
     plans = (_steps(*factors.groups(coarse), source, result) for coarse in (False, True))
     return min(plans, key=len)
 
 
 def _steps(
     sizes: list[int], order: list[int], source: tuple[int, ...], result: tuple[int, ...]
-) -> list[tuple[object, tuple[object, ...]]]:
+) -> list[Step]:
     """Split the source into parts of ``sizes``, put them in ``order``, view them as ``result``."""
-    steps: list[tuple[object, tuple[object, ...]]] = []
+    steps: list[Step] = []
     if order != sorted(order):
         if tuple(sizes) != source:
             steps.append((_aten.reshape.default, (sizes,)))
@@ -158,7 +163,7 @@ def _steps(
     return steps
 
 
-def _move(order: list[int]) -> tuple[object, tuple[object, ...]]:
+def _move(order: list[int]) -> Step:
     """A permutation as an operator: ``transpose`` where it swaps two dims."""
     moved = [dim - len(order) for dim, origin in enumerate(order) if dim != origin]
     if len(moved) == 2:

@@ -70,13 +70,13 @@ class Captured:
     @property
     def outputs(self) -> list[Any]:
         """Leaf by leaf, the node or the constant that the model returns."""
-        returned = list(output_node(self.module.graph).args[0])  # type: ignore[arg-type]
+        returned = list(output_node(self.module.graph).args[0])
         return returned[: len(returned) - len(self.mutated)]
 
     @property
     def mutated_buffers(self) -> dict[str, Node]:
         """Buffer name to the node that holds its value after the forward."""
-        returned = list(output_node(self.module.graph).args[0])  # type: ignore[arg-type]
+        returned = list(output_node(self.module.graph).args[0])
         return dict(zip(self.mutated, returned[len(returned) - len(self.mutated) :], strict=True))
 
     def drop_unused_placeholders(self) -> None:
@@ -183,7 +183,7 @@ def _detach_outputs(body: GraphModule) -> None:
                 body.graph.call_function(_aten.detach.default, (value,))
                 if isinstance(value, Node)
                 else value
-                for value in output.args[0]  # type: ignore[union-attr]
+                for value in output.args[0]
             ),
         )
     body.recompile()
@@ -258,7 +258,7 @@ def _mutated_last(
 ) -> list[str]:
     """Order the returned values: the model's outputs, then mutated buffers; returns their names."""
     results, written, names = [], [], []
-    for value, spec in zip(output.args[0], specs, strict=True):  # type: ignore[arg-type]
+    for value, spec in zip(output.args[0], specs, strict=True):
         if spec.kind is OutputKind.USER_OUTPUT:
             results.append(value)
         elif spec.kind is OutputKind.BUFFER_MUTATION:

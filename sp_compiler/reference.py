@@ -109,7 +109,7 @@ class _ReferenceInterpreter(Interpreter):
         if target is _sp.dropout.default:
             return _Dropout.apply(*args)
         if target is _sp.dropout_mask.default:
-            return dropout_mask(*args, rank=0)
+            return dropout_mask(*args, 0)
         return super().call_function(target, args, kwargs)
 
 
@@ -119,8 +119,8 @@ class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, seed: Tensor, *rest: Any) -> Tensor:
         ctx.seed, ctx.rest = seed, rest
-        return dropout(x, seed, *rest, rank=0)
+        return dropout(x, seed, *rest, 0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return dropout(grad, ctx.seed, *ctx.rest, rank=0), *(None,) * (1 + len(ctx.rest))
+        return dropout(grad, ctx.seed, *ctx.rest, 0), *(None,) * (1 + len(ctx.rest))

@@ -71,7 +71,7 @@ def refake(node: Node, mode: FakeTensorMode | None = None) -> None:
     """
     args, kwargs = map_arg((node.args, dict(node.kwargs)), _differentiable_fake)
     with mode or fake_mode_of(node.graph), torch.enable_grad():
-        value = node.target(*args, **kwargs)  # type: ignore[operator]
+        value = node.target(*args, **kwargs)
     set_value(node, value)
 
 

@@ -159,7 +159,7 @@ def test_other_selections_stay(function: Callable[[Tensor], Tensor]) -> None:
 
 
 def test_splits_slices_and_dims() -> None:
-    def function(x: Tensor) -> Tensor:
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
         first, second = x.chunk(2, dim=2)
         third, _ = x.split(4, dim=2)
         part = x[:, -2:, :4].softmax(1) + x[:, :, :4].sum(1, keepdim=True)
@@ -211,7 +211,7 @@ def test_addmm_on_flattened_rows_becomes_a_product_of_the_whole() -> None:
 
 
 def test_addmm_keeps_rows_that_another_value_uses() -> None:
-    def near_miss(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    def near_miss(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
         rows = torch.addmm(bias, x.view(-1, 4), weight)
         return rows.view(2, 3, 5), rows.view(3, 2, 5)
 
@@ -392,8 +392,8 @@ def test_explicit_attention_computes_what_the_fused_one_does(case: str) -> None:
     args = [*tensors, *([mask] if mask is not None else [])]
 
     def attention(*args: Tensor, p: float = 0.5) -> Tensor:
-        given = {"attn_mask": args[3]} if len(args) == 4 else {}
-        return F.scaled_dot_product_attention(*args[:3], dropout_p=p, **options, **given)
+        given = args[3] if len(args) == 4 else None
+        return F.scaled_dot_product_attention(*args[:3], given, p, **options)
 
     captured = normalized(attention, *args)
     graph = captured.module.graph

@@ -162,7 +162,7 @@ def test_layers_that_differ_are_not_shared(other: Layer) -> None:
     class Cast(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             first = stack.layers[0](x)
-            return stack.layers[1](first.to(stack.layers[1].linear.weight.dtype)).sum()
+            return stack.layers[1](first.to(other.linear.weight.dtype)).sum()
 
         def __init__(self) -> None:
             super().__init__()

@@ -42,7 +42,7 @@ def parallelize(
     """
     if model.config.fused_qkv:
         raise ValueError("fused_qkv=True: DTensor cannot shard a fused linear by heads")
-    mesh = DeviceMesh.from_group(group, "cpu")
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
     plan = _outer_plan(sequence_parallel)
     for index in range(model.config.num_layers):
         for name, style in _block_plan(sequence_parallel).items():

@@ -143,7 +143,11 @@ def capture(
 
 
 def _as_examples(leaves: list[Any], model: nn.Module) -> list[Any]:
-    """Leaves on the model's device; a tensor passed twice is cloned, for export would merge it."""
+    """Leaves on the model's device that export can take.
+
+    A tensor passed twice is cloned, for export would merge it, and so is one made in inference
+    mode, which could not be recorded for a gradient.
+    """
     meta = any(parameter.is_meta for parameter in model.parameters())
     seen: set[int] = set()
     examples = []
@@ -151,8 +155,9 @@ def _as_examples(leaves: list[Any], model: nn.Module) -> list[Any]:
         if isinstance(leaf, Tensor):
             if meta and not leaf.is_meta:
                 leaf = leaf.detach().to("meta").requires_grad_(leaf.requires_grad)
-            elif id(leaf) in seen:
-                leaf = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+            elif id(leaf) in seen or leaf.is_inference():
+                with torch.inference_mode(False):
+                    leaf = leaf.detach().clone().requires_grad_(leaf.requires_grad)
             seen.add(id(leaf))
         examples.append(leaf)
     return examples

@@ -109,7 +109,8 @@ class _ReferenceInterpreter(Interpreter):
         if target is _sp.dropout.default:
             return _Dropout.apply(*args)
         if target is _sp.dropout_mask.default:
-            return dropout_mask(*args, 0)
+            x, seed, p, site, dim, world = args
+            return dropout_mask(x, seed, p, site, dim, world, rank=0)
         return super().call_function(target, args, kwargs)
 
 
@@ -117,10 +118,13 @@ class _Dropout(torch.autograd.Function):
     """Dropout is linear and its own gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, seed: Tensor, *rest: Any) -> Tensor:
-        ctx.seed, ctx.rest = seed, rest
-        return dropout(x, seed, *rest, 0)
+    def forward(
+        ctx: Any, x: Tensor, seed: Tensor, p: float, site: int, dim: int, world: int
+    ) -> Tensor:
+        ctx.args = (seed, p, site, dim, world)
+        return dropout(x, seed, p, site, dim, world, rank=0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return dropout(grad, ctx.seed, *ctx.rest, 0), *(None,) * (1 + len(ctx.rest))
+        seed, p, site, dim, world = ctx.args
+        return dropout(grad, seed, p, site, dim, world, rank=0), None, None, None, None, None

@@ -392,8 +392,9 @@ def test_explicit_attention_computes_what_the_fused_one_does(case: str) -> None:
     args = [*tensors, *([mask] if mask is not None else [])]
 
     def attention(*args: Tensor, p: float = 0.5) -> Tensor:
-        given = args[3] if len(args) == 4 else None
-        return F.scaled_dot_product_attention(*args[:3], given, p, **options)
+        query, key, value, *given = args
+        allowed = given[0] if given else None
+        return F.scaled_dot_product_attention(query, key, value, allowed, p, **options)
 
     captured = normalized(attention, *args)
     graph = captured.module.graph

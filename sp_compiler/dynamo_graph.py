@@ -6,7 +6,7 @@ import hashlib
 import re
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -65,6 +65,7 @@ class DynamoGraph:
         for body in module.modules():
             if isinstance(body, GraphModule):
                 _dot_module_paths(body)
+        _warn_about_checkpointing(module)
         return cls(module, kinds, names, _fingerprint(module, kinds, names, example_inputs))
 
     def bind(self, args: Sequence[Any]) -> BoundInputs:
@@ -79,16 +80,27 @@ class DynamoGraph:
                 bound.values.append(arg)
         return bound
 
-    def as_model(self, bound: BoundInputs) -> nn.Module:
+    def as_model(self, bound: BoundInputs) -> GraphModel:
         """A module that owns these parameters and buffers; its arguments are ``bound.tensors``."""
-        return _GraphModel(self, bound)
+        return GraphModel(self, bound)
 
 
-class _GraphModel(nn.Module):
-    """Runs a dynamo graph node by node, so that a trace of it keeps modules and source lines."""
+@dataclass
+class _Seen:
+    """What a run found out; apart, for export undoes assignments to a module's attributes."""
+
+    returned_inputs: dict[int, int] = field(default_factory=dict)
+
+
+class GraphModel(nn.Module):
+    """Runs a dynamo graph node by node, so that a trace of it keeps modules and source lines.
+
+    Outputs that are an input themselves (a buffer changed in place) are returned as ``None``.
+    """
 
     def __init__(self, graph: DynamoGraph, bound: BoundInputs) -> None:
         super().__init__()
+        self._sp_seen = _Seen()
         self._sp_module = (graph.module,)  # in a tuple: not a submodule
         self._sp_slots: list[tuple[nn.Module, str] | None] = []
         for kind, name in zip(graph.kinds, graph.names, strict=True):
@@ -105,12 +117,22 @@ class _GraphModel(nn.Module):
         # Numbers (sizes, where dynamo made them inputs) are part of the captured graph.
         self._sp_values = [None if isinstance(v, Tensor) else (v,) for v in bound.values]
 
+    @property
+    def returned_inputs(self) -> dict[int, int]:
+        """Position of an output that is an input to that of the input; known once it ran."""
+        return self._sp_seen.returned_inputs
+
     def forward(self, *tensors: Tensor) -> Any:
         rest = iter(tensors)
         values = iter([next(rest) if value is None else value[0] for value in self._sp_values])
         args = [next(values) if slot is None else getattr(*slot) for slot in self._sp_slots]
         with fx_traceback.preserve_node_meta():
-            return _InliningInterpreter(self._sp_module[0]).run(*args)
+            outputs = list(_InliningInterpreter(self._sp_module[0]).run(*args))
+        position = {id(arg): index for index, arg in enumerate(args) if isinstance(arg, Tensor)}
+        returned = self._sp_seen.returned_inputs = {
+            index: position[id(out)] for index, out in enumerate(outputs) if id(out) in position
+        }
+        return tuple(None if index in returned else out for index, out in enumerate(outputs))
 
 
 class _InliningInterpreter(Interpreter):
@@ -118,15 +140,18 @@ class _InliningInterpreter(Interpreter):
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is _CHECKPOINT:
-            warnings.warn(
-                "gradient checkpointing inside the model is ignored: recompute= of sp_compiler "
-                "governs",
-                stacklevel=2,
-            )
             return _InliningInterpreter(args[0]).run(*args[1:])
         if target is _INVOKE:
             return _InliningInterpreter(args[0]).run(*args[2:])
         return super().call_function(target, args, kwargs)
+
+
+def _warn_about_checkpointing(module: GraphModule) -> None:
+    if module.graph.find_nodes(op="call_function", target=_CHECKPOINT):
+        warnings.warn(
+            "gradient checkpointing inside the model is ignored: recompute= of sp_compiler governs",
+            stacklevel=3,
+        )
 
 
 def _submodule(root: nn.Module, path: str) -> nn.Module:
@@ -163,7 +188,7 @@ def _kind(example: Any, source: str) -> InputKind:
 def _unique_names(
     nodes: Sequence[Node], kinds: Sequence[InputKind], sources: Sequence[str]
 ) -> tuple[str, ...]:
-    """Dotted names; the placeholder's own where two sources have one name or one contains another."""
+    """Dotted names; the placeholder's own for the second of one name, and where one contains another."""
     dotted = [
         node.name if kind == "value" else dotted_path(source)
         for node, kind, source in zip(nodes, kinds, sources, strict=True)

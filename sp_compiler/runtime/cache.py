@@ -11,7 +11,6 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 Value = TypeVar("Value")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
@@ -91,7 +90,7 @@ def call_key(
     modules: Iterable[nn.Module],
     parameters: Iterable[Tensor],
     leaves: Sequence[Any],
-    structure: pytree.TreeSpec,
+    structure: Any,
 ) -> CallKey:
     """The key of a call with these flattened inputs, in the present mode."""
     return CallKey(

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
@@ -24,7 +24,7 @@ from sp_compiler.runtime.executor import Execution, Executor
 from sp_compiler.runtime.group import TensorParallelGroup
 from sp_compiler.runtime.whole_parameters import local_parameters
 
-Build = Callable[[torch.nn.Module, Sequence[Tensor]], CompiledProgram]
+Build = Callable[[nn.Module, Sequence[Tensor]], CompiledProgram]
 _INSTANCES = itertools.count()
 
 
@@ -36,6 +36,14 @@ class GraphKey(CallKey):
         return f"graph {self.structure[:12]}, {super().describe()}"
 
 
+@dataclass(frozen=True)
+class _Compiled:
+    """A program, and which outputs of the graph are inputs of it (positions of both)."""
+
+    executor: Executor
+    returned_inputs: dict[int, int]
+
+
 class CompiledGraph:
     """Called by dynamo's code in place of the graph; compiles for each new kind of inputs.
 
@@ -44,7 +52,7 @@ class CompiledGraph:
 
     Args:
         graph: what dynamo captured.
-        group: makes the group to run in; called once, at the first call.
+        group: where it runs.
         build: ``build(model, example_inputs)`` compiles; outputs must be replicated.
         cache_size: how many programs are kept.
     """
@@ -59,7 +67,7 @@ class CompiledGraph:
         self._graph = graph
         self._group = group
         self._build = build
-        self._programs = ProgramCache[Executor](cache_size)
+        self._programs = ProgramCache[_Compiled](cache_size)
         self._call_agreement = CallAgreement(group)
         self._compile_agreement = CompileAgreement(group, f"graph{next(_INSTANCES)}")
 
@@ -71,15 +79,20 @@ class CompiledGraph:
         """
         bound = self._graph.bind(args)
         _refuse_distributed(bound)
-        executor = self._executor(bound)
+        compiled = self._compiled(bound)
+        executor = compiled.executor
         params = local_parameters(
             self._group.communicator, bound.params, executor.compiled.param_placements
         )
         run = executor.run(params, bound.buffers, bound.tensors, self._seed(executor, bound))
         _write_back(run, bound)
-        return pytree.tree_unflatten(run.outputs, executor.compiled.program.out_spec)
+        outputs = pytree.tree_unflatten(run.outputs, executor.compiled.program.out_spec)
+        returned = compiled.returned_inputs
+        return tuple(
+            args[returned[index]] if index in returned else out for index, out in enumerate(outputs)
+        )
 
-    def _executor(self, bound: BoundInputs) -> Executor:
+    def _compiled(self, bound: BoundInputs) -> _Compiled:
         """The program for these inputs, compiled if need be, on all ranks alike."""
         key = self._key(bound)
         self._call_agreement.check(key)
@@ -87,15 +100,17 @@ class CompiledGraph:
             inputs = [(str(index), value) for index, value in enumerate(bound.values)]
             check_values(self._group, "input", inputs)
             check_values(self._group, "parameter", bound.params.items())
-        executor = self._programs.get(key)
-        if executor is None:
+        compiled = self._programs.get(key)
+        if compiled is None:
             if not self._call_agreement.enabled:
                 self._compile_agreement.check(key)
+            model = self._graph.as_model(bound)
             with torch.inference_mode(False):
-                compiled = self._build(self._graph.as_model(bound), bound.tensors)
-            executor = Executor(compiled, self._group.communicator)
-            self._programs.put(key, executor)
-        return executor
+                program = self._build(model, bound.tensors)
+            executor = Executor(program, self._group.communicator)
+            compiled = _Compiled(executor, model.returned_inputs)
+            self._programs.put(key, compiled)
+        return compiled
 
     def _key(self, bound: BoundInputs) -> GraphKey:
         plain = call_key((), bound.params.values(), bound.values, self._graph.fingerprint)

@@ -87,7 +87,7 @@ def gather_gradients(
 def _buckets(
     grads: Sequence[Tensor | None], bucket_bytes: int
 ) -> Iterator[list[tuple[int, Tensor]]]:
-    """Positions and gradients of one dtype, at most ``bucket_bytes`` unless a single one is more."""
+    """Positions and gradients of one dtype, at most ``bucket_bytes`` or a single one."""
     by_dtype: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
     for index, grad in enumerate(grads):
         if grad is not None:

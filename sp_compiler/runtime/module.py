@@ -16,6 +16,8 @@ from torch.utils import _pytree as pytree
 
 from sp_compiler.capture import flatten_inputs
 from sp_compiler.compiled import CompiledProgram
+from sp_compiler.diff import diff
+from sp_compiler.diff_report import GraphDiff
 from sp_compiler.errors import ArgumentError, NotCompiledError, UnsupportedError
 from sp_compiler.placement import Placement
 from sp_compiler.program import Ref
@@ -138,6 +140,19 @@ class DistributedModule(MirrorModule):
     def stages(self) -> dict[str, Any]:
         """Pass name to graph."""
         return self._latest("stages").stages
+
+    def diff(self, before: str, after: str) -> GraphDiff:
+        """What changed between two of :attr:`stages`, such as ``"capture"`` and ``"final"``.
+
+        Raises:
+            ArgumentError: there is no such stage.
+            NotCompiledError: nothing is compiled yet.
+        """
+        stages = self._latest("diff").stages
+        for name in (before, after):
+            if name not in stages:
+                raise ArgumentError(f"stage {name!r}: expected one of {list(stages)}")
+        return diff(stages[before], stages[after])
 
     def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Not available: raises with advice."""

@@ -16,7 +16,7 @@ from torch.fx import traceback as fx_traceback
 
 from sp_compiler.errors import UnsupportedError
 
-InputKind = Literal["param", "buffer", "value"]
+InputKind = Literal["param", "buffer", "number", "value"]
 
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 _INVOKE = torch.ops.higher_order.invoke_subgraph
@@ -44,7 +44,7 @@ class DynamoGraph:
 
     Attributes:
         module: calls of torch functions and methods; ``nn_module_stack`` has dotted paths.
-        kinds: of each input, in order.
+        kinds: of each input, in order; a "number" is a Python float that dynamo passes as a tensor.
         names: dotted names of parameters and buffers as in the user's model, made unique; those of
             values are the placeholders'.
         fingerprint: the same text for equal graphs on every rank.
@@ -60,7 +60,7 @@ class DynamoGraph:
         """Read ``module`` while dynamo's notes on it are there; paths are rewritten in place."""
         nodes = module.graph.find_nodes(op="placeholder")
         sources = [_source(node) for node in nodes]
-        kinds = tuple(map(_kind, example_inputs, sources))
+        kinds = tuple(map(_kind, nodes, example_inputs, sources))
         names = _unique_names(nodes, kinds, sources)
         for body in module.modules():
             if isinstance(body, GraphModule):
@@ -77,7 +77,7 @@ class DynamoGraph:
             elif kind == "buffer":
                 bound.buffers[name] = arg
             else:
-                bound.values.append(arg)
+                bound.values.append(arg.item() if kind == "number" else arg)
         return bound
 
     def as_model(self, bound: BoundInputs) -> GraphModel:
@@ -104,7 +104,7 @@ class GraphModel(nn.Module):
         self._sp_module = (graph.module,)  # in a tuple: not a submodule
         self._sp_slots: list[tuple[nn.Module, str] | None] = []
         for kind, name in zip(graph.kinds, graph.names, strict=True):
-            if kind == "value":
+            if kind in ("number", "value"):
                 self._sp_slots.append(None)
                 continue
             path, _, leaf = name.rpartition(".")
@@ -114,7 +114,7 @@ class GraphModel(nn.Module):
             else:
                 owner._buffers[leaf] = bound.buffers[name]
             self._sp_slots.append((owner, leaf))
-        # Numbers (sizes, where dynamo made them inputs) are part of the captured graph.
+        # Numbers (which dynamo makes inputs when they change) are part of the captured graph.
         self._sp_values = [None if isinstance(v, Tensor) else (v,) for v in bound.values]
 
     @property
@@ -136,7 +136,10 @@ class GraphModel(nn.Module):
 
 
 class _InliningInterpreter(Interpreter):
-    """Runs the bodies of checkpointed and marked regions in place of the regions."""
+    """Runs the bodies of checkpointed and marked regions in place of the regions.
+
+    A number that dynamo passes as a tensor is one already.
+    """
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is _CHECKPOINT:
@@ -144,6 +147,11 @@ class _InliningInterpreter(Interpreter):
         if target is _INVOKE:
             return _InliningInterpreter(args[0]).run(*args[2:])
         return super().call_function(target, args, kwargs)
+
+    def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target == "item" and not isinstance(args[0], Tensor):
+            return args[0]
+        return super().call_method(target, args, kwargs)
 
 
 def _warn_about_checkpointing(module: GraphModule) -> None:
@@ -172,7 +180,7 @@ def _source(node: Node) -> str:
     return str(name() if callable(name) else name)
 
 
-def _kind(example: Any, source: str) -> InputKind:
+def _kind(node: Node, example: Any, source: str) -> InputKind:
     if not isinstance(example, Tensor):
         if not isinstance(example, (bool, int, float, torch.SymInt, torch.SymFloat)):
             raise UnsupportedError(
@@ -180,6 +188,8 @@ def _kind(example: Any, source: str) -> InputKind:
                 "and numbers are supported"
             )
         return "value"
+    if getattr(node.meta.get("grapharg"), "pass_arg_as_tensor", False):
+        return "number"
     if isinstance(example, nn.Parameter):
         return "param"
     return "buffer" if "._buffers[" in source else "value"
@@ -188,9 +198,9 @@ def _kind(example: Any, source: str) -> InputKind:
 def _unique_names(
     nodes: Sequence[Node], kinds: Sequence[InputKind], sources: Sequence[str]
 ) -> tuple[str, ...]:
-    """Dotted names; the placeholder's own for the second of one name, and where one contains another."""
+    """Dotted names; the placeholder's own where one is taken, or is a module of another."""
     dotted = [
-        node.name if kind == "value" else dotted_path(source)
+        dotted_path(source) if kind in ("param", "buffer") else node.name
         for node, kind, source in zip(nodes, kinds, sources, strict=True)
     ]
     taken: set[str] = set()

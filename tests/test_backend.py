@@ -54,6 +54,8 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Two blocks, a buffer that counts the calls, and what a test switches on."""
 
+    num_calls: Tensor
+
     def __init__(self, p: float = 0.0, breaks: bool = False, checkpointed: bool = False) -> None:
         super().__init__()
         self.embedding = nn.Embedding(16, _HIDDEN)
@@ -149,6 +151,29 @@ def test_each_shape_is_compiled_once(programs: list[CompiledProgram]) -> None:
     # dynamo leaves the size open at the second one; programs are for one size each.
     assert counters["stats"]["unique_graphs"] == 2
     assert len(programs) == 4
+
+
+def test_dynamic_shapes_and_numbers_are_fixed_per_call(programs: list[CompiledProgram]) -> None:
+    model = _net()
+
+    @torch.compile(backend=sp_compiler_backend, dynamic=True)
+    def scaled(ids: Tensor, scale: float) -> Tensor:
+        return scale * model(ids, ids)
+
+    for seq, scale in ((4, 2.0), (5, 3.5), (4, 2.0), (5, 3.5)):
+        ids = _ids(seq=seq)
+        torch.testing.assert_close(scaled(ids, scale), scale * model(ids, ids), rtol=1e-12, atol=0)
+    assert len(programs) == 2
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_graph_that_writes_into_its_input_is_refused() -> None:
+    @torch.compile(backend=sp_compiler_backend)
+    def change(x: Tensor) -> Tensor:
+        return x.add_(1)
+
+    with pytest.raises(UnsupportedError, match="only buffers may be written"):
+        change(torch.zeros(3))
 
 
 def test_modes(programs: list[CompiledProgram]) -> None:
@@ -334,6 +359,7 @@ def _zoo_steps(name: str, tp: int) -> dict[str, Any]:
     compiled = _compile(model, tp=tp)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        _step(model, compiled, **kwargs)
         first = _step(model, compiled, **kwargs)
         num_graphs = counters["stats"]["unique_graphs"]
         for _ in range(2):

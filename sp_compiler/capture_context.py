@@ -6,6 +6,7 @@ import contextlib
 import os
 import traceback
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
 from types import TracebackType
@@ -23,6 +24,8 @@ _HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
+# What was said already, so that the captures of one model for several shapes say it once.
+_SAID: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
 _DATA_DEPENDENT = ("GuardOnDataDependentSymNode", "DataDependentOutputException", "UserError")
 
 
@@ -94,7 +97,7 @@ def _without_cache(model: nn.Module, *, asked: bool) -> Iterator[None]:
     """Force ``config.use_cache`` off: a key/value cache cannot leave a captured graph."""
     configs = _configs_with(model, "use_cache")
     if configs or asked:
-        warnings.warn("use_cache=True is ignored: a compiled model keeps no cache", stacklevel=5)
+        _warn_once(model, "use_cache=True is ignored: a compiled model keeps no cache")
     for config in configs:
         config.use_cache = False
     try:
@@ -115,10 +118,17 @@ def _configs_with(model: nn.Module, flag: str) -> list[Any]:
 
 def _warn_about_checkpointing(model: nn.Module) -> None:
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-        warnings.warn(
+        _warn_once(
+            model,
             "gradient checkpointing set on the model is ignored: recompute= of sp_compiler governs",
-            stacklevel=5,
         )
+
+
+def _warn_once(model: nn.Module, message: str) -> None:
+    said = _SAID.setdefault(model, set())
+    if message not in said:
+        said.add(message)
+        warnings.warn(message, stacklevel=6)
 
 
 @contextlib.contextmanager

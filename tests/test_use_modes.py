@@ -153,7 +153,9 @@ def test_grad_scaler() -> None:
             nn.utils.clip_grad_norm_(one.parameters(), 0.1)
             scaler.step(optimizer)
             scaler.update()
-    torch.testing.assert_close(dict(module.state_dict()), dict(model.state_dict()), rtol=1e-10, atol=0)
+    torch.testing.assert_close(
+        dict(module.state_dict()), dict(model.state_dict()), rtol=1e-10, atol=0
+    )
 
 
 def test_two_runs_are_bitwise_equal() -> None:

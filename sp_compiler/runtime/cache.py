@@ -127,6 +127,9 @@ class ProgramCache(Generic[Value]):
         """From the least to the most recently used."""
         return self._entries.items()
 
+    def clear(self) -> None:
+        self._entries.clear()
+
     def get(self, key: CallKey) -> Value | None:
         value = self._entries.get(key)
         if value is not None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping
+from types import MethodType
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -31,12 +33,15 @@ class Layout:
         group: the ranks they are stored over.
         placements: name of every placed parameter to its placement.
         blocks: paths of the modules that are called as blocks; ``None`` before compilation.
+        changed: an attribute of the model was set since the last compilation, so that what was
+            compiled may be out of date.
     """
 
     def __init__(self, group: TensorParallelGroup) -> None:
         self.group = group
         self.placements: dict[str, Placement] = {}
         self.blocks: frozenset[str] | None = None
+        self.changed = False
 
     def placement(self, path: str, name: str) -> Placement:
         """Of the parameter ``name`` of the module at ``path``; ``I`` until it is placed."""
@@ -46,8 +51,9 @@ class Layout:
 class MirrorModule(nn.Module):
     """Stands for one module of the model: same name, same children, same parameter names.
 
-    Attributes of the model's own module (``config``, ``num_heads``) are read through. ``forward``
-    runs compiled code where this is a block; anything else cannot be run alone.
+    Attributes of the model's own module (``config``, ``num_heads``) are read through, and set there
+    too; its methods run on this module, which has the parameters. ``forward`` runs compiled code
+    where this is a block; anything else cannot be run alone.
     """
 
     def __init__(self, original: nn.Module, path: str, layout: Layout) -> None:
@@ -74,16 +80,50 @@ class MirrorModule(nn.Module):
             original = self.__dict__.get("_sp_original")
             if original is None or name.startswith("_sp_"):
                 raise
-            # A property reads parameters (``device``, ``dtype``), which are here.
-            member = getattr(type(original), name, None)
+            # Properties and methods read parameters (``device``, ``num_parameters()``).
+            member = inspect.getattr_static(type(original), name, None)
             if isinstance(member, property) and member.fget is not None:
                 return member.fget(self)
+            if inspect.isfunction(member) and name not in vars(original):
+                return MethodType(member, self)
             return getattr(original, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        original = self.__dict__.get("_sp_original")
+        if original is None or name in self.__dict__ or name in self._buffers:
+            return super().__setattr__(name, value)
+        if isinstance(value, nn.Module):
+            raise UnsupportedError(
+                f"cannot set {name!r} to a module: the modules of a compiled model are fixed; "
+                "change the model before sp_compiler.compile"
+            )
+        if isinstance(value, nn.Parameter) or name in self._parameters:
+            self._check_parameter(name, value)
+        elif hasattr(original, name):
+            self._sp_layout.changed = True
+            return setattr(original, name, value)
+        return super().__setattr__(name, value)
+
+    def _check_parameter(self, name: str, value: Any) -> None:
+        """Raise unless ``value`` can stand where the present parameter is."""
+        present = self._parameters.get(name)
+        if (
+            isinstance(present, Tensor)
+            and isinstance(value, Tensor)
+            and isinstance(value, DTensor) == isinstance(present, DTensor)
+            and getattr(value, "_spec", value).shape == present.shape
+            and getattr(value, "placements", None) == getattr(present, "placements", None)
+        ):
+            return
+        raise UnsupportedError(
+            f"cannot set parameter {name!r} of module {self._sp_path or '(model)'!r}: a compiled "
+            "model's parameters keep their shapes and placements; copy_() into the present one, "
+            "or change the model before sp_compiler.compile"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         result = type(self).__new__(type(self))
         memo[id(self)] = result
-        memo[id(self._sp_original)] = self._sp_original
         for name, value in self.__dict__.items():
             result.__dict__[name] = copy.deepcopy(value, memo)
         return result

@@ -173,6 +173,9 @@ class DistributedModule(MirrorModule):
     def _executor(self, leaves: list[Any], structure: pytree.TreeSpec) -> Executor:
         """The program for these inputs, compiled if need be, on all ranks alike."""
         group = self._sp_layout.group
+        if self._sp_layout.changed:
+            self._sp_cache.clear()
+            self._sp_layout.changed = False
         key = call_key(self._sp_modules.values(), self._sp_parameters.values(), leaves, structure)
         if checks_enabled():
             check_values(group, "the kind of call", [("", key.digest())])
@@ -300,8 +303,7 @@ class DistributedModule(MirrorModule):
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedModule:
         """A module with its own parameters and the same compiled programs."""
         layout = self._sp_layout
-        shared = (*self._sp_taken.model.modules(), self._sp_taken, self._sp_build, layout.group)
-        memo.update((id(item), item) for item in (*shared, self._sp_latest))
+        memo.update((id(item), item) for item in (layout.group, self._sp_latest))
         # What refers to this very instance is made anew below.
         memo.update(
             (id(item), None) for item in (self._sp_cache, self._sp_deferred, self._sp_agreement)

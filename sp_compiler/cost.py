@@ -15,7 +15,8 @@ class Hardware:
     """Rates per microsecond.
 
     Attributes:
-        flops_per_us: dense bf16 matrix rate (H100 data sheet: 989 TFLOP/s; half is usual).
+        flops_per_us: dense bf16 matrix rate that is usual in practice, half of the peak.
+        peak_flops_per_us: dense bf16 matrix rate (H100 data sheet: 989 TFLOP/s), the base of MFU.
         memory_bytes_per_us: memory bandwidth (H100 data sheet: 3.35 TB/s).
         link_bytes_per_us: one direction of NVLink 4 (data sheet: 900 GB/s both directions).
         latency_us: fixed time of one collective.
@@ -28,6 +29,7 @@ class Hardware:
     """
 
     flops_per_us: float = 500e6
+    peak_flops_per_us: float = 989e6
     memory_bytes_per_us: float = 3.35e6
     link_bytes_per_us: float = 450e3
     latency_us: float = 2.0
@@ -86,4 +88,9 @@ def conversion_us(
 
 def operator_us(flops: float, num_bytes: float, hardware: Hardware = H100) -> float:
     """Roofline time of forward and backward of one operator on one rank."""
-    return 3 * max(flops / hardware.flops_per_us, num_bytes / hardware.memory_bytes_per_us)
+    return 3 * kernel_us(flops, num_bytes, hardware)
+
+
+def kernel_us(flops: float, num_bytes: float, hardware: Hardware = H100) -> float:
+    """Roofline time of one kernel that does ``flops`` and moves ``num_bytes`` of memory."""
+    return max(flops / hardware.flops_per_us, num_bytes / hardware.memory_bytes_per_us)

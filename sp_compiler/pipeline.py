@@ -21,6 +21,7 @@ from sp_compiler.passes.normalize import normalize
 from sp_compiler.passes.outline import outline
 from sp_compiler.passes.shard import shard
 from sp_compiler.placement import Placement
+from sp_compiler.plan import make_plan
 from sp_compiler.program import Program, Region
 from sp_compiler.stage import Stage, copy_graph, program_calls
 
@@ -46,7 +47,9 @@ def build(
     """
     start = time.perf_counter()
     captured = capture(model, args, kwargs, lift_casts=lift_casts)
-    return compile_captured(captured, options, fixed=fixed, capture_s=time.perf_counter() - start)
+    capture_s = time.perf_counter() - start
+    name = type(model).__name__
+    return compile_captured(captured, options, fixed=fixed, capture_s=capture_s, model_name=name)
 
 
 def compile_captured(
@@ -55,6 +58,7 @@ def compile_captured(
     *,
     fixed: Mapping[str, Placement] | None = None,
     capture_s: float = 0.0,
+    model_name: str = "",
 ) -> CompiledProgram:
     """Everything after the capture; ``captured`` is normalised in place."""
     clock = _Clock({"capture": capture_s})
@@ -66,6 +70,7 @@ def compile_captured(
     compiled = compile_program(program, options, fixed=fixed)
     compiled.stages = {"export": exported, **compiled.stages}
     compiled.seconds = {**clock.seconds, **compiled.seconds}
+    compiled.plan = make_plan(compiled, options, model_name)
     return compiled
 
 

@@ -1,0 +1,101 @@
+"""What is stored or run whole on every rank, and why; slower than it could be, never wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch.fx import Node
+
+from sp_compiler.compiled import CompiledProgram
+from sp_compiler.errors import module_path
+from sp_compiler.op_kinds import MATMULS, is_view
+from sp_compiler.program import Region
+from sp_compiler.rules.table import rule_for
+
+_PRODUCTS = frozenset(
+    {*MATMULS, torch.ops.aten.matmul.default, torch.ops.aten.scaled_dot_product_attention.default}
+)
+
+
+def fallbacks(compiled: CompiledProgram) -> Iterator[str]:
+    """One line each, parameters first; nothing for one rank."""
+    if compiled.world == 1:
+        return
+    yield from _parameters(compiled)
+    for region in compiled.program.regions:
+        yield from _operators(region, compiled.world)
+
+
+def _parameters(compiled: CompiledProgram) -> Iterator[str]:
+    """Parameters of two dims or more that every rank holds whole."""
+    lines: dict[str, list[str]] = {}
+    seen: set[str] = set()
+    for call in compiled.program.calls:
+        for node, ref in zip(call.region.placeholders, call.args, strict=True):
+            if ref.kind != "param" or len(node.meta["val"].shape) < 2:
+                continue
+            name = compiled.param_name(ref.name)
+            if name in seen or compiled.param_placements[name].is_sharded:
+                continue
+            seen.add(name)
+            shape = "x".join(map(str, node.meta["val"].shape))
+            lines.setdefault(f"({shape}) {_why(node, compiled.world)}", []).append(name)
+    for reason, names in lines.items():
+        others = f" and {len(names) - 1} more like it" if len(names) > 1 else ""
+        yield f"parameter {names[0]}{others} is replicated: {reason}"
+
+
+def _why(node: Node, world: int) -> str:
+    shape = node.meta["val"].shape
+    if all(size % world for size in shape):
+        return f"no dim divides by {world}"
+    for user in node.users:
+        if user.op == "call_function" and _has_no_rule(user):
+            return f"no sharding rule for {user.target}"
+    size = math.prod(shape)
+    return f"sharding its {size} elements costs more time than it saves memory"
+
+
+def _operators(region: Region, world: int) -> Iterator[str]:
+    """Operators on activations without a rule, and matrix products of whole factors."""
+    lines: dict[str, int] = {}
+    active = _active(region)
+    for node in region.module.graph.nodes:
+        if node.op != "call_function" or node not in active or is_view(node):
+            continue
+        where = f"{node.target} in {module_path(node) or '(model)'} of {region.name}"
+        if _has_no_rule(node):
+            line = f"{where} runs whole on every rank: no sharding rule for it"
+        elif node.target in _PRODUCTS and _is_whole(node):
+            line = f"{where} runs whole on every rank: its factors are not sharded"
+        else:
+            continue
+        lines[line] = lines.get(line, 0) + 1
+    for line, count in lines.items():
+        yield line if count == 1 else f"{line} (x {count})"
+
+
+def _has_no_rule(node: Node) -> bool:
+    if getattr(node.target, "namespace", "aten") != "aten" or not hasattr(node.target, "_schema"):
+        return False
+    return rule_for(node) is None
+
+
+def _active(region: Region) -> set[Node]:
+    """Floating values that parameters or activations go into."""
+    active: set[Node] = set()
+    for node, kind in zip(region.placeholders, region.input_kinds, strict=True):
+        value = node.meta["val"]
+        if value.is_floating_point() and (kind in ("param", "call") or value.requires_grad):
+            active.add(node)
+    for node in region.module.graph.nodes:
+        if any(source in active for source in node.all_input_nodes):
+            active.add(node)
+    return active
+
+
+def _is_whole(node: Node) -> bool:
+    placements = [value.meta.get("placement") for value in (node, *node.all_input_nodes)]
+    return all(placement is not None and placement.is_replicated for placement in placements)

@@ -1,0 +1,263 @@
+"""Which storages exist when: inside one generated function, and over a whole training step.
+
+Storages are those that the generated code makes and its ``del`` statements free; what an operator
+or a collective needs inside itself is not seen. Parameters, their gradients, buffers, constants and
+the user's inputs are not activations and do not count; what the model returns does.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torch.fx import Graph, Node
+
+from sp_compiler.compiled import CompiledProgram
+from sp_compiler.op_kinds import base
+from sp_compiler.partitioned import Partitioned
+from sp_compiler.program import Call, Ref
+from sp_compiler.runtime.executor import last_uses
+from sp_compiler.work import tensor_bytes
+
+SEED_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Memory that a call made: ``owner`` is ("forward" or "backward", call index, name)."""
+
+    owner: tuple[str, int, str]
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a call keeps until its backward; ``position`` is that in its ``Partitioned.saved``."""
+
+    call: int
+    position: int
+    storage: Storage
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Memory of one training step on one rank.
+
+    Attributes:
+        kept: every (call, saved tensor) whose storage some call made, in order of the calls.
+        returned: storages of the model's outputs.
+        peak_bytes: the most that exists at once.
+    """
+
+    kept: tuple[Kept, ...]
+    returned: frozenset[Storage]
+    peak_bytes: int
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes alive between forward and backward: each storage once, without what is returned."""
+        storages = {item.storage for item in self.kept} - self.returned
+        return sum(storage.num_bytes for storage in storages)
+
+
+def function_peak_bytes(graph: Graph, ignored: Iterable[Node] = ()) -> int:
+    """The most that one generated function holds beside its arguments.
+
+    Storages in ``ignored`` do not count.
+    """
+    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    skipped = {base(node) for node in ignored}
+    kept = {base(node) for node in graph.output_node().all_input_nodes}
+    last: dict[Node, int] = {}
+    for position, node in enumerate(nodes):
+        last.update((base(used), position) for used in (node, *node.all_input_nodes))
+    dying: dict[int, list[Node]] = {}
+    for storage, position in last.items():
+        if storage.op != "placeholder" and storage not in kept and storage not in skipped:
+            dying.setdefault(position, []).append(storage)
+    live = peak = 0
+    for position, node in enumerate(nodes):
+        several = isinstance(node.meta["val"], (list, tuple))
+        if base(node) is node and node not in skipped:
+            made = tensor_bytes(node.meta["val"])
+            peak = max(peak, live + made)
+            # Parts that are used have names, and so storages, of their own.
+            live += 0 if several else made
+        live -= sum(_owned_bytes(storage) for storage in dying.get(position, ()))
+    return peak
+
+
+def _owned_bytes(node: Node) -> int:
+    return 0 if isinstance(node.meta["val"], (list, tuple)) else tensor_bytes(node.meta["val"])
+
+
+def step_memory(compiled: CompiledProgram) -> StepMemory:
+    """Follow every storage through the forward and the backward of ``compiled``.
+
+    Backward starts from the first output that is a single number, else from all outputs.
+    """
+    return _Step(compiled).run()
+
+
+@dataclass
+class _Frame:
+    """Storages of one call, ``None`` where the value is no activation."""
+
+    outputs: list[Storage | None] = field(default_factory=list)
+    saved: list[Storage | None] = field(default_factory=list)
+
+
+class _Step:
+    def __init__(self, compiled: CompiledProgram) -> None:
+        self.compiled = compiled
+        self.program = compiled.program
+        self.frames: list[_Frame] = []
+        self.holders: Counter[Storage] = Counter()
+        self.live_bytes = self.peak_bytes = 0
+        self.grads: dict[tuple[int, int], Storage] = {}
+        self.peaks: dict[tuple[str, str], int] = {}
+
+    def run(self) -> StepMemory:
+        dead = last_uses(self.compiled)
+        for index, call in enumerate(self.program.calls):
+            self._forward(index, call)
+            for done in dead[index]:
+                self._release(self.frames[done].outputs)
+        returned = frozenset(filter(None, map(self._storage, self._returned())))
+        self._start_backward()
+        for index in reversed(range(len(self.program.calls))):
+            self._backward(index, self.program.calls[index])
+        kept = tuple(
+            Kept(index, position, storage)
+            for index, frame in enumerate(self.frames)
+            for position, storage in enumerate(frame.saved)
+            if storage is not None
+        )
+        return StepMemory(kept, returned, self.peak_bytes)
+
+    # Forward.
+
+    def _forward(self, index: int, call: Call) -> None:
+        parts = self._parts(call)
+        self._reach(self._peak(call, "forward", parts.forward))
+        results = parts.forward.output_node().args[0]
+        names = parts.forward.find_nodes(op="placeholder")
+        arguments = dict(zip(names, map(self._storage, call.args), strict=True))
+        seeds = {
+            node: Storage(("forward", index, node.name), SEED_BYTES)
+            for node, ref in zip(names, call.args, strict=True)
+            if ref.kind == "seed"
+        }
+        found = [
+            _resolve(node, arguments | seeds, ("forward", index))
+            for node in results  # type: ignore[union-attr]
+        ]
+        frame = _Frame(found[: parts.num_outputs], found[parts.num_outputs :])
+        self.frames.append(frame)
+        self._hold([*frame.outputs, *frame.saved])
+
+    def _storage(self, ref: Ref) -> Storage | None:
+        return self.frames[ref.index].outputs[ref.output] if ref.kind == "call" else None
+
+    def _returned(self) -> list[Ref]:
+        return [leaf for leaf in self.program.outputs if isinstance(leaf, Ref)]
+
+    # Backward.
+
+    def _start_backward(self) -> None:
+        flowing = [ref for ref in self._returned() if ref.kind == "call" and self._flows(ref)]
+        numbers = [ref for ref in flowing if self._value(ref).dim() == 0]
+        for ref in numbers[:1] or flowing:
+            self._accumulate(ref, Storage(("backward", -1, str(ref)), tensor_bytes(self._value(ref))))
+
+    def _flows(self, ref: Ref) -> bool:
+        name = self.program.calls[ref.index].region.name
+        return self.compiled.differentiable[name][ref.output]
+
+    def _value(self, ref: Ref):  # type: ignore[no-untyped-def]
+        return self.program.calls[ref.index].region.outputs[ref.output].meta["val"]
+
+    def _backward(self, index: int, call: Call) -> None:
+        parts, frame = self._parts(call), self.frames[index]
+        refs = [Ref("call", index=index, output=k) for k in range(parts.num_outputs)]
+        refs = [ref for ref in refs if self._flows(ref)]
+        tangents = [self.grads.pop((ref.index, ref.output), None) for ref in refs]
+        if parts.backward is None or not any(tangents):
+            return  # no gradient arrives: what the call kept stays
+        for position, ref in enumerate(refs):
+            if tangents[position] is None:  # the runtime makes zeros
+                zeros = Storage(("backward", index, str(ref)), tensor_bytes(self._value(ref)))
+                tangents[position] = zeros
+                self._hold([zeros])
+        grads = parts.backward.output_node().args[0]
+        of_params = [
+            grad
+            for grad, kind in zip(grads, call.region.input_kinds, strict=True)  # type: ignore[arg-type]
+            if grad is not None and kind == "param"
+        ]
+        self._reach(self._peak(call, "backward", parts.backward, of_params))
+        names = parts.backward.find_nodes(op="placeholder")
+        known = dict(zip(names, [*frame.saved, *tangents], strict=True))
+        for grad, ref in zip(grads, call.args, strict=True):  # type: ignore[arg-type]
+            storage = None if grad is None else _resolve(grad, known, ("backward", index))
+            if storage is not None and ref.kind in ("call", "input"):
+                self._accumulate(ref, storage)
+        self._release([*tangents, *frame.saved])
+
+    def _accumulate(self, ref: Ref, storage: Storage) -> None:
+        """A second gradient of one value is added to the first."""
+        key = (ref.index, ref.output if ref.kind == "call" else -1)
+        self._hold([storage])
+        before = self.grads.get(key)
+        if before is not None:
+            total = Storage(("backward", storage.owner[1], f"sum {ref}"), storage.num_bytes)
+            self._hold([total])
+            self._release([before, storage])
+            storage = total
+        self.grads[key] = storage
+
+    # Books.
+
+    def _parts(self, call: Call) -> Partitioned:
+        parts = self.compiled.regions[call.region.name].partitioned
+        assert isinstance(parts, Partitioned)
+        return parts
+
+    def _peak(
+        self, call: Call, kind: str, graph: Graph, ignored: Sequence[Node] = ()
+    ) -> int:
+        key = (call.region.name, kind)
+        if key not in self.peaks:
+            self.peaks[key] = function_peak_bytes(graph, ignored)
+        return self.peaks[key]
+
+    def _hold(self, storages: Iterable[Storage | None]) -> None:
+        for storage in storages:
+            if storage is None:
+                continue
+            if not self.holders[storage]:
+                self.live_bytes += storage.num_bytes
+            self.holders[storage] += 1
+        self._reach(0)
+
+    def _release(self, storages: Iterable[Storage | None]) -> None:
+        for storage in storages:
+            if storage is None:
+                continue
+            self.holders[storage] -= 1
+            if not self.holders[storage]:
+                self.live_bytes -= storage.num_bytes
+
+    def _reach(self, extra_bytes: int) -> None:
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + extra_bytes)
+
+
+def _resolve(
+    node: Node, known: dict[Node, Storage | None], where: tuple[str, int]
+) -> Storage | None:
+    """The storage behind ``node``: one that came in, or one that the function made."""
+    owner = base(node)
+    if owner.op == "placeholder":
+        return known[owner]
+    return Storage((*where, owner.name), _owned_bytes(owner))

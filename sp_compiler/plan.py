@@ -1,0 +1,384 @@
+"""What a compiled program costs one rank: memory, communication, arithmetic, time, and why."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from torch.fx import Graph
+
+from sp_compiler.compiled import CompiledProgram
+from sp_compiler.config import CompileOptions
+from sp_compiler.cost import H100
+from sp_compiler.fallbacks import fallbacks
+from sp_compiler.liveness import SEED_BYTES, Kept, StepMemory, step_memory
+from sp_compiler.partitioned import Partitioned, SavedTensor
+from sp_compiler.plan_report import report
+from sp_compiler.program import Region
+from sp_compiler.work import (
+    Collective,
+    collectives_us,
+    compute_us,
+    node_collectives,
+    node_flops,
+    tensor_bytes,
+)
+
+ADAMW_BYTES = 8
+"""Optimizer state a parameter: two moments in float32, as ``torch.optim.AdamW`` on float32 has."""
+
+Shared = Literal["", "shared", "returned"]
+
+
+@dataclass(frozen=True)
+class KeptTensor:
+    """One tensor that a call keeps for its backward.
+
+    Attributes:
+        module: path of the user's module that made it, "" for inputs of the block.
+        line: source line of the user's model.
+        dtype: such as "bfloat16".
+        num_bytes: of its storage on one rank.
+        reason: why it is kept.
+        shared: "shared" where several calls keep the same storage, "returned" where it is an output
+            of the model and so not counted; else "".
+    """
+
+    name: str
+    module: str
+    line: str
+    op: str
+    shape: tuple[int, ...]
+    dtype: str
+    num_bytes: int
+    reason: str
+    shared: Shared = ""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Arithmetic and time of one function, or of a whole step, on one rank.
+
+    Attributes:
+        model_flops: of matrix products that the model itself needs.
+        hardware_flops: of all matrix products, with those that are recomputed.
+        compute_us: estimated time of all kernels.
+        recompute_us: the part of ``compute_us`` that recomputes.
+        communication_us: estimated time of collectives, none of it hidden.
+    """
+
+    model_flops: int = 0
+    hardware_flops: int = 0
+    compute_us: float = 0.0
+    recompute_us: float = 0.0
+    communication_us: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.model_flops + other.model_flops,
+            self.hardware_flops + other.hardware_flops,
+            self.compute_us + other.compute_us,
+            self.recompute_us + other.recompute_us,
+            self.communication_us + other.communication_us,
+        )
+
+    def times(self, count: int) -> Work:
+        """The work of ``count`` calls."""
+        return Work(*(value * count for value in asdict(self).values()))
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """One distinct block, per call.
+
+    Attributes:
+        name: its class in the generated code.
+        paths: the layers that it stands for, "" for what is outside of layers; one for each call.
+        kept: what a call keeps for its backward.
+        forward: collectives of the forward, one entry a kind.
+        backward: of the backward, gathers that are repeated included.
+        work: of forward and backward.
+    """
+
+    name: str
+    paths: tuple[str, ...]
+    kept: tuple[KeptTensor, ...]
+    forward: tuple[Collective, ...]
+    backward: tuple[Collective, ...]
+    work: Work
+
+    @property
+    def num_calls(self) -> int:
+        return len(self.paths)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that each call adds; what calls share or the model returns is left out."""
+        return sum(tensor.num_bytes for tensor in self.kept if not tensor.shared)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one training step costs one rank; ``print(plan)`` is a table.
+
+    Attributes:
+        model_name: class of the user's model.
+        tp: number of tensor-parallel ranks.
+        options: those of the compilation.
+        parameter_bytes: this rank's part of the parameters that the forward uses.
+        replicated_parameter_bytes: the part of ``parameter_bytes`` that every rank holds whole.
+        gradient_bytes: of parameters that are trained, in their own dtype.
+        optimizer_bytes: AdamW's two moments in float32, 8 bytes a trained parameter.
+        activation_bytes: kept between forward and backward: each storage once, without parameters,
+            buffers, the user's inputs and what the model returns.
+        activation_peak_bytes: the most that exists at once in a step of what calls keep, hand on and
+            make inside (see :mod:`sp_compiler.liveness`), with gradients of activations.
+        returned_bytes: of the model's outputs.
+        blocks: distinct blocks in order of first use.
+        gradient_reduction: the all-reduces, one a dtype, of replicated parameters' gradients.
+        work: of the whole step.
+        fallbacks: what runs or is stored replicated, and why.
+        notes: what else to know.
+        seconds: spent in each step of the compilation.
+    """
+
+    model_name: str
+    tp: int
+    options: dict[str, Any]
+    parameter_bytes: int
+    replicated_parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+    activation_peak_bytes: int
+    returned_bytes: int
+    blocks: tuple[BlockPlan, ...]
+    gradient_reduction: tuple[Collective, ...]
+    work: Work
+    fallbacks: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def total_bytes(self) -> int:
+        """Parameters, gradients, optimizer and the activations' peak."""
+        state = self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+        return state + self.activation_peak_bytes
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        """Of one whole step, one entry a kind."""
+        found = [
+            Collective(item.kind, item.count * block.num_calls, item.num_bytes * block.num_calls)
+            for block in self.blocks
+            for item in (*block.forward, *block.backward)
+        ]
+        return merged([*found, *self.gradient_reduction])
+
+    @property
+    def step_us(self) -> float:
+        """Estimated time of forward and backward."""
+        return self.work.compute_us + self.work.communication_us
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation: of the accelerator's peak, by the model's own FLOPs."""
+        peak = self.step_us * H100.peak_flops_per_us
+        return self.work.model_flops / peak if peak else 0.0
+
+    def block(self, name: str) -> BlockPlan:
+        """The block called ``name``; raises ``KeyError``."""
+        return {block.name: block for block in self.blocks}[name]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, with what the properties derive."""
+        blocks = [
+            {**asdict(block), "num_calls": block.num_calls, "kept_bytes": block.kept_bytes}
+            for block in self.blocks
+        ]
+        return {
+            **asdict(self),
+            "blocks": blocks,
+            "collectives": [asdict(item) for item in self.collectives],
+            "total_bytes": self.total_bytes,
+            "step_us": self.step_us,
+            "mfu": self.mfu,
+        }
+
+    def to_json(self) -> str:
+        """:meth:`to_dict` as JSON."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def __str__(self) -> str:
+        return report(self)
+
+
+def make_plan(compiled: CompiledProgram, options: CompileOptions, model_name: str = "") -> Plan:
+    """Account for ``compiled``, whose ``regions`` must hold what was partitioned."""
+    memory = step_memory(compiled)
+    blocks = tuple(_block(compiled, region, memory) for region in compiled.program.regions)
+    sizes = _parameters(compiled)
+    bucket = _gradient_reduction(compiled, sizes)
+    work = sum((block.work.times(block.num_calls) for block in blocks), Work())
+    work += Work(communication_us=collectives_us(list(bucket), compiled.world))
+    trained = [size for size in sizes.values() if size.trained]
+    notes = [*compiled.notes, *_notes(compiled, options)]
+    return Plan(
+        model_name=model_name or "model",
+        tp=compiled.world,
+        options=asdict(options),
+        parameter_bytes=sum(size.num_bytes for size in sizes.values()),
+        replicated_parameter_bytes=sum(s.num_bytes for s in sizes.values() if s.replicated),
+        gradient_bytes=sum(size.num_bytes for size in trained),
+        optimizer_bytes=sum(size.numel * ADAMW_BYTES for size in trained),
+        activation_bytes=memory.kept_bytes,
+        activation_peak_bytes=memory.peak_bytes,
+        returned_bytes=sum(storage.num_bytes for storage in memory.returned),
+        blocks=blocks,
+        gradient_reduction=bucket,
+        work=work,
+        fallbacks=tuple(fallbacks(compiled)),
+        notes=tuple(dict.fromkeys(notes)),
+        seconds=dict(compiled.seconds),
+    )
+
+
+def merged(found: Iterable[Collective]) -> tuple[Collective, ...]:
+    """One entry a kind, in order of first appearance."""
+    totals: dict[str, Collective] = {}
+    for item in found:
+        old = totals.get(item.kind, Collective(item.kind, 0, 0))
+        count, num_bytes = old.count + item.count, old.num_bytes + item.num_bytes
+        totals[item.kind] = Collective(item.kind, count, num_bytes)
+    return tuple(totals.values())
+
+
+# Blocks.
+
+
+def _block(compiled: CompiledProgram, region: Region, memory: StepMemory) -> BlockPlan:
+    parts = compiled.regions[region.name].partitioned
+    calls = [i for i, call in enumerate(compiled.program.calls) if call.region is region]
+    work = _work(parts.forward, compiled.world)
+    backward: tuple[Collective, ...] = ()
+    if parts.backward is not None:
+        work += _work(parts.backward, compiled.world)
+        backward = _collectives(parts.backward)
+    return BlockPlan(
+        name=region.name,
+        paths=tuple(compiled.program.calls[i].path for i in calls),
+        kept=tuple(_kept(parts, calls, memory)),
+        forward=_collectives(parts.forward),
+        backward=backward,
+        work=work,
+    )
+
+
+def _kept(parts: Partitioned, calls: Sequence[int], memory: StepMemory) -> Iterable[KeptTensor]:
+    holders: dict[Any, int] = {}
+    for item in memory.kept:
+        holders[item.storage] = holders.get(item.storage, 0) + 1
+    mine: dict[int, list[Kept]] = {}
+    for item in memory.kept:
+        if item.call in calls:
+            mine.setdefault(item.position, []).append(item)
+    for position, items in sorted(mine.items()):
+        shared: Shared = ""
+        if all(item.storage in memory.returned for item in items):
+            shared = "returned"
+        elif all(holders[item.storage] > 1 for item in items):
+            shared = "shared"
+        yield _tensor(parts.saved[position], items[-1].storage.num_bytes, shared)
+
+
+def _tensor(saved: SavedTensor, num_bytes: int, shared: Shared) -> KeptTensor:
+    reason = "to draw the same dropout masks again" if saved.kind == "seed" else saved.reason
+    return KeptTensor(
+        name=saved.name,
+        module=saved.module,
+        line=saved.line,
+        op=saved.op,
+        shape=saved.shape,
+        dtype=str(saved.dtype).removeprefix("torch."),
+        num_bytes=SEED_BYTES if saved.kind == "seed" else num_bytes,
+        reason=reason,
+        shared=shared,
+    )
+
+
+def _collectives(graph: Graph) -> tuple[Collective, ...]:
+    return merged(item for node in graph.nodes for item in node_collectives(node))
+
+
+def _work(graph: Graph, world: int) -> Work:
+    total = Work()
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        model, hardware = node_flops(node)
+        recomputed = bool(node.meta.get("recomputed"))
+        time_us = compute_us(node)
+        total += Work(
+            model_flops=0 if recomputed else model,
+            hardware_flops=hardware,
+            compute_us=time_us,
+            recompute_us=time_us if recomputed else 0.0,
+            communication_us=collectives_us(node_collectives(node), world),
+        )
+    return total
+
+
+# Parameters.
+
+
+@dataclass(frozen=True)
+class _Size:
+    num_bytes: int
+    numel: int
+    dtype: str
+    trained: bool
+    replicated: bool
+    reduced: bool
+
+
+def _parameters(compiled: CompiledProgram) -> dict[str, _Size]:
+    """By stored name: this rank's part of every parameter that the forward uses."""
+    found: dict[str, _Size] = {}
+    for call in compiled.program.calls:
+        region = call.region
+        for node, ref, used in zip(
+            region.placeholders, call.args, region.input_placements, strict=True
+        ):
+            if ref.kind != "param":
+                continue
+            name, value = compiled.param_name(ref.name), node.meta["val"]
+            before = found.get(name)
+            found[name] = _Size(
+                tensor_bytes(value),
+                value.numel(),
+                str(value.dtype),
+                bool(node.meta.get("requires_grad")),
+                compiled.param_placements[name].is_replicated and compiled.world > 1,
+                used.kind == "R" or (before is not None and before.reduced),
+            )
+    return found
+
+
+def _gradient_reduction(
+    compiled: CompiledProgram, sizes: dict[str, _Size]
+) -> tuple[Collective, ...]:
+    """One all-reduce for each dtype of the parameters that are stored I and used as R."""
+    buckets: dict[str, int] = {}
+    for size in sizes.values():
+        if size.reduced and size.trained and compiled.world > 1:
+            buckets[size.dtype] = buckets.get(size.dtype, 0) + size.num_bytes
+    if not buckets:
+        return ()
+    return (Collective("all_reduce", len(buckets), sum(buckets.values())),)
+
+
+def _notes(compiled: CompiledProgram, options: CompileOptions) -> Iterable[str]:
+    if options.overlap and compiled.world > 1:
+        yield "overlap=True moves nothing in this version: all communication is exposed"

@@ -1,0 +1,122 @@
+"""What one node of a final graph costs: arithmetic, memory traffic, communication, time."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+from sp_compiler.cost import H100, Hardware, collective_us, kernel_us
+from sp_compiler.op_kinds import FUSED_ATTENTION, conversion, is_view
+
+_aten = torch.ops.aten
+_sp = torch.ops.sp_compiler
+_COLLECTIVES = {
+    # Communicator method -> how many times the whole value's bytes (t-1)/t cross the link
+    "all_gather": 1,
+    "reduce_scatter": 1,
+    "all_reduce": 2,
+}
+_ATTENTION_BACKWARDS = frozenset(
+    {
+        _aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+        _aten._scaled_dot_product_flash_attention_backward.default,
+        _aten._scaled_dot_product_efficient_attention_backward.default,
+        _aten._scaled_dot_product_cudnn_attention_backward.default,
+        _aten._scaled_dot_product_fused_attention_overrideable_backward.default,
+    }
+)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One kind of communication.
+
+    Attributes:
+        kind: "all_gather", "reduce_scatter" or "all_reduce".
+        count: how often.
+        num_bytes: of the whole tensors: what a gather yields, a scatter takes, a reduction reduces.
+    """
+
+    kind: str
+    count: int
+    num_bytes: int
+
+
+def tensor_bytes(value: object) -> int:
+    """Bytes of a tensor, or of all tensors of an operator's several results."""
+    leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    return sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+
+
+def node_flops(node: Node) -> tuple[int, int]:
+    """Floating point operations of matrix products (2 per multiply-add): (model, hardware).
+
+    The whole square of scores counts, causal or not, as in the papers. They differ where the
+    operator recomputes inside: fused attention's backward multiplies queries and keys again.
+    """
+    if node.target in FUSED_ATTENTION:
+        work = 2 * _attention_product(node, 0)
+        return work, work
+    if node.target in _ATTENTION_BACKWARDS:
+        product = _attention_product(node, 1)
+        return 4 * product, 5 * product
+    if node.target is _aten.linear.default:
+        work = 2 * node.meta["val"].numel() * node.args[0].meta["val"].shape[-1]  # type: ignore[union-attr]
+        return work, work
+    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    if formula is None:
+        return 0, 0
+    values = tree_map_only(Node, lambda arg: arg.meta["val"], (node.args, node.kwargs))
+    work = int(formula(*values[0], **values[1], out_val=node.meta["val"]))
+    return work, work
+
+
+def _attention_product(node: Node, first: int) -> int:
+    """One of the products (b, a, s, d) x (b, a, s', d); ``first`` is the query's position."""
+    query, key = (node.args[first + i].meta["val"].shape for i in (0, 1))  # type: ignore[union-attr]
+    return 2 * math.prod(query) * key[-2]
+
+
+def node_collectives(node: Node) -> list[Collective]:
+    """What ``node`` communicates: nothing in general."""
+    if node.target is _sp.vocab_nll.default:
+        rows = tensor_bytes(node.meta["val"][0])
+        # The maximum of each row; then its sum of exponentials with the target's logit.
+        return [Collective("all_reduce", 2, rows + 2 * rows)]
+    kind = conversion(node)
+    if kind not in _COLLECTIVES:
+        return []
+    whole = max(tensor_bytes(value) for value in (node.meta["val"], _source(node).meta["val"]))
+    return [Collective(kind, 1, whole)]
+
+
+def _source(node: Node) -> Node:
+    source = node.args[0]
+    assert isinstance(source, Node)
+    return source
+
+
+def collectives_us(found: list[Collective], world: int, hardware: Hardware = H100) -> float:
+    """Time of collectives that nothing hides."""
+    total = 0.0
+    for item in found:
+        each = item.num_bytes / max(1, item.count)
+        total += item.count * collective_us(each, _COLLECTIVES[item.kind], world, hardware)
+    return total
+
+
+def compute_us(node: Node, hardware: Hardware = H100) -> float:
+    """Roofline time of ``node`` run as a kernel of its own; 0 for views and conversions."""
+    if node.op != "call_function" or is_view(node) or conversion(node) is not None:
+        return 0.0
+    if isinstance(node.meta["val"], (list, tuple)) and is_view(next(iter(node.users), node)):
+        return 0.0
+    read = sum(tensor_bytes(source.meta["val"]) for source in node.all_input_nodes)
+    _, flops = node_flops(node)
+    return kernel_us(flops, read + tensor_bytes(node.meta["val"]), hardware)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -156,7 +157,7 @@ def _bert(
         overrides,
         vocab_size=VOCAB, hidden_size=_HIDDEN, num_hidden_layers=layers, num_attention_heads=_HEADS,
         intermediate_size=4 * _HIDDEN, max_position_embeddings=_MAX_LENGTH,
-        hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
+        hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout, use_cache=False,
     )  # fmt: skip
     config = transformers.BertConfig(**fields)
     return _huggingface(transformers.BertForMaskedLM, config, attn_implementation)
@@ -329,7 +330,10 @@ def _peft(model: nn.Module, targets: list[str], dropout: float, conv1d: bool) ->
         r=4, lora_dropout=dropout, target_modules=targets, fan_in_fan_out=conv1d,
         task_type="CAUSAL_LM",
     )  # fmt: skip
-    return peft.get_peft_model(model, config)
+    with warnings.catch_warnings():
+        # peft reads an attribute that transformers deprecates.
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+        return peft.get_peft_model(model, config)
 
 
 @_register("peft_gpt2", _token_inputs)

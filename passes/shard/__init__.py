@@ -16,7 +16,13 @@ from sp_compiler.config import CompileOptions
 from sp_compiler.graph import tensor_operands
 from sp_compiler.passes.shard.lower import RegionLowering
 from sp_compiler.passes.shard.problem import Problem, ProblemBuilder
-from sp_compiler.passes.shard.values import RegionValues, activate, label_dims, results_of
+from sp_compiler.passes.shard.values import (
+    RegionValues,
+    activate,
+    label_dims,
+    results_of,
+    shape_of,
+)
 from sp_compiler.placement import I, Placement, R
 from sp_compiler.program import Call, Program, Ref, Region
 from sp_compiler.rules.strategies import Strategy
@@ -61,7 +67,7 @@ def shard(
         program,
         facts,
         world=world,
-        sequence_parallel=options.sequence_parallel,
+        sequence_parallel=options.sequence_parallel and _has_clear_rows(facts),
         nominal_tokens=options.nominal_tokens,
         shard_outputs=lambda index: program.outputs[index] not in routed
         and _may_shard(program, index, options),
@@ -91,6 +97,19 @@ def _unsharded(program: Program, facts: dict[int, RegionValues]) -> Sharded:
         if isinstance(ref, Ref) and ref.kind == "call"
     }
     return Sharded(replace(program, calls=calls), dict.fromkeys(names, I), outputs_of, 0.0)
+
+
+def _has_clear_rows(facts: dict[int, RegionValues]) -> bool:
+    """Whether rows of tokens can be told from features in every value.
+
+    Not where a token dim of size 1 comes behind another (sequences of length 1): no factor leads to
+    it, so some values would count it among the features.
+    """
+    return not any(
+        shape_of(value)[dim] == 1 and (value, dim - 1) in mine.tokens
+        for mine in facts.values()
+        for value, dim in mine.tokens
+    )
 
 
 def _may_shard(program: Program, index: int, options: CompileOptions) -> bool:

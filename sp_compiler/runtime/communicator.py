@@ -33,7 +33,7 @@ class Communicator:
     # Conversions between placements. ``src`` and ``dst`` are placement texts.
 
     def all_gather(self, x: Tensor, src: str, dst: str) -> Tensor:
-        """S(dim) -> R or I: every rank's part, in rank order."""
+        """S(dim) -> R or I: every rank's part, in rank order; contiguous."""
         if self.world == 1:
             return x
         source = Placement.parse(src)
@@ -44,7 +44,9 @@ class Communicator:
         if source.dim == 0:
             return _from_rank_major(ranks, source, self.world)
         whole = ranks.unflatten(0, (self.world, -1)).movedim(0, source.dim)
-        return _from_rank_major(whole.flatten(source.dim, source.dim + 1), source, self.world)
+        # Flattening parts of size 1 gives a view, which fused attention would misread.
+        whole = whole.flatten(source.dim, source.dim + 1).contiguous()
+        return _from_rank_major(whole, source, self.world)
 
     def reduce_scatter(self, x: Tensor, src: str, dst: str) -> Tensor:
         """P -> S(dim): this rank's part of the sum over ranks."""

@@ -58,8 +58,11 @@ def outline(captured: Captured) -> Program:
     distinct: dict[str, Region] = {}
     program_calls = []
     for index, piece in enumerate(pieces):
-        region, inputs = _build_region(piece, refs, last_uses[index])
-        region = distinct.setdefault(_canonical_text(region), region)
+        draft, inputs = _draft_region(piece, refs, last_uses[index])
+        text = _canonical_text(draft)
+        if text not in distinct:
+            distinct[text] = draft.finish()
+        region = distinct[text]
         program_calls.append(Call(region, piece.layer.path, tuple(refs[node] for node in inputs)))
         for position, node in enumerate(last_uses[index]):
             refs[node] = Ref("call", index=index, output=position)
@@ -157,9 +160,24 @@ def _outputs_of_pieces(pieces: list[_Piece], graph: Graph) -> list[list[Node]]:
     return outputs
 
 
-def _build_region(
+@dataclass
+class _Draft:
+    """A region whose graph is not a module yet, which most repeated layers never need."""
+
+    name: str
+    graph: Graph
+    input_kinds: tuple[RefKind, ...]
+    input_names: tuple[str, ...]
+
+    def finish(self) -> Region:
+        self.graph.lint()
+        module = GraphModule(torch.nn.Module(), self.graph)
+        return Region(self.name, module, self.input_kinds, self.input_names)
+
+
+def _draft_region(
     piece: _Piece, refs: dict[Node, Ref], outputs: list[Node]
-) -> tuple[Region, list[Node]]:
+) -> tuple[_Draft, list[Node]]:
     """The region of one piece and the nodes of the flat graph that are its inputs, in order."""
     inputs = _inputs_of(piece, refs)
     graph = Graph()
@@ -183,10 +201,8 @@ def _build_region(
         )  # fmt: skip
         copies[node].meta = _meta(node)
     graph.output(tuple(copies[node] for node in outputs))
-    graph.lint()
     kinds = tuple(refs[node].kind for node in inputs)
-    region = Region(piece.name, GraphModule(torch.nn.Module(), graph), kinds, tuple(names))
-    return region, inputs
+    return _Draft(piece.name, graph, kinds, tuple(names)), inputs
 
 
 def _inputs_of(piece: _Piece, refs: dict[Node, Ref]) -> list[Node]:
@@ -244,11 +260,11 @@ def _identifier(name: str) -> str:
     return re.sub(r"\W", "_", name)
 
 
-def _canonical_text(region: Region) -> str:
+def _canonical_text(draft: _Draft) -> str:
     """Everything that must agree for two pieces to be one region, as text."""
-    number = {node: index for index, node in enumerate(region.module.graph.nodes)}
-    lines = [" ".join(region.input_kinds)]
-    for node in region.module.graph.nodes:
+    number = {node: index for index, node in enumerate(draft.graph.nodes)}
+    lines = [" ".join(draft.input_kinds)]
+    for node in draft.graph.nodes:
         args, kwargs = map_arg((node.args, node.kwargs), lambda n: _Numbered(number[n]))
         target = node.target if node.op == "call_function" else ""
         lines.append(f"{node.op} {target} {args} {dict(sorted(kwargs.items()))} {_type_text(node)}")

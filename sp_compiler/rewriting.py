@@ -12,6 +12,7 @@ import operator
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -36,6 +37,11 @@ def calls(graph: Graph, *targets: Any) -> Iterator[Node]:
     for node in list(graph.nodes):
         if is_call(node, *targets):
             yield node
+
+
+_KNOWN_RESULTS: WeakKeyDictionary[FakeTensorMode, dict[str, tuple[Any, bool]]] = (
+    WeakKeyDictionary()
+)
 
 
 def output_node(graph: Graph) -> Node:
@@ -67,12 +73,32 @@ def refake(node: Node, mode: FakeTensorMode | None = None) -> None:
     """Run the operator of ``node`` on fakes; writes ``val`` and ``requires_grad``.
 
     Autograd itself says whether the result requires a gradient, so that non-differentiable
-    operators need no table.
+    operators need no table. Equal calls, which every further layer has, are run once.
     """
-    args, kwargs = map_arg((node.args, dict(node.kwargs)), _differentiable_fake)
-    with mode or fake_mode_of(node.graph), torch.enable_grad():
-        value = node.target(*args, **kwargs)
-    set_value(node, value)
+    mode = mode or fake_mode_of(node.graph)
+    known = _KNOWN_RESULTS.setdefault(mode, {})
+    call = _signature(node)
+    if call not in known:
+        args, kwargs = map_arg((node.args, dict(node.kwargs)), _differentiable_fake)
+        with mode, torch.enable_grad():
+            set_value(node, node.target(*args, **kwargs))
+        known[call] = (node.meta["val"], node.meta["requires_grad"])
+    node.meta["val"], node.meta["requires_grad"] = known[call]
+    node.meta.pop("tensor_meta", None)
+
+
+def _signature(node: Node) -> str:
+    """Everything that the result of a call on fakes depends on."""
+
+    def describe(operand: Node) -> str:
+        leaves = pytree.tree_leaves(operand.meta["val"])
+        fakes = [
+            (tuple(x.shape), x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor) else x
+            for x in leaves
+        ]
+        return f"<{fakes} {operand.meta['requires_grad']}>"
+
+    return f"{node.target} {map_arg((node.args, dict(node.kwargs)), describe)}"
 
 
 def set_value(node: Node, value: Any) -> None:

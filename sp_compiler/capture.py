@@ -145,8 +145,9 @@ def capture(
 def _as_examples(leaves: list[Any], model: nn.Module) -> list[Any]:
     """Leaves on the model's device that export can take.
 
-    A tensor passed twice is cloned, for export would merge it, and so is one made in inference
-    mode, which could not be recorded for a gradient.
+    A tensor passed twice is cloned, for export would merge it, and so are one made in inference
+    mode, which could not be recorded for a gradient, and the result of a computation, whose
+    ``grad`` export would read.
     """
     meta = any(parameter.is_meta for parameter in model.parameters())
     seen: set[int] = set()
@@ -155,7 +156,7 @@ def _as_examples(leaves: list[Any], model: nn.Module) -> list[Any]:
         if isinstance(leaf, Tensor):
             if meta and not leaf.is_meta:
                 leaf = leaf.detach().to("meta").requires_grad_(leaf.requires_grad)
-            elif id(leaf) in seen or leaf.is_inference():
+            elif id(leaf) in seen or leaf.is_inference() or not leaf.is_leaf:
                 with torch.inference_mode(False):
                     leaf = leaf.detach().clone().requires_grad_(leaf.requires_grad)
             seen.add(id(leaf))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -65,6 +65,7 @@ class CallKey:
         autocast: ``(device, dtype)`` of each autocast that is on.
         leaves: shape, dtype, device and ``requires_grad`` of tensors; other leaves as constants.
         structure: how the leaves make up the arguments.
+        attributes: (module path, name) and value of what the user set on the model's modules.
 
     Grad mode is no part of it: a program is compiled with its backward, which is not recorded
     under ``no_grad``.
@@ -75,15 +76,24 @@ class CallKey:
     autocast: tuple[tuple[str, torch.dtype], ...]
     leaves: tuple[Any, ...]
     structure: Any
+    attributes: tuple[tuple[tuple[str, str], Constant], ...] = ()
 
     def digest(self) -> str:
         """The same text for equal keys on every rank and in every process."""
-        parts = (self.training, self.parameters, self.autocast, self.leaves, str(self.structure))
+        parts = (
+            self.training,
+            self.parameters,
+            self.autocast,
+            self.leaves,
+            str(self.structure),
+            self.attributes,
+        )
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def describe(self) -> str:
         """What a person needs to see why two ranks differ."""
-        return f"inputs {list(self.leaves)}, autocast {list(self.autocast)}"
+        attributes = f", attributes {dict(self.attributes)}" if self.attributes else ""
+        return f"inputs {list(self.leaves)}, autocast {list(self.autocast)}{attributes}"
 
 
 def call_key(
@@ -91,6 +101,7 @@ def call_key(
     parameters: Iterable[Tensor],
     leaves: Sequence[Any],
     structure: Any,
+    attributes: Mapping[tuple[str, str], Constant] | None = None,
 ) -> CallKey:
     """The key of a call with these flattened inputs, in the present mode."""
     return CallKey(
@@ -103,6 +114,7 @@ def call_key(
         ),
         tuple(_leaf(leaf) for leaf in leaves),
         structure,
+        tuple((attributes or {}).items()),
     )
 
 
@@ -126,9 +138,6 @@ class ProgramCache(Generic[Value]):
     def items(self) -> Iterable[tuple[CallKey, Value]]:
         """From the least to the most recently used."""
         return self._entries.items()
-
-    def clear(self) -> None:
-        self._entries.clear()
 
     def get(self, key: CallKey) -> Value | None:
         value = self._entries.get(key)

@@ -7,6 +7,7 @@ DTensors (their local part is used) or one rank's plain tensors.
 from __future__ import annotations
 
 import contextlib
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -126,7 +127,9 @@ class Executor:
         seed: Tensor | None,
     ) -> Execution:
         program = self.compiled.program
-        frame = _Frame(params, buffers, flat_inputs, seed, self.compiled)
+        # Copies of what the caller will write back to, for backward may need the value before.
+        before = {name: buffers[name].clone() for name in program.mutated_buffers}
+        frame = _Frame(params, ChainMap(before, buffers), flat_inputs, seed, self.compiled)
         frame.replicated = self._replicate(params)
         for index, call in enumerate(program.calls):
             frame.results[index] = self._call(frame, index, call)

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from sp_compiler.errors import UnsupportedError
 from sp_compiler.placement import I, Placement
+from sp_compiler.runtime.cache import Constant
 from sp_compiler.runtime.group import TensorParallelGroup
 from sp_compiler.runtime.parameters import distributed_parameter, from_loaded, to_true_chunk
 
@@ -33,15 +34,14 @@ class Layout:
         group: the ranks they are stored over.
         placements: name of every placed parameter to its placement.
         blocks: paths of the modules that are called as blocks; ``None`` before compilation.
-        changed: an attribute of the model was set since the last compilation, so that what was
-            compiled may be out of date.
+        attributes: (path, name) to value of what was set on the model's modules since.
     """
 
     def __init__(self, group: TensorParallelGroup) -> None:
         self.group = group
         self.placements: dict[str, Placement] = {}
         self.blocks: frozenset[str] | None = None
-        self.changed = False
+        self.attributes: dict[tuple[str, str], Constant] = {}
 
     def placement(self, path: str, name: str) -> Placement:
         """Of the parameter ``name`` of the module at ``path``; ``I`` until it is placed."""
@@ -90,7 +90,8 @@ class MirrorModule(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         original = self.__dict__.get("_sp_original")
-        if original is None or name in self.__dict__ or name in self._buffers:
+        own = name in self.__dict__ or name in self._buffers or hasattr(nn.Module, name)
+        if original is None or own or name.startswith("_sp_"):
             return super().__setattr__(name, value)
         if isinstance(value, nn.Module):
             raise UnsupportedError(
@@ -99,10 +100,9 @@ class MirrorModule(nn.Module):
             )
         if isinstance(value, nn.Parameter) or name in self._parameters:
             self._check_parameter(name, value)
-        elif hasattr(original, name):
-            self._sp_layout.changed = True
-            return setattr(original, name, value)
-        return super().__setattr__(name, value)
+            return super().__setattr__(name, value)
+        self._sp_layout.attributes[self._sp_path, name] = Constant(value)
+        return setattr(original, name, value)
 
     def _check_parameter(self, name: str, value: Any) -> None:
         """Raise unless ``value`` can stand where the present parameter is."""
@@ -110,9 +110,8 @@ class MirrorModule(nn.Module):
         if (
             isinstance(present, Tensor)
             and isinstance(value, Tensor)
-            and isinstance(value, DTensor) == isinstance(present, DTensor)
-            and getattr(value, "_spec", value).shape == present.shape
-            and getattr(value, "placements", None) == getattr(present, "placements", None)
+            and value.shape == present.shape
+            and _same_layout(present, value)
         ):
             return
         raise UnsupportedError(
@@ -234,6 +233,15 @@ def fill_mirror(root: MirrorModule, original: nn.Module, layout: Layout) -> None
             mirror._parameters[name] = None if parameter is None else parameters[id(parameter)]
         mirror._buffers.update(module._buffers)
         mirror._non_persistent_buffers_set |= module._non_persistent_buffers_set
+
+
+def _same_layout(present: Tensor, value: Tensor) -> bool:
+    """False for a whole tensor, or other placements on the same mesh, in the stead of a DTensor."""
+    if not isinstance(present, DTensor):
+        return True
+    if not isinstance(value, DTensor):
+        return False
+    return value.device_mesh != present.device_mesh or value.placements == present.placements
 
 
 def _mirror_class(module: nn.Module) -> type[MirrorModule]:

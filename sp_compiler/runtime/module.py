@@ -173,10 +173,13 @@ class DistributedModule(MirrorModule):
     def _executor(self, leaves: list[Any], structure: pytree.TreeSpec) -> Executor:
         """The program for these inputs, compiled if need be, on all ranks alike."""
         group = self._sp_layout.group
-        if self._sp_layout.changed:
-            self._sp_cache.clear()
-            self._sp_layout.changed = False
-        key = call_key(self._sp_modules.values(), self._sp_parameters.values(), leaves, structure)
+        key = call_key(
+            self._sp_modules.values(),
+            self._sp_parameters.values(),
+            leaves,
+            structure,
+            self._sp_layout.attributes,
+        )
         if checks_enabled():
             check_values(group, "the kind of call", [("", key.digest())])
             check_values(group, "input", [(str(i), leaf) for i, leaf in enumerate(leaves)])

@@ -68,7 +68,9 @@ _RANDOM_BUT_HANDLED = (
 
 
 def normalize(captured: Captured, dropout: Literal["regenerate", "stored"] = "regenerate") -> None:
-    """Rewrite ``captured`` in place; a second run changes nothing.
+    """Rewrite the graph of ``captured`` in place; a second run changes nothing.
+
+    The module's code is not generated anew: nothing runs it.
 
     Args:
         captured: a fresh capture.
@@ -100,7 +102,6 @@ def normalize(captured: Captured, dropout: Literal["regenerate", "stored"] = "re
     erase_dead(graph)
     captured.drop_unused_placeholders()
     graph.lint()
-    captured.module.recompile()
 
 
 def _drop_asserts(graph: Graph) -> None:
@@ -204,13 +205,19 @@ def _replace_dropout(captured: Captured, stored: bool) -> None:
         elif p == 1:
             replace_call(result, _aten.mul.Tensor, (x, 0.0), origin=_ORIGIN)
         else:
-            args = (x, _seed(captured), p, site, 0, 1)
-            site += 1
+            args = (x, _seed(captured), p, 0, 0, 1)
             if stored:
-                mask = insert_call(result, _sp.dropout_mask.default, args, origin=_ORIGIN)
-                args = (x, mask, 1 / (1 - float(p)))  # type: ignore[assignment]
-            target = _aten.native_dropout_backward.default if stored else _sp.dropout.default
-            replace_call(result, target, args, origin=_ORIGIN, name="dropout")
+                drawn = insert_call(result, _sp.dropout_mask.default, args, origin=_ORIGIN)
+                applied = (x, drawn, 1 / (1 - float(p)))
+                apply = _aten.native_dropout_backward.default
+                replace_call(result, apply, applied, origin=_ORIGIN, name="dropout")
+            else:
+                drawn = replace_call(
+                    result, _sp.dropout.default, args, origin=_ORIGIN, name="dropout"
+                )
+            # Numbered only now, so that all calls are alike to the fakes.
+            drawn.update_arg(3, site)
+            site += 1
         graph.erase_node(node)
 
 

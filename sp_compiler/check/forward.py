@@ -17,6 +17,7 @@ from spmd_types._mesh_axis import MeshAxis, _make_axis_layout
 from spmd_types.checker import typecheck
 from spmd_types.types import DTensorPropagationError
 from torch import Tensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.fx import Node
 
 from sp_compiler.check.derive import FILLED, Results, derive
@@ -67,10 +68,15 @@ class _Checker:
         ):
             grad = bool(node.meta.get("requires_grad"))
             self.values[node] = self._new(node.meta["val"], placement, grad)
-        with typecheck(local=False), spmd.set_current_mesh({"tp": self.axis}):
-            for node in self.region.module.graph.nodes:
-                if node.op == "call_function":
-                    self._check(node)
+        try:
+            with typecheck(local=False), spmd.set_current_mesh({"tp": self.axis}):
+                for node in self.region.module.graph.nodes:
+                    if node.op == "call_function":
+                        self._check(node)
+        finally:
+            # The checker asks DTensor on a mesh without a group; what DTensor remembers of that
+            # would reach the user's DTensors on an equal mesh.
+            _clear_sharding_prop_cache()
         for index, (node, placement) in enumerate(
             zip(self.region.outputs, self.region.output_placements, strict=True)
         ):
@@ -100,7 +106,7 @@ class _Checker:
             if not _is_unreadable(error):
                 raise PlacementError("check", self._refusal(node, error), node) from error
             self._derive(node, str(error.__cause__ or error).strip().splitlines()[0])
-        except (AssertionError, NotImplementedError) as error:
+        except (AssertionError, NotImplementedError, TypeError) as error:
             self._derive(node, f"spmd_types cannot type {node.target}: {error}")
         except RuntimeError as error:
             raise PlacementError("check", self._refusal(node, error), node) from error
@@ -115,6 +121,9 @@ class _Checker:
             raise _Unreadable("spmd_types would communicate to type it")
         if any(p.dim > 1 for p in sharded) and node.target is _ATTENTION:
             raise _Unreadable("spmd_types does not see the causal mask")
+        claim = node.meta.get("placement", R)
+        if node.target is torch.ops.aten.expand.default and claim.is_sharded and not sharded:
+            raise _Unreadable("spmd_types knows no sharded dim that only the result has")
         if len(placements) != 1 or not placements[0].is_sharded:
             return call(node, self.values)
         if node.target in RESHAPES:

@@ -50,12 +50,21 @@ class Trainer:
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer = field(init=False)
+    scheduler: torch.optim.lr_scheduler.LRScheduler = field(init=False)
     losses: list[float] = field(default_factory=list)
     step_ms: list[float] = field(default_factory=list)
     optimizer_ms: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=2e-3, weight_decay=0.1)
+        self.optimizer = torch.optim.AdamW(
+            # eps well above rounding: else Adam turns rounding errors into whole steps
+            self.model.parameters(),
+            lr=1e-3,
+            betas=(0.9, 0.95),
+            eps=1e-6,
+            weight_decay=0.1,
+        )
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, learning_rate)
 
     def step(self, ids: Tensor, seed: int) -> None:
         """One step on ``ids`` (b, s), dropout drawn from ``seed``."""
@@ -67,6 +76,7 @@ class Trainer:
         with Stopwatch() as watch:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self.optimizer.step()
+            self.scheduler.step()
             self.optimizer.zero_grad()
         self.optimizer_ms.append(watch.ms)
         self.losses.append(float(loss.detach()))
@@ -97,7 +107,7 @@ def main() -> None:
     reports = {0: eager, **{world: observe(t.model, ids) for world, t in trainers.items()}}
 
     console.print(memory_table(trainers[2].model, reports))
-    console.print(collectives_table(reports[2]))
+    console.print(collectives_table(trainers[2].model, reports[2]))
     console.print(time_table(trainers))
     console.print(Panel(before, title="sample before", highlight=False))
     console.print(Panel(after, title="sample after", highlight=False))
@@ -135,6 +145,11 @@ def gpt2() -> GPT2LMHeadModel:
         use_cache=False,
     )
     return GPT2LMHeadModel(config).train()
+
+
+def learning_rate(step: int) -> float:
+    """Factor on the learning rate: 20 steps up, then down to a tenth."""
+    return min(1.0, (step + 1) / 20) * (1.0 - 0.9 * step / STEPS)
 
 
 def compiled(model: torch.nn.Module, world: int, ids: Tensor, console: Console) -> Any:
@@ -179,7 +194,7 @@ def sample(model: torch.nn.Module) -> str:
     with torch.no_grad():
         for position in range(len(PROMPT), LENGTH):
             logits = model(input_ids=window).logits[0, position - 1].float()
-            probabilities = torch.softmax(logits / 0.8, -1)
+            probabilities = torch.softmax(logits / 0.7, -1)
             window[0, position] = torch.multinomial(probabilities, 1, generator=generator)
     model.train()
     characters = bytes(window[0].tolist()).decode("ascii", errors="replace")
@@ -231,12 +246,13 @@ def time_table(trainers: dict[int, Trainer]) -> Table:
     return table
 
 
-def collectives_table(report: StepReport) -> Table:
-    """What was sent in one step."""
-    table = Table("kind", "forward", "backward", "MiB", title="collectives of a step, tp=2")
+def collectives_table(model: Any, report: StepReport) -> Table:
+    """What was sent in one step; the broadcast is the dropout seed's."""
+    table = Table("kind", "planned", "forward", "backward", "MiB", title="collectives, tp=2")
+    planned = {item.kind.replace("_", "-"): item.count for item in model.plan.collectives}
     for kind in sorted(report.wire_bytes):
-        counts = (str(side.get(kind, 0)) for side in (report.forward, report.backward))
-        table.add_row(kind, *counts, f"{report.wire_bytes[kind] / MIB:.2f}")
+        counts = planned.get(kind, 0), report.forward.get(kind, 0), report.backward.get(kind, 0)
+        table.add_row(kind, *map(str, counts), mib(report.wire_bytes[kind]))
     return table
 
 

@@ -258,3 +258,57 @@ def _attention_backward(node: Node) -> OpRule:
     )
     grad = "grad_out" if "grad_out" in arguments(node) else "grad_out_"
     return OpRule(attention.operands, results, linear=((_position(node, grad),),))
+
+
+# Indexing by tensors, and its gradient, which adds into zeros. Linear in what holds the numbers.
+
+
+def _indexed(rank: int, indices: Sequence[Any]) -> list[int] | None:
+    """Dims that index tensors pick from, if they are adjacent (else the result is transposed)."""
+    dims = [dim for dim, index in enumerate(indices) if index is not None]
+    adjacent = bool(dims) and dims == list(range(dims[0], dims[-1] + 1))
+    return dims if adjacent and len(indices) <= rank else None
+
+
+def _index_dims(node: Node, source: tuple[int, ...]) -> tuple[Dims, Dims, list[Dims]] | None:
+    """Dims of the indexed tensor, of what is picked from it, and of each index tensor."""
+    indices = arguments(node)["indices"]
+    dims = _indexed(len(source), indices)
+    if dims is None or any(index.meta["val"].dtype == torch.bool for index in indices if index):
+        return None
+    shapes = [_shape(index) for index in indices if index is not None]
+    picked_shape = tuple(torch.broadcast_shapes(*shapes))
+    picked = private(picked_shape, "p")
+    whole = numbered(source, blocked=dims)
+    result = (*whole[: dims[0]], *picked, *whole[dims[-1] + 1 :])
+    return whole, result, [broadcast(shape, picked, picked_shape) for shape in shapes]
+
+
+@rule("aten::index")
+def _index(node: Node) -> OpRule | None:
+    found = _index_dims(node, _shape(tensor_operands(node)[0]))
+    if found is None:
+        return None
+    whole, result, indices = found
+    return OpRule((whole, *indices), (result,), linear=_FIRST_OPERAND, rows=False)
+
+
+@rule("aten::index_put", "aten::_unsafe_index_put")
+def _index_put(node: Node) -> OpRule | None:
+    """Linear in the tensor and the values together where the values are added."""
+    found = _index_dims(node, _shape(node))
+    args = arguments(node)
+    if found is None or not args["accumulate"]:
+        return None
+    whole, result, indices = found
+    values = args["values"]
+    put = broadcast(_shape(values), result, _index_result_shape(node, _shape(node)))
+    last = len(indices) + 1
+    return OpRule((whole, *indices, put), (whole,), linear=((0, last),), rows=False)
+
+
+def _index_result_shape(node: Node, source: tuple[int, ...]) -> tuple[int, ...]:
+    indices = arguments(node)["indices"]
+    dims = [dim for dim, index in enumerate(indices) if index is not None]
+    shapes = [_shape(index) for index in indices if index is not None]
+    return (*source[: dims[0]], *torch.broadcast_shapes(*shapes), *source[dims[-1] + 1 :])

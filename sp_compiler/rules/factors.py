@@ -41,6 +41,8 @@ class OpRule:
             replicated, the results are partial sums.
         split: for an operator that cuts one dim into parts, (operand dim, part sizes): with each part
             sharded as a segment, all results are sharded on that dim.
+        rows: whether leading dims may be flattened to rows: not where arguments count dims from the
+            front.
     """
 
     operands: tuple[Dims, ...]
@@ -48,6 +50,7 @@ class OpRule:
     contracted: tuple[Factor, ...] = ()
     linear: tuple[tuple[int, ...], ...] = ()
     split: tuple[int, tuple[int, ...]] | None = None
+    rows: bool = True
 
 
 def named(shape: Sequence[int], names: str) -> Dims:

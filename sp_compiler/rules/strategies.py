@@ -63,7 +63,7 @@ def strategies(rule: OpRule | None, num_operands: int, num_results: int, offers:
         dim, sizes = rule.split
         if all(size % offers.world == 0 for size in sizes):
             found.append(Strategy((S(dim, sizes),), (S(dim),) * num_results))
-    if offers.sequence_parallel:
+    if offers.sequence_parallel and rule.rows:
         candidate = _shard_rows(rule, offers)
         found += [candidate] if candidate else []
     return list(dict.fromkeys(found))
@@ -101,6 +101,10 @@ def _shard_factor(
     elif R in results:
         return None
     if segments and not _segments_agree(operands, results):
+        return None
+    if factor.size == world and all(placement == R for placement in operands):
+        # A dim that only the result has, cut to size 1: nothing in the traced graph would show the
+        # sum over it that its gradient needs.
         return None
     return Strategy(tuple(operands), tuple(results))  # type: ignore[arg-type]
 

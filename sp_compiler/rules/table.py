@@ -280,7 +280,8 @@ def _permute(node: Node) -> OpRule:
     (shape,) = _operand_shapes(node)
     order = _permutation(node, len(shape))
     dims = numbered(shape)
-    return OpRule((dims,), (tuple(dims[dim] for dim in order),), linear=((0,),))
+    result = tuple(dims[dim] for dim in order)
+    return OpRule((dims,), (result,), linear=((0,),), rows=node.target is aten.transpose.int)
 
 
 def _permutation(node: Node, rank: int) -> list[int]:

@@ -21,6 +21,7 @@ TEST = [
     "mypy>=1.15",
     "peft>=0.15",
     "pytest>=8",
+    "pytest-xdist>=3.6",
     "ruff>=0.9",
     "transformers>=5.0,<6",
 ]

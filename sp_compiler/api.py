@@ -36,7 +36,8 @@ def compile(  # noqa: A001 - the name that users of torch expect
 
     The result is called like the model, on every rank with the same whole inputs, and returns the
     model's own output type. It takes over the model's parameters, as DTensors under the same names;
-    the model itself raises when it is called afterwards.
+    the model itself raises when it is called afterwards. Where compilation fails, the model is as
+    before.
 
     Args:
         model: any ``nn.Module`` that ``torch.export`` can capture.
@@ -87,10 +88,15 @@ def compile(  # noqa: A001 - the name that users of torch expect
     ) -> CompiledProgram:
         return build(module, args, kwargs, options, fixed=fixed)
 
+    if example_inputs is None:
+        return DistributedModule(model, group, compile_for)
+    args, kwargs = _check_example_inputs(example_inputs)
     result = DistributedModule(model, group, compile_for)
-    if example_inputs is not None:
-        args, kwargs = _check_example_inputs(example_inputs)
+    try:
         result.prepare(*args, **kwargs)
+    except Exception:
+        result.give_back()
+        raise
     return result
 
 

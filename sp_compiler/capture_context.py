@@ -17,7 +17,7 @@ from torch import nn
 
 from sp_compiler.errors import CaptureError, UnsupportedError
 
-_TORCH_DIR = os.path.dirname(torch.__file__) + os.sep
+_NOT_THE_USERS = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, __file__))
 _HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
@@ -178,8 +178,9 @@ def _user_frame(model: nn.Module, trace: TracebackType | None) -> str:
     text = ""
     for frame, line in traceback.walk_tb(trace):
         filename = frame.f_code.co_filename
-        owner = frame.f_locals.get("self")
-        if filename.startswith(_TORCH_DIR) or id(owner) not in names:
+        first = frame.f_code.co_varnames[:1]  # the name that the user gave to "self"
+        owner = frame.f_locals.get(first[0]) if first else None
+        if filename.startswith(_NOT_THE_USERS) or id(owner) not in names:
             continue
         source = traceback.FrameSummary(filename, line, frame.f_code.co_name).line
         path = names[id(owner)] or "(model)"

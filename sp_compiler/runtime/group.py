@@ -55,8 +55,8 @@ def tensor_parallel_group(
     One rank needs no process group.
 
     Raises:
-        ArgumentError: no process group, one of another size, a mesh without the axis, or both
-            arguments given and not agreeing.
+        ArgumentError: no process group, one of another size, a mesh without the axis, both
+            arguments given and not agreeing, or a ``tp`` that is no positive int.
     """
     if mesh is not None:
         axis = _tp_axis(mesh)
@@ -67,6 +67,8 @@ def tensor_parallel_group(
         tp = axis.size()
     if tp is None:
         raise ArgumentError('give tp=<number of ranks>, or mesh= with an axis named "tp"')
+    if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1:
+        raise ArgumentError(f"tp={tp!r}: expected a positive int, the number of ranks")
     if tp == 1:
         return TensorParallelGroup(None, Communicator(None, 0, 1))
     if mesh is None:

@@ -18,6 +18,8 @@ from sp_compiler.capture import flatten_inputs
 from sp_compiler.compiled import CompiledProgram
 from sp_compiler.diff import diff
 from sp_compiler.diff_report import GraphDiff
+from sp_compiler.diff import GraphDiff
+from sp_compiler.diff import diff as graph_diff
 from sp_compiler.errors import ArgumentError, NotCompiledError, UnsupportedError
 from sp_compiler.placement import Placement
 from sp_compiler.program import Ref
@@ -32,6 +34,7 @@ from sp_compiler.runtime.group import TensorParallelGroup
 from sp_compiler.runtime.mirror import Invocation, Layout, MirrorModule, fill_mirror
 from sp_compiler.runtime.original import Original, check_not_taken
 from sp_compiler.runtime.parameters import optimizers_of, place
+from sp_compiler.stage import Stage
 
 Build = Callable[
     [nn.Module, tuple[Any, ...], dict[str, Any], dict[str, Placement] | None], CompiledProgram
@@ -94,6 +97,9 @@ class DistributedModule(MirrorModule):
         """The model's own output, on every rank.
 
         Raises:
+            ArgumentError: arguments that the model's forward does not take, or the parameters have
+                no data yet.
+            CaptureError: the model's forward fails, or its control flow depends on data.
             RankMismatchError: the ranks got inputs of different kinds.
         """
         leaves, structure = flatten_inputs(args, kwargs)
@@ -110,6 +116,19 @@ class DistributedModule(MirrorModule):
         """Compile for these example inputs, and place the parameters, without running anything."""
         leaves, structure = flatten_inputs(args, kwargs)
         self._executor([_whole(leaf) for leaf in leaves], structure)
+
+    def give_back(self) -> None:
+        """Undo the taking over of the model while no parameter is placed; this module is dead then.
+
+        Raises:
+            UnsupportedError: parameters are placed already.
+        """
+        if self._sp_fixed is not None:
+            raise UnsupportedError(
+                "the parameters are placed for good; build the model anew and load "
+                "module.state_dict() into it"
+            )
+        self._sp_taken.give_back(self)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -137,9 +156,29 @@ class DistributedModule(MirrorModule):
         return self._latest("code").code
 
     @property
-    def stages(self) -> dict[str, Any]:
-        """Pass name to graph."""
+    def stages(self) -> dict[str, Stage]:
+        """What the latest compilation made of the model, pass by pass.
+
+        ``"export"``: the one graph that was exported; ``"capture"``: the same, normalised and cut
+        into regions; ``"shard"``: one rank's part, with collectives; ``"final"``: this with what
+        backward recomputes; ``"split"``: forward and backward of each region as they run.
+        """
         return self._latest("stages").stages
+
+    def diff(self, before: str, after: str) -> GraphDiff:
+        """What the passes between two of :attr:`stages` did; see :func:`sp_compiler.diff`.
+
+        Raises:
+            ArgumentError: no stage of that name.
+            NotCompiledError: nothing is compiled yet.
+        """
+        stages = self._latest("diff").stages
+        for name in (before, after):
+            if name not in stages:
+                raise ArgumentError(
+                    f"diff: no stage {name!r}; the stages are {', '.join(map(repr, stages))}"
+                )
+        return graph_diff(stages[before], stages[after])
 
     def diff(self, before: str, after: str) -> GraphDiff:
         """What changed between two of :attr:`stages`, such as ``"capture"`` and ``"final"``.
@@ -195,6 +234,7 @@ class DistributedModule(MirrorModule):
     def _compile(self, leaves: list[Any], structure: pytree.TreeSpec) -> Executor:
         self._refuse_optimizer_state()
         args, kwargs = pytree.tree_unflatten(leaves, structure)
+        self._sp_taken.check_arguments(args, kwargs)
         with self._sp_taken.awake(self) as model:
             compiled = self._sp_build(model, args, kwargs, self._sp_fixed)
         self._place(compiled.param_placements)

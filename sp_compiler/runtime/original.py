@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from types import MethodType
 from typing import Any, NoReturn
 
 import torch
@@ -58,6 +60,17 @@ class Original:
         self._install(mirror, lambda parameter: torch.empty_like(_plain(parameter), device="meta"))
         model.forward = _raise_taken
 
+    def check_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Raise :class:`ArgumentError` for arguments that the model's forward does not take."""
+        forward = self._own_forward or MethodType(type(self.model).forward, self.model)
+        signature = inspect.signature(forward)
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise ArgumentError(
+                f"{type(self.model).__name__}: {error}; its forward takes {signature}"
+            ) from error
+
     @contextlib.contextmanager
     def awake(self, mirror: nn.Module) -> Iterator[nn.Module]:
         """The model as it can be captured: shapes, types, modes and buffers of ``mirror``.
@@ -83,6 +96,14 @@ class Original:
                 module.training = mode
             model.forward = _raise_taken
 
+    def give_back(self, mirror: nn.Module) -> None:
+        """The model as it was before, with the whole parameters of ``mirror``."""
+        self._install(mirror, _whole_parameter)
+        del self.model.forward
+        if self._own_forward is not None:
+            self.model.forward = self._own_forward
+        del vars(self.model)[_TAKEN]
+
     def _install(self, mirror: nn.Module, make: Any) -> None:
         """Replace every parameter of the model by ``make(the mirror's one)``, keeping ties."""
         made: dict[int, nn.Parameter] = {}
@@ -91,13 +112,21 @@ class Original:
                 if parameter is None:
                     continue
                 if id(parameter) not in made:
-                    made[id(parameter)] = nn.Parameter(make(parameter), parameter.requires_grad)
+                    value = make(parameter)
+                    if not isinstance(value, nn.Parameter):
+                        value = nn.Parameter(value, parameter.requires_grad)
+                    made[id(parameter)] = value
                 module._parameters[name] = made[id(parameter)]
 
 
 def _plain(parameter: Tensor) -> Tensor:
     """A meta tensor with the global shape of ``parameter``."""
     return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+
+
+def _whole_parameter(parameter: nn.Parameter) -> Tensor:
+    """A replicated parameter as it was in the model: itself, or the tensor behind a DTensor."""
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
 def _without_memory(parameter: Tensor) -> Tensor:

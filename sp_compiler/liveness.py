@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from torch import Tensor
 from torch.fx import Graph, Node
 
 from sp_compiler.compiled import CompiledProgram
@@ -151,7 +152,7 @@ class _Step:
         }
         found = [
             _resolve(node, arguments | seeds, ("forward", index))
-            for node in results  # type: ignore[union-attr]
+            for node in results
         ]
         frame = _Frame(found[: parts.num_outputs], found[parts.num_outputs :])
         self.frames.append(frame)
@@ -169,14 +170,16 @@ class _Step:
         flowing = [ref for ref in self._returned() if ref.kind == "call" and self._flows(ref)]
         numbers = [ref for ref in flowing if self._value(ref).dim() == 0]
         for ref in numbers[:1] or flowing:
-            self._accumulate(ref, Storage(("backward", -1, str(ref)), tensor_bytes(self._value(ref))))
+            num_bytes = tensor_bytes(self._value(ref))
+            self._accumulate(ref, Storage(("backward", -1, str(ref)), num_bytes))
 
     def _flows(self, ref: Ref) -> bool:
         name = self.program.calls[ref.index].region.name
         return self.compiled.differentiable[name][ref.output]
 
-    def _value(self, ref: Ref):  # type: ignore[no-untyped-def]
-        return self.program.calls[ref.index].region.outputs[ref.output].meta["val"]
+    def _value(self, ref: Ref) -> Tensor:
+        value: Tensor = self.program.calls[ref.index].region.outputs[ref.output].meta["val"]
+        return value
 
     def _backward(self, index: int, call: Call) -> None:
         parts, frame = self._parts(call), self.frames[index]
@@ -193,13 +196,13 @@ class _Step:
         grads = parts.backward.output_node().args[0]
         of_params = [
             grad
-            for grad, kind in zip(grads, call.region.input_kinds, strict=True)  # type: ignore[arg-type]
+            for grad, kind in zip(grads, call.region.input_kinds, strict=True)
             if grad is not None and kind == "param"
         ]
         self._reach(self._peak(call, "backward", parts.backward, of_params))
         names = parts.backward.find_nodes(op="placeholder")
         known = dict(zip(names, [*frame.saved, *tangents], strict=True))
-        for grad, ref in zip(grads, call.args, strict=True):  # type: ignore[arg-type]
+        for grad, ref in zip(grads, call.args, strict=True):
             storage = None if grad is None else _resolve(grad, known, ("backward", index))
             if storage is not None and ref.kind in ("call", "input"):
                 self._accumulate(ref, storage)
@@ -224,9 +227,7 @@ class _Step:
         assert isinstance(parts, Partitioned)
         return parts
 
-    def _peak(
-        self, call: Call, kind: str, graph: Graph, ignored: Sequence[Node] = ()
-    ) -> int:
+    def _peak(self, call: Call, kind: str, graph: Graph, ignored: Sequence[Node] = ()) -> int:
         key = (call.region.name, kind)
         if key not in self.peaks:
             self.peaks[key] = function_peak_bytes(graph, ignored)

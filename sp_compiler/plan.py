@@ -133,8 +133,8 @@ class Plan:
         optimizer_bytes: AdamW's two moments in float32, 8 bytes a trained parameter.
         activation_bytes: kept between forward and backward: each storage once, without parameters,
             buffers, the user's inputs and what the model returns.
-        activation_peak_bytes: the most that exists at once in a step of what calls keep, hand on and
-            make inside (see :mod:`sp_compiler.liveness`), with gradients of activations.
+        activation_peak_bytes: the most that exists at once in a step of what calls keep, hand on
+            and make inside (see :mod:`sp_compiler.liveness`), with gradients of activations.
         returned_bytes: of the model's outputs.
         blocks: distinct blocks in order of first use.
         gradient_reduction: the all-reduces, one a dtype, of replicated parameters' gradients.

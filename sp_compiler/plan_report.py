@@ -41,11 +41,11 @@ def table(rows: Iterable[Sequence[str]], indent: str = "  ") -> str:
         return ""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     right = [all(map(_NUMBER.fullmatch, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        (indent + "  ".join(_aligned(*cell) for cell in zip(line, widths, right, strict=True)))
-        .rstrip()
+    texts = (
+        "  ".join(_aligned(*cell) for cell in zip(line, widths, right, strict=True))
         for line in lines
     )
+    return "\n".join(f"{indent}{text}".rstrip() for text in texts)
 
 
 def _aligned(cell: str, width: int, right: bool) -> str:
@@ -53,7 +53,7 @@ def _aligned(cell: str, width: int, right: bool) -> str:
 
 
 def bytes_text(num_bytes: float) -> str:
-    """"1.50 GiB"."""
+    """Such as "1.50 GiB"."""
     unit = 0
     while num_bytes >= 1024 and unit < len(_UNITS) - 1:
         num_bytes, unit = num_bytes / 1024, unit + 1
@@ -61,10 +61,10 @@ def bytes_text(num_bytes: float) -> str:
 
 
 def _memory(plan: Plan) -> list[tuple[str, str, str]]:
-    whole = bytes_text(plan.replicated_parameter_bytes)
+    whole = f"{bytes_text(plan.replicated_parameter_bytes)} of them on every rank"
     calls = sum(block.num_calls for block in plan.blocks)
     rows = [
-        ("parameters", plan.parameter_bytes, f"{whole} of them on every rank" if plan.tp > 1 else ""),
+        ("parameters", plan.parameter_bytes, whole if plan.tp > 1 else ""),
         ("gradients", plan.gradient_bytes, ""),
         ("optimizer", plan.optimizer_bytes, "AdamW, two float32 moments"),
         ("activations kept", plan.activation_bytes, f"between forward and backward, {calls} calls"),

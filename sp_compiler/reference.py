@@ -24,10 +24,14 @@ _sp = torch.ops.sp_compiler
 
 @dataclass
 class ReferenceResult:
-    """Flattened outputs, in the order of ``out_spec``, and the new values of mutated buffers."""
+    """Flattened outputs, in the order of ``out_spec``, and the new values of mutated buffers.
+
+    ``call_inputs`` is what each call of a program was given.
+    """
 
     outputs: list[Any]
     mutated_buffers: dict[str, Tensor] = field(default_factory=dict)
+    call_inputs: list[list[Any]] = field(default_factory=list)
 
 
 def run_captured(
@@ -48,7 +52,7 @@ def run_captured(
     """
     sources = _Sources(params, buffers, captured.constants, flat_inputs, seed)
     values = [sources.get(ref) for ref in captured.refs]
-    returned = list(_interpret(captured.module, values))
+    returned = list(run_graph(captured.module, values))
     written = dict(zip(captured.mutated, returned[len(captured.outputs) :], strict=True))
     return ReferenceResult(returned[: len(captured.outputs)], written)
 
@@ -65,12 +69,14 @@ def run_program(
     The seed of a call is made of the forward's seed and the call's position, as when compiled.
     """
     sources = _Sources(params, buffers, program.constants, flat_inputs, seed)
+    call_inputs = []
     for index, call in enumerate(program.calls):
         values = [sources.get(ref, index) for ref in call.args]
-        sources.results.append(_interpret(call.region.module, values))
+        call_inputs.append(values)
+        sources.results.append(run_graph(call.region.module, values))
     outputs = [sources.get(leaf) if isinstance(leaf, Ref) else leaf for leaf in program.outputs]
     written = {name: sources.get(ref) for name, ref in program.mutated_buffers.items()}
-    return ReferenceResult(outputs, written)
+    return ReferenceResult(outputs, written, call_inputs)
 
 
 @dataclass
@@ -98,7 +104,8 @@ class _Sources:
         return named[ref.kind][ref.name]
 
 
-def _interpret(module: GraphModule, values: Sequence[Any]) -> tuple[Any, ...]:
+def run_graph(module: GraphModule, values: Sequence[Any]) -> tuple[Any, ...]:
+    """What a graph of whole tensors returns."""
     return _ReferenceInterpreter(module).run(*values)
 
 

@@ -67,7 +67,7 @@ def node_flops(node: Node) -> tuple[int, int]:
         product = _attention_product(node, 1)
         return 4 * product, 5 * product
     if node.target is _aten.linear.default:
-        work = 2 * node.meta["val"].numel() * node.args[0].meta["val"].shape[-1]  # type: ignore[union-attr]
+        work = 2 * node.meta["val"].numel() * node.args[0].meta["val"].shape[-1]
         return work, work
     formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
     if formula is None:
@@ -79,7 +79,7 @@ def node_flops(node: Node) -> tuple[int, int]:
 
 def _attention_product(node: Node, first: int) -> int:
     """One of the products (b, a, s, d) x (b, a, s', d); ``first`` is the query's position."""
-    query, key = (node.args[first + i].meta["val"].shape for i in (0, 1))  # type: ignore[union-attr]
+    query, key = (node.args[first + i].meta["val"].shape for i in (0, 1))
     return 2 * math.prod(query) * key[-2]
 
 

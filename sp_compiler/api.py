@@ -17,7 +17,7 @@ from sp_compiler.runtime.group import device_type_of, tensor_parallel_group
 from sp_compiler.runtime.module import DistributedModule
 
 
-def compile(  # noqa: A001 - the name that users of torch expect
+def compile(
     model: nn.Module,
     *,
     tp: int | None = None,

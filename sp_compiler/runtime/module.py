@@ -6,6 +6,7 @@ import contextlib
 import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -18,8 +19,6 @@ from sp_compiler.capture import flatten_inputs
 from sp_compiler.compiled import CompiledProgram
 from sp_compiler.diff import diff
 from sp_compiler.diff_report import GraphDiff
-from sp_compiler.diff import GraphDiff
-from sp_compiler.diff import diff as graph_diff
 from sp_compiler.errors import ArgumentError, NotCompiledError, UnsupportedError
 from sp_compiler.placement import Placement
 from sp_compiler.program import Ref
@@ -34,6 +33,7 @@ from sp_compiler.runtime.group import TensorParallelGroup
 from sp_compiler.runtime.mirror import Invocation, Layout, MirrorModule, fill_mirror
 from sp_compiler.runtime.original import Original, check_not_taken
 from sp_compiler.runtime.parameters import optimizers_of, place
+from sp_compiler.runtime.pretrained import load_pretrained
 from sp_compiler.stage import Stage
 
 Build = Callable[
@@ -117,6 +117,37 @@ class DistributedModule(MirrorModule):
         leaves, structure = flatten_inputs(args, kwargs)
         self._executor([_whole(leaf) for leaf in leaves], structure)
 
+    def load_pretrained(self, path: str | Path) -> list[str]:
+        """Fill the parameters from safetensors files, every rank reading its own part of each.
+
+        A module that was built on the meta device gets its memory here, so that no rank ever holds
+        a whole model: pass ``example_inputs`` to :func:`sp_compiler.compile` (or call
+        :meth:`prepare`), so that placements are known. Before that, whole parameters are read.
+
+        Args:
+            path: a ``.safetensors`` file, or a folder as HuggingFace's ``save_pretrained`` writes
+                it, with one file or several and an index.
+
+        Returns:
+            Names of tensors in the checkpoint that the model does not have.
+
+        Raises:
+            ArgumentError: no such file; a parameter is missing in it or has another shape.
+        """
+        return load_pretrained(self, path)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As of any module; parameters that were tied stay so with ``assign`` too."""
+        ties = _tied_names(self._sp_parameters)
+        result = super().load_state_dict(state_dict, strict, assign)
+        if assign:
+            for first, *others in ties:
+                for name in others:
+                    self._sp_parameters.replace(name, self._sp_parameters[first])
+        return result
+
     def give_back(self) -> None:
         """Undo the taking over of the model while no parameter is placed; this module is dead then.
 
@@ -166,21 +197,6 @@ class DistributedModule(MirrorModule):
         return self._latest("stages").stages
 
     def diff(self, before: str, after: str) -> GraphDiff:
-        """What the passes between two of :attr:`stages` did; see :func:`sp_compiler.diff`.
-
-        Raises:
-            ArgumentError: no stage of that name.
-            NotCompiledError: nothing is compiled yet.
-        """
-        stages = self._latest("diff").stages
-        for name in (before, after):
-            if name not in stages:
-                raise ArgumentError(
-                    f"diff: no stage {name!r}; the stages are {', '.join(map(repr, stages))}"
-                )
-        return graph_diff(stages[before], stages[after])
-
-    def diff(self, before: str, after: str) -> GraphDiff:
         """What changed between two of :attr:`stages`, such as ``"capture"`` and ``"final"``.
 
         Raises:
@@ -190,7 +206,7 @@ class DistributedModule(MirrorModule):
         stages = self._latest("diff").stages
         for name in (before, after):
             if name not in stages:
-                raise ArgumentError(f"stage {name!r}: expected one of {list(stages)}")
+                raise ArgumentError(f"stage {name!r}: expected one of {', '.join(stages)}")
         return diff(stages[before], stages[after])
 
     def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -259,8 +275,9 @@ class DistributedModule(MirrorModule):
         if missing:
             raise ArgumentError(
                 f"{len(missing)} parameters or buffers have no data ({', '.join(missing[:3])}...): "
-                "the model was built on the meta device; call module.load_state_dict(..., "
-                "assign=True), or module.to_empty(device=...) and fill them, before the first call"
+                "the model was built on the meta device; call module.load_pretrained(path), "
+                "module.load_state_dict(..., assign=True), or module.to_empty(device=...) and fill "
+                "them, before the first call"
             )
         self.__dict__["_sp_loaded"] = True
 
@@ -374,11 +391,24 @@ class _Named(Mapping[str, Tensor]):
         value: Tensor = owner[attribute]
         return value
 
+    def replace(self, name: str, value: Tensor) -> None:
+        """Put another object in the place of ``name``."""
+        owner, attribute = self._owners[name]
+        owner[attribute] = value
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._owners)
 
     def __len__(self) -> int:
         return len(self._owners)
+
+
+def _tied_names(tensors: Mapping[str, Tensor]) -> list[list[str]]:
+    """Groups of two and more names of one tensor."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        names.setdefault(id(tensor), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
 
 
 _HOOK_TABLES = (

@@ -204,7 +204,8 @@ class _Body:
                 continue
             lines += self._section_comment(node)
             lines += self._statement(node)
-            if dead := self._deletes.get(node):
+            unused = ["_"] if node in self._unpacked and _has_unused_parts(node) else []
+            if dead := [*unused, *self._deletes.get(node, [])]:
                 lines += [f"del {line.rstrip(',')}" for line in _fill(", ".join(dead))]
         return lines
 
@@ -268,6 +269,10 @@ def _is_unpacked(node: Node) -> bool:
     value = node.meta.get("val")
     several = isinstance(value, list | tuple)
     return several and all(user.target is operator.getitem for user in node.users)
+
+
+def _has_unused_parts(node: Node) -> bool:
+    return len({user.args[1] for user in node.users}) < len(node.meta["val"])
 
 
 def _unpacks_into_names(node: Node, unpacked: set[Node]) -> bool:

@@ -7,6 +7,7 @@ the user's inputs are not activations and do not count; what the model returns d
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -79,14 +80,22 @@ def function_peak_bytes(graph: Graph, ignored: Iterable[Node] = ()) -> int:
             dying.setdefault(position, []).append(storage)
     live = peak = 0
     for position, node in enumerate(nodes):
-        several = isinstance(node.meta["val"], (list, tuple))
-        if base(node) is node and node not in skipped:
-            made = tensor_bytes(node.meta["val"])
-            peak = max(peak, live + made)
-            # Parts that are used have names, and so storages, of their own.
-            live += 0 if several else made
+        if base(node) is node and not _is_part(node):
+            peak = max(peak, live + (0 if node in skipped else tensor_bytes(node.meta["val"])))
+            live += sum(_owned_bytes(made) for made in _made(node) if made not in skipped)
         live -= sum(_owned_bytes(storage) for storage in dying.get(position, ()))
     return peak
+
+
+def _is_part(node: Node) -> bool:
+    return node.target is operator.getitem
+
+
+def _made(node: Node) -> list[Node]:
+    """The storages that outlive the statement of ``node``: of several results those with a name."""
+    if not isinstance(node.meta["val"], (list, tuple)):
+        return [node]
+    return [user for user in node.users if base(user) is user]
 
 
 def _owned_bytes(node: Node) -> int:
@@ -150,10 +159,7 @@ class _Step:
             for node, ref in zip(names, call.args, strict=True)
             if ref.kind == "seed"
         }
-        found = [
-            _resolve(node, arguments | seeds, ("forward", index))
-            for node in results
-        ]
+        found = [_resolve(node, arguments | seeds, ("forward", index)) for node in results]
         frame = _Frame(found[: parts.num_outputs], found[parts.num_outputs :])
         self.frames.append(frame)
         self._hold([*frame.outputs, *frame.saved])
@@ -170,8 +176,9 @@ class _Step:
         flowing = [ref for ref in self._returned() if ref.kind == "call" and self._flows(ref)]
         numbers = [ref for ref in flowing if self._value(ref).dim() == 0]
         for ref in numbers[:1] or flowing:
-            num_bytes = tensor_bytes(self._value(ref))
-            self._accumulate(ref, Storage(("backward", -1, str(ref)), num_bytes))
+            start = Storage(("backward", -1, str(ref)), tensor_bytes(self._value(ref)))
+            self._hold([start])  # whoever called backward holds it
+            self._accumulate(ref, start)
 
     def _flows(self, ref: Ref) -> bool:
         name = self.program.calls[ref.index].region.name

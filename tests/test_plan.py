@@ -1,0 +1,332 @@
+"""Plans: what is counted, that it is what runs, and how it reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.fx import Graph, Node
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from benchmarks.measure import Recorder
+from benchmarks.models import GPTConfig, PlainGPT
+from sp_compiler.config import CompileOptions
+from sp_compiler.errors import ArgumentError
+from sp_compiler.graph import fake_value
+from sp_compiler.layout import local_part
+from sp_compiler.liveness import function_peak_bytes, step_memory
+from sp_compiler.plan import Plan, make_plan
+from sp_compiler.planning import plan
+from sp_compiler.runtime.communicator import Communicator
+from sp_compiler.runtime.executor import Executor
+from tests import zoo
+from tests.parity import SEED, case, compiled
+from tests.ranks import run_on_ranks
+
+aten = torch.ops.aten
+
+
+def _plan(name: str, tp: int = 2, p: float = 0.0, **options: object) -> Plan:
+    model = zoo.build(name, dropout=p)
+    return plan(model, ((), zoo.inputs(name)), tp=tp, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dropout", ["stored", "regenerate"])
+@pytest.mark.parametrize("name", ["plain", "gpt2", "llama", "t5"])
+def test_planned_is_what_one_rank_keeps(name: str, dropout: str) -> None:
+    """Storages alive after a forward, without parameters, buffers, inputs and outputs."""
+    found = case(name, 2, 12, 0.1, dropout)
+    for recompute in ("none", "attention", "selective", "full"):
+        program = compiled(found, tp=1, recompute=recompute, dropout=dropout)
+        params = {
+            key: value.detach().clone().requires_grad_(value.requires_grad)
+            for key, value in found.params.items()
+        }
+        with Recorder() as recorder:
+            run = Executor(program, Communicator(None, 0, 1)).run(
+                params, found.buffers, found.inputs, SEED
+            )
+        outside = [*params.values(), *found.buffers.values(), *found.inputs, *run.outputs]
+        tensors = [value for value in outside if isinstance(value, Tensor)]
+        assert recorder.alive_bytes(excluding=tensors) == step_memory(program).kept_bytes
+
+
+def _kept_on_a_rank() -> tuple[int, int]:
+    found = case("gpt2", 2, 12)
+    program = compiled(found, tp=2)
+    group = dist.group.WORLD
+    assert group is not None
+    rank = dist.get_rank()
+    placed = program.param_placements
+    params = {
+        key: local_part(value.detach(), placed[key], rank, 2).requires_grad_()
+        for key, value in found.params.items()
+    }
+    with Recorder() as recorder:
+        run = Executor(program, Communicator(group, rank, 2)).run(
+            params, found.buffers, found.inputs, SEED
+        )
+    outside = [*params.values(), *found.buffers.values(), *found.inputs, *run.outputs]
+    tensors = [value for value in outside if isinstance(value, Tensor)]
+    return recorder.alive_bytes(excluding=tensors), step_memory(program).kept_bytes
+
+
+@pytest.mark.slow
+def test_planned_is_what_two_real_ranks_keep() -> None:
+    for measured, planned in run_on_ranks(2, _kept_on_a_rank):
+        assert measured == planned
+
+
+def test_blocks_add_up_to_the_whole() -> None:
+    found = _plan("plain", recompute="none")
+    own = sum(block.kept_bytes * block.num_calls for block in found.blocks)
+    assert found.activation_bytes == own
+    (block,) = [block for block in found.blocks if block.num_calls > 1]
+    assert block.paths == ("blocks.0", "blocks.1")
+
+
+def test_what_several_calls_keep_counts_once() -> None:
+    """Every layer of a Llama multiplies by the same rotary tables."""
+    found = _plan("llama", recompute="none")
+    (block,) = [block for block in found.blocks if block.num_calls == 2]
+    shared = [tensor for tensor in block.kept if tensor.shared == "shared"]
+    assert {tensor.shape[-1] for tensor in shared} == {8}
+    own = sum(each.kept_bytes * each.num_calls for each in found.blocks)
+    assert found.activation_bytes == own + sum(tensor.num_bytes for tensor in shared)
+
+
+def test_what_the_model_returns_is_not_kept() -> None:
+    found = _plan("plain", tp=1)
+    logits = [t for block in found.blocks for t in block.kept if t.shared == "returned"]
+    assert [tensor.shape for tensor in logits] == [(24, zoo.VOCAB)]
+    assert found.returned_bytes == logits[0].num_bytes + 8  # and the loss
+
+
+def test_state_of_one_rank() -> None:
+    model = zoo.build("plain")
+    found = plan(model, ((), zoo.inputs("plain")), tp=2)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    whole = found.replicated_parameter_bytes
+    assert found.parameter_bytes == (8 * total + whole) / 2
+    assert found.gradient_bytes == found.parameter_bytes
+    assert found.optimizer_bytes == found.parameter_bytes  # float64: 8 bytes, as the moments
+    assert 0 < whole < 8 * 1000  # norms and biases
+    assert found.total_bytes == 3 * found.parameter_bytes + found.activation_peak_bytes
+
+
+def test_frozen_weights_have_no_gradients() -> None:
+    found = _plan("lora")
+    assert found.gradient_bytes < found.parameter_bytes / 10
+    assert found.optimizer_bytes == found.gradient_bytes
+
+
+def _counts(found: Plan, name: str) -> tuple[dict[str, int], dict[str, int]]:
+    block = found.block(name)
+    return (
+        {item.kind: item.count for item in block.forward},
+        {item.kind: item.count for item in block.backward},
+    )
+
+
+@pytest.mark.parametrize("recompute", ["none", "attention", "selective"])
+def test_collectives_of_a_block_are_the_papers(recompute: str) -> None:
+    """Two gathers and two scatters each way, and two gathers of what only a shard is kept of."""
+    forward, backward = _counts(_plan("plain", recompute=recompute), "Block")
+    assert forward == {"all_gather": 2, "reduce_scatter": 2}
+    assert backward == {"all_gather": 4, "reduce_scatter": 2}
+
+
+def test_collectives_without_sequence_parallelism() -> None:
+    found = _plan("plain", recompute="none", sequence_parallel=False)
+    assert _counts(found, "Block") == ({"all_reduce": 2}, {"all_reduce": 2})
+    size = 2 * 12 * 32 * 8
+    assert [item.num_bytes for item in found.block("Block").forward] == [2 * size]
+
+
+def test_replicated_gradients_are_reduced_in_one_bucket() -> None:
+    found = _plan("plain")
+    (bucket,) = found.gradient_reduction
+    assert (bucket.kind, bucket.count) == ("all_reduce", 1)
+    assert bucket.num_bytes <= found.replicated_parameter_bytes
+    per_kind = {item.kind: item.count for item in found.collectives}
+    in_blocks = sum(
+        item.count * block.num_calls
+        for block in found.blocks
+        for item in (*block.forward, *block.backward)
+        if item.kind == "all_reduce"
+    )
+    assert per_kind["all_reduce"] == in_blocks + 1
+    assert _plan("plain", tp=1).collectives == ()
+
+
+def test_flops_are_the_papers() -> None:
+    """72 B L s h^2 (1 + s/(6h) + v/(12hL)) for the model (arXiv 2205.05198, appendix A)."""
+    h, s, b, v, layers = 32, 12, 2, zoo.VOCAB, 2
+    expected = 72 * b * layers * s * h * h * (1 + s / (6 * h) + v / (12 * h * layers))
+    for recompute, repeated in (("none", 0.0), ("selective", 2 * b * s * s * h * layers)):
+        found = _plan("plain", tp=2, p=0.1, recompute=recompute)
+        assert 2 * found.work.model_flops == pytest.approx(expected)
+        assert 2 * found.work.hardware_flops == pytest.approx(expected + repeated)
+    assert found.work.recompute_us > 0
+    assert 0 < found.mfu < 1
+
+
+def test_fallbacks_say_why() -> None:
+    found = _plan("plain", tp=2, sequence_parallel=True)
+    assert found.fallbacks == ()
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(5, 7)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x).cumsum(-1)
+
+    found = plan(Odd(), ((torch.randn(4, 3, 5),), {}), tp=2)
+    text = "\n".join(found.fallbacks)
+    assert "parameter inner.weight is replicated: (7x5) no dim divides by 2" in text
+    assert "overlap=True moves nothing" in "\n".join(found.notes)
+
+
+def test_report_shows_repeated_blocks_once() -> None:
+    found = _plan("plain")
+    text = str(found)
+    assert "PlainGPT on 2 tensor-parallel ranks" in text
+    assert text.count("Block x 2: blocks.0, blocks.1") == 1
+    assert "returned by the model: not counted" in text
+    assert all(len(line) < 220 for line in text.splitlines())
+
+
+def test_json_is_the_whole_plan() -> None:
+    found = _plan("plain")
+    data = json.loads(found.to_json())
+    assert data["activation_bytes"] == found.activation_bytes
+    assert data["blocks"][1]["kept"][0]["name"] == found.blocks[1].kept[0].name
+    assert data["options"]["recompute"] == "selective"
+    assert {field.name for field in dataclasses.fields(Plan)} <= set(data)
+
+
+def test_example_inputs_must_be_args_and_kwargs() -> None:
+    with pytest.raises(ArgumentError, match=r"\(args, kwargs\)"):
+        plan(zoo.build("plain"), zoo.inputs("plain"))  # type: ignore[arg-type]
+
+
+def test_planning_changes_nothing() -> None:
+    model = zoo.build("plain")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    plan(model, ((), zoo.inputs("plain")), tp=4)
+    assert not dist.is_initialized()
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_planning_beside_a_default_group_of_another_size() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group = dist.group.WORLD
+        assert _plan("plain", tp=4).tp == 4
+        assert dist.group.WORLD is group
+    finally:
+        dist.destroy_process_group()
+
+
+def test_models_on_the_meta_device() -> None:
+    config = GPTConfig(vocab_size=64, num_positions=8, hidden_size=16, num_layers=2, num_heads=2)
+    ids = torch.zeros(2, 8, dtype=torch.long)
+    with torch.device("meta"):
+        model = PlainGPT(config)
+    real = plan(PlainGPT(config), ((), {"input_ids": ids, "labels": ids}), tp=2)
+    meta = plan(model, ((), {"input_ids": ids, "labels": ids}), tp=2)
+    assert dataclasses.replace(meta, seconds={}) == dataclasses.replace(real, seconds={})
+
+
+def test_peak_of_one_function() -> None:
+    """Where ``y`` and ``z`` overlap: a dies with y, y with z, what is returned never."""
+    mode = FakeTensorMode()
+    graph = Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = mode.from_tensor(torch.empty(10, dtype=torch.float32))
+
+    def call(target: Any, *args: Any) -> Node:
+        node = graph.call_function(target, args)
+        node.meta["val"] = fake_value(target, args, {})
+        return node
+
+    a = call(aten.exp.default, x)  # 40 bytes live
+    y = call(aten.cat.default, [a, a, a])  # 40 + 120, then a dies
+    view = call(aten.view.default, y, [3, 10])  # no storage of its own
+    z = call(aten.sum.dim_IntList, view, [0])  # 120 + 40, then y dies
+    result = call(aten.sin.default, z)  # 40 + 40, then z dies
+    graph.output((result,))
+    assert function_peak_bytes(graph) == 160
+    assert function_peak_bytes(graph, ignored=[view]) == 80
+
+
+class _PeakRecorder(TorchDispatchMode):
+    """Remembers after every operator which of the storages made inside exist."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: list[tuple[StorageWeakRef, int, int]] = []
+        self._moments: list[list[int]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            known = {self._made[number][1] for number in self._alive()}
+            storage = leaf.untyped_storage() if isinstance(leaf, Tensor) else None
+            if storage is not None and storage.data_ptr() not in known:
+                made = (StorageWeakRef(storage), storage.data_ptr(), storage.nbytes())
+                self._made.append(made)
+        self._moments.append(self._alive())
+        return result
+
+    def _alive(self) -> list[int]:
+        return [number for number, item in enumerate(self._made) if not item[0].expired()]
+
+    def peak_bytes(self, outside: Sequence[Tensor]) -> int:
+        """The most that existed at once, without the storages of tensors that still exist."""
+        pointers = {tensor.untyped_storage().data_ptr() for tensor in outside}
+        left_out = {number for number in self._alive() if self._made[number][1] in pointers}
+        return max(
+            sum(self._made[number][2] for number in moment if number not in left_out)
+            for moment in self._moments
+        )
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("name", ["plain_unfused", "llama"])
+def test_planned_peak_is_that_of_a_running_step(name: str, recompute: str) -> None:
+    found = case(name, 2, 12)
+    program = compiled(found, tp=1, recompute=recompute)
+    params = {key: value.detach().requires_grad_() for key, value in found.params.items()}
+    with _PeakRecorder() as recorder:
+        run = Executor(program, Communicator(None, 0, 1)).run(
+            params, found.buffers, found.inputs, SEED
+        )
+        (loss,) = [x for x in run.outputs if isinstance(x, Tensor) and not x.dim()]
+        loss.backward()
+    grads = [value.grad for value in params.values() if value.grad is not None]
+    inputs = [value for value in found.inputs if isinstance(value, Tensor)]
+    measured = recorder.peak_bytes([*grads, *params.values(), *found.buffers.values(), *inputs])
+    assert measured == step_memory(program).peak_bytes
+
+
+def test_options_are_those_of_compile() -> None:
+    program = compiled(case("plain", 2, 12), tp=2)
+    found = make_plan(program, CompileOptions(tp=2), "GPT")
+    assert found.model_name == "GPT"
+    with pytest.raises(ArgumentError, match="recompute"):
+        _plan("plain", recompute="some")

@@ -190,16 +190,24 @@ def _changes(alignment: Alignment, old: Node, new: Node) -> Iterator[Change]:
     if not alignment.same_arguments(old, new):
         yield Change("args", _arguments_text(old), _arguments_text(new))
     yield from _value_changes(old, new)
-    for field in ("placement", "recompute"):
-        before, after = meta_text(old, field), meta_text(new, field)
-        if before != after:
-            yield Change(field, before, after)
+    placements = meta_text(old, "placement"), meta_text(new, "placement")
+    if placements[0] != placements[1]:
+        yield Change("placement", *placements)
+    tags = meta_text(old, "recompute"), _new_tags(alignment, old, new)
+    if tags[0] != tags[1]:
+        yield Change("recompute", *tags)
 
 
 def _new_target(alignment: Alignment, old: Node, new: Node) -> str:
     """What the operator became: one name, or several for an expansion."""
     names = [render_target(node) for node in alignment.expansions.get(old, [new])]
     return " + ".join(dict.fromkeys(names))
+
+
+def _new_tags(alignment: Alignment, old: Node, new: Node) -> str:
+    """Of all operators that the old one became."""
+    tags = [meta_text(node, "recompute") for node in alignment.expansions.get(old, [new])]
+    return " + ".join(dict.fromkeys(tag for tag in tags if tag))
 
 
 def _arguments_text(node: Node) -> str:

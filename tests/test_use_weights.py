@@ -105,7 +105,7 @@ def test_a_checkpoint_into_a_module_that_has_data(tmp_path: Path) -> None:
 def test_checkpoints_of_the_model_without_its_head(tmp_path: Path) -> None:
     """Their names lack the prefix of the inner model."""
     model = zoo.build("gpt2", dtype=torch.float32)
-    inner = {name: value for name, value in model.transformer.state_dict().items()}
+    inner = dict(model.transformer.state_dict())
     save_file(inner, tmp_path / "model.safetensors")
     module = _compiled_on_meta("gpt2")
     assert module.load_pretrained(tmp_path) == []

@@ -14,6 +14,10 @@ from sp_compiler.errors import (
     SPCompilerError,
     UnsupportedError,
 )
+from sp_compiler.plan import Plan
+from sp_compiler.planning import plan
+from sp_compiler.verification import verify
+from sp_compiler.verify_report import VerifyReport
 
 __all__ = [
     "ArgumentError",
@@ -22,10 +26,14 @@ __all__ = [
     "NotCompiledError",
     "PassError",
     "PlacementError",
+    "Plan",
     "RankMismatchError",
     "SPCompilerError",
     "UnsupportedError",
+    "VerifyReport",
     "compile",
     "diff",
+    "plan",
+    "verify",
 ]
 __version__ = "0.1.0"

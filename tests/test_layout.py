@@ -16,7 +16,8 @@ ROOT = Path(__file__).parent.parent
 PASSES = "sp_compiler.passes"
 # What stands above the passes: the public API and what assembles the pipeline.
 ABOVE_PASSES = frozenset(
-    f"sp_compiler.{name}" for name in ("api", "backend", "cli", "pipeline", "__main__")
+    f"sp_compiler.{name}"
+    for name in ("api", "backend", "cli", "pipeline", "planning", "verification", "__main__")
 )
 MAY_IMPORT_PASSES = frozenset({"sp_compiler.pipeline"})
 

@@ -41,7 +41,9 @@ def _plan(name: str, tp: int = 2, p: float = 0.0, **options: object) -> Plan:
 
 
 @pytest.mark.parametrize("dropout", ["stored", "regenerate"])
-@pytest.mark.parametrize("name", ["plain", "gpt2", "llama", "t5"])
+@pytest.mark.parametrize(
+    "name", ["plain", "gpt2", "llama", pytest.param("t5", marks=pytest.mark.slow)]
+)
 def test_planned_is_what_one_rank_keeps(name: str, dropout: str) -> None:
     """Storages alive after a forward, without parameters, buffers, inputs and outputs."""
     found = case(name, 2, 12, 0.1, dropout)
@@ -124,8 +126,10 @@ def test_state_of_one_rank() -> None:
 
 
 def test_frozen_weights_have_no_gradients() -> None:
+    trained = [p for p in zoo.build("lora").parameters() if p.requires_grad]
+    whole_bytes = sum(parameter.nbytes for parameter in trained)
     found = _plan("lora")
-    assert found.gradient_bytes < found.parameter_bytes / 10
+    assert whole_bytes / 2 <= found.gradient_bytes <= whole_bytes < found.parameter_bytes
     assert found.optimizer_bytes == found.gradient_bytes
 
 

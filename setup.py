@@ -40,16 +40,12 @@ setup(
     package_dir={"sp_compiler": "sp_compiler", "sp_compiler.passes": "passes"},
     package_data={"sp_compiler": ["py.typed"]},
     install_requires=[
-        "networkx>=3.2",
         "numpy>=1.26",
         "rich>=13",
         "safetensors>=0.4",
         "scipy>=1.11",
         "spmd-types>=0.3.1,<0.4",
-        "sympy>=1.13",
         "torch>=2.11,<2.14",
-        "tqdm>=4.66",
-        "typer>=0.12",
     ],
     extras_require={
         "test": TEST,
@@ -59,6 +55,5 @@ setup(
     },
     entry_points={
         "torch_dynamo_backends": ["sp_compiler = sp_compiler.backend:sp_compiler_backend"],
-        "console_scripts": ["sp-compiler = sp_compiler.cli:main"],
     },
 )

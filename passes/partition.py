@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from torch.fx import Graph, Node
 
-from sp_compiler.errors import PassError, module_path
+from sp_compiler.errors import PassError, module_path, source_line
 from sp_compiler.joint import JointGraph, ancestors
 from sp_compiler.op_kinds import base
 from sp_compiler.partitioned import Partitioned, SavedTensor
@@ -109,7 +109,6 @@ def _placeholder(graph: Graph, node: Node) -> Node:
 
 def _record(node: Node, kind: str) -> SavedTensor:
     value = node.meta["val"]
-    lines = (node.meta.get("stack_trace") or "").strip().splitlines()
     return SavedTensor(
         name=node.name,
         kind=kind,
@@ -117,7 +116,7 @@ def _record(node: Node, kind: str) -> SavedTensor:
         dtype=value.dtype,
         num_bytes=value.numel() * value.element_size(),
         module=module_path(node),
-        line=lines[-1].strip() if lines else "",
+        line=source_line(node),
         op=_operator(node),
         reason=node.meta.get("recompute_reason", "input of the region"),
     )

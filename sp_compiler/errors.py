@@ -5,6 +5,8 @@ Every message says what was wrong, what was allowed, where in the user's model, 
 
 from __future__ import annotations
 
+import os
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -61,6 +63,20 @@ def node_origin(node: Node) -> str:
     trace = (node.meta.get("stack_trace") or "").strip().splitlines()
     line = "\n    ".join(part.strip() for part in trace[-2:])
     return f"  module: {path or '(model)'}\n    {line}".rstrip()
+
+
+def source_line(node: Node) -> str:
+    """The line of the user's model behind ``node``, as "file.py:12 code"; "" where unknown.
+
+    The innermost frame that is not PyTorch's own.
+    """
+    trace = node.meta.get("stack_trace") or ""
+    frames = re.findall(r'File "(.+)", line (\d+), in .*\n\s*(.*)', trace)
+    users = [frame for frame in frames if f"{os.sep}torch{os.sep}" not in frame[0]]
+    if not frames:
+        return ""
+    file, number, code = (users or frames)[-1]
+    return f"{os.path.basename(file)}:{number} {code.strip()}"
 
 
 def module_path(node: Node) -> str:

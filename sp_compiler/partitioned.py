@@ -17,7 +17,7 @@ class SavedTensor:
         kind: ``"activation"`` for what the forward computes, else the kind of the region's input.
         num_bytes: size of its storage on one rank.
         module: path of the user's module that made it, "" for inputs.
-        line: source line of the user's model, "" where unknown.
+        line: of the user's model, as "file.py:12 code", "" where unknown.
         op: operator that made it ("linear"), "" for inputs.
         reason: why it is kept.
     """

@@ -38,7 +38,7 @@ class KeptTensor:
 
     Attributes:
         module: path of the user's module that made it, "" for inputs of the block.
-        line: source line of the user's model.
+        line: of the user's model, as "file.py:12 code".
         dtype: such as "bfloat16".
         num_bytes: of its storage on one rank.
         reason: why it is kept.

@@ -262,8 +262,7 @@ class ProblemBuilder:
             places = sorted(item[1:] for item in members if item[0] == "place")  # type: ignore[index]
             self.problem.param_class.update(dict.fromkeys(names, number))
             keys = [(i, (self.regions[i].placeholders[p], 0)) for i, p in places]
-            size = bytes_of(keys[0][1]) * len(names)
-            replicated = size * (self.world - 1) / self.world * H100.replicated_byte_us
+            replicated = self._replicated_cost(keys[0][1]) * len(names)
             allowed = [I, *self._needed(keys, "S")]
             allowed = [self.fixed[name] for name in names if name in self.fixed][:1] or allowed
             options = [
@@ -271,6 +270,21 @@ class ProblemBuilder:
                 for placement in allowed
             ]
             self.problem.add(("param", number), Vertex((), tuple(keys), options))
+
+    def _replicated_cost(self, param: Value) -> float:
+        """Price of a parameter that every rank holds; what is small beside the largest costs less."""
+        size = bytes_of(param)
+        share = size / self._largest_param_bytes()
+        held_twice = size * (self.world - 1) / self.world
+        return held_twice * share * H100.replicated_byte_us
+
+    def _largest_param_bytes(self) -> int:
+        return max(
+            bytes_of((node, 0))
+            for region in self.regions
+            for node, kind in zip(region.placeholders, region.input_kinds, strict=True)
+            if kind == "param"
+        )
 
     def _needed(self, keys: list[Key], kind: str) -> list[Placement]:
         """Placements of ``kind`` that any operator can take one of the values in."""

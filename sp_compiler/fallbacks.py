@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from sp_compiler.compiled import CompiledProgram
 from sp_compiler.errors import module_path
+from sp_compiler.graph import tensor_operands
 from sp_compiler.op_kinds import MATMULS, is_view
 from sp_compiler.program import Region
 from sp_compiler.rules.table import rule_for
@@ -54,6 +55,8 @@ def _why(node: Node, world: int) -> str:
     for user in node.users:
         if user.op == "call_function" and _has_no_rule(user):
             return f"no sharding rule for {user.target}"
+    if any(user.target in _PRODUCTS and _is_whole(user) for user in node.users):
+        return "what it is multiplied with is whole on every rank"
     size = math.prod(shape)
     return f"sharding its {size} elements costs more time than it saves memory"
 
@@ -69,7 +72,12 @@ def _operators(region: Region, world: int) -> Iterator[str]:
         if _has_no_rule(node):
             line = f"{where} runs whole on every rank: no sharding rule for it"
         elif node.target in _PRODUCTS and _is_whole(node):
-            line = f"{where} runs whole on every rank: its factors are not sharded"
+            factors = tensor_operands(node)[:2]
+            shapes = " x ".join(str(tuple(factor.meta["val"].shape)) for factor in factors)
+            line = (
+                f"{where} runs whole on every rank: no way to shard {shapes} "
+                f"over {world} ranks divides, or none pays"
+            )
         else:
             continue
         lines[line] = lines.get(line, 0) + 1

@@ -22,6 +22,7 @@ from sp_compiler.placement import I, P, Placement, R
 from sp_compiler.rules.strategies import Strategy
 from sp_compiler.verification import VerifyReport, verify
 from tests import zoo
+from tests.ranks import run_on_ranks
 
 aten = torch.ops.aten
 
@@ -89,6 +90,15 @@ def test_beside_a_default_group_of_another_size() -> None:
         assert dist.group.WORLD is group
     finally:
         dist.destroy_process_group()
+
+
+def _verified_on_a_rank() -> bool:
+    return _verify("plain", 0.1).ok and dist.get_world_size() == 2
+
+
+@pytest.mark.slow
+def test_on_two_real_ranks() -> None:
+    assert run_on_ranks(2, _verified_on_a_rank) == [True, True]
 
 
 def _without(dropped: Callable[[Placement, Placement], bool]) -> Callable[..., Node]:

@@ -174,7 +174,7 @@ class Printer:
 
     def _view(self, node: Node) -> str:
         # reshape, not view: the caller's tensors need not have the strides that were traced.
-        sizes = [str(size) for size in node.args[1]]
+        sizes = [str(size) for size in node.meta["val"].shape]
         if sizes and node.meta["val"].numel():
             sizes[0] = "-1"
         return f"{node.args[0]}.reshape({', '.join(sizes) or '()'})"

@@ -211,11 +211,10 @@ class _Assembly:
                 self.strategies[subject[1]] = found[choice]
             else:
                 self.placed[subject] = (*option.makes, *option.needs)[0]
-        self.uses_r = {
-            value
+        self.uses = {
+            (value, placement)
             for vertex, choice in zip(problem.vertices, choices, strict=True)
             for value, placement in zip(vertex.needs, vertex.options[choice].needs, strict=True)
-            if placement == R
         }
 
     def run(self) -> Sharded:
@@ -248,7 +247,8 @@ class _Assembly:
                 call.args[position].name for call in self.program.calls if call.region is region
             )
             stored = self.placed["param", self.problem.param_class[name]]
-            return R if stored == I and (i, (node, 0)) in self.uses_r else stored
+            as_r, as_i = (((i, (node, 0)), kind) in self.uses for kind in (R, I))
+            return R if as_r and not as_i else stored
         number = self.problem.boundary_class.get(("in", i, position))
         return I if number is None else self.placed["boundary", number]
 

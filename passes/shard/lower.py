@@ -153,7 +153,13 @@ class RegionLowering:
         self._results(node, new, strategy.results)
 
     def _is_row_reshape(self, node: Node, strategy: Strategy) -> bool:
-        return node.target in _RESHAPES and strategy.results[0].kind == "T"
+        """Whether the local operator only relabels rows; so does moving a leading dim of size 1."""
+        if strategy.results[0].kind != "T":
+            return False
+        if node.target is aten.transpose.int:
+            rank, rows = len(shape_of((node, 0))), strategy.results[0].dim
+            return any(dim % rank < rows for dim in node.args[1:])  # type: ignore[operator]
+        return node.target in _RESHAPES
 
     def _local_arguments(
         self, node: Node, strategy: Strategy, args: Any, kwargs: Any

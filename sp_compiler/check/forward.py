@@ -278,10 +278,16 @@ def _without_segments(placement: Placement) -> Placement:
 
 
 def _is_unreadable(error: spmd.SpmdTypeError) -> bool:
-    """Whether the checker lacks a rule, rather than having one that refuses."""
+    """Whether the checker lacks a rule, rather than having one that refuses.
+
+    Where DTensor would move data it may only lack the sharding that needs none (it runs a linear of
+    three dims as ``bmm``); the rule table then decides.
+    """
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, (DTensorPropagationError, NotImplementedError)):
+            return True
+        if "Implicit redistribution" in str(cause):
             return True
         cause = cause.__cause__
     return False

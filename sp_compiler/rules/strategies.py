@@ -46,12 +46,15 @@ class Offers:
 
 
 def strategies(rule: OpRule | None, num_operands: int, num_results: int, offers: Offers) -> list[Strategy]:
-    """Every strategy of ``rule``; without a rule only the two replicated ones."""
-    found = [
-        Strategy((placement,) * num_operands, (placement,) * num_results) for placement in (R, I)
-    ]
+    """Every strategy of ``rule``.
+
+    Without a rule only the invariant one: with replicated operands the gradients would be partial
+    sums, which only an operator that is known to be linear in its gradient may carry.
+    """
+    invariant = Strategy((I,) * num_operands, (I,) * num_results)
     if rule is None:
-        return found
+        return [invariant]
+    found = [Strategy((R,) * num_operands, (R,) * num_results), invariant]
     found += _partial(rule)
     for factor in _factors(rule):
         if not offers.shardable(factor):

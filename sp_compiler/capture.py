@@ -262,13 +262,17 @@ def _ref_of(spec: InputSpec, canonical: dict[str, str], leaf_order: Iterator[int
 def _mutated_last(
     output: Node, specs: Sequence[OutputSpec], canonical: dict[str, str]
 ) -> list[str]:
-    """Order the returned values: the model's outputs, then mutated buffers; returns their names."""
+    """Order the returned values: the model's outputs, then mutated buffers; returns their names.
+
+    No gradient flows through what is written into a buffer.
+    """
     results, written, names = [], [], []
     for value, spec in zip(output.args[0], specs, strict=True):
         if spec.kind is OutputKind.USER_OUTPUT:
             results.append(value)
         elif spec.kind is OutputKind.BUFFER_MUTATION:
-            written.append(value)
+            with output.graph.inserting_before(output):
+                written.append(output.graph.call_function(_aten.detach.default, (value,)))
             names.append(canonical[str(spec.target)])
         else:
             raise UnsupportedError(

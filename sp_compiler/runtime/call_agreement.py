@@ -6,6 +6,7 @@ from collections import OrderedDict
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
 
 from sp_compiler.errors import RankMismatchError
 from sp_compiler.runtime.cache import CallKey
@@ -21,15 +22,18 @@ class CallAgreement:
     rank raises: without this it would compile alone while the others wait in a collective.
 
     Attributes:
-        enabled: False for one rank, and where the group has no backend for CPU tensors, for a
-            comparison on the accelerator would make it wait in every step.
+        enabled: False for one rank, for a fake group, whose ranks exist in name only, and where the
+            group has no backend for CPU tensors, for a comparison on the accelerator would make it
+            wait in every step.
     """
 
     def __init__(self, group: TensorParallelGroup) -> None:
         process_group = group.process_group
         self._group = group
-        self.enabled = process_group is not None and torch.device("cpu") in (
-            process_group._device_types
+        self.enabled = (
+            process_group is not None
+            and dist.get_backend(process_group) != "fake"
+            and torch.device("cpu") in process_group._device_types
         )
         self._numbers: OrderedDict[CallKey, int] = OrderedDict()
 
@@ -37,19 +41,22 @@ class CallAgreement:
         """Raise :class:`RankMismatchError` unless every rank is here with an equal key."""
         if not self.enabled:
             return
-        process_group = self._group.process_group
-        mine = torch.tensor([self._number(key)])
-        everyone = torch.empty(self._group.world, dtype=torch.int64)
-        dist.all_gather_into_tensor(everyone, mine, group=process_group)
-        if bool((everyone == mine).all()):
-            return
-        texts: list[str | None] = [None] * self._group.world
-        dist.all_gather_object(texts, key.describe(), group=process_group)
+        with _disable_current_modes():  # it is no part of the step that a mode may be watching
+            if self._everyone_has(self._number(key)):
+                return
+            texts: list[str | None] = [None] * self._group.world
+            dist.all_gather_object(texts, key.describe(), group=self._group.process_group)
         lines = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
         raise RankMismatchError(
-            "the ranks of one tensor-parallel group must run the same graph on the same kind of "
-            f"inputs in the same mode:\n{lines}"
+            "the ranks of one tensor-parallel group must get the same inputs, in the same mode and "
+            f"for the same graph:\n{lines}"
         )
+
+    def _everyone_has(self, number: int) -> bool:
+        mine = torch.tensor([number])
+        everyone = torch.empty(self._group.world, dtype=torch.int64)
+        dist.all_gather_into_tensor(everyone, mine, group=self._group.process_group)
+        return bool((everyone == mine).all())
 
     def _number(self, key: CallKey) -> int:
         """63 bits of the key's digest."""

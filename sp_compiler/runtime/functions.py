@@ -59,7 +59,7 @@ class RegionFunction(torch.autograd.Function):
         tangents = [
             torch.zeros(meta[0], dtype=meta[1], device=meta[2])
             if grad is None
-            else grad.contiguous()
+            else _whole(grad).contiguous()
             for grad, meta in zip(used, ctx.tangent_metas, strict=True)
         ]
         with torch.no_grad():
@@ -70,6 +70,11 @@ class RegionFunction(torch.autograd.Function):
             if results[index] is not None:
                 results[index] = DTensor(results[index].contiguous(), spec, requires_grad=False)
         return (None, None, *forbid_double_backward(results, used))
+
+
+def _whole(grad: Tensor) -> Tensor:
+    """A gradient from a computation that mixed an output with DTensors, on every rank."""
+    return grad.full_tensor() if isinstance(grad, DTensor) else grad
 
 
 def _distinct(

@@ -24,6 +24,7 @@ from sp_compiler.placement import Placement
 from sp_compiler.program import Ref
 from sp_compiler.runtime.agreement import CompileAgreement, check_values, checks_enabled
 from sp_compiler.runtime.cache import ProgramCache, call_key
+from sp_compiler.runtime.call_agreement import CallAgreement
 from sp_compiler.runtime.deferred import DeferredGradients, watch_optimizer_steps
 from sp_compiler.runtime.dropout import draw_seed
 from sp_compiler.runtime.executor import Execution, Executor
@@ -87,6 +88,7 @@ class DistributedModule(MirrorModule):
         self.__dict__.update(
             _sp_cache=ProgramCache[Executor](cache_size),
             _sp_deferred=DeferredGradients(),
+            _sp_calls=CallAgreement(self._sp_layout.group),
             _sp_agreement=CompileAgreement(self._sp_layout.group, str(next(_INSTANCES))),
             _sp_modules=modules,
             _sp_parameters=_Named(modules, "_parameters"),
@@ -238,9 +240,11 @@ class DistributedModule(MirrorModule):
         if checks_enabled():
             check_values(group, "the kind of call", [("", key.digest())])
             check_values(group, "input", [(str(i), leaf) for i, leaf in enumerate(leaves)])
+        self._sp_calls.check(key)
         executor = self._sp_cache.get(key)
         if executor is None:
-            self._sp_agreement.check(key)
+            if not self._sp_calls.enabled:
+                self._sp_agreement.check(key)
             with torch.inference_mode(False):
                 executor = self._compile(leaves, structure)
             self._sp_cache.put(key, executor)
@@ -366,7 +370,8 @@ class DistributedModule(MirrorModule):
         memo.update((id(item), item) for item in (layout.group, self._sp_latest))
         # What refers to this very instance is made anew below.
         memo.update(
-            (id(item), None) for item in (self._sp_cache, self._sp_deferred, self._sp_agreement)
+            (id(item), None)
+            for item in (self._sp_cache, self._sp_deferred, self._sp_agreement, self._sp_calls)
         )
         result: DistributedModule = super().__deepcopy__(memo)
         result._set_up_instance(self._sp_cache.size)

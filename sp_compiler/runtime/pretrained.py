@@ -55,18 +55,19 @@ class Checkpoint:
         return tuple(self._slice(name).get_shape())
 
     def part(self, name: str, placement: Placement, rank: int, world: int) -> Tensor:
-        """What ``rank`` holds of the tensor; nothing else is read from the file."""
+        """A copy of what ``rank`` holds of the tensor; nothing else is read from the file."""
         source = self._slice(name)
         shape = tuple(source.get_shape())
         if not placement.is_sharded:
-            whole: Tensor = source[...] if shape else self._file(name).get_tensor(name)
+            whole: Tensor = self._file(name).get_tensor(name)
             return whole
         before = (slice(None),) * placement.dim
         pieces = [
             source[(*before, slice(start, stop))]
             for start, stop in _own_ranges(shape[placement.dim], placement, rank, world)
         ]
-        return torch.cat(pieces, placement.dim) if len(pieces) > 1 else pieces[0]
+        # A slice may share the memory of the whole tensor as it is mapped from the file.
+        return torch.cat(pieces, placement.dim)
 
     def _slice(self, name: str) -> Any:
         return self._file(name).get_slice(name)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, get_args
-
-from typing import Literal
+from typing import Any, Literal, get_args
 
 from sp_compiler.errors import ArgumentError, UnsupportedError
 

@@ -54,7 +54,7 @@ def _kind(placement: Placement) -> str:
 
 
 def collective_us(num_bytes: float, times: int, world: int, hardware: Hardware = H100) -> float:
-    """Time of a collective over ``num_bytes`` of the whole value that crosses the link ``times``."""
+    """Time of a collective over ``num_bytes``, of the whole value, crossing the link ``times``."""
     if times == 0 or world == 1:
         return 0.0
     wire = num_bytes * times * (world - 1) / world

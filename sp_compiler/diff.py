@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from difflib import SequenceMatcher
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
@@ -30,7 +30,7 @@ from sp_compiler.render import (
 from sp_compiler.sequences import longest_increasing
 from sp_compiler.stage import FORWARD, Stage, region_of
 
-Comparable = Graph | GraphModule | Program | Stage
+Comparable: TypeAlias = Graph | GraphModule | Program | Stage
 
 
 def diff(a: Comparable, b: Comparable) -> GraphDiff:

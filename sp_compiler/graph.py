@@ -15,7 +15,7 @@ from sp_compiler.placement import Placement
 
 def arguments(node: Node) -> dict[str, Any]:
     """Arguments of an ATen call by schema name, defaults included."""
-    schema = node.target._schema  # type: ignore[union-attr]
+    schema = node.target._schema
     values: dict[str, Any] = {}
     for position, argument in enumerate(schema.arguments):
         if position < len(node.args):
@@ -71,11 +71,11 @@ def conversion(node: Node) -> tuple[Placement, Placement] | None:
     """(source, destination) of a placement conversion, ``None`` for any other node."""
     if node.target is not torch.ops.sp_compiler.convert.default:
         return None
-    return Placement.parse(node.args[1]), Placement.parse(node.args[2])  # type: ignore[arg-type]
+    return Placement.parse(node.args[1]), Placement.parse(node.args[2])
 
 
 def is_collective(node: Node) -> bool:
-    """Whether the node communicates: a gather, scatter or reduction, or a vocabulary-parallel loss."""
+    """Whether the node communicates: gather, scatter, reduction, or vocabulary-parallel loss."""
     if node.target is torch.ops.sp_compiler.vocab_nll.default:
         return True
     pair = conversion(node)

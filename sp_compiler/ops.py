@@ -2,8 +2,8 @@
 
 They stand for what depends on the rank: conversions between placements, vocabulary-parallel lookups
 and losses, counter-based dropout. The generated code calls the method of the same name of
-:class:`sp_compiler.runtime.communicator.Communicator`, so no rank and no process group is ever baked
-into a graph; executing one of these operators itself is an error.
+:class:`sp_compiler.runtime.communicator.Communicator`, so no rank and no process group is ever
+baked into a graph; executing one of these operators itself is an error.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ def vocab_nll(
 ) -> tuple[Tensor, Tensor]:
     """Negative log likelihood of each row over a sharded vocabulary.
 
-    ``logits`` (n, v/t) is S(1), ``target`` (n,) replicated; returns the loss of each row (0 where the
-    target is ``ignore_index``) and the logsumexp of each row, both (n,) and invariant. Costs two small
-    all-reduces (the row maximum; the sum of exponentials together with the target's logit).
+    ``logits`` (n, v/t) is S(1), ``target`` (n,) replicated; returns the loss of each row (0 where
+    the target is ``ignore_index``) and the logsumexp of each row, both (n,) and invariant. Costs
+    two small all-reduces (the row maximum; the sum of exponentials with the target's logit).
     """
     raise NotImplementedError(_ONLY_TRACED)
 
@@ -132,7 +132,7 @@ vocab_nll.register_autograd(_nll_backward, setup_context=_nll_setup)
 
 @torch.library.custom_op("sp_compiler::dropout_mask", mutates_args=())
 def dropout_mask(x: Tensor, seed: Tensor, p: float, site: int, dim: int, world: int) -> Tensor:
-    """Bool mask of what survives dropout, shaped like ``x``; see :mod:`sp_compiler.runtime.dropout`.
+    """Bool mask of what survives dropout, like ``x``; see :mod:`sp_compiler.runtime.dropout`.
 
     ``x`` is one rank's part, sharded on ``dim`` over ``world`` ranks (``world`` 1: replicated). The
     mask is a pure function of (seed, site, index of the element in the whole tensor).

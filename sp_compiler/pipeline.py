@@ -131,6 +131,7 @@ def compile_program(
 
 def _compile(program: Program, region: Region, options: CompileOptions) -> CompiledRegion:
     paths = [call.path for call in program.calls if call.region is region]
+    assert options.recompute != "auto"  # refused by CompileOptions
     return compile_region(region, recompute=options.recompute, paths=paths)
 
 

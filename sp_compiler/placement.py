@@ -83,11 +83,11 @@ I = Placement("I")  # noqa: E741 - the literature's name
 P = Placement("P")
 
 
-def S(dim: int, segments: tuple[int, ...] = ()) -> Placement:  # noqa: N802
+def S(dim: int, segments: tuple[int, ...] = ()) -> Placement:
     """Sharded on ``dim``, each of ``segments`` over all ranks."""
     return Placement("S", dim, segments)
 
 
-def T(num_dims: int) -> Placement:  # noqa: N802
+def T(num_dims: int) -> Placement:
     """The first ``num_dims`` dimensions flattened, padded and sharded."""
     return Placement("T", num_dims)

@@ -46,7 +46,7 @@ class Region:
             the user's ``nn_module_stack`` and ``stack_trace``. After sharding: shapes are those of
             one rank and ``meta["placement"]`` is the node's :class:`Placement`.
         input_kinds: :data:`RefKind` of each placeholder, in order.
-        input_names: for parameters and buffers the name inside the block (``"attn.c_attn.weight"``),
+        input_names: for parameters and buffers the name in the block (``"attn.c_attn.weight"``),
             for values a readable name, in order.
         input_placements: set by sharding; local tensors have exactly these placements (never "T").
         output_placements: set by sharding.
@@ -71,7 +71,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Call:
-    """One use of a region: ``path`` is the layer in the model (``"transformer.h.3"``), "" for glue."""
+    """One use of a region: ``path`` is the layer in the model (``"transformer.h.3"``) or ""."""
 
     region: Region
     path: str

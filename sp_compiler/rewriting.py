@@ -39,9 +39,7 @@ def calls(graph: Graph, *targets: Any) -> Iterator[Node]:
             yield node
 
 
-_KNOWN_RESULTS: WeakKeyDictionary[FakeTensorMode, dict[str, tuple[Any, bool]]] = (
-    WeakKeyDictionary()
-)
+_KNOWN_RESULTS: WeakKeyDictionary[FakeTensorMode, dict[str, tuple[Any, bool]]] = WeakKeyDictionary()
 
 
 def output_node(graph: Graph) -> Node:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -19,7 +20,7 @@ from sp_compiler.errors import SPCompilerError
 from sp_compiler.placement import Placement
 
 Value = Hashable
-ConversionCost = Callable[[Value, Placement, Placement], "float | None"]
+ConversionCost = Callable[[Any, Placement, Placement], "float | None"]
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ _MAX_MERGED_OPTIONS = 24
 
 @dataclass
 class _Merged:
-    """A vertex that stands for several; ``picks[i]`` are the (vertex, option) pairs of option ``i``."""
+    """A vertex that stands for several; ``picks[i]``: (vertex, option) pairs of option ``i``."""
 
     vertex: Vertex
     picks: list[dict[int, int]]
@@ -124,9 +125,11 @@ def _join(maker: _Merged, reader: _Merged, conversion_cost: ConversionCost) -> _
     if not best or len(best) > _MAX_MERGED_OPTIONS:
         return None
     names = reader.vertex.needs
-    needs = (*maker.vertex.needs, *names[:position], *names[position + 1 :])
+    values = (*maker.vertex.needs, *names[:position], *names[position + 1 :])
     options = [option for option, _ in best.values()]
-    return _Merged(Vertex(needs, reader.vertex.makes, options), [picks for _, picks in best.values()])
+    return _Merged(
+        Vertex(values, reader.vertex.makes, options), [picks for _, picks in best.values()]
+    )
 
 
 def solve(vertices: list[Vertex], conversion_cost: ConversionCost) -> Solution:

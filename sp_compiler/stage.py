@@ -57,7 +57,7 @@ def copy_graph(graph: Graph) -> Graph:
     copy = Graph()
     copies: dict[object, object] = {}
     for node in graph.nodes:
-        copies[node] = copy.node_copy(node, copies.__getitem__)  # type: ignore[arg-type]
+        copies[node] = copy.node_copy(node, copies.__getitem__)
     return copy
 
 

@@ -229,8 +229,12 @@ def _after_sharding(step: _Step, options: CompileOptions) -> Iterator[Comparison
 def _variants(compiled: CompiledProgram) -> dict[str, CompiledProgram]:
     """The program as each pass left it, by the pass: only how its regions are run differs."""
     regions = compiled.regions.values()
-    sharded: dict[str, RegionCode] = {item.region.name: ShardedCode(item.region, item.differentiable) for item in regions}
-    split: dict[str, RegionCode] = {item.region.name: PartitionedCode(item.partitioned) for item in regions}
+    sharded: dict[str, RegionCode] = {
+        item.region.name: ShardedCode(item.region, item.differentiable) for item in regions
+    }
+    split: dict[str, RegionCode] = {
+        item.region.name: PartitionedCode(item.partitioned) for item in regions
+    }
     return {
         "shard": replace(compiled, codes=sharded),
         "partition": replace(compiled, codes=split),

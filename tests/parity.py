@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from sp_compiler.capture import capture, flatten_inputs
 from sp_compiler.compiled import CompiledProgram
-from sp_compiler.config import CompileOptions
+from sp_compiler.config import CompileOptions, Dropout
 from sp_compiler.passes.normalize import normalize
 from sp_compiler.passes.outline import outline
 from sp_compiler.pipeline import compile_program
@@ -47,7 +47,7 @@ class Case:
 
 
 @functools.lru_cache(maxsize=8)
-def case(name: str, batch: int, seq: int, p: float = 0.0, dropout: str = "regenerate") -> Case:
+def case(name: str, batch: int, seq: int, p: float = 0.0, dropout: Dropout = "regenerate") -> Case:
     """A zoo model in float64, with its casts to float32 lifted; equal arguments share a capture."""
     return make_case(zoo.build(name, dropout=p), zoo.inputs(name, batch, seq), dropout=dropout)
 
@@ -56,7 +56,7 @@ def make_case(
     model: nn.Module,
     kwargs: dict[str, Any],
     *,
-    dropout: str = "regenerate",
+    dropout: Dropout = "regenerate",
     lift_casts: bool = True,
     seed: Tensor = SEED,
 ) -> Case:

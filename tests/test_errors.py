@@ -19,7 +19,7 @@ from sp_compiler import (
     SPCompilerError,
     UnsupportedError,
 )
-from tests.users import Net, batch, compiled, gradients, net
+from tests.users import Net, batch, compiled, gradients, net, prepared
 
 
 class Branching(nn.Module):
@@ -253,7 +253,7 @@ def test_a_model_that_cannot_be_compiled_is_given_back() -> None:
     assert model.inner.linear.weight is weight
     with pytest.raises(CaptureError):
         sp_compiler.compile(model, tp=1, example_inputs=((batch(3),), {}))
-    module = compiled(example_inputs=((batch(),), {}))
+    module = prepared()
     with pytest.raises(UnsupportedError, match=r"state_dict\(\)"):
         module.give_back()
 

@@ -102,7 +102,7 @@ def _train(name: str, steps: int = 10) -> dict[str, Any]:
     }
 
 
-def _outputs() -> dict[str, Any]:
+def _outputs() -> dict[tuple[str, str], Any]:
     """Logits of gpt2 for every setting of ``outputs``, with their local shapes."""
     found = {}
     for name in ("gpt2", "gpt2_logits"):
@@ -152,7 +152,7 @@ def _check_model(name: str, results: list[dict[str, tuple[Tensor, Local, str]]])
     for first in firsts:
         assert torch.equal(first, firsts[0])
     assert float((firsts[0] - expected).abs().max()) < 1e-10 * float(expected.abs().max())
-    grads = {
+    grads: dict[str, Tensor | None] = {
         key: join_parts([local[key][1] for local in locals_], Placement.parse(text))
         for key, (text, _) in locals_[0].items()
     }

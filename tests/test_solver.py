@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,9 @@ from sp_compiler.solver import Option, Vertex, solve
 PLACEMENTS = (R, I, P, S(0), S(1))
 
 
-def random_chain(seed: int) -> tuple[list[Vertex], dict[tuple[object, Placement, Placement], float]]:
+def random_chain(
+    seed: int,
+) -> tuple[list[Vertex], dict[tuple[Any, Placement, Placement], float]]:
     """A random DAG of up to six vertices; some conversions are impossible."""
     rng = random.Random(seed)
     vertices: list[Vertex] = []
@@ -39,7 +42,7 @@ def random_chain(seed: int) -> tuple[list[Vertex], dict[tuple[object, Placement,
 
 
 def brute_force(
-    vertices: list[Vertex], costs: dict[tuple[object, Placement, Placement], float]
+    vertices: list[Vertex], costs: dict[tuple[Any, Placement, Placement], float]
 ) -> float | None:
     best: float | None = None
     for choice in itertools.product(*(range(len(vertex.options)) for vertex in vertices)):

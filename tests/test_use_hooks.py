@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -11,21 +10,13 @@ from torch import Tensor, nn
 
 import sp_compiler
 from sp_compiler import UnsupportedError
-from tests.users import batch, compiled, net
-
-
-@pytest.fixture(scope="module")
-def once() -> Any:
-    """A module that is compiled for the batch."""
-    module = compiled()
-    module(batch())
-    return module
+from tests.users import batch, compiled, net, prepared
 
 
 @pytest.fixture
-def module(once: Any) -> Any:
+def module() -> Any:
     """A compiled module, fresh for each test."""
-    return copy.deepcopy(once)
+    return prepared()
 
 
 def test_parameter_hooks(module: Any) -> None:
@@ -85,12 +76,21 @@ def _layers() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 2)).double()
 
 
+def _remember(seen: list[Tensor]) -> Any:
+    """A backward hook that appends the gradients it is given."""
+
+    def hook(module: nn.Module, grad_inputs: Any, grad_outputs: Any) -> None:
+        seen.extend((*grad_inputs, *grad_outputs))
+
+    return hook
+
+
 def test_backward_hooks_on_the_whole_model() -> None:
     found = []
     for one in (_layers(), sp_compiler.compile(_layers(), tp=1)):
         seen: list[Tensor] = []
         one.register_full_backward_pre_hook(lambda m, grads: (3 * grads[0],))
-        one.register_full_backward_hook(lambda m, ins, outs, seen=seen: seen.extend((*ins, *outs)))
+        one.register_full_backward_hook(_remember(seen))
         one(batch().requires_grad_()).square().sum().backward()
         found.append([*seen, *[parameter.grad for parameter in one.parameters()]])
     torch.testing.assert_close(found[0], found[1], rtol=1e-10, atol=0)

@@ -7,11 +7,19 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.measure import Recorder
-from tests.users import assert_same_gradients, batch, compiled, gradients, net, num_compiled
+from tests.users import (
+    assert_same_gradients,
+    batch,
+    compiled,
+    gradients,
+    net,
+    num_compiled,
+    prepared,
+)
 
 
 def test_dropout_is_off_in_eval_and_on_in_training() -> None:
-    module, model = compiled(lambda: net(0.5)), net(0.5).eval()
+    module, model = prepared(0.5), net(0.5).eval()
     training = [module(batch())["loss"].item() for _ in range(2)]
     module.eval()
     evaluated = [module(batch())["loss"] for _ in range(2)]
@@ -27,7 +35,7 @@ def test_dropout_is_off_in_eval_and_on_in_training() -> None:
 
 
 def test_train_and_eval_programs_share_parameters() -> None:
-    module = compiled(lambda: net(0.5))
+    module = prepared(0.5)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     module.eval()
     before = module(batch())["loss"].item()
@@ -41,7 +49,7 @@ def test_train_and_eval_programs_share_parameters() -> None:
 
 
 def test_dropout_of_one_submodule_can_be_switched_off() -> None:
-    module = compiled(lambda: net(0.5))
+    module = prepared(0.5)
     module(batch())
     for layer in module.blocks:
         layer.dropout.eval()
@@ -51,7 +59,7 @@ def test_dropout_of_one_submodule_can_be_switched_off() -> None:
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_nothing_is_kept_without_gradients(mode: type) -> None:
-    module = compiled()
+    module = prepared()
     x = batch()
     with mode():
         module(x)
@@ -133,8 +141,7 @@ def test_dtypes(dtype: torch.dtype, tolerance: float) -> None:
 
 
 def test_moving_to_another_dtype_between_calls() -> None:
-    module = compiled()
-    module(batch())
+    module = prepared()
     module.to(torch.bfloat16)
     out = module(batch(dtype=torch.bfloat16))
     assert out["loss"].dtype is torch.bfloat16
@@ -142,7 +149,7 @@ def test_moving_to_another_dtype_between_calls() -> None:
 
 
 def test_grad_scaler() -> None:
-    module, model = compiled(), net()
+    module, model = prepared(), net()
     for one in (module, model):
         optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)

@@ -12,14 +12,14 @@ from sp_compiler import ArgumentError, diff
 from sp_compiler.compiled import CompiledProgram
 from sp_compiler.diff_report import Section
 from tests import parity
-from tests.users import batch, compiled
+from tests.users import prepared
 
 STAGES = ["export", "capture", "shard", "final", "split"]
 
 
 @pytest.fixture(scope="module")
 def module() -> Any:
-    return compiled(example_inputs=((batch(),), {}))
+    return prepared()
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -10,21 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from sp_compiler import UnsupportedError
-from tests.users import assert_same_gradients, batch, compiled, gradients, net
-
-
-@pytest.fixture(scope="module")
-def once() -> Any:
-    """A module that is compiled for the batch."""
-    module = compiled()
-    module(batch())
-    return module
+from tests.users import assert_same_gradients, batch, compiled, gradients, net, prepared
 
 
 @pytest.fixture
-def pair(once: Any) -> tuple[Any, nn.Module]:
+def pair() -> tuple[Any, nn.Module]:
     """A compiled module and the same model, fresh for each test."""
-    return copy.deepcopy(once), net()
+    return prepared(), net()
 
 
 def test_several_forwards_before_one_backward(pair: tuple[Any, nn.Module]) -> None:
@@ -162,12 +153,13 @@ def test_optimizer_with_a_closure(pair: tuple[Any, nn.Module]) -> None:
     )
 
 
-def test_parameter_groups_by_name() -> None:
-    module, model = compiled(), net()
+def test_parameter_groups_by_name(pair: tuple[Any, nn.Module]) -> None:
+    module, model = pair
     for one in (module, model):
         decay = [p for name, p in one.named_parameters() if "norm" not in name]
         rest = [p for name, p in one.named_parameters() if "norm" in name]
-        optimizer = torch.optim.AdamW([{"params": decay}, {"params": rest, "weight_decay": 0.0}])
+        groups: list[dict[str, Any]] = [{"params": decay}, {"params": rest, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups)
         for _ in range(2):
             one(batch())["loss"].backward()
             optimizer.step()

@@ -13,7 +13,7 @@ from torch import nn
 import sp_compiler
 from sp_compiler import ArgumentError
 from tests import zoo
-from tests.users import assert_same_gradients, batch, compiled, net
+from tests.users import assert_same_gradients, batch, compiled, net, prepared
 
 
 def _on_meta(name: str) -> nn.Module:
@@ -27,7 +27,7 @@ def _compiled_on_meta(name: str) -> Any:
 
 
 def test_state_goes_through_a_file_and_into_the_original_model(tmp_path: Path) -> None:
-    module = compiled()
+    module = prepared()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
     module(batch())["loss"].backward()
     optimizer.step()
@@ -35,7 +35,7 @@ def test_state_goes_through_a_file_and_into_the_original_model(tmp_path: Path) -
     saved = torch.load(tmp_path / "c")
     model = net()
     model.load_state_dict(saved["model"])
-    other = compiled(example_inputs=((batch(),), {}))
+    other = prepared()
     other.load_state_dict(saved["model"])
     resumed = torch.optim.AdamW(other.parameters(), lr=0.1)
     resumed.load_state_dict(saved["optimizer"])
@@ -92,12 +92,11 @@ def test_tables_that_no_checkpoint_holds_are_computed(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_into_a_module_that_has_data(tmp_path: Path) -> None:
-    module, model = compiled(), net()
+    module, model = prepared(), net()
     with torch.no_grad():
         model.head.weight.mul_(2)
     state = {**model.state_dict(), "extra": torch.zeros(1)}
     save_file(state, tmp_path / "some.safetensors")
-    module(batch())
     assert module.load_pretrained(tmp_path / "some.safetensors") == ["extra"]
     torch.testing.assert_close(module(batch()), model(batch()), rtol=1e-12, atol=0)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -62,6 +64,16 @@ def batch(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 1) -> Ten
 def compiled(build: Callable[[], nn.Module] = net, **options: Any) -> Any:
     """The model compiled for one rank."""
     return sp_compiler.compile(build(), **{"tp": 1, **options})
+
+
+@functools.cache
+def _prepared(p: float) -> Any:
+    return compiled(lambda: net(p), example_inputs=((batch(),), {}))
+
+
+def prepared(p: float = 0.0) -> Any:
+    """A fresh :func:`net` that is compiled for :func:`batch` already (once for all tests)."""
+    return copy.deepcopy(_prepared(p))
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:

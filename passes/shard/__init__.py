@@ -25,7 +25,7 @@ from sp_compiler.passes.shard.values import (
     shape_of,
 )
 from sp_compiler.placement import I, Placement, R
-from sp_compiler.program import Call, Program, Ref, Region
+from sp_compiler.program import Call, Program, Ref, RefKind, Region
 from sp_compiler.rules.strategies import Strategy
 from sp_compiler.solver import solve
 from sp_compiler.stage import copy_graph
@@ -70,8 +70,9 @@ def shard(
         world=world,
         sequence_parallel=options.sequence_parallel and _has_clear_rows(program, facts),
         nominal_tokens=options.nominal_tokens,
-        shard_outputs=lambda index: program.outputs[index] not in routed
-        and _may_shard(program, index, options),
+        shard_outputs=lambda index: (
+            program.outputs[index] not in routed and _may_shard(program, index, options)
+        ),
         fixed=fixed or {},
     )
     problem = builder.build()
@@ -94,7 +95,8 @@ def _unsharded(program: Program, facts: dict[int, RegionValues]) -> Sharded:
     calls = [Call(lowered[id(call.region)], call.path, call.args) for call in program.calls]
     names = [ref.name for call in calls for ref in call.args if ref.kind == "param"]
     outputs_of = {
-        index: I for index, ref in enumerate(program.outputs)
+        index: I
+        for index, ref in enumerate(program.outputs)
         if isinstance(ref, Ref) and ref.kind == "call"
     }
     return Sharded(replace(program, calls=calls), dict.fromkeys(names, I), outputs_of, 0.0)
@@ -139,7 +141,9 @@ def _route_outputs(program: Program) -> tuple[Program, list[Ref]]:
     A region called once returns such a value twice; those of a repeated region pass through a
     region of their own at the end.
     """
-    read = {(ref.index, ref.output) for call in program.calls for ref in call.args if ref.kind == "call"}
+    read = {
+        (ref.index, ref.output) for call in program.calls for ref in call.args if ref.kind == "call"
+    }
     count = Counter(id(call.region) for call in program.calls)
     moved: dict[Ref, Ref] = {}
     passed: list[Ref] = []
@@ -178,10 +182,11 @@ def _pass_through(program: Program, refs: list[Ref]) -> Region:
         node.meta = {k: v for k, v in source.meta.items() if k in ("val", "requires_grad")}
         nodes.append(node)
     graph.output(nodes)
+    kinds: list[RefKind] = ["call"] * len(refs)
     return Region(
         name="Outputs",
         module=GraphModule(torch.nn.Module(), graph, class_name="Outputs"),
-        input_kinds=("call",) * len(refs),
+        input_kinds=tuple(kinds),
         input_names=tuple(node.name for node in nodes),
     )
 

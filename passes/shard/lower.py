@@ -1,9 +1,9 @@
 """Rewrite one region to one rank's shapes, with a conversion wherever a placement changes.
 
-    before: y = linear(norm(x), w)          # x: (b, s, h)
-    after:  n = norm(x)                     # x: (b*s/t, h)          S(0)
-            g = convert(n, "S(0)", "R")     # (b*s, h)               all-gather, contiguous
-            y = linear(reshape(g), w)       # (b, s, 4h/t)           S(2), w: S(0)
+before: y = linear(norm(x), w)          # x: (b, s, h)
+after:  n = norm(x)                     # x: (b*s/t, h)          S(0)
+        g = convert(n, "S(0)", "R")     # (b*s, h)               all-gather, contiguous
+        y = linear(reshape(g), w)       # (b, s, 4h/t)           S(2), w: S(0)
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class RegionLowering:
             return False
         if node.target is aten.transpose.int:
             rank, rows = len(shape_of((node, 0))), strategy.results[0].dim
-            return any(dim % rank < rows for dim in node.args[1:])  # type: ignore[operator]
+            return any(dim % rank < rows for dim in node.args[1:])
         return node.target in _RESHAPES
 
     def _local_arguments(
@@ -189,7 +189,9 @@ class RegionLowering:
         shape = operand.meta["val"].shape
         if len(shape) <= rank:
             return operand
-        return self._emit(aten.reshape.default, (operand, list(shape[len(shape) - rank :])), {}, node)
+        return self._emit(
+            aten.reshape.default, (operand, list(shape[len(shape) - rank :])), {}, node
+        )
 
     def _vocabulary(self, node: Node, args: tuple[Any, ...]) -> Node:
         values = dict(zip(arguments(node), args, strict=False))
@@ -293,7 +295,9 @@ class RegionLowering:
         got = tuple(new.meta["val"].shape)
         if got != tuple(expected):
             raise PassError(
-                "shard", f"a rule is wrong: {placement} of {shape} must be {expected}, is {got}", value[0]
+                "shard",
+                f"a rule is wrong: {placement} of {shape} must be {expected}, is {got}",
+                value[0],
             )
         new.meta["placement"] = local_placement(placement)
         self.made[value] = {placement: new}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -23,7 +24,7 @@ from sp_compiler.passes.shard.values import (
     value_of,
 )
 from sp_compiler.placement import I, P, Placement, R, S, T
-from sp_compiler.program import Program, Ref, Region
+from sp_compiler.program import Program, Ref
 from sp_compiler.rules.factors import Factor, OpRule
 from sp_compiler.rules.strategies import Offers, Strategy, strategies
 from sp_compiler.solver import Option, Vertex
@@ -71,7 +72,7 @@ class _Classes:
     def union(self, a: object, b: object) -> None:
         self.parent[self.find(b)] = self.find(a)
 
-    def numbered(self) -> dict[object, int]:
+    def numbered(self) -> dict[Any, int]:
         roots: dict[object, int] = {}
         return {item: roots.setdefault(self.find(item), len(roots)) for item in list(self.parent)}
 
@@ -258,8 +259,8 @@ class ProblemBuilder:
         numbers = classes.numbered()
         for number in dict.fromkeys(numbers.values()):
             members = [item for item, n in numbers.items() if n == number]
-            names = [item[2 - 1] for item in members if item[0] == "name"]  # type: ignore[index]
-            places = sorted(item[1:] for item in members if item[0] == "place")  # type: ignore[index]
+            names = [item[1] for item in members if item[0] == "name"]
+            places = sorted(item[1:] for item in members if item[0] == "place")
             self.problem.param_class.update(dict.fromkeys(names, number))
             keys = [(i, (self.regions[i].placeholders[p], 0)) for i, p in places]
             replicated = self._replicated_cost(keys[0][1]) * len(names)
@@ -272,7 +273,7 @@ class ProblemBuilder:
             self.problem.add(("param", number), Vertex((), tuple(keys), options))
 
     def _replicated_cost(self, param: Value) -> float:
-        """Price of a parameter that every rank holds; what is small beside the largest costs less."""
+        """Price of a parameter that every rank holds; what is small beside the largest is cheap."""
         size = bytes_of(param)
         share = size / self._largest_param_bytes()
         held_twice = size * (self.world - 1) / self.world
@@ -312,12 +313,14 @@ class ProblemBuilder:
         numbers = classes.numbered()
         for number in dict.fromkeys(numbers.values()):
             members = [item for item, n in numbers.items() if n == number]
-            self._add_boundary(number, members)  # type: ignore[arg-type]
+            self._add_boundary(number, members)
 
     def _add_boundary(self, number: int, members: list[tuple[str, int, int]]) -> None:
         for item in members:
             self.problem.boundary_class[item] = number
-        outs = [(i, value_of(self.regions[i].outputs[k])) for side, i, k in members if side == "out"]
+        outs = [
+            (i, value_of(self.regions[i].outputs[k])) for side, i, k in members if side == "out"
+        ]
         ins = [(i, (self.regions[i].placeholders[k], 0)) for side, i, k in members if side == "in"]
         rows = self.facts[ins[0][0]].num_rows(ins[0][1])
         if rows:
@@ -330,7 +333,8 @@ class ProblemBuilder:
         )
         kept *= (self.world - 1) / self.world * H100.kept_byte_us
         options = [
-            Option((p,) * len(outs), (p,) * len(ins), 0.0 if p.is_sharded else kept) for p in allowed
+            Option((p,) * len(outs), (p,) * len(ins), 0.0 if p.is_sharded else kept)
+            for p in allowed
         ]
         self.problem.add(("boundary", number), Vertex(tuple(outs), tuple(ins), options))
 
@@ -348,16 +352,19 @@ class ProblemBuilder:
             options = [Option((p,), (), 0.0) for p in allowed]
             self.problem.add(("output", index), Vertex(((i, value),), (), options))
 
-
     def _feature_dims(self, i: int, value: Value) -> list[int]:
         facts, rank = self.facts[i], len(shape_of(value))
-        return [d for d in range(rank) if (value, d) in facts.features and (value, d) not in facts.tokens]
+        return [
+            d
+            for d in range(rank)
+            if (value, d) in facts.features and (value, d) not in facts.tokens
+        ]
 
 
 def _vocabulary_strategies(node: Node, world: int) -> list[Strategy]:
     """Lookups and losses over a sharded vocabulary, lowered to their own operators."""
     if node.target is aten.embedding.default:
-        weight = node.args[0].meta["val"]  # type: ignore[union-attr]
+        weight = node.args[0].meta["val"]
         if weight.shape[0] % world == 0 and not arguments(node)["scale_grad_by_freq"]:
             return [Strategy((S(0), R), (P,), vocabulary=True)]
     if node.target is aten.cross_entropy_loss.default:

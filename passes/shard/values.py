@@ -24,14 +24,16 @@ Value = tuple[Node, int]
 def value_of(node: Node) -> Value:
     """The value that ``node`` names, looking through ``getitem`` of a multi-result operator."""
     if node.op == "call_function" and node.target is operator.getitem:
-        return node.args[0], node.args[1]  # type: ignore[return-value]
+        return node.args[0], node.args[1]
     return node, 0
 
 
 def results_of(node: Node) -> list[Value]:
     """All tensor results of ``node``."""
     value = node.meta["val"]
-    return [(node, i) for i in range(len(value))] if isinstance(value, (tuple, list)) else [(node, 0)]
+    return (
+        [(node, i) for i in range(len(value))] if isinstance(value, (tuple, list)) else [(node, 0)]
+    )
 
 
 def shape_of(value: Value) -> tuple[int, ...]:
@@ -71,7 +73,9 @@ class RegionValues:
     active: dict[Value, None] = field(default_factory=dict)
     tokens: dict[tuple[Value, int], None] = field(default_factory=dict)
     features: dict[tuple[Value, int], None] = field(default_factory=dict)
-    segmentations: dict[tuple[Value, int], dict[tuple[int, ...], None]] = field(default_factory=dict)
+    segmentations: dict[tuple[Value, int], dict[tuple[int, ...], None]] = field(
+        default_factory=dict
+    )
     rules: dict[Node, OpRule | None] = field(default_factory=dict)
 
     def num_rows(self, value: Value) -> int:
@@ -120,9 +124,7 @@ def activate(program: Program) -> dict[int, RegionValues]:
 def _shardable(node: Node) -> list[Value]:
     """Floating results and dropout masks; other numbers are small and every rank has them whole."""
     is_mask = node.target is torch.ops.sp_compiler.dropout_mask.default
-    return [
-        value for value in results_of(node) if is_mask or _fake(value).dtype.is_floating_point
-    ]
+    return [value for value in results_of(node) if is_mask or _fake(value).dtype.is_floating_point]
 
 
 def is_elementwise(node: Node) -> bool:
@@ -132,7 +134,7 @@ def is_elementwise(node: Node) -> bool:
 
 
 def residual_stream(program: Program, facts: dict[int, RegionValues]) -> dict[Value, None]:
-    """Values that cross regions as rows of tokens, and those that elementwise operators tie to them.
+    """Values that cross regions as rows of tokens, and what elementwise operators tie to them.
 
     Plain tensor parallelism has them whole on every rank; ``label_dims`` must have run.
     """
@@ -179,7 +181,10 @@ def _seed(region: Region, facts: RegionValues) -> None:
             _seed_rows(facts, value_of(node))
     for node in facts.rules:
         # Ids of an embedding are positions in a sequence wherever they come from.
-        if getattr(node.target, "_schema", None) is not None and "embedding" in node.target._schema.name:  # type: ignore[union-attr]
+        if (
+            getattr(node.target, "_schema", None) is not None
+            and "embedding" in node.target._schema.name
+        ):
             rank = len(shape_of((node, 0)))
             facts.tokens.update(dict.fromkeys(((node, 0), dim) for dim in range(rank - 1)))
 
@@ -196,8 +201,11 @@ def _propagate(node: Node, rule: OpRule, facts: RegionValues, world: int) -> boo
     before = len(facts.tokens) + len(facts.features) + _count(facts)
     for table in (facts.tokens, facts.features):
         marked = {
-            factor.name for value, dims in places for d, dim in enumerate(dims)
-            if (value, d) in table for factor in dim
+            factor.name
+            for value, dims in places
+            for d, dim in enumerate(dims)
+            if (value, d) in table
+            for factor in dim
         }
         for value, dims in places:
             for d, dim in enumerate(dims):
@@ -227,18 +235,19 @@ def _demand(node: Node, rule: OpRule, facts: RegionValues, world: int) -> None:
             facts.segmentations.setdefault((operands[0], dim), {})[sizes] = None
     wanted: dict[Factor, dict[tuple[int, ...], None]] = {}
     for value, dims in zip(results_of(node), rule.results, strict=True):
-        for d, dim in enumerate(dims):
-            if len(dim) == 1:
-                wanted.setdefault(dim[0], {}).update(facts.segmentations.get((value, d), {}))
+        for d, factors in enumerate(dims):
+            if len(factors) == 1:
+                wanted.setdefault(factors[0], {}).update(facts.segmentations.get((value, d), {}))
     for value, dims in zip(operands, rule.operands, strict=True):
-        for d, dim in enumerate(dims):
-            found = dict(wanted.get(dim[0], {})) if len(dim) == 1 else _inner_cut(dim, world)
+        for d, factors in enumerate(dims):
+            whole = len(factors) == 1
+            found = dict(wanted.get(factors[0], {})) if whole else _inner_cut(factors, world)
             if found:
                 facts.segmentations.setdefault((value, d), {}).update(found)
 
 
 def _inner_cut(dim: tuple[Factor, ...], world: int) -> dict[tuple[int, ...], None]:
-    """A fused dim whose outermost factor does not divide (3 of q, k, v) is cut along that factor."""
+    """Cut a fused dim whose outermost factor does not divide (3 of q, k, v) along that factor."""
     if len(dim) < 2 or dim[0].size % world == 0:
         return {}
     size = 1

@@ -1,12 +1,14 @@
 """What a sharding rule says of one operator: the factors that its dimensions are made of.
 
-As in an einsum, a factor is an index that runs over operands and results. A dimension is a product of
-factors, outermost first (``(a d)`` for a fused heads dimension), so views are rules like any other.
+As in an einsum, a factor is an index that runs over operands and results. A dimension is a product
+of factors, outermost first (``(a d)`` for a fused heads dimension), so views are rules like any
+other.
 All strategies follow mechanically, see :mod:`sp_compiler.rules.strategies`.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,10 +39,10 @@ class OpRule:
         operands: dims of each tensor operand, in the order of the arguments, repeats included.
         results: dims of each tensor result.
         contracted: factors that are summed over: sharding one makes the results without it partial.
-        linear: sets of operand positions; when all operands of a set are partial sums and the others
-            replicated, the results are partial sums.
-        split: for an operator that cuts one dim into parts, (operand dim, part sizes): with each part
-            sharded as a segment, all results are sharded on that dim.
+        linear: sets of operand positions; when all operands of a set are partial sums and the
+            others replicated, the results are partial sums.
+        split: for an operator that cuts one dim into parts, (operand dim, part sizes): with each
+            part sharded as a segment, all results are sharded on that dim.
         rows: whether leading dims may be flattened to rows: not where arguments count dims from the
             front.
     """
@@ -71,7 +73,8 @@ def numbered(shape: Sequence[int], blocked: Sequence[int] = ()) -> Dims:
 def private(shape: Sequence[int], owner: str) -> Dims:
     """Blocked factors that occur in this tensor alone."""
     return tuple(
-        () if size == 1 else (Factor(f"{owner}{dim}", size, True),) for dim, size in enumerate(shape)
+        () if size == 1 else (Factor(f"{owner}{dim}", size, True),)
+        for dim, size in enumerate(shape)
     )
 
 
@@ -88,7 +91,7 @@ def reshaped(shape: Sequence[int], result: Sequence[int]) -> tuple[Dims, Dims]:
     """Common factors of two shapes with the same number of elements, row-major."""
     left, right = _cuts(shape), _cuts(result)
     cuts = sorted({*left, *right})
-    divisible = all(high % low == 0 for low, high in zip(cuts, cuts[1:], strict=False))
+    divisible = all(high % low == 0 for low, high in itertools.pairwise(cuts))
     if not divisible:
         cuts = _common_refinement(left, right)
     return _dims_between(shape, left, cuts, "in"), _dims_between(result, right, cuts, "out")
@@ -107,10 +110,10 @@ def _common_refinement(left: Sequence[int], right: Sequence[int]) -> list[int]:
     """Cuts that both shapes share, refined inside each shared span where one divides the next."""
     shared = sorted(set(left) & set(right))
     cuts = [shared[0]]
-    for low, high in zip(shared, shared[1:], strict=False):
+    for low, high in itertools.pairwise(shared):
         inside = sorted({cut for cut in (*left, *right) if low < cut < high})
         chain = [low, *inside, high]
-        if all(b % a == 0 for a, b in zip(chain, chain[1:], strict=False)):
+        if all(b % a == 0 for a, b in itertools.pairwise(chain)):
             cuts += inside
         cuts.append(high)
     return cuts
@@ -124,9 +127,7 @@ def _dims_between(
         low, high = bounds[position], bounds[position + 1]
         inside = [cut for cut in cuts if low <= cut <= high]
         exact = size > 1 and inside[:1] == [low] and inside[-1:] == [high]
-        factors = [
-            Factor(f"x{a}", b // a) for a, b in zip(inside, inside[1:], strict=False) if b > a
-        ]
+        factors = [Factor(f"x{a}", b // a) for a, b in itertools.pairwise(inside) if b > a]
         blocked = private((size,), f"{owner}{position}_")[0]
         dims.append(tuple(reversed(factors)) if exact else blocked)
     return tuple(reversed(dims))

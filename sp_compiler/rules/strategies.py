@@ -45,7 +45,9 @@ class Offers:
     sequence_parallel: bool = True
 
 
-def strategies(rule: OpRule | None, num_operands: int, num_results: int, offers: Offers) -> list[Strategy]:
+def strategies(
+    rule: OpRule | None, num_operands: int, num_results: int, offers: Offers
+) -> list[Strategy]:
     """Every strategy of ``rule``.
 
     Without a rule only the invariant one: with replicated operands the gradients would be partial
@@ -141,8 +143,10 @@ def _placement_of(
 
 
 def _shard_rows(rule: OpRule, offers: Offers) -> Strategy | None:
-    """Every value flattened to rows of tokens, the rows sharded: ``T`` of the same leading factors."""
-    leading = {_leading(dims, rows) for dims, rows in zip(rule.results, offers.result_rows, strict=True)}
+    """Every value flattened to rows of tokens, which are sharded: ``T`` of the same factors."""
+    leading = {
+        _leading(dims, rows) for dims, rows in zip(rule.results, offers.result_rows, strict=True)
+    }
     if len(leading) != 1 or not (rows := leading.pop()):
         return None
     operands: list[Placement] = []

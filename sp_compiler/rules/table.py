@@ -81,11 +81,19 @@ def _positive(dim: int, rank: int) -> int:
 # Pointwise operators. ``_LINEAR`` says in which sets of operands they are jointly linear.
 
 _ADDITIVE = {"add", "sub"}
-_UNARY_LINEAR = {"neg", "_to_copy", "to", "clone", "contiguous", "dropout", "native_dropout_backward"}
+_UNARY_LINEAR = {
+    "neg",
+    "_to_copy",
+    "to",
+    "clone",
+    "contiguous",
+    "dropout",
+    "native_dropout_backward",
+}
 
 
 def _linear_sets(node: Node, count: int) -> tuple[tuple[int, ...], ...]:
-    name = node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
+    name = node.target._schema.name.split("::")[1]
     if name in _ADDITIVE and count == 2:
         return ((0, 1),)
     if name == "mul":
@@ -161,7 +169,7 @@ def _matmul(node: Node) -> OpRule | None:
 
 @rule("aten::baddbmm")
 def _baddbmm(node: Node) -> OpRule:
-    bias, left, right = _operand_shapes(node)
+    bias, left, _right = _operand_shapes(node)
     (result,) = _result_shapes(node)
     dims = named(result, "bmn")
     inner = Factor("k", left[-1])
@@ -209,7 +217,9 @@ def _sdpa(node: Node) -> OpRule | None:
     operands = [q_dims]
     operands += [(batch, (kv_heads,), *private(shape[2:], "kv")) for shape in (key, value)]
     scores = (*query[:3], key[2])
-    operands += [broadcast(mask, (*q_dims[:2], *private(scores[2:], "s")), scores) for mask in shapes[3:]]
+    operands += [
+        broadcast(mask, (*q_dims[:2], *private(scores[2:], "s")), scores) for mask in shapes[3:]
+    ]
     return OpRule(tuple(operands), (q_dims,), linear=((2,),))
 
 
@@ -244,11 +254,13 @@ def _softmax(node: Node) -> OpRule:
     return OpRule((dims,), (dims,))
 
 
-@rule("aten::sum", "aten::mean", "aten::amax", "aten::amin", "aten::linalg_vector_norm", "aten::var")
+@rule(
+    "aten::sum", "aten::mean", "aten::amax", "aten::amin", "aten::linalg_vector_norm", "aten::var"
+)
 def _reduction(node: Node) -> OpRule | None:
     (shape,), results = _operand_shapes(node), _result_shapes(node)
     args = arguments(node)
-    name = node.target._schema.name  # type: ignore[union-attr]
+    name = node.target._schema.name
     dims_arg = args.get("dim")
     dims_arg = [dims_arg] if isinstance(dims_arg, int) else dims_arg
     reduced = {_positive(dim, len(shape)) for dim in dims_arg or range(len(shape))}
@@ -287,12 +299,12 @@ def _permute(node: Node) -> OpRule:
 def _permutation(node: Node, rank: int) -> list[int]:
     """Source dim of each result dim, found by permuting a shape whose sizes are all distinct."""
     probe = torch.empty(tuple(range(1, rank + 1)), device="meta")
-    result = node.target(probe, *node.args[1:], **node.kwargs)  # type: ignore[operator]
+    result = node.target(probe, *node.args[1:], **node.kwargs)
     return [size - 1 for size in result.shape]
 
 
 @rule("aten::unsqueeze", "aten::squeeze")
-def _squeeze(node: Node) -> OpRule:
+def _squeeze(node: Node) -> OpRule | None:
     return _reshape(node)
 
 
@@ -303,7 +315,9 @@ def _expand(node: Node) -> OpRule:
     return OpRule((broadcast(shape, dims, result),), (dims,), linear=((0,),))
 
 
-@rule("aten::slice", "aten::select", "aten::index_select", "aten::narrow", "aten::flip", "aten::roll")
+@rule(
+    "aten::slice", "aten::select", "aten::index_select", "aten::narrow", "aten::flip", "aten::roll"
+)
 def _slice(node: Node) -> OpRule | None:
     shapes, results = _operand_shapes(node), _result_shapes(node)
     shape, result, args = shapes[0], results[0], arguments(node)
@@ -311,7 +325,8 @@ def _slice(node: Node) -> OpRule | None:
         return None
     dims_arg = args.get("dim", args.get("dims", 0))
     touched = {
-        _positive(dim, len(shape)) for dim in ([dims_arg] if isinstance(dims_arg, int) else dims_arg)
+        _positive(dim, len(shape))
+        for dim in ([dims_arg] if isinstance(dims_arg, int) else dims_arg)
     }
     dims = numbered(shape, blocked=sorted(touched))
     dropped = touched if len(result) < len(shape) else set()

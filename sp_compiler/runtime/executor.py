@@ -129,7 +129,8 @@ class Executor:
         program = self.compiled.program
         # Copies of what the caller will write back to, for backward may need the value before.
         before = {name: buffers[name].clone() for name in program.mutated_buffers}
-        frame = _Frame(params, ChainMap(before, buffers), flat_inputs, seed, self.compiled)
+        values = ChainMap(before, buffers)  # type: ignore[arg-type]  # it is only read
+        frame = _Frame(params, values, flat_inputs, seed, self.compiled)
         frame.replicated = self._replicate(params)
         for index, call in enumerate(program.calls):
             frame.results[index] = self._call(frame, index, call)

@@ -217,12 +217,16 @@ def _make_buffers(module: MirrorModule, device: str) -> None:
     if initialise is None:
         return
     for mirror in module.modules():
-        missing = {name for name, value in mirror._buffers.items() if _is_meta(value)}
+        missing = {
+            name: value
+            for name, value in mirror._buffers.items()
+            if value is not None and _is_meta(value)
+        }
         if not missing or mirror._parameters or not isinstance(mirror, MirrorModule):
             continue
         original = mirror._sp_original
-        for name in missing:
-            original._buffers[name] = torch.empty_like(mirror._buffers[name], device=device)
+        for name, value in missing.items():
+            original._buffers[name] = torch.empty_like(value, device=device)
         initialise(original)
         mirror._buffers.update(original._buffers)
 

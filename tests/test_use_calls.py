@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -153,6 +156,16 @@ def test_attributes_pass_through() -> None:
     with pytest.raises(AttributeError, match="no_such_thing"):
         _ = module.no_such_thing
     assert "GPT2LMHeadModel" in repr(module)
+    assert "labels" in inspect.signature(module.forward).parameters
+
+
+def test_a_huggingface_model_saves_itself(tmp_path: Path) -> None:
+    module: Any = sp_compiler.compile(zoo.build("gpt2", layers=1, dtype=torch.float32), tp=1)
+    inputs = zoo.inputs("gpt2")
+    loss = module(**inputs).loss
+    module.save_pretrained(tmp_path)
+    again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path)
+    torch.testing.assert_close(again(**inputs).loss, loss)
 
 
 def test_example_inputs_compile_at_once() -> None:

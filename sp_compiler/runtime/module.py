@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import copy
+import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -32,7 +32,8 @@ from sp_compiler.runtime.functions import local_tensor
 from sp_compiler.runtime.grad_scaler import check_sharded_gradients_first
 from sp_compiler.runtime.group import TensorParallelGroup
 from sp_compiler.runtime.mirror import Invocation, Layout, MirrorModule, fill_mirror
-from sp_compiler.runtime.original import Original, check_not_taken
+from sp_compiler.runtime.named import NamedTensors, SignedForward, tied_names
+from sp_compiler.runtime.original import Original, check_not_taken, move_hooks
 from sp_compiler.runtime.parameters import optimizers_of, place
 from sp_compiler.runtime.pretrained import load_pretrained
 from sp_compiler.stage import Stage
@@ -72,8 +73,9 @@ class DistributedModule(MirrorModule):
         layout = Layout(group)
         super().__init__(model, "", layout)
         fill_mirror(self, model, layout)
-        _move_hooks(model, self)
+        move_hooks(model, self)
         self.__dict__.update(
+            _sp_signature=inspect.signature(model.forward),
             _sp_taken=Original(model, self),
             _sp_build=build,
             _sp_fixed=None,
@@ -91,11 +93,11 @@ class DistributedModule(MirrorModule):
             _sp_calls=CallAgreement(self._sp_layout.group),
             _sp_agreement=CompileAgreement(self._sp_layout.group, str(next(_INSTANCES))),
             _sp_modules=modules,
-            _sp_parameters=_Named(modules, "_parameters"),
-            _sp_named_buffers=_Named(modules, "_buffers"),
+            _sp_parameters=NamedTensors(modules, "_parameters"),
+            _sp_named_buffers=NamedTensors(modules, "_buffers"),
         )
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own output, on every rank.
 
         Raises:
@@ -113,6 +115,8 @@ class DistributedModule(MirrorModule):
         )
         self._write_back(run)
         return self._outputs(executor.compiled, run)
+
+    forward = SignedForward(_forward)
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Compile for these example inputs, and place the parameters, without running anything."""
@@ -142,7 +146,7 @@ class DistributedModule(MirrorModule):
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """As of any module; parameters that were tied stay so with ``assign`` too."""
-        ties = _tied_names(self._sp_parameters)
+        ties = tied_names(self._sp_parameters)
         result = super().load_state_dict(state_dict, strict, assign)
         if assign:
             for first, *others in ties:
@@ -378,60 +382,6 @@ class DistributedModule(MirrorModule):
         for key, executor in self._sp_cache.items():
             result._sp_cache.put(key, result._new_executor(executor.compiled))
         return result
-
-
-class _Named(Mapping[str, Tensor]):
-    """Parameters or buffers by name, looked up in their modules at the moment of use."""
-
-    def __init__(self, modules: Mapping[str, nn.Module], kind: str) -> None:
-        self._owners = {
-            f"{path}.{name}" if path else name: (getattr(module, kind), name)
-            for path, module in modules.items()
-            for name, value in getattr(module, kind).items()
-            if value is not None
-        }
-
-    def __getitem__(self, name: str) -> Tensor:
-        owner, attribute = self._owners[name]
-        value: Tensor = owner[attribute]
-        return value
-
-    def replace(self, name: str, value: Tensor) -> None:
-        """Put another object in the place of ``name``."""
-        owner, attribute = self._owners[name]
-        owner[attribute] = value
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._owners)
-
-    def __len__(self) -> int:
-        return len(self._owners)
-
-
-def _tied_names(tensors: Mapping[str, Tensor]) -> list[list[str]]:
-    """Groups of two and more names of one tensor."""
-    names: dict[int, list[str]] = {}
-    for name, tensor in tensors.items():
-        names.setdefault(id(tensor), []).append(name)
-    return [group for group in names.values() if len(group) > 1]
-
-
-_HOOK_TABLES = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_is_full_backward_hook",
-)
-
-
-def _move_hooks(source: nn.Module, target: nn.Module) -> None:
-    """Hooks on the whole model run on the compiled module."""
-    for table in _HOOK_TABLES:
-        target.__dict__[table] = copy.copy(source.__dict__[table])
 
 
 def _whole(leaf: Any) -> Any:

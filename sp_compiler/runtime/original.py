@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from types import MethodType
@@ -117,6 +118,24 @@ class Original:
                         value = nn.Parameter(value, parameter.requires_grad)
                     made[id(parameter)] = value
                 module._parameters[name] = made[id(parameter)]
+
+
+_HOOK_TABLES = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_is_full_backward_hook",
+)
+
+
+def move_hooks(source: nn.Module, target: nn.Module) -> None:
+    """Hooks on the whole model run on the compiled module."""
+    for table in _HOOK_TABLES:
+        target.__dict__[table] = copy.copy(source.__dict__[table])
 
 
 def _plain(parameter: Tensor) -> Tensor:

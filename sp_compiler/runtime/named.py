@@ -1,0 +1,63 @@
+"""Views of the module that the user sees: its tensors by name, its forward with its signature."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class SignedForward:
+    """A method that shows, on an instance, the signature of the model's own forward.
+
+    Tools read it to see which inputs the model takes (``inspect.signature(module.forward)``).
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.__doc__ = function.__doc__
+
+    def __get__(self, module: Any, owner: type | None = None) -> Callable[..., Any]:
+        if module is None:
+            return self._function
+        bound = functools.partial(self._function, module)
+        bound.__signature__ = module._sp_signature  # type: ignore[attr-defined]
+        return bound
+
+
+class NamedTensors(Mapping[str, Tensor]):
+    """Parameters or buffers by name, looked up in their modules at the moment of use."""
+
+    def __init__(self, modules: Mapping[str, nn.Module], kind: str) -> None:
+        self._owners = {
+            f"{path}.{name}" if path else name: (getattr(module, kind), name)
+            for path, module in modules.items()
+            for name, value in getattr(module, kind).items()
+            if value is not None
+        }
+
+    def __getitem__(self, name: str) -> Tensor:
+        owner, attribute = self._owners[name]
+        value: Tensor = owner[attribute]
+        return value
+
+    def replace(self, name: str, value: Tensor) -> None:
+        """Put another object in the place of ``name``."""
+        owner, attribute = self._owners[name]
+        owner[attribute] = value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._owners)
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+
+def tied_names(tensors: Mapping[str, Tensor]) -> list[list[str]]:
+    """Groups of two and more names of one tensor."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        names.setdefault(id(tensor), []).append(name)
+    return [group for group in names.values() if len(group) > 1]

@@ -13,6 +13,7 @@ from sp_compiler.runtime.cache import CallKey
 from sp_compiler.runtime.group import TensorParallelGroup
 
 _REMEMBERED = 64
+_c10d = torch.ops._c10d_functional
 
 
 class CallAgreement:
@@ -53,9 +54,10 @@ class CallAgreement:
         )
 
     def _everyone_has(self, number: int) -> bool:
+        assert self._group.process_group is not None
+        name = self._group.process_group.group_name
         mine = torch.tensor([number])
-        everyone = torch.empty(self._group.world, dtype=torch.int64)
-        dist.all_gather_into_tensor(everyone, mine, group=self._group.process_group)
+        everyone = _c10d.wait_tensor(_c10d.all_gather_into_tensor(mine, self._group.world, name))
         return bool((everyone == mine).all())
 
     def _number(self, key: CallKey) -> int:

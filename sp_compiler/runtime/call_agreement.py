@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,6 @@ from sp_compiler.runtime.cache import CallKey
 from sp_compiler.runtime.group import TensorParallelGroup
 
 _REMEMBERED = 64
-_c10d = torch.ops._c10d_functional
 
 
 class CallAgreement:
@@ -26,10 +26,14 @@ class CallAgreement:
         enabled: False for one rank, for a fake group, whose ranks exist in name only, and where the
             group has no backend for CPU tensors, for a comparison on the accelerator would make it
             wait in every step.
+        timeout: how long to wait for the other ranks.
     """
 
-    def __init__(self, group: TensorParallelGroup) -> None:
+    def __init__(
+        self, group: TensorParallelGroup, timeout: timedelta = timedelta(minutes=5)
+    ) -> None:
         process_group = group.process_group
+        self.timeout = timeout
         self._group = group
         self.enabled = (
             process_group is not None
@@ -54,10 +58,18 @@ class CallAgreement:
         )
 
     def _everyone_has(self, number: int) -> bool:
-        assert self._group.process_group is not None
-        name = self._group.process_group.group_name
+        process_group = self._group.process_group
+        assert process_group is not None
         mine = torch.tensor([number])
-        everyone = _c10d.wait_tensor(_c10d.all_gather_into_tensor(mine, self._group.world, name))
+        everyone = torch.empty(self._group.world, dtype=torch.int64)
+        try:
+            process_group._allgather_base(everyone, mine).wait(self.timeout)
+        except RuntimeError as error:  # which class depends on the backend
+            raise RankMismatchError(
+                f"rank {self._group.rank} calls the module, but not every other rank of its "
+                f"tensor-parallel group does after {self.timeout} (or one has failed): all of them "
+                "must call it the same number of times, with the same inputs"
+            ) from error
         return bool((everyone == mine).all())
 
     def _number(self, key: CallKey) -> int:

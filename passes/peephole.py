@@ -59,6 +59,8 @@ def _view_of_view(node: Node) -> Node | None:
         return None
     with node.graph.inserting_before(node):
         merged = _call(aten.view.default, (node.args[0].args[0], node.args[1]), like=node)
+    if 1 in merged.meta["val"].shape[:-1]:
+        merged.meta["relabels"] = True  # a shard of that dim may have been one of its neighbour
     return _same_shape(merged) or merged
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -35,9 +36,16 @@ Local = dict[str, tuple[str, Tensor]]
 
 def _compile(name: str, *, dropout: float = 0.0, **options: Any) -> Any:
     """A zoo model for the default group, with its casts to float32 lifted."""
-    api.build = functools.partial(build, lift_casts=True)
     world = dist.get_world_size() if dist.is_initialized() else 1
-    return sp_compiler.compile(zoo.build(name, dropout=dropout), tp=world, **options)
+    module = sp_compiler.compile(zoo.build(name, dropout=dropout), tp=world, **options)
+    compile_for = module._sp_build
+
+    def lifted(*args: Any) -> Any:
+        with mock.patch.object(api, "build", functools.partial(build, lift_casts=True)):
+            return compile_for(*args)
+
+    module.__dict__["_sp_build"] = lifted
+    return module
 
 
 def _local(value: Tensor) -> Tensor:

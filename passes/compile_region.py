@@ -13,15 +13,20 @@ from sp_compiler.program import Region
 
 
 def compile_region(
-    region: Region, *, recompute: Policy, paths: Sequence[str] = ()
+    region: Region,
+    *,
+    recompute: Policy,
+    paths: Sequence[str] = (),
+    loss_output: int | None = None,
 ) -> CompiledRegion:
     """Differentiate, simplify, tag, cut and print ``region``.
 
     ``recompute`` decides what backward keeps; ``paths`` are the layers of the model that use the
-    region, for the docstring. Whether dropout masks are kept is in the region's graph already.
+    region, for the docstring; ``loss_output`` is the output that is the model's loss. Whether
+    dropout masks are kept is in the region's graph already.
     """
     joint = trace_joint(region)
     simplify(joint.graph)
     joint.module.recompile()
     tag_recompute(joint, recompute)
-    return emit(region, joint, partition(joint), paths)
+    return emit(region, joint, partition(joint, loss_output), paths)

@@ -15,11 +15,18 @@ from torch.fx import Graph, Node
 from sp_compiler.errors import PassError, module_path, source_line
 from sp_compiler.joint import JointGraph, ancestors
 from sp_compiler.op_kinds import base
-from sp_compiler.partitioned import Partitioned, SavedTensor
+from sp_compiler.partitioned import LossPart, Partitioned, SavedTensor
+from sp_compiler.passes.zero_tangents import drop_zero_tangents
+from sp_compiler.stage import copy_graph
 
 
-def partition(joint: JointGraph) -> Partitioned:
+def partition(joint: JointGraph, loss_output: int | None = None) -> Partitioned:
     """Split ``joint``, which is left as it is.
+
+    Args:
+        joint: tagged.
+        loss_output: an output from which alone a training step usually starts: it gets a backward
+            of its own where a gradient may flow through others too.
 
     Raises:
         PassError: a forward node without a tag.
@@ -30,7 +37,10 @@ def partition(joint: JointGraph) -> Partitioned:
     backward = _backward_graph(joint, saved) if grads else None
     kinds = dict(zip(joint.inputs, joint.input_kinds, strict=True))
     records = tuple(_record(node, kinds.get(node, "activation")) for node in saved)
-    return Partitioned(forward, backward, records, joint.num_outputs)
+    if backward is None or loss_output is None or len(joint.tangents) < 2:
+        return Partitioned(forward, backward, records, joint.num_outputs)
+    loss = LossPart(loss_output, _loss_backward(backward, joint.tangent_outputs, loss_output))
+    return Partitioned(forward, backward, records, joint.num_outputs, loss)
 
 
 def _saved_nodes(joint: JointGraph, grads: Sequence[Node], backward: set[Node]) -> list[Node]:
@@ -85,6 +95,16 @@ def _backward_graph(joint: JointGraph, saved: Sequence[Node]) -> Graph:
             copies[pending] = graph.node_copy(pending, copies.__getitem__)
             copies[pending].meta["recomputed"] = pending not in needed
     graph.output(tuple(None if node is None else copies[node] for node in joint.grads))
+    return graph
+
+
+def _loss_backward(backward: Graph, tangent_outputs: Sequence[int], loss_output: int) -> Graph:
+    graph = copy_graph(backward)
+    tangents = graph.find_nodes(op="placeholder")[-len(tangent_outputs) :]
+    others = [
+        node for node, out in zip(tangents, tangent_outputs, strict=True) if out != loss_output
+    ]
+    drop_zero_tangents(graph, tangents, others)
     return graph
 
 

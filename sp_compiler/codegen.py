@@ -101,7 +101,10 @@ def region_text(
     methods = [_forward(joint, partitioned, forward)]
     if partitioned.backward is not None:
         backward = _Body(printer, partitioned.backward, prefix).lines()
-        methods.append(_backward(partitioned.backward, backward, len(joint.tangents)))
+        methods.append(_backward("backward", partitioned.backward, backward, len(joint.tangents)))
+    if partitioned.loss is not None:
+        backward = _Body(printer, partitioned.loss.backward, prefix).lines()
+        methods.append(_backward("loss_backward", partitioned.loss.backward, backward, 1))
     body = "\n\n".join([_class_head(region, paths), *(textwrap.indent(m, "    ") for m in methods)])
     return RegionText(region.name, body + "\n", printer.bindings)
 
@@ -152,10 +155,10 @@ def _forward(joint: JointGraph, partitioned: Partitioned, body: list[str]) -> st
     return "\n".join(lines)
 
 
-def _backward(graph: Graph, body: list[str], num_tangents: int) -> str:
+def _backward(method: str, graph: Graph, body: list[str], num_tangents: int) -> str:
     names = [str(node) for node in graph.find_nodes(op="placeholder")]
     split = len(names) - num_tangents
-    lines = ["@staticmethod", *_wrapped("def backward(", ["tp", "saved", *names[split:]], "):")]
+    lines = ["@staticmethod", *_wrapped(f"def {method}(", ["tp", "saved", *names[split:]], "):")]
     if split:
         lines += _indented(_wrapped("(", names[:split], ") = saved", as_tuple=True))
     grads = [str(grad) for grad in graph.output_node().args[0]]

@@ -32,6 +32,19 @@ class RegionCode(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class LossBackward:
+    """The backward of a region from the model's loss alone.
+
+    Attributes:
+        output: index of the region's output that is the loss.
+        run: ``run(tp, saved, tangent)``, as ``backward`` with zeros for the other tangents.
+    """
+
+    output: int
+    run: Callable[..., tuple[Tensor | None, ...]]
+
+
 @dataclass
 class CompiledProgram:
     """A sharded program with the code of its regions.
@@ -44,6 +57,8 @@ class CompiledProgram:
         world: number of tensor-parallel ranks.
         differentiable: region name to, for each output, whether a gradient flows through it;
             read from the region's graph where not given.
+        loss_backwards: name of the region with the model's loss to its backward from that alone;
+            empty where no other gradient can flow there.
         notes: fallbacks with reasons.
         code: the generated text.
         plan: what :func:`sp_compiler.plan` reports, or ``None``.
@@ -57,6 +72,7 @@ class CompiledProgram:
     param_placements: dict[str, Placement]
     world: int
     differentiable: dict[str, tuple[bool, ...]] = field(default_factory=dict)
+    loss_backwards: dict[str, LossBackward] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     code: str = ""
     plan: Any = None

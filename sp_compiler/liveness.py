@@ -190,24 +190,27 @@ class _Step:
 
     def _backward(self, index: int, call: Call) -> None:
         parts, frame = self._parts(call), self.frames[index]
+        graph = parts.step_backward
         refs = [Ref("call", index=index, output=k) for k in range(parts.num_outputs)]
         refs = [ref for ref in refs if self._flows(ref)]
+        if parts.loss is not None:  # a step starts from the loss: no other gradient comes here
+            refs = [ref for ref in refs if ref.output == parts.loss.output]
         tangents = [self.grads.pop((ref.index, ref.output), None) for ref in refs]
-        if parts.backward is None or not any(tangents):
+        if graph is None or not any(tangents):
             return  # no gradient arrives: what the call kept stays
         for position, ref in enumerate(refs):
             if tangents[position] is None:  # the runtime makes zeros
                 zeros = Storage(("backward", index, str(ref)), tensor_bytes(self._value(ref)))
                 tangents[position] = zeros
                 self._hold([zeros])
-        grads = parts.backward.output_node().args[0]
+        grads = graph.output_node().args[0]
         of_params = [
             grad
             for grad, kind in zip(grads, call.region.input_kinds, strict=True)
             if grad is not None and kind == "param"
         ]
-        self._reach(self._peak(call, "backward", parts.backward, of_params))
-        names = parts.backward.find_nodes(op="placeholder")
+        self._reach(self._peak(call, "backward", graph, of_params))
+        names = graph.find_nodes(op="placeholder")
         known = dict(zip(names, [*frame.saved, *tangents], strict=True))
         for grad, ref in zip(grads, call.args, strict=True):
             storage = None if grad is None else _resolve(grad, known, ("backward", index))

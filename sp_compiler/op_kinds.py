@@ -54,6 +54,19 @@ RESULT_NAMES = {
     ),
     _sp.vocab_nll.default: ("nll", "logsumexp"),
 }
+FILLED = {
+    # operator that makes a constant -> the value, or the name of the argument that holds it
+    aten.zeros.default: 0,
+    aten.zeros_like.default: 0,
+    aten.new_zeros.default: 0,
+    aten.ones.default: 1,
+    aten.ones_like.default: 1,
+    aten.new_ones.default: 1,
+    aten.full.default: "fill_value",
+    aten.full_like.default: "fill_value",
+    aten.new_full.default: "fill_value",
+    aten.scalar_tensor.default: "s",
+}
 COPIES = frozenset({aten.clone.default, aten._to_copy.default})
 CONVERSIONS = {
     # (source kind, destination kind) -> Communicator method; "" is the same tensor on every rank

@@ -39,6 +39,19 @@ class SavedTensor:
 
 
 @dataclass(frozen=True)
+class LossPart:
+    """Backward of a region where only the model's loss has a tangent.
+
+    Attributes:
+        output: index of the region's output that is the loss.
+        backward: as :attr:`Partitioned.backward`, with one tangent.
+    """
+
+    output: int
+    backward: Graph
+
+
+@dataclass(frozen=True)
 class Partitioned:
     """Forward and backward of a region.
 
@@ -50,12 +63,20 @@ class Partitioned:
             gradient.
         saved: in the order in which they are handed over; each storage once.
         num_outputs: number of the region's outputs.
+        loss: the backward from the model's loss alone, where the region has it and other outputs
+            through which a gradient may flow.
     """
 
     forward: Graph
     backward: Graph | None
     saved: tuple[SavedTensor, ...]
     num_outputs: int
+    loss: LossPart | None = None
+
+    @property
+    def step_backward(self) -> Graph | None:
+        """The backward of an ordinary training step."""
+        return self.backward if self.loss is None else self.loss.backward
 
     @property
     def kept_bytes(self) -> int:

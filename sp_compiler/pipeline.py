@@ -14,7 +14,7 @@ from torch import nn
 from sp_compiler.capture import Captured, capture
 from sp_compiler.check import check_forward, check_partitioned
 from sp_compiler.codegen import CompiledRegion, load, module_source
-from sp_compiler.compiled import CompiledProgram
+from sp_compiler.compiled import CompiledProgram, LossBackward
 from sp_compiler.config import CompileOptions
 from sp_compiler.passes.compile_region import compile_region
 from sp_compiler.passes.normalize import normalize
@@ -22,7 +22,7 @@ from sp_compiler.passes.outline import outline
 from sp_compiler.passes.shard import shard
 from sp_compiler.placement import Placement
 from sp_compiler.plan import make_plan
-from sp_compiler.program import Program, Region
+from sp_compiler.program import Program, Ref, Region
 from sp_compiler.stage import Stage, copy_graph, program_calls
 
 
@@ -121,6 +121,11 @@ def compile_program(
         sharded.param_placements,
         options.tp,
         differentiable={compiled.region.name: compiled.differentiable for compiled in regions},
+        loss_backwards={
+            name: LossBackward(loss.output, namespace[name].loss_backward)
+            for name, loss in ((c.region.name, c.partitioned.loss) for c in regions)
+            if loss is not None
+        },
         notes=program.notes,
         code=source,
         regions={compiled.region.name: compiled for compiled in regions},
@@ -132,7 +137,27 @@ def compile_program(
 def _compile(program: Program, region: Region, options: CompileOptions) -> CompiledRegion:
     paths = [call.path for call in program.calls if call.region is region]
     assert options.recompute != "auto"  # refused by CompileOptions
-    return compile_region(region, recompute=options.recompute, paths=paths)
+    loss_output = _loss_output(program, region)
+    return compile_region(region, recompute=options.recompute, paths=paths, loss_output=loss_output)
+
+
+def _loss_output(program: Program, region: Region) -> int | None:
+    """The output of ``region`` that is the model's loss, if its other outputs are only returned."""
+    losses = [ref for ref in program.outputs if isinstance(ref, Ref) and _is_loss(program, ref)]
+    if not losses or program.calls[losses[0].index].region is not region:
+        return None
+    index = losses[0].index
+    passed_on = any(
+        ref.kind == "call" and ref.index == index for call in program.calls for ref in call.args
+    )
+    return None if passed_on else losses[0].output
+
+
+def _is_loss(program: Program, ref: Ref) -> bool:
+    if ref.kind != "call":
+        return False
+    node = program.calls[ref.index].region.outputs[ref.output]
+    return node.meta["val"].dim() == 0 and bool(node.meta.get("requires_grad"))
 
 
 def _write_tags(regions: Sequence[CompiledRegion]) -> None:
@@ -155,6 +180,8 @@ def _split_stage(program: Program, regions: Sequence[CompiledRegion]) -> Stage:
         graphs[f"{compiled.region.name}.forward"] = copy_graph(parts.forward)
         if parts.backward is not None:
             graphs[f"{compiled.region.name}.backward"] = copy_graph(parts.backward)
+        if parts.loss is not None:
+            graphs[f"{compiled.region.name}.loss_backward"] = copy_graph(parts.loss.backward)
     return Stage("split", graphs, program_calls(program))
 
 

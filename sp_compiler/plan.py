@@ -263,9 +263,9 @@ def _block(compiled: CompiledProgram, region: Region, memory: StepMemory) -> Blo
     calls = [i for i, call in enumerate(compiled.program.calls) if call.region is region]
     work = _work(parts.forward, compiled.world)
     backward: tuple[Collective, ...] = ()
-    if parts.backward is not None:
-        work += _work(parts.backward, compiled.world)
-        backward = _collectives(parts.backward)
+    if parts.step_backward is not None:
+        work += _work(parts.step_backward, compiled.world)
+        backward = _collectives(parts.step_backward)
     return BlockPlan(
         name=region.name,
         paths=tuple(compiled.program.calls[i].path for i in calls),

@@ -8,7 +8,7 @@ from torch.fx import Graph
 
 from sp_compiler.program import Call, Program, Ref
 
-FORWARD, BACKWARD = ".forward", ".backward"
+FORWARD, BACKWARD, LOSS_BACKWARD = ".forward", ".backward", ".loss_backward"
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,8 @@ class Stage:
     Attributes:
         name: of the pass.
         graphs: region name to graph. Once forward and backward are apart there are two for a
-            region, named ``"Block.forward"`` and ``"Block.backward"``.
+            region, named ``"Block.forward"`` and ``"Block.backward"``, and a third,
+            ``"Block.loss_backward"``, where it has the model's loss.
         calls: (path of the layer in the model, region name) in execution order.
         wiring: each call with its arguments as text, in the same order; may be left out.
     """
@@ -48,8 +49,10 @@ def program_calls(program: Program) -> list[tuple[str, str]]:
 
 
 def region_of(graph_name: str) -> str:
-    """``"Block"`` for ``"Block"``, ``"Block.forward"`` and ``"Block.backward"``."""
-    return graph_name.removesuffix(FORWARD).removesuffix(BACKWARD)
+    """``"Block"`` for ``"Block"``, ``"Block.forward"``, ``"Block.backward"`` and so on."""
+    for suffix in (FORWARD, LOSS_BACKWARD, BACKWARD):
+        graph_name = graph_name.removesuffix(suffix)
+    return graph_name
 
 
 def copy_graph(graph: Graph) -> Graph:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 from sp_compiler.check.opaque import as_value, opaque_strategies
 from sp_compiler.check.shapes import Shape, global_shape, local_shapes, result_shapes
 from sp_compiler.graph import arguments, tensor_operands
+from sp_compiler.op_kinds import FILLED
 from sp_compiler.placement import P, Placement, R, S
 from sp_compiler.rules.factors import OpRule
 from sp_compiler.rules.strategies import Offers, Strategy, strategies
@@ -23,19 +24,6 @@ aten = torch.ops.aten
 Results = tuple[Placement, ...]
 """Placements of all results of one operator."""
 
-FILLED = {
-    # operator that makes a constant -> the value, or the name of the argument that holds it
-    aten.zeros.default: 0,
-    aten.zeros_like.default: 0,
-    aten.new_zeros.default: 0,
-    aten.ones.default: 1,
-    aten.ones_like.default: 1,
-    aten.new_ones.default: 1,
-    aten.full.default: "fill_value",
-    aten.full_like.default: "fill_value",
-    aten.new_full.default: "fill_value",
-    aten.scalar_tensor.default: "s",
-}
 _EXPANDS = (aten.expand.default, aten.broadcast_to.default)
 
 

@@ -50,26 +50,24 @@ def check_partitioned(
     outputs = results[: partitioned.num_outputs]
     for index, (node, placement) in enumerate(zip(outputs, region.output_placements, strict=True)):
         _require(node, types, placement, f"output {index} of {region.name}")
+    saved = [types[node] for node in results[partitioned.num_outputs :]]
     if partitioned.backward is not None:
-        _check_backward(region, partitioned, tangent_outputs, types, world, report)
+        _check_backward(region, partitioned.backward, tangent_outputs, saved, world, report)
+    if (loss := partitioned.loss) is not None:
+        _check_backward(region, loss.backward, [loss.output], saved, world, report)
     return report
 
 
 def _check_backward(
     region: Region,
-    partitioned: Partitioned,
+    graph: Graph,
     tangent_outputs: Sequence[int],
-    forward: Types,
+    saved: Sequence[list[Results]],
     world: int,
     report: CheckReport,
 ) -> None:
-    graph = partitioned.backward
-    assert graph is not None
-    saved = partitioned.forward.output_node().args[0][partitioned.num_outputs :]
     placeholders = graph.find_nodes(op="placeholder")
-    types: Types = {
-        node: forward[source] for node, source in zip(placeholders, saved, strict=False)
-    }
+    types: Types = dict(zip(placeholders, saved, strict=False))
     tangents = placeholders[len(saved) :]
     for node, index in zip(tangents, tangent_outputs, strict=True):
         types[node] = [(as_value(region.output_placements[index].dual),)]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_compiler.compiled import CompiledProgram, RegionCode
+from sp_compiler.compiled import CompiledProgram, LossBackward, RegionCode
 from sp_compiler.errors import ArgumentError
 from sp_compiler.program import Call, Ref
 from sp_compiler.runtime.communicator import Communicator
@@ -35,6 +35,7 @@ class RegionRunner:
     code: RegionCode
     differentiable: tuple[bool, ...]
     tp: Communicator
+    loss_backward: LossBackward | None = None
 
     def __call__(
         self, inputs: Sequence[Any], owners: Sequence[Tensor | None] | None = None
@@ -93,7 +94,10 @@ class Executor:
         self._call_block = call_block
         self._runners = {
             region.name: RegionRunner(
-                compiled.codes[region.name], compiled.differentiable[region.name], tp
+                compiled.codes[region.name],
+                compiled.differentiable[region.name],
+                tp,
+                compiled.loss_backwards.get(region.name),
             )
             for region in compiled.program.regions
         }

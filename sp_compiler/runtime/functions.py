@@ -53,23 +53,33 @@ class RegionFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         runner = ctx.runner
         used = [grad for grad, flows in zip(grads, runner.differentiable, strict=True) if flows]
+        given = [index for index, grad in enumerate(grads) if grad is not None]
         num_inputs = len(ctx.needs_input_grad) - 2
-        if all(grad is None for grad in used):
+        if not given:
             return (None,) * (num_inputs + 2)
-        tangents = [
-            torch.zeros(meta[0], dtype=meta[1], device=meta[2])
-            if grad is None
-            else _whole(grad).contiguous()
-            for grad, meta in zip(used, ctx.tangent_metas, strict=True)
-        ]
+        from_loss = runner.loss_backward
         with torch.no_grad():
-            results = list(runner.code.backward(runner.tp, _saved(ctx), *tangents))
+            if from_loss is not None and given == [from_loss.output]:
+                found = from_loss.run(runner.tp, _saved(ctx), _whole(grads[from_loss.output]))
+            else:
+                tangents = _tangents(used, ctx.tangent_metas)
+                found = runner.code.backward(runner.tp, _saved(ctx), *tangents)
+        results = list(found)
         needed = ctx.needs_input_grad[2:]
         results = [grad if need else None for grad, need in zip(results, needed, strict=True)]
         for index, spec in zip(ctx.parameters, ctx.parameter_specs, strict=True):
             if results[index] is not None:
                 results[index] = DTensor(results[index].contiguous(), spec, requires_grad=False)
         return (None, None, *forbid_double_backward(results, used))
+
+
+def _tangents(grads: Sequence[Tensor | None], metas: Sequence[Any]) -> list[Tensor]:
+    return [
+        torch.zeros(meta[0], dtype=meta[1], device=meta[2])
+        if grad is None
+        else _whole(grad).contiguous()
+        for grad, meta in zip(grads, metas, strict=True)
+    ]
 
 
 def _whole(grad: Tensor) -> Tensor:

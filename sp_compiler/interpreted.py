@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule, Interpreter
+from torch.fx import Graph, GraphModule, Interpreter
 
 from sp_compiler.op_kinds import CONVERSIONS
 from sp_compiler.partitioned import Partitioned
@@ -81,9 +81,16 @@ class PartitionedCode:
 
     def backward(self, tp: Communicator, saved: Any, *tangents: Tensor) -> tuple[Any, ...]:
         assert self._parts.backward is not None
-        module = GraphModule(nn.Module(), self._parts.backward)
-        grads = _RankInterpreter(module, tp, with_grad=False).run(*saved, *tangents)
-        return tuple(grads)
+        return _gradients(self._parts.backward, tp, saved, *tangents)
+
+    def loss_backward(self, tp: Communicator, saved: Any, tangent: Tensor) -> tuple[Any, ...]:
+        assert self._parts.loss is not None
+        return _gradients(self._parts.loss.backward, tp, saved, tangent)
+
+
+def _gradients(graph: Graph, tp: Communicator, saved: Any, *tangents: Tensor) -> tuple[Any, ...]:
+    module = GraphModule(nn.Module(), graph)
+    return tuple(_RankInterpreter(module, tp, with_grad=False).run(*saved, *tangents))
 
 
 class _RankInterpreter(Interpreter):

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from sp_compiler.block_check import check_blocks
 from sp_compiler.capture import Captured, capture, flatten_inputs
-from sp_compiler.compiled import CompiledProgram, RegionCode
+from sp_compiler.compiled import CompiledProgram, LossBackward, RegionCode
 from sp_compiler.config import CompileOptions, Dropout, Outputs, Recompute
 from sp_compiler.errors import ArgumentError, PassError, SPCompilerError
 from sp_compiler.interpreted import PartitionedCode, ShardedCode
@@ -232,12 +232,14 @@ def _variants(compiled: CompiledProgram) -> dict[str, CompiledProgram]:
     sharded: dict[str, RegionCode] = {
         item.region.name: ShardedCode(item.region, item.differentiable) for item in regions
     }
-    split: dict[str, RegionCode] = {
-        item.region.name: PartitionedCode(item.partitioned) for item in regions
+    split = {item.region.name: PartitionedCode(item.partitioned) for item in regions}
+    from_loss = {
+        name: LossBackward(loss.output, split[name].loss_backward)
+        for name, loss in compiled.loss_backwards.items()
     }
     return {
-        "shard": replace(compiled, codes=sharded),
-        "partition": replace(compiled, codes=split),
+        "shard": replace(compiled, codes=sharded, loss_backwards={}),
+        "partition": replace(compiled, codes=dict(split), loss_backwards=from_loss),
         "codegen": compiled,
     }
 

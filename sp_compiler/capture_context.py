@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from sp_compiler.errors import CaptureError, UnsupportedError
+from sp_compiler.warn import warn
 
 _NOT_THE_USERS = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, __file__))
 _HOOKS = (
@@ -68,7 +69,7 @@ def export_context(model: nn.Module, *, use_cache: bool = False) -> Iterator[Non
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_without_hooks(model))
-        stack.enter_context(_without_cache(model, asked=use_cache))
+        stack.enter_context(without_cache(model, asked=use_cache))
         stack.enter_context(_given_causal_hint())
         stack.enter_context(_without_own_warnings())
         _warn_about_checkpointing(model)
@@ -93,7 +94,7 @@ def _without_hooks(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without_cache(model: nn.Module, *, asked: bool) -> Iterator[None]:
+def without_cache(model: nn.Module, *, asked: bool) -> Iterator[None]:
     """Force ``config.use_cache`` off: a key/value cache cannot leave a captured graph."""
     configs = _configs_with(model, "use_cache")
     if configs or asked:
@@ -128,7 +129,7 @@ def _warn_once(model: nn.Module, message: str) -> None:
     said = _SAID.setdefault(model, set())
     if message not in said:
         said.add(message)
-        warnings.warn(message, stacklevel=6)
+        warn(message)
 
 
 @contextlib.contextmanager

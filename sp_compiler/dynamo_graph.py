@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -15,6 +14,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx import traceback as fx_traceback
 
 from sp_compiler.errors import UnsupportedError
+from sp_compiler.warn import warn
 
 InputKind = Literal["param", "buffer", "number", "value"]
 
@@ -156,9 +156,8 @@ class _InliningInterpreter(Interpreter):
 
 def _warn_about_checkpointing(module: GraphModule) -> None:
     if module.graph.find_nodes(op="call_function", target=_CHECKPOINT):
-        warnings.warn(
-            "gradient checkpointing inside the model is ignored: recompute= of sp_compiler governs",
-            stacklevel=3,
+        warn(
+            "gradient checkpointing inside the model is ignored: recompute= of sp_compiler governs"
         )
 
 

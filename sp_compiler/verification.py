@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from sp_compiler.block_check import check_blocks
 from sp_compiler.capture import Captured, capture, flatten_inputs
+from sp_compiler.capture_context import without_cache
 from sp_compiler.compiled import CompiledProgram, LossBackward, RegionCode
 from sp_compiler.config import CompileOptions, Dropout, Outputs, Recompute
 from sp_compiler.errors import ArgumentError, PassError, SPCompilerError
@@ -82,8 +83,12 @@ def verify(
         outputs=outputs,
         nominal_tokens=nominal_tokens,
     )
+    asked = kwargs.get("use_cache") is True
+    if asked:
+        kwargs = {**kwargs, "use_cache": False}
     step = _Step.of(copy.deepcopy(model).double(), args, kwargs)
-    rows = [*_before_sharding(step, options), *_after_sharding(step, options)]
+    with without_cache(step.model, asked=asked):
+        rows = [*_before_sharding(step, options), *_after_sharding(step, options)]
     return VerifyReport(type(model).__name__, tp, tuple(rows))
 
 

@@ -68,6 +68,18 @@ def test_right_models_of_other_kinds_pass(name: str) -> None:
     assert report.ok, str(report)
 
 
+@pytest.mark.parametrize("argument", [{}, {"use_cache": True}])
+def test_a_model_that_would_return_a_cache(argument: dict[str, bool]) -> None:
+    """As HuggingFace's are by default: the cache is left out on both sides, and that is said."""
+    model = zoo.build("gpt2", layers=1, dtype=torch.float32)
+    model.config.use_cache = True
+    with pytest.warns(UserWarning, match="keeps no cache") as said:
+        report = verify(model, ((), {**zoo.inputs("gpt2"), **argument}), tp=2)
+    assert report.ok, report
+    assert model.config.use_cache is True
+    assert {warning.filename for warning in said} == {__file__}
+
+
 def test_model_and_randomness_are_left_as_they_were() -> None:
     model = zoo.build("plain", dropout=0.1, layers=1, dtype=torch.float32)
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+from sp_compiler.warn import warn
 
 Value = TypeVar("Value")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
@@ -152,9 +153,8 @@ class ProgramCache(Generic[Value]):
         self._entries.popitem(last=False)
         if not self._warned:
             self._warned = True
-            warnings.warn(
+            warn(
                 f"more than {self.size} different kinds of inputs were compiled (last: "
                 f"{key.describe()}); programs are thrown away and compiled again. Pad inputs to a "
-                "few fixed shapes, and keep Python numbers that change out of the arguments",
-                stacklevel=4,
+                "few fixed shapes, and keep Python numbers that change out of the arguments"
             )

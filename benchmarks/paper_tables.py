@@ -1,0 +1,237 @@
+"""The tables of the activation-recomputation paper, from the compiler's own graphs.
+
+    python -m benchmarks.paper_tables [--models gpt-22b ...]
+
+Every "ours" is counted on the generated forward and backward of one layer (and of what lies outside
+of layers) at the paper's sizes, on shapes alone; the paper's side is what it prints, or where it
+prints a formula, the formula. Source: Korthikanti et al., "Reducing Activation Recomputation in
+Large Transformer Models", arXiv 2205.05198: table 2 (bytes of a layer), figure 7 (percent of the
+baseline), section 5 and appendix A (FLOPs), tables 3 and 5 (times, MFU, HFU).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from benchmarks.models import PAPER_SETUPS, PaperSetup, PlainGPT
+from sp_compiler.plan import Plan
+from sp_compiler.planning import plan
+
+GIB = 2**30
+A100_FLOPS = 312e12
+STATE_BYTES = 18
+"""A parameter: 16-bit value and gradient sum in 32 bit, 32-bit master copy and two moments."""
+
+BASELINE = "tensor parallel"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row of table 2.
+
+    Args:
+        options: of :func:`sp_compiler.plan`.
+        formula: the paper's bytes of a layer in units of sbh, of ``t`` and of ``as/h``; ``None``
+            for what the paper does not have.
+    """
+
+    options: dict[str, Any]
+    formula: Callable[[int, float], float] | None
+
+
+def _setting(
+    recompute: str, sp: bool, formula: Callable[[int, float], float] | None, dropout: str = "stored"
+) -> Setting:
+    options = {"recompute": recompute, "sequence_parallel": sp, "dropout": dropout}
+    return Setting(options, formula)
+
+
+SETTINGS = {
+    BASELINE: _setting("none", False, lambda t, core: 10 + 24 / t + 5 * core / t),
+    "tensor + sequence parallel": _setting("none", True, lambda t, core: (34 + 5 * core) / t),
+    "tensor parallel + selective": _setting("attention", False, lambda t, core: 10 + 24 / t),
+    "both": _setting("attention", True, lambda t, core: 34 / t),
+    "full recompute": _setting("full", False, lambda t, core: 2),
+    "sp_compiler": _setting("selective", True, None, "regenerate"),
+}
+
+
+@dataclass(frozen=True)
+class Reported:
+    """What tables 3 and 5 print of one model: seconds of a step and percent, both of the last row
+    (sequence parallel, selective recompute), and its chunks of a pipeline stage."""
+
+    seconds: float
+    mfu: float
+    hfu: float
+    chunks: int = 1
+
+
+REPORTED = {
+    "gpt-22b": Reported(1.10, 41.5, 43.7),
+    "gpt3-175b": Reported(13.75, 51.4, 52.8, chunks=3),
+    "mt-nlg-530b": Reported(37.83, 56.0, 57.0, chunks=3),
+    "gpt-1t": Reported(71.49, 56.3, 57.0),
+}
+ALONE = {
+    # saved activations and added FLOPs of one unparallelised model, percent (section 5)
+    "gpt3-175b": (70.0, 2.7),
+    "mt-nlg-530b": (65.0, 1.6),
+}
+Row = tuple[str, str, float, float]
+"""Model, quantity, the paper's number, ours."""
+TableRows = Callable[[str], Iterator[Row]]
+
+
+@cache
+def planned(name: str, num_layers: int, tp: int, **options: Any) -> Plan:
+    """The plan of the model ``name`` with ``num_layers`` of its layers, in bfloat16."""
+    setup = PAPER_SETUPS[name]
+    with torch.device("meta"):
+        model = PlainGPT(replace(setup.model, num_layers=num_layers)).bfloat16()
+        ids = torch.zeros(setup.micro_batch, setup.sequence_length, dtype=torch.long)
+    return plan(model, ((), {"input_ids": ids, "labels": ids}), tp=tp, **options)
+
+
+def layer_bytes(name: str, tp: int, **options: Any) -> int:
+    """Bytes that one layer keeps for backward on one rank."""
+    (block,) = [block for block in planned(name, 2, tp, **options).blocks if block.num_calls == 2]
+    return block.kept_bytes
+
+
+def of_the_paper(name: str, setting: str) -> float:
+    """The formula of table 2 at the sizes of ``name``, in bytes."""
+    setup, formula = PAPER_SETUPS[name], SETTINGS[setting].formula
+    assert formula is not None
+    h, s = setup.model.hidden_size, setup.sequence_length
+    core = setup.model.num_heads * s / h
+    return s * setup.micro_batch * h * formula(setup.tensor_parallel, core)
+
+
+def bytes_of_a_layer(name: str) -> Iterator[Row]:
+    """Table 2, MiB; the last row is beyond the paper, beside its best."""
+    for setting, how in SETTINGS.items():
+        ours = layer_bytes(name, PAPER_SETUPS[name].tensor_parallel, **how.options)
+        paper = of_the_paper(name, setting if how.formula else "both")
+        yield name, setting, paper / 2**20, ours / 2**20
+
+
+def percent_of_baseline(name: str) -> Iterator[Row]:
+    """Figure 7."""
+    tp = PAPER_SETUPS[name].tensor_parallel
+    baseline = layer_bytes(name, tp, **SETTINGS[BASELINE].options)
+    for setting, how in SETTINGS.items():
+        paper = of_the_paper(name, setting if how.formula else "both")
+        ours = 100 * layer_bytes(name, tp, **how.options) / baseline
+        yield name, setting, 100 * paper / of_the_paper(name, BASELINE), ours
+
+
+def first_stage(name: str) -> Iterator[Row]:
+    """Memory of a GPU of the first pipeline stage, GiB: as many microbatches as stages at once."""
+    setup, chunks = PAPER_SETUPS[name], REPORTED[name].chunks
+    p, layers = setup.pipeline_parallel, setup.model.num_layers
+    in_flight = layers * (1 + (p - 1) / (p * chunks)) if chunks > 1 else layers
+    for setting, how in SETTINGS.items():
+        ours = layer_bytes(name, setup.tensor_parallel, **how.options)
+        paper = of_the_paper(name, setting if how.formula else "both")
+        yield name, setting, in_flight * paper / GIB, in_flight * ours / GIB
+    yield name, "parameters, optimizer", _paper_state(setup), _our_state(name, layers // p)
+
+
+def _paper_state(setup: PaperSetup) -> float:
+    """12h² (1 + 13/12h) of a layer and (v + s) h outside of layers, by 18 bytes, GiB."""
+    model = setup.model
+    h, layers = model.hidden_size, model.num_layers // setup.pipeline_parallel
+    of_layers = layers * 12 * h * h * (1 + 13 / (12 * h))
+    outside = (model.vocab_size + setup.sequence_length) * h
+    return STATE_BYTES * (of_layers + outside) / setup.tensor_parallel / GIB
+
+
+def _our_state(name: str, layers: int) -> float:
+    options = SETTINGS["sp_compiler"].options
+    tp = PAPER_SETUPS[name].tensor_parallel
+    two, three = (planned(name, count, tp, **options).parameter_bytes for count in (2, 3))
+    return STATE_BYTES * (two + (layers - 2) * (three - two)) / 2 / GIB
+
+
+def flops(name: str, recompute: str) -> tuple[float, float]:
+    """(model, hardware) FLOPs of a step of the whole batch on all GPUs."""
+    setup, options = PAPER_SETUPS[name], {**SETTINGS["both"].options, "recompute": recompute}
+    two, three = (planned(name, n, setup.tensor_parallel, **options).work for n in (2, 3))
+    depth = setup.model.num_layers - 2
+    scale = setup.tensor_parallel * setup.global_batch / setup.micro_batch
+    model = two.model_flops + depth * (three.model_flops - two.model_flops)
+    hardware = two.hardware_flops + depth * (three.hardware_flops - two.hardware_flops)
+    return scale * model, scale * hardware
+
+
+def flops_and_utilisation(name: str) -> Iterator[Row]:
+    """The paper's FLOPs (equations 7 and 8), and MFU and HFU of table 5 from its times.
+
+    Its hardware FLOPs are an upper bound: s/3h for s/6h counts forward and backward of the core
+    again. The graph re-runs the product of queries and keys alone, s/36h more.
+    """
+    setup, reported = PAPER_SETUPS[name], REPORTED[name]
+    size, s = setup.model, setup.sequence_length
+    h, depth, v = size.hidden_size, size.num_layers, size.vocab_size
+    base = 72 * setup.global_batch * depth * s * h * h
+    model, hardware = flops(name, "attention")
+    yield name, "model PFLOPs", base * (1 + s / (6 * h) + v / (12 * h * depth)) / 1e15, model / 1e15
+    added = base * (1 + s / (3 * h) + v / (12 * h * depth))
+    yield name, "hardware PFLOPs", added / 1e15, hardware / 1e15
+    peak = A100_FLOPS * setup.tensor_parallel * setup.pipeline_parallel * reported.seconds
+    yield name, "MFU, percent", reported.mfu, 100 * model / peak
+    yield name, "HFU, percent", reported.hfu, 100 * hardware / peak
+
+
+def selective_alone(name: str) -> Iterator[Row]:
+    """Selective recomputation of an unparallelised model: activations saved, FLOPs added."""
+    if name not in ALONE:
+        return
+    saved, added = ALONE[name]
+    none, attention = (
+        layer_bytes(name, 1, recompute=recompute, dropout="stored")
+        for recompute in ("none", "attention")
+    )
+    yield name, "activations saved, percent", saved, 100 * (1 - attention / none)
+    model, hardware = flops(name, "attention")
+    yield name, "FLOPs added, percent", added, 100 * (hardware / model - 1)
+    _, hardware = flops(name, "selective")
+    yield name, "FLOPs added by sp_compiler, percent", added, 100 * (hardware / model - 1)
+
+
+TABLES: dict[str, TableRows] = {
+    "Kept for backward by a layer, MiB (table 2)": bytes_of_a_layer,
+    "Percent of the tensor-parallel baseline (figure 7)": percent_of_baseline,
+    "Memory of a GPU of the first stage, GiB": first_stage,
+    "FLOPs, MFU and HFU at the paper's times (table 5)": flops_and_utilisation,
+    "Selective recomputation alone (section 5)": selective_alone,
+}
+
+
+def main() -> None:
+    """Print each table: paper, ours, difference."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--models", nargs="+", choices=PAPER_SETUPS, default=list(PAPER_SETUPS))
+    models = parser.parse_args().models
+    console = Console()
+    for title, rows in TABLES.items():
+        table = Table("model", "", "paper", "ours", "difference", title=title)
+        for name in track(models, title, console=console, transient=True):
+            for model, quantity, paper, ours in rows(name):
+                change = f"{100 * (ours / paper - 1):+.2f} %"
+                table.add_row(model, quantity, f"{paper:.2f}", f"{ours:.2f}", change)
+        console.print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -7,7 +7,7 @@ shapes, types and what requires a gradient, share one region.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.fx.node import map_arg
 import sp_compiler.ops  # noqa: F401 - registers the operators
 from sp_compiler.capture import Captured
 from sp_compiler.errors import module_path
+from sp_compiler.hints import Wish
 from sp_compiler.layers import OUTSIDE, Layer, layer_of
 from sp_compiler.program import Call, Program, Ref, RefKind, Region
 from sp_compiler.rewriting import is_call, is_getitem
@@ -44,12 +45,17 @@ class _Piece:
     name: str = ""
 
 
-def outline(captured: Captured) -> Program:
+def outline(captured: Captured, wishes: Mapping[str, Wish] | None = None) -> Program:
     """The program of a normalised capture; ``captured`` itself stays as it is.
 
     Every call's arguments come from parameters, buffers, constants, user inputs, the seed and
     earlier calls. A value that a piece only passes on is not an output of it.
+
+    Args:
+        captured: normalised.
+        wishes: by parameter; layers whose parameters must be placed differently are kept apart.
     """
+    wishes = dict(wishes or {})
     graph = captured.module.graph
     pieces = _pieces(graph)
     _name_pieces(pieces)
@@ -59,7 +65,7 @@ def outline(captured: Captured) -> Program:
     program_calls = []
     for index, piece in enumerate(pieces):
         draft, inputs = _draft_region(piece, refs, last_uses[index])
-        text = _canonical_text(draft)
+        text = f"{_canonical_text(draft)}\n{_asked(inputs, refs, wishes)}"
         if text not in distinct:
             distinct[text] = draft.finish()
         region = distinct[text]
@@ -77,6 +83,8 @@ def outline(captured: Captured) -> Program:
         dict(captured.aliases),
         dict(captured.constants),
         list(captured.notes),
+        captured.parameters,
+        wishes,
     )
 
 
@@ -269,6 +277,13 @@ def _canonical_text(draft: _Draft) -> str:
         target = node.target if node.op == "call_function" else ""
         lines.append(f"{node.op} {target} {args} {dict(sorted(kwargs.items()))} {_type_text(node)}")
     return "\n".join(lines)
+
+
+def _asked(
+    inputs: list[Node], refs: dict[Node, Ref], wishes: Mapping[str, Wish]
+) -> list[tuple[int, tuple[bool, ...]]]:
+    names = [refs[node].name if refs[node].kind == "param" else "" for node in inputs]
+    return [(i, wishes[name].allowed) for i, name in enumerate(names) if name in wishes]
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from sp_compiler.errors import (
     SPCompilerError,
     UnsupportedError,
 )
+from sp_compiler.hints import forbid
 from sp_compiler.plan import Plan
 from sp_compiler.planning import plan
 from sp_compiler.verification import verify
@@ -33,6 +34,7 @@ __all__ = [
     "VerifyReport",
     "compile",
     "diff",
+    "forbid",
     "plan",
     "verify",
 ]

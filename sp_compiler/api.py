@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from sp_compiler.compiled import CompiledProgram
 from sp_compiler.config import Backend, CompileOptions, Dropout, Outputs, Recompute
 from sp_compiler.errors import ArgumentError
+from sp_compiler.hints import Hint, parameters_of, wishes_of
 from sp_compiler.pipeline import build
 from sp_compiler.placement import Placement
 from sp_compiler.runtime.group import device_type_of, tensor_parallel_group
@@ -31,6 +32,7 @@ def compile(
     backend: Backend = "eager",
     outputs: Outputs = "auto",
     nominal_tokens: int = 8192,
+    hints: Mapping[str, Hint] | None = None,
 ) -> DistributedModule:
     """Turn an unmodified model into a tensor- and sequence-parallel module.
 
@@ -58,10 +60,17 @@ def compile(
             them sharded; ``"auto"``: so if the model also returns its loss.
         nominal_tokens: placements are chosen for batches of this many tokens, or of the example's
             number if that is larger.
+        hints: placements of parameters that you decide, ``{"layers.*.mlp.up": Shard(0)}``. A key is
+            the dotted name of a parameter as in ``model.named_parameters()``, or of a module, which
+            means its ``weight``; ``*``, ``?`` and ``[abc]`` stand for what they do in file names,
+            and like there for nothing beyond the next dot. A value is ``Shard(dim)`` or
+            ``Replicate()`` of ``torch.distributed.tensor``, or :func:`sp_compiler.forbid` of them.
+            Layers of which some have a hint and others none become different blocks. Of a fused
+            dim (q, k and v in one weight) each part is sharded.
 
     Raises:
         ArgumentError: an argument outside what is allowed, no process group of the right size, a
-            model that was compiled before.
+            model that was compiled before, a hint that matches nothing or cannot be met.
         UnsupportedError: an option of a later version, or hooks inside the model.
         CaptureError: the model has control flow that depends on data.
     """
@@ -78,7 +87,9 @@ def compile(
         backend=backend,
         outputs=outputs,
         nominal_tokens=nominal_tokens,
+        hints={} if hints is None else hints,
     )
+    wishes_of(options.hints, parameters_of(model))  # raises before anything is taken over
 
     def compile_for(
         module: nn.Module,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from sp_compiler.compiled import CompiledProgram
 from sp_compiler.config import CompileOptions
 from sp_compiler.dynamo_graph import DynamoGraph
 from sp_compiler.errors import ArgumentError
+from sp_compiler.hints import Parameters, unmatched
 from sp_compiler.pipeline import compile_captured
 from sp_compiler.runtime.compiled_graph import CompiledGraph
 from sp_compiler.runtime.group import TensorParallelGroup, tensor_parallel_group
@@ -38,7 +40,8 @@ def sp_compiler_backend(
     Args:
         module: torch-level graph with parameters and buffers as inputs.
         example_inputs: for which dynamo captured it.
-        options: those of :func:`sp_compiler.compile`, except that outputs are always replicated.
+        options: those of :func:`sp_compiler.compile`, except that outputs are always replicated; hints that match nothing in
+            this graph are warned about and left out.
         mode: not supported.
 
     Raises:
@@ -50,9 +53,23 @@ def sp_compiler_backend(
     compile_options, group = _parse(dict(options or {}), _device_type(example_inputs))
 
     def build(model: nn.Module, tensors: Sequence[Tensor]) -> CompiledProgram:
-        return compile_captured(capture(model, tensors), compile_options)
+        captured = capture(model, tensors)
+        return compile_captured(captured, _with_own_hints(compile_options, captured.parameters))
 
     return CompiledGraph(DynamoGraph.of(module, example_inputs), group, build)
+
+
+def _with_own_hints(options: CompileOptions, parameters: Parameters) -> CompileOptions:
+    """Without hints for what this graph does not have: another graph of the model may have it."""
+    missing = unmatched(options.hints, parameters)
+    if missing:
+        warnings.warn(
+            f"hints for {', '.join(map(repr, missing))} match nothing in this graph, whose "
+            f"parameters are {', '.join(list(parameters)[:8]) or 'none'}...",
+            stacklevel=2,
+        )
+    kept = {key: hint for key, hint in options.hints.items() if key not in missing}
+    return dataclasses.replace(options, hints=kept)
 
 
 def _parse(options: dict[str, Any], device_type: str) -> tuple[CompileOptions, TensorParallelGroup]:

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from sp_compiler.capture_context import capture_error, check_capturable, export_context
 from sp_compiler.errors import CaptureError, UnsupportedError, node_origin
+from sp_compiler.hints import Parameters, parameters_of
 from sp_compiler.lift_casts import lift_casts_to_float64
 from sp_compiler.program import Ref
 from sp_compiler.rewriting import (
@@ -52,6 +53,7 @@ class Captured:
         aliases: parameter or buffer name to the name under which the same tensor is used.
         constants: tensors that the model made outside its parameters and buffers.
         notes: what the user should know.
+        parameters: of the model, used or not.
     """
 
     module: GraphModule
@@ -62,6 +64,7 @@ class Captured:
     aliases: dict[str, str] = field(default_factory=dict)
     constants: dict[str, Tensor] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    parameters: Parameters = field(default_factory=dict)
 
     @property
     def placeholders(self) -> list[Node]:
@@ -132,6 +135,7 @@ def capture(
         except Exception as error:  # whatever user code or export raises
             raise capture_error(model, error) from error
     captured = _from_exported(exported, model, in_spec)
+    captured.parameters = parameters_of(model)
     _refuse_subgraphs(captured.module)
     _make_fake(captured, leaves, model)
     if lift_casts:

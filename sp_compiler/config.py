@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from sp_compiler.errors import ArgumentError, UnsupportedError
+from sp_compiler.hints import Hint, checked_hints, hint_text
 
 Recompute = Literal["none", "attention", "selective", "full", "auto"]
 Dropout = Literal["regenerate", "stored"]
@@ -31,6 +33,7 @@ class CompileOptions:
     backend: Backend = "eager"
     outputs: Outputs = "auto"
     nominal_tokens: int = 8192
+    hints: Mapping[str, Hint] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _check_choice("recompute", self.recompute, get_args(Recompute))
@@ -43,6 +46,7 @@ class CompileOptions:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ArgumentError(f"{name}={value!r}: expected a positive int")
+        object.__setattr__(self, "hints", checked_hints(self.hints))
         if self.recompute == "auto" or self.memory_budget is not None:
             raise UnsupportedError(
                 'recompute="auto" and memory_budget are not in this version; '
@@ -50,6 +54,11 @@ class CompileOptions:
             )
         if self.backend == "inductor":
             raise UnsupportedError('backend="inductor" is not in this version; use backend="eager"')
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data; hints as a user writes them."""
+        hints = {key: hint_text(hint) for key, hint in self.hints.items()}
+        return {**asdict(replace(self, hints={})), "hints": hints}
 
 
 def _check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:

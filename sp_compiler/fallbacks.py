@@ -42,7 +42,9 @@ def _parameters(compiled: CompiledProgram) -> Iterator[str]:
                 continue
             seen.add(name)
             shape = "x".join(map(str, node.meta["val"].shape))
-            lines.setdefault(f"({shape}) {_why(node, compiled.world)}", []).append(name)
+            wish = compiled.program.wishes.get(name)
+            asked = str(wish) if wish and not any(wish.allowed[1:]) else ""
+            lines.setdefault(f"({shape}) {asked or _why(node, compiled.world)}", []).append(name)
     for reason, names in lines.items():
         others = f" and {len(names) - 1} more like it" if len(names) > 1 else ""
         yield f"parameter {names[0]}{others} is replicated: {reason}"

@@ -16,6 +16,7 @@ from sp_compiler.check import check_forward, check_partitioned
 from sp_compiler.codegen import CompiledRegion, load, module_source
 from sp_compiler.compiled import CompiledProgram, LossBackward
 from sp_compiler.config import CompileOptions
+from sp_compiler.hints import wishes_of
 from sp_compiler.passes.compile_region import compile_region
 from sp_compiler.passes.normalize import normalize
 from sp_compiler.passes.outline import outline
@@ -74,9 +75,10 @@ def compile_captured(
 def to_program(captured: Captured, options: CompileOptions, clock: _Clock | None = None) -> Program:
     """Normalise ``captured`` in place and cut it into regions of whole tensors."""
     clock = clock or _Clock({})
+    wishes = wishes_of(options.hints, captured.parameters)
     normalize(captured, dropout=options.dropout)
     clock.lap("normalize")
-    program = outline(captured)
+    program = outline(captured, wishes)
     clock.lap("outline")
     return program
 

@@ -228,7 +228,7 @@ def make_plan(compiled: CompiledProgram, options: CompileOptions, model_name: st
     return Plan(
         model_name=model_name or "model",
         tp=compiled.world,
-        options=asdict(options),
+        options=options.to_dict(),
         parameter_bytes=sum(size.num_bytes for size in sizes.values()),
         replicated_parameter_bytes=sum(s.num_bytes for s in sizes.values() if s.replicated),
         gradient_bytes=sum(size.num_bytes for size in trained),

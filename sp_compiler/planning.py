@@ -9,6 +9,7 @@ from torch import nn
 
 from sp_compiler.config import Backend, CompileOptions, Dropout, Outputs, Recompute
 from sp_compiler.errors import ArgumentError
+from sp_compiler.hints import Hint, parameters_of, wishes_of
 from sp_compiler.pipeline import build
 from sp_compiler.plan import Plan
 
@@ -28,6 +29,7 @@ def plan(
     backend: Backend = "eager",
     outputs: Outputs = "auto",
     nominal_tokens: int = 8192,
+    hints: Mapping[str, Hint] | None = None,
 ) -> Plan:
     """What :func:`sp_compiler.compile` would make of ``model`` on ``tp`` ranks.
 
@@ -62,7 +64,9 @@ def plan(
         backend=backend,
         outputs=outputs,
         nominal_tokens=nominal_tokens,
+        hints={} if hints is None else hints,
     )
+    wishes_of(options.hints, parameters_of(model))  # raises before the model is captured
     found = build(model, args, kwargs, options).plan
     assert isinstance(found, Plan)
     return found

@@ -14,6 +14,7 @@ import torch
 from torch.fx import GraphModule
 from torch.utils._pytree import TreeSpec
 
+from sp_compiler.hints import Parameters, Wish
 from sp_compiler.placement import Placement
 
 RefKind = Literal["param", "buffer", "constant", "input", "call", "seed"]
@@ -89,6 +90,8 @@ class Program:
         mutated_buffers: buffer name to the new value that is written back after the forward.
         aliases: parameter name to the name under which the same tensor is used (tied weights).
         notes: what the user should know (fallbacks with reasons).
+        parameters: of the model, used or not.
+        wishes: what the user's hints ask of parameters.
     """
 
     calls: list[Call]
@@ -98,6 +101,8 @@ class Program:
     aliases: dict[str, str] = field(default_factory=dict)
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    parameters: Parameters = field(default_factory=dict)
+    wishes: dict[str, Wish] = field(default_factory=dict)
 
     @property
     def regions(self) -> list[Region]:

@@ -17,6 +17,7 @@ from sp_compiler.capture_context import without_cache
 from sp_compiler.compiled import CompiledProgram, LossBackward, RegionCode
 from sp_compiler.config import CompileOptions, Dropout, Outputs, Recompute
 from sp_compiler.errors import ArgumentError, PassError, SPCompilerError
+from sp_compiler.hints import Hint
 from sp_compiler.interpreted import PartitionedCode, ShardedCode
 from sp_compiler.pipeline import compile_program, to_program
 from sp_compiler.planning import ExampleInputs, checked_inputs
@@ -46,6 +47,7 @@ def verify(
     dropout: Dropout = "regenerate",
     outputs: Outputs = "auto",
     nominal_tokens: int = 8192,
+    hints: Mapping[str, Hint] | None = None,
 ) -> VerifyReport:
     """Compare a compiled ``model`` with itself on one device: outputs and every gradient.
 
@@ -82,6 +84,7 @@ def verify(
         dropout=dropout,
         outputs=outputs,
         nominal_tokens=nominal_tokens,
+        hints={} if hints is None else hints,
     )
     asked = kwargs.get("use_cache") is True
     if asked:

@@ -7,13 +7,16 @@ Requires ``meta["val"]`` and ``meta["requires_grad"]`` on every node; establishe
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from sp_compiler.config import CompileOptions
+from sp_compiler.errors import ArgumentError, SPCompilerError
 from sp_compiler.graph import tensor_operands
+from sp_compiler.hints import hint_text, wishes_of
 from sp_compiler.passes.shard.lower import RegionLowering
 from sp_compiler.passes.shard.problem import Problem, ProblemBuilder
 from sp_compiler.passes.shard.values import (
@@ -57,28 +60,69 @@ def shard(
         options: ``tp``, ``sequence_parallel``, ``nominal_tokens``, ``outputs`` are read.
         fixed: storage placements that an earlier compilation gave to the parameters.
     """
-    world = options.tp
+    if options.tp == 1:
+        program, _ = _route_outputs(program)
+        return _unsharded(program, activate(program))
+    builder = placement_problem(program, options, fixed or {})
+    problem = builder.problem
+    try:
+        solution = solve(problem.vertices, builder.conversion_cost)
+    except SPCompilerError as error:
+        raise _blamed_on_hints(program, options, fixed or {}, error) from error
+    facts = {id(region): mine for region, mine in zip(builder.regions, builder.facts, strict=True)}
+    assembled = _Assembly(builder.program, facts, problem, solution.choices, options.tp)
+    return replace(assembled.run(), cost_us=solution.cost_us)
+
+
+def placement_problem(
+    program: Program, options: CompileOptions, fixed: dict[str, Placement]
+) -> ProblemBuilder:
+    """The built problem of placing ``program`` on ``options.tp`` ranks, at least two."""
     program, routed = _route_outputs(program)
     facts = activate(program)
-    if world == 1:
-        return _unsharded(program, facts)
     for region in program.regions:
-        label_dims(region, facts[id(region)], world)
+        label_dims(region, facts[id(region)], options.tp)
     builder = ProblemBuilder(
         program,
         facts,
-        world=world,
+        world=options.tp,
         sequence_parallel=options.sequence_parallel and _has_clear_rows(program, facts),
         nominal_tokens=options.nominal_tokens,
         shard_outputs=lambda index: (
             program.outputs[index] not in routed and _may_shard(program, index, options)
         ),
-        fixed=fixed or {},
+        fixed=fixed,
     )
-    problem = builder.build()
-    solution = solve(problem.vertices, builder.conversion_cost)
-    assembled = _Assembly(program, facts, problem, solution.choices, world)
-    return replace(assembled.run(), cost_us=solution.cost_us)
+    builder.build()
+    return builder
+
+
+def _blamed_on_hints(
+    program: Program, options: CompileOptions, fixed: dict[str, Placement], error: SPCompilerError
+) -> SPCompilerError:
+    """Which hints cannot be met together: without any of them, all others can."""
+
+    def impossible(keys: Iterable[str]) -> bool:
+        kept = wishes_of({key: options.hints[key] for key in keys}, program.parameters)
+        builder = placement_problem(replace(program, wishes=kept), options, fixed)
+        try:
+            solve(builder.problem.vertices, builder.conversion_cost)
+        except SPCompilerError:
+            return True
+        return False
+
+    if impossible(()):
+        return error
+    guilty = dict(options.hints)
+    for key in options.hints:
+        if impossible(other for other in guilty if other != key):
+            del guilty[key]
+    texts = " and ".join(f"hints[{key!r}]={hint_text(hint)}" for key, hint in guilty.items())
+    return ArgumentError(
+        f"{texts} cannot be met together on {options.tp} ranks: some operator reads parameters "
+        "placed by them and has no way to run with both; drop one, or ask plan.explain(name) "
+        "without it what is possible"
+    )
 
 
 def _unsharded(program: Program, facts: dict[int, RegionValues]) -> Sharded:

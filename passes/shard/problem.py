@@ -11,7 +11,10 @@ import torch
 from torch.fx import Node
 
 from sp_compiler.cost import H100, conversion_us, operator_us
+from sp_compiler.errors import ArgumentError
 from sp_compiler.graph import arguments, tensor_operands
+from sp_compiler.hints import placement_text
+from sp_compiler.passes.shard.reasons import why_whole
 from sp_compiler.passes.shard.values import (
     RegionValues,
     Value,
@@ -264,13 +267,52 @@ class ProblemBuilder:
             self.problem.param_class.update(dict.fromkeys(names, number))
             keys = [(i, (self.regions[i].placeholders[p], 0)) for i, p in places]
             replicated = self._replicated_cost(keys[0][1]) * len(names)
-            allowed = [I, *self._needed(keys, "S")]
-            allowed = [self.fixed[name] for name in names if name in self.fixed][:1] or allowed
+            fixed = [self.fixed[name] for name in names if name in self.fixed][:1]
+            allowed = fixed or self._allowed(names[0], keys)
             options = [
                 Option((), (placement,) * len(keys), 0.0 if placement.is_sharded else replicated)
                 for placement in allowed
             ]
             self.problem.add(("param", number), Vertex((), tuple(keys), options))
+
+    def _allowed(self, name: str, keys: list[Key]) -> list[Placement]:
+        """Ways to store a parameter: those that all its readers can take and hints do not rule out.
+
+        Raises:
+            ArgumentError: hints rule out all of them.
+        """
+        offered = [I, *self._taken_by_all(keys)]
+        wish = self.program.wishes.get(name)
+        allowed = [p for p in offered if wish is None or wish.allows(p)]
+        if not allowed:
+            assert wish is not None
+            shape, ways = shape_of(keys[0][1]), dict.fromkeys(map(placement_text, offered))
+            wanted = wish.allowed[1:].index(True)
+            raise ArgumentError(
+                f"{wish} cannot be met on {self.world} ranks: parameter {name!r} {shape} can be "
+                f"{' or '.join(ways)}; {self._why_not_sharded(keys, wanted)}"
+            )
+        return allowed
+
+    def _taken_by_all(self, keys: list[Key]) -> list[Placement]:
+        """The sharded placements in which every operator can take the parameter."""
+        taken = [
+            {option.needs[position] for option in vertex.options}
+            for vertex in self.problem.vertices
+            for position, value in enumerate(vertex.needs)
+            if value in keys
+        ]
+        common = set.intersection(*taken) if taken else set()
+        return sorted(placement for placement in common if placement.kind == "S")
+
+    def _why_not_sharded(self, keys: list[Key], dim: int) -> str:
+        for vertex, subject in zip(self.problem.vertices, self.problem.subjects, strict=True):
+            for position, (i, value) in enumerate(vertex.needs):
+                taken = [option.needs[position] for option in vertex.options]
+                if (i, value) in keys and not any(p.kind == "S" and p.dim == dim for p in taken):
+                    _, node = subject
+                    return why_whole(node, self.facts[i].rules[node], value, dim, self.world)
+        return "its readers do not agree on a way"
 
     def _replicated_cost(self, param: Value) -> float:
         """Price of a parameter that every rank holds; what is small beside the largest is cheap."""

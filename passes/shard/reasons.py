@@ -1,0 +1,37 @@
+"""Why an operator cannot take a sharded operand, in words."""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from sp_compiler.errors import module_path, source_line
+from sp_compiler.graph import tensor_operands
+from sp_compiler.passes.shard.values import Value, value_of
+from sp_compiler.rules.factors import Dim, OpRule
+
+
+def operator_text(node: Node) -> str:
+    """Such as ``aten.linear in layers.0.mlp.up (model.py:12 x = self.up(x))``."""
+    where = module_path(node)
+    line = source_line(node)
+    return f"{node.target}{f' in {where}' if where else ''}{f' ({line})' if line else ''}"
+
+
+def why_whole(node: Node, rule: OpRule | None, value: Value, dim: int, world: int) -> str:
+    """Why ``node`` does not take its operand ``value`` sharded on ``dim``."""
+    if rule is None:
+        return f"there is no sharding rule for {operator_text(node)}"
+    operands = [value_of(operand) for operand in tensor_operands(node)]
+    factors = rule.operands[operands.index(value)][dim]
+    return f"{operator_text(node)} {_why_dim_whole(factors, dim, world)}"
+
+
+def _why_dim_whole(factors: Dim, dim: int, world: int) -> str:
+    if not factors:
+        return f"has dim {dim} of size 1"
+    if any(factor.blocked for factor in factors):
+        return f"needs dim {dim} whole on every rank"
+    if all(factor.size % world for factor in factors):
+        sizes = " x ".join(str(factor.size) for factor in factors)
+        return f"has {sizes} along dim {dim}, which does not divide by {world}"
+    return f"has no way to run with dim {dim} sharded"

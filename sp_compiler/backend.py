@@ -40,8 +40,8 @@ def sp_compiler_backend(
     Args:
         module: torch-level graph with parameters and buffers as inputs.
         example_inputs: for which dynamo captured it.
-        options: those of :func:`sp_compiler.compile`, except that outputs are always replicated; hints that match nothing in
-            this graph are warned about and left out.
+        options: those of :func:`sp_compiler.compile`, except that outputs are always replicated
+            and that hints which match nothing in this graph are warned about and left out.
         mode: not supported.
 
     Raises:

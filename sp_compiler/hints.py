@@ -14,7 +14,9 @@ from torch.distributed.tensor import Replicate, Shard
 from sp_compiler.errors import ArgumentError
 from sp_compiler.placement import I, Placement, S
 
-_ALLOWED = "Shard(dim), Replicate() (of torch.distributed.tensor), or sp_compiler.forbid(...) of them"
+_ALLOWED = (
+    "Shard(dim), Replicate() (of torch.distributed.tensor), or sp_compiler.forbid(...) of them"
+)
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,7 @@ def checked_hints(hints: Any) -> dict[str, Hint]:
     """
     if not isinstance(hints, Mapping):
         raise ArgumentError(
-            f"hints={hints!r}: expected a dict of names, such as "
-            '{"layers.*.mlp.up": Shard(0)}'
+            f'hints={hints!r}: expected a dict of names, such as {{"layers.*.mlp.up": Shard(0)}}'
         )
     for key, hint in hints.items():
         if not isinstance(key, str) or not key:

@@ -30,7 +30,7 @@ from sp_compiler.placement import I, P, Placement, R, S, T
 from sp_compiler.program import Program, Ref
 from sp_compiler.rules.factors import Factor, OpRule
 from sp_compiler.rules.strategies import Offers, Strategy, strategies
-from sp_compiler.solver import Option, Vertex
+from sp_compiler.vertices import Option, Vertex
 
 aten = torch.ops.aten
 Key = tuple[int, Value]

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -21,6 +23,7 @@ from sp_compiler.passes.compile_region import compile_region
 from sp_compiler.passes.normalize import normalize
 from sp_compiler.passes.outline import outline
 from sp_compiler.passes.shard import shard
+from sp_compiler.passes.shard.explain import explain
 from sp_compiler.placement import Placement
 from sp_compiler.plan import make_plan
 from sp_compiler.program import Program, Ref, Region
@@ -68,7 +71,8 @@ def compile_captured(
     compiled = compile_program(program, options, fixed=fixed)
     compiled.stages = {"export": exported, **compiled.stages}
     compiled.seconds = {**clock.seconds, **compiled.seconds}
-    compiled.plan = make_plan(compiled, options, model_name)
+    plan = make_plan(compiled, options, model_name)
+    compiled.plan = replace(plan, explainer=partial(explain, program, options, dict(fixed or {})))
     return compiled
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from torch.fx import Graph
@@ -12,6 +12,8 @@ from torch.fx import Graph
 from sp_compiler.compiled import CompiledProgram
 from sp_compiler.config import CompileOptions
 from sp_compiler.cost import H100
+from sp_compiler.errors import NotCompiledError
+from sp_compiler.explanation import Explanation
 from sp_compiler.fallbacks import fallbacks
 from sp_compiler.liveness import SEED_BYTES, Kept, StepMemory, step_memory
 from sp_compiler.partitioned import Partitioned, SavedTensor
@@ -142,6 +144,7 @@ class Plan:
         fallbacks: what runs or is stored replicated, and why.
         notes: what else to know.
         seconds: spent in each step of the compilation.
+        explainer: what :meth:`explain` calls; a plan that was pickled has none.
     """
 
     model_name: str
@@ -160,6 +163,7 @@ class Plan:
     fallbacks: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict)
+    explainer: Callable[[str], Explanation] | None = field(default=None, repr=False, compare=False)
 
     @property
     def total_bytes(self) -> int:
@@ -198,8 +202,10 @@ class Plan:
             {**asdict(block), "num_calls": block.num_calls, "kept_bytes": block.kept_bytes}
             for block in self.blocks
         ]
+        plain = asdict(replace(self, explainer=None))
+        del plain["explainer"]
         return {
-            **asdict(self),
+            **plain,
             "blocks": blocks,
             "collectives": [asdict(item) for item in self.collectives],
             "total_bytes": self.total_bytes,
@@ -210,6 +216,34 @@ class Plan:
     def to_json(self) -> str:
         """:meth:`to_dict` as JSON."""
         return json.dumps(self.to_dict(), indent=2)
+
+    def explain(self, name: str) -> Explanation:
+        """Why a module's parameters are, or are not, sharded, and what the other ways would cost.
+
+        The placements are solved again, once for each way, which takes from tenths of a second to
+        seconds.
+
+        >>> print(m.plan.explain("layers.0.attn.o_proj"))
+
+        Args:
+            name: of a parameter, or of a module of the model: its own parameters, or all that are
+                inside it where it has none.
+
+        Raises:
+            ArgumentError: no such name; the message has what is near.
+            NotCompiledError: the plan comes from another process.
+        """
+        if self.explainer is None:
+            raise NotCompiledError(
+                "explain: this plan was copied from another process; ask sp_compiler.plan(...) here"
+            )
+        return self.explainer(name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "explainer": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
+        return self
 
     def __str__(self) -> str:
         return report(self)

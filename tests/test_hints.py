@@ -202,7 +202,7 @@ def test_hints_that_one_operator_cannot_meet_together_are_named() -> None:
 
 
 def test_sizes_that_do_not_divide_are_named() -> None:
-    with pytest.raises(ArgumentError, match=r"has 6 along dim 0, which does not divide by 4"):
+    with pytest.raises(ArgumentError, match=r"has 6 along dim 0, and 6 does not divide by 4"):
         sp_compiler.plan(
             _Named(), ((torch.randn(4, 3, 6),), {}), tp=4, hints={"layers.3": Shard(0)}
         )

@@ -290,7 +290,7 @@ class ProblemBuilder:
             wanted = wish.allowed[1:].index(True)
             raise ArgumentError(
                 f"{wish} cannot be met on {self.world} ranks: parameter {name!r} {shape} can be "
-                f"{' or '.join(ways)}; {self._why_not_sharded(keys, wanted)}"
+                f"{' or '.join(ways)}; {self.why_not_sharded(keys, wanted)}"
             )
         return allowed
 
@@ -305,7 +305,8 @@ class ProblemBuilder:
         common = set.intersection(*taken) if taken else set()
         return sorted(placement for placement in common if placement.kind == "S")
 
-    def _why_not_sharded(self, keys: list[Key], dim: int) -> str:
+    def why_not_sharded(self, keys: list[Key], dim: int) -> str:
+        """Why a parameter, the values ``keys``, cannot be stored sharded on ``dim``."""
         for vertex, subject in zip(self.problem.vertices, self.problem.subjects, strict=True):
             for position, (i, value) in enumerate(vertex.needs):
                 taken = [option.needs[position] for option in vertex.options]

@@ -31,7 +31,8 @@ def _why_dim_whole(factors: Dim, dim: int, world: int) -> str:
         return f"has dim {dim} of size 1"
     if any(factor.blocked for factor in factors):
         return f"needs dim {dim} whole on every rank"
-    if all(factor.size % world for factor in factors):
+    outer = factors[0].size
+    if outer % world:
         sizes = " x ".join(str(factor.size) for factor in factors)
-        return f"has {sizes} along dim {dim}, which does not divide by {world}"
+        return f"has {sizes} along dim {dim}, and {outer} does not divide by {world}"
     return f"has no way to run with dim {dim} sharded"

@@ -1,4 +1,4 @@
-"""Why something is (not) sharded: the costs are those of the problem, the reasons are the true ones."""
+"""Why something is (not) sharded: costs are those of the problem, reasons are the true ones."""
 
 from __future__ import annotations
 

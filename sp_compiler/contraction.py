@@ -233,12 +233,12 @@ class Contraction:
                     left -= max(self._cost(value, p, others & ~mask) for p in makers[value])
                     if left < 0:
                         return False
-            for value, mine, others, mask in zip(makes, row[1], other[1], seen, strict=True):
-                for target in _bits(mask & ~others[1]) if mine != others else ():
+            for value, mine, its, mask in zip(makes, row[1], other[1], seen, strict=True):
+                for target in _bits(mask & ~its[1]) if mine != its else ():
                     bit = 1 << target
                     before = 0.0 if mine[1] & bit else self._cost(value, mine[0], bit)
                     if before < math.inf:
-                        left -= max(0.0, self._cost(value, others[0], bit) - before)
+                        left -= max(0.0, self._cost(value, its[0], bit) - before)
             return left >= 0
 
         for row in sorted(best, key=best.__getitem__):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from sp_compiler.placement import Placement
 
-Value = Hashable
+Value = Any
+"""A hashable name of a value."""
 ConversionCost = Callable[[Any, Placement, Placement], "float | None"]
 """us to make a value's second placement from the first; ``None``: impossible."""
 

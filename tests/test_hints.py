@@ -229,7 +229,7 @@ def test_compile_refuses_before_it_takes_the_model_over() -> None:
 
 
 def test_graphs_of_torch_compile_take_their_own_hints() -> None:
-    options = {"tp": 1, "hints": {"layers.3": Shard(0), "elsewhere": Shard(0)}}
+    options: Any = {"tp": 1, "hints": {"layers.3": Shard(0), "elsewhere": Shard(0)}}
     compiled = torch.compile(_Named(), backend=sp_compiler_backend, options=options)
     with pytest.warns(UserWarning, match="for 'elsewhere' match nothing in this graph.*layers.0.w"):
         compiled(torch.randn(2, 6))

@@ -113,7 +113,7 @@ class _Question:
 
     def _places(self, name: str) -> Iterator[Key]:
         """The values of the problem that are this parameter."""
-        found = {}
+        found: dict[Key, None] = {}
         for call in self.program.calls:
             for node, ref in zip(call.region.placeholders, call.args, strict=True):
                 if ref.kind == "param" and ref.name == name:
@@ -203,7 +203,10 @@ class _Question:
 
     def _conversion_text(self, conversion: Conversion) -> str:
         (_, (node, _)), source, target = conversion
-        kinds = tuple("S" if p.is_sharded else p.kind for p in (source, target))
+        kinds = (
+            "S" if source.is_sharded else source.kind,
+            "S" if target.is_sharded else target.kind,
+        )
         where = module_path(node)
         of = f"{node.name} in {where}" if where else node.name
         price = f"{self._price(conversion):.1f} us"

@@ -16,6 +16,7 @@ from sp_compiler.errors import (
 )
 from sp_compiler.plan import Plan
 from sp_compiler.planning import plan
+from sp_compiler.rules.custom import rule
 from sp_compiler.verification import verify
 from sp_compiler.verify_report import VerifyReport
 
@@ -34,6 +35,7 @@ __all__ = [
     "compile",
     "diff",
     "plan",
+    "rule",
     "verify",
 ]
 __version__ = "0.1.0"

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from sp_compiler.check.opaque import as_value, opaque_strategies
 from sp_compiler.check.shapes import Shape, global_shape, local_shapes, result_shapes
+from sp_compiler.errors import ArgumentError
 from sp_compiler.graph import arguments, tensor_operands
 from sp_compiler.op_kinds import FILLED
 from sp_compiler.placement import P, Placement, R, S
@@ -146,7 +147,10 @@ def _shadow(node: Node, values: Sequence[Any], shapes: Sequence[Shape | None]) -
 
 
 def _offered(shadow: Node, operands: Sequence[Placement], world: int) -> list[Strategy]:
-    rule = rule_for(shadow)
+    try:
+        rule = rule_for(shadow)
+    except ArgumentError:  # a user's rule: these shapes do not go together
+        return []
     if rule is None:
         return []
     claim = shadow.meta.get("placement", R)  # of a dim that only the result has

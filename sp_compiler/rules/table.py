@@ -36,6 +36,7 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
     def register(function: Rule) -> Rule:
         for name in names:
+            assert name not in _TABLE, f"{name} has two rules"
             _TABLE[name] = function
         return function
 
@@ -243,7 +244,7 @@ def _embedding(node: Node) -> OpRule:
 # Row-wise operators and reductions.
 
 
-@rule("aten::layer_norm", "aten::rms_norm", "aten::native_layer_norm")
+@rule("aten::layer_norm", "aten::rms_norm")
 def _layer_norm(node: Node) -> OpRule | None:
     shapes, results = _operand_shapes(node), _result_shapes(node)
     if len(results) != 1:

@@ -28,7 +28,7 @@ from sp_compiler.passes.shard.lower import RegionLowering, local_placement
 from sp_compiler.passes.shard.problem import vocabulary_strategies
 from sp_compiler.passes.shard.values import RegionValues, results_of
 from sp_compiler.placement import Placement, R
-from sp_compiler.program import Region
+from sp_compiler.program import RefKind, Region
 from sp_compiler.rules.factors import Dims, Factor, OpRule
 from sp_compiler.rules.strategies import Offers, Strategy, strategies
 from sp_compiler.rules.table import rule_for
@@ -128,7 +128,8 @@ def _region(call: Call) -> tuple[Region, Node]:
         make_dims_negative(graph)
     names = tuple(found.name for found in graph.find_nodes(op="placeholder"))
     module = GraphModule(nn.Module(), graph, class_name="Operator")
-    return Region("Operator", module, ("call",) * len(names), names), node
+    kinds: list[RefKind] = ["call"] * len(names)
+    return Region("Operator", module, tuple(kinds), names), node
 
 
 def offered(whole: Whole, world: int) -> list[Strategy]:
@@ -138,7 +139,11 @@ def offered(whole: Whole, world: int) -> list[Strategy]:
     found: list[Strategy] = []
     for operand_rows, result_rows in _row_counts(rule):
         offers = Offers(
-            world, lambda factor: True, lambda factor: _cuts(factor, world), operand_rows, result_rows
+            world,
+            lambda factor: True,
+            lambda factor: _cuts(factor, world),
+            operand_rows,
+            result_rows,
         )
         found += strategies(rule, num_operands, num_results, offers)
     found += vocabulary_strategies(node, world)
@@ -154,9 +159,10 @@ def offered(whole: Whole, world: int) -> list[Strategy]:
 
 def _row_counts(rule: OpRule | None) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """How many leading dims of operands and results may be tokens: those of the same factors."""
-    yield tuple(0 for _ in (rule.operands if rule else ())), tuple(0 for _ in (rule.results if rule else ()))
     if rule is None:
+        yield (), ()
         return
+    yield (0,) * len(rule.operands), (0,) * len(rule.results)
     for count in range(1, max(map(len, rule.results), default=0) + 1):
         if any(len(dims) < count for dims in rule.results):
             return
@@ -173,11 +179,10 @@ def _leading(dims: Dims, count: int) -> list[Factor]:
     return [factor for dim in dims[:count] for factor in dim]
 
 
-def _cuts(factor: Factor, world: int) -> list[tuple[int, ...]]:
+def _cuts(factor: Factor, world: int) -> Sequence[tuple[int, ...]]:
     """Two equal segments and two unequal ones."""
-    half, third = factor.size // 2, factor.size // 3
-    found = [(half, half)] if factor.size % (2 * world) == 0 else []
-    return found + ([(third, 2 * third)] if factor.size % (3 * world) == 0 else [])
+    cuts = [(factor.size // 2, factor.size // 2), (factor.size // 3, 2 * (factor.size // 3))]
+    return [cut for cut in cuts if sum(cut) == factor.size and all(n % world == 0 for n in cut)]
 
 
 Run = Callable[[Communicator, list[Any], list[Any]], tuple[list[Any], list[Any]]]
@@ -210,7 +215,9 @@ def check(whole: Whole, strategy: Strategy, world: int, step: Step | None = None
     true = (*whole.outputs, *whole.grads)
     kept = (*results, *(placement.dual for placement in strategy.operands))
     shapes = [tuple(x.shape) for x in (*whole.outputs, *whole.inputs)]
-    for mine, expected, placement, shape in zip((*outputs, *grads), true, kept, shapes, strict=True):
+    for mine, expected, placement, shape in zip(
+        (*outputs, *grads), true, kept, shapes, strict=True
+    ):
         if expected is None:
             assert mine is None or not _join(mine, placement, shape).any()
             continue
@@ -248,10 +255,14 @@ def _traced_step(whole: Whole, strategy: Strategy, world: int, step: Step | None
         for x, p in zip(whole.outputs, strategy.results, strict=False)
     ]
     sizes = {"input_sizes": local[0], "bias_sizes": local[-1]}
-    parts = [local_part(x, p, 0, world) for x, p in zip(whole.inputs, strategy.operands, strict=True)]
+    parts = [
+        local_part(x, p, 0, world) for x, p in zip(whole.inputs, strategy.operands, strict=True)
+    ]
     _check_derived(_region(whole.call.on(parts, **sizes))[1], strategy, world)
 
-    def run(tp: Communicator, inputs: list[Any], tangents: list[Any]) -> tuple[list[Any], list[Any]]:
+    def run(
+        tp: Communicator, inputs: list[Any], tangents: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
         call = whole.call.on(inputs, **sizes)
         results = call.target(*call.args, **call.kwargs)
         results = results if isinstance(results, (tuple, list)) else [results]
@@ -278,7 +289,9 @@ def _is_opaque(region: Region) -> bool:
 def eager_step(region: Region, world: int) -> Run:
     """Node by node, differentiated by autograd."""
 
-    def run(tp: Communicator, inputs: list[Any], tangents: list[Any]) -> tuple[list[Any], list[Any]]:
+    def run(
+        tp: Communicator, inputs: list[Any], tangents: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
         leaves = [
             x.requires_grad_(placeholder.meta["requires_grad"])
             for x, placeholder in zip(inputs, region.placeholders, strict=True)
@@ -295,7 +308,9 @@ def compiled_step(region: Region, world: int) -> Run:
     flows = compiled.differentiable
     check_partitioned(compiled.region, compiled.partitioned, compiled.joint.tangent_outputs, world)
 
-    def run(tp: Communicator, inputs: list[Any], tangents: list[Any]) -> tuple[list[Any], list[Any]]:
+    def run(
+        tp: Communicator, inputs: list[Any], tangents: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
         with torch.no_grad():
             outputs, saved = compiled.code.forward(tp, *inputs)
             used = [x for x, flow in zip(tangents, flows, strict=True) if flow]

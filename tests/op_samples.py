@@ -6,6 +6,7 @@ argument a value by its name or type. What has a shape of its own is written out
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import zlib
@@ -83,29 +84,29 @@ def _is_tensor_operator(target: Any) -> bool:
 
 
 _EXCLUDED = {
-    # what no captured graph holds: spellings of TorchScript, results that no shape tells, random
-    aten.rrelu.default, aten.equal.default, aten.narrow.Tensor, aten.to.prim_Device, aten.to.prim_dtype, aten.to.prim_other, aten.where.default,
+    # what no captured graph holds: spellings of TorchScript, results that data decide, random
+    aten.to.prim_Device, aten.to.prim_dtype, aten.to.prim_other, aten.numpy_T.a,
     aten.index.list_Tensor, aten.index.Tensor_hacked_twin, aten.index_put.hacked_twin,
-    aten._unsafe_index_put.hacked_twin, aten.numpy_T.a,
+    aten._unsafe_index_put.hacked_twin, aten.where.default, aten.equal.default,
+    aten.narrow.Tensor, aten.rrelu.default,
     # a product of 16-bit factors in 32 bits, on GPUs alone
     aten.mm.dtype, aten.bmm.dtype, aten.baddbmm.dtype, aten.addmm.dtype,
     aten._scaled_dot_product_flash_attention.quantized,
 }  # fmt: skip
 
 
-NEED_GPU = frozenset(
-    {
-        aten._fused_rms_norm_backward.default,
-        *(
-            getattr(aten, f"_scaled_dot_product_{name}{suffix}").default
-            for name in ("flash", "efficient", "cudnn", "fused")
-            for suffix in ("_attention", "_attention_backward")
-            if name != "fused"
+NEED_GPU = {
+    getattr(aten, f"{name}{suffix}").default
+    for name, suffix in itertools.product(
+        (
+            "_scaled_dot_product_flash_attention",
+            "_scaled_dot_product_efficient_attention",
+            "_scaled_dot_product_cudnn_attention",
+            "_scaled_dot_product_fused_attention_overrideable",
         ),
-        aten._scaled_dot_product_fused_attention_overrideable.default,
-        aten._scaled_dot_product_fused_attention_overrideable_backward.default,
-    }
-)
+        ("", "_backward"),
+    )
+} | {aten._fused_rms_norm_backward.default}
 """Operators without a kernel for CPUs."""
 
 
@@ -192,9 +193,7 @@ def _fill(target: Any, draw: Draw, *, integers: bool) -> Call:
             continue
         else:
             value = 2 if integers and kind == "number" else _BY_TYPE.get(kind)
-        if argument.kwarg_only:
-            kwargs[argument.name] = value
-        elif len(args) < target._schema.arguments.index(argument):
+        if argument.kwarg_only or len(args) < target._schema.arguments.index(argument):
             kwargs[argument.name] = value
         else:
             args.append(value)
@@ -478,7 +477,9 @@ def _indexed(draw: Draw) -> tuple[Shape, list[Any], Shape]:
     last = draw.random.randrange(first, len(shape)) + 1
     picked = draw.shape(0, 2)
     indices: list[Any] = [None] * first
-    indices += [draw.ids(shape[dim], *draw.narrower(picked) if picked else ()) for dim in range(first, last)]
+    indices += [
+        draw.ids(shape[dim], *draw.narrower(picked) if picked else ()) for dim in range(first, last)
+    ]
     if picked:
         indices[first] = draw.ids(shape[first], *picked)
     return shape, indices, (*shape[:first], *picked, *shape[last:])

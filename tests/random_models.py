@@ -35,7 +35,9 @@ class Recipe:
     steps: list[Step] = field(default_factory=list)
 
     def __repr__(self) -> str:
-        lines = [f"{i + 1}: {s.name}{s.values} {s.options} {s.params}" for i, s in enumerate(self.steps)]
+        lines = [
+            f"{i + 1}: {s.name}{s.values} {s.options} {s.params}" for i, s in enumerate(self.steps)
+        ]
         return "\n".join([f"Recipe of ({self.batch}, {self.seq}, {self.width})", *lines])
 
 
@@ -57,10 +59,16 @@ class RandomModel(nn.Module):
         values, weights = [self.embedding(ids)], iter(self.weights)
         for step in self.recipe.steps:
             operands = [values[index] for index in step.values]
-            values.append(OPERATORS[step.name](*operands, *(next(weights) for _ in step.params), *step.options))
+            values.append(
+                OPERATORS[step.name](
+                    *operands, *(next(weights) for _ in step.params), *step.options
+                )
+            )
         used = {index for step in self.recipe.steps for index in step.values}
         unused = [value for index, value in enumerate(values) if index not in used]
-        return sum((value.square().mean() + value.sin().sum() / 7 for value in unused), torch.zeros(()))
+        return sum(
+            (value.square().mean() + value.sin().sum() / 7 for value in unused), torch.zeros(())
+        )
 
 
 def _fused(x: Tensor, weight: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -134,10 +142,15 @@ def recipes(draw: st.DrawFn, most: int = 10) -> Recipe:
     shapes: list[Shape] = [(recipe.batch, recipe.seq, recipe.width)]
     for _ in range(draw(st.integers(2, most))):
         # Mostly the latest value, so that the graph is deep.
-        index = draw(st.sampled_from((len(shapes) - 1, len(shapes) - 1, *range(len(shapes)))))
+        index = draw(st.sampled_from([*[len(shapes) - 1] * 4, *range(len(shapes))]))
         step = draw(_step(index, shapes))
         shape = None if step is None else _result(step, shapes)
-        if shape is not None and len(shape) <= 5 and 0 < math.prod(shape) <= _LARGEST:
+        if (
+            step is not None
+            and shape is not None
+            and len(shape) <= 5
+            and 0 < math.prod(shape) <= _LARGEST
+        ):
             recipe.steps.append(step)
             shapes.append(shape)
     return recipe
@@ -226,7 +239,8 @@ def _step(draw: st.DrawFn, index: int, shapes: list[Shape]) -> Step | None:
 @st.composite
 def _reshaped(draw: st.DrawFn, shape: Shape) -> Shape:
     """Another shape of as many elements."""
-    rest, found = math.prod(shape), []
+    found: list[int] = []
+    rest = math.prod(shape)
     while rest > 1 and len(found) < 3:
         size = draw(st.sampled_from([n for n in range(1, rest + 1) if rest % n == 0]))
         found.append(size)

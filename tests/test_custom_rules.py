@@ -50,7 +50,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(*inputs)
 
 
-gate.register_autograd(lambda ctx, grad: gate_backward(grad, *ctx.saved_tensors), setup_context=_save)
+gate.register_autograd(
+    lambda ctx, grad: gate_backward(grad, *ctx.saved_tensors), setup_context=_save
+)
 
 
 @lib.custom_op("rules_test::project", mutates_args=())
@@ -210,7 +212,12 @@ def test_every_strategy_of_a_text() -> None:
         (3, "h -> h", {}, "op=3 is no registered operator"),
         ("aten::add_", "h, h -> h", {}, "op='aten::add_' changes an argument"),
         ("aten::hstack", "h -> h", {}, "op='aten::hstack' .* has a list of tensors"),
-        ("aten::linear", "...i, oi, o -> ...o", {}, "op='aten::linear' has a sharding rule already"),
+        (
+            "aten::linear",
+            "...i, oi, o -> ...o",
+            {},
+            "op='aten::linear' has a sharding rule already",
+        ),
         (center, "...h", {}, "text='...h' needs one '->'"),
         (center, "h -> h -> h", {}, "needs one '->'"),
         (center, "...h, h -> ...h", {}, "has 2 tensor arguments, but rules_test::center has 1: x"),

@@ -223,9 +223,7 @@ class _Signature:
         raise ArgumentError(f"the rule of op={self.op!r}, text={self.text!r}, is wrong: {what}")
 
 
-def _tensors(
-    text: str, part: str, names: Sequence[str], what: str, op: str
-) -> tuple[_Tensor, ...]:
+def _tensors(text: str, part: str, names: Sequence[str], what: str, op: str) -> tuple[_Tensor, ...]:
     items = part.split(",")
     if len(items) != len(names):
         raise ArgumentError(

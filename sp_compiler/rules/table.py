@@ -6,7 +6,7 @@ any strategy that a rule leaves out: a missing rule costs speed, never correctne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from torch.fx import Node
 
 from sp_compiler.graph import arguments, tensor_operands
 from sp_compiler.rules.factors import (
-    Dim,
     Dims,
     Factor,
     OpRule,

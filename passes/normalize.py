@@ -131,6 +131,8 @@ def _canonical_spelling(graph: Graph) -> None:
     """One name for operators that have several."""
     for node in calls(graph, _aten.__and__.Tensor):
         node.target = _aten.bitwise_and.Tensor
+    for node in calls(graph, _aten.broadcast_to.default):
+        node.target = _aten.expand.default
     for node in calls(graph, _aten.t.default):
         replace_call(node, _aten.transpose.int, (node.args[0], -2, -1), origin=_ORIGIN)
     for node in calls(graph, _aten.numpy_T.default):

@@ -17,6 +17,7 @@ from sp_compiler.errors import (
 from sp_compiler.hints import forbid
 from sp_compiler.plan import Plan
 from sp_compiler.planning import plan
+from sp_compiler.rules.custom import rule
 from sp_compiler.verification import verify
 from sp_compiler.verify_report import VerifyReport
 
@@ -36,6 +37,7 @@ __all__ = [
     "diff",
     "forbid",
     "plan",
+    "rule",
     "verify",
 ]
 __version__ = "0.1.0"

@@ -233,6 +233,7 @@ class _Body:
             parts = {part.args[1]: part for part in node.users}
             names = [str(parts.get(index, "_")) for index in range(len(node.meta["val"]))]
             target, result = ", ".join(names), parts[min(parts)]
+            target += "," if len(names) == 1 else ""
         notes = [describe(result)]
         if conversion(node) == "":
             notes.append(f"{node.args[1]} -> {node.args[2]}")

@@ -27,11 +27,15 @@ from sp_compiler.rules.table import is_pointwise
 aten = torch.ops.aten
 sp = torch.ops.sp_compiler
 
-# Operators that only relabel elements: a value in rows form keeps its local layout.
+# Operators that only relabel elements: a value in rows form keeps its local layout. All but the
+# first name sizes, or leave out what has size 1, which is another on one rank.
 _RESHAPES = (
+    aten.unsqueeze.default,
     aten.reshape.default,
     aten.view.default,
-    aten.unsqueeze.default,
+    aten._unsafe_view.default,
+    aten.flatten.using_ints,
+    aten.unflatten.int,
     aten.squeeze.dim,
     aten.squeeze.dims,
     aten.squeeze.default,
@@ -148,18 +152,18 @@ class RegionLowering:
             new = self._vocabulary(node, args)
         else:
             args, kwargs = self._local_arguments(node, strategy, args, kwargs)
-            target = aten.reshape.default if self._is_row_reshape(node, strategy) else node.target
+            target = aten.reshape.default if self._is_reshape(node, strategy) else node.target
             new = self._emit(target, args, kwargs, node, name=node.name)
         self._results(node, new, strategy.results)
 
-    def _is_row_reshape(self, node: Node, strategy: Strategy) -> bool:
-        """Whether the local operator only relabels rows; so does moving a leading dim of size 1."""
-        if strategy.results[0].kind != "T":
-            return False
-        if node.target is aten.transpose.int:
-            rank, rows = len(shape_of((node, 0))), strategy.results[0].dim
+    def _is_reshape(self, node: Node, strategy: Strategy) -> bool:
+        """Whether the local operator only relabels; so does moving a row dim of size 1."""
+        placement = strategy.results[0]
+        if placement.kind == "T" and node.target is aten.transpose.int:
+            rank = len(shape_of((node, 0)))
+            rows = max(placement.dim, strategy.operands[0].dim)
             return any(dim % rank < rows for dim in node.args[1:])
-        return node.target in _RESHAPES
+        return placement.is_sharded and node.target in _RESHAPES[placement.kind != "T" :]
 
     def _local_arguments(
         self, node: Node, strategy: Strategy, args: Any, kwargs: Any
@@ -172,9 +176,9 @@ class RegionLowering:
             list(p.local_shape(shape_of(value), self.world)) if p.is_sharded else shape_of(value)
             for value, p in zip(results_of(node), strategy.results, strict=True)
         ]
-        if self._is_row_reshape(node, strategy):
-            return (args[0], local[0]), {}
-        if node.target in (aten.reshape.default, aten.view.default, aten.expand.default):
+        if self._is_reshape(node, strategy):
+            return (args[0], list(local[0])), {}
+        if node.target is aten.expand.default:
             return (args[0], list(local[0])), {}
         if node.target is aten.split_with_sizes.default:
             dim = arguments(node)["dim"]

@@ -201,7 +201,7 @@ class ProblemBuilder:
             self.sequence_parallel,
         )
         found = strategies(rule, len(operands), len(results), offers)
-        return found + _vocabulary_strategies(node, self.world)
+        return found + vocabulary_strategies(node, self.world)
 
     def _places(
         self, rule: OpRule, operands: list[Value], results: list[Value], factor: Factor
@@ -404,7 +404,7 @@ class ProblemBuilder:
         ]
 
 
-def _vocabulary_strategies(node: Node, world: int) -> list[Strategy]:
+def vocabulary_strategies(node: Node, world: int) -> list[Strategy]:
     """Lookups and losses over a sharded vocabulary, lowered to their own operators."""
     if node.target is aten.embedding.default:
         weight = node.args[0].meta["val"]

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from sp_compiler.check.opaque import as_value, opaque_strategies
 from sp_compiler.check.shapes import Shape, global_shape, local_shapes, result_shapes
+from sp_compiler.errors import ArgumentError
 from sp_compiler.graph import arguments, tensor_operands
 from sp_compiler.op_kinds import FILLED
 from sp_compiler.placement import P, Placement, R, S
@@ -140,14 +141,20 @@ def _shadow(node: Node, values: Sequence[Any], shapes: Sequence[Shape | None]) -
         for item, shape in zip(locals_, shapes, strict=True)
     ]
     shadow.meta["val"] = wholes if isinstance(value, (tuple, list)) else wholes[0]
+    if "placement" in node.meta:
+        shadow.meta["placement"] = node.meta["placement"]
     return shadow
 
 
 def _offered(shadow: Node, operands: Sequence[Placement], world: int) -> list[Strategy]:
-    rule = rule_for(shadow)
+    try:
+        rule = rule_for(shadow)
+    except ArgumentError:  # a user's rule: these shapes do not go together
+        return []
     if rule is None:
         return []
-    segments = list(dict.fromkeys(p.segments for p in operands if p.segments))
+    claim = shadow.meta.get("placement", R)  # of a dim that only the result has
+    segments = list(dict.fromkeys(p.segments for p in (*operands, claim) if p.segments))
     offers = Offers(
         world=world,
         shardable=lambda factor: True,
@@ -165,8 +172,9 @@ def _joined(shadow: Node, rule: OpRule, world: int) -> list[Strategy]:
     if shadow.target is not aten.cat.default:
         return []
     dim = arguments(shadow)["dim"] % shadow.meta["val"].dim()
-    sizes = tuple(operand.meta["val"].shape[dim] for operand in tensor_operands(shadow))
-    if any(size % world for size in sizes):
+    parts = [operand.meta["val"] for operand in tensor_operands(shadow)]
+    sizes = tuple(part.shape[dim] for part in parts if part.dim() > dim)
+    if len(sizes) < len(parts) or any(size % world for size in sizes):
         return []
     return [Strategy((S(dim),) * len(sizes), (S(dim, sizes),))]
 

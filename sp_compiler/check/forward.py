@@ -114,6 +114,8 @@ class _Checker:
     def _run(self, node: Node) -> Any:
         placements = self._placements(node)
         name = node.target._schema.name
+        if node.target.namespace != "aten":
+            raise _Unreadable("spmd_types does not know the user's operator")
         if P in placements and name in UNKNOWN_LINEAR:
             raise _Unreadable("spmd_types does not know that it is linear")
         sharded = [placement for placement in placements if placement.is_sharded]

@@ -133,6 +133,9 @@ def _refuse(
         for way in allowed(node, placements, world)
     ]
     message = f"{node.target} of {got or 'nothing'} would give wrong numbers"
+    if getattr(node.target, "namespace", "aten") not in ("aten", "sp_compiler"):
+        name = node.target._schema.name
+        message += f"; sp_compiler.rule('{name}', ...) says how it is split and where it is linear"
     raise PlacementError(_PASS, f"{message}; allowed: {'; '.join(ways) or 'nothing'}", node)
 
 

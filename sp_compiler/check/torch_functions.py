@@ -20,7 +20,10 @@ Function = Callable[..., Any]
 RESHAPES = (aten.reshape.default, aten.view.default)
 UNKNOWN_LINEAR = frozenset(
     {"aten::_to_copy", "aten::to", "aten::where", "aten::masked_fill", "aten::pad"}
-    | {"aten::constant_pad_nd", "aten::slice_scatter", "aten::select_scatter"}
+    | {"aten::constant_pad_nd", "aten::slice_scatter", "aten::select_scatter", "aten::linear"}
+    | {"aten::scaled_dot_product_attention", "aten::native_dropout_backward", "aten::tril"}
+    | {"aten::triu", "aten::index_put", "aten::_unsafe_index_put", "aten::numpy_T"}
+    | {"aten::_unsafe_view", "aten::alias", "aten::lift_fresh_copy", "aten::slice"}
 )
 """Linear operators that ``spmd_types`` does not know to be linear: it refuses partial sums."""
 COMMUNICATE = frozenset({"aten::convolution", "aten::conv1d", "aten::conv2d", "aten::conv3d"})

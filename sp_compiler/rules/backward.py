@@ -149,7 +149,8 @@ def _norm_backward(node: Node) -> OpRule:
 @rule("aten::embedding_dense_backward")
 def _embedding_backward(node: Node) -> OpRule:
     grad, ids = (_shape(operand) for operand in tensor_operands(node))
-    dims = numbered(ids)
+    by_frequency = arguments(node)["scale_grad_by_freq"]
+    dims = private(ids, "d") if by_frequency else numbered(ids)
     hidden = named(grad[-1:], "h")
     tokens = tuple(factor for dim in dims for factor in dim)
     table = (*private(_shape(node)[:1], "v"), *hidden)
@@ -244,7 +245,7 @@ def _attention(node: Node) -> OpRule:
     attention = _Attention(node)
     shapes = [tuple(value.shape) for value in _results(node)[:2]]
     results = tuple(attention.heads(attention.query[1], shape) for shape in shapes)
-    return OpRule(attention.operands, results)
+    return OpRule(attention.operands, results, rows="fixed")
 
 
 @rule(*(f"{name}_backward" for name in _ATTENTION))
@@ -257,7 +258,8 @@ def _attention_backward(node: Node) -> OpRule:
         for count, value in zip(heads, _results(node), strict=False)
     )
     grad = "grad_out" if "grad_out" in arguments(node) else "grad_out_"
-    return OpRule(attention.operands, results, linear=((_position(node, grad),),))
+    linear = ((_position(node, grad),),)
+    return OpRule(attention.operands, results, linear=linear, rows="fixed")
 
 
 # Indexing by tensors, and its gradient, which adds into zeros. Linear in what holds the numbers.
@@ -290,7 +292,7 @@ def _index(node: Node) -> OpRule | None:
     if found is None:
         return None
     whole, result, indices = found
-    return OpRule((whole, *indices), (result,), linear=_FIRST_OPERAND, rows=False)
+    return OpRule((whole, *indices), (result,), linear=_FIRST_OPERAND, rows="fixed")
 
 
 @rule("aten::index_put", "aten::_unsafe_index_put")
@@ -304,7 +306,7 @@ def _index_put(node: Node) -> OpRule | None:
     values = args["values"]
     put = broadcast(_shape(values), result, _index_result_shape(node, _shape(node)))
     last = len(indices) + 1
-    return OpRule((whole, *indices, put), (whole,), linear=((0, last),), rows=False)
+    return OpRule((whole, *indices, put), (whole,), linear=((0, last),), rows="fixed")
 
 
 def _index_result_shape(node: Node, source: tuple[int, ...]) -> tuple[int, ...]:

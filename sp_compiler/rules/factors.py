@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,14 @@ Dim = tuple[Factor, ...]
 
 Dims = tuple[Dim, ...]
 
+Rows = Literal["leading", "broadcast", "relabel", "fixed"]
+"""Which leading dims of an operand and of a result may be flattened together.
+
+``leading``: the same number of both. ``broadcast``: all but the same number of trailing ones.
+``relabel``: any, for only the shape changes. ``fixed``: a single one, which stays as it is: the
+operator takes one rank alone, or counts dims from the front.
+"""
+
 
 @dataclass(frozen=True)
 class OpRule:
@@ -43,8 +52,9 @@ class OpRule:
             others replicated, the results are partial sums.
         split: for an operator that cuts one dim into parts, (operand dim, part sizes): with each
             part sharded as a segment, all results are sharded on that dim.
-        rows: whether leading dims may be flattened to rows: not where arguments count dims from the
-            front.
+        placed: whether the operator is told which part of the whole it holds: a dim, and how many
+            ranks share it. There are no segments then, and the last dim is no part of the rows.
+        rows: how leading dims may be flattened to rows of tokens, see :data:`Rows`.
     """
 
     operands: tuple[Dims, ...]
@@ -52,7 +62,8 @@ class OpRule:
     contracted: tuple[Factor, ...] = ()
     linear: tuple[tuple[int, ...], ...] = ()
     split: tuple[int, tuple[int, ...]] | None = None
-    rows: bool = True
+    placed: bool = False
+    rows: Rows = "leading"
 
 
 def named(shape: Sequence[int], names: str) -> Dims:
@@ -63,9 +74,12 @@ def named(shape: Sequence[int], names: str) -> Dims:
 
 
 def numbered(shape: Sequence[int], blocked: Sequence[int] = ()) -> Dims:
-    """One factor a dim, named by its position; those in ``blocked`` cannot be sharded."""
+    """One factor a dim, named by its position; those in ``blocked`` cannot be sharded.
+
+    A blocked dim has one even if its size is 1: it must not become part of the rows.
+    """
     return tuple(
-        () if size == 1 else (Factor(f"d{dim}", size, dim in blocked),)
+        () if size == 1 and dim not in blocked else (Factor(f"d{dim}", size, dim in blocked),)
         for dim, size in enumerate(shape)
     )
 

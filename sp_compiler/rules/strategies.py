@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from sp_compiler.placement import I, P, Placement, R, S, T
-from sp_compiler.rules.factors import Dims, Factor, OpRule
+from sp_compiler.rules.factors import Dims, Factor, OpRule, Rows
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,14 @@ def strategies(
     for factor in _factors(rule):
         if not offers.shardable(factor):
             continue
-        for segments in ((), *offers.segmentations(factor)):
+        for segments in ((), *(() if rule.placed else offers.segmentations(factor))):
             candidate = _shard_factor(rule, factor, segments, offers.world)
             found += [candidate] if candidate else []
     if rule.split is not None:
         dim, sizes = rule.split
         if all(size % offers.world == 0 for size in sizes):
             found.append(Strategy((S(dim, sizes),), (S(dim),) * num_results))
-    if offers.sequence_parallel and rule.rows:
+    if offers.sequence_parallel:
         candidate = _shard_rows(rule, offers)
         found += [candidate] if candidate else []
     return list(dict.fromkeys(found))
@@ -149,9 +149,14 @@ def _shard_rows(rule: OpRule, offers: Offers) -> Strategy | None:
     }
     if len(leading) != 1 or not (rows := leading.pop()):
         return None
+    result = (len(rule.results[0]), offers.result_rows[0])
+    if rule.placed and result[0] == result[1] > 1:
+        return None
     operands: list[Placement] = []
     for dims, count in zip(rule.operands, offers.operand_rows, strict=True):
         if count and _leading(dims, count) == rows:
+            if not _flatten_alike(rule.rows, (len(dims), count), result):
+                return None
             operands.append(T(count))
         elif any(factor in rows for dim in dims for factor in dim):
             return None
@@ -160,6 +165,16 @@ def _shard_rows(rule: OpRule, offers: Offers) -> Strategy | None:
     if not any(p.kind == "T" for p in operands):
         return None
     return Strategy(tuple(operands), tuple(T(count) for count in offers.result_rows))
+
+
+def _flatten_alike(rows: Rows, operand: tuple[int, int], result: tuple[int, int]) -> bool:
+    """Whether the operator gives flattened rows of flattened rows; both are (rank, row dims)."""
+    (rank, count), (result_rank, result_count) = operand, result
+    if rows == "fixed":
+        return count == result_count == 1
+    if rows == "broadcast":
+        return rank - count == result_rank - result_count
+    return rows == "relabel" or count == result_count
 
 
 def _leading(dims: Dims, count: int) -> tuple[Factor, ...]:

@@ -6,7 +6,7 @@ any strategy that a rule leaves out: a missing rule costs speed, never correctne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,10 +14,10 @@ from torch.fx import Node
 
 from sp_compiler.graph import arguments, tensor_operands
 from sp_compiler.rules.factors import (
-    Dim,
     Dims,
     Factor,
     OpRule,
+    Rows,
     broadcast,
     named,
     numbered,
@@ -35,6 +35,7 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
     def register(function: Rule) -> Rule:
         for name in names:
+            assert name not in _TABLE, f"{name} has two rules"
             _TABLE[name] = function
         return function
 
@@ -118,7 +119,8 @@ def _pointwise(node: Node) -> OpRule | None:
         return None
     dims = numbered(results[0])
     operands = tuple(broadcast(shape, dims, results[0]) for shape in shapes)
-    return OpRule(operands, (dims,), linear=_linear_sets(node, len(shapes)))
+    linear = _linear_sets(node, len(shapes))
+    return OpRule(operands, (dims,), linear=linear, rows="broadcast")
 
 
 for _name in ("clone", "contiguous", "_to_copy", "to", "native_dropout_backward", "where"):
@@ -130,7 +132,7 @@ def _dropout(node: Node) -> OpRule:
     (shape,) = _result_shapes(node)
     dims = numbered(shape)
     linear = ((0,),) if node.target is torch.ops.sp_compiler.dropout.default else ()
-    return OpRule((dims, ()), (dims,), linear=linear)
+    return OpRule((dims, ()), (dims,), linear=linear, rows="broadcast", placed=True)
 
 
 # Products.
@@ -140,7 +142,7 @@ def _dropout(node: Node) -> OpRule:
 def _linear(node: Node) -> OpRule | None:
     """With a bias the inner dim cannot be sharded: every rank would add the bias."""
     x, weight, *bias = _operand_shapes(node)
-    if len(x) < 1:
+    if len(weight) != 2:
         return None
     dims = (*numbered(x[:-1]), *named(weight[1:], "i"))
     out, inner = Factor("o", weight[0]), Factor("i", weight[1])
@@ -164,7 +166,13 @@ def _matmul(node: Node) -> OpRule | None:
         (*broadcast(left[:-2], batch, result[:-2]), m, (inner,)),
         (*broadcast(right[:-2], batch, result[:-2]), (inner,), n),
     )
-    return OpRule(operands, ((*batch, m, n),), contracted=(inner,), linear=((0,), (1,)))
+    return OpRule(
+        operands,
+        ((*batch, m, n),),
+        contracted=(inner,),
+        linear=((0,), (1,)),
+        rows="leading" if len(right) == 2 else "fixed",
+    )
 
 
 @rule("aten::baddbmm")
@@ -178,7 +186,7 @@ def _baddbmm(node: Node) -> OpRule:
         (dims[0], dims[1], (inner,)),
         (dims[0], (inner,), dims[2]),
     )
-    return OpRule(operands, (dims,))
+    return OpRule(operands, (dims,), rows="fixed")
 
 
 @rule("aten::convolution", "aten::conv1d", "aten::conv2d", "aten::conv3d")
@@ -198,7 +206,7 @@ def _convolution(node: Node) -> OpRule | None:
     )
     if len(shapes) == 3:
         operands += (((out,),),)
-    return OpRule(operands, ((*batch, (out,), *private(result[2:], "y")),))
+    return OpRule(operands, ((*batch, (out,), *private(result[2:], "y")),), rows="fixed")
 
 
 @rule("aten::scaled_dot_product_attention")
@@ -220,13 +228,14 @@ def _sdpa(node: Node) -> OpRule | None:
     operands += [
         broadcast(mask, (*q_dims[:2], *private(scores[2:], "s")), scores) for mask in shapes[3:]
     ]
-    return OpRule(tuple(operands), (q_dims,), linear=((2,),))
+    return OpRule(tuple(operands), (q_dims,), linear=((2,),), rows="fixed")
 
 
 @rule("aten::embedding")
 def _embedding(node: Node) -> OpRule:
     weight, ids = _operand_shapes(node)
-    dims = numbered(ids)
+    by_frequency = arguments(node)["scale_grad_by_freq"]
+    dims = private(ids, "d") if by_frequency else numbered(ids)
     hidden = named(weight[1:], "h")
     return OpRule(((*private(weight[:1], "v"), *hidden), dims), ((*dims, *hidden),))
 
@@ -234,7 +243,7 @@ def _embedding(node: Node) -> OpRule:
 # Row-wise operators and reductions.
 
 
-@rule("aten::layer_norm", "aten::rms_norm", "aten::native_layer_norm")
+@rule("aten::layer_norm", "aten::rms_norm")
 def _layer_norm(node: Node) -> OpRule | None:
     shapes, results = _operand_shapes(node), _result_shapes(node)
     if len(results) != 1:
@@ -265,7 +274,9 @@ def _reduction(node: Node) -> OpRule | None:
     dims_arg = [dims_arg] if isinstance(dims_arg, int) else dims_arg
     reduced = {_positive(dim, len(shape)) for dim in dims_arg or range(len(shape))}
     is_sum = name == "aten::sum"
-    dims = numbered(shape, blocked=() if is_sum else sorted(reduced))
+    # A dim of size 1 is blocked even in a sum: flattened to rows it would be gone.
+    blocked = [dim for dim in sorted(reduced) if not is_sum or shape[dim] == 1]
+    dims = numbered(shape, blocked=blocked)
     keep = bool(args.get("keepdim", False))
     result: Dims = tuple(
         () if dim in reduced else factors
@@ -281,10 +292,12 @@ def _reduction(node: Node) -> OpRule | None:
 
 
 @rule("aten::reshape", "aten::view", "aten::_unsafe_view", "aten::flatten", "aten::unflatten")
-def _reshape(node: Node) -> OpRule:
+def _reshape(node: Node) -> OpRule | None:
+    if node.target is aten.view.dtype:
+        return None  # other bits, perhaps of another size
     (shape,), (result,) = _operand_shapes(node), _result_shapes(node)
     operand_dims, result_dims = reshaped(shape, result)
-    return OpRule((operand_dims,), (result_dims,), linear=((0,),))
+    return OpRule((operand_dims,), (result_dims,), linear=((0,),), rows="relabel")
 
 
 @rule("aten::transpose", "aten::t", "aten::permute", "aten::movedim", "aten::numpy_T")
@@ -293,7 +306,8 @@ def _permute(node: Node) -> OpRule:
     order = _permutation(node, len(shape))
     dims = numbered(shape)
     result = tuple(dims[dim] for dim in order)
-    return OpRule((dims,), (result,), linear=((0,),), rows=node.target is aten.transpose.int)
+    rows: Rows = "relabel" if node.target is aten.transpose.int else "fixed"
+    return OpRule((dims,), (result,), linear=((0,),), rows=rows)
 
 
 def _permutation(node: Node, rank: int) -> list[int]:
@@ -308,7 +322,7 @@ def _squeeze(node: Node) -> OpRule | None:
     return _reshape(node)
 
 
-@rule("aten::expand", "aten::broadcast_to")
+@rule("aten::expand")
 def _expand(node: Node) -> OpRule:
     (shape,), (result,) = _operand_shapes(node), _result_shapes(node)
     dims = numbered(result)
@@ -328,6 +342,8 @@ def _slice(node: Node) -> OpRule | None:
         _positive(dim, len(shape))
         for dim in ([dims_arg] if isinstance(dims_arg, int) else dims_arg)
     }
+    if node.target is aten.roll.default and not dims_arg:
+        touched = set(range(len(shape)))  # it rolls the flattened tensor
     dims = numbered(shape, blocked=sorted(touched))
     dropped = touched if len(result) < len(shape) else set()
     kept = tuple(dim for position, dim in enumerate(dims) if position not in dropped)
@@ -348,19 +364,21 @@ def _split(node: Node) -> OpRule:
 
 @rule("aten::cat", "aten::stack")
 def _cat(node: Node) -> OpRule:
+    """``cat`` passes over empty vectors, whatever the rank of the others."""
     shapes, (result,) = _operand_shapes(node), _result_shapes(node)
     dim = _positive(arguments(node).get("dim", 0), len(result))
     whole = numbered(result, blocked=(dim,))
-    stacked = len(shapes[0]) < len(result)
-    operand: Sequence[Dim] = [d for p, d in enumerate(whole) if not (stacked and p == dim)]
+    part = whole if node.target is aten.cat.default else (*whole[:dim], *whole[dim + 1 :])
+    operands = tuple(private(s, "e") if s == (0,) else part for s in shapes)
     everything = tuple(range(len(shapes)))
-    return OpRule((tuple(operand),) * len(shapes), (whole,), linear=(everything,))
+    return OpRule(operands, (whole,), linear=(everything,))
 
 
 @rule("aten::constant_pad_nd", "aten::pad")
 def _pad(node: Node) -> OpRule:
-    (shape,), (result,) = _operand_shapes(node), _result_shapes(node)
-    changed = [d for d in range(len(shape)) if shape[d] != result[d] or d >= len(shape) - 1]
-    dims = numbered(shape, blocked=changed)
+    """What is cut from one side and added to the other keeps its size and yet moves."""
+    (shape,) = _operand_shapes(node)
+    pairs = len(arguments(node)["pad"]) // 2
+    dims = numbered(shape, blocked=range(len(shape) - pairs, len(shape)))
     linear = () if arguments(node).get("value") else ((0,),)
     return OpRule((dims,), (dims,), linear=linear)

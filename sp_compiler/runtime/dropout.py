@@ -109,7 +109,7 @@ class _Grid:
         self.shape = (prod(sizes[:-1]), sizes[-1])
         rows, columns = (torch.arange(size, device=x.device) for size in self.shape)
         self.num_columns = sizes[-1]
-        if dim == len(sizes) - 1:
+        if world > 1 and dim == len(sizes) - 1:
             self.num_columns *= world
             columns = columns + rank * sizes[-1]
         elif world > 1:

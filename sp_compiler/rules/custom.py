@@ -1,0 +1,240 @@
+"""Sharding rules that users write for their own operators, as text.
+
+``"...i, oi -> ...o"``: one letter a dim, the operands in the order of the operator's tensor
+arguments, then the results; ``...`` stands for any number of leading dims, the same everywhere.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from sp_compiler.errors import ArgumentError
+from sp_compiler.rules import table
+from sp_compiler.rules.factors import Dims, Factor, OpRule
+
+_TENSOR = re.compile(r"^(\.\.\.)?([A-Za-z]*)$")
+
+
+def rule(
+    op: Any,
+    text: str,
+    *,
+    whole: str = "",
+    linear: str | Sequence[str | Sequence[str]] = (),
+) -> None:
+    """Tell the compiler how an operator of yours may be split over ranks.
+
+    >>> sp_compiler.rule("mylib::gated_norm", "...h, ...h, h -> ...h", whole="h")
+    >>> sp_compiler.rule("mylib::low_rank", "...i, ri, or -> ...o", linear=["x"])
+
+    Splitting an operator by a letter cuts every operand and result that has the letter along that
+    dim, one part a rank, and runs the operator on the parts. An operand without it is whole on
+    every rank. A result without it is a partial sum: as in ``einsum``, **a letter that a result
+    lacks is summed over**. Every letter that is not in ``whole`` has to allow this, and so do the
+    dims that ``...`` stands for; the compiler picks one or none.
+
+    Nothing checks the text but numbers: run :func:`sp_compiler.verify` on your model. Register
+    before compiling, on every rank alike. A backward that is another operator of yours needs a rule
+    too; one made of PyTorch's own operators needs none.
+
+    Args:
+        op: ``"namespace::name"``, or the operator itself: what ``torch.library.custom_op`` returns,
+            or an entry of ``torch.ops``. It must return tensors and change none, and have a fake
+            implementation. The rule is for all its overloads.
+        text: dims of every tensor argument, then of every result: commas between tensors, one
+            letter a dim, blanks of no meaning, nothing for a single number. An optional tensor has
+            its place even where it is not given. A dim of size 1 fits any letter and is not split.
+            Write the tokens (batch, sequence) as ``...`` where the operator takes any number of
+            leading dims: only then can they be flattened to rows for sequence parallelism.
+        whole: letters whose dims the operator mixes (the width of a norm, the keys of attention) or
+            whose size it is told in another argument: they are never split.
+        linear: tensor arguments, by name, in which the operator is linear while the others are
+            fixed, so that partial sums pass through it. A tuple names arguments that it is linear
+            in together, as addition is. For a backward: its incoming gradient.
+
+    Raises:
+        ArgumentError: ``op`` is no such operator or has a rule; ``text``, ``whole`` or ``linear``
+            do not fit its arguments. At compilation: a tensor of another rank than in ``text``, or
+            dims of one letter that differ.
+    """
+    schema = _schema(op)
+    signature = _Signature.parse(schema, text, whole, linear)
+    if schema.name in table._TABLE:
+        raise ArgumentError(f"op={schema.name!r} has a sharding rule already")
+    table.rule(schema.name)(signature.rule_for)
+
+
+def _schema(op: Any) -> torch.FunctionSchema:
+    """Of an operator that may be run on parts."""
+    target = getattr(op, "_opoverload", op)  # of what custom_op returns
+    if isinstance(target, torch._ops.OpOverload):
+        schema = target._schema
+    else:
+        schema = _find(getattr(target, "_qualified_op_name", target), op)._schema
+    kinds = [str(argument.type) for argument in (*schema.arguments, *schema.returns)]
+    if schema.is_mutable or any("List[" in kind and "Tensor" in kind for kind in kinds):
+        raise ArgumentError(
+            f"op={schema.name!r} changes an argument or has a list of tensors; a rule needs an "
+            "operator that returns new tensors and takes each as an argument of its own"
+        )
+    return schema
+
+
+def _find(name: Any, op: Any) -> torch._ops.OpOverload:
+    """The first overload of "namespace::name"."""
+    match = re.fullmatch(r"(\w+)::(\w+)", name) if isinstance(name, str) else None
+    packet = getattr(getattr(torch.ops, match[1]), match[2], None) if match else None
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        raise ArgumentError(
+            f"op={op!r} is no registered operator; expected 'namespace::name' or what "
+            "torch.library.custom_op returns, after the module that defines it is imported"
+        )
+    return getattr(packet, packet.overloads()[0])
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """Letters of the dims of one tensor, perhaps after any number of others."""
+
+    name: str
+    letters: str
+    has_more: bool
+
+    def __str__(self) -> str:
+        return f"{'...' if self.has_more else ''}{self.letters}"
+
+
+@dataclass(frozen=True)
+class _Signature:
+    """A parsed text.
+
+    Attributes:
+        operands: by the name of the argument.
+        linear: sets of names of arguments.
+    """
+
+    op: str
+    text: str
+    operands: dict[str, _Tensor]
+    results: tuple[_Tensor, ...]
+    whole: frozenset[str]
+    linear: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def parse(
+        cls,
+        schema: torch.FunctionSchema,
+        text: str,
+        whole: str,
+        linear: str | Sequence[str | Sequence[str]],
+    ) -> _Signature:
+        left, arrow, right = text.replace(" ", "").partition("->")
+        if not arrow or "->" in right:
+            raise ArgumentError(f"text={text!r} needs one '->' between operands and results")
+        names = [a.name for a in schema.arguments if "Tensor" in str(a.type)]
+        operands = _tensors(text, left, names, "tensor arguments", schema.name)
+        of_results = [f"result {index}" for index in range(len(schema.returns))]
+        results = _tensors(text, right, of_results, "results", schema.name)
+        used = {letter for tensor in operands for letter in tensor.letters}
+        unknown = {letter for tensor in results for letter in tensor.letters} - used
+        if unknown or (any(t.has_more for t in results) and not any(t.has_more for t in operands)):
+            what = ", ".join(sorted(unknown)) or "..."
+            raise ArgumentError(f"text={text!r}: no operand has {what}, which a result has")
+        if not set(whole.replace(" ", "")) <= used:
+            raise ArgumentError(f"whole={whole!r} names letters that text={text!r} does not have")
+        sets = [linear] if isinstance(linear, str) else list(linear)
+        named = tuple((item,) if isinstance(item, str) else tuple(item) for item in sets)
+        if not {name for item in named for name in item} <= set(names):
+            raise ArgumentError(
+                f"linear={linear!r} names no tensor argument of {schema.name}; it has "
+                + ", ".join(names)
+            )
+        by_name = {tensor.name: tensor for tensor in operands}
+        return cls(schema.name, text, by_name, results, frozenset(whole) - {" "}, named)
+
+    def rule_for(self, node: Node) -> OpRule:
+        """The factors of one call."""
+        names = [argument.name for argument in node.target._schema.arguments]
+        given = [*zip(names, node.args, strict=False), *node.kwargs.items()]
+        sources = {name: value for name, value in given if isinstance(value, Node)}
+        value = node.meta["val"]
+        values = value if isinstance(value, (tuple, list)) else [value]
+        factors: dict[str, Factor] = {}
+        operands = tuple(
+            self._dims(self.operands[name], source.meta["val"].shape, factors)
+            for name, source in sources.items()
+        )
+        results = tuple(
+            self._dims(tensor, item.shape, factors, is_result=True)
+            for tensor, item in zip(self.results, values, strict=True)
+        )
+        positions = {name: index for index, name in enumerate(sources)}
+        linear = tuple(
+            tuple(positions[name] for name in names)
+            for names in self.linear
+            if all(name in positions for name in names)
+        )
+        of_results = [{factor for dim in dims for factor in dim} for dims in results]
+        summed = [f for f in factors.values() if any(f not in found for found in of_results)]
+        flattens = all(tensor.has_more for tensor in self.results)
+        return OpRule(
+            operands,
+            results,
+            contracted=tuple(summed),
+            linear=linear,
+            rows="leading" if flattens else "fixed",
+        )
+
+    def _dims(
+        self,
+        tensor: _Tensor,
+        shape: Sequence[int],
+        factors: dict[str, Factor],
+        is_result: bool = False,
+    ) -> Dims:
+        """Dims of a tensor of ``shape``; what is new is added to ``factors``.
+
+        Operands may be broadcast along a dim of size 1.
+        """
+        more = len(shape) - len(tensor.letters)
+        if more < 0 or (more and not tensor.has_more):
+            self._refuse(f"{tensor.name} is {tensor!s}, but has shape {tuple(shape)}")
+        # Leading dims are counted from the right, as broadcasting does.
+        names = [f".{position}" for position in range(more, 0, -1)] + list(tensor.letters)
+        dims = []
+        for name, size in zip(names, shape, strict=True):
+            known = factors.get(name, Factor(name, size, name in self.whole))
+            if known.size != size and (is_result or size != 1):
+                what = f"{name!r} is" if name.isalpha() else "a dim before the letters is"
+                self._refuse(f"{what} {known.size} and, in {tensor.name}, {size}")
+            # A dim of size 1 has a factor only to say that it must not become part of the rows.
+            if size != 1 or known.blocked:
+                factors[name] = known
+            dims.append((known,) if size == known.size and name in factors else ())
+        return tuple(dims)
+
+    def _refuse(self, what: str) -> None:
+        raise ArgumentError(f"the rule of op={self.op!r}, text={self.text!r}, is wrong: {what}")
+
+
+def _tensors(text: str, part: str, names: Sequence[str], what: str, op: str) -> tuple[_Tensor, ...]:
+    items = part.split(",")
+    if len(items) != len(names):
+        raise ArgumentError(
+            f"text={text!r} has {len(items)} {what}, but {op} has {len(names)}: {', '.join(names)}"
+        )
+    found = []
+    for name, item in zip(names, items, strict=True):
+        match = _TENSOR.match(item)
+        if match is None or len(set(match[2])) < len(match[2]):
+            raise ArgumentError(
+                f"text={text!r}: {item!r} for {name} is not letters, each once, perhaps after '...'"
+            )
+        found.append(_Tensor(name, match[2], match[1] is not None))
+    return tuple(found)

@@ -142,6 +142,8 @@ def solve(vertices: list[Vertex], conversion_cost: ConversionCost) -> Solution:
     Raises:
         SPCompilerError: no choice satisfies every need.
     """
+    if not vertices:
+        return Solution([], 0.0)
     merged = merge_chains(vertices, conversion_cost)
     reduced = _solve([item.vertex for item in merged], conversion_cost)
     picks: dict[int, int] = {}

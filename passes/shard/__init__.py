@@ -20,9 +20,7 @@ from sp_compiler.passes.shard.values import (
     RegionValues,
     activate,
     label_dims,
-    residual_stream,
     results_of,
-    shape_of,
 )
 from sp_compiler.placement import I, Placement, R
 from sp_compiler.program import Call, Program, Ref, RefKind, Region
@@ -68,7 +66,7 @@ def shard(
         program,
         facts,
         world=world,
-        sequence_parallel=options.sequence_parallel and _has_clear_rows(program, facts),
+        sequence_parallel=options.sequence_parallel,
         nominal_tokens=options.nominal_tokens,
         shard_outputs=lambda index: (
             program.outputs[index] not in routed and _may_shard(program, index, options)
@@ -100,20 +98,6 @@ def _unsharded(program: Program, facts: dict[int, RegionValues]) -> Sharded:
         if isinstance(ref, Ref) and ref.kind == "call"
     }
     return Sharded(replace(program, calls=calls), dict.fromkeys(names, I), outputs_of, 0.0)
-
-
-def _has_clear_rows(program: Program, facts: dict[int, RegionValues]) -> bool:
-    """Whether rows of tokens can be told from features all along the residual stream.
-
-    Not where a token dim of size 1 comes behind another (sequences of length 1): no factor leads to
-    it, so some values would count it among the features.
-    """
-    tokens = {key for mine in facts.values() for key in mine.tokens}
-    return not any(
-        size == 1 and (value, dim) in tokens and (value, dim - 1) in tokens
-        for value in residual_stream(program, facts)
-        for dim, size in enumerate(shape_of(value))
-    )
 
 
 def _may_shard(program: Program, index: int, options: CompileOptions) -> bool:

@@ -263,3 +263,23 @@ def test_every_error_is_one_of_ours() -> None:
     errors = [kind for kind in kinds if re.search("Error$", kind.__name__)]
     assert len(errors) >= 8
     assert all(issubclass(kind, SPCompilerError) for kind in errors)
+
+
+def test_parts_of_a_compiled_model() -> None:
+    """They cannot be in two compiled modules: tied weights would come apart without a word."""
+    first, module, tied = net(), net(), net()
+    module.head, tied.head.weight = first.head, first.head.weight
+    whole = compiled(lambda: first)
+    for other in (module, tied):
+        with pytest.raises(ArgumentError, match=r"'head\.weight' belongs to another model"):
+            compiled(lambda model=other: model)
+    with pytest.raises(ArgumentError, match="module '1' of the model is a compiled module"):
+        compiled(lambda: nn.Sequential(net(), whole))
+
+
+def test_a_model_that_was_given_back_is_free() -> None:
+    """Its parameters can be compiled again, in this model or another."""
+    model = net()
+    with pytest.raises(CaptureError):
+        compiled(lambda: model, example_inputs=((batch(3)[..., :5],), {}))
+    compiled(lambda: model)(batch())["loss"].backward()

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from sp_compiler.config import CompileOptions
 from sp_compiler.pipeline import build
+from sp_compiler.rules import table
 from sp_compiler.simulate import SimulatedStep, simulate_step
 from tests.parity import SEED, gradient_error
 
@@ -41,7 +42,8 @@ class Block(nn.Module):
         return self.qkv(x).unflatten(-1, (3, _HEADS, -1)).permute(2, 0, 3, 1, 4).unbind(0)
 
     def attention(self, x: Tensor) -> Tensor:
-        core = F.scaled_dot_product_attention(*self.heads(x), is_causal=True)
+        q, k, v = self.heads(x)
+        core = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(core.transpose(1, 2).flatten(2))
 
     def forward(self, x: Tensor) -> Any:
@@ -76,6 +78,13 @@ class Alibi(Block):
         scores = torch.baddbmm(bias, q, k.mT, alpha=1 / math.sqrt(q.shape[-1]))
         core = (scores.softmax(-1) @ v).unflatten(0, (b, _HEADS))
         return self.out(core.transpose(1, 2).flatten(2))
+
+
+class RunningSum(Block):
+    """Adds to each token the sum of those before it."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(self.norm1(x).cumsum(1))
 
 
 class Picked(Block):
@@ -163,8 +172,17 @@ def test_like_eager(kind: Callable[[], nn.Module], options: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("size", [(3, 1), (1, 7), (1, 1)])
 @pytest.mark.parametrize("kind", [Block, TwoRoles])
-def test_single_tokens_and_sequences(
-    kind: Callable[[], nn.Module], size: tuple[int, int]
-) -> None:
+def test_single_tokens_and_sequences(kind: Callable[[], nn.Module], size: tuple[int, int]) -> None:
     """A dim of size 1 is neither tokens nor features."""
     _assert_like_eager(kind, _input(kind, *size), tp=2)
+
+
+def test_what_cannot_be_proven_runs_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rule lets partial gradients into a backward that nothing types: slower, not refused."""
+    monkeypatch.setitem(table._TABLE, "aten::cumsum", table._TABLE["aten::softmax"])
+    x = _input(RunningSum, 2, 5)
+    _assert_like_eager(RunningSum, x, tp=2)
+    compiled = build(_model(RunningSum), (x,), {}, CompileOptions(tp=2))
+    (note,) = (note for note in compiled.plan.notes if "aten.cumsum.default runs whole" in note)
+    assert "test_odd_models.py" in note
+    assert "cumsum(1)" in note

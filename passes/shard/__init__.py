@@ -7,6 +7,7 @@ Requires ``meta["val"]`` and ``meta["requires_grad"]`` on every node; establishe
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,6 +19,7 @@ from sp_compiler.passes.shard.lower import RegionLowering
 from sp_compiler.passes.shard.problem import Problem, ProblemBuilder
 from sp_compiler.passes.shard.values import (
     RegionValues,
+    WholeNode,
     activate,
     label_dims,
     results_of,
@@ -46,7 +48,10 @@ class Sharded:
 
 
 def shard(
-    program: Program, options: CompileOptions, fixed: dict[str, Placement] | None = None
+    program: Program,
+    options: CompileOptions,
+    fixed: dict[str, Placement] | None = None,
+    whole: Collection[WholeNode] = (),
 ) -> Sharded:
     """Shard ``program`` over ``options.tp`` ranks.
 
@@ -54,10 +59,11 @@ def shard(
         program: unsharded; see :func:`sp_compiler.passes.outline.outline`.
         options: ``tp``, ``sequence_parallel``, ``nominal_tokens``, ``outputs`` are read.
         fixed: storage placements that an earlier compilation gave to the parameters.
+        whole: operators that run whole on every rank, whatever their rule says.
     """
     world = options.tp
     program, routed = _route_outputs(program)
-    facts = activate(program)
+    facts = activate(program, whole)
     if world == 1:
         return _unsharded(program, facts)
     for region in program.regions:

@@ -7,7 +7,7 @@ that needs a gradient; all others (positions, masks, rotary tables) are computed
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +19,9 @@ from sp_compiler.rules.factors import Dims, Factor, OpRule
 from sp_compiler.rules.table import is_pointwise, rule_for
 
 Value = tuple[Node, int]
+
+WholeNode = tuple[str, str]
+"""Names of a region and of an operator in it that is to run whole."""
 
 
 def value_of(node: Node) -> Value:
@@ -98,8 +101,11 @@ class RegionValues:
         return sum((value, dim) in self.tokens for dim in range(len(shape_of(value))))
 
 
-def activate(program: Program) -> dict[int, RegionValues]:
-    """Facts by ``id(region)``; activity flows along the calls until nothing changes."""
+def activate(program: Program, whole: Collection[WholeNode] = ()) -> dict[int, RegionValues]:
+    """Facts by ``id(region)``; activity flows along the calls until nothing changes.
+
+    Operators in ``whole`` have no rule.
+    """
     facts = {id(region): RegionValues() for region in program.regions}
     changed = True
     while changed:
@@ -123,7 +129,8 @@ def activate(program: Program) -> dict[int, RegionValues]:
         mine = facts[id(region)]
         for node in operators(region):
             if any(value in mine.active for value in results_of(node)):
-                mine.rules[node] = rule_for(node)
+                refused = (region.name, node.name) in whole
+                mine.rules[node] = None if refused else rule_for(node)
     return facts
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -283,3 +284,39 @@ def test_a_model_that_was_given_back_is_free() -> None:
     with pytest.raises(CaptureError):
         compiled(lambda: model, example_inputs=((batch(3)[..., :5],), {}))
     compiled(lambda: model)(batch())["loss"].backward()
+
+
+@dataclasses.dataclass
+class Boxed:
+    """A container that nobody registered."""
+
+    value: Tensor
+
+
+@dataclasses.dataclass
+class Registered:
+    """A container that the user did register."""
+
+    value: Tensor
+
+
+class Boxing(nn.Module):
+    """Takes and returns a dataclass."""
+
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.linear, self.kind = nn.Linear(8, 8), kind
+
+    def forward(self, x: Any) -> Any:
+        return self.kind(self.linear(x.value if isinstance(x, self.kind) else x))
+
+
+def test_classes_that_are_not_registered() -> None:
+    x = torch.ones(2, 8)
+    for argument in (x, Boxed(x)):
+        with pytest.raises(CaptureError, match=r"register_dataclass\(YourClass\)"):
+            compiled(lambda: Boxing(Boxed))(argument)
+    torch.export.register_dataclass(Registered)
+    result = compiled(lambda: Boxing(Registered))(Registered(x))
+    assert type(result) is Registered
+    result.value.sum().backward()

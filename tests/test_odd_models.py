@@ -186,3 +186,25 @@ def test_what_cannot_be_proven_runs_whole(monkeypatch: pytest.MonkeyPatch) -> No
     (note,) = (note for note in compiled.plan.notes if "aten.cumsum.default runs whole" in note)
     assert "test_odd_models.py" in note
     assert "cumsum(1)" in note
+
+
+class WholeInEval(Block):
+    """In eval mode an operator without rule reads a weight that training sharded."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        return y if self.training else y * torch.linalg.svdvals(self.up.weight).sum()
+
+
+def test_a_parameter_that_was_sharded_is_gathered_where_it_must_be_whole() -> None:
+    model, x = _model(WholeInEval), _input(WholeInEval, 2, 5)
+    options = CompileOptions(tp=2)
+    fixed = build(model, (x,), {}, options).param_placements
+    assert fixed["up.weight"].is_sharded
+    model.eval()
+    compiled = build(model, (x,), {}, options, fixed=fixed)
+    assert compiled.param_placements == fixed
+    step = simulate_step(compiled, dict(model.named_parameters()), {}, [x], SEED)
+    model(x).sum().backward()
+    expected = {name: value.grad for name, value in model.named_parameters()}
+    assert gradient_error(step.grads, expected) < 1e-10

@@ -243,7 +243,7 @@ class _Assembly:
             )
             stored = self.placed["param", self.problem.param_class[name]]
             as_r, as_i = (((i, (node, 0)), kind) in self.uses for kind in (R, I))
-            return R if as_r and not as_i else stored
+            return R if stored == I and as_r and not as_i else stored
         number = self.problem.boundary_class.get(("in", i, position))
         return I if number is None else self.placed["boundary", number]
 

@@ -273,7 +273,7 @@ def test_parts_of_a_compiled_model() -> None:
     whole = compiled(lambda: first)
     for other in (module, tied):
         with pytest.raises(ArgumentError, match=r"'head\.weight' belongs to another model"):
-            compiled(lambda model=other: model)
+            sp_compiler.compile(other, tp=1)
     with pytest.raises(ArgumentError, match="module '1' of the model is a compiled module"):
         compiled(lambda: nn.Sequential(net(), whole))
 

@@ -26,6 +26,7 @@ from torch.fx import Graph, Node
 
 from sp_compiler.graph import arguments
 from sp_compiler.op_kinds import is_view
+from sp_compiler.rewriting import erase_dead
 
 aten = torch.ops.aten
 
@@ -46,7 +47,7 @@ def simplify(graph: Graph) -> dict[str, int]:
                 graph.erase_node(node)
                 break
     counts["merge_equal_views"] = _merge_equal_views(graph)
-    graph.eliminate_dead_code()
+    erase_dead(graph)
     graph.lint()
     return counts
 

@@ -33,6 +33,7 @@ import torch
 from torch.fx import Node
 
 from sp_compiler.errors import ArgumentError
+from sp_compiler.graph import carries_gradient
 from sp_compiler.joint import JointGraph, ancestors
 from sp_compiler.op_kinds import (
     FUSED_ATTENTION,
@@ -127,11 +128,11 @@ def _from_params(joint: JointGraph, forward: list[Node]) -> set[Node]:
 
 
 def _activations(joint: JointGraph, forward: list[Node], linears: set[Node]) -> set[Node]:
-    """What descends from a linear or from a floating point value of another region."""
+    """What descends from a linear or from a differentiable value of another region."""
     known = {
         node
         for node, kind in zip(joint.inputs, joint.input_kinds, strict=True)
-        if kind == "call" and node.meta["val"].is_floating_point()
+        if kind == "call" and carries_gradient(node.meta["val"])
     }
     for node in forward:
         if node in linears or any(parent in known for parent in node.all_input_nodes):

@@ -24,6 +24,7 @@ from torch.fx import Graph, Node
 
 from sp_compiler.graph import arguments, tensor_operands
 from sp_compiler.op_kinds import FILLED
+from sp_compiler.rewriting import erase_dead
 
 aten = torch.ops.aten
 
@@ -52,7 +53,7 @@ def drop_zero_tangents(graph: Graph, tangents: Collection[Node], zero: Collectio
             _without_zeros(node, nothing)
     output = graph.output_node()
     output.args = (tuple(None if grad in nothing else grad for grad in output.args[0]),)
-    graph.eliminate_dead_code()
+    erase_dead(graph)
     for node in zero:
         graph.erase_node(node)
     graph.lint()

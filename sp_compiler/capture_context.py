@@ -167,6 +167,12 @@ def capture_error(model: nn.Module, error: Exception) -> CaptureError:
             "the control flow or a shape depends on the values of a tensor; compute it with tensor "
             "operations (torch.where), or from shapes and arguments that are not tensors"
         )
+    if "register a pytree" in str(error) or "register_dataclass" in str(error):
+        advice = (
+            "what goes in and out of forward must be tensors, numbers, strings and None in tuples, "
+            "lists, dicts and ModelOutputs; for a class of your own call "
+            "torch.export.register_dataclass(YourClass) once before compiling"
+        )
     return CaptureError(
         f"the model could not be captured as one graph: {type(error).__name__}: {first_line}\n"
         f"{where}  what to do: {advice}"

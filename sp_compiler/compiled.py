@@ -60,6 +60,7 @@ class CompiledProgram:
         loss_backwards: name of the region with the model's loss to its backward from that alone;
             empty where no other gradient can flow there.
         notes: fallbacks with reasons.
+        whole: (region, operator) of those that run whole because the check refused their shards.
         code: the generated text.
         plan: what :func:`sp_compiler.plan` reports, or ``None``.
         stages: name to graph after each pass.
@@ -74,6 +75,7 @@ class CompiledProgram:
     differentiable: dict[str, tuple[bool, ...]] = field(default_factory=dict)
     loss_backwards: dict[str, LossBackward] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    whole: tuple[tuple[str, str], ...] = ()
     code: str = ""
     plan: Any = None
     stages: dict[str, Any] = field(default_factory=dict)

@@ -206,8 +206,7 @@ class Contraction:
                 row = (
                     tuple(needed[0].get(value, 0) | needed[1].get(value, 0) for value in needs),
                     tuple(
-                        _visible(*made[value], mask)
-                        for value, mask in zip(makes, seen, strict=True)
+                        _visible(made[value], mask) for value, mask in zip(makes, seen, strict=True)
                     ),
                 )
                 if row not in best or cost < best[row][0]:
@@ -253,7 +252,8 @@ class Contraction:
         return {makes[position][0] for _, makes in table.rows}
 
 
-def _visible(placement: int, have: int, seen: int) -> tuple[int, int]:
+def _visible(made: tuple[int, int], seen: int) -> tuple[int, int]:
+    placement, have = made
     return placement, have & seen & ~(1 << placement)
 
 

@@ -50,7 +50,12 @@ class PassError(SPCompilerError, RuntimeError):
 
 
 class PlacementError(PassError):
-    """A placement that the typing rules refuse: running the graph would give wrong numbers."""
+    """A placement that the typing rules refuse: running the graph would give wrong numbers.
+
+    ``region`` is the name of the region that holds the node, where the raiser knows it.
+    """
+
+    region: str = ""
 
 
 class RankMismatchError(SPCompilerError, RuntimeError):

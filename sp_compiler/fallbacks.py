@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from sp_compiler.compiled import CompiledProgram
 from sp_compiler.errors import module_path
-from sp_compiler.graph import tensor_operands
+from sp_compiler.graph import carries_gradient, tensor_operands
 from sp_compiler.op_kinds import MATMULS, is_view
 from sp_compiler.program import Region
 from sp_compiler.rules.table import rule_for
@@ -94,11 +94,11 @@ def _has_no_rule(node: Node) -> bool:
 
 
 def _active(region: Region) -> set[Node]:
-    """Floating values that parameters or activations go into."""
+    """Differentiable values that parameters or activations go into."""
     active: set[Node] = set()
     for node, kind in zip(region.placeholders, region.input_kinds, strict=True):
         value = node.meta["val"]
-        if value.is_floating_point() and (kind in ("param", "call") or value.requires_grad):
+        if carries_gradient(value) and (kind in ("param", "call") or value.requires_grad):
             active.add(node)
     for node in region.module.graph.nodes:
         if any(source in active for source in node.all_input_nodes):

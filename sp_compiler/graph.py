@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_iter, tree_map_only
@@ -25,6 +26,11 @@ def arguments(node: Node) -> dict[str, Any]:
         elif argument.has_default_value():
             values[argument.name] = argument.default_value
     return values
+
+
+def carries_gradient(value: Tensor) -> bool:
+    """Whether a tensor of this dtype may require a gradient."""
+    return value.is_floating_point() or value.is_complex()
 
 
 def tensor_operands(node: Node) -> list[Node]:

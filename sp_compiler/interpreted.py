@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Interpreter
 
+from sp_compiler.graph import carries_gradient
 from sp_compiler.op_kinds import CONVERSIONS
 from sp_compiler.partitioned import Partitioned
 from sp_compiler.placement import Placement
@@ -38,7 +39,7 @@ class ShardedCode:
     def forward(self, tp: Communicator, *inputs: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         with torch.enable_grad():
             leaves = [
-                value.detach().requires_grad_(needs and value.is_floating_point())
+                value.detach().requires_grad_(needs and carries_gradient(value))
                 for value, needs in zip(inputs, self._needs_grad, strict=True)
             ]
             outputs = tuple(_RankInterpreter(self._module, tp, with_grad=True).run(*leaves))

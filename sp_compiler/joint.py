@@ -25,8 +25,10 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 from sp_compiler.errors import PassError
+from sp_compiler.graph import carries_gradient
 from sp_compiler.op_kinds import RESULT_NAMES
 from sp_compiler.program import Region
+from sp_compiler.rewriting import erase_dead
 
 aten = torch.ops.aten
 
@@ -166,7 +168,7 @@ def _fake_input(node: fx.Node, mode: FakeTensorMode) -> Tensor:
     device = "cpu" if value.device.type == "meta" else value.device
     with mode:
         fake = torch.empty(value.shape, dtype=value.dtype, device=device)
-    return fake.requires_grad_(bool(node.meta.get("requires_grad")) and fake.is_floating_point())
+    return fake.requires_grad_(bool(node.meta.get("requires_grad")) and carries_gradient(fake))
 
 
 def _rebuild(traced: fx.Graph, region: Region) -> JointGraph:
@@ -256,7 +258,7 @@ def _drop_no_ops(graph: fx.Graph) -> None:
             graph.erase_node(node)
         elif node.target is operator.getitem and not isinstance(node.meta["val"], Tensor):
             _inline(node)
-    graph.eliminate_dead_code()
+    erase_dead(graph)
 
 
 def _copies_nothing(node: fx.Node) -> bool:

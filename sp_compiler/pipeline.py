@@ -5,19 +5,22 @@ The only module outside ``passes/`` that imports passes.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.fx import Node
 
 from sp_compiler.capture import Captured, capture
 from sp_compiler.check import check_forward, check_partitioned
 from sp_compiler.codegen import CompiledRegion, load, module_source
 from sp_compiler.compiled import CompiledProgram, LossBackward
 from sp_compiler.config import CompileOptions
+from sp_compiler.errors import PlacementError, module_path, source_line
 from sp_compiler.hints import wishes_of
 from sp_compiler.passes.compile_region import compile_region
 from sp_compiler.passes.normalize import normalize
@@ -72,7 +75,8 @@ def compile_captured(
     compiled.stages = {"export": exported, **compiled.stages}
     compiled.seconds = {**clock.seconds, **compiled.seconds}
     plan = make_plan(compiled, options, model_name)
-    compiled.plan = replace(plan, explainer=partial(explain, program, options, dict(fixed or {})))
+    explainer = partial(explain, program, options, dict(fixed or {}), compiled.whole)
+    compiled.plan = replace(plan, explainer=explainer)
     return compiled
 
 
@@ -96,24 +100,76 @@ def compile_program(
 ) -> CompiledProgram:
     """Everything after outlining; ``program`` is not modified.
 
-    Without ``checked`` a program that the typing refuses is compiled nevertheless, so that its
-    numbers can be compared.
+    An operator whose placement the typing refuses, forward or backward, runs whole on every rank
+    and is noted: slower, never wrong. Without ``checked`` a program that the typing refuses is
+    compiled nevertheless, so that its numbers can be compared.
+
+    Raises:
+        PlacementError: the typing refuses a program although the operator runs whole.
     """
+    whole: dict[tuple[str, str], None] = {}
+    while True:
+        try:
+            return _compile_program(program, options, fixed, checked, tuple(whole))
+        except PlacementError as error:
+            operator = _operator_of(program, error)
+            if operator is None or (error.region, operator.name) in whole or options.tp == 1:
+                raise
+            whole[error.region, operator.name] = None
+            note = (
+                f"{operator.target} runs whole on every rank: how it would be sharded could not be "
+                f"proven ({module_path(operator) or '(model)'}, {source_line(operator)})"
+            )
+            program = replace(program, notes=[*program.notes, note])
+
+
+def _operator_of(program: Program, error: PlacementError) -> Node | None:
+    """The operator of the unsharded program that a refused node came from."""
+    meta = error.node.meta if error.node is not None else {}
+    name = meta.get("root", meta.get("source"))
+    return next(
+        (
+            node
+            for region in program.regions
+            for node in region.module.graph.nodes
+            if region.name == error.region and node.name == name and node.op == "call_function"
+        ),
+        None,
+    )
+
+
+@contextlib.contextmanager
+def _of_region(name: str) -> Iterator[None]:
+    try:
+        yield
+    except PlacementError as error:
+        error.region = name
+        raise
+
+
+def _compile_program(
+    program: Program,
+    options: CompileOptions,
+    fixed: Mapping[str, Placement] | None,
+    checked: bool,
+    whole: Collection[tuple[str, str]],
+) -> CompiledProgram:
     clock = _Clock({})
     stages = {"capture": Stage.of_program("capture", program)}
-    sharded = shard(program, options, dict(fixed or {}))
+    sharded = shard(program, options, dict(fixed or {}), whole)
     program = sharded.program
     stages["shard"] = Stage.of_program("shard", program)
     clock.lap("shard")
     for region in program.regions if checked else ():
-        check_forward(region, options.tp)
+        with _of_region(region.name):
+            check_forward(region, options.tp)
     clock.lap("check_forward")
     regions = [_compile(program, region, options) for region in program.regions]
     clock.lap("compile_regions")
     for compiled in regions if checked else ():
-        check_partitioned(
-            compiled.region, compiled.partitioned, compiled.joint.tangent_outputs, options.tp
-        )
+        region, tangents = compiled.region, compiled.joint.tangent_outputs
+        with _of_region(region.name):
+            check_partitioned(region, compiled.partitioned, tangents, options.tp)
     clock.lap("check_partitioned")
     _write_tags(regions)
     stages["final"] = Stage.of_program("final", program)
@@ -133,6 +189,7 @@ def compile_program(
             if loss is not None
         },
         notes=program.notes,
+        whole=tuple(whole),
         code=source,
         regions={compiled.region.name: compiled for compiled in regions},
         stages=stages,

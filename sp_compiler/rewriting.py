@@ -20,6 +20,8 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
+from sp_compiler.graph import carries_gradient
+
 _INHERITED = ("nn_module_stack", "stack_trace", "torch_fn")
 
 
@@ -176,8 +178,7 @@ def _differentiable_fake(node: Node) -> Any:
 
 
 def _leaf(fake: torch.Tensor, requires_grad: bool) -> torch.Tensor:
-    differentiable = fake.is_floating_point() or fake.is_complex()
-    return fake.detach().requires_grad_(requires_grad and differentiable)
+    return fake.detach().requires_grad_(requires_grad and carries_gradient(fake))
 
 
 def is_getitem(node: object) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -263,3 +264,59 @@ def test_every_error_is_one_of_ours() -> None:
     errors = [kind for kind in kinds if re.search("Error$", kind.__name__)]
     assert len(errors) >= 8
     assert all(issubclass(kind, SPCompilerError) for kind in errors)
+
+
+def test_parts_of_a_compiled_model() -> None:
+    """They cannot be in two compiled modules: tied weights would come apart without a word."""
+    first, module, tied = net(), net(), net()
+    module.head, tied.head.weight = first.head, first.head.weight
+    whole = compiled(lambda: first)
+    for other in (module, tied):
+        with pytest.raises(ArgumentError, match=r"'head\.weight' belongs to another model"):
+            sp_compiler.compile(other, tp=1)
+    with pytest.raises(ArgumentError, match="module '1' of the model is a compiled module"):
+        compiled(lambda: nn.Sequential(net(), whole))
+
+
+def test_a_model_that_was_given_back_is_free() -> None:
+    """Its parameters can be compiled again, in this model or another."""
+    model = net()
+    with pytest.raises(CaptureError):
+        compiled(lambda: model, example_inputs=((batch(3)[..., :5],), {}))
+    compiled(lambda: model)(batch())["loss"].backward()
+
+
+@dataclasses.dataclass
+class Boxed:
+    """A container that nobody registered."""
+
+    value: Tensor
+
+
+@dataclasses.dataclass
+class Registered:
+    """A container that the user did register."""
+
+    value: Tensor
+
+
+class Boxing(nn.Module):
+    """Takes and returns a dataclass."""
+
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.linear, self.kind = nn.Linear(8, 8), kind
+
+    def forward(self, x: Any) -> Any:
+        return self.kind(self.linear(x.value if isinstance(x, self.kind) else x))
+
+
+def test_classes_that_are_not_registered() -> None:
+    x = torch.ones(2, 8)
+    for argument in (x, Boxed(x)):
+        with pytest.raises(CaptureError, match=r"register_dataclass\(YourClass\)"):
+            compiled(lambda: Boxing(Boxed))(argument)
+    torch.export.register_dataclass(Registered)
+    result = compiled(lambda: Boxing(Registered))(Registered(x))
+    assert type(result) is Registered
+    result.value.sum().backward()

@@ -7,7 +7,7 @@ Requires ``meta["val"]`` and ``meta["requires_grad"]`` on every node; establishe
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,11 +21,10 @@ from sp_compiler.passes.shard.lower import RegionLowering
 from sp_compiler.passes.shard.problem import Problem, ProblemBuilder
 from sp_compiler.passes.shard.values import (
     RegionValues,
+    WholeNode,
     activate,
     label_dims,
-    residual_stream,
     results_of,
-    shape_of,
 )
 from sp_compiler.placement import I, Placement, R
 from sp_compiler.program import Call, Program, Ref, RefKind, Region
@@ -51,7 +50,10 @@ class Sharded:
 
 
 def shard(
-    program: Program, options: CompileOptions, fixed: dict[str, Placement] | None = None
+    program: Program,
+    options: CompileOptions,
+    fixed: dict[str, Placement] | None = None,
+    whole: Collection[WholeNode] = (),
 ) -> Sharded:
     """Shard ``program`` over ``options.tp`` ranks.
 
@@ -59,34 +61,38 @@ def shard(
         program: unsharded; see :func:`sp_compiler.passes.outline.outline`.
         options: ``tp``, ``sequence_parallel``, ``nominal_tokens``, ``outputs`` are read.
         fixed: storage placements that an earlier compilation gave to the parameters.
+        whole: operators that run whole on every rank, whatever their rule says.
     """
     if options.tp == 1:
         program, _ = _route_outputs(program)
         return _unsharded(program, activate(program))
-    builder = placement_problem(program, options, fixed or {})
+    builder = placement_problem(program, options, fixed or {}, whole)
     problem = builder.problem
     try:
         solution = solve(problem.vertices, builder.conversion_cost)
     except SPCompilerError as error:
-        raise _blamed_on_hints(program, options, fixed or {}, error) from error
+        raise _blamed_on_hints(program, options, fixed or {}, whole, error) from error
     facts = {id(region): mine for region, mine in zip(builder.regions, builder.facts, strict=True)}
     assembled = _Assembly(builder.program, facts, problem, solution.choices, options.tp)
     return replace(assembled.run(), cost_us=solution.cost_us)
 
 
 def placement_problem(
-    program: Program, options: CompileOptions, fixed: dict[str, Placement]
+    program: Program,
+    options: CompileOptions,
+    fixed: dict[str, Placement],
+    whole: Collection[WholeNode],
 ) -> ProblemBuilder:
     """The built problem of placing ``program`` on ``options.tp`` ranks, at least two."""
     program, routed = _route_outputs(program)
-    facts = activate(program)
+    facts = activate(program, whole)
     for region in program.regions:
         label_dims(region, facts[id(region)], options.tp)
     builder = ProblemBuilder(
         program,
         facts,
         world=options.tp,
-        sequence_parallel=options.sequence_parallel and _has_clear_rows(program, facts),
+        sequence_parallel=options.sequence_parallel,
         nominal_tokens=options.nominal_tokens,
         shard_outputs=lambda index: (
             program.outputs[index] not in routed and _may_shard(program, index, options)
@@ -98,13 +104,17 @@ def placement_problem(
 
 
 def _blamed_on_hints(
-    program: Program, options: CompileOptions, fixed: dict[str, Placement], error: SPCompilerError
+    program: Program,
+    options: CompileOptions,
+    fixed: dict[str, Placement],
+    whole: Collection[WholeNode],
+    error: SPCompilerError,
 ) -> SPCompilerError:
     """Which hints cannot be met together: without any of them, all others can."""
 
     def impossible(keys: Iterable[str]) -> bool:
         kept = wishes_of({key: options.hints[key] for key in keys}, program.parameters)
-        builder = placement_problem(replace(program, wishes=kept), options, fixed)
+        builder = placement_problem(replace(program, wishes=kept), options, fixed, whole)
         try:
             solve(builder.problem.vertices, builder.conversion_cost)
         except SPCompilerError:
@@ -144,20 +154,6 @@ def _unsharded(program: Program, facts: dict[int, RegionValues]) -> Sharded:
         if isinstance(ref, Ref) and ref.kind == "call"
     }
     return Sharded(replace(program, calls=calls), dict.fromkeys(names, I), outputs_of, 0.0)
-
-
-def _has_clear_rows(program: Program, facts: dict[int, RegionValues]) -> bool:
-    """Whether rows of tokens can be told from features all along the residual stream.
-
-    Not where a token dim of size 1 comes behind another (sequences of length 1): no factor leads to
-    it, so some values would count it among the features.
-    """
-    tokens = {key for mine in facts.values() for key in mine.tokens}
-    return not any(
-        size == 1 and (value, dim) in tokens and (value, dim - 1) in tokens
-        for value in residual_stream(program, facts)
-        for dim, size in enumerate(shape_of(value))
-    )
 
 
 def _may_shard(program: Program, index: int, options: CompileOptions) -> bool:
@@ -297,7 +293,7 @@ class _Assembly:
             )
             stored = self.placed["param", self.problem.param_class[name]]
             as_r, as_i = (((i, (node, 0)), kind) in self.uses for kind in (R, I))
-            return R if as_r and not as_i else stored
+            return R if stored == I and as_r and not as_i else stored
         number = self.problem.boundary_class.get(("in", i, position))
         return I if number is None else self.placed["boundary", number]
 

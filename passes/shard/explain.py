@@ -7,7 +7,7 @@ chosen best for it: the difference from the optimum is what the way costs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from torch.fx import Node
@@ -20,7 +20,7 @@ from sp_compiler.op_kinds import is_view
 from sp_compiler.passes.shard import placement_problem
 from sp_compiler.passes.shard.problem import Key
 from sp_compiler.passes.shard.reasons import operator_text, why_whole
-from sp_compiler.passes.shard.values import bytes_of
+from sp_compiler.passes.shard.values import WholeNode, bytes_of
 from sp_compiler.placement import Placement
 from sp_compiler.program import Program
 from sp_compiler.solver import solve
@@ -39,7 +39,11 @@ _COLLECTIVES = {
 
 
 def explain(
-    program: Program, options: CompileOptions, fixed: dict[str, Placement], name: str
+    program: Program,
+    options: CompileOptions,
+    fixed: dict[str, Placement],
+    whole: Collection[WholeNode],
+    name: str,
 ) -> Explanation:
     """Why the parameters of a module, or the one of this name, are placed as they are.
 
@@ -47,6 +51,7 @@ def explain(
         program: unsharded.
         options: of the compilation.
         fixed: placements that an earlier compilation decided.
+        whole: operators that the compilation had to run whole.
         name: path of a module, or name of a parameter, in the user's model.
 
     Raises:
@@ -57,7 +62,7 @@ def explain(
         reason = "one rank holds everything"
         found = [_unexplained(program, item, "Replicate()", reason) for item in names]
         return Explanation(name, 1, tuple(found))
-    question = _Question(program, options, fixed)
+    question = _Question(program, options, fixed, whole)
     return Explanation(name, options.tp, tuple(map(question.answer, names)))
 
 
@@ -83,9 +88,13 @@ class _Question:
     """One solved problem, and what forcing a vertex to one of its options changes."""
 
     def __init__(
-        self, program: Program, options: CompileOptions, fixed: dict[str, Placement]
+        self,
+        program: Program,
+        options: CompileOptions,
+        fixed: dict[str, Placement],
+        whole: Collection[WholeNode],
     ) -> None:
-        self.builder = placement_problem(program, options, fixed)
+        self.builder = placement_problem(program, options, fixed, whole)
         self.program = self.builder.program
         self.fixed = fixed
         self.vertices = self.builder.problem.vertices

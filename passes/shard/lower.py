@@ -21,6 +21,7 @@ from sp_compiler.graph import arguments, emit
 from sp_compiler.passes.shard.values import RegionValues, Value, results_of, shape_of, value_of
 from sp_compiler.placement import I, Placement, R, S
 from sp_compiler.program import Region
+from sp_compiler.rewriting import erase_dead
 from sp_compiler.rules.strategies import Strategy
 from sp_compiler.rules.table import is_pointwise
 
@@ -90,7 +91,7 @@ class RegionLowering:
             for node, placement in zip(self.region.outputs, self.outputs, strict=True)
         ]
         self.graph.output(results)
-        self.graph.eliminate_dead_code()
+        erase_dead(self.graph)
         module = GraphModule(self.region.module, self.graph, class_name=self.region.name)
         return Region(
             name=self.region.name,

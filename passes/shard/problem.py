@@ -60,6 +60,10 @@ class Problem:
         self.strategies.append(found or [])
 
 
+# More than any step takes.
+_LAST_RESORT_US = 1e6
+
+
 class _Classes:
     """Union-find over hashable items, numbered in order of first appearance."""
 
@@ -130,11 +134,17 @@ class ProblemBuilder:
         return self.problem
 
     def conversion_cost(self, key: Key, source: Placement, target: Placement) -> float | None:
-        """Price of a conversion in all calls of the region; parameters only turn from I to R."""
+        """Price of a conversion in all calls of the region.
+
+        Parameters only turn from I to R. One that an earlier compilation sharded is gathered where
+        nothing else is possible: an operator of this program alone needs it whole.
+        """
         i, value = key
         needs_grad = bool(value[0].meta.get("requires_grad"))
         if value[0].op == "placeholder" and self._kind(i, value[0]) == "param":
             # Its gradient goes with all others in one bucket: no latency of its own.
+            if source.is_sharded and target.is_replicated and self._is_fixed(i, value[0]):
+                return _LAST_RESORT_US * self.num_calls[i]
             wire = bytes_of(value) * 2 / H100.link_bytes_per_us
             return wire * self.num_calls[i] if (source, target) == (I, R) else None
         size = bytes_of(value) * self._scale_of(i, value)
@@ -155,6 +165,11 @@ class ProblemBuilder:
     def _scale_of(self, i: int, value: Value) -> float:
         count = self.facts[i].num_token_dims(value)
         return float(self.scale ** max(1, count - 1)) if count else 1.0
+
+    def _is_fixed(self, i: int, node: Node) -> bool:
+        position = self.regions[i].placeholders.index(node)
+        calls = (call for call in self.program.calls if call.region is self.regions[i])
+        return next(calls).args[position].name in self.fixed
 
     def _kind(self, i: int, node: Node) -> str:
         region = self.regions[i]

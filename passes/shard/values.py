@@ -7,18 +7,21 @@ that needs a gradient; all others (positions, masks, rotary tables) are computed
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch.fx import Node
 
-from sp_compiler.graph import tensor_operands
+from sp_compiler.graph import carries_gradient, tensor_operands
 from sp_compiler.program import Program, Region
 from sp_compiler.rules.factors import Dims, Factor, OpRule
 from sp_compiler.rules.table import is_pointwise, rule_for
 
 Value = tuple[Node, int]
+
+WholeNode = tuple[str, str]
+"""Names of a region and of an operator in it that is to run whole."""
 
 
 def value_of(node: Node) -> Value:
@@ -64,7 +67,8 @@ class RegionValues:
 
     Attributes:
         active: values that take part in sharding.
-        tokens: (value, dim) pairs that run over tokens (batch, sequence or both).
+        tokens: (value, dim) pairs that run over tokens (batch, sequence or both); never a dim of
+            size 1, to which no factor leads: some values would count it among the features.
         features: (value, dim) pairs that come from a parameter's dim (heads, width, vocabulary).
         segmentations: (value, dim) to the part sizes in which the dim is cut by a later operator.
         rules: the rule of every active operator.
@@ -77,6 +81,11 @@ class RegionValues:
         default_factory=dict
     )
     rules: dict[Node, OpRule | None] = field(default_factory=dict)
+
+    def add_tokens(self, value: Value, num_dims: int) -> None:
+        """Mark the first ``num_dims`` dims."""
+        sizes = shape_of(value)[:num_dims]
+        self.tokens.update({(value, dim): None for dim, size in enumerate(sizes) if size != 1})
 
     def num_rows(self, value: Value) -> int:
         """How many leading dims flatten to rows of tokens; 0 where tokens are elsewhere too."""
@@ -92,8 +101,11 @@ class RegionValues:
         return sum((value, dim) in self.tokens for dim in range(len(shape_of(value))))
 
 
-def activate(program: Program) -> dict[int, RegionValues]:
-    """Facts by ``id(region)``; activity flows along the calls until nothing changes."""
+def activate(program: Program, whole: Collection[WholeNode] = ()) -> dict[int, RegionValues]:
+    """Facts by ``id(region)``; activity flows along the calls until nothing changes.
+
+    Operators in ``whole`` have no rule.
+    """
     facts = {id(region): RegionValues() for region in program.regions}
     changed = True
     while changed:
@@ -117,14 +129,15 @@ def activate(program: Program) -> dict[int, RegionValues]:
         mine = facts[id(region)]
         for node in operators(region):
             if any(value in mine.active for value in results_of(node)):
-                mine.rules[node] = rule_for(node)
+                refused = (region.name, node.name) in whole
+                mine.rules[node] = None if refused else rule_for(node)
     return facts
 
 
 def _shardable(node: Node) -> list[Value]:
-    """Floating results and dropout masks; other numbers are small and every rank has them whole."""
+    """Differentiable results and dropout masks; every rank has other numbers whole."""
     is_mask = node.target is torch.ops.sp_compiler.dropout_mask.default
-    return [value for value in results_of(node) if is_mask or _fake(value).dtype.is_floating_point]
+    return [value for value in results_of(node) if is_mask or carries_gradient(_fake(value))]
 
 
 def is_elementwise(node: Node) -> bool:
@@ -169,13 +182,14 @@ def label_dims(region: Region, facts: RegionValues, world: int) -> None:
 
 def _seed(region: Region, facts: RegionValues) -> None:
     for node, kind in zip(region.placeholders, region.input_kinds, strict=True):
-        rank = len(shape_of((node, 0)))
+        value = (node, 0)
+        rank = len(shape_of(value))
         if kind == "param":
-            facts.features.update(dict.fromkeys(((node, 0), dim) for dim in range(rank)))
-        elif kind == "input" and not node.meta["val"].dtype.is_floating_point:
-            facts.tokens.update(dict.fromkeys(((node, 0), dim) for dim in range(rank)))
+            facts.features.update(dict.fromkeys((value, dim) for dim in range(rank)))
+        elif kind == "input" and not carries_gradient(node.meta["val"]):
+            facts.add_tokens(value, rank)
         elif kind in ("call", "input"):
-            _seed_rows(facts, (node, 0))
+            _seed_rows(facts, value)
     for node in region.outputs:
         if isinstance(node, Node):
             _seed_rows(facts, value_of(node))
@@ -185,15 +199,14 @@ def _seed(region: Region, facts: RegionValues) -> None:
             getattr(node.target, "_schema", None) is not None
             and "embedding" in node.target._schema.name
         ):
-            rank = len(shape_of((node, 0)))
-            facts.tokens.update(dict.fromkeys(((node, 0), dim) for dim in range(rank - 1)))
+            facts.add_tokens((node, 0), len(shape_of((node, 0))) - 1)
 
 
 def _seed_rows(facts: RegionValues, value: Value) -> None:
     """Activations that cross regions are (tokens..., features); others have more dims."""
     rank = len(shape_of(value))
     if value in facts.active and rank in (2, 3):
-        facts.tokens.update(dict.fromkeys((value, dim) for dim in range(rank - 1)))
+        facts.add_tokens(value, rank - 1)
 
 
 def _propagate(node: Node, rule: OpRule, facts: RegionValues, world: int) -> bool:
@@ -209,7 +222,8 @@ def _propagate(node: Node, rule: OpRule, facts: RegionValues, world: int) -> boo
         }
         for value, dims in places:
             for d, dim in enumerate(dims):
-                if dim and all(factor.name in marked for factor in dim):
+                marks = dim and all(factor.name in marked for factor in dim)
+                if marks and (table is facts.features or shape_of(value)[d] != 1):
                     table[value, d] = None
     _demand(node, rule, facts, world)
     return len(facts.tokens) + len(facts.features) + _count(facts) != before

@@ -26,7 +26,7 @@ from sp_compiler.check.report import CheckReport
 from sp_compiler.check.shapes import global_shape
 from sp_compiler.check.torch_functions import COMMUNICATE, RESHAPES, UNKNOWN_LINEAR, call, reshape
 from sp_compiler.errors import PlacementError
-from sp_compiler.graph import arguments, conversion, tensor_operands
+from sp_compiler.graph import arguments, carries_gradient, conversion, tensor_operands
 from sp_compiler.placement import I, P, Placement, R, S
 from sp_compiler.program import Region
 
@@ -127,12 +127,12 @@ class _Checker:
         if node.target is torch.ops.aten.expand.default and claim.is_sharded and not sharded:
             raise _Unreadable("spmd_types knows no sharded dim that only the result has")
         if len(placements) != 1 or not placements[0].is_sharded:
-            return call(node, self.values)
+            return call(node, self._operand_values(node))
         if node.target in RESHAPES:
             return self._reshape(node, placements[0])
         if node.target in _CUTS and _dim_of(node) == placements[0].dim:
             raise _Unreadable("spmd_types cannot cut a sharded dim")
-        return call(node, self.values)
+        return call(node, self._operand_values(node))
 
     def _reshape(self, node: Node, placement: Placement) -> Tensor:
         """Sharded dims are split and merged by ``unflatten`` and ``flatten`` only."""
@@ -221,7 +221,7 @@ class _Checker:
             return value
         with spmd.no_typecheck():
             x = torch.empty(value.shape, dtype=value.dtype, device="meta")
-        x.requires_grad_(needs_grad and x.is_floating_point())
+        x.requires_grad_(needs_grad and carries_gradient(x))
         kinds = {"R": spmd.R, "I": spmd.I, "P": spmd.P}
         kind = spmd.S(placement.dim) if placement.kind == "S" else kinds[placement.kind]
         return spmd.assert_type(x, {self.axis: kind})
@@ -235,8 +235,25 @@ class _Checker:
         return {spmd.R: R, spmd.I: I, spmd.P: P}[kind]
 
     def _placements(self, node: Node) -> list[Placement]:
-        values = [self.values[operand] for operand in tensor_operands(node)]
-        return [self._placement(x) if isinstance(x, Tensor) else R for x in values]
+        values = self._operand_values(node)
+        found = [values[operand] for operand in tensor_operands(node)]
+        return [self._placement(x) if isinstance(x, Tensor) else R for x in found]
+
+    def _operand_values(self, node: Node) -> dict[Node, Any]:
+        """Operands of ``node``.
+
+        Beside an invariant one, a replicated one without gradient (a mask, positions) is invariant
+        too: the numbers are the same, and no gradient of it has to be summed.
+        """
+        values = {operand: self.values[operand] for operand in tensor_operands(node)}
+        tensors = {key: x for key, x in values.items() if isinstance(x, Tensor)}
+        kinds = {key: self._placement(x) for key, x in tensors.items()}
+        if I in kinds.values():
+            constant = [
+                key for key, x in tensors.items() if kinds[key] == R and not x.requires_grad
+            ]
+            values |= {key: self._new(values[key], I, False) for key in constant}
+        return values
 
     def _operands(self, node: Node) -> list[Placement]:
         """As values; the segments, which ``spmd_types`` does not know, are those declared."""

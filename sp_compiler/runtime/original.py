@@ -24,7 +24,8 @@ def check_not_taken(model: nn.Module) -> None:
     """Refuse a model that cannot be compiled (again).
 
     Raises:
-        ArgumentError: no module; compiled before; an optimizer holds its parameters.
+        ArgumentError: no module; compiled before, or a part of it; an optimizer holds its
+            parameters.
         UnsupportedError: a hook on a module inside the model.
     """
     if not isinstance(model, nn.Module):
@@ -36,6 +37,7 @@ def check_not_taken(model: nn.Module) -> None:
             "this model was compiled before and its parameters now belong to that compiled module; "
             "build the model anew, or use the compiled module"
         )
+    _check_parts_not_taken(model)
     check_capturable(model)
     holders = optimizers_of(model.parameters())
     if holders:
@@ -44,6 +46,22 @@ def check_not_taken(model: nn.Module) -> None:
             "which are replaced; create it after sp_compiler.compile, from the compiled module's "
             "parameters()"
         )
+
+
+def _check_parts_not_taken(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if hasattr(module, "_sp_layout"):
+            raise ArgumentError(
+                f"module {name!r} of the model is a compiled module; compile the whole model from "
+                "its original parts instead"
+            )
+    for name, parameter in model.named_parameters():
+        if getattr(parameter, _TAKEN, False):
+            raise ArgumentError(
+                f"parameter {name!r} belongs to another model that was compiled before; two "
+                "compiled modules cannot share one: compile one module that holds both models, or "
+                "give this one a copy (copy.deepcopy before compiling)"
+            )
 
 
 class Original:
@@ -58,6 +76,8 @@ class Original:
         self.model = model
         self._own_forward = vars(model).get("forward")
         vars(model)[_TAKEN] = True
+        for parameter in model.parameters():
+            setattr(parameter, _TAKEN, True)
         self._install(mirror, lambda parameter: torch.empty_like(_plain(parameter), device="meta"))
         model.forward = _raise_taken
 
@@ -104,6 +124,8 @@ class Original:
         if self._own_forward is not None:
             self.model.forward = self._own_forward
         del vars(self.model)[_TAKEN]
+        for parameter in self.model.parameters():
+            vars(parameter).pop(_TAKEN, None)
 
     def _install(self, mirror: nn.Module, make: Any) -> None:
         """Replace every parameter of the model by ``make(the mirror's one)``, keeping ties."""
@@ -116,6 +138,7 @@ class Original:
                     value = make(parameter)
                     if not isinstance(value, nn.Parameter):
                         value = nn.Parameter(value, parameter.requires_grad)
+                    setattr(value, _TAKEN, True)
                     made[id(parameter)] = value
                 module._parameters[name] = made[id(parameter)]
 

@@ -1,0 +1,210 @@
+"""Models that no library ships, on simulated ranks against eager, outputs and every gradient."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+from sp_compiler.config import CompileOptions
+from sp_compiler.pipeline import build
+from sp_compiler.rules import table
+from sp_compiler.simulate import SimulatedStep, simulate_step
+from tests.parity import SEED, gradient_error
+
+_WIDTH, _HEADS, _VOCAB = 24, 4, 60
+_OPTIONS: tuple[dict[str, Any], ...] = (
+    {"tp": 1},
+    {"tp": 2, "sequence_parallel": True, "recompute": "selective"},
+    {"tp": 3, "sequence_parallel": True, "recompute": "full"},
+    {"tp": 4, "sequence_parallel": False, "recompute": "none"},
+)
+
+
+class Block(nn.Module):
+    """A pre-norm block on its own: no other region tells its rows of tokens from its features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(_WIDTH), nn.LayerNorm(_WIDTH)
+        self.qkv = nn.Linear(_WIDTH, 3 * _WIDTH)
+        self.out = nn.Linear(_WIDTH, _WIDTH)
+        self.up, self.down = nn.Linear(_WIDTH, 2 * _WIDTH), nn.Linear(2 * _WIDTH, _WIDTH)
+
+    def heads(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.qkv(x).unflatten(-1, (3, _HEADS, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+
+    def attention(self, x: Tensor) -> Tensor:
+        q, k, v = self.heads(x)
+        core = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(core.transpose(1, 2).flatten(2))
+
+    def forward(self, x: Tensor) -> Any:
+        x = x + self.attention(self.norm1(x))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class ComplexRotary(Block):
+    """Rotary positions as a product of complex numbers."""
+
+    def attention(self, x: Tensor) -> Tensor:
+        q, k, v = self.heads(x)
+        angle = torch.outer(torch.arange(x.shape[1]), 0.5 ** torch.arange(q.shape[-1] // 2))
+        turn = torch.polar(torch.ones_like(angle), angle).to(torch.complex128)
+        q, k = (
+            torch.view_as_real(torch.view_as_complex(y.unflatten(-1, (-1, 2))) * turn).flatten(-2)
+            for y in (q, k)
+        )
+        core = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(core.transpose(1, 2).flatten(2))
+
+
+class Alibi(Block):
+    """A bias that every rank computes is the sum to which an operator without rule adds."""
+
+    def attention(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        q, k, v = (y.flatten(0, 1) for y in self.heads(x))
+        distance = torch.arange(s) - torch.arange(s)[:, None]
+        slopes = 0.5 ** torch.arange(1, _HEADS + 1, dtype=x.dtype)
+        bias = (slopes[:, None, None] * distance).repeat(b, 1, 1)
+        scores = torch.baddbmm(bias, q, k.mT, alpha=1 / math.sqrt(q.shape[-1]))
+        core = (scores.softmax(-1) @ v).unflatten(0, (b, _HEADS))
+        return self.out(core.transpose(1, 2).flatten(2))
+
+
+class RunningSum(Block):
+    """Adds to each token the sum of those before it."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(self.norm1(x).cumsum(1))
+
+
+class Picked(Block):
+    """Each sequence's largest token, picked by index."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = super().forward(x)
+        return x[torch.arange(x.shape[0]), x.sum(-1).argmax(-1)]
+
+
+class NoParameters(nn.Module):
+    """Nothing to shard."""
+
+    def forward(self, x: Tensor) -> Any:
+        return (x @ x.mT).softmax(-1) @ x, x.sum()
+
+
+class TwoRoles(nn.Module):
+    """A matrix as weight, bias and factor; a scalar output whose gradient skips the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(_VOCAB, _WIDTH)
+        self.block = Block()
+        self.weight = nn.Parameter(torch.empty(_WIDTH, _WIDTH))
+
+    def forward(self, ids: Tensor) -> Any:
+        x = self.block(self.embedding(ids) @ self.weight)
+        x = (x @ self.weight.t() + self.weight.diagonal()) * self.weight.mean()
+        return x @ self.embedding.weight.t(), self.embedding.weight.square().sum()
+
+
+def _model(kind: Callable[[], nn.Module]) -> nn.Module:
+    model = kind().double()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.copy_(noise / math.sqrt(parameter.shape[-1]) + (parameter.ndim < 2))
+    return model
+
+
+def _input(kind: Callable[[], nn.Module], batch: int, seq: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    if kind is TwoRoles:
+        return torch.randint(0, _VOCAB, (batch, seq), generator=generator)
+    shape = (batch, seq, _WIDTH)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+
+def _assert_like_eager(kind: Callable[[], nn.Module], x: Tensor, **options: Any) -> None:
+    """Outputs, gradients of parameters and of the input, for random gradients of all outputs."""
+    model = _model(kind)
+    eager, leaf = copy.deepcopy(model), x.detach().requires_grad_(x.requires_grad)
+    outputs = pytree.tree_leaves(eager(leaf))
+    generator = torch.Generator().manual_seed(2)
+    tangents = [torch.randn(o.shape, generator=generator, dtype=o.dtype) for o in outputs]
+    torch.autograd.backward(outputs, tangents)
+    step = _simulated(model, x, tangents, **options)
+    for mine, true in zip(step.outputs, outputs, strict=True):
+        torch.testing.assert_close(mine, true.detach(), rtol=1e-10, atol=1e-10)
+    expected = {name: value.grad for name, value in eager.named_parameters()}
+    grads = step.grads
+    if x.requires_grad:
+        expected, grads = {**expected, "x": leaf.grad}, {**grads, "x": step.input_grads[0]}
+    assert gradient_error(grads, expected) < 1e-10
+
+
+def _simulated(
+    model: nn.Module, x: Tensor, tangents: list[Tensor], **options: Any
+) -> SimulatedStep:
+    compiled = build(model, (x,), {}, CompileOptions(outputs="replicate", **options))
+    params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    return simulate_step(compiled, params, buffers, [x], SEED, output_grads=tangents)
+
+
+_KINDS = (Block, ComplexRotary, Alibi, Picked, NoParameters, TwoRoles)
+
+
+@pytest.mark.parametrize("options", _OPTIONS, ids=lambda options: f"tp{options['tp']}")
+@pytest.mark.parametrize("kind", _KINDS)
+def test_like_eager(kind: Callable[[], nn.Module], options: dict[str, Any]) -> None:
+    _assert_like_eager(kind, _input(kind, 2, 5), **options)
+
+
+@pytest.mark.parametrize("size", [(3, 1), (1, 7), (1, 1)])
+@pytest.mark.parametrize("kind", [Block, TwoRoles])
+def test_single_tokens_and_sequences(kind: Callable[[], nn.Module], size: tuple[int, int]) -> None:
+    """A dim of size 1 is neither tokens nor features."""
+    _assert_like_eager(kind, _input(kind, *size), tp=2)
+
+
+def test_what_cannot_be_proven_runs_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rule lets partial gradients into a backward that nothing types: slower, not refused."""
+    monkeypatch.setitem(table._TABLE, "aten::cumsum", table._TABLE["aten::softmax"])
+    x = _input(RunningSum, 2, 5)
+    _assert_like_eager(RunningSum, x, tp=2)
+    compiled = build(_model(RunningSum), (x,), {}, CompileOptions(tp=2))
+    (note,) = (note for note in compiled.plan.notes if "aten.cumsum.default runs whole" in note)
+    assert "test_odd_models.py" in note
+    assert "cumsum(1)" in note
+
+
+class WholeInEval(Block):
+    """In eval mode an operator without rule reads a weight that training sharded."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        return y if self.training else y * torch.linalg.svdvals(self.up.weight).sum()
+
+
+def test_a_parameter_that_was_sharded_is_gathered_where_it_must_be_whole() -> None:
+    model, x = _model(WholeInEval), _input(WholeInEval, 2, 5)
+    options = CompileOptions(tp=2)
+    fixed = build(model, (x,), {}, options).param_placements
+    assert fixed["up.weight"].is_sharded
+    model.eval()
+    compiled = build(model, (x,), {}, options, fixed=fixed)
+    assert compiled.param_placements == fixed
+    step = simulate_step(compiled, dict(model.named_parameters()), {}, [x], SEED)
+    model(x).sum().backward()
+    expected = {name: value.grad for name, value in model.named_parameters()}
+    assert gradient_error(step.grads, expected) < 1e-10

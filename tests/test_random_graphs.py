@@ -7,6 +7,7 @@ whole, and a rule that lies only where it does not pay would never be met.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from sp_compiler.compiled import CompiledProgram
 from sp_compiler.passes.shard import problem
@@ -61,6 +64,39 @@ def check(recipe: Recipe, seed: int, tp: int, sequence_parallel: bool) -> None:
 
 
 _SETTING = (st.integers(0, 1 << 16), st.sampled_from((2, 3, 4)), st.booleans())
+
+
+MENDED: dict[str, Callable[[Tensor], Tensor]] = {
+    "roll of the flattened tensor": lambda x: x.roll(1),
+    "padding that only shifts": lambda x: F.pad(x, (0, 0, 1, -1)) + F.pad(x, (1, -1)),
+    "broadcast_to": lambda x: torch.broadcast_to(x, (2, *x.shape)),
+    "split into one part": lambda x: torch.cat(x.split(8, -1)),
+    "cat with an empty vector": lambda x: torch.cat([x, x.new_zeros(0)], 1),
+    "row of size 1": lambda x: x.sum(-1, keepdim=True).softmax(-1) * x[:, :, :1],
+}
+
+
+class _Between(nn.Module):
+    """An operator on what is sharded by width, before and after it."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.embedding, self.function = nn.Embedding(12, 8), function
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.function(self.up(self.embedding(ids))).sin().sum()
+
+
+@pytest.mark.parametrize("case", MENDED)
+def test_mended(case: str) -> None:
+    torch.manual_seed(0)
+    ids = torch.arange(8).reshape(2, 4)
+    found = parity.make_case(_Between(MENDED[case]).double(), {"ids": ids})
+    for seed in range(6):
+        step = parity.simulate(found, compiled_at_random(found, seed, tp=2))
+        assert parity.output_error(step, found) < _TOLERANCE
+        assert parity.gradient_error(step.grads, found.grads) < _TOLERANCE
 
 
 @settings(_CALM, max_examples=30)

@@ -253,6 +253,7 @@ class Contraction:
 
 
 def _visible(made: tuple[int, int], seen: int) -> tuple[int, int]:
+    """A value's placement, and of those it was converted to the ones that others may read."""
     placement, have = made
     return placement, have & seen & ~(1 << placement)
 

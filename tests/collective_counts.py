@@ -256,8 +256,8 @@ TENSOR_PARALLEL: dict[str, dict[str, tuple[str, str]]] = {
     "lora": {
         "Prologue": ("1 AG", ""),
         "LoraBlock": ("3 AR", "1 AR"),
-        "LoraBlock2": ("3 AR", "3 AR"),
-        "Epilogue": ("1 VL", ""),
+        "LoraBlock2": ("3 AR", "2 AR"),
+        "Epilogue": ("1 VL", "1 AR"),
     },
     "peft_gpt2": {
         "Prologue": ("1 AR", ""),

@@ -28,6 +28,7 @@ from sp_compiler.layers import layer_of
 from sp_compiler.passes.attention import explicit_attention, fold_attention_masks
 from sp_compiler.passes.dims import make_dims_negative
 from sp_compiler.passes.packed import split_packed
+from sp_compiler.passes.spelling import canonical_spelling
 from sp_compiler.passes.views import keep_token_order, shorten_view_chains
 from sp_compiler.program import Ref
 from sp_compiler.rewriting import (
@@ -81,8 +82,8 @@ def normalize(captured: Captured, dropout: Literal["regenerate", "stored"] = "re
     """
     graph = captured.module.graph
     _drop_asserts(graph)
+    canonical_spelling(graph)
     _drop_copies(graph)
-    _canonical_spelling(graph)
     _canonical_views(graph)
     _splits_with_sizes(graph)
     make_dims_negative(graph)
@@ -125,19 +126,6 @@ def _drop_copies(graph: Graph) -> None:
     for node in calls(graph, _aten.detach.default):
         if not node.args[0].meta["requires_grad"]:
             replace_with(node, node.args[0])
-
-
-def _canonical_spelling(graph: Graph) -> None:
-    """One name for operators that have several."""
-    for node in calls(graph, _aten.__and__.Tensor):
-        node.target = _aten.bitwise_and.Tensor
-    for node in calls(graph, _aten.broadcast_to.default):
-        node.target = _aten.expand.default
-    for node in calls(graph, _aten.t.default):
-        replace_call(node, _aten.transpose.int, (node.args[0], -2, -1), origin=_ORIGIN)
-    for node in calls(graph, _aten.numpy_T.default):
-        order = tuple(range(len(shape_of(node)) - 1, -1, -1))
-        replace_call(node, _aten.permute.default, (node.args[0], order), origin=_ORIGIN)
 
 
 def _canonical_views(graph: Graph) -> None:

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from sp_compiler.cost import H100, Hardware, collective_us, kernel_us
+from sp_compiler.graph import tensor_operands
 from sp_compiler.op_kinds import FUSED_ATTENTION, conversion, is_view
 
 _aten = torch.ops.aten
@@ -31,6 +32,18 @@ _ATTENTION_BACKWARDS = frozenset(
         _aten._scaled_dot_product_fused_attention_overrideable_backward.default,
     }
 )
+# Products of composite graphs -> position of the first factor; the second is the next operand.
+_PRODUCTS = {
+    **dict.fromkeys(
+        (
+            *("aten::linear", "aten::mm", "aten::bmm", "aten::matmul", "aten::_grouped_mm"),
+            *("aten::conv1d", "aten::conv2d", "aten::conv3d", "aten::convolution"),
+            *("aten::scaled_dot_product_attention", "transformers::grouped_mm_fallback"),
+        ),
+        0,
+    ),
+    **dict.fromkeys(("aten::addmm", "aten::baddbmm"), 1),
+}
 
 
 @dataclass(frozen=True)
@@ -75,6 +88,24 @@ def node_flops(node: Node) -> tuple[int, int]:
     values = tree_map_only(Node, lambda arg: arg.meta["val"], (node.args, node.kwargs))
     work = int(formula(*values[0], **values[1], out_val=node.meta["val"]))
     return work, work
+
+
+def product_flops(node: Node) -> float:
+    """Operations of the matrix product that a composite operator is (2 per multiply-add), else 0.
+
+    Of the forward alone, before :func:`node_flops` can be asked: ``linear``, ``matmul``...
+    """
+    name = getattr(getattr(node.target, "_schema", None), "name", "")
+    if name not in _PRODUCTS:
+        return 0.0
+    shapes = [operand.meta["val"].shape for operand in tensor_operands(node)]
+    left, right = shapes[_PRODUCTS[name] : _PRODUCTS[name] + 2]
+    if name == "aten::scaled_dot_product_attention":
+        return 2.0 * math.prod(left) * right[-2] + 2.0 * math.prod(left[:-1]) * math.prod(
+            shapes[2][-2:]
+        )
+    inner = math.prod(right[1:]) if "conv" in name else left[-1]
+    return 2.0 * float(node.meta["val"].numel()) * inner
 
 
 def _attention_product(node: Node, first: int) -> int:

@@ -51,7 +51,7 @@ def build(
         model = _BUILDERS[name](dropout=dropout, **overrides)
     if any(parameter.is_meta for parameter in model.parameters()):
         return model.to(dtype).train()
-    _randomise(model, seed)
+    randomise(model, seed)
     return model.to(dtype).train()
 
 
@@ -67,7 +67,7 @@ def loss_of(output: Any) -> Tensor:
     return first if first.ndim == 0 else first.square().mean()
 
 
-def _randomise(model: nn.Module, seed: int) -> None:
+def randomise(model: nn.Module, seed: int) -> None:
     """Give every parameter values of order one, so that no gradient is small by initialisation."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -219,6 +219,11 @@ def _plain(dropout: float, layers: int = 2, **overrides: Any) -> nn.Module:
         vocab_size=VOCAB, num_positions=_MAX_LENGTH, hidden_size=_HIDDEN, num_layers=layers,
         num_heads=_HEADS, dropout=dropout, attention_dropout=dropout,
     )  # fmt: skip
+    return plain_gpt(**fields)
+
+
+def plain_gpt(**fields: Any) -> nn.Module:
+    """The paper's GPT of these sizes."""
     return PlainGPT(GPTConfig(**fields))
 
 

@@ -31,6 +31,7 @@ from sp_compiler.program import Program, Ref
 from sp_compiler.rules.factors import Factor, OpRule
 from sp_compiler.rules.strategies import Offers, Strategy, strategies
 from sp_compiler.vertices import Option, Vertex
+from sp_compiler.work import product_flops
 
 aten = torch.ops.aten
 Key = tuple[int, Value]
@@ -261,7 +262,7 @@ class ProblemBuilder:
             size = bytes_of(value) * self._scale_of(i, value)
             total += size / self.world if placement.is_sharded else size
             cut |= placement.is_sharded
-        flops = _flops(node) * self._scale_of(i, results[0])
+        flops = product_flops(node) * self._scale_of(i, results[0])
         cost = operator_us(flops / self.world if cut else flops, total)
         return cost * self.num_calls[i]
 
@@ -433,15 +434,3 @@ def vocabulary_strategies(node: Node, world: int) -> list[Strategy]:
         if len(shape) == 2 and integer and plain and shape[1] % world == 0:
             return [Strategy((S(1), R), (I,), vocabulary=True)]
     return []
-
-
-def _flops(node: Node) -> float:
-    """Matrix-product work of one operator (2 per multiply-add); 0 for the others."""
-    operands = tensor_operands(node)
-    name = node.target._schema.name if hasattr(node.target, "_schema") else ""
-    if name in ("aten::linear", "aten::mm", "aten::bmm", "aten::matmul"):
-        return float(2 * node.meta["val"].numel() * operands[0].meta["val"].shape[-1])
-    if name == "aten::scaled_dot_product_attention":
-        keys = operands[1].meta["val"].shape[-2]
-        return float(4 * operands[0].meta["val"].numel() * keys)
-    return 0.0

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 
 from torch.fx import Graph, Node
 
-from sp_compiler.check.derive import Results, allowed, derive
+from sp_compiler.check.derive import FILLED, Results, allowed, derive
 from sp_compiler.check.opaque import as_value
 from sp_compiler.check.report import CheckReport
 from sp_compiler.errors import PlacementError
 from sp_compiler.graph import tensor_operands
 from sp_compiler.partitioned import Partitioned
-from sp_compiler.placement import Placement, R
+from sp_compiler.placement import Placement, R, S
 from sp_compiler.program import Region
 
 _PASS = "check"
@@ -104,6 +104,11 @@ def _walk(graph: Graph, types: Types, world: int, report: CheckReport) -> None:
 def _derive(node: Node, types: Types, world: int) -> list[Results]:
     operands = tensor_operands(node)
     options = [[results[0] for results in types[operand]] for operand in operands]
+    segments = {placement.segments for choices in options for placement in choices}
+    for operand, choices in zip(operands, options, strict=True):
+        if operand.target in FILLED:  # a shard of a constant, however it is cut
+            dims = [placement.dim for placement in choices if placement.is_sharded]
+            choices += [S(dim, parts) for dim in dims for parts in sorted(segments - {()})]
     found: dict[Results, None] = {}
     for placements in itertools.product(*options):
         if _same_choice(operands, placements):

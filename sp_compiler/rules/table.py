@@ -189,6 +189,34 @@ def _baddbmm(node: Node) -> OpRule:
     return OpRule(operands, (dims,), rows="fixed")
 
 
+@rule("aten::_grouped_mm", "transformers::grouped_mm_fallback")
+def _grouped_mm(node: Node) -> OpRule | None:
+    """Rows sorted by expert times a matrix an expert: ``(s, k) @ (e, k, n) -> (s, n)``.
+
+    The experts themselves are not cut: which rows belong to one depends on the numbers.
+    """
+    shapes = _operand_shapes(node)
+    if [len(shape) for shape in shapes] != [2, 3, 1]:
+        return None
+    rows, weight, _ = shapes
+    inner, out = Factor("k", rows[1]), Factor("n", weight[2])
+    s, e = private(rows[:1], "s")[0], private(weight[:1], "e")[0]
+    operands = ((s, (inner,)), (e, (inner,), (out,)), (e,))
+    return OpRule(operands, ((s, (out,)),), contracted=(inner,), linear=((0,), (1,)), rows="fixed")
+
+
+@rule("transformers::grouped_mm_fallback_backward")
+def _grouped_mm_backward(node: Node) -> OpRule:
+    """Results: the gradients of rows and weights, of which a cut dim makes one partial."""
+    rows, weight, _, _ = _operand_shapes(node)
+    inner, out = Factor("k", rows[1]), Factor("n", weight[2])
+    s, e = private(rows[:1], "s")[0], private(weight[:1], "e")[0]
+    grad_rows, grad_weight = (s, (inner,)), (e, (inner,), (out,))
+    operands = (grad_rows, grad_weight, (e,), (s, (out,)))
+    results = (grad_rows, grad_weight)
+    return OpRule(operands, results, contracted=(out,), linear=((3,),), rows="fixed")
+
+
 @rule("aten::convolution", "aten::conv1d", "aten::conv2d", "aten::conv3d")
 def _convolution(node: Node) -> OpRule | None:
     shapes = _operand_shapes(node)
@@ -320,6 +348,17 @@ def _permutation(node: Node, rank: int) -> list[int]:
 @rule("aten::unsqueeze", "aten::squeeze")
 def _squeeze(node: Node) -> OpRule | None:
     return _reshape(node)
+
+
+@rule("aten::view_as_real", "aten::view_as_complex")
+def _complex_view(node: Node) -> OpRule:
+    """Real and imaginary part of a number are never apart."""
+    shapes = [*_operand_shapes(node), *_result_shapes(node)]
+    dims = numbered(min(shapes, key=len))
+    operand, result = (
+        dims if len(shape) == len(dims) else (*dims, *private(shape[-1:], "c")) for shape in shapes
+    )
+    return OpRule((operand,), (result,), linear=((0,),))
 
 
 @rule("aten::expand")

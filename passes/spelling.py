@@ -1,0 +1,160 @@
+"""One name for operators that have several, and known ones in place of what they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from sp_compiler.graph import arguments
+from sp_compiler.rewriting import calls, insert_call, replace_call, replace_with, shape_of
+
+_ORIGIN = "normalize"
+_aten = torch.ops.aten
+
+
+def canonical_spelling(graph: Graph) -> None:
+    """Rewrite in place; every operator that is spelled otherwise becomes the one on the right.
+
+    - ``&`` -> ``bitwise_and``; ``t()``, ``.T`` -> ``transpose``, ``permute``
+    - ``x.type_as(y)`` -> a cast of ``x``, or ``x``; ``copy(x, y)`` -> ``y``, cast and expanded
+    - ``expand_as``, ``reshape_as``, ``view_as`` -> ``expand``, ``reshape``
+    - ``x[..., i::n]`` of a dim that n divides -> ``select`` from its last n elements side by side
+    - ``repeat``, ``repeat_interleave`` with a number -> ``reshape``, ``expand``, ``reshape``
+    - a new tensor of a type that is not said -> of the type that it had when captured
+    """
+    for node in list(graph.nodes):
+        rewrite = _REWRITES.get(node.target) if node.op == "call_function" else None
+        if rewrite is not None:
+            rewrite(node)
+    for node in calls(graph, *_FACTORIES):
+        dtype = node.meta["val"].dtype
+        if node.kwargs.get("dtype") is None and dtype.is_floating_point:
+            node.kwargs = {**node.kwargs, "dtype": dtype}
+
+
+def _bitwise_and(node: Node) -> None:
+    node.target = _aten.bitwise_and.Tensor
+
+
+def _broadcast_to(node: Node) -> None:
+    node.target = _aten.expand.default
+
+
+def _t(node: Node) -> None:
+    replace_call(node, _aten.transpose.int, (node.args[0], -2, -1), origin=_ORIGIN)
+
+
+def _reversed(node: Node) -> None:
+    order = tuple(range(len(shape_of(node)) - 1, -1, -1))
+    replace_call(node, _aten.permute.default, (node.args[0], order), origin=_ORIGIN)
+
+
+def _type_as(node: Node) -> None:
+    replace_with(node, _cast(node, node.args[0], node.meta["val"].dtype))
+
+
+def _copy(node: Node) -> None:
+    """No value is ever written: a copy over another is the source, in the other's form."""
+    _expand_to(node, _cast(node, node.args[1], node.meta["val"].dtype))
+
+
+def _cast(node: Node, x: Any, dtype: torch.dtype) -> Node:
+    if x.meta["val"].dtype is dtype:
+        return x  # type: ignore[no-any-return]
+    return insert_call(node, _aten._to_copy.default, (x,), {"dtype": dtype}, origin=_ORIGIN)
+
+
+def _expand_as(node: Node) -> None:
+    _expand_to(node, node.args[0])
+
+
+def _expand_to(node: Node, x: Any) -> None:
+    if shape_of(x) != shape_of(node):
+        size = list(shape_of(node))
+        x = insert_call(node, _aten.expand.default, (x, size), origin=_ORIGIN)
+    replace_with(node, x)
+
+
+def _reshape_as(node: Node) -> None:
+    size = list(shape_of(node))
+    replace_call(node, _aten.reshape.default, (node.args[0], size), origin=_ORIGIN)
+
+
+def _strided_slice(node: Node) -> None:
+    bound = arguments(node)
+    x, step = bound["self"], bound["step"]
+    shape = shape_of(x)
+    dim = bound["dim"] % len(shape)
+    start, _, _ = slice(bound["start"], bound["end"], step).indices(shape[dim])
+    if step == 1 or shape[dim] % step or shape_of(node)[dim] != shape[dim] // step:
+        return
+    size = [*shape[:dim], shape[dim] // step, step, *shape[dim + 1 :]]
+    groups = insert_call(node, _aten.reshape.default, (x, size), origin=_ORIGIN)
+    replace_call(node, _aten.select.int, (groups, dim + 1, start), origin=_ORIGIN)
+
+
+def _repeat(node: Node) -> None:
+    """(n,) -> (r, 1 of n...) -> (r * n,) for every dim at once."""
+    x, counts = node.args
+    added = len(counts) - len(shape_of(x))  # type: ignore[arg-type]
+    shape = (*[1] * added, *shape_of(x))  # type: ignore[arg-type]
+    pairs = list(zip(counts, shape, strict=True))  # type: ignore[arg-type]
+    _repeated(node, [(1, n) for _, n in pairs], pairs)
+
+
+def _repeat_interleave(node: Node) -> None:
+    bound = arguments(node)
+    shape = shape_of(bound["self"])
+    if bound["dim"] is None:
+        return
+    dim = bound["dim"] % len(shape)
+    narrow = [(n, 1) for n in shape]
+    wide = [(n, bound["repeats"] if d == dim else 1) for d, n in enumerate(shape)]
+    _repeated(node, narrow, wide)
+
+
+def _repeated(node: Node, narrow: list[tuple[int, int]], wide: list[tuple[int, int]]) -> None:
+    """Through one dim for the elements and one for the copies, where there are copies."""
+    copied = [pair != other for pair, other in zip(narrow, wide, strict=True)]
+
+    def size(pairs: list[tuple[int, int]]) -> list[int]:
+        groups = [
+            pair if many else (pair[0] * pair[1],)
+            for pair, many in zip(pairs, copied, strict=True)
+        ]
+        return [n for group in groups for n in group]
+
+    x = insert_call(node, _aten.reshape.default, (node.args[0], size(narrow)), origin=_ORIGIN)
+    x = insert_call(node, _aten.expand.default, (x, size(wide)), origin=_ORIGIN)
+    replace_call(node, _aten.reshape.default, (x, list(shape_of(node))), origin=_ORIGIN)
+
+
+_FACTORIES = (
+    _aten.zeros.default,
+    _aten.ones.default,
+    _aten.full.default,
+    _aten.empty.memory_format,
+    _aten.arange.default,
+    _aten.arange.start,
+    _aten.arange.start_step,
+    _aten.linspace.default,
+    _aten.eye.default,
+    _aten.scalar_tensor.default,
+)
+_REWRITES: dict[object, Callable[[Node], None]] = {
+    _aten.__and__.Tensor: _bitwise_and,
+    _aten.t.default: _t,
+    _aten.numpy_T.default: _reversed,
+    _aten.type_as.default: _type_as,
+    _aten.broadcast_to.default: _broadcast_to,
+    _aten.copy.default: _copy,
+    _aten.expand_as.default: _expand_as,
+    _aten.reshape_as.default: _reshape_as,
+    _aten.view_as.default: _reshape_as,
+    _aten.slice.Tensor: _strided_slice,
+    _aten.repeat.default: _repeat,
+    _aten.repeat_interleave.self_int: _repeat_interleave,
+}

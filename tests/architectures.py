@@ -19,6 +19,8 @@ from tests import parity, zoo
 
 LAYERS = 2
 Kwargs = dict[str, Any]
+OMIT = object()
+"""As a field of a configuration: one of the common fields that it must not be given."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,7 @@ def _add(
 
     def make(size: Size) -> nn.Module:
         fields = {**_common(size), **extra(size)}
+        fields = {key: value for key, value in fields.items() if value is not OMIT}
         made = hf_config(config or f"{family}Config", **fields)
         made._attn_implementation = attention
         if experts is not None:
@@ -394,7 +397,8 @@ _add(
     "Swin",
     lambda s: {
         **_PATCHES, "image_size": [16, 16], "patch_size": [2, 2], "window_size": 2, "embed_dim": s.hidden, "depths": [2, 2],
-        "num_heads": [s.heads, s.heads], "mlp_ratio": 2.0,
+        "num_heads": [s.heads, s.heads], "mlp_ratio": 2.0, "num_attention_heads": OMIT,
+        "num_hidden_layers": OMIT,
     },
     **_IMAGES,
 )  # fmt: skip

@@ -184,10 +184,21 @@ class RegionLowering:
         if node.target is aten.split_with_sizes.default:
             dim = arguments(node)["dim"]
             return (args[0], [shape[dim] for shape in local], dim), {}
+        if "groups" in arguments(node):
+            return self._local_groups(node, args)
         if node.target in (sp.dropout.default, sp.dropout_mask.default) and placement.is_sharded:
             dim = 0 if placement.kind == "T" else placement.dim
             return (*args[:4], dim, self.world), {}
         return args, kwargs
+
+    def _local_groups(
+        self, node: Node, args: tuple[Any, ...]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A convolution over the groups of channels that one rank has."""
+        values = {**arguments(node), **dict(zip(arguments(node), args, strict=False))}
+        image, weight = (values[name].meta["val"].shape for name in ("input", "weight"))
+        values["groups"] = image[1] // weight[1]
+        return tuple(values.values()), {}
 
     def _without_rows(self, node: Node, operand: Node, rank: int) -> Node:
         """Drop the leading size-1 dims of a broadcast operand where the rows are flattened."""

@@ -231,23 +231,44 @@ class ProblemBuilder:
     def _shardable(
         self, i: int, rule: OpRule, operands: list[Value], results: list[Value], factor: Factor
     ) -> bool:
-        facts, is_feature = self.facts[i], False
+        features = self.facts[i].features
+        places = self._places(rule, operands, results, factor)
+        return self._may_cut(i, rule, operands, results, factor) and any(
+            (value, d) in features for value, d, _ in places
+        )
+
+    def _may_cut(
+        self, i: int, rule: OpRule, operands: list[Value], results: list[Value], factor: Factor
+    ) -> bool:
         if results[0] in self.whole and is_elementwise(results[0][0]):
             return False
-        for value, d, dim in self._places(rule, operands, results, factor):
-            if (value, d) in facts.tokens:
-                return False
-            is_feature |= (value, d) in facts.features
+        tokens = self.facts[i].tokens
+        dims = zip((*operands, *results), (*rule.operands, *rule.results), strict=True)
+        of_tokens = {
+            part.name
+            for value, item in dims
+            for d, dim in enumerate(item)
+            if (value, d) in tokens
+            for part in dim
+        }
+        for _, _, dim in self._places(rule, operands, results, factor):
             # Of a fused dim only the outermost factor that divides: the layouts of the others tie.
-            dividing = [part.name for part in dim if part.size % self.world == 0]
+            dividing = [
+                part.name
+                for part in dim
+                if part.size % self.world == 0 and part.name not in of_tokens
+            ]
             if len(dim) > 1 and dividing[:1] != [factor.name]:
                 return False
-        return is_feature
+        return factor.name not in of_tokens
 
     def _segmentations(
         self, i: int, rule: OpRule, operands: list[Value], results: list[Value], factor: Factor
     ) -> list[tuple[int, ...]]:
+        """In which parts the dim is cut further on, which tells features from tokens too."""
         found: dict[tuple[int, ...], None] = {}
+        if not self._may_cut(i, rule, operands, results, factor):
+            return []
         for value, d, dim in self._places(rule, operands, results, factor):
             if len(dim) == 1:
                 found.update(self.facts[i].segmentations.get((value, d), {}))

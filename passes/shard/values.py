@@ -6,6 +6,7 @@ that needs a gradient; all others (positions, masks, rotary tables) are computed
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
@@ -213,20 +214,39 @@ def _propagate(node: Node, rule: OpRule, facts: RegionValues, world: int) -> boo
     places = list(_places(node, rule))
     before = len(facts.tokens) + len(facts.features) + _count(facts)
     for table in (facts.tokens, facts.features):
-        marked = {
-            factor.name
-            for value, dims in places
-            for d, dim in enumerate(dims)
-            if (value, d) in table
-            for factor in dim
-        }
+        marked = _marked(places, table)
         for value, dims in places:
             for d, dim in enumerate(dims):
                 marks = dim and all(factor.name in marked for factor in dim)
                 if marks and (table is facts.features or shape_of(value)[d] != 1):
                     table[value, d] = None
-    _demand(node, rule, facts, world)
+    _pick_tokens(node, facts)
+    _demand(node, rule, facts, world, _marked(places, facts.tokens))
     return len(facts.tokens) + len(facts.features) + _count(facts) != before
+
+
+def _marked(
+    places: list[tuple[Value, Dims]], table: dict[tuple[Value, int], None]
+) -> set[str]:
+    """Names of the factors of dims that are in ``table``."""
+    return {
+        factor.name
+        for value, dims in places
+        for d, dim in enumerate(dims)
+        if (value, d) in table
+        for factor in dim
+    }
+
+
+def _pick_tokens(node: Node, facts: RegionValues) -> None:
+    """What is picked from the tokens, in any order (those of one expert), is tokens."""
+    if node.target is not torch.ops.aten.index.Tensor:
+        return
+    source, indices = value_of(node.args[0]), node.args[1]
+    picked = [dim for dim, index in enumerate(indices) if index is not None]
+    if picked == [0] and (source, 0) in facts.tokens:
+        rank = len(shape_of((indices[0], 0)))
+        facts.tokens.update(dict.fromkeys(((node, 0), dim) for dim in range(rank)))
 
 
 def _count(facts: RegionValues) -> int:
@@ -240,7 +260,9 @@ def _places(node: Node, rule: OpRule) -> Iterator[tuple[Value, Dims]]:
         yield value, dims
 
 
-def _demand(node: Node, rule: OpRule, facts: RegionValues, world: int) -> None:
+def _demand(
+    node: Node, rule: OpRule, facts: RegionValues, world: int, tokens: set[str]
+) -> None:
     """Carry from results back to operands in which parts a dim will be cut."""
     operands = [value_of(operand) for operand in tensor_operands(node)]
     if rule.split is not None:
@@ -255,16 +277,22 @@ def _demand(node: Node, rule: OpRule, facts: RegionValues, world: int) -> None:
     for value, dims in zip(operands, rule.operands, strict=True):
         for d, factors in enumerate(dims):
             whole = len(factors) == 1
-            found = dict(wanted.get(factors[0], {})) if whole else _inner_cut(factors, world)
+            found = dict(wanted.get(factors[0], {})) if whole else _inner_cut(factors, world, tokens)
             if found:
                 facts.segmentations.setdefault((value, d), {}).update(found)
 
 
-def _inner_cut(dim: tuple[Factor, ...], world: int) -> dict[tuple[int, ...], None]:
-    """Cut a fused dim whose outermost factor does not divide (3 of q, k, v) along that factor."""
-    if len(dim) < 2 or dim[0].size % world == 0:
-        return {}
-    size = 1
-    for factor in dim[1:]:
-        size *= factor.size
-    return {(size,) * dim[0].size: None} if size % world == 0 else {}
+def _inner_cut(
+    dim: tuple[Factor, ...], world: int, tokens: set[str]
+) -> dict[tuple[int, ...], None]:
+    """The parts of a fused dim that is cut at an inner factor.
+
+    The first that divides and is not tokens: (3 h) of q, k, v and (b a) of a batch's heads are cut
+    along h and a.
+    """
+    outer, size = 1, math.prod(factor.size for factor in dim)
+    for factor in dim:
+        if factor.size % world == 0 and not factor.blocked and factor.name not in tokens:
+            return {(size // outer,) * outer: None} if outer > 1 else {}
+        outer *= factor.size
+    return {}

@@ -143,6 +143,16 @@ def _convolution_backward(
     yield [image, weight, weight[:1]]
 
 
+def _convolved(
+    node: Node, operands: Sequence[Any], placements: Sequence[Placement], world: int
+) -> Iterator[list[Shape | None]]:
+    """The groups of channels among the arguments are those of one rank."""
+    (local,) = local_shapes(node)
+    image, weight = _shapes(operands)[:2]
+    assert local is not None
+    yield [(image[0], weight[0], *local[2:])]
+
+
 _Sized = Callable[[Node, Sequence[Any], Sequence[Placement], int], Iterator[list[Shape | None]]]
 _SIZED: dict[object, _Sized] = {
     **dict.fromkeys(
@@ -165,4 +175,13 @@ _SIZED: dict[object, _Sized] = {
     aten.slice_backward.default: _sliced_backward,
     aten.select_backward.default: _sliced_backward,
     aten.convolution_backward.default: _convolution_backward,
+    **dict.fromkeys(
+        (
+            aten.convolution.default,
+            aten.conv1d.default,
+            aten.conv2d.default,
+            aten.conv3d.default,
+        ),
+        _convolved,
+    ),
 }

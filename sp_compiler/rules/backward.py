@@ -18,7 +18,7 @@ from sp_compiler.rules.factors import (
     numbered,
     private,
 )
-from sp_compiler.rules.table import rule
+from sp_compiler.rules.table import convolution_channels, rule
 
 _FIRST_OPERAND = ((0,),)
 
@@ -179,16 +179,18 @@ def _triangle(node: Node) -> OpRule:
 @rule("aten::convolution_backward")
 def _convolution_backward(node: Node) -> OpRule | None:
     args = arguments(node)
-    if args["groups"] != 1 or args["transposed"]:
+    if args["transposed"]:
         return None
     grad, image, weight = (_shape(args[name]) for name in ("grad_output", "input", "weight"))
-    batch, out = named(grad[:1], "b"), (Factor("o", weight[0]),)
-    image_dims = (*batch, *private(image[1:], "x"))
+    batch = named(grad[:1], "b")
+    channels, out = convolution_channels(image, weight)
+    image_dims = (*batch, channels, *private(image[2:], "x"))
     weight_dims = (out, *private(weight[1:], "w"))
+    summed = out if image[1] == weight[1] else ()
     return OpRule(
         ((*batch, out, *private(grad[2:], "y")), image_dims, weight_dims),
         (image_dims, weight_dims, (out,)),
-        contracted=(*(factor for dim in batch for factor in dim), *out),
+        contracted=(*(factor for dim in batch for factor in dim), *summed),
         linear=_FIRST_OPERAND,
     )
 

@@ -59,9 +59,8 @@ def strategies(
     found = [Strategy((R,) * num_operands, (R,) * num_results), invariant]
     found += _partial(rule)
     for factor in _factors(rule):
-        if not offers.shardable(factor):
-            continue
-        for segments in ((), *(() if rule.placed else offers.segmentations(factor))):
+        parts = () if rule.placed else offers.segmentations(factor)
+        for segments in (*([()] if offers.shardable(factor) else []), *parts):
             candidate = _shard_factor(rule, factor, segments, offers.world)
             found += [candidate] if candidate else []
     if rule.split is not None:

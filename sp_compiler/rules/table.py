@@ -219,22 +219,32 @@ def _grouped_mm_backward(node: Node) -> OpRule:
 
 @rule("aten::convolution", "aten::conv1d", "aten::conv2d", "aten::conv3d")
 def _convolution(node: Node) -> OpRule | None:
-    shapes = _operand_shapes(node)
-    args = arguments(node)
-    if args.get("groups", 1) != 1 or args.get("transposed", False):
+    """Output channels may be sharded, or, where channels are in groups, the groups."""
+    shapes, (result,) = _operand_shapes(node), _result_shapes(node)
+    if arguments(node).get("transposed", False) or len(result) != len(shapes[1]):
         return None
-    (result,) = _result_shapes(node)
-    if len(result) != len(shapes[1]):
-        return None
-    out = Factor("o", shapes[1][0])
     batch = named(shapes[0][:1], "b")
+    channels, out = convolution_channels(shapes[0], shapes[1])
     operands: tuple[Dims, ...] = (
-        (*batch, *private(shapes[0][1:], "x")),
-        ((out,), *private(shapes[1][1:], "w")),
+        (*batch, channels, *private(shapes[0][2:], "x")),
+        (out, *private(shapes[1][1:], "w")),
     )
     if len(shapes) == 3:
-        operands += (((out,),),)
-    return OpRule(operands, ((*batch, (out,), *private(result[2:], "y")),), rows="fixed")
+        operands += ((out,),)
+    return OpRule(operands, ((*batch, out, *private(result[2:], "y")),), rows="fixed")
+
+
+def convolution_channels(image: Sequence[int], weight: Sequence[int]) -> tuple[Dim, Dim]:
+    """Factors of the channels of a convolution's input and output.
+
+    The number of groups follows from the shapes; that among the arguments may be one rank's.
+    """
+    groups = image[1] // weight[1]
+    if groups == 1:
+        return private(image[1:2], "c")[0], (Factor("o", weight[0]),)
+    inner = private((weight[1],), "c")[0]
+    outer = private((weight[0] // groups,), "o")[0]
+    return (Factor("g", groups), *inner), (Factor("g", groups), *outer)
 
 
 @rule("aten::scaled_dot_product_attention")

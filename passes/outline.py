@@ -91,8 +91,8 @@ def outline(captured: Captured, wishes: Mapping[str, Wish] | None = None) -> Pro
 def _pieces(graph: Graph) -> list[_Piece]:
     """Consecutive runs of one layer.
 
-    Glue that needs no layer's result goes to the front, or, where only the glue after the last
-    layer uses it, there.
+    Glue that needs no layer's result goes to the front, or, where only one later piece of glue uses
+    it, there.
     """
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     layers = _layers(nodes)
@@ -109,8 +109,9 @@ def _pieces(graph: Graph) -> list[_Piece]:
         if pieces[-1].layer != layer:
             pieces.append(_Piece(layer))
         pieces[-1].nodes.append(node)
-    if len(pieces) > 1 and pieces[-1].layer is OUTSIDE:
-        _sink(pieces[0], pieces[-1])
+    for piece in pieces[1:]:
+        if piece.layer is OUTSIDE:
+            _sink(pieces[0], piece)
     return [piece for piece in pieces if piece.nodes]
 
 

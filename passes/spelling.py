@@ -23,6 +23,7 @@ def canonical_spelling(graph: Graph) -> None:
     - ``expand_as``, ``reshape_as``, ``view_as`` -> ``expand``, ``reshape``
     - ``x[..., i::n]`` of a dim that n divides -> ``select`` from its last n elements side by side
     - ``repeat``, ``repeat_interleave`` with a number -> ``reshape``, ``expand``, ``reshape``
+    - a new tensor like an activation -> of that size, so that it does not depend on the activation
     - a new tensor of a type that is not said -> of the type that it had when captured
     """
     for node in list(graph.nodes):
@@ -132,6 +133,19 @@ def _repeated(node: Node, narrow: list[tuple[int, int]], wide: list[tuple[int, i
     replace_call(node, _aten.reshape.default, (x, list(shape_of(node))), origin=_ORIGIN)
 
 
+def _like(node: Node) -> None:
+    source, value = node.args[0], node.meta["val"]
+    if not isinstance(source, Node) or not source.meta["requires_grad"]:
+        return
+    name = node.target._schema.name.split("::")[1].removeprefix("new_").removesuffix("_like")
+    args: tuple[Any, ...] = (list(value.shape),)
+    args += (arguments(node)["fill_value"],) if name == "full" else ()
+    # What is not initialised is overwritten, and zeros are the same on every rank.
+    target = getattr(_aten, "zeros" if name == "empty" else name).default
+    kwargs = {"dtype": value.dtype, "device": value.device}
+    replace_call(node, target, args, kwargs, origin=_ORIGIN)
+
+
 _FACTORIES = (
     _aten.zeros.default,
     _aten.ones.default,
@@ -157,4 +171,9 @@ _REWRITES: dict[object, Callable[[Node], None]] = {
     _aten.slice.Tensor: _strided_slice,
     _aten.repeat.default: _repeat,
     _aten.repeat_interleave.self_int: _repeat_interleave,
+    **{
+        getattr(_aten, f"{prefix}{name}{suffix}").default: _like
+        for name in ("empty", "zeros", "ones", "full")
+        for prefix, suffix in (("new_", ""), ("", "_like"))
+    },
 }

@@ -188,6 +188,7 @@ class ProblemBuilder:
             strategy
             for strategy in self._strategies(i, node, operands, results)
             if not any(p == P and not a for p, a in zip(strategy.operands, active, strict=True))
+            and not any(p.is_sharded and not a for p, a in zip(strategy.results, made, strict=True))
         ]
         options = [
             Option(

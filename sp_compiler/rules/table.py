@@ -27,6 +27,7 @@ from sp_compiler.rules.factors import (
 
 Rule = Callable[[Node], OpRule | None]
 _TABLE: dict[str, Rule] = {}
+_FIRST = ((0,),)
 aten = torch.ops.aten
 
 
@@ -123,7 +124,10 @@ def _pointwise(node: Node) -> OpRule | None:
     return OpRule(operands, (dims,), linear=linear, rows="broadcast")
 
 
-for _name in ("clone", "contiguous", "_to_copy", "to", "native_dropout_backward", "where"):
+for _name in (
+    *("clone", "contiguous", "_to_copy", "to", "native_dropout_backward", "where"),
+    *("log_sigmoid", "floor_divide"),
+):
     _TABLE[f"aten::{_name}"] = _pointwise
 
 
@@ -293,12 +297,26 @@ def _layer_norm(node: Node) -> OpRule | None:
     return OpRule((dims, *affine), (dims,))
 
 
-@rule("aten::softmax", "aten::_softmax", "aten::log_softmax", "aten::_log_softmax", "aten::cumsum")
+@rule(
+    *("aten::softmax", "aten::_softmax", "aten::log_softmax", "aten::_log_softmax", "aten::cumsum"),
+    *("aten::topk", "aten::sort"),
+)
 def _softmax(node: Node) -> OpRule:
+    """Whatever happens along one dim, which may get another size, happens for each row alone."""
     (shape,) = _operand_shapes(node)
     dim = _positive(arguments(node)["dim"], len(shape))
     dims = numbered(shape, blocked=(dim,))
-    return OpRule((dims,), (dims,))
+    results = tuple(
+        (*dims[:dim], *private(result[dim : dim + 1], "r"), *dims[dim + 1 :])
+        for result in _result_shapes(node)
+    )
+    return OpRule((dims,), results, linear=_FIRST if "cumsum" in str(node.target) else ())
+
+
+@rule("aten::max", "aten::min")
+def _extreme(node: Node) -> OpRule | None:
+    """Of two tensors, or along one dim or all."""
+    return _pointwise(node) if "other" in arguments(node) else _reduction(node)
 
 
 @rule(
@@ -397,6 +415,40 @@ def _slice(node: Node) -> OpRule | None:
     dropped = touched if len(result) < len(shape) else set()
     kept = tuple(dim for position, dim in enumerate(dims) if position not in dropped)
     return OpRule((dims,), (kept,), linear=((0,),))
+
+
+@rule("aten::slice_scatter", "aten::select_scatter")
+def _put(node: Node) -> OpRule:
+    """One tensor with a part of it replaced by another."""
+    (shape, part) = _operand_shapes(node)
+    dim = _positive(arguments(node)["dim"], len(shape))
+    whole = numbered(shape, blocked=(dim,))
+    own = private(part[dim : dim + 1], "p") if len(part) == len(shape) else ()
+    return OpRule((whole, (*whole[:dim], *own, *whole[dim + 1 :])), (whole,), linear=((0, 1),))
+
+
+@rule("aten::gather")
+def _gather(node: Node) -> OpRule:
+    shape, index = _operand_shapes(node)
+    dims = _aligned(shape, index, _positive(arguments(node)["dim"], len(shape)))
+    return OpRule(dims, dims[1:], linear=_FIRST)
+
+
+@rule("aten::scatter", "aten::scatter_add")
+def _scatter(node: Node) -> OpRule:
+    """Linear in the tensor and what is put or added into it together."""
+    shape, index, *source = _operand_shapes(node)
+    whole, part = _aligned(shape, index, _positive(arguments(node)["dim"], len(shape)))
+    same = [part if shape == index else private(shape, "s") for shape in source]
+    return OpRule((whole, part, *same), (whole,), linear=((0, 2),) if source else ())
+
+
+def _aligned(shape: tuple[int, ...], index: tuple[int, ...], dim: int) -> tuple[Dims, Dims]:
+    """Dims of a tensor and of indices into its ``dim``; the others go together if alike."""
+    alike = [d for d in range(len(shape)) if d != dim and shape[d] == index[d]]
+    blocked = [d for d in range(len(shape)) if d not in alike]
+    whole, own = numbered(shape, blocked=blocked), private(index, "i")
+    return whole, tuple(whole[d] if d in alike else own[d] for d in range(len(shape)))
 
 
 @rule("aten::split_with_sizes", "aten::unbind")

@@ -2,43 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from sp_compiler.compiled import CompiledProgram
 from sp_compiler.liveness import step_memory
 from sp_compiler.program import Program
 from sp_compiler.work import product_flops, tensor_bytes
 
 
-@dataclass(frozen=True)
-class Shares:
-    """Parts of one that are sharded; 1 where there is nothing to shard.
-
-    Attributes:
-        flops: of the forward's matrix products; a product is sharded as far as a rank does less.
-        parameters: of the bytes of parameters of two dims or more.
-        kept: of the bytes that calls keep for their backward.
-    """
-
-    flops: float
-    parameters: float
-    kept: float
+def flops_share(whole: Program, compiled: CompiledProgram) -> float:
+    """Of the forward's matrix products in ``whole``, the part that ranks share; 1 where none is."""
+    return _share(_flops(whole), _flops(compiled.program), compiled.world)
 
 
-def shares(whole: Program, compiled: CompiledProgram, alone: CompiledProgram) -> Shares:
-    """Shares of ``compiled``.
+def kept_share(compiled: CompiledProgram, alone: CompiledProgram) -> float:
+    """Of the bytes that calls keep for their backward on one rank, the part that ranks share."""
+    before, after = (step_memory(program).kept_bytes for program in (alone, compiled))
+    return _share(before, after, compiled.world)
 
-    Args:
-        whole: the program before it was sharded.
-        compiled: for several ranks.
-        alone: for one rank, with the same options.
-    """
-    world = compiled.world
-    return Shares(
-        flops=_share(_flops(whole), _flops(compiled.program), world),
-        parameters=_parameters(compiled),
-        kept=_share(step_memory(alone).kept_bytes, step_memory(compiled).kept_bytes, world),
-    )
+
+def parameter_share(compiled: CompiledProgram) -> float:
+    """Of the bytes of parameters with two dims or more, the part that is sharded."""
+    sizes: dict[str, int] = {}
+    sharded: set[str] = set()
+    for call in compiled.program.calls:
+        for node, ref in zip(call.region.placeholders, call.args, strict=True):
+            if ref.kind != "param" or node.meta["val"].ndim < 2:
+                continue
+            name = compiled.param_name(ref.name)
+            is_sharded = compiled.param_placements[name].is_sharded
+            sizes[name] = tensor_bytes(node.meta["val"]) * (compiled.world if is_sharded else 1)
+            if is_sharded:
+                sharded.add(name)
+    total = sum(sizes.values())
+    return sum(sizes[name] for name in sharded) / total if total else 1.0
 
 
 def _share(whole: float, local: float, world: int) -> float:
@@ -53,19 +48,3 @@ def _flops(program: Program) -> float:
         for node in call.region.module.graph.nodes
         if node.op == "call_function"
     )
-
-
-def _parameters(compiled: CompiledProgram) -> float:
-    """Local sizes of the parameters, each under the name that it is stored under."""
-    sizes: dict[str, int] = {}
-    for call in compiled.program.calls:
-        for node, ref in zip(call.region.placeholders, call.args, strict=True):
-            if ref.kind == "param" and node.meta["val"].ndim >= 2:
-                name = compiled.param_name(ref.name)
-                parts = compiled.world if compiled.param_placements[name].is_sharded else 1
-                sizes[name] = tensor_bytes(node.meta["val"]) * parts
-    total = sum(sizes.values())
-    sharded = sum(
-        size for name, size in sizes.items() if compiled.param_placements[name].is_sharded
-    )
-    return sharded / total if total else 1.0

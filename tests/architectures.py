@@ -45,6 +45,16 @@ DIVIDING = Size(heads=8, kv=8, hidden=64, ffn=128, vocab=128, batch=2, seq=12, e
 GROUPED = Size(heads=8, kv=4, hidden=64, ffn=128, vocab=128, batch=2, seq=12, experts=8)
 AWKWARD = Size(heads=4, kv=2, hidden=48, ffn=100, vocab=131, batch=3, seq=11, experts=6)
 SIZES = {"dividing": DIVIDING, "grouped": GROUPED, "awkward": AWKWARD}
+CONFIGURATIONS = ("dividing", "awkward")
+
+
+def setting(name: str, configuration: str) -> tuple[Size, int]:
+    """Sizes and number of ranks: 2, 4 and 8 take turns over the architectures."""
+    turn = names().index(name)
+    if configuration == "awkward":
+        return AWKWARD, (4, 8, 2)[turn % 3]
+    ranks = (2, 4, 8)[turn % 3]
+    return (DIVIDING if ranks == 8 else GROUPED), ranks
 
 
 @dataclass(frozen=True)
@@ -214,7 +224,7 @@ _add(
     "qwen2_moe",
     "Qwen2Moe",
     lambda s: {
-        "num_experts": s.experts, "num_experts_per_tok": 2, "moe_intermediate_size": s.ffn // 2,
+        "num_experts": s.experts, "num_experts_per_tok": 2, "moe_intermediate_size": s.ffn,
         "shared_expert_intermediate_size": s.ffn, "output_router_logits": True,
     },
     experts="batched_mm",
@@ -223,7 +233,7 @@ _add(
     "qwen3_moe",
     "Qwen3Moe",
     lambda s: {
-        "num_experts": s.experts, "num_experts_per_tok": 2, "moe_intermediate_size": s.ffn // 2,
+        "num_experts": s.experts, "num_experts_per_tok": 2, "moe_intermediate_size": s.ffn,
         "head_dim": s.head,
     },
 )  # fmt: skip
@@ -234,7 +244,7 @@ _add(
         "num_key_value_heads": s.heads, "q_lora_rank": 32, "kv_lora_rank": 16,
         "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_group": 2,
         "topk_group": 1, "n_routed_experts": s.experts, "num_experts_per_tok": 2,
-        "moe_intermediate_size": s.ffn // 2, "first_k_dense_replace": 1,
+        "moe_intermediate_size": s.ffn, "first_k_dense_replace": 1,
     },
 )  # fmt: skip
 _add(
@@ -274,7 +284,7 @@ _add(
         "head_dim": s.head, "layer_types": ["linear_attention", "full_attention"],
         "linear_num_value_heads": s.heads, "linear_num_key_heads": s.kv, "linear_key_head_dim": 8,
         "linear_value_head_dim": 8, "num_experts": s.experts, "num_experts_per_tok": 2,
-        "moe_intermediate_size": s.ffn // 2, "shared_expert_intermediate_size": s.ffn,
+        "moe_intermediate_size": s.ffn, "shared_expert_intermediate_size": s.ffn,
         "partial_rotary_factor": 0.5,
     },
 )  # fmt: skip

@@ -41,8 +41,9 @@ turns.
 
 Errors are relative to the largest number of the output or gradient. Shares are of the forward's
 matrix-product FLOPs, of the bytes of parameters with two dims or more, and of the bytes kept for
-backward, that are sharded. Collectives are those of the block called most often, forward + backward:
-`G` all-gather, `S` reduce-scatter, `R` all-reduce. Compile time is CPU time without capture.
+backward, that are sharded. Collectives are those of the block called most often, forward +
+backward: `G` all-gather, `S` reduce-scatter, `R` all-reduce. Compile time is CPU time, without
+capture.
 """
 
 
@@ -90,13 +91,17 @@ def _subject(fallback: str) -> str:
 
 
 def _collectives(block: BlockPlan) -> str:
-    sides = ("".join(f"{c.count}{_KINDS[c.kind]}" for c in s) for s in (block.forward, block.backward))
+    sides = (
+        "".join(f"{c.count}{_KINDS[c.kind]}" for c in s) for s in (block.forward, block.backward)
+    )
     return " + ".join(side or "0" for side in sides)
 
 
 def page(floors: dict[str, dict[str, Any]]) -> str:
     """The text of ``docs/coverage.md``."""
-    notes = [f"- **{name}, {configuration}**: {reason}" for name, configuration, reason in _notes(floors)]
+    notes = [
+        f"- **{name}, {configuration}**: {reason}" for name, configuration, reason in _notes(floors)
+    ]
     parts = [_HEAD]
     for configuration in architectures.CONFIGURATIONS:
         parts.append(f"## {configuration.capitalize()} sizes\n\n{_table(floors, configuration)}\n")
@@ -128,7 +133,7 @@ def _notes(floors: dict[str, dict[str, Any]]) -> Iterable[tuple[str, str, str]]:
 
 def load() -> dict[str, dict[str, Any]]:
     """What was kept of earlier runs, by architecture and configuration."""
-    return json.loads(FLOORS.read_text()) if FLOORS.exists() else {}  # type: ignore[no-any-return]
+    return json.loads(FLOORS.read_text()) if FLOORS.exists() else {}
 
 
 def main(names: list[str]) -> None:

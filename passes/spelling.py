@@ -19,7 +19,8 @@ def canonical_spelling(graph: Graph) -> None:
     """Rewrite in place; every operator that is spelled otherwise becomes the one on the right.
 
     - ``&`` -> ``bitwise_and``; ``t()``, ``.T`` -> ``transpose``, ``permute``
-    - ``x.type_as(y)`` -> a cast of ``x``, or ``x``; ``copy(x, y)`` -> ``y``, cast and expanded
+    - ``x.type_as(y)`` -> a cast of ``x``, or ``x``
+    - ``copy(x, y)``, ``fill(x, y)`` -> ``y``, cast and expanded
     - ``expand_as``, ``reshape_as``, ``view_as`` -> ``expand``, ``reshape``
     - ``x[..., i::n]`` of a dim that n divides -> ``select`` from its last n elements side by side
     - ``repeat``, ``repeat_interleave`` with a number -> ``reshape``, ``expand``, ``reshape``
@@ -64,7 +65,7 @@ def _copy(node: Node) -> None:
 
 def _cast(node: Node, x: Any, dtype: torch.dtype) -> Node:
     if x.meta["val"].dtype is dtype:
-        return x  # type: ignore[no-any-return]
+        return x
     return insert_call(node, _aten._to_copy.default, (x,), {"dtype": dtype}, origin=_ORIGIN)
 
 
@@ -100,9 +101,9 @@ def _strided_slice(node: Node) -> None:
 def _repeat(node: Node) -> None:
     """(n,) -> (r, 1 of n...) -> (r * n,) for every dim at once."""
     x, counts = node.args
-    added = len(counts) - len(shape_of(x))  # type: ignore[arg-type]
-    shape = (*[1] * added, *shape_of(x))  # type: ignore[arg-type]
-    pairs = list(zip(counts, shape, strict=True))  # type: ignore[arg-type]
+    added = len(counts) - len(shape_of(x))
+    shape = (*[1] * added, *shape_of(x))
+    pairs = list(zip(counts, shape, strict=True))
     _repeated(node, [(1, n) for _, n in pairs], pairs)
 
 
@@ -123,8 +124,7 @@ def _repeated(node: Node, narrow: list[tuple[int, int]], wide: list[tuple[int, i
 
     def size(pairs: list[tuple[int, int]]) -> list[int]:
         groups = [
-            pair if many else (pair[0] * pair[1],)
-            for pair, many in zip(pairs, copied, strict=True)
+            pair if many else (pair[0] * pair[1],) for pair, many in zip(pairs, copied, strict=True)
         ]
         return [n for group in groups for n in group]
 
@@ -165,6 +165,7 @@ _REWRITES: dict[object, Callable[[Node], None]] = {
     _aten.type_as.default: _type_as,
     _aten.broadcast_to.default: _broadcast_to,
     _aten.copy.default: _copy,
+    _aten.fill.Tensor: _copy,
     _aten.expand_as.default: _expand_as,
     _aten.reshape_as.default: _reshape_as,
     _aten.view_as.default: _reshape_as,

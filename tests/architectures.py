@@ -111,7 +111,9 @@ def case(name: str, size: Size) -> parity.Case:
 def hf_config(config_class: str, **fields: Any) -> Any:
     """A configuration without dropout of any kind."""
     config = getattr(transformers, config_class)(**fields)
-    nested = [value for value in vars(config).values() if isinstance(value, type(config).__mro__[1])]
+    nested = [
+        value for value in vars(config).values() if isinstance(value, type(config).__mro__[1])
+    ]
     for item in (config, *nested):
         for field, value in vars(item).items():
             if "drop" in field and isinstance(value, float):
@@ -406,7 +408,8 @@ _add(
     "swin",
     "Swin",
     lambda s: {
-        **_PATCHES, "image_size": [16, 16], "patch_size": [2, 2], "window_size": 2, "embed_dim": s.hidden, "depths": [2, 2],
+        **_PATCHES, "image_size": [16, 16], "patch_size": [2, 2], "window_size": 2,
+        "embed_dim": s.hidden, "depths": [2, 2],
         "num_heads": [s.heads, s.heads], "mlp_ratio": 2.0, "num_attention_heads": OMIT,
         "num_hidden_layers": OMIT,
     },
@@ -423,7 +426,12 @@ def _pairs(size: Size, generator: torch.Generator) -> Kwargs:
 
 
 def _two_towers(size: Size) -> Kwargs:
-    text = {**_common(size), "pad_token_id": 1, "projection_dim": 32, "projection_size": size.hidden}
+    text = {
+        **_common(size),
+        "pad_token_id": 1,
+        "projection_dim": 32,
+        "projection_size": size.hidden,
+    }
     return {
         "text_config": text,
         "vision_config": {**_common(size), **_PATCHES, "projection_dim": 32},

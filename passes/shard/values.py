@@ -225,9 +225,7 @@ def _propagate(node: Node, rule: OpRule, facts: RegionValues, world: int) -> boo
     return len(facts.tokens) + len(facts.features) + _count(facts) != before
 
 
-def _marked(
-    places: list[tuple[Value, Dims]], table: dict[tuple[Value, int], None]
-) -> set[str]:
+def _marked(places: list[tuple[Value, Dims]], table: dict[tuple[Value, int], None]) -> set[str]:
     """Names of the factors of dims that are in ``table``."""
     return {
         factor.name
@@ -260,9 +258,7 @@ def _places(node: Node, rule: OpRule) -> Iterator[tuple[Value, Dims]]:
         yield value, dims
 
 
-def _demand(
-    node: Node, rule: OpRule, facts: RegionValues, world: int, tokens: set[str]
-) -> None:
+def _demand(node: Node, rule: OpRule, facts: RegionValues, world: int, tokens: set[str]) -> None:
     """Carry from results back to operands in which parts a dim will be cut."""
     operands = [value_of(operand) for operand in tensor_operands(node)]
     if rule.split is not None:
@@ -277,7 +273,9 @@ def _demand(
     for value, dims in zip(operands, rule.operands, strict=True):
         for d, factors in enumerate(dims):
             whole = len(factors) == 1
-            found = dict(wanted.get(factors[0], {})) if whole else _inner_cut(factors, world, tokens)
+            found = (
+                dict(wanted.get(factors[0], {})) if whole else _inner_cut(factors, world, tokens)
+            )
             if found:
                 facts.segmentations.setdefault((value, d), {}).update(found)
 

@@ -1,0 +1,127 @@
+"""Layouts of heads, channels and experts that models have, each sharded and right."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.shares import flops_share, parameter_share
+from tests import parity
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+_HIDDEN, _HEADS = 32, 8
+
+
+class HeadsInTheBatch(nn.Module):
+    """Attention whose batch and heads are one dim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(_HIDDEN, 3 * _HIDDEN)
+        self.out = nn.Linear(_HIDDEN, _HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        split = self.qkv(x).view(batch, length, 3, _HEADS, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = split.reshape(3, batch * _HEADS, length, -1)
+        probabilities = torch.softmax(torch.bmm(q, k.transpose(1, 2)), -1)
+        core = torch.bmm(probabilities, v).view(batch, _HEADS, length, -1)
+        return self.out(core.transpose(1, 2).flatten(2))
+
+
+class ConvolvedChannels(nn.Module):
+    """Between two projections, a convolution over time of each channel or group of channels."""
+
+    def __init__(self, groups: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(_HIDDEN, 64), nn.Linear(64, _HIDDEN)
+        self.conv = nn.Conv1d(64, 64, 3, padding=1, groups=groups)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = self.conv(self.up(x).transpose(1, 2)).transpose(1, 2)
+        return self.down(F.silu(mixed))
+
+
+class Rotated(nn.Module):
+    """Heads rotated as complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.out = nn.Linear(_HIDDEN, _HIDDEN), nn.Linear(_HIDDEN, _HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        angles = torch.arange(length * 2, dtype=x.dtype).view(length, 1, 2)
+        turn = torch.polar(torch.ones_like(angles), angles)
+        q = torch.view_as_complex(self.q(x).view(*x.shape[:2], _HEADS, -1, 2))
+        return self.out(torch.view_as_real(q * turn).flatten(2))
+
+
+class Interleaved(nn.Module):
+    """Gate and up projections side by side, column by column."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(_HIDDEN, 128), nn.Linear(64, _HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = self.up(x)
+        return self.down(F.silu(both[..., ::2]) * both[..., 1::2])
+
+
+class Experts(nn.Module):
+    """Two of four experts a token, whose rows are sorted by expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(_HIDDEN, 4)
+        self.up = nn.Parameter(torch.randn(4, _HIDDEN, 64) / 6)
+        self.down = nn.Parameter(torch.randn(4, 64, _HIDDEN) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        import transformers.integrations.moe  # noqa: F401 - registers the operator
+
+        rows = x.flatten(0, 1)
+        weights, chosen = self.router(rows).softmax(-1).topk(2)
+        experts, order = chosen.flatten().sort()
+        ends = F.one_hot(experts, 4).sum(0).cumsum(0).to(torch.int32)
+        product = torch.ops.transformers.grouped_mm_fallback
+        y = product(F.gelu(product(rows[order // 2], self.up, ends)), self.down, ends)
+        y = (y * weights.flatten()[order, None])[order.argsort()]
+        return y.view(-1, 2, _HIDDEN).sum(1).view_as(x)
+
+
+@pytest.mark.parametrize(
+    "model", [HeadsInTheBatch, lambda: ConvolvedChannels(64), lambda: ConvolvedChannels(8), Rotated,
+              Interleaved]
+)  # fmt: skip
+@pytest.mark.parametrize("tp", [2, 4])
+def test_sharded(model: type[nn.Module], tp: int) -> None:
+    found = _case(model())
+    compiled = parity.assert_parity(found, tp=tp)
+    assert parameter_share(compiled) == 1.0
+    assert flops_share(found.program, compiled) == pytest.approx(1.0)
+
+
+def test_experts_are_sharded_and_the_router_is_not() -> None:
+    found = _case(Experts())
+    compiled = parity.assert_parity(found, tp=4)
+    sharded = {name for name, place in compiled.param_placements.items() if place.is_sharded}
+    assert {"up", "down"} <= sharded
+    assert flops_share(found.program, compiled) > 0.95
+
+
+def test_groups_that_do_not_divide_stay_whole() -> None:
+    compiled = parity.assert_parity(_case(ConvolvedChannels(2)), tp=4)
+    assert not compiled.param_placements["conv.weight"].is_sharded
+
+
+def _case(model: nn.Module) -> parity.Case:
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 4)
+    x = torch.randn(3, 6, _HIDDEN, generator=generator, dtype=torch.float64)
+    return parity.make_case(model.double(), {"x": x})

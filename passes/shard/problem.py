@@ -21,6 +21,7 @@ from sp_compiler.passes.shard.values import (
     bytes_of,
     is_elementwise,
     operators,
+    parts_at,
     residual_stream,
     results_of,
     shape_of,
@@ -252,14 +253,17 @@ class ProblemBuilder:
             if (value, d) in tokens
             for part in dim
         }
-        for _, _, dim in self._places(rule, operands, results, factor):
-            # Of a fused dim only the outermost factor that divides: the layouts of the others tie.
+        demanded = self.facts[i].segmentations
+        for value, d, dim in self._places(rule, operands, results, factor):
+            # Of a fused dim only the outermost factor that divides: the layouts of the others tie
+            # where nothing later cuts the dim there.
             dividing = [
                 part.name
                 for part in dim
                 if part.size % self.world == 0 and part.name not in of_tokens
             ]
-            if len(dim) > 1 and dividing[:1] != [factor.name]:
+            outermost = len(dim) == 1 or dividing[:1] == [factor.name]
+            if not outermost and parts_at(dim, factor) not in demanded.get((value, d), {}):
                 return False
         return factor.name not in of_tokens
 

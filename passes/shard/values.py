@@ -6,6 +6,7 @@ that needs a gradient; all others (positions, masks, rotary tables) are computed
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Collection, Iterator
@@ -283,14 +284,16 @@ def _demand(node: Node, rule: OpRule, facts: RegionValues, world: int, tokens: s
 def _inner_cut(
     dim: tuple[Factor, ...], world: int, tokens: set[str]
 ) -> dict[tuple[int, ...], None]:
-    """The parts of a fused dim that is cut at an inner factor.
+    """Each way to cut a fused dim at an inner factor that divides and is not tokens.
 
-    The first that divides and is not tokens: (3 h) of q, k, v and (b a) of a batch's heads are cut
-    along h and a.
+    (3 h) of q, k, v and (b a) of a batch's heads are cut along h and a.
     """
-    outer, size = 1, math.prod(factor.size for factor in dim)
-    for factor in dim:
-        if factor.size % world == 0 and not factor.blocked and factor.name not in tokens:
-            return {(size // outer,) * outer: None} if outer > 1 else {}
-        outer *= factor.size
-    return {}
+    inner = (f for f in dim[1:] if f.size % world == 0 and not f.blocked and f.name not in tokens)
+    return {parts_at(dim, factor): None for factor in inner}
+
+
+def parts_at(dim: tuple[Factor, ...], factor: Factor) -> tuple[int, ...]:
+    """Sizes of the parts, one for each index of the factors before ``factor``."""
+    before = list(itertools.takewhile(lambda other: other.name != factor.name, dim))
+    outer, size = (math.prod(item.size for item in items) for items in (before, dim))
+    return (size // outer,) * outer

@@ -56,7 +56,7 @@ class Call:
         """Whether only differentiation makes such calls, on one rank's parts: never lowered."""
         return "backward" in self.target.__name__ or self.target in FUSED_ATTENTION
 
-    def on(self, tensors: Sequence[Any], **sizes: Sequence[int]) -> Call:
+    def on(self, tensors: Sequence[Any], **sizes: Any) -> Call:
         """The same call on other tensors and with other size arguments."""
         given = iter(tensors)
         args, kwargs = tree_map_only(Tensor, lambda _: next(given), (self.args, self.kwargs))
@@ -254,10 +254,12 @@ def _traced_step(whole: Whole, strategy: Strategy, world: int, step: Step | None
         p.local_shape(tuple(x.shape), world) if p.is_sharded else tuple(x.shape)
         for x, p in zip(whole.outputs, strategy.results, strict=False)
     ]
-    sizes = {"input_sizes": local[0], "bias_sizes": local[-1]}
+    sizes: dict[str, Any] = {"input_sizes": local[0], "bias_sizes": local[-1]}
     parts = [
         local_part(x, p, 0, world) for x, p in zip(whole.inputs, strategy.operands, strict=True)
     ]
+    if whole.call.target is torch.ops.aten.convolution_backward.default:
+        sizes["groups"] = parts[1].shape[1] // parts[2].shape[1]
     _check_derived(_region(whole.call.on(parts, **sizes))[1], strategy, world)
 
     def run(

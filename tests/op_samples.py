@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import transformers.integrations.moe  # noqa: F401 - registers the grouped product
 from torch import Tensor
 
 from tests.one_operator import Call
@@ -106,8 +107,8 @@ NEED_GPU = {
         ),
         ("", "_backward"),
     )
-} | {aten._fused_rms_norm_backward.default}
-"""Operators without a kernel for CPUs."""
+} | {aten._fused_rms_norm_backward.default, aten._grouped_mm.default}
+"""Operators without a kernel for float64 on CPUs."""
 
 
 def pointwise() -> list[Any]:
@@ -496,6 +497,62 @@ def _index_put(draw: Draw) -> Args:
     return [draw.numbers(*shape), indices, values, draw.one_of(True, True, False)]
 
 
+def _complex(draw: Draw) -> Args:
+    shape = draw.shape()
+    return [torch.complex(draw.numbers(*shape), draw.numbers(*shape))]
+
+
+def _grouped_product(draw: Draw) -> Args:
+    """Rows sorted by expert, a matrix an expert, and where the rows of each end."""
+    rows, experts, inner, out = draw.size(), draw.size(), draw.size(), draw.size()
+    ends = draw.ids(rows + 1, experts).sort().values
+    ends[-1] = rows
+    factors = [draw.numbers(rows, inner), draw.numbers(experts, inner, out)]
+    return [*factors, ends.to(torch.int32)]
+
+
+def _grouped_product_backward(draw: Draw) -> Args:
+    rows, weight, ends = _grouped_product(draw)
+    return [rows, weight, ends, draw.numbers(len(rows), weight.shape[2])]
+
+
+def _gather(draw: Draw) -> Args:
+    """Along one dim as many as it has or another number, of others all or some."""
+    shape = draw.shape()
+    dim = draw.dim(len(shape))
+    picked = [draw.one_of(size, size, max(1, size // 2)) for size in shape]
+    picked[dim] = draw.size()
+    return [draw.numbers(*shape), dim, draw.ids(shape[dim], *picked)]
+
+
+def _scatter(draw: Draw) -> Args:
+    """Nothing is put at one place twice."""
+    shape = draw.shape()
+    dim = draw.dim(len(shape))
+    picked = [draw.one_of(size, size, max(1, size // 2)) for size in shape]
+    order = draw.numbers(*picked[:dim], shape[dim], *(picked[dim:][1:])).argsort(dim)
+    index = order.narrow(dim, 0, picked[dim]).contiguous()
+    return [draw.numbers(*shape), dim, index, draw.numbers(*picked)]
+
+
+def _scatter_value(draw: Draw) -> Args:
+    return [*_scatter(draw)[:3], draw.one_of(0.0, 0.5)]
+
+
+def _scatter_reduce(draw: Draw, value: bool = False) -> Args:
+    return [*(_scatter_value if value else _scatter)(draw), {"reduce": "multiply"}]
+
+
+def _slice_scatter(draw: Draw) -> Args:
+    x, *rest = _slice(draw)
+    return [x, draw.numbers(*aten.slice.Tensor(x, *rest).shape), *rest]
+
+
+def _select_scatter(draw: Draw) -> Args:
+    x, *rest = _select(draw)
+    return [x, draw.numbers(*aten.select.int(x, *rest).shape), *rest]
+
+
 def _masked_fill(draw: Draw) -> Args:
     shape = draw.shape()
     return [draw.numbers(*shape), draw.mask(*draw.narrower(shape)), draw.numbers()]
@@ -559,6 +616,18 @@ _SPECIAL: dict[str, Callable[[Draw], Args]] = {
     "aten::index": _index,
     "aten::index_put": _index_put,
     "aten::_unsafe_index_put": _index_put,
+    "aten::view_as_real": _complex,
+    "aten::view_as_complex": lambda draw: [draw.numbers(*draw.shape(), 2)],
+    "transformers::grouped_mm_fallback": _grouped_product,
+    "transformers::grouped_mm_fallback_backward": _grouped_product_backward,
+    "aten::gather": _gather,
+    "aten::scatter_add": _scatter,
+    "aten.scatter.src": _scatter,
+    "aten.scatter.value": _scatter_value,
+    "aten.scatter.reduce": _scatter_reduce,
+    "aten.scatter.value_reduce": lambda draw: _scatter_reduce(draw, value=True),
+    "aten::slice_scatter": _slice_scatter,
+    "aten::select_scatter": _select_scatter,
     "sp_compiler::dropout": _dropout,
     "sp_compiler::dropout_mask": _dropout,
 }

@@ -24,6 +24,8 @@ UNKNOWN_LINEAR = frozenset(
     | {"aten::scaled_dot_product_attention", "aten::native_dropout_backward", "aten::tril"}
     | {"aten::triu", "aten::index_put", "aten::_unsafe_index_put", "aten::numpy_T"}
     | {"aten::_unsafe_view", "aten::alias", "aten::lift_fresh_copy", "aten::slice"}
+    | {"aten::gather", "aten::scatter", "aten::scatter_add", "aten::view_as_complex"}
+    | {"aten::view_as_real"}
 )
 """Linear operators that ``spmd_types`` does not know to be linear: it refuses partial sums."""
 COMMUNICATE = frozenset({"aten::convolution", "aten::conv1d", "aten::conv2d", "aten::conv3d"})

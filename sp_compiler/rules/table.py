@@ -6,7 +6,7 @@ any strategy that a rule leaves out: a missing rule costs speed, never correctne
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.fx import Node
 
 from sp_compiler.graph import arguments, tensor_operands
 from sp_compiler.rules.factors import (
+    Dim,
     Dims,
     Factor,
     OpRule,
@@ -440,7 +441,8 @@ def _scatter(node: Node) -> OpRule:
     shape, index, *source = _operand_shapes(node)
     whole, part = _aligned(shape, index, _positive(arguments(node)["dim"], len(shape)))
     same = [part if shape == index else private(shape, "s") for shape in source]
-    return OpRule((whole, part, *same), (whole,), linear=((0, 2),) if source else ())
+    linear = ((0, 2),) if source and "reduce" not in arguments(node) else ()
+    return OpRule((whole, part, *same), (whole,), linear=linear)
 
 
 def _aligned(shape: tuple[int, ...], index: tuple[int, ...], dim: int) -> tuple[Dims, Dims]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers.integrations.moe  # noqa: F401 - registers the grouped product
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -81,8 +82,6 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.randn(4, 64, _HIDDEN) / 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        import transformers.integrations.moe  # noqa: F401 - registers the operator
-
         rows = x.flatten(0, 1)
         weights, chosen = self.router(rows).softmax(-1).topk(2)
         experts, order = chosen.flatten().sort()
@@ -125,3 +124,28 @@ def _case(model: nn.Module) -> parity.Case:
             parameter.copy_(torch.randn(parameter.shape, generator=generator) / 4)
     x = torch.randn(3, 6, _HIDDEN, generator=generator, dtype=torch.float64)
     return parity.make_case(model.double(), {"x": x})
+
+
+class OneExpertEach(nn.Module):
+    """All experts on all tokens, weighted and summed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(_HIDDEN, 4)
+        self.up = nn.Parameter(torch.randn(4, _HIDDEN, 64))
+        self.down = nn.Parameter(torch.randn(4, 64, _HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        weights = self.router(rows).softmax(-1).t()
+        routed = rows.repeat(4, 1) * weights.reshape(-1, 1)
+        product = torch.bmm(F.gelu(torch.bmm(routed.view(4, -1, _HIDDEN), self.up)), self.down)
+        return product.sum(0).view_as(x)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_as_many_experts_as_ranks(tp: int) -> None:
+    """The gradient of a sum over a dim of local size 1 is not expanded at all."""
+    compiled = parity.assert_parity(_case(OneExpertEach()), tp=tp)
+    assert not compiled.whole
+    assert compiled.param_placements["down"].is_sharded

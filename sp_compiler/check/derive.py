@@ -25,6 +25,9 @@ aten = torch.ops.aten
 Results = tuple[Placement, ...]
 """Placements of all results of one operator."""
 
+# The gradient of a sum over a dim of which each rank has one element is expanded to that size, so
+# not at all: with a new dim of size 1 a replicated value is also a row of copies, one a rank.
+_MAKE_DIMS = (aten.unsqueeze.default, aten.reshape.default, aten.view.default)
 _EXPANDS = (aten.expand.default, aten.broadcast_to.default)
 
 
@@ -49,6 +52,9 @@ def derive(node: Node, operands: Sequence[Placement], world: int) -> list[Result
         return []
     replicated = all(placement == R for placement in operands)
     found = [(R,) * num_results] if replicated else []
+    if replicated and node.target in _MAKE_DIMS:
+        (shape,) = local_shapes(node)
+        found += [(S(dim),) for dim, size in enumerate(shape or ()) if size == 1]
     if not replicated or node.target in _EXPANDS:
         found += _sharded(node, operands, world)
     return sorted(dict.fromkeys(found), key=_num_segments)

@@ -70,7 +70,7 @@ def measure(name: str, configuration: str, *, kept: bool = False) -> dict[str, A
         "flops": _down(flops_share(case.program, compiled)),
         "parameters": _down(parameter_share(compiled)),
         "collectives": _collectives(max(plan.blocks, key=lambda block: block.num_calls)),
-        "fallbacks": sorted(set(map(_subject, plan.fallbacks))),
+        "fallbacks": sorted({*map(_subject, plan.fallbacks), *map(" ".join, compiled.whole)}),
         "reasons": list(plan.fallbacks),
         "seconds": round(seconds, 1),
         "sharded_parameters": [

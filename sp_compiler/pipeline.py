@@ -112,8 +112,8 @@ def compile_program(
         try:
             return _compile_program(program, options, fixed, checked, tuple(whole))
         except PlacementError as error:
-            operator = _operator_of(program, error)
-            if operator is None or (error.region, operator.name) in whole or options.tp == 1:
+            operator = _operator_of(program, error, whole)
+            if operator is None or options.tp == 1:
                 raise
             whole[error.region, operator.name] = None
             note = (
@@ -123,19 +123,27 @@ def compile_program(
             program = replace(program, notes=[*program.notes, note])
 
 
-def _operator_of(program: Program, error: PlacementError) -> Node | None:
-    """The operator of the unsharded program that a refused node came from."""
-    meta = error.node.meta if error.node is not None else {}
-    name = meta.get("root", meta.get("source"))
-    return next(
-        (
-            node
-            for region in program.regions
-            for node in region.module.graph.nodes
-            if region.name == error.region and node.name == name and node.op == "call_function"
-        ),
-        None,
-    )
+def _operator_of(
+    program: Program, error: PlacementError, whole: Collection[tuple[str, str]]
+) -> Node | None:
+    """The operator of the unsharded program that a refused node came from.
+
+    Where that is none, as for the sum of two gradients, or runs whole already, the nearest of those
+    that the node's operands came from.
+    """
+    known = {
+        node.name: node
+        for region in program.regions
+        for node in region.module.graph.nodes
+        if region.name == error.region and node.op == "call_function"
+    }
+    queue = [error.node] if error.node is not None else []
+    for node in queue:  # which grows
+        name = node.meta.get("root", node.meta.get("source"))
+        if name in known and (error.region, name) not in whole:
+            return known[name]
+        queue += [source for source in node.all_input_nodes if source not in queue]
+    return None
 
 
 @contextlib.contextmanager

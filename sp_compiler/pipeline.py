@@ -174,8 +174,7 @@ def _compile_program(
         found = compile_under_budget(program, options.tp, options.budget_bytes, loss_outputs)
         program, regions = found.program, list(found.regions)
         origins = {
-            name: call.region.name
-            for name, call in zip(found.names, original.calls, strict=True)
+            name: call.region.name for name, call in zip(found.names, original.calls, strict=True)
         }
         for name, before in (("capture", original), ("shard", sharded.program)):
             stages[name] = Stage.of_program(name, rename_regions(before, found.names))

@@ -50,6 +50,7 @@ from sp_compiler.op_kinds import (
 )
 
 Policy = Literal["none", "attention", "selective", "full"]
+POLICIES: tuple[Policy, ...] = get_args(Policy)
 Tag = tuple[Literal["save", "recompute"], str]
 
 _EXPANDS = (torch.ops.aten.expand.default,)
@@ -61,11 +62,11 @@ def tag_recompute(joint: JointGraph, policy: Policy) -> None:
     Raises:
         ArgumentError: a policy that does not exist.
     """
-    if policy not in get_args(Policy):
-        raise ArgumentError(f"recompute={policy!r}: expected one of {', '.join(get_args(Policy))}")
+    if policy not in POLICIES:
+        raise ArgumentError(f"recompute={policy!r}: expected one of {', '.join(POLICIES)}")
     facts = attention_facts(joint)
     backward = joint.backward_nodes()
-    decide = _POLICIES[policy]
+    decide = _DECIDE[policy]
     for node in joint.graph.nodes:
         if node.op == "call_function" and node not in backward:
             tag = _part_of_result(node) or _always(node, facts) or decide(node, facts)
@@ -233,7 +234,7 @@ def _widens(cast: Node) -> bool:
     return cast.meta["val"].dtype.itemsize >= cast.args[0].meta["val"].dtype.itemsize
 
 
-_POLICIES: dict[str, Callable[[Node, AttentionFacts], Tag]] = {
+_DECIDE: dict[str, Callable[[Node, AttentionFacts], Tag]] = {
     "none": _none,
     "attention": _attention,
     "selective": _selective,

@@ -51,8 +51,10 @@ def compile(
             section 4.2.2).
         recompute: what backward recomputes. ``"none"``: nothing but gathers; ``"attention"``: the
             attention core (arXiv 2205.05198, section 5); ``"selective"``: also everything pointwise
-            or row-wise; ``"full"``: all but the inputs of each block.
-        memory_budget: only with ``recompute="auto"``, which this version does not have.
+            or row-wise; ``"full"``: all but the inputs of each block; ``"auto"``: what takes least
+            estimated time within ``memory_budget``, chosen for each block.
+        memory_budget: with ``"auto"``: what the peak of activations on a rank may be, as
+            :func:`sp_compiler.plan` counts it, in bytes or as "12GiB".
         dropout: ``"regenerate"`` masks in backward or keep them ``"stored"``.
         overlap: schedule work under collectives; this version moves nothing yet, the plan says so.
         backend: ``"eager"``; ``"inductor"`` is not in this version.
@@ -70,7 +72,9 @@ def compile(
 
     Raises:
         ArgumentError: an argument outside what is allowed, no process group of the right size, a
-            model that was compiled before, a hint that matches nothing or cannot be met.
+            model that was compiled before, a hint that matches nothing or cannot be met, a budget
+            too small for it (at the first call unless there are ``example_inputs``); the message
+            says the least that would do.
         UnsupportedError: an option of a later version, or hooks inside the model.
         CaptureError: the model has control flow that depends on data.
     """

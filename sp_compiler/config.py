@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 from sp_compiler.errors import ArgumentError, UnsupportedError
 from sp_compiler.hints import Hint, checked_hints, hint_text
+from sp_compiler.memory_size import parse_bytes
 
 Recompute = Literal["none", "attention", "selective", "full", "auto"]
 Dropout = Literal["regenerate", "stored"]
@@ -47,11 +48,13 @@ class CompileOptions:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ArgumentError(f"{name}={value!r}: expected a positive int")
         object.__setattr__(self, "hints", checked_hints(self.hints))
-        if self.recompute == "auto" or self.memory_budget is not None:
-            raise UnsupportedError(
-                'recompute="auto" and memory_budget are not in this version; '
-                'use recompute="none", "attention", "selective" or "full"'
+        if (self.recompute == "auto") != (self.memory_budget is not None):
+            raise ArgumentError(
+                f"recompute={self.recompute!r} with memory_budget={self.memory_budget!r}: "
+                'recompute="auto" needs a memory_budget such as "12GiB", and only it has one'
             )
+        if self.memory_budget is not None:
+            parse_bytes("memory_budget", self.memory_budget)
         if self.backend == "inductor":
             raise UnsupportedError('backend="inductor" is not in this version; use backend="eager"')
 
@@ -59,6 +62,13 @@ class CompileOptions:
         """Plain data; hints as a user writes them."""
         hints = {key: hint_text(hint) for key, hint in self.hints.items()}
         return {**asdict(replace(self, hints={})), "hints": hints}
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """``memory_budget`` as a number."""
+        if self.memory_budget is None:
+            return None
+        return parse_bytes("memory_budget", self.memory_budget)
 
 
 def _check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:

@@ -11,6 +11,7 @@ import operator
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from torch import Tensor
 from torch.fx import Graph, Node
@@ -23,6 +24,7 @@ from sp_compiler.runtime.executor import last_uses
 from sp_compiler.work import tensor_bytes
 
 SEED_BYTES = 8
+Phase = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,16 @@ def function_peak_bytes(graph: Graph, ignored: Iterable[Node] = ()) -> int:
     return peak
 
 
+def backward_peak_bytes(graph: Graph, input_kinds: Sequence[str]) -> int:
+    """The same of a backward, without the gradients of parameters.
+
+    Args:
+        input_kinds: of the region's inputs, which the gradients that ``graph`` returns belong to.
+    """
+    grads = zip(graph.output_node().args[0], input_kinds, strict=True)
+    return function_peak_bytes(graph, [g for g, kind in grads if g is not None and kind == "param"])
+
+
 def _is_part(node: Node) -> bool:
     return node.target is operator.getitem
 
@@ -107,22 +119,24 @@ def step_memory(compiled: CompiledProgram) -> StepMemory:
 
     Backward starts from the first output that is a single number, else from all outputs.
     """
-    return _Step(compiled).run()
+    return Step(compiled).run()
 
 
 @dataclass
-class _Frame:
+class Frame:
     """Storages of one call, ``None`` where the value is no activation."""
 
     outputs: list[Storage | None] = field(default_factory=list)
     saved: list[Storage | None] = field(default_factory=list)
 
 
-class _Step:
+class Step:
+    """A walk through one training step; :mod:`sp_compiler.moments` looks at what is live in it."""
+
     def __init__(self, compiled: CompiledProgram) -> None:
         self.compiled = compiled
         self.program = compiled.program
-        self.frames: list[_Frame] = []
+        self.frames: list[Frame] = []
         self.holders: Counter[Storage] = Counter()
         self.live_bytes = self.peak_bytes = 0
         self.grads: dict[tuple[int, int], Storage] = {}
@@ -150,7 +164,15 @@ class _Step:
 
     def _forward(self, index: int, call: Call) -> None:
         parts = self._parts(call)
-        self._reach(self._peak(call, "forward", parts.forward))
+        self._enter(index, "forward", self._peak(call, "forward", parts))
+        frame = self._frame(index, parts)
+        self.frames.append(frame)
+        self._hold(frame.outputs)
+        self._keep(index, frame)
+
+    def _frame(self, index: int, parts: Partitioned) -> Frame:
+        """What call ``index`` makes and keeps, split like ``parts``."""
+        call = self.program.calls[index]
         results = parts.forward.output_node().args[0]
         names = parts.forward.find_nodes(op="placeholder")
         arguments = dict(zip(names, map(self._storage, call.args), strict=True))
@@ -160,9 +182,7 @@ class _Step:
             if ref.kind == "seed"
         }
         found = [_resolve(node, arguments | seeds, ("forward", index)) for node in results]
-        frame = _Frame(found[: parts.num_outputs], found[parts.num_outputs :])
-        self.frames.append(frame)
-        self._hold([*frame.outputs, *frame.saved])
+        return Frame(found[: parts.num_outputs], found[parts.num_outputs :])
 
     def _storage(self, ref: Ref) -> Storage | None:
         return self.frames[ref.index].outputs[ref.output] if ref.kind == "call" else None
@@ -204,19 +224,15 @@ class _Step:
                 tangents[position] = zeros
                 self._hold([zeros])
         grads = graph.output_node().args[0]
-        of_params = [
-            grad
-            for grad, kind in zip(grads, call.region.input_kinds, strict=True)
-            if grad is not None and kind == "param"
-        ]
-        self._reach(self._peak(call, "backward", graph, of_params))
+        self._enter(index, "backward", self._peak(call, "backward", parts))
         names = graph.find_nodes(op="placeholder")
         known = dict(zip(names, [*frame.saved, *tangents], strict=True))
         for grad, ref in zip(grads, call.args, strict=True):
             storage = None if grad is None else _resolve(grad, known, ("backward", index))
             if storage is not None and ref.kind in ("call", "input"):
                 self._accumulate(ref, storage)
-        self._release([*tangents, *frame.saved])
+        self._release(tangents)
+        self._drop(index, frame)
 
     def _accumulate(self, ref: Ref, storage: Storage) -> None:
         """A second gradient of one value is added to the first."""
@@ -237,11 +253,26 @@ class _Step:
         assert isinstance(parts, Partitioned)
         return parts
 
-    def _peak(self, call: Call, kind: str, graph: Graph, ignored: Sequence[Node] = ()) -> int:
+    def _peak(self, call: Call, kind: Phase, parts: Partitioned) -> int:
         key = (call.region.name, kind)
         if key not in self.peaks:
-            self.peaks[key] = function_peak_bytes(graph, ignored)
+            if kind == "forward":
+                self.peaks[key] = function_peak_bytes(parts.forward)
+            else:
+                assert parts.step_backward is not None
+                kinds = call.region.input_kinds
+                self.peaks[key] = backward_peak_bytes(parts.step_backward, kinds)
         return self.peaks[key]
+
+    def _enter(self, index: int, kind: Phase, extra_bytes: int) -> None:
+        """A function of call ``index`` runs and holds ``extra_bytes`` beside its arguments."""
+        self._reach(extra_bytes)
+
+    def _keep(self, index: int, frame: Frame) -> None:
+        self._hold(frame.saved)
+
+    def _drop(self, index: int, frame: Frame) -> None:
+        self._release(frame.saved)
 
     def _hold(self, storages: Iterable[Storage | None]) -> None:
         for storage in storages:

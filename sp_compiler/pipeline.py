@@ -22,6 +22,7 @@ from sp_compiler.compiled import CompiledProgram, LossBackward
 from sp_compiler.config import CompileOptions
 from sp_compiler.errors import PlacementError, module_path, source_line
 from sp_compiler.hints import wishes_of
+from sp_compiler.passes.budget import compile_under_budget, rename_regions
 from sp_compiler.passes.compile_region import compile_region
 from sp_compiler.passes.normalize import normalize
 from sp_compiler.passes.outline import outline
@@ -163,7 +164,8 @@ def _compile_program(
     whole: Collection[tuple[str, str]],
 ) -> CompiledProgram:
     clock = _Clock({})
-    stages = {"capture": Stage.of_program("capture", program)}
+    original = program
+    stages = {"capture": Stage.of_program("capture", original)}
     sharded = shard(program, options, dict(fixed or {}), whole)
     program = sharded.program
     stages["shard"] = Stage.of_program("shard", program)
@@ -172,11 +174,22 @@ def _compile_program(
         with _of_region(region.name):
             check_forward(region, options.tp)
     clock.lap("check_forward")
-    regions = [_compile(program, region, options) for region in program.regions]
+    origins = {region.name: region.name for region in program.regions}
+    if options.budget_bytes is None:
+        regions = [_compile(program, region, options) for region in program.regions]
+    else:
+        loss_outputs = {region.name: _loss_output(program, region) for region in program.regions}
+        found = compile_under_budget(program, options.tp, options.budget_bytes, loss_outputs)
+        program, regions = found.program, list(found.regions)
+        origins = {
+            name: call.region.name for name, call in zip(found.names, original.calls, strict=True)
+        }
+        for name, before in (("capture", original), ("shard", sharded.program)):
+            stages[name] = Stage.of_program(name, rename_regions(before, found.names))
     clock.lap("compile_regions")
     for compiled in regions if checked else ():
         region, tangents = compiled.region, compiled.joint.tangent_outputs
-        with _of_region(region.name):
+        with _of_region(origins[region.name]):
             check_partitioned(region, compiled.partitioned, tangents, options.tp)
     clock.lap("check_partitioned")
     _write_tags(regions)
@@ -207,7 +220,7 @@ def _compile_program(
 
 def _compile(program: Program, region: Region, options: CompileOptions) -> CompiledRegion:
     paths = [call.path for call in program.calls if call.region is region]
-    assert options.recompute != "auto"  # refused by CompileOptions
+    assert options.recompute != "auto"  # only with a budget
     loss_output = _loss_output(program, region)
     return compile_region(region, recompute=options.recompute, paths=paths, loss_output=loss_output)
 

@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from sp_compiler.memory_size import parse_bytes
+
 if TYPE_CHECKING:
     from sp_compiler.plan import BlockPlan, KeptTensor, Plan, Work
     from sp_compiler.work import Collective
@@ -23,6 +25,7 @@ def report(plan: Plan) -> str:
         f"sequence_parallel={plan.options['sequence_parallel']}",
         "Memory of one rank\n" + table(_memory(plan)),
         "One step (forward and backward) of one rank\n" + table(_step(plan)),
+        *_budget(plan),
         *(_block(block) for block in plan.blocks),
     ]
     for title, lines in (("Fallbacks", plan.fallbacks), ("Notes", plan.notes)):
@@ -73,6 +76,23 @@ def _memory(plan: Plan) -> list[tuple[str, str, str]]:
         ("total", plan.total_bytes, "parameters, gradients, optimizer, activation peak"),
     ]
     return [(name, bytes_text(num_bytes), note) for name, num_bytes, note in rows]
+
+
+def _budget(plan: Plan) -> Iterable[str]:
+    """How the blocks are split where a budget decides."""
+    if plan.options["memory_budget"] is None:
+        return
+    budget = parse_bytes("memory_budget", plan.options["memory_budget"])
+    used = 100 * plan.activation_peak_bytes / budget
+    rows = [
+        (
+            f"{block.num_calls} x {block.name}",
+            f"keeps {bytes_text(block.kept_bytes)} a call",
+            f"computes again for {block.work.recompute_us:.0f} us",
+        )
+        for block in plan.blocks
+    ]
+    yield f"Budget of {bytes_text(budget)}, {used:.1f} % used at the peak\n" + table(rows)
 
 
 def _step(plan: Plan) -> list[tuple[str, str]]:

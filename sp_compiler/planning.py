@@ -49,7 +49,7 @@ def plan(
     The other options are those of :func:`sp_compiler.compile`.
 
     Raises:
-        ArgumentError: an argument outside what is allowed.
+        ArgumentError: an argument outside what is allowed, a budget that is too small.
         UnsupportedError: an option of a later version, or hooks inside the model.
         CaptureError: the model has control flow that depends on data.
     """

@@ -19,6 +19,7 @@ from sp_compiler.config import CompileOptions, Dropout, Outputs, Recompute
 from sp_compiler.errors import ArgumentError, PassError, SPCompilerError
 from sp_compiler.hints import Hint
 from sp_compiler.interpreted import PartitionedCode, ShardedCode
+from sp_compiler.memory_size import parse_bytes
 from sp_compiler.pipeline import compile_program, to_program
 from sp_compiler.planning import ExampleInputs, checked_inputs
 from sp_compiler.reference import ReferenceResult, run_captured, run_program
@@ -44,6 +45,7 @@ def verify(
     *,
     sequence_parallel: bool = True,
     recompute: Recompute = "selective",
+    memory_budget: int | str | None = None,
     dropout: Dropout = "regenerate",
     outputs: Outputs = "auto",
     nominal_tokens: int = 8192,
@@ -63,6 +65,7 @@ def verify(
         model: with real parameters, in the mode (train or eval) to verify; is left as it is.
         example_inputs: (args, kwargs).
         tp: number of simulated ranks.
+        memory_budget: of ``model`` as it is; the float64 copy gets as much more as it is larger.
 
     The other options are those of :func:`sp_compiler.compile`.
 
@@ -81,6 +84,7 @@ def verify(
         tp=tp,
         sequence_parallel=sequence_parallel,
         recompute=recompute,
+        memory_budget=_in_float64(model, memory_budget),
         dropout=dropout,
         outputs=outputs,
         nominal_tokens=nominal_tokens,
@@ -93,6 +97,13 @@ def verify(
     with without_cache(step.model, asked=asked):
         rows = [*_before_sharding(step, options), *_after_sharding(step, options)]
     return VerifyReport(type(model).__name__, tp, tuple(rows))
+
+
+def _in_float64(model: nn.Module, memory_budget: int | str | None) -> int | None:
+    if memory_budget is None:
+        return None
+    sizes = [p.element_size() for p in model.parameters() if p.is_floating_point()]
+    return parse_bytes("memory_budget", memory_budget) * 8 // min(sizes, default=8)
 
 
 @dataclass(frozen=True)

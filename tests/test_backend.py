@@ -280,7 +280,7 @@ def test_parameter_changed_between_forward_and_backward_is_noticed() -> None:
         ({"tensor_parallel": 2}, ArgumentError, r"'tensor_parallel'.*allowed are tp, .*, mesh"),
         ({"outputs": "shard"}, ArgumentError, "'replicate'"),
         ({"recompute": "some"}, ArgumentError, "'selective'"),
-        ({"recompute": "auto"}, UnsupportedError, "'full'|\"full\""),
+        ({"recompute": "auto"}, ArgumentError, "memory_budget"),
         ({"tp": 0}, ArgumentError, "positive int"),
         ({"tp": 2}, ArgumentError, "init_process_group"),
     ],

@@ -1,0 +1,162 @@
+"""Ways to split one region: from the least that backward can do with to whatever makes it fast.
+
+None of them depends on a budget. They are the choices of :mod:`sp_compiler.keep_solver` and those
+of the named policies, each cut by the partitioner and measured as cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.fx import Node
+
+from sp_compiler.joint import JointGraph, ancestors
+from sp_compiler.keep_solver import Value, frontier
+from sp_compiler.liveness import backward_peak_bytes, function_peak_bytes
+from sp_compiler.op_kinds import base, has_inner_communication
+from sp_compiler.partitioned import Partitioned
+from sp_compiler.passes.partition import partition
+from sp_compiler.passes.recompute import POLICIES, Policy, Tag, tag_recompute
+from sp_compiler.work import collectives_us, compute_us, node_collectives, tensor_bytes
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to split a region.
+
+    Attributes:
+        tags: of every forward node of the joint graph.
+        partitioned: cut by the tags.
+        backward_us: estimated time of its backward with what that computes again.
+        forward_peak_bytes: what the forward holds at most beside its arguments.
+        backward_peak_bytes: the same of the backward.
+    """
+
+    tags: Mapping[Node, Tag]
+    partitioned: Partitioned
+    backward_us: float
+    forward_peak_bytes: int
+    backward_peak_bytes: int
+
+
+def variants(
+    joint: JointGraph, world: int, *, loss_output: int | None = None, free: frozenset[int]
+) -> list[Variant]:
+    """Split ``joint``, whose tags are overwritten; the one that keeps least comes first.
+
+    Args:
+        world: number of tensor-parallel ranks.
+        loss_output: see :func:`sp_compiler.passes.partition.partition`.
+        free: outputs of the region that exist until backward anyway: the model returns them.
+    """
+    found: dict[tuple[str, ...], Variant] = {}
+    for tags in (*_solved(joint, world, free), *(_policy(joint, policy) for policy in POLICIES)):
+        write_tags(joint, tags)
+        parts = partition(joint, loss_output)
+        names = tuple(sorted(tensor.name for tensor in parts.saved))
+        if names not in found:
+            found[names] = _measured(joint, tags, parts, world)
+    return sorted(found.values(), key=lambda v: (v.partitioned.kept_bytes, v.backward_us))
+
+
+def write_tags(joint: JointGraph, tags: Mapping[Node, Tag]) -> None:
+    """Put ``tags`` on the nodes of ``joint``."""
+    for node, tag in tags.items():
+        node.meta["recompute"], node.meta["recompute_reason"] = tag
+
+
+def _policy(joint: JointGraph, policy: Policy) -> dict[Node, Tag]:
+    tag_recompute(joint, policy)
+    return {
+        node: (node.meta["recompute"], node.meta["recompute_reason"])
+        for node in joint.graph.nodes
+        if "recompute" in node.meta
+    }
+
+
+def _measured(
+    joint: JointGraph, tags: Mapping[Node, Tag], parts: Partitioned, world: int
+) -> Variant:
+    graph = parts.step_backward
+    forward_bytes = function_peak_bytes(parts.forward)
+    if graph is None:
+        return Variant(tags, parts, 0.0, forward_bytes, 0)
+    us = sum(_us(node, world) for node in graph.nodes)
+    return Variant(tags, parts, us, forward_bytes, backward_peak_bytes(graph, joint.input_kinds))
+
+
+def _us(node: Node, world: int) -> float:
+    if node.op != "call_function":
+        return 0.0
+    return compute_us(node) + collectives_us(node_collectives(node), world)
+
+
+def _solved(joint: JointGraph, world: int, free: frozenset[int]) -> list[dict[Node, Tag]]:
+    nodes, values = problem(joint, world, free)
+    tags = []
+    for choice in frontier(values):
+        kept = {nodes[index] for index in choice.kept}
+        tags.append(
+            {
+                node: _tag(node, kept, value.us)
+                for node, value in zip(nodes, values, strict=True)
+                if node.op == "call_function"
+            }
+        )
+    return tags
+
+
+def _tag(node: Node, kept: set[Node], us: float) -> Tag:
+    if node in kept or has_inner_communication(node):
+        return "save", f"worth its memory: {us:.3g} us to compute again"
+    return "recompute", "cheaper than its memory"
+
+
+def _forward_values(joint: JointGraph) -> list[Node]:
+    """Forward nodes and what other calls hand in, in graph order."""
+    backward = joint.backward_nodes()
+    kinds = dict(zip(joint.inputs, joint.input_kinds, strict=True))
+    return [
+        node
+        for node in joint.graph.nodes
+        if (node.op == "call_function" and node not in backward) or kinds.get(node) == "call"
+    ]
+
+
+def problem(
+    joint: JointGraph, world: int, free: frozenset[int] = frozenset()
+) -> tuple[list[Node], list[Value]]:
+    """What to keep of ``joint``, for the solver, and the node that each value stands for."""
+    nodes = _forward_values(joint)
+    position = {node: index for index, node in enumerate(nodes)}
+    needed = _needed(joint)
+    costless = {base(joint.outputs[index]) for index in free}
+    values = [
+        Value(
+            parents=tuple(position[p] for p in node.all_input_nodes if p in position),
+            num_bytes=0 if node in costless else _own_bytes(node),
+            us=_us(node, world),
+            needed=node in needed,
+            can_keep=base(node) is node and isinstance(node.meta["val"], Tensor),
+            can_repeat=node.op == "call_function" and not has_inner_communication(node),
+        )
+        for node in nodes
+    ]
+    return nodes, values
+
+
+def _own_bytes(node: Node) -> int:
+    owns = base(node) is node and isinstance(node.meta["val"], Tensor)
+    return tensor_bytes(node.meta["val"]) if owns else 0
+
+
+def _needed(joint: JointGraph) -> set[Node]:
+    """What backward reads of the forward."""
+    backward = joint.backward_nodes()
+    grads = [node for node in joint.grads if node is not None]
+    found = {node for node in grads if node not in backward}
+    for node in ancestors(grads) & backward:
+        found.update(parent for parent in node.all_input_nodes if parent not in backward)
+    return found

@@ -1,0 +1,183 @@
+"""What to keep for backward as a 0/1 linear program on plain data; knows no graph, no operator.
+
+Every value of a forward is kept, or computed again when backward needs it, or neither. What is
+computed again needs each of its parents kept or computed again. Solved by HiGHS through
+``scipy.optimize.milp``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_array
+
+_STEPS = 12
+# HiGHS stops at an objective within 1e-6 of the best: this many of its units are the longest time.
+_RESOLUTION = 1e4
+_TIE = 1e-8  # part of the longest time (or largest size) that breaks ties of the other
+
+
+@dataclass(frozen=True)
+class Value:
+    """One value of the forward, after its parents.
+
+    Attributes:
+        parents: positions of the values that it is computed from; those that are always there
+            (parameters, the user's inputs) are left out.
+        num_bytes: of its storage, 0 where another value owns it.
+        us: time to compute it again.
+        needed: whether backward reads it.
+        can_keep: whether it may be kept; a view may not, its base may.
+        can_repeat: whether it may be computed again.
+    """
+
+    parents: tuple[int, ...]
+    num_bytes: int
+    us: float
+    needed: bool = False
+    can_keep: bool = True
+    can_repeat: bool = True
+
+
+@dataclass(frozen=True)
+class Choice:
+    """``kept``: positions of the kept values, no more of them than backward needs."""
+
+    kept: frozenset[int]
+    num_bytes: int
+    us: float
+
+
+def evaluate(values: Sequence[Value], kept: frozenset[int]) -> Choice | None:
+    """What keeping ``kept`` costs, ``None`` where something must be repeated that cannot be."""
+    found: set[int] = set()
+    repeated: set[int] = set()
+    stack = [index for index, value in enumerate(values) if value.needed]
+    while stack:
+        index = stack.pop()
+        if index in found or index in repeated:
+            continue
+        if index in kept:
+            found.add(index)
+            continue
+        if not values[index].can_repeat:
+            return None
+        repeated.add(index)
+        stack.extend(values[index].parents)
+    num_bytes = sum(values[index].num_bytes for index in found)
+    return Choice(frozenset(found), num_bytes, sum(values[index].us for index in sorted(repeated)))
+
+
+def cheapest(values: Sequence[Value], limit_bytes: int) -> Choice | None:
+    """The choice of least time that keeps at most ``limit_bytes``; of equal ones the smallest.
+
+    ``None`` where nothing fits.
+    """
+    return _Program(values).solve(limit_bytes=limit_bytes)
+
+
+def frontier(values: Sequence[Value], steps: int = _STEPS) -> list[Choice]:
+    """Choices from the smallest to the fastest, none of them worse than another in both.
+
+    All corners of the convex hull of (bytes, time), which is what a mixture of many equal blocks is
+    made of, and the cheapest below each of ``steps`` evenly spaced limits.
+    """
+    program = _Program(values)
+    small, fast = program.solve(us_per_byte=np.inf), program.solve()
+    if small is None or fast is None or small.num_bytes >= fast.num_bytes:
+        return [choice for choice in (fast,) if choice is not None]
+    found = {small, fast, *_corners(program, small, fast)}
+    for step in range(1, steps):
+        limit = small.num_bytes + (fast.num_bytes - small.num_bytes) * step // steps
+        found.add(program.solve(limit_bytes=limit) or small)
+    best: list[Choice] = []
+    for choice in sorted(found, key=lambda item: (item.num_bytes, item.us, sorted(item.kept))):
+        if not best or choice.us < best[-1].us:
+            best.append(choice)
+    return best
+
+
+def _corners(program: _Program, small: Choice, fast: Choice) -> set[Choice]:
+    """Corners of the hull between two choices."""
+    slope = (small.us - fast.us) / (fast.num_bytes - small.num_bytes)
+    between = program.solve(us_per_byte=slope)
+    assert between is not None
+
+    def height(choice: Choice) -> float:
+        return choice.us + slope * choice.num_bytes
+
+    beyond = height(between) < height(small) * (1 - 1e-9)
+    if not beyond or not small.num_bytes < between.num_bytes < fast.num_bytes:
+        return set()
+    return {between, *_corners(program, small, between), *_corners(program, between, fast)}
+
+
+class _Program:
+    """Columns: for each value whether it is kept, then whether it is computed again.
+
+    The second are whole by themselves once the first are.
+    """
+
+    def __init__(self, values: Sequence[Value]) -> None:
+        self.values = values
+        self.count = len(values)
+        self.num_bytes = np.array([value.num_bytes for value in values], dtype=float)
+        self.us = np.array([value.us for value in values])
+        self.largest_bytes = max(1.0, self.num_bytes.max(initial=0.0))
+        self.longest_us = max(1e-9, self.us.max(initial=0.0))
+
+    def solve(self, limit_bytes: int | None = None, us_per_byte: float = 0.0) -> Choice | None:
+        """The least time, plus ``us_per_byte`` for what is kept; infinite: the least bytes."""
+        if not self.count:
+            return Choice(frozenset(), 0, 0.0)
+        sizes, times = self.num_bytes / self.largest_bytes, self.us / self.longest_us
+        if np.isinf(us_per_byte):
+            cost = np.concatenate([sizes, _TIE * times])
+        else:
+            weight = us_per_byte * self.largest_bytes / self.longest_us
+            cost = np.concatenate([(weight + _TIE) * sizes, times])
+        result = milp(
+            _RESOLUTION * cost,
+            constraints=self._constraints(limit_bytes),
+            integrality=np.concatenate([np.ones(self.count), np.zeros(self.count)]),
+            bounds=Bounds(0, self._upper()),
+            # Presolve prints to stdout where it has to mend a solution.
+            options={"mip_rel_gap": 1e-12, "presolve": False},
+        )
+        if result.x is None:
+            return None
+        kept = frozenset(int(index) for index in np.flatnonzero(result.x[: self.count] > 0.5))
+        return evaluate(self.values, kept)
+
+    def _upper(self) -> Any:
+        keep = [float(value.can_keep) for value in self.values]
+        return np.array(keep + [float(value.can_repeat) for value in self.values])
+
+    def _constraints(self, limit_bytes: int | None) -> list[LinearConstraint]:
+        rows: list[list[tuple[int, float]]] = []
+        lower: list[float] = []
+        for index, value in enumerate(self.values):
+            again = self.count + index
+            if value.needed:
+                rows.append([(index, 1.0), (again, 1.0)])
+                lower.append(1.0)
+            for parent in value.parents:
+                rows.append([(parent, 1.0), (self.count + parent, 1.0), (again, -1.0)])
+                lower.append(0.0)
+        if limit_bytes is not None:
+            # In whole units: HiGHS allows a constraint to be missed by 1e-6.
+            unit = math.gcd(*(value.num_bytes for value in self.values)) or 1
+            sizes = [value.num_bytes // unit for value in self.values]
+            rows.append([(index, -float(size)) for index, size in enumerate(sizes) if size])
+            lower.append(-float(limit_bytes // unit))
+        entries = [(r, c, f) for r, row in enumerate(rows) for c, f in row]
+        if not entries:
+            return []
+        r, c, f = zip(*entries, strict=True)
+        matrix = csr_array((f, (r, c)), shape=(len(rows), 2 * self.count))
+        return [LinearConstraint(matrix, np.array(lower), np.inf)]

@@ -119,7 +119,8 @@ def compile_program(
             whole[error.region, operator.name] = None
             note = (
                 f"{operator.target} runs whole on every rank: how it would be sharded could not be "
-                f"proven ({module_path(operator) or '(model)'}, {source_line(operator)})"
+                f"proven ({module_path(operator) or '(model)'}, {source_line(operator)}): "
+                f"{str(error).splitlines()[0]}"
             )
             program = replace(program, notes=[*program.notes, note])
 

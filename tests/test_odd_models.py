@@ -15,7 +15,6 @@ from torch.utils import _pytree as pytree
 
 from sp_compiler.config import CompileOptions
 from sp_compiler.pipeline import build
-from sp_compiler.rules import table
 from sp_compiler.simulate import SimulatedStep, simulate_step
 from tests.parity import SEED, gradient_error
 
@@ -78,13 +77,6 @@ class Alibi(Block):
         scores = torch.baddbmm(bias, q, k.mT, alpha=1 / math.sqrt(q.shape[-1]))
         core = (scores.softmax(-1) @ v).unflatten(0, (b, _HEADS))
         return self.out(core.transpose(1, 2).flatten(2))
-
-
-class RunningSum(Block):
-    """Adds to each token the sum of those before it."""
-
-    def forward(self, x: Tensor) -> Any:
-        return super().forward(self.norm1(x).cumsum(1))
 
 
 class Picked(Block):
@@ -175,36 +167,3 @@ def test_like_eager(kind: Callable[[], nn.Module], options: dict[str, Any]) -> N
 def test_single_tokens_and_sequences(kind: Callable[[], nn.Module], size: tuple[int, int]) -> None:
     """A dim of size 1 is neither tokens nor features."""
     _assert_like_eager(kind, _input(kind, *size), tp=2)
-
-
-def test_what_cannot_be_proven_runs_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rule lets partial gradients into a backward that nothing types: slower, not refused."""
-    monkeypatch.setitem(table._TABLE, "aten::cumsum", table._TABLE["aten::softmax"])
-    x = _input(RunningSum, 2, 5)
-    _assert_like_eager(RunningSum, x, tp=2)
-    compiled = build(_model(RunningSum), (x,), {}, CompileOptions(tp=2))
-    (note,) = (note for note in compiled.plan.notes if "aten.cumsum.default runs whole" in note)
-    assert "test_odd_models.py" in note
-    assert "cumsum(1)" in note
-
-
-class WholeInEval(Block):
-    """In eval mode an operator without rule reads a weight that training sharded."""
-
-    def forward(self, x: Tensor) -> Any:
-        y = super().forward(x)
-        return y if self.training else y * torch.linalg.svdvals(self.up.weight).sum()
-
-
-def test_a_parameter_that_was_sharded_is_gathered_where_it_must_be_whole() -> None:
-    model, x = _model(WholeInEval), _input(WholeInEval, 2, 5)
-    options = CompileOptions(tp=2)
-    fixed = build(model, (x,), {}, options).param_placements
-    assert fixed["up.weight"].is_sharded
-    model.eval()
-    compiled = build(model, (x,), {}, options, fixed=fixed)
-    assert compiled.param_placements == fixed
-    step = simulate_step(compiled, dict(model.named_parameters()), {}, [x], SEED)
-    model(x).sum().backward()
-    expected = {name: value.grad for name, value in model.named_parameters()}
-    assert gradient_error(step.grads, expected) < 1e-10

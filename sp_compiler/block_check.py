@@ -32,7 +32,7 @@ def check_blocks(
     call_inputs: Sequence[Sequence[Any]],
     tolerance: float,
 ) -> Iterator[Comparison]:
-    """Compare every region, as each pass left it, with the whole one of the same name.
+    """Compare every region, as each pass left it, with the whole one; all ways it was split.
 
     Args:
         program: of whole tensors.
@@ -44,7 +44,10 @@ def check_blocks(
         index = next(i for i, call in enumerate(program.calls) if call.region is region)
         data = _Data.of(region, call_inputs[index])
         for stage, compiled in variants.items():
-            yield _check(stage, region, compiled, data, tolerance)
+            pairs = zip(program.calls, compiled.program.calls, strict=True)
+            ways = {mine.region.name: None for call, mine in pairs if call.region is region}
+            for name in ways:
+                yield _check(stage, region, name, compiled, data, tolerance)
 
 
 @dataclass(frozen=True)
@@ -94,19 +97,24 @@ def _random(value: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _check(
-    stage: str, whole: Region, compiled: CompiledProgram, data: _Data, tolerance: float
+    stage: str,
+    whole: Region,
+    name: str,
+    compiled: CompiledProgram,
+    data: _Data,
+    tolerance: float,
 ) -> Comparison:
     try:
-        errors = _errors(whole, compiled, data)
+        errors = _errors(whole, name, compiled, data)
     except (SPCompilerError, RuntimeError) as error:
-        return Comparison(stage, whole.name, math.inf, tolerance, message=str(error))
+        return Comparison(stage, name, math.inf, tolerance, message=str(error))
     where = max(errors, key=errors.__getitem__, default="")
-    return Comparison(stage, whole.name, errors.get(where, 0.0), tolerance, where)
+    return Comparison(stage, name, errors.get(where, 0.0), tolerance, where)
 
 
-def _errors(whole: Region, compiled: CompiledProgram, data: _Data) -> dict[str, float]:
-    region = compiled.regions[whole.name].region
-    code, world = compiled.codes[whole.name], compiled.world
+def _errors(whole: Region, name: str, compiled: CompiledProgram, data: _Data) -> dict[str, float]:
+    region = compiled.regions[name].region
+    code, world = compiled.codes[name], compiled.world
     places, kinds = region.input_placements, region.output_placements
     inputs = [
         _rows(value, node, placement, world, pad=1.0) if isinstance(value, Tensor) else value
@@ -118,7 +126,7 @@ def _errors(whole: Region, compiled: CompiledProgram, data: _Data) -> dict[str, 
             tp, *[scatter(v, p, world) for v, p in zip(inputs, places, strict=True)]
         )
         grads: Sequence[Any] = [None] * len(inputs)
-        flows = compiled.differentiable[whole.name]
+        flows = compiled.differentiable[name]
         if any(flows):
             parts = [
                 scatter(tangent, placement.dual, world)

@@ -100,8 +100,9 @@ def compile(
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         fixed: dict[str, Placement] | None,
+        open_dims: bool,
     ) -> CompiledProgram:
-        return build(module, args, kwargs, options, fixed=fixed)
+        return build(module, args, kwargs, options, fixed=fixed, open_dims=open_dims)
 
     if example_inputs is None:
         return DistributedModule(model, group, compile_for)

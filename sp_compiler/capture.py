@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
-from torch.export import ExportedProgram
+from torch.export import Dim, ExportedProgram, ShapesCollection
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind, OutputSpec
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.utils import _pytree as pytree
@@ -31,6 +31,7 @@ from sp_compiler.rewriting import (
     refake,
     set_value,
 )
+from sp_compiler.sizes import NotSymbolic, Sizes, inline_sizes, open_sizes
 
 _aten = torch.ops.aten
 _SET_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
@@ -54,6 +55,8 @@ class Captured:
         constants: tensors that the model made outside its parameters and buffers.
         notes: what the user should know.
         parameters: of the model, used or not.
+        sizes: the dims that are left open, ``None`` where all are those of the example; each has a
+            placeholder whose value is the size.
     """
 
     module: GraphModule
@@ -65,6 +68,7 @@ class Captured:
     constants: dict[str, Tensor] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     parameters: Parameters = field(default_factory=dict)
+    sizes: Sizes | None = None
 
     @property
     def placeholders(self) -> list[Node]:
@@ -86,7 +90,7 @@ class Captured:
         """Erase placeholders that nothing uses, together with their refs."""
         refs = []
         for node, ref in zip(self.placeholders, self.refs, strict=True):
-            if node.users:
+            if node.users or ref.kind == "size":
                 refs.append(ref)
             else:
                 self.module.graph.erase_node(node)
@@ -106,6 +110,7 @@ def capture(
     kwargs: Mapping[str, Any] | None = None,
     *,
     lift_casts: bool = False,
+    open_dims: bool = False,
 ) -> Captured:
     """Export ``model`` on example inputs, in the mode (train or eval, autocast) that is on now.
 
@@ -115,10 +120,12 @@ def capture(
         kwargs: example keyword arguments.
         lift_casts: keep everything in float64 in a float64 model (a comparison without the model's
             own roundings to float32).
+        open_dims: leave the sizes of the inputs' dims open where the model allows it.
 
     Raises:
         CaptureError: the forward failed or its control flow depends on data.
         UnsupportedError: hooks inside the model, operators with subgraphs.
+        NotSymbolic: with ``open_dims``, if a recorded comparison is about no dim of an input.
     """
     check_capturable(model)
     leaves, in_spec = flatten_inputs(args, kwargs)
@@ -129,13 +136,26 @@ def capture(
         example_kwargs = {**example_kwargs, "use_cache": False}
     with export_context(model, use_cache=use_cache):
         try:
-            exported = torch.export.export(model, example_args, example_kwargs, strict=False)
+            exported = torch.export.export(
+                model,
+                example_args,
+                example_kwargs,
+                dynamic_shapes=_open_shapes(model, example_args, example_kwargs)
+                if open_dims
+                else None,
+                strict=False,
+            )
             _prepare_subgraphs(exported.graph_module)
+            _unfreeze(exported.graph_module.graph)
             exported = exported.run_decompositions({})
         except Exception as error:  # whatever user code or export raises
             raise capture_error(model, error) from error
+    inline_sizes(exported.graph_module.graph)
     captured = _from_exported(exported, model, in_spec)
     captured.parameters = parameters_of(model)
+    if open_dims:
+        _add_sizes(captured, leaves)
+    captured.drop_unused_placeholders()
     _refuse_subgraphs(captured.module)
     _make_fake(captured, leaves, model)
     if lift_casts:
@@ -144,6 +164,45 @@ def capture(
     _propagate(captured.module.graph)
     captured.module.recompile()
     return captured
+
+
+def _open_shapes(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    shapes = ShapesCollection()
+    for leaf in pytree.tree_leaves((args, kwargs)):
+        if isinstance(leaf, Tensor):
+            # Nothing holds for 0 or 1 and for larger sizes too.
+            shapes[leaf] = {dim: Dim.AUTO for dim, size in enumerate(leaf.shape) if size > 1}
+    return shapes.dynamic_shapes(model, tuple(args), dict(kwargs))
+
+
+def _unfreeze(graph: Graph) -> None:
+    """Let comparisons of sizes be recorded after the export too."""
+    env = getattr(fake_mode_of(graph), "shape_env", None)
+    if env is not None:
+        env.frozen = False
+
+
+def _add_sizes(captured: Captured, leaves: Sequence[Any]) -> None:
+    """Find the open dims and put a placeholder for each in front of the others."""
+    inputs = {
+        ref.index: node
+        for node, ref in zip(captured.placeholders, captured.refs, strict=True)
+        if ref.kind == "input"
+    }
+    graph = captured.module.graph
+    env = fake_mode_of(graph).shape_env
+    if env is None:
+        raise NotSymbolic("export made no symbols")
+    sizes = open_sizes(inputs, leaves, env)
+    first = captured.placeholders[0]
+    refs = []
+    for size in sizes.distinct:
+        with graph.inserting_before(first):
+            node = graph.placeholder(size.name)
+        node.meta = {"val": size.value, "requires_grad": False}
+        refs.append(Ref("size", size.name, size.leaf, size.dim))
+    captured.refs = [*refs, *captured.refs]
+    captured.sizes = sizes if refs else None
 
 
 def _as_examples(leaves: list[Any], model: nn.Module) -> list[Any]:
@@ -223,7 +282,6 @@ def _from_exported(
     captured = Captured(GraphModule(nn.Module(), graph), refs, in_spec, exported.call_spec.out_spec)
     captured.mutated, captured.aliases, captured.constants = mutated, aliases, constants
     erase_dead(captured.module.graph)
-    captured.drop_unused_placeholders()
     return captured
 
 
@@ -319,9 +377,11 @@ def _forget_strides(graph: Graph) -> None:
 
 def _make_fake(captured: Captured, leaves: list[Any], model: nn.Module) -> None:
     """Give every placeholder a value in one new fake mode; the ``meta`` device becomes the CPU."""
-    mode = FakeTensorMode()
+    mode = FakeTensorMode(shape_env=captured.sizes.env if captured.sizes is not None else None)
     parameters = dict(model.named_parameters())
     for node, ref in zip(captured.placeholders, captured.refs, strict=True):
+        if ref.kind == "size":
+            continue
         example = node.meta["val"]
         device = torch.device("cpu") if example.is_meta else example.device
         with mode:

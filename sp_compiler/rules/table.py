@@ -23,6 +23,7 @@ from sp_compiler.rules.factors import (
     named,
     numbered,
     private,
+    record_cuts,
     reshaped,
 )
 
@@ -355,6 +356,13 @@ def _reshape(node: Node) -> OpRule | None:
     (shape,), (result,) = _operand_shapes(node), _result_shapes(node)
     operand_dims, result_dims = reshaped(shape, result)
     return OpRule((operand_dims,), (result_dims,), linear=((0,),), rows="relabel")
+
+
+def keep_factors(node: Node) -> None:
+    """Record that the factors of a view with open sizes are those that its example has."""
+    name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
+    if _TABLE.get(name) in (_reshape, _squeeze):
+        record_cuts(*_operand_shapes(node), *_result_shapes(node))
 
 
 @rule("aten::transpose", "aten::t", "aten::permute", "aten::movedim", "aten::numpy_T")

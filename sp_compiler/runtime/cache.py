@@ -5,15 +5,18 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from sp_compiler.sizes import Sizes
 from sp_compiler.warn import warn
 
 Value = TypeVar("Value")
+# How many programs of open sizes are compiled for calls that differ in their sizes only.
+_MAX_TRIES = 4
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
@@ -79,6 +82,13 @@ class CallKey:
     structure: Any
     attributes: tuple[tuple[tuple[str, str], Constant], ...] = ()
 
+    def without_sizes(self) -> CallKey:
+        """The same with the number of dims in place of their sizes."""
+        leaves = (
+            (len(leaf[0]), *leaf[1:]) if isinstance(leaf, tuple) else leaf for leaf in self.leaves
+        )
+        return replace(self, leaves=tuple(leaves))
+
     def digest(self) -> str:
         """The same text for equal keys on every rank and in every process."""
         parts = (
@@ -125,36 +135,89 @@ def _leaf(leaf: Any) -> Any:
     return Constant(leaf)
 
 
+@dataclass
+class _Entry(Generic[Value]):
+    """A program; ``alike`` is its key without sizes, ``sizes`` what it leaves open."""
+
+    value: Value
+    alike: CallKey
+    sizes: Sizes | None
+
+
 class ProgramCache(Generic[Value]):
-    """The last ``size`` programs used; warns once when it has to throw one away."""
+    """The last ``size`` programs used; warns once when it has to throw one away.
+
+    A program that leaves sizes open is found by every call that it holds for.
+    """
 
     def __init__(self, size: int = 16) -> None:
         self.size = size
-        self._entries: OrderedDict[CallKey, Value] = OrderedDict()
-        self._warned = False
+        self._entries: OrderedDict[CallKey, _Entry[Value]] = OrderedDict()
+        self._closed: set[CallKey] = set()
+        self._warned: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def items(self) -> Iterable[tuple[CallKey, Value]]:
-        """From the least to the most recently used."""
-        return self._entries.items()
+    def items(self) -> Iterable[tuple[CallKey, Value, Sizes | None]]:
+        """From the least to the most recently used: key, program, what it leaves open."""
+        return [(key, entry.value, entry.sizes) for key, entry in self._entries.items()]
 
-    def get(self, key: CallKey) -> Value | None:
-        value = self._entries.get(key)
-        if value is not None:
-            self._entries.move_to_end(key)
-        return value
+    def get(self, key: CallKey, leaves: Sequence[Any] = ()) -> Value | None:
+        """The program for a call with these flattened inputs, if there is one."""
+        found = self._entries.get(key)
+        if found is None:
+            for name, entry in reversed(self._alike(key)):
+                if entry.sizes is not None and entry.sizes.rejection(leaves) is None:
+                    key, found = name, entry
+                    break
+        if found is None:
+            return None
+        self._entries.move_to_end(key)
+        return found.value
 
-    def put(self, key: CallKey, value: Value) -> None:
-        self._entries[key] = value
+    def varies(self, key: CallKey) -> bool:
+        """Whether a program for ``key`` should leave sizes open.
+
+        So it is where another size came before, unless several such programs could not help to be
+        specialised: they take longer to compile.
+        """
+        alike = self._alike(key)
+        tries = sum(entry.sizes is not None for _, entry in alike)
+        return bool(alike) and tries < _MAX_TRIES and key.without_sizes() not in self._closed
+
+    def put(
+        self, key: CallKey, value: Value, sizes: Sizes | None = None, leaves: Sequence[Any] = ()
+    ) -> None:
+        """Store the program that was compiled for ``key`` and holds for ``sizes``."""
+        alike = self._alike(key)
+        reasons = [entry.sizes.rejection(leaves) for _, entry in alike if entry.sizes is not None]
+        if len(reasons) > 1:
+            self._warn(
+                "specialised",
+                f"compiled again, {len(alike) + 1} programs now for inputs that differ in nothing "
+                f"but their sizes ({key.describe()}), because those before are specialised: "
+                f"{reasons[-1]}",
+            )
+        if alike and sizes is None and not reasons:
+            self._closed.add(key.without_sizes())
+        self._entries[key] = _Entry(value, key.without_sizes(), sizes)
         if len(self._entries) <= self.size:
             return
         self._entries.popitem(last=False)
-        if not self._warned:
-            self._warned = True
-            warn(
-                f"more than {self.size} different kinds of inputs were compiled (last: "
-                f"{key.describe()}); programs are thrown away and compiled again. Pad inputs to a "
-                "few fixed shapes, and keep Python numbers that change out of the arguments"
-            )
+        self._warn(
+            "churns",
+            f"more than {self.size} different kinds of inputs were compiled (last: "
+            f"{key.describe()}); programs are thrown away and compiled again. Pad inputs to a "
+            "few fixed shapes, and keep Python numbers that change out of the arguments",
+        )
+
+    def _alike(self, key: CallKey) -> list[tuple[CallKey, _Entry[Value]]]:
+        """The entries that differ from ``key`` in sizes only, the latest last."""
+        alike = key.without_sizes()
+        return [item for item in self._entries.items() if item[1].alike == alike]
+
+    def _warn(self, kind: str, message: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warn(message)

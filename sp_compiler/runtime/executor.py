@@ -204,6 +204,8 @@ class _Frame:
             return self.parameter(ref)
         if ref.kind == "input":
             return self.flat_inputs[ref.index]
+        if ref.kind == "size":
+            return self.flat_inputs[ref.index].shape[ref.output]
         if ref.kind == "buffer":
             return self.buffers[ref.name]
         if ref.kind == "constant":

@@ -90,8 +90,10 @@ def _strided_slice(node: Node) -> None:
     x, step = bound["self"], bound["step"]
     shape = shape_of(x)
     dim = bound["dim"] % len(shape)
+    if step == 1:
+        return
     start, _, _ = slice(bound["start"], bound["end"], step).indices(shape[dim])
-    if step == 1 or shape[dim] % step or shape_of(node)[dim] != shape[dim] // step:
+    if shape[dim] % step or shape_of(node)[dim] != shape[dim] // step:
         return
     size = [*shape[:dim], shape[dim] // step, step, *shape[dim + 1 :]]
     groups = insert_call(node, _aten.reshape.default, (x, size), origin=_ORIGIN)

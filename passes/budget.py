@@ -22,11 +22,10 @@ from sp_compiler.codegen import CompiledRegion, emit
 from sp_compiler.compiled import CompiledProgram
 from sp_compiler.errors import ArgumentError
 from sp_compiler.joint import JointGraph
-from sp_compiler.memory_size import UNITS
+from sp_compiler.memory_size import UNITS, bytes_text
 from sp_compiler.moments import stops
 from sp_compiler.passes.compile_region import differentiate
 from sp_compiler.passes.variants import Variant, variants, write_tags
-from sp_compiler.plan_report import bytes_text
 from sp_compiler.program import Call, Program, Ref, Region
 from sp_compiler.stage import copy_graph
 from sp_compiler.step_solver import Stop, cheapest, needs, peak_bytes, smallest
@@ -174,7 +173,7 @@ def _emitted(
     done: dict[str, CompiledRegion] = {}
     for call, joint, variant in zip(program.calls, joints, chosen, strict=True):
         if call.region.name not in done:
-            paths = [other.path for other in program.calls if other.region is call.region]
+            paths = program.paths(call.region)
             write_tags(joint, variant.tags)
             copy = replace(joint, module=GraphModule({}, copy_graph(joint.graph)))
             done[call.region.name] = emit(call.region, copy, variant.partitioned, paths)

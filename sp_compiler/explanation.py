@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
-from sp_compiler.plan_report import bytes_text, table
+from sp_compiler.memory_size import bytes_text
+from sp_compiler.plan_report import table
 
 
 @dataclass(frozen=True)

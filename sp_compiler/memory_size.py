@@ -1,4 +1,4 @@
-"""Sizes of memory as users write them."""
+"""Sizes of memory as users write and read them."""
 
 from __future__ import annotations
 
@@ -31,6 +31,14 @@ def parse_bytes(name: str, size: object) -> int:
             f'"12GiB" or "1.5 TiB" with one of {", ".join(UNITS)}{_hint(size)}'
         )
     return found
+
+
+def bytes_text(num_bytes: float) -> str:
+    """Such as "1.50 GiB"."""
+    unit = 0
+    while num_bytes >= 1024 and unit < len(UNITS) - 1:
+        num_bytes, unit = num_bytes / 1024, unit + 1
+    return f"{num_bytes:.2f} {UNITS[unit]}" if unit else f"{num_bytes:.0f} B"
 
 
 def _hint(size: object) -> str:

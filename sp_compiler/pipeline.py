@@ -220,10 +220,13 @@ def _compile_program(
 
 
 def _compile(program: Program, region: Region, options: CompileOptions) -> CompiledRegion:
-    paths = [call.path for call in program.calls if call.region is region]
     assert options.recompute != "auto"  # only with a budget
-    loss_output = _loss_output(program, region)
-    return compile_region(region, recompute=options.recompute, paths=paths, loss_output=loss_output)
+    return compile_region(
+        region,
+        recompute=options.recompute,
+        paths=program.paths(region),
+        loss_output=_loss_output(program, region),
+    )
 
 
 def _loss_output(program: Program, region: Region) -> int | None:

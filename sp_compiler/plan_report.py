@@ -6,14 +6,13 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from sp_compiler.memory_size import parse_bytes
+from sp_compiler.memory_size import bytes_text, parse_bytes
 
 if TYPE_CHECKING:
     from sp_compiler.plan import BlockPlan, KeptTensor, Plan, Work
     from sp_compiler.work import Collective
 
 _NUMBER = re.compile(r"([\d.]+ (B|[KMGT]iB))?")
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _MAX_SOURCE = 60
 
 
@@ -53,14 +52,6 @@ def table(rows: Iterable[Sequence[str]], indent: str = "  ") -> str:
 
 def _aligned(cell: str, width: int, right: bool) -> str:
     return cell.rjust(width) if right else cell.ljust(width)
-
-
-def bytes_text(num_bytes: float) -> str:
-    """Such as "1.50 GiB"."""
-    unit = 0
-    while num_bytes >= 1024 and unit < len(_UNITS) - 1:
-        num_bytes, unit = num_bytes / 1024, unit + 1
-    return f"{num_bytes:.2f} {_UNITS[unit]}" if unit else f"{num_bytes:.0f} B"
 
 
 def _memory(plan: Plan) -> list[tuple[str, str, str]]:

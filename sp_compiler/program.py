@@ -108,3 +108,7 @@ class Program:
     def regions(self) -> list[Region]:
         """Distinct regions in order of first use."""
         return list({id(call.region): call.region for call in self.calls}.values())
+
+    def paths(self, region: Region) -> list[str]:
+        """The layers that ``region`` stands for, one for each call; "" outside of layers."""
+        return [call.path for call in self.calls if call.region is region]

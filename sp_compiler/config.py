@@ -18,7 +18,7 @@ Outputs = Literal["replicate", "shard", "auto"]
 
 @dataclass(frozen=True, kw_only=True)
 class CompileOptions:
-    """What :func:`sp_compiler.compile` may be told; DESIGN of each field in the README.
+    """What :func:`sp_compiler.compile` may be told; the README has what each field means.
 
     Raises:
         ArgumentError: a value outside what the field allows.

@@ -10,33 +10,83 @@ one or two values, so tables stay small and the last one has a single row.
 from __future__ import annotations
 
 import math
+import operator
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from sp_compiler.placement import Placement
 from sp_compiler.vertices import ConversionCost, Value, Vertex
 
-Row = tuple[tuple[int, ...], tuple[tuple[int, int], ...]]
-"""Set of needed placements of each needed value; made placement and set of those converted to
-already of each made value. Sets are bit masks over the numbered placements."""
-
-MAX_PAIRS = 400_000
+MAX_PAIRS = 4_000_000
 """Pairs of rows that one contraction may look at, about a second."""
 _CHEAPEST = 24
 """How many cheap rows are tried as a stand-in for each dearer one."""
+_MAX_KEY = 1 << 62
+
+State = Any
+"""What a row says of one value. Of a needed one: the set of placements; of a made one: its placement
+and the set of those it was converted to already. Sets are bit masks over the numbered placements."""
+
+
+@dataclass
+class _Column:
+    """One value's state in every row: ``states[codes[row]]``."""
+
+    codes: NDArray[np.int64]
+    states: list[State]
+
+    @classmethod
+    def of(cls, states: Iterable[State]) -> _Column:
+        numbers: dict[State, int] = {}
+        codes = [numbers.setdefault(state, len(numbers)) for state in states]
+        return cls(np.array(codes, np.int64), list(numbers))
+
+    def with_each(self, other: _Column, join: Callable[[State, State], State]) -> _Column:
+        """The joint state in every pair of a row of this and one of the other, as a matrix."""
+        small = _Column.of(join(mine, its) for mine in self.states for its in other.states)
+        table = small.codes.reshape(len(self.states), len(other.states))
+        return _Column(table[self.codes[:, None], other.codes], small.states)
+
+    def map(self, change: Callable[[State], State]) -> _Column:
+        small = _Column.of(map(change, self.states))
+        return _Column(small.codes[self.codes], small.states)
+
+    def transposed(self) -> _Column:
+        return _Column(self.codes.T, self.states)
+
+    def at(self, rows: NDArray[np.int64]) -> _Column:
+        used, codes = np.unique(self.codes.ravel()[rows], return_inverse=True)
+        return _Column(codes, [self.states[code] for code in used])
 
 
 @dataclass
 class _Table:
     """``origin``: for each row the option of ``vertex``, or a row of each of the two ``parts``."""
 
-    needs: tuple[Value, ...]
-    makes: tuple[Value, ...]
-    rows: dict[Row, float]
-    origin: list[tuple[int, ...]]
+    needs: dict[Value, _Column]
+    makes: dict[Value, _Column]
+    costs: NDArray[np.float64]
+    origin: NDArray[np.int64]
     vertex: int = -1
     parts: tuple[_Table, ...] = ()
+
+    def needed(self, value: Value) -> _Column:
+        nothing = _Column(np.zeros(len(self.costs), np.int64), [0])
+        return self.needs.get(value, nothing)
+
+    def at(self, rows: NDArray[np.int64]) -> _Table:
+        return replace(
+            self,
+            needs={value: column.at(rows) for value, column in self.needs.items()},
+            makes={value: column.at(rows) for value, column in self.makes.items()},
+            costs=self.costs.ravel()[rows],
+            origin=self.origin[rows],
+        )
 
 
 class Contraction:
@@ -48,18 +98,19 @@ class Contraction:
     """
 
     def __init__(self, vertices: Sequence[Vertex], conversion_cost: ConversionCost) -> None:
-        self._vertices = vertices
         self._conversion_cost = conversion_cost
         self._placements: list[Placement] = []
         self._numbers: dict[Placement, int] = {}
         self._costs: dict[tuple[Value, int, int], float] = {}
-        self._sizes: dict[tuple[int, int], tuple[int, int]] = {}
         self._tables = {i: self._leaf(i, vertex) for i, vertex in enumerate(vertices)}
         self._maker = {value: i for i, table in self._tables.items() for value in table.makes}
         self._readers: dict[Value, set[int]] = defaultdict(set)
         for i, table in self._tables.items():
             for value in table.needs:
                 self._readers[value].add(i)
+        self._edges: dict[tuple[int, int], tuple[int, int]] = {}
+        for i in self._tables:
+            self._measure(i)
 
     def run(self) -> list[int] | None:
         """The cheapest choice of options, the first ones where several are; ``None``: too wide.
@@ -67,40 +118,46 @@ class Contraction:
         Raises:
             ValueError: no choice satisfies every need.
         """
-        while edges := self._edges():
-            _, pairs, first, second = min(edges)
+        choices = [0] * len(self._tables)
+        while self._edges:
+            _, pairs, first, second = min((*size, *pair) for pair, size in self._edges.items())
             if pairs > MAX_PAIRS:
                 return None
             self._contract(first, second)
-        choices = [0] * len(self._vertices)
         todo = []
         for table in self._tables.values():
-            if not table.rows:
+            if not len(table.costs):
                 raise ValueError("no choice satisfies every need")
-            costs = list(table.rows.values())
-            todo.append((table, costs.index(min(costs))))
+            todo.append((table, int(table.costs.argmin())))
         while todo:
             table, row = todo.pop()
             if table.parts:
-                todo += zip(table.parts, table.origin[row], strict=True)
+                todo += zip(table.parts, table.origin[row].tolist(), strict=True)
             else:
-                (choices[table.vertex],) = table.origin[row]
+                choices[table.vertex] = int(table.origin[row, 0])
         return choices
 
     def _leaf(self, number: int, vertex: Vertex) -> _Table:
-        needs = tuple(dict.fromkeys(vertex.needs))
-        found: dict[Row, tuple[float, int]] = {}
+        needs = list(dict.fromkeys(vertex.needs))
+        found: dict[tuple[State, ...], tuple[float, int]] = {}
         for index, option in enumerate(vertex.options):
             masks = dict.fromkeys(needs, 0)
             for value, placement in zip(vertex.needs, option.needs, strict=True):
                 masks[value] |= 1 << self._number(placement)
-            row = (tuple(masks.values()), tuple((self._number(p), 0) for p in option.makes))
+            row = (*masks.values(), *((self._number(placement), 0) for placement in option.makes))
             # The tiny slope prefers the first of several equal options, on every rank.
             cost = option.cost_us + 1e-6 * index
             if row not in found or cost < found[row][0]:
                 found[row] = (cost, index)
-        rows = {row: cost for row, (cost, _) in found.items()}
-        return _Table(needs, vertex.makes, rows, [(i,) for _, i in found.values()], number)
+        values = [*needs, *vertex.makes]
+        columns = [_Column.of(row[i] for row in found) for i in range(len(values))]
+        return _Table(
+            dict(zip(needs, columns, strict=False)),
+            dict(zip(vertex.makes, columns[len(needs) :], strict=True)),
+            np.array([cost for cost, _ in found.values()], np.float64),
+            np.array([[index] for _, index in found.values()], np.int64),
+            number,
+        )
 
     def _number(self, placement: Placement) -> int:
         if placement not in self._numbers:
@@ -122,29 +179,28 @@ class Contraction:
 
     # Which pair next: the one after which the fewest values are seen from outside.
 
-    def _edges(self) -> list[tuple[int, int, int, int]]:
-        pairs = {
-            (maker, reader): None
-            for value, maker in self._maker.items()
-            for reader in sorted(self._readers[value])
-        }
-        return [(*self._size(*pair), *pair) for pair in pairs]
+    def _measure(self, number: int) -> None:
+        """Weigh the contraction of a table with each that it reads from and each that reads it."""
+        table = self._tables[number]
+        pairs = [(self._maker[value], number) for value in table.needs]
+        pairs += [(number, reader) for value in table.makes for reader in self._readers[value]]
+        for pair in pairs:
+            if pair not in self._edges:
+                self._edges[pair] = self._weight(*pair)
 
-    def _size(self, first: int, second: int) -> tuple[int, int]:
+    def _weight(self, first: int, second: int) -> tuple[int, int]:
         """By how much a contraction widens the wider table, and how many pairs it looks at."""
-        if (first, second) not in self._sizes:
-            a, b = self._tables[first], self._tables[second]
-            needs, makes = self._interface(first, second)
-            growth = len(needs) + len(makes) - max(len(t.needs) + len(t.makes) for t in (a, b))
-            self._sizes[first, second] = growth, len(a.rows) * len(b.rows)
-        return self._sizes[first, second]
+        a, b = self._tables[first], self._tables[second]
+        needs, makes = self._interface(first, second)
+        growth = len(needs) + len(makes) - max(len(t.needs) + len(t.makes) for t in (a, b))
+        return growth, len(a.costs) * len(b.costs)
 
-    def _interface(self, first: int, second: int) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
+    def _interface(self, first: int, second: int) -> tuple[list[Value], list[Value]]:
         """Values that the two together need, and those made by them that others read."""
         a, b, both = self._tables[first], self._tables[second], {first, second}
-        made = (*a.makes, *b.makes)
-        needs = tuple(value for value in dict.fromkeys((*a.needs, *b.needs)) if value not in made)
-        return needs, tuple(value for value in made if self._readers[value] - both)
+        made = a.makes | b.makes
+        needs = [value for value in a.needs | b.needs if value not in made]
+        return needs, [value for value in made if self._readers[value] - both]
 
     # One contraction.
 
@@ -155,107 +211,107 @@ class Contraction:
             self._maker.pop(value, None)
         for value in (*a.needs, *b.needs):
             self._readers[value] -= {first, second}
-        seen = [self._mask_needed(value) for value in makes]
-        best = self._pairs(a, b, needs, makes, seen)
-        kept = self._without_replaceable(best, needs, makes, seen)
-        rows = {row: best[row][0] for row in kept}
-        table = _Table(needs, makes, rows, [best[row][1:] for row in kept], parts=(a, b))
-        self._tables[first] = table
-        self._sizes = {
-            pair: size for pair, size in self._sizes.items() if not {first, second} & {*pair}
-        }
+        table = self._pairs(a, b, needs, makes)
+        self._tables[first] = self._without_replaceable(table)
         self._maker.update(dict.fromkeys(makes, first))
         for value in needs:
             self._readers[value].add(first)
+        for pair in [pair for pair in self._edges if not {first, second}.isdisjoint(pair)]:
+            del self._edges[pair]
+        self._measure(first)
 
     def _mask_needed(self, value: Value) -> int:
         """Placements in which the remaining tables may read ``value``."""
         mask = 0
         for reader in self._readers[value]:
-            table = self._tables[reader]
-            position = table.needs.index(value)
-            for needed, _ in table.rows:
-                mask |= needed[position]
+            for needed in self._tables[reader].needs[value].states:
+                mask |= needed
         return mask
 
     def _pairs(
-        self,
-        a: _Table,
-        b: _Table,
-        needs: Sequence[Value],
-        makes: Sequence[Value],
-        seen: Sequence[int],
-    ) -> dict[Row, tuple[float, int, int]]:
-        """The cheapest pair of rows behind each row of the new table."""
-        best: dict[Row, tuple[float, int, int]] = {}
-        for i, (first, first_us) in enumerate(a.rows.items()):
-            needed_by_a = dict(zip(a.needs, first[0], strict=True))
-            made_by_a = dict(zip(a.makes, first[1], strict=True))
-            for j, (second, second_us) in enumerate(b.rows.items()):
-                needed = needed_by_a, dict(zip(b.needs, second[0], strict=True))
-                made = made_by_a | dict(zip(b.makes, second[1], strict=True))
-                cost = first_us + second_us
-                for mine in needed:
-                    for value, mask in mine.items():
-                        if value in made:
-                            placement, have = made[value]
-                            cost += self._cost(value, placement, mask & ~have)
-                            made[value] = placement, have | mask
-                if cost == math.inf:
-                    continue
-                row = (
-                    tuple(needed[0].get(value, 0) | needed[1].get(value, 0) for value in needs),
-                    tuple(
-                        _visible(made[value], mask) for value, mask in zip(makes, seen, strict=True)
-                    ),
-                )
-                if row not in best or cost < best[row][0]:
-                    best[row] = (cost, i, j)
-        return best
+        self, a: _Table, b: _Table, needs: Sequence[Value], makes: Sequence[Value]
+    ) -> _Table:
+        """The cheapest pair of rows behind each row of the new table, the cheapest row first."""
+        costs = np.add.outer(a.costs, b.costs)
+        needed = {
+            value: a.needed(value).with_each(b.needed(value), operator.or_) for value in needs
+        }
+        made = {}
+        for maker, reader in ((a, b), (b, a)):
+            for value, column in maker.makes.items():
+                joint = column.with_each(reader.needed(value), lambda state, mask: (*state, mask))
+                joint = joint if maker is a else joint.transposed()
+                paid = [self._cost(value, at, mask & ~have) for at, have, mask in joint.states]
+                costs += np.array(paid)[joint.codes]
+                if value in makes:
+                    made[value] = joint.map(_visible(self._mask_needed(value)))
+        cheapest_first = costs.argsort(axis=None, kind="stable")
+        possible = cheapest_first[: np.isfinite(costs).sum()]
+        rows = possible[_first_of_each([*needed.values(), *made.values()], possible)]
+        first, second = np.divmod(rows, len(b.costs))
+        return _Table(
+            {value: column.at(rows) for value, column in needed.items()},
+            {value: made[value].at(rows) for value in makes},
+            costs.ravel()[rows],
+            np.stack([first, second], axis=1),
+            parts=(a, b),
+        )
 
-    def _without_replaceable(
-        self,
-        best: dict[Row, tuple[float, int, int]],
-        needs: Sequence[Value],
-        makes: Sequence[Value],
-        seen: Sequence[int],
-    ) -> list[Row]:
-        """Rows for which no cheaper one can stand in whatever the rest of the problem does."""
-        makers = {value: self._placements_made(value) for value in needs}
-        kept: list[Row] = []
+    def _without_replaceable(self, table: _Table) -> _Table:
+        """Without rows for which a cheaper one can stand in, whatever the rest of the problem does.
 
-        def replaceable(row: Row, other: Row) -> bool:
-            """Whether conversions outside cost at most the difference more with ``other``."""
-            left = best[row][0] - best[other][0]
-            for value, mask, others in zip(needs, row[0], other[0], strict=True):
-                if others & ~mask:
-                    left -= max(self._cost(value, p, others & ~mask) for p in makers[value])
-                    if left < 0:
-                        return False
-            for value, mine, its, mask in zip(makes, row[1], other[1], seen, strict=True):
-                for target in _bits(mask & ~its[1]) if mine != its else ():
-                    bit = 1 << target
-                    before = 0.0 if mine[1] & bit else self._cost(value, mine[0], bit)
-                    if before < math.inf:
-                        left -= max(0.0, self._cost(value, its[0], bit) - before)
-            return left >= 0
+        Args:
+            table: the cheapest row first.
+        """
+        makers = {v: self._tables[self._maker[v]].makes[v].states for v in table.needs}
+        seen = {value: self._mask_needed(value) for value in table.makes}
+        kept: list[int] = []
+        rows = np.arange(len(table.costs))
+        while len(rows) and len(kept) < _CHEAPEST:
+            other, rows = int(rows[0]), rows[1:]
+            kept.append(other)
+            # What conversions outside may cost more with the other row.
+            left = table.costs[rows] - table.costs[other]
+            for value, column in table.needs.items():
+                its = column.states[column.codes[other]]
+                more = [
+                    max(self._cost(value, placement, its & ~mine) for placement, _ in makers[value])
+                    for mine in column.states
+                ]
+                left -= np.array(more)[column.codes[rows]]
+            for value, column in table.makes.items():
+                its = column.states[column.codes[other]]
+                more = [self._dearer(value, its, mine, seen[value]) for mine in column.states]
+                left -= np.array(more)[column.codes[rows]]
+            rows = rows[left < 0]
+        return table.at(np.array([*kept, *rows], np.int64))
 
-        for row in sorted(best, key=best.__getitem__):
-            if not any(replaceable(row, other) for other in kept[:_CHEAPEST]):
-                kept.append(row)
-        return kept
-
-    def _placements_made(self, value: Value) -> set[int]:
-        """Placements in which the remaining tables may make ``value``."""
-        table = self._tables[self._maker[value]]
-        position = table.makes.index(value)
-        return {makes[position][0] for _, makes in table.rows}
+    def _dearer(self, value: Value, its: State, mine: State, seen: int) -> float:
+        """us by which conversions of ``value`` may cost more where it is made like ``its``."""
+        more = 0.0
+        for target in _bits(seen & ~its[1]) if mine != its else ():
+            bit = 1 << target
+            before = 0.0 if mine[1] & bit else self._cost(value, mine[0], bit)
+            if before < math.inf:
+                more += max(0.0, self._cost(value, its[0], bit) - before)
+        return more
 
 
-def _visible(made: tuple[int, int], seen: int) -> tuple[int, int]:
-    """A value's placement, and of those it was converted to the ones that others may read."""
-    placement, have = made
-    return placement, have & seen & ~(1 << placement)
+def _visible(seen: int) -> Callable[[State], State]:
+    """Of a value's conversions, those in which the rest may read it."""
+    return lambda state: (state[0], (state[1] | state[2]) & seen & ~(1 << state[0]))
+
+
+def _first_of_each(columns: Sequence[_Column], pairs: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Positions in ``pairs`` of the first pair of each joint state, in their order."""
+    keys, size = np.zeros(len(pairs), np.int64), 1
+    for column in columns:
+        if size * len(column.states) > _MAX_KEY:
+            keys = np.unique(keys, return_inverse=True)[1]
+            size = len(pairs)
+        keys = keys * len(column.states) + column.codes.ravel()[pairs]
+        size *= len(column.states)
+    return np.sort(np.unique(keys, return_index=True)[1])
 
 
 def _bits(mask: int) -> list[int]:

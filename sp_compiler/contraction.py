@@ -29,8 +29,8 @@ _CHEAPEST = 24
 _MAX_KEY = 1 << 62
 
 State = Any
-"""What a row says of one value. Of a needed one: the set of placements; of a made one: its placement
-and the set of those it was converted to already. Sets are bit masks over the numbered placements."""
+"""What a row says of one value. Of a needed one: the set of placements; of a made one: its
+placement and the set of those that it was converted to. A set is a bit mask over placements."""
 
 
 @dataclass

@@ -217,8 +217,8 @@ def _budgets(name: str, tp: int, count: int) -> list[int]:
 _MODELS = [
     pytest.param("plain", 1, 3),
     *(
-        pytest.param(name, 2, 20, marks=pytest.mark.slow)
-        for name in ("plain", "llama", "t5", "mixtral")
+        pytest.param(name, 2, count, marks=pytest.mark.slow)
+        for name, count in (("plain", 20), ("llama", 8), ("t5", 5), ("mixtral", 5))
     ),
 ]
 

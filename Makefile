@@ -57,6 +57,7 @@ bench: export PYTHONWARNINGS := ignore::FutureWarning
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.compile_time
 	$(BIN)/python -m benchmarks.step_time
+	$(BIN)/python -m benchmarks.performance
 
 clean:
 	rm -rf $(VENV) build dist demo-output *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

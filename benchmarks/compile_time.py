@@ -17,6 +17,7 @@ from rich.table import Table
 
 from benchmarks.contenders import random_ids
 from benchmarks.models import GPTConfig, PlainGPT
+from benchmarks.performance import RESULTS, save
 from sp_compiler.config import CompileOptions
 from sp_compiler.pipeline import build
 
@@ -47,7 +48,7 @@ def median_seconds(num_layers: int, hidden_size: int, repeats: int) -> dict[str,
 
 
 def main() -> None:
-    """Print seconds by step and depth, after one warm-up."""
+    """Print seconds by step and depth, after one warm-up, and keep them as JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--layers", type=int, nargs="+", default=[4, 48])
     parser.add_argument("--hidden", type=int, default=256)
@@ -61,6 +62,8 @@ def main() -> None:
         values = [column[step] for column in columns]
         table.add_row(step, *(f"{value:.2f}" for value in values), f"{values[-1] / values[0]:.2f}")
     Console().print(table)
+    rows = [{"step": step, "seconds": [column[step] for column in columns]} for step in columns[0]]
+    save(RESULTS / "compile_time.json", "depth", rows, layers=options.layers, hidden=options.hidden)
 
 
 if __name__ == "__main__":

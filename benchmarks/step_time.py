@@ -33,23 +33,22 @@ from benchmarks.measure import alternate, ratio
 from benchmarks.models import GPTConfig
 from benchmarks.peers import megatron_core
 from benchmarks.peers.recompute import Recompute
+from benchmarks.performance import RESULTS, save
 
 RANKS = 2
 BATCH, LENGTH = 2, 512
 RECOMPUTES: tuple[Recompute, ...] = ("none", "attention", "full")
 RUNS = ("tensor-parallel", "one-device", "overhead")
-RESULTS = Path(__file__).parent / "results" / "step_time.json"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One contender of one run.
+    """One contender of a run.
 
     Args:
         ratio: the product's time in units of this contender's: below 1 the product is faster.
     """
 
-    run: str
     setting: str
     contender: str
     median_ms: float
@@ -77,7 +76,7 @@ def tensor_parallel(rounds: int) -> list[Row]:
     for recompute in RECOMPUTES:
         steps = contenders.tensor_parallel(size, ids, recompute, RANKS)
         times = alternate(steps, rounds=rounds, before=dist.barrier)
-        rows += _rows("tensor-parallel", f"recompute={recompute}", times)
+        rows += _rows(f"recompute={recompute}", times)
     return rows
 
 
@@ -91,7 +90,7 @@ def one_device(rounds: int) -> list[Row]:
             PRODUCT: contenders.compiled(size, ids, "none", 1),
             "eager": contenders.eager(size, ids, "none"),
         }
-        rows += _rows("one-device", f"dropout={dropout}", alternate(steps, rounds=rounds))
+        rows += _rows(f"dropout={dropout}", alternate(steps, rounds=rounds))
     return rows
 
 
@@ -102,14 +101,14 @@ def overhead(rounds: int) -> list[Row]:
     ids = contenders.random_ids(size, BATCH, 64)
     steps = contenders.tensor_parallel(size, ids, "none", RANKS)
     steps["eager, unsharded"] = contenders.eager(size, ids, "none")
-    rows = _rows("overhead", "hidden=64", alternate(steps, rounds=10 * rounds, warmup=10))
+    rows = _rows("hidden=64", alternate(steps, rounds=10 * rounds, warmup=10))
     dist.destroy_process_group()
     return rows
 
 
-def _rows(run: str, setting: str, times: dict[str, list[float]]) -> list[Row]:
+def _rows(setting: str, times: dict[str, list[float]]) -> list[Row]:
     return [
-        Row(run, setting, name, statistics.median(values), ratio(times, PRODUCT, name))
+        Row(setting, name, statistics.median(values), ratio(times, PRODUCT, name))
         for name, values in times.items()
     ]
 
@@ -139,24 +138,22 @@ def _table(run: str, rows: list[Row]) -> Table:
 
 
 def main() -> None:
-    """Run what was asked for, print a table, write it as JSON."""
+    """Run what was asked for; print each as a table, keep it as JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--only", choices=RUNS, action="append")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--output", type=Path, default=RESULTS / "step_time.json")
     options = parser.parse_args()
     torch.set_num_threads(1)
     console = Console()
     if not megatron_core.is_installed():
         console.print(megatron_core.HOW_TO_INSTALL, markup=False)
     functions: dict[str, Any] = dict(zip(RUNS, (_on_ranks, one_device, overhead), strict=True))
-    rows = []
     for name in options.only or RUNS:
         with console.status(f"{name}, {options.rounds} rounds"):
-            rows += functions[name](options.rounds)
-        console.print(_table(name, [row for row in rows if row.run == name]))
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+            rows = functions[name](options.rounds)
+        console.print(_table(name, rows))
+        save(options.output, name, map(asdict, rows), rounds=options.rounds)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,103 @@
+"""What was measured, as a page: renders ``benchmarks/results/*.json`` as ``docs/performance.md``.
+
+    python -m benchmarks.performance
+
+``benchmarks.step_time`` and ``benchmarks.compile_time`` write the files; nothing is measured here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
+_HEAD = """# Performance
+
+Written by `python -m benchmarks.performance` from `benchmarks/results/`; not edited by hand.
+`make bench` measures again. All contenders of a table ran in turns in one process group; a ratio is
+the median over rounds of the two times of one round, and below 1 sp_compiler is faster. Compare
+ratios: milliseconds are those of one machine.
+"""
+_RUNS = {
+    "tensor-parallel": """Two gloo ranks, a plain GPT of 4 layers, hidden 512, 2 x 512 tokens,
+float32. *Megatron style* is written by hand in `benchmarks/peers/`: plain tensors, explicit
+autograd functions, the same collectives and recomputation; *Megatron-Core* is the library, on
+CPU.""",
+    "one-device": 'The same model on one device: `tp=1`, `recompute="none"`, against eager.',
+    "overhead": """Hidden 64 and a fake process group, whose collectives cost nothing: what is left
+is overhead in Python.""",
+}
+
+
+def machine() -> str:
+    """Where a result was measured, in words."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    return (
+        f"{device}, {os.cpu_count()} cores, {torch.get_num_threads()} thread a rank, "
+        f"torch {torch.__version__.partition('+')[0]}, Python {platform.python_version()}"
+    )
+
+
+def save(path: Path, run: str, rows: Iterable[Mapping[str, Any]], **settings: Any) -> None:
+    """Write the rows of one run to ``path``, beside those of other runs that are there."""
+    results = json.loads(path.read_text()) if path.exists() else {}
+    results[run] = {"machine": machine(), **settings, "rows": list(rows)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+
+
+def page(step_time: Mapping[str, Any], compile_time: Mapping[str, Any]) -> str:
+    """The text of ``docs/performance.md``."""
+    parts = [_HEAD, "## Time of a step, forward and backward\n"]
+    for name, about in _RUNS.items():
+        run = step_time[name]
+        rows = [
+            (r["setting"], r["contender"], f"{r['median_ms']:.1f}", f"{r['ratio']:.2f}")
+            for r in run["rows"]
+        ]
+        parts.append(f"{about}\n\n{run['rounds']} rounds on {run['machine']}.\n")
+        parts.append(_table(("setting", "contender", "median ms", "sp_compiler / it"), rows))
+    parts.append("## Time of a compilation\n")
+    for run in compile_time.values():
+        depths = [f"{depth} layers" for depth in run["layers"]]
+        rows = [
+            (
+                r["step"],
+                *(f"{s:.2f}" for s in r["seconds"]),
+                f"{r['seconds'][-1] / r['seconds'][0]:.2f}",
+            )
+            for r in run["rows"]
+        ]
+        parts.append(
+            "Seconds, plain GPT, 8 ranks, one process. Identical layers are compiled once, so only "
+            f"the capture, which is `torch.export`'s time, grows.\n\nOn {run['machine']}.\n"
+        )
+        parts.append(_table(("step", *depths, "last / first"), rows))
+    return "\n".join(parts)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def load(name: str) -> dict[str, Any]:
+    """The stored results of one benchmark, by run."""
+    results: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return results
+
+
+def main() -> None:
+    """Write the page."""
+    PAGE.write_text(page(load("step_time"), load("compile_time")))
+
+
+if __name__ == "__main__":
+    main()

@@ -15,11 +15,12 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind, OutputSpec
-from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from sp_compiler.capture_context import capture_error, check_capturable, export_context
 from sp_compiler.errors import CaptureError, UnsupportedError, node_origin
+from sp_compiler.functionalize import functionalize
 from sp_compiler.hints import Parameters, parameters_of
 from sp_compiler.lift_casts import lift_casts_to_float64
 from sp_compiler.program import Ref
@@ -33,8 +34,6 @@ from sp_compiler.rewriting import (
 )
 
 _aten = torch.ops.aten
-_SET_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
-_AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 
 
 @dataclass
@@ -130,8 +129,7 @@ def capture(
     with export_context(model, use_cache=use_cache):
         try:
             exported = torch.export.export(model, example_args, example_kwargs, strict=False)
-            _prepare_subgraphs(exported.graph_module)
-            exported = exported.run_decompositions({})
+            exported = functionalize(exported)
         except Exception as error:  # whatever user code or export raises
             raise capture_error(model, error) from error
     captured = _from_exported(exported, model, in_spec)
@@ -166,37 +164,6 @@ def _as_examples(leaves: list[Any], model: nn.Module) -> list[Any]:
             seen.add(id(leaf))
         examples.append(leaf)
     return examples
-
-
-def _prepare_subgraphs(module: GraphModule) -> None:
-    """Let functionalisation inline grad-mode and autocast regions without losing what they mean.
-
-    Results computed under ``no_grad`` are detached; the body is interpreted node by node, so that
-    the nodes keep the module and source line of the user's model.
-    """
-    for node in module.graph.nodes:
-        if node.op != "call_function" or node.target not in (_SET_GRAD, _AUTOCAST):
-            continue
-        (attribute,) = [arg for arg in node.args if isinstance(arg, Node) and arg.op == "get_attr"]
-        body = getattr(module, str(attribute.target))
-        _prepare_subgraphs(body)
-        if node.target is _SET_GRAD and node.args[0] is False:
-            _detach_outputs(body)
-        body.forward = Interpreter(body).run
-
-
-def _detach_outputs(body: GraphModule) -> None:
-    output = output_node(body.graph)
-    with body.graph.inserting_before(output):
-        output.args = (
-            tuple(
-                body.graph.call_function(_aten.detach.default, (value,))
-                if isinstance(value, Node)
-                else value
-                for value in output.args[0]
-            ),
-        )
-    body.recompile()
 
 
 def _from_exported(

@@ -41,19 +41,31 @@ def check_capturable(model: nn.Module) -> None:
             raise UnsupportedError(
                 f"module {name or '(model)'!r} is a ScriptModule; pass an nn.Module"
             )
-        kinds = [kind for kind in _HOOKS if any(map(_matters, getattr(module, kind).values()))]
+        kinds = [
+            kind
+            for kind in _HOOKS
+            for hook in getattr(module, kind).values()
+            if not _is_captured(hook) and not _is_without_effect(hook)
+        ]
         if name and kinds:
             raise UnsupportedError(
-                f"module {name!r} ({type(module).__name__}) has hooks ({', '.join(kinds)}), which "
+                f"module {name!r} ({type(module).__name__}) has hooks ({', '.join(dict.fromkeys(kinds))}), which "
                 "cannot run inside the compiled model; remove them, or put them on the whole model "
                 "or on parameters"
             )
 
 
-def _matters(hook: Any) -> bool:
-    """False for the hook with which transformers makes embeddings of a checkpointed model require a
+def _is_captured(hook: Any) -> bool:
+    """Whether a hook is a part of the forward, like those with which transformers collects routers'
+    logits: they stay on the model after its first call."""
+    module = getattr(hook, "__module__", None) or ""
+    return module.partition(".")[0] == "transformers" and not _is_without_effect(hook)
+
+
+def _is_without_effect(hook: Any) -> bool:
+    """True for the hook with which transformers makes embeddings of a checkpointed model require a
     gradient: it changes no number and no parameter's gradient."""
-    return getattr(hook, "__name__", "") != "make_inputs_require_grads"
+    return getattr(hook, "__name__", "") == "make_inputs_require_grads"
 
 
 @contextlib.contextmanager
@@ -84,8 +96,9 @@ def _without_hooks(model: nn.Module) -> Iterator[None]:
         for kind in _HOOKS
         if getattr(module, kind)
     ]
-    for module, kind, _ in saved:
-        setattr(module, kind, OrderedDict())
+    for module, kind, hooks in saved:
+        kept = OrderedDict((key, hook) for key, hook in hooks.items() if _is_captured(hook))
+        setattr(module, kind, kept)
     try:
         yield
     finally:

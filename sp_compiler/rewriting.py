@@ -131,12 +131,15 @@ def insert_call(
     name = name or target.__name__.split(".")[0]
     with anchor.graph.inserting_before(anchor):
         node = anchor.graph.create_node("call_function", target, args, kwargs or {}, name=name)
-    for key in _INHERITED:
-        if key in anchor.meta:
-            node.meta[key] = anchor.meta[key]
+    inherit(node, anchor)
     node.meta["origin"] = origin
     refake(node)
     return node
+
+
+def inherit(node: Node, other: Node) -> None:
+    """Give ``node`` the module and the source line of ``other``."""
+    node.meta.update({key: other.meta[key] for key in _INHERITED if key in other.meta})
 
 
 def replace_call(

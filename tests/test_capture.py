@@ -14,7 +14,7 @@ from sp_compiler.errors import CaptureError, UnsupportedError
 from sp_compiler.program import Ref
 from sp_compiler.reference import ReferenceResult, run_captured
 from sp_compiler.rewriting import is_call
-from tests import zoo
+from tests import architectures, zoo
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 aten = torch.ops.aten
@@ -257,6 +257,19 @@ def test_hook_inside_the_model_is_refused(register: Callable[[nn.Module], Any]) 
     register(model.get_submodule("blocks.1.mlp"))
     with pytest.raises(UnsupportedError, match=r"blocks\.1\.mlp"):
         capture(model, (), zoo.inputs("plain"))
+
+
+def test_hooks_of_transformers_are_a_part_of_the_forward() -> None:
+    """Mixtral's first call puts hooks on its layers, which collect the routers' logits."""
+    size, _ = architectures.setting("mixtral", "awkward")
+    model = architectures.build("mixtral", size).float()
+    kwargs = architectures.inputs("mixtral", size)
+    expected = model(**kwargs)
+    assert any(module._forward_hooks for module in model.modules())
+    for _ in range(2):
+        result = run(capture(model, (), kwargs), model, **kwargs)
+        assert largest_error(model, expected.loss, result.outputs[0]) < 1e-5
+        expected = model(**kwargs)
 
 
 def test_hook_on_the_model_itself_is_left_to_the_caller() -> None:

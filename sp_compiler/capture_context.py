@@ -44,12 +44,14 @@ def check_capturable(model: nn.Module) -> None:
         kinds = [
             kind
             for kind in _HOOKS
-            for hook in getattr(module, kind).values()
-            if not _is_captured(hook) and not _is_without_effect(hook)
+            if any(
+                not _is_captured(hook) and not _is_without_effect(hook)
+                for hook in getattr(module, kind).values()
+            )
         ]
         if name and kinds:
             raise UnsupportedError(
-                f"module {name!r} ({type(module).__name__}) has hooks ({', '.join(dict.fromkeys(kinds))}), which "
+                f"module {name!r} ({type(module).__name__}) has hooks ({', '.join(kinds)}), which "
                 "cannot run inside the compiled model; remove them, or put them on the whole model "
                 "or on parameters"
             )

@@ -38,8 +38,9 @@ setup(
     python_requires=">=3.11,<3.13",
     packages=[*INFRASTRUCTURE, *PASSES],
     package_dir={"sp_compiler": "sp_compiler", "sp_compiler.passes": "passes"},
-    package_data={"sp_compiler": ["py.typed"]},
+    package_data={"sp_compiler": ["py.typed", "plan_page.html"]},
     install_requires=[
+        "jinja2>=3.1",
         "numpy>=1.26",
         "rich>=13",
         "safetensors>=0.4",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from torch import Tensor
@@ -45,18 +45,32 @@ class Kept:
 
 
 @dataclass(frozen=True)
+class Moment:
+    """The most that exists while one call runs its forward or its backward, of all calls."""
+
+    phase: Phase
+    call: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
 class StepMemory:
     """Memory of one training step on one rank.
 
     Attributes:
+        timeline: what exists while each call runs, in the order of the step.
         kept: every (call, saved tensor) whose storage some call made, in order of the calls.
         returned: storages of the model's outputs.
-        peak_bytes: the most that exists at once.
     """
 
     kept: tuple[Kept, ...]
     returned: frozenset[Storage]
-    peak_bytes: int
+    timeline: tuple[Moment, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that exists at once."""
+        return max((moment.num_bytes for moment in self.timeline), default=0)
 
     @property
     def kept_bytes(self) -> int:
@@ -138,7 +152,8 @@ class Step:
         self.program = compiled.program
         self.frames: list[Frame] = []
         self.holders: Counter[Storage] = Counter()
-        self.live_bytes = self.peak_bytes = 0
+        self.live_bytes = 0
+        self.timeline: list[Moment] = []
         self.grads: dict[tuple[int, int], Storage] = {}
         self.peaks: dict[tuple[str, str], int] = {}
 
@@ -158,7 +173,7 @@ class Step:
             for position, storage in enumerate(frame.saved)
             if storage is not None
         )
-        return StepMemory(kept, returned, self.peak_bytes)
+        return StepMemory(kept, returned, tuple(self.timeline))
 
     # Forward.
 
@@ -266,7 +281,7 @@ class Step:
 
     def _enter(self, index: int, kind: Phase, extra_bytes: int) -> None:
         """A function of call ``index`` runs and holds ``extra_bytes`` beside its arguments."""
-        self._reach(extra_bytes)
+        self.timeline.append(Moment(kind, index, self.live_bytes + extra_bytes))
 
     def _keep(self, index: int, frame: Frame) -> None:
         self._hold(frame.saved)
@@ -281,7 +296,10 @@ class Step:
             if not self.holders[storage]:
                 self.live_bytes += storage.num_bytes
             self.holders[storage] += 1
-        self._reach(0)
+        if self.timeline:
+            last = self.timeline[-1]
+            most = max(last.num_bytes, self.live_bytes)
+            self.timeline[-1] = replace(last, num_bytes=most)
 
     def _release(self, storages: Iterable[Storage | None]) -> None:
         for storage in storages:
@@ -290,9 +308,6 @@ class Step:
             self.holders[storage] -= 1
             if not self.holders[storage]:
                 self.live_bytes -= storage.num_bytes
-
-    def _reach(self, extra_bytes: int) -> None:
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes + extra_bytes)
 
 
 def _resolve(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from torch.fx import Graph
@@ -15,8 +16,19 @@ from sp_compiler.cost import H100
 from sp_compiler.errors import NotCompiledError
 from sp_compiler.explanation import Explanation
 from sp_compiler.fallbacks import fallbacks
-from sp_compiler.liveness import SEED_BYTES, Kept, StepMemory, step_memory
+from sp_compiler.liveness import (
+    SEED_BYTES,
+    Kept,
+    Moment,
+    StepMemory,
+    Storage,
+    backward_peak_bytes,
+    function_peak_bytes,
+    step_memory,
+)
 from sp_compiler.partitioned import Partitioned, SavedTensor
+from sp_compiler.pipeline_plan import STATE_BYTES, CallPlan, ParameterSize, PipelinePlan, pipeline
+from sp_compiler.plan_page import page
 from sp_compiler.plan_report import report
 from sp_compiler.program import Region
 from sp_compiler.work import (
@@ -145,6 +157,9 @@ class Plan:
         notes: what else to know.
         seconds: spent in each step of the compilation.
         explainer: what :meth:`explain` calls; a plan that was pickled has none.
+        calls: of blocks, in the order of the forward.
+        parameters: this rank's part of each, by name.
+        timeline: the most that exists while each call runs, forward and backward.
     """
 
     model_name: str
@@ -164,6 +179,9 @@ class Plan:
     notes: tuple[str, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict)
     explainer: Callable[[str], Explanation] | None = field(default=None, repr=False, compare=False)
+    calls: tuple[CallPlan, ...] = ()
+    parameters: dict[str, ParameterSize] = field(default_factory=dict)
+    timeline: tuple[Moment, ...] = ()
 
     @property
     def total_bytes(self) -> int:
@@ -239,6 +257,41 @@ class Plan:
             )
         return self.explainer(name)
 
+    def pipeline(
+        self,
+        stages: int,
+        microbatches: int,
+        *,
+        chunks: int = 1,
+        bytes_per_parameter: float = STATE_BYTES,
+    ) -> PipelinePlan:
+        """What every stage of a pipeline holds, with this plan's input as one microbatch.
+
+        Args:
+            stages: number of pipeline stages; each has as many layers as the next, or one more.
+            microbatches: of one step.
+            chunks: of layers on every stage; above 1 the schedule is the interleaved one.
+            bytes_per_parameter: of trained parameters, with gradient and optimizer: 18 for Adam in
+                mixed precision with gradients in 32 bits, 16 for everything in float32.
+
+        Raises:
+            ArgumentError: fewer layers than chunks of all stages, numbers that are not positive, an
+                interleaved schedule of microbatches that are no multiple of the stages.
+        """
+        return pipeline(
+            self.calls,
+            self.parameters,
+            stages,
+            microbatches,
+            chunks=chunks,
+            bytes_per_parameter=bytes_per_parameter,
+        )
+
+    def to_html(self, path: str | Path) -> None:
+        """Write a page with the step's memory over time and every kept tensor's bytes; it needs no
+        network to be read."""
+        Path(path).write_text(page(self), encoding="utf-8")
+
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "explainer": None}
 
@@ -276,6 +329,12 @@ def make_plan(compiled: CompiledProgram, options: CompileOptions, model_name: st
         fallbacks=tuple(fallbacks(compiled)),
         notes=tuple(dict.fromkeys(notes)),
         seconds=dict(compiled.seconds),
+        calls=tuple(_calls(compiled, memory, blocks)),
+        parameters={
+            name: ParameterSize(size.numel, size.num_bytes, size.trained)
+            for name, size in sizes.items()
+        },
+        timeline=memory.timeline,
     )
 
 
@@ -362,6 +421,33 @@ def _work(graph: Graph, world: int) -> Work:
             communication_us=collectives_us(node_collectives(node), world),
         )
     return total
+
+
+def _calls(
+    compiled: CompiledProgram, memory: StepMemory, blocks: Sequence[BlockPlan]
+) -> Iterable[CallPlan]:
+    times = {block.name: block.work.compute_us + block.work.communication_us for block in blocks}
+    numbers: dict[Storage, int] = {}
+    kept: dict[int, dict[int, int]] = {}
+    for item in memory.kept:
+        if item.storage not in memory.returned:
+            number = numbers.setdefault(item.storage, len(numbers))
+            kept.setdefault(item.call, {})[number] = item.storage.num_bytes
+    for index, call in enumerate(compiled.program.calls):
+        parts = compiled.regions[call.region.name].partitioned
+        working_bytes = function_peak_bytes(parts.forward)
+        if parts.step_backward is not None:
+            peak_bytes = backward_peak_bytes(parts.step_backward, call.region.input_kinds)
+            working_bytes = max(working_bytes, peak_bytes)
+        names = (compiled.param_name(ref.name) for ref in call.args if ref.kind == "param")
+        yield CallPlan(
+            block=call.region.name,
+            path=call.path,
+            parameters=tuple(dict.fromkeys(names)),
+            kept=tuple(kept.get(index, {}).items()),
+            working_bytes=working_bytes,
+            step_us=times[call.region.name],
+        )
 
 
 # Parameters.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -77,6 +77,55 @@ class Recorder(TorchDispatchMode):
         known = self._storages.get(storage.data_ptr())
         if known is None or known[0].expired():
             self._storages[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
+
+
+class PeakRecorder(TorchDispatchMode):
+    """Inside, remembers after every operator which of the storages that were made exist."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: list[tuple[StorageWeakRef, int, int]] = []
+        self._alive: list[int] = []
+        self._moments: list[list[int]] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._remember(leaf.untyped_storage())
+        self._moments.append(self._now())
+        return result
+
+    def _remember(self, storage: UntypedStorage) -> None:
+        if storage.data_ptr() not in {self._made[number][1] for number in self._now()}:
+            self._alive.append(len(self._made))
+            self._made.append((StorageWeakRef(storage), storage.data_ptr(), storage.nbytes()))
+
+    def _now(self) -> list[int]:
+        self._alive = [number for number in self._alive if not self._made[number][0].expired()]
+        return self._alive
+
+    def alive_bytes(self, outside: Iterable[Tensor]) -> int:
+        """Bytes that exist now, without the storages of ``outside``."""
+        return self._bytes(self._now(), self._left_out(outside))
+
+    def peak_bytes(self, outside: Iterable[Tensor]) -> int:
+        """The most that existed at once, without the storages of tensors that still exist."""
+        left_out = self._left_out(outside)
+        return max(self._bytes(moment, left_out) for moment in self._moments)
+
+    def _left_out(self, outside: Iterable[Tensor]) -> set[int]:
+        pointers = {tensor.untyped_storage().data_ptr() for tensor in outside}
+        return {number for number in self._now() if self._made[number][1] in pointers}
+
+    def _bytes(self, moment: Iterable[int], left_out: set[int]) -> int:
+        return sum(self._made[number][2] for number in moment if number not in left_out)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,10 @@
 """Which storages exist when: inside one generated function, and over a whole training step.
 
-Storages are those that the generated code makes and its ``del`` statements free; what an operator
-or a collective needs inside itself is not seen. Parameters, their gradients, buffers, constants and
-the user's inputs are not activations and do not count; what the model returns does.
+Storages are those that the generated code makes and its ``del`` statements free, and what dropout
+needs to draw its masks; what other operators and collectives need inside themselves is not seen.
+Parameters, their gradients, buffers, constants and the user's inputs are not activations and do not
+count; what the model returns does, and so does a part of the gradient of a parameter that several
+calls use, until it is added to the others.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
@@ -20,9 +23,11 @@ from sp_compiler.compiled import CompiledProgram
 from sp_compiler.op_kinds import base
 from sp_compiler.partitioned import Partitioned
 from sp_compiler.program import Call, Ref
+from sp_compiler.runtime.dropout import scratch_bytes
 from sp_compiler.runtime.executor import last_uses
 from sp_compiler.work import tensor_bytes
 
+_sp = torch.ops.sp_compiler
 SEED_BYTES = 8
 Phase = Literal["forward", "backward"]
 
@@ -97,7 +102,8 @@ def function_peak_bytes(graph: Graph, ignored: Iterable[Node] = ()) -> int:
     live = peak = 0
     for position, node in enumerate(nodes):
         if base(node) is node and not _is_part(node):
-            peak = max(peak, live + (0 if node in skipped else tensor_bytes(node.meta["val"])))
+            result_bytes = 0 if node in skipped else tensor_bytes(node.meta["val"])
+            peak = max(peak, live + result_bytes + _scratch_bytes(node))
             live += sum(_owned_bytes(made) for made in _made(node) if made not in skipped)
         live -= sum(_owned_bytes(storage) for storage in dying.get(position, ()))
     return peak
@@ -111,6 +117,15 @@ def backward_peak_bytes(graph: Graph, input_kinds: Sequence[str]) -> int:
     """
     grads = zip(graph.output_node().args[0], input_kinds, strict=True)
     return function_peak_bytes(graph, [g for g, kind in grads if g is not None and kind == "param"])
+
+
+def _scratch_bytes(node: Node) -> int:
+    """What the operator makes inside itself, beside its result."""
+    if node.target not in (_sp.dropout.default, _sp.dropout_mask.default):
+        return 0
+    x = node.args[0]
+    assert isinstance(x, Node)
+    return scratch_bytes(x.meta["val"], mask=node.target is _sp.dropout_mask.default)
 
 
 def _is_part(node: Node) -> bool:
@@ -155,6 +170,10 @@ class Step:
         self.live_bytes = 0
         self.timeline: list[Moment] = []
         self.grads: dict[tuple[int, int], Storage] = {}
+        self.parts_to_come = Counter(
+            ref.name for call in self.program.calls for ref in set(call.args) if ref.kind == "param"
+        )
+        self.partial: dict[str, Storage] = {}
         self.peaks: dict[tuple[str, str], int] = {}
 
     def run(self) -> StepMemory:
@@ -246,6 +265,8 @@ class Step:
             storage = None if grad is None else _resolve(grad, known, ("backward", index))
             if storage is not None and ref.kind in ("call", "input"):
                 self._accumulate(ref, storage)
+            elif storage is not None and ref.kind == "param":
+                self._collect(ref.name, storage)
         self._release(tangents)
         self._drop(index, frame)
 
@@ -260,6 +281,21 @@ class Step:
             self._release([before, storage])
             storage = total
         self.grads[key] = storage
+
+    def _collect(self, name: str, part: Storage) -> None:
+        """A part of the gradient of a parameter; the last sum is the gradient itself."""
+        self.parts_to_come[name] -= 1
+        before, is_last = self.partial.pop(name, None), not self.parts_to_come[name]
+        if before is None and is_last:
+            return
+        self._hold([part])
+        if before is None:
+            self.partial[name] = part
+            return
+        if not is_last:
+            self.partial[name] = Storage(("backward", part.owner[1], f"sum {name}"), part.num_bytes)
+            self._hold([self.partial[name]])
+        self._release([before, part])
 
     # Books.
 
@@ -297,9 +333,7 @@ class Step:
                 self.live_bytes += storage.num_bytes
             self.holders[storage] += 1
         if self.timeline:
-            last = self.timeline[-1]
-            most = max(last.num_bytes, self.live_bytes)
-            self.timeline[-1] = replace(last, num_bytes=most)
+            self._reach()
 
     def _release(self, storages: Iterable[Storage | None]) -> None:
         for storage in storages:
@@ -308,6 +342,11 @@ class Step:
             self.holders[storage] -= 1
             if not self.holders[storage]:
                 self.live_bytes -= storage.num_bytes
+
+    def _reach(self) -> None:
+        """More is held after the function that ran last."""
+        last = self.timeline[-1]
+        self.timeline[-1] = replace(last, num_bytes=max(last.num_bytes, self.live_bytes))
 
 
 def _resolve(

@@ -83,7 +83,6 @@ class _Walk(Step):
         self.holding = holding
         self.idle = set(range(len(self.program.calls)))
         self.seen = [_Seen() for _ in self.program.calls]
-        self.index = 0
 
     def finish(self) -> _Walk:
         self.run()
@@ -94,15 +93,15 @@ class _Walk(Step):
         return {storage for storage in self._frame(index, parts).saved if storage is not None}
 
     def _enter(self, index: int, kind: Phase, extra_bytes: int) -> None:
-        self.index = index
+        super()._enter(index, kind, extra_bytes)
         if kind == "backward":
             self.idle.discard(index)
             self.seen[index].inside.add(self._live())
         else:
             self.seen[index].before.add(self._live())
 
-    def _reach(self, extra_bytes: int) -> None:
-        self.seen[self.index].after.add(self._live())
+    def _reach(self) -> None:
+        self.seen[self.timeline[-1].call].after.add(self._live())
 
     def _live(self) -> frozenset[Storage]:
         return frozenset(storage for storage, count in self.holders.items() if count)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,11 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, Node
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from benchmarks.measure import Recorder
+from benchmarks.measure import PeakRecorder, Recorder
 from benchmarks.models import GPTConfig, PlainGPT
 from sp_compiler.config import CompileOptions
 from sp_compiler.errors import ArgumentError
@@ -276,47 +272,13 @@ def test_peak_of_one_function() -> None:
     assert function_peak_bytes(graph, ignored=[view]) == 80
 
 
-class _PeakRecorder(TorchDispatchMode):
-    """Remembers after every operator which of the storages made inside exist."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._made: list[tuple[StorageWeakRef, int, int]] = []
-        self._moments: list[list[int]] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            known = {self._made[number][1] for number in self._alive()}
-            storage = leaf.untyped_storage() if isinstance(leaf, Tensor) else None
-            if storage is not None and storage.data_ptr() not in known:
-                made = (StorageWeakRef(storage), storage.data_ptr(), storage.nbytes())
-                self._made.append(made)
-        self._moments.append(self._alive())
-        return result
-
-    def _alive(self) -> list[int]:
-        return [number for number, item in enumerate(self._made) if not item[0].expired()]
-
-    def peak_bytes(self, outside: Sequence[Tensor]) -> int:
-        """The most that existed at once, without the storages of tensors that still exist."""
-        pointers = {tensor.untyped_storage().data_ptr() for tensor in outside}
-        left_out = {number for number in self._alive() if self._made[number][1] in pointers}
-        return max(
-            sum(self._made[number][2] for number in moment if number not in left_out)
-            for moment in self._moments
-        )
-
-
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("name", ["plain_unfused", "llama"])
 def test_planned_peak_is_that_of_a_running_step(name: str, recompute: str) -> None:
     found = case(name, 2, 12)
     program = compiled(found, tp=1, recompute=recompute)
     params = {key: value.detach().requires_grad_() for key, value in found.params.items()}
-    with _PeakRecorder() as recorder:
+    with PeakRecorder() as recorder:
         run = Executor(program, Communicator(None, 0, 1)).run(
             params, found.buffers, found.inputs, SEED
         )

@@ -66,9 +66,10 @@ class Communicator:
         return self._all_reduce(x, "sum")
 
     def shard(self, x: Tensor, src: str, dst: str) -> Tensor:
-        """R or I -> S(dim): this rank's part; a view unless the dim has segments."""
+        """R or I -> S(dim): a copy of this rank's part, which does not keep the whole alive."""
         target = Placement.parse(dst)
-        return self._rank_slice(_to_rank_major(x, target, self.world), target.dim)
+        part = self._rank_slice(_to_rank_major(x, target, self.world), target.dim)
+        return part.clone(memory_format=torch.contiguous_format)
 
     def embed(self, x: Tensor, src: str, dst: str) -> Tensor:
         """S(dim) -> P: this rank's part in place, zeros elsewhere (the gradient of R -> S)."""

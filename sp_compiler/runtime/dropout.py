@@ -87,6 +87,15 @@ def dropout(
     return result if target is result else result.copy_(target)
 
 
+def scratch_bytes(x: Tensor, *, mask: bool) -> int:
+    """What :func:`dropout`, or :func:`dropout_mask`, of ``x`` takes beside its result."""
+    sizes = tuple(x.shape) or (1,)
+    rows_columns = prod(sizes[:-1]), sizes[-1]
+    of_block = prod(_block_shape(rows_columns, x.device))
+    bits, survives = 2 * 4 * of_block, 0 if mask else x.element_size() * of_block
+    return bits + survives + 8 * sum(rows_columns)
+
+
 def call_seed(seed: Tensor, call_index: int) -> Tensor:
     """The seed of the ``call_index``-th region call of a forward whose seed is ``seed``."""
     return _mix64(_mix64(seed) + call_index)
@@ -130,10 +139,7 @@ class _Grid:
     def blocks(self) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
         """The same block by block: the rows and columns, and their bits, valid until the next."""
         num_rows, num_columns = self.shape
-        on_cpu = self.device.type == "cpu"
-        size = _CPU_BLOCK * torch.get_num_threads() if on_cpu else _DEVICE_BLOCK
-        width = min(size, num_columns)
-        height = min(max(1, size // max(1, width)), num_rows)
+        height, width = _block_shape(self.shape, self.device)
         buffers = torch.empty(2, height * width, dtype=torch.int32, device=self.device)
         for top in range(0, num_rows, max(1, height)):
             for left in range(0, num_columns, max(1, width)):
@@ -157,6 +163,13 @@ class _Grid:
         _xor_shift(bits, 16, shifted).mul_(_HASH_FIRST)
         # Without the last shift: it only reaches the low bits, which hardly matter to a comparison.
         return _xor_shift(bits, 15, shifted).mul_(_HASH_SECOND)
+
+
+def _block_shape(shape: tuple[int, int], device: torch.device) -> tuple[int, int]:
+    num_rows, num_columns = shape
+    size = _CPU_BLOCK * torch.get_num_threads() if device.type == "cpu" else _DEVICE_BLOCK
+    width = min(size, num_columns)
+    return min(max(1, size // max(1, width)), num_rows), width
 
 
 def _xor_shift(x: Tensor, shift: int, buffer: Tensor | None) -> Tensor:

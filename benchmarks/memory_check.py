@@ -1,0 +1,146 @@
+"""Planned memory against what a rank really holds, for every model of the tests.
+
+    python -m benchmarks.memory_check [--models gpt2 llama ...] [--tp 1 2 8]
+
+One process runs one rank's step on real tensors over a fake process group, whose collectives move
+nothing and make tensors of the right size. Compared are the bytes alive between forward and
+backward, which must agree to the byte, and the peak over the step. Budgets of ``recompute="auto"``
+are the least that would do, the most that is of use, and the middle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from benchmarks.measure import PeakRecorder
+from benchmarks.performance import RESULTS, save
+from sp_compiler.compiled import CompiledProgram
+from sp_compiler.errors import ArgumentError
+from sp_compiler.layout import local_part
+from sp_compiler.liveness import step_memory
+from sp_compiler.memory_size import bytes_text
+from sp_compiler.runtime.communicator import Communicator
+from sp_compiler.runtime.executor import Executor
+from tests import architectures, parity, zoo
+
+OTHERS = ("mixtral", "gemma2", "phi3", "falcon")
+POLICIES = ("none", "attention", "selective", "full")
+DROPOUT = 0.1
+
+
+@dataclass(frozen=True)
+class Row:
+    """Bytes of one rank."""
+
+    model: str
+    tp: int
+    policy: str
+    kept_planned: int
+    kept_measured: int
+    peak_planned: int
+    peak_measured: int
+
+
+def case(name: str) -> parity.Case:
+    """A model of the zoo with dropout, or one of the architectures."""
+    if name in zoo.names():
+        return parity.case(name, 2, 16, DROPOUT)
+    return architectures.case(name, architectures.setting(name, "dividing")[0])
+
+
+def measure(found: parity.Case, program: CompiledProgram) -> tuple[int, int]:
+    """Bytes that a rank keeps after the forward, and the most that it holds in a step."""
+    world, placed = program.world, program.param_placements
+    group = dist.group.WORLD if world > 1 else None
+    params = {
+        name: local_part(value.detach(), placed[name], 0, world)
+        .clone()
+        .requires_grad_(value.requires_grad)
+        for name, value in found.params.items()
+        if name in placed
+    }
+    inputs = [value for value in found.inputs if isinstance(value, Tensor)]
+    outside = [*params.values(), *found.buffers.values(), *inputs]
+    with PeakRecorder() as recorder:
+        run = Executor(program, Communicator(group, 0, world)).run(
+            params, found.buffers, found.inputs, parity.SEED
+        )
+        outputs = [value for value in run.outputs if isinstance(value, Tensor)]
+        kept = recorder.alive_bytes([*outside, *outputs])
+        del run
+        parity.backward(outputs)
+    grads = [value.grad for value in params.values() if value.grad is not None]
+    return kept, recorder.peak_bytes([*outside, *grads])
+
+
+def rows(name: str, tp: int) -> Iterator[Row]:
+    """Every policy and three budgets."""
+    found = case(name)
+    for policy, options in [
+        *((each, {"recompute": each}) for each in POLICIES),
+        *_budgets(found, tp),
+    ]:
+        program = parity.compiled(found, tp=tp, **options)
+        memory = step_memory(program)
+        kept, peak = measure(found, program)
+        yield Row(name, tp, policy, memory.kept_bytes, kept, memory.peak_bytes, peak)
+
+
+def _budgets(found: parity.Case, tp: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    try:
+        parity.compiled(found, tp=tp, recompute="auto", memory_budget=1)
+        raise AssertionError("a budget of one byte was met")
+    except ArgumentError as error:
+        least = int(str(error).partition("the least that would do is ")[2].split()[0])
+    top = parity.compiled(found, tp=tp, recompute="auto", memory_budget=1 << 50)
+    most = step_memory(top).peak_bytes
+    for label, budget in (("least", least), ("middle", (least + most) // 2), ("most", most)):
+        yield f"auto, {label}", {"recompute": "auto", "memory_budget": budget}
+
+
+def main() -> None:
+    """Print what differs, keep everything as JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--models", nargs="+", default=[*zoo.names(), *OTHERS])
+    parser.add_argument("--tp", nargs="+", type=int, default=[1, 2, 8])
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    console = Console()
+    found: list[Row] = []
+    for tp in options.tp:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=tp)
+        for name in track(options.models, f"tp={tp}", console=console):
+            found += rows(name, tp)
+        dist.destroy_process_group()
+    table = Table("model", "tp", "policy", "kept planned", "measured", "peak planned", "measured")
+    wrong = [row for row in found if row.kept_planned != row.kept_measured]
+    wrong += [row for row in found if row not in wrong and row.peak_planned != row.peak_measured]
+    for row in wrong:
+        sizes = row.kept_planned, row.kept_measured, row.peak_planned, row.peak_measured
+        table.add_row(row.model, str(row.tp), row.policy, *map(bytes_text, sizes))
+    kept = sum(row.kept_planned == row.kept_measured for row in found)
+    worst = max(abs(row.peak_planned / row.peak_measured - 1) for row in found)
+    console.print(f"{kept} of {len(found)} keep what was planned, to the byte;")
+    console.print(f"the planned peak is off by {100 * worst:.2f} % at most")
+    if wrong:
+        console.print(table)
+    save(RESULTS / "memory_check.json", "memory", map(asdict, found))
+
+
+if __name__ == "__main__":
+    main()

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 import sp_compiler
@@ -413,6 +413,47 @@ def _mismatches() -> Any:
     return None
 
 
+def _options() -> Any:
+    """Ranks that compile with other options raise on every rank, before any parameter is placed."""
+    rank = dist.get_rank()
+    for name, first, second in (
+        ("recompute", "selective", "full"),
+        ("sequence_parallel", True, False),
+        ("dropout", "regenerate", "stored"),
+        ("overlap", True, False),
+        ("outputs", "auto", "replicate"),
+        ("nominal_tokens", 8192, 64),
+        ("hints", {"head": Replicate()}, {"blocks.*.up": Shard(0), "head": Replicate()}),
+        ("memory_budget", "1GiB", "2GiB"),
+    ):
+        options: dict[str, Any] = {name: (first, second)[rank]}
+        if name == "memory_budget":
+            options["recompute"] = "auto"
+        module = sp_compiler.compile(net(), tp=2, **options)
+        with pytest.raises(RankMismatchError, match="same options") as caught:
+            module(batch(4))
+        lines = str(caught.value).splitlines()[1:]
+        assert [line.partition("=")[0] for line in lines] == [f"  rank {r}: {name}" for r in (0, 1)]
+        assert all(
+            parameter.to_local().shape == parameter.shape for parameter in module.parameters()
+        )
+        with pytest.raises(RankMismatchError, match=f"rank 1: {name}="):
+            sp_compiler.compile(net(), tp=2, example_inputs=((batch(4),), {}), **options)
+        # As on accelerators, where ranks agree through the store, and only to compile.
+        module._sp_calls.enabled = False
+        with pytest.raises(RankMismatchError, match=f"rank 1: {name}="):
+            module(batch(4))
+    hints: list[tuple[str, Any]] = [("head", Replicate()), ("blocks.*.up", Shard(0))]
+    same = sp_compiler.compile(net(), tp=2, hints=dict(hints if rank else hints[::-1]))
+    same(batch(4))["loss"].backward()
+    options = {"tp": 2, "recompute": ("none", "full")[rank]}
+    torch._dynamo.reset()
+    function = torch.compile(net(), backend="sp_compiler", options=options)
+    with pytest.raises(RankMismatchError, match="rank 1: recompute='full'"):
+        function(batch(4))
+    return None
+
+
 def _errors() -> Any:
     with pytest.raises(ArgumentError, match="has 2 ranks"):
         sp_compiler.compile(net(), tp=4)
@@ -448,6 +489,7 @@ CHECKS = (
     _in_place,
     _mismatches,
     _modes,
+    _options,
     _pretrained,
     _state,
 )

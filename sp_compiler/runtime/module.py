@@ -59,13 +59,19 @@ class DistributedModule(MirrorModule):
             that parameters have already, ``None`` the first time. Input leaves are numbered as
             :func:`sp_compiler.capture.flatten_inputs` does.
         cache_size: how many programs are kept.
+        options: what ``build`` compiles with, by name; every rank must have the same.
 
     Raises:
         ArgumentError: the model was compiled before, or an optimizer holds its parameters.
     """
 
     def __init__(
-        self, model: nn.Module, group: TensorParallelGroup, build: Build, cache_size: int = 16
+        self,
+        model: nn.Module,
+        group: TensorParallelGroup,
+        build: Build,
+        cache_size: int = 16,
+        options: Mapping[str, str] | None = None,
     ) -> None:
         check_not_taken(model)
         if group.mesh is not None:
@@ -78,6 +84,7 @@ class DistributedModule(MirrorModule):
             _sp_signature=inspect.signature(model.forward),
             _sp_taken=Original(model, self),
             _sp_build=build,
+            _sp_options=dict(options or {}),
             _sp_fixed=None,
             _sp_latest=None,
             _sp_loaded=False,
@@ -87,11 +94,12 @@ class DistributedModule(MirrorModule):
     def _set_up_instance(self, cache_size: int) -> None:
         """What no two modules share, besides parameters."""
         modules = dict(self.named_modules(remove_duplicate=False))
+        group = self._sp_layout.group
         self.__dict__.update(
             _sp_cache=ProgramCache[Executor](cache_size),
             _sp_deferred=DeferredGradients(),
-            _sp_calls=CallAgreement(self._sp_layout.group),
-            _sp_agreement=CompileAgreement(self._sp_layout.group, str(next(_INSTANCES))),
+            _sp_calls=CallAgreement(group, self._sp_options),
+            _sp_agreement=CompileAgreement(group, str(next(_INSTANCES)), self._sp_options),
             _sp_modules=modules,
             _sp_parameters=NamedTensors(modules, "_parameters"),
             _sp_named_buffers=NamedTensors(modules, "_buffers"),
@@ -104,7 +112,7 @@ class DistributedModule(MirrorModule):
             ArgumentError: arguments that the model's forward does not take, or the parameters have
                 no data yet.
             CaptureError: the model's forward fails, or its control flow depends on data.
-            RankMismatchError: the ranks got inputs of different kinds.
+            RankMismatchError: the ranks got inputs of different kinds, or other options.
         """
         leaves, structure = flatten_inputs(args, kwargs)
         leaves = [_whole(leaf) for leaf in leaves]

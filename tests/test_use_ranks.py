@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
@@ -290,6 +292,38 @@ def _state() -> Any:
     return None
 
 
+def _distributed_checkpoint() -> Any:
+    """Fused, tied and replicated weights: training goes on as if never interrupted."""
+    inputs = zoo.inputs("gpt2")
+
+    def fresh(scale: float) -> Any:
+        module = compiled("gpt2", example_inputs=((), inputs))
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(scale)
+        return module, torch.optim.AdamW(module.parameters(), lr=0.01)
+
+    def step(module: Any, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        optimizer.zero_grad()
+        module(**inputs).loss.backward()
+        optimizer.step()
+        return {name: full(value) for name, value in module.state_dict().items()}
+
+    module, optimizer = fresh(1.0)
+    step(module, optimizer)
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    model_state, optimizer_state = get_state_dict(module, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder[0])
+    other, resumed = fresh(0.0)
+    model_state, optimizer_state = get_state_dict(other, resumed)
+    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder[0])
+    set_state_dict(other, resumed, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    assert other.lm_head.weight is other.transformer.wte.weight
+    torch.testing.assert_close(step(other, resumed), step(module, optimizer), rtol=0, atol=0)
+    return None
+
+
 def _pretrained() -> Any:
     """Every rank reads its part only, and never holds a whole matrix."""
     model = zoo.build("gpt2", layers=1, dtype=torch.float32)
@@ -482,6 +516,7 @@ CHECKS = (
     _bitwise,
     _buffers,
     _checkpoint_with_dropout,
+    _distributed_checkpoint,
     _errors,
     _frozen,
     _gradients_in_many_ways,

@@ -20,7 +20,7 @@ from sp_compiler.compiled import CompiledProgram
 from sp_compiler.diff import diff
 from sp_compiler.diff_report import GraphDiff
 from sp_compiler.errors import ArgumentError, NotCompiledError, UnsupportedError
-from sp_compiler.placement import Placement
+from sp_compiler.placement import I, Placement
 from sp_compiler.program import Ref
 from sp_compiler.runtime.agreement import CompileAgreement, check_values, checks_enabled
 from sp_compiler.runtime.cache import ProgramCache, call_key
@@ -33,6 +33,7 @@ from sp_compiler.runtime.grad_scaler import check_sharded_gradients_first
 from sp_compiler.runtime.group import TensorParallelGroup
 from sp_compiler.runtime.mirror import Invocation, Layout, MirrorModule, fill_mirror
 from sp_compiler.runtime.named import NamedTensors, SignedForward, tied_names
+from sp_compiler.runtime.optimizer_state import show_true_state
 from sp_compiler.runtime.original import Original, check_not_taken, move_hooks
 from sp_compiler.runtime.parameters import optimizers_of, place
 from sp_compiler.runtime.pretrained import load_pretrained
@@ -104,6 +105,15 @@ class DistributedModule(MirrorModule):
             _sp_parameters=NamedTensors(modules, "_parameters"),
             _sp_named_buffers=NamedTensors(modules, "_buffers"),
         )
+        if group.mesh is not None:
+            show_true_state(self)
+
+    def _sp_stored(self) -> Iterator[tuple[DTensor, Placement, TensorParallelGroup]]:
+        """Every distributed parameter with its placement, for checkpoints of optimizers."""
+        layout = self._sp_layout
+        for name, parameter in self._sp_parameters.items():
+            if isinstance(parameter, DTensor):
+                yield parameter, layout.placements.get(name, I), layout.group
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own output, on every rank.

@@ -491,6 +491,13 @@ def _options() -> Any:
 def _errors() -> Any:
     with pytest.raises(ArgumentError, match="has 2 ranks"):
         sp_compiler.compile(net(), tp=4)
+    module = sp_compiler.compile(net(), tp=2)
+    with pytest.raises(ArgumentError, match=r"x has shape \(0, 8\), with no elements"):
+        module(batch(0))
+    module(batch(4))
+    assert isinstance(module.get_parameter("blocks.0.up.weight").placements[0], Shard)
+    module(batch(0))["loss"].backward()
+    assert module.get_parameter("blocks.0.up.weight").grad is not None
     module = compiled()
     optimizer = torch.optim.AdamW(module.parameters())
     for parameter in module.parameters():

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
 
-from sp_compiler.capture import flatten_inputs
+from sp_compiler.capture import flatten_inputs, input_names
 from sp_compiler.compiled import CompiledProgram
 from sp_compiler.diff import diff
 from sp_compiler.diff_report import GraphDiff
@@ -278,6 +278,8 @@ class DistributedModule(MirrorModule):
         args, kwargs = pytree.tree_unflatten(leaves, structure)
         self._sp_taken.check_arguments(args, kwargs)
         with self._sp_taken.awake(self) as model:
+            if self._sp_fixed is None:
+                self._refuse_empty(leaves, input_names(model, args, kwargs))
             compiled = self._sp_build(model, args, kwargs, self._sp_fixed)
         self._place(compiled.param_placements)
         blocks = frozenset(call.path for call in compiled.program.calls if call.path)
@@ -286,6 +288,18 @@ class DistributedModule(MirrorModule):
             if isinstance(module, MirrorModule):
                 module.require_runnable_hooks()
         return self._new_executor(compiled)
+
+    def _refuse_empty(self, leaves: list[Any], names: list[str]) -> None:
+        """Raise for an empty batch that would decide how parameters are sharded: not at all."""
+        tensors = [(n, v) for n, v in zip(names, leaves, strict=True) if isinstance(v, Tensor)]
+        if self._sp_layout.group.world == 1 or any(value.numel() for _, value in tensors):
+            return
+        for name, value in tensors:
+            raise ArgumentError(
+                f"{name} has shape {tuple(value.shape)}, with no elements: the first call decides "
+                "how parameters are sharded and needs a batch of the usual size; skip the empty "
+                "one, or pass example_inputs to sp_compiler.compile"
+            )
 
     def _new_executor(self, compiled: CompiledProgram) -> Executor:
         return Executor(

@@ -28,7 +28,7 @@ from sp_compiler.runtime.call_agreement import CallAgreement
 from sp_compiler.runtime.deferred import DeferredGradients, watch_optimizer_steps
 from sp_compiler.runtime.dropout import draw_seed
 from sp_compiler.runtime.executor import Execution, Executor
-from sp_compiler.runtime.functions import local_tensor
+from sp_compiler.runtime.functions import local_tensor, refuse_transforms
 from sp_compiler.runtime.grad_scaler import check_sharded_gradients_first
 from sp_compiler.runtime.group import TensorParallelGroup
 from sp_compiler.runtime.mirror import Invocation, Layout, MirrorModule, fill_mirror
@@ -122,9 +122,11 @@ class DistributedModule(MirrorModule):
             ArgumentError: arguments that the model's forward does not take, or the parameters have
                 no data yet.
             CaptureError: the model's forward fails, or its control flow depends on data.
+            UnsupportedError: called under a transform of ``torch.func`` or forward-mode AD.
             RankMismatchError: the ranks got inputs of different kinds, or other options.
         """
         leaves, structure = flatten_inputs(args, kwargs)
+        refuse_transforms((*leaves, *self._sp_parameters.values()))
         leaves = [_whole(leaf) for leaf in leaves]
         executor = self._executor(leaves, structure)
         self._require_data()

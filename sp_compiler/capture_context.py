@@ -198,7 +198,9 @@ def capture_error(model: nn.Module, error: Exception) -> CaptureError:
         advice = (
             "what goes in and out of forward must be tensors, numbers, strings and None in tuples, "
             "lists, dicts and ModelOutputs; for a class of your own call "
-            "torch.export.register_dataclass(YourClass) once before compiling"
+            "torch.export.register_dataclass(YourClass) once before compiling. A class that "
+            "registers itself must be imported, and made once, outside of forward: libraries do "
+            "not register while a model is captured"
         )
     return CaptureError(
         f"the model could not be captured as one graph: {type(error).__name__}: {first_line}\n"

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -362,3 +363,23 @@ def test_classes_that_are_not_registered() -> None:
     result = compiled(lambda: Boxing(Registered))(Registered(x))
     assert type(result) is Registered
     result.value.sum().backward()
+
+
+class Late(nn.Module):
+    """Defines, as an import inside forward would, a class that registers itself; too late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Any:
+        @dataclasses.dataclass
+        class Result(transformers.utils.ModelOutput):  # type: ignore[misc]
+            y: Tensor | None = None
+
+        return Result(y=self.linear(x))
+
+
+def test_classes_that_are_first_seen_inside_forward() -> None:
+    with pytest.raises(CaptureError, match="imported, and made once, outside of forward"):
+        compiled(Late)(torch.ones(2, 8))

@@ -47,7 +47,7 @@ def watched_state(model: nn.Module) -> Iterator[dict[str, str]]:
             vars(model)["forward"] = own
         modules = dict(model.named_modules())
         for path, name in _state(model).keys() - before.keys():
-            del vars(modules[path])[name]
+            del modules[path].__dict__[name]
 
 
 def _state(model: nn.Module) -> _State:

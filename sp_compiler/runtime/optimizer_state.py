@@ -49,8 +49,9 @@ def _wrap() -> None:
 
 
 def _true_chunk(value: Tensor, parameter: DTensor, where: Placement, group: Any) -> Tensor:
-    segmented = len(where.segments) > 1 and isinstance(value, DTensor)
-    return to_true_chunk(value, where, group) if segmented else value
+    if len(where.segments) > 1 and isinstance(value, DTensor):
+        return to_true_chunk(value, where, group)
+    return value
 
 
 def _as_stored(value: Tensor, parameter: DTensor, where: Placement, group: Any) -> Tensor:

@@ -292,6 +292,46 @@ def _state() -> Any:
     return None
 
 
+def _optimizers() -> Any:
+    """Those that the README calls exact: as on one device."""
+    kinds: dict[str, Any] = {
+        "SGD": {"momentum": 0.9, "nesterov": True},
+        "AdamW": {"amsgrad": True},
+        "NAdam": {},
+        "RAdam": {},
+        "Adamax": {},
+        "Adagrad": {},
+        "Adadelta": {},
+        "RMSprop": {"momentum": 0.5, "centered": True},
+        "ASGD": {},
+        "LBFGS": {},
+        "Muon": {},  # of matrices only
+    }
+    ready = sp_compiler.compile(net(), tp=2, example_inputs=((batch(4),), {}))
+    for name, options in kinds.items():
+        pair = (copy.deepcopy(ready), net())
+        for one in pair:
+            chosen = [p for p in one.parameters() if name != "Muon" or p.ndim == 2]
+            optimizer = getattr(torch.optim, name)(chosen, lr=0.1, **options)
+
+            def closure(one: Any = one, optimizer: Any = optimizer) -> Any:
+                optimizer.zero_grad()
+                loss = one(batch(4))["loss"]
+                loss.backward()
+                return loss
+
+            with pytest.MonkeyPatch.context() as patch:
+                # It rounds to bfloat16 on the way, each rank its own part of a sum.
+                patch.setattr(Tensor, "bfloat16", Tensor.clone)
+                for _ in range(3):
+                    optimizer.step(closure)
+        states = [{key: full(value) for key, value in one.state_dict().items()} for one in pair]
+        torch.testing.assert_close(
+            *states, rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}"
+        )
+    return None
+
+
 def _distributed_checkpoint() -> Any:
     """Fused, tied and replicated weights: training goes on as if never interrupted."""
     inputs = zoo.inputs("gpt2")
@@ -531,6 +571,7 @@ CHECKS = (
     _in_place,
     _mismatches,
     _modes,
+    _optimizers,
     _options,
     _pretrained,
     _state,

@@ -25,7 +25,8 @@ _State = dict[tuple[str, str], Any]
 def watched_state(model: nn.Module) -> Iterator[dict[str, str]]:
     """While ``model`` is exported: name of each attribute that its forward changes, and how.
 
-    Filled by the time that the context ends; attributes that the forward added are gone then.
+    Filled by the time that the context ends; tensors that the forward added are gone then. Other
+    attributes that it adds are what is set up at a first call, and are left alone.
     """
     changes: dict[str, str] = {}
     forward, own = model.forward, vars(model).get("forward")
@@ -46,8 +47,9 @@ def watched_state(model: nn.Module) -> Iterator[dict[str, str]]:
         if own is not None:
             vars(model)["forward"] = own
         modules = dict(model.named_modules())
-        for path, name in _state(model).keys() - before.keys():
-            del modules[path].__dict__[name]
+        for (path, name), value in _state(model).items():
+            if (path, name) not in before and isinstance(value, Tensor):
+                del modules[path].__dict__[name]
 
 
 def _state(model: nn.Module) -> _State:
@@ -63,7 +65,8 @@ def _changes(before: _State, after: _State) -> dict[str, str]:
     found = {}
     for (path, name), value in after.items():
         old = before.get((path, name))
-        if not _same(old, value):
+        is_state = (path, name) in before or isinstance(value, Tensor)
+        if is_state and not _same(old, value):
             found[f"{path}.{name}" if path else name] = f"{_text(old)} -> {_text(value)}"
     return found
 

@@ -326,9 +326,7 @@ def _optimizers() -> Any:
                 for _ in range(3):
                     optimizer.step(closure)
         states = [{key: full(value) for key, value in one.state_dict().items()} for one in pair]
-        torch.testing.assert_close(
-            *states, rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        torch.testing.assert_close(*states, rtol=1e-9, atol=1e-11, msg=name)
     return None
 
 

@@ -133,6 +133,8 @@ def _same_layer(node: Node, other: object) -> bool:
 def _shortest(chain: list[Node]) -> list[Step] | None:
     """At most three (operator, arguments) that do what ``chain`` does; ``None``: not known."""
     source, result = shape_of(chain[0].args[0]), shape_of(chain[-1])
+    if 0 in source:  # an empty batch: sizes do not tell which dim became which
+        return None
     factors = _Factors(source)
     for node in chain:
         if is_call(node, _aten.reshape.default):

@@ -104,9 +104,9 @@ def compile(
         return build(module, args, kwargs, options, fixed=fixed)
 
     if example_inputs is None:
-        return DistributedModule(model, group, compile_for)
+        return DistributedModule(model, group, compile_for, options=options.texts())
     args, kwargs = _check_example_inputs(example_inputs)
-    result = DistributedModule(model, group, compile_for)
+    result = DistributedModule(model, group, compile_for, options=options.texts())
     try:
         result.prepare(*args, **kwargs)
     except Exception:

@@ -56,7 +56,8 @@ def sp_compiler_backend(
         captured = capture(model, tensors)
         return compile_captured(captured, _with_own_hints(compile_options, captured.parameters))
 
-    return CompiledGraph(DynamoGraph.of(module, example_inputs), group, build)
+    graph = DynamoGraph.of(module, example_inputs)
+    return CompiledGraph(graph, group, build, options=compile_options.texts())
 
 
 def _with_own_hints(options: CompileOptions, parameters: Parameters) -> CompileOptions:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from sp_compiler.capture_context import capture_error, check_capturable, export_context
+from sp_compiler.dtypes import check_dtypes
 from sp_compiler.errors import CaptureError, UnsupportedError, node_origin
 from sp_compiler.functionalize import functionalize
 from sp_compiler.hints import Parameters, parameters_of
@@ -99,6 +101,25 @@ def flatten_inputs(
     return pytree.tree_flatten((tuple(args), dict(sorted((kwargs or {}).items()))))
 
 
+def input_names(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+) -> list[str]:
+    """What a user calls the leaves of :func:`flatten_inputs`: ``x``, ``batch['ids']``."""
+    paths, _ = pytree.tree_flatten_with_path((tuple(args), dict(sorted((kwargs or {}).items()))))
+    positional = [
+        name
+        for name, parameter in inspect.signature(model.forward).parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    names = []
+    for (_, argument, *inside), _ in paths:
+        key = getattr(argument, "key", getattr(argument, "idx", None))
+        if isinstance(key, int):
+            key = positional[key] if key < len(positional) else f"args[{key}]"
+        names.append(f"{key}{pytree.keystr(tuple(inside))}")
+    return names
+
+
 def capture(
     model: nn.Module,
     args: Sequence[Any] = (),
@@ -140,6 +161,8 @@ def capture(
         lift_casts_to_float64(captured)
     _forget_strides(captured.module.graph)
     _propagate(captured.module.graph)
+    names = input_names(model, args, kwargs)
+    check_dtypes(captured.module.graph, dict(zip(names, leaves, strict=True)))
     captured.module.recompile()
     return captured
 

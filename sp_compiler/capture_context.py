@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from sp_compiler.errors import CaptureError, UnsupportedError
+from sp_compiler.module_state import watched_state
 from sp_compiler.warn import warn
 
 _NOT_THE_USERS = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, __file__))
@@ -87,7 +88,16 @@ def export_context(model: nn.Module, *, use_cache: bool = False) -> Iterator[Non
         stack.enter_context(_given_causal_hint())
         stack.enter_context(_without_own_warnings())
         _warn_about_checkpointing(model)
-        yield
+        with watched_state(model) as changes:
+            yield
+    if changes:
+        _warn_once(
+            model,
+            "forward changes attributes of the model, and the compiled model will not: "
+            f"{', '.join(f'{name} ({how})' for name, how in changes.items())}. What depends on "
+            "them stays as it is now. Keep state that changes in a tensor of register_buffer, and "
+            "change that in place",
+        )
 
 
 @contextlib.contextmanager
@@ -152,6 +162,8 @@ def _without_own_warnings() -> Iterator[None]:
     """Silence what torch's export says about its own code, which no user can mend."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)", FutureWarning)
+        # Said in the user's terms, see watched_state.
+        warnings.filterwarnings("ignore", r"The tensor attributes? .* assigned during export")
         yield
 
 
@@ -186,7 +198,9 @@ def capture_error(model: nn.Module, error: Exception) -> CaptureError:
         advice = (
             "what goes in and out of forward must be tensors, numbers, strings and None in tuples, "
             "lists, dicts and ModelOutputs; for a class of your own call "
-            "torch.export.register_dataclass(YourClass) once before compiling"
+            "torch.export.register_dataclass(YourClass) once before compiling. A class that "
+            "registers itself must be imported, and made once, outside of forward: libraries do "
+            "not register while a model is captured"
         )
     return CaptureError(
         f"the model could not be captured as one graph: {type(error).__name__}: {first_line}\n"

@@ -63,6 +63,12 @@ class CompileOptions:
         hints = {key: hint_text(hint) for key, hint in self.hints.items()}
         return {**asdict(replace(self, hints={})), "hints": hints}
 
+    def texts(self) -> dict[str, str]:
+        """Option name to the text of its value, the same for equal values on every rank."""
+        options = self.to_dict()
+        options["hints"] = dict(sorted(options["hints"].items()))
+        return {name: repr(value) for name, value in options.items()}
+
     @property
     def budget_bytes(self) -> int | None:
         """``memory_budget`` as a number."""

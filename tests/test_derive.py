@@ -46,6 +46,48 @@ def derived(node: Node, *operands: str) -> set[str]:
     return {", ".join(map(str, results)) for results in found}
 
 
+_HEADS, _SCORES = (2, 4, 8, 16), (2, 4, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("bias", "where", "its", "grad"),
+    [
+        ((2, 4, 8, 8), "S(1)", "S(1)", "S(1)"),
+        ((2, 4, 8, 8), "S(0)", "S(0)", "S(0)"),
+        ((2, 1, 8, 8), "S(1)", "R", "P"),
+        ((2, 1, 8, 8), "S(0)", "S(0)", "S(0)"),
+        ((1, 1, 8, 8), "S(0)", "R", "P"),
+        ((1, 1, 8, 8), "S(1)", "R", "P"),
+    ],
+)
+def test_the_gradient_of_a_bias_of_fused_attention(
+    bias: Shape, where: str, its: str, grad: str
+) -> None:
+    """Partial where it is broadcast over what is sharded; there is no kernel on the CPU."""
+    target = aten._scaled_dot_product_efficient_attention_backward.default
+    builder = GraphBuilder()
+
+    def local(name: str, shape: Shape, placement: str, dtype: torch.dtype = torch.float32) -> Node:
+        part = Placement.parse(placement).local_shape(shape, WORLD)
+        return builder.input(name, *part, dtype=dtype)
+
+    seed = builder.input("seed", dtype=torch.int64)
+    q, k, v, out, grad_out = (local(name, _HEADS, where) for name in ("q", "k", "v", "out", "go"))
+    lse = local("lse", _SCORES[:3], where)
+    mask = local("bias", bias, its)
+    operands = (where,) * 4 + (its,) + (where,) * 2 + ("R", "R")
+    for wanted, expected in (
+        (True, f"{where}, {where}, {where}, {grad}"),
+        (False, f"{where}, {where}, {where}"),
+    ):
+        node = builder.call(
+            target, grad_out, q, k, v, mask, out, lse, seed, seed, 0.0, [True, True, True, wanted]
+        )
+        found = derived(node, *operands)
+        assert {text[: len(expected)] for text in found} == {expected}
+        assert all("P" in text for text in found) == (wanted and grad == "P")
+
+
 Case = tuple[Any, list[Any], list[str]]
 REFUSED: dict[str, Case] = {
     "nonlinear of a partial sum": (aten.gelu.default, [(4, 6)], ["P"]),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -130,6 +132,47 @@ def test_inputs_of_another_kind() -> None:
     with pytest.raises(CaptureError, match=r"blocks\.0"):
         module(torch.zeros(4, 5, dtype=torch.float64))
     module(batch())
+
+
+class Classes(Branching):
+    """The loss of a classifier."""
+
+    def forward(self, x: Tensor, target: Tensor | None = None) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y.sum() if target is None else nn.functional.cross_entropy(y, target)
+
+
+_X = torch.ones(2, 8, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("kind", "args", "said"),
+    [
+        (Net, (_X.float(),), r"layer_norm.*input float32 \(2, 8\)[\s\S]*blocks\.0\.norm"),
+        (Classes, (_X.float(),), r"linear.*gets input float32 \(2, 8\), weight float64"),
+        (Classes, (_X.long(),), r"linear.*gets input int64"),
+        (Classes, (_X, torch.zeros(2, dtype=torch.int32)), r"target is int32[\s\S]*target int32"),
+        (lambda: nn.Embedding(4, 8), (torch.zeros(2, 3),), r"Long, Int; but got torch\.float32"),
+        (Net, (_X.to("meta"),), r"same device[\s\S]*blocks\.0"),
+    ],
+)
+def test_inputs_that_no_kernel_takes(
+    kind: Callable[[], nn.Module], args: tuple[Tensor, ...], said: str
+) -> None:
+    """Found before a parameter is placed; a right call goes on."""
+    module = compiled(lambda: kind().double())
+    with pytest.raises(CaptureError, match=said):
+        module(*args)
+    assert module._sp_fixed is None
+    right = torch.zeros(2, dtype=torch.int64) if kind not in (Net, Classes) else _X
+    module(right)
+
+
+def test_norms_in_halves_may_have_float32_weights() -> None:
+    """As mixed precision does it; kernels take that."""
+    module, model = (nn.Sequential(nn.LayerNorm(8), nn.GroupNorm(2, 8)) for _ in range(2))
+    x = torch.randn(2, 8).bfloat16()
+    torch.testing.assert_close(compiled(lambda: module)(x), model(x))
 
 
 @pytest.mark.parametrize(
@@ -320,3 +363,23 @@ def test_classes_that_are_not_registered() -> None:
     result = compiled(lambda: Boxing(Registered))(Registered(x))
     assert type(result) is Registered
     result.value.sum().backward()
+
+
+class Late(nn.Module):
+    """Defines, as an import inside forward would, a class that registers itself; too late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Any:
+        @dataclasses.dataclass
+        class Result(transformers.utils.ModelOutput):  # type: ignore[misc]
+            y: Tensor | None = None
+
+        return Result(y=self.linear(x))
+
+
+def test_classes_that_are_first_seen_inside_forward() -> None:
+    with pytest.raises(CaptureError, match="imported, and made once, outside of forward"):
+        compiled(Late)(torch.ones(2, 8))

@@ -17,8 +17,19 @@ from torch.nn import functional as F
 
 import sp_compiler
 from sp_compiler import ArgumentError, UnsupportedError
+from sp_compiler.config import CompileOptions
+from sp_compiler.pipeline import build
 from tests import zoo
-from tests.users import Net, batch, compiled, gradients, net, num_compiled, prepared
+from tests.users import (
+    Net,
+    assert_same_gradients,
+    batch,
+    compiled,
+    gradients,
+    net,
+    num_compiled,
+    prepared,
+)
 
 
 class Flexible(nn.Module):
@@ -54,6 +65,39 @@ def test_the_number_of_dims_may_change() -> None:
     module, model = compiled(), net()
     for shape in ((4,), (2, 3, 2)):
         torch.testing.assert_close(module(batch(*shape)), model(batch(*shape)), rtol=1e-11, atol=0)
+
+
+class Attention(nn.Module):
+    """Heads by their number, so that no size is left to be inferred."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+        self.out = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = self.qkv(x).view(x.shape[0], x.shape[1], 3, 4, 2).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(*qkv.unbind())
+        loss: Tensor = self.out(y.transpose(1, 2).reshape(x.shape)).square().sum()
+        return loss
+
+
+def test_an_empty_batch() -> None:
+    """No tokens, no gradient; the same in parts as whole, also where parameters are placed."""
+    torch.manual_seed(0)
+    model = Attention().double()
+    module = compiled(lambda: copy.deepcopy(model))
+    for size in (0, 2, 0):
+        for one in (module, model):
+            one.zero_grad()
+            one(batch(size, 6)).backward()
+        assert_same_gradients(module, model)
+    options = CompileOptions(tp=2)
+    placed = build(model, (batch(2, 6),), {}, options).param_placements
+    assert placed["qkv.weight"].is_sharded
+    again = build(model, (batch(0, 6),), {}, options, fixed=placed)
+    assert again.param_placements == placed
+    assert sp_compiler.verify(model, ((batch(0, 6),), {}), tp=2).ok
 
 
 def test_keyword_arguments_have_no_order() -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.measure import Recorder
+from sp_compiler import UnsupportedError
 from tests.users import (
     assert_same_gradients,
     batch,
@@ -182,3 +183,26 @@ def test_two_runs_are_bitwise_equal() -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def test_transforms_are_refused() -> None:
+    """They would fail deep inside, or see constants."""
+    module, x = prepared(), batch()
+
+    def loss(x: Tensor) -> Tensor:
+        y: Tensor = module(x)["loss"]
+        return y
+
+    for transform in (torch.func.grad(loss), torch.func.vmap(loss), torch.func.jacrev(loss)):
+        with pytest.raises(UnsupportedError, match=r"use loss\.backward\(\)"):
+            transform(x)
+    with pytest.raises(UnsupportedError, match="original model"):
+        torch.func.jvp(loss, (x,), (x,))
+    with torch.autograd.forward_ad.dual_level():
+        assert loss(x).item() == loss(x.clone()).item()  # no dual number among the inputs
+        with pytest.raises(UnsupportedError, match="forward-mode AD"):
+            loss(torch.autograd.forward_ad.make_dual(x, x))
+    x.requires_grad_()
+    (grad,) = torch.autograd.grad(loss(x), x, create_graph=True)
+    with pytest.raises(UnsupportedError, match="use the original model"):
+        grad.sum().backward()

@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 import sp_compiler
@@ -290,6 +292,76 @@ def _state() -> Any:
     return None
 
 
+def _optimizers() -> Any:
+    """Those that the README calls exact: as on one device."""
+    kinds: dict[str, Any] = {
+        "SGD": {"momentum": 0.9, "nesterov": True},
+        "AdamW": {"amsgrad": True},
+        "NAdam": {},
+        "RAdam": {},
+        "Adamax": {},
+        "Adagrad": {},
+        "Adadelta": {},
+        "RMSprop": {"momentum": 0.5, "centered": True},
+        "ASGD": {},
+        "LBFGS": {},
+        "Muon": {},  # of matrices only
+    }
+    ready = sp_compiler.compile(net(), tp=2, example_inputs=((batch(4),), {}))
+    for name, options in kinds.items():
+        pair = (copy.deepcopy(ready), net())
+        for one in pair:
+            chosen = [p for p in one.parameters() if name != "Muon" or p.ndim == 2]
+            optimizer = getattr(torch.optim, name)(chosen, lr=0.1, **options)
+
+            def closure(one: Any = one, optimizer: Any = optimizer) -> Any:
+                optimizer.zero_grad()
+                loss = one(batch(4))["loss"]
+                loss.backward()
+                return loss
+
+            with pytest.MonkeyPatch.context() as patch:
+                # It rounds to bfloat16 on the way, each rank its own part of a sum.
+                patch.setattr(Tensor, "bfloat16", Tensor.clone)
+                for _ in range(3):
+                    optimizer.step(closure)
+        states = [{key: full(value) for key, value in one.state_dict().items()} for one in pair]
+        torch.testing.assert_close(*states, rtol=1e-9, atol=1e-11, msg=name)
+    return None
+
+
+def _distributed_checkpoint() -> Any:
+    """Fused, tied and replicated weights: training goes on as if never interrupted."""
+    inputs = zoo.inputs("gpt2")
+
+    def fresh(scale: float) -> Any:
+        module = compiled("gpt2", example_inputs=((), inputs))
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(scale)
+        return module, torch.optim.AdamW(module.parameters(), lr=0.01)
+
+    def step(module: Any, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        optimizer.zero_grad()
+        module(**inputs).loss.backward()
+        optimizer.step()
+        return {name: full(value) for name, value in module.state_dict().items()}
+
+    module, optimizer = fresh(1.0)
+    step(module, optimizer)
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    model_state, optimizer_state = get_state_dict(module, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder[0])
+    other, resumed = fresh(0.0)
+    model_state, optimizer_state = get_state_dict(other, resumed)
+    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder[0])
+    set_state_dict(other, resumed, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    assert other.lm_head.weight is other.transformer.wte.weight
+    torch.testing.assert_close(step(other, resumed), step(module, optimizer), rtol=0, atol=0)
+    return None
+
+
 def _pretrained() -> Any:
     """Every rank reads its part only, and never holds a whole matrix."""
     model = zoo.build("gpt2", layers=1, dtype=torch.float32)
@@ -413,9 +485,57 @@ def _mismatches() -> Any:
     return None
 
 
+def _options() -> Any:
+    """Ranks that compile with other options raise on every rank, before any parameter is placed."""
+    rank = dist.get_rank()
+    for name, first, second in (
+        ("recompute", "selective", "full"),
+        ("sequence_parallel", True, False),
+        ("dropout", "regenerate", "stored"),
+        ("overlap", True, False),
+        ("outputs", "auto", "replicate"),
+        ("nominal_tokens", 8192, 64),
+        ("hints", {"head": Replicate()}, {"blocks.*.up": Shard(0), "head": Replicate()}),
+        ("memory_budget", "1GiB", "2GiB"),
+    ):
+        options: dict[str, Any] = {name: (first, second)[rank]}
+        if name == "memory_budget":
+            options["recompute"] = "auto"
+        module = sp_compiler.compile(net(), tp=2, **options)
+        with pytest.raises(RankMismatchError, match="same options") as caught:
+            module(batch(4))
+        lines = str(caught.value).splitlines()[1:]
+        assert [line.partition("=")[0] for line in lines] == [f"  rank {r}: {name}" for r in (0, 1)]
+        assert all(
+            parameter.to_local().shape == parameter.shape for parameter in module.parameters()
+        )
+        with pytest.raises(RankMismatchError, match=f"rank 1: {name}="):
+            sp_compiler.compile(net(), tp=2, example_inputs=((batch(4),), {}), **options)
+        # As on accelerators, where ranks agree through the store, and only to compile.
+        module._sp_calls.enabled = False
+        with pytest.raises(RankMismatchError, match=f"rank 1: {name}="):
+            module(batch(4))
+    hints: list[tuple[str, Any]] = [("head", Replicate()), ("blocks.*.up", Shard(0))]
+    same = sp_compiler.compile(net(), tp=2, hints=dict(hints if rank else hints[::-1]))
+    same(batch(4))["loss"].backward()
+    options = {"tp": 2, "recompute": ("none", "full")[rank]}
+    torch._dynamo.reset()
+    function = torch.compile(net(), backend="sp_compiler", options=options)
+    with pytest.raises(RankMismatchError, match="rank 1: recompute='full'"):
+        function(batch(4))
+    return None
+
+
 def _errors() -> Any:
     with pytest.raises(ArgumentError, match="has 2 ranks"):
         sp_compiler.compile(net(), tp=4)
+    module = sp_compiler.compile(net(), tp=2)
+    with pytest.raises(ArgumentError, match=r"x has shape \(0, 8\), with no elements"):
+        module(batch(0))
+    module(batch(4))
+    assert isinstance(module.get_parameter("blocks.0.up.weight").placements[0], Shard)
+    module(batch(0))["loss"].backward()
+    assert module.get_parameter("blocks.0.up.weight").grad is not None
     module = compiled()
     optimizer = torch.optim.AdamW(module.parameters())
     for parameter in module.parameters():
@@ -441,6 +561,7 @@ CHECKS = (
     _bitwise,
     _buffers,
     _checkpoint_with_dropout,
+    _distributed_checkpoint,
     _errors,
     _frozen,
     _gradients_in_many_ways,
@@ -448,6 +569,8 @@ CHECKS = (
     _in_place,
     _mismatches,
     _modes,
+    _optimizers,
+    _options,
     _pretrained,
     _state,
 )

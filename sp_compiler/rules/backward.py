@@ -227,9 +227,13 @@ class _Attention:
         if name in ("logsumexp", "log_sumexp"):
             return self.heads(self.query[1], shape)
         if name in ("attn_mask", "attn_bias"):
-            scores = (*self.query[:3], self.key[2])
-            return broadcast(shape, self.heads(self.query[1], scores), scores)
+            return self.bias(shape)
         return private(shape, name)
+
+    def bias(self, shape: Sequence[int]) -> Dims:
+        """What is added to the scores, or its gradient: without batch or heads where broadcast."""
+        scores = (*self.query[:3], self.key[2])
+        return broadcast(shape, self.heads(self.query[1], scores), scores)
 
     def heads(self, count: int, shape: Sequence[int]) -> Dims:
         """(b, a, private...); one factor for the heads of queries and grouped keys."""
@@ -252,16 +256,20 @@ def _attention(node: Node) -> OpRule:
 
 @rule(*(f"{name}_backward" for name in _ATTENTION))
 def _attention_backward(node: Node) -> OpRule:
-    """Results: the gradients of query, key and value; that of a mask is not sharded."""
+    """Results: the gradients of query, key, value and of a bias, which may be broadcast."""
     attention = _Attention(node)
     heads = (attention.query[1], attention.key[1], attention.key[1])
+    *grads, bias = (*_results(node), None)[:4]
     results = tuple(
         attention.heads(count, tuple(value.shape))
-        for count, value in zip(heads, _results(node), strict=False)
+        for count, value in zip(heads, grads, strict=True)
     )
+    if bias is not None:
+        results += (attention.bias(tuple(bias.shape)),)
     grad = "grad_out" if "grad_out" in arguments(node) else "grad_out_"
     linear = ((_position(node, grad),),)
-    return OpRule(attention.operands, results, linear=linear, rows="fixed")
+    summed = tuple(factor for dim in results[0][:2] for factor in dim)
+    return OpRule(attention.operands, results, contracted=summed, linear=linear, rows="fixed")
 
 
 # Indexing by tensors, and its gradient, which adds into zeros. Linear in what holds the numbers.

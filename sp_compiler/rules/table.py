@@ -353,6 +353,8 @@ def _reshape(node: Node) -> OpRule | None:
     if node.target is aten.view.dtype:
         return None  # other bits, perhaps of another size
     (shape,), (result,) = _operand_shapes(node), _result_shapes(node)
+    if 0 in shape:
+        return None  # sizes do not tell which dim became which
     operand_dims, result_dims = reshaped(shape, result)
     return OpRule((operand_dims,), (result_dims,), linear=((0,),), rows="relabel")
 

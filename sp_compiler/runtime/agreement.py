@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
-from collections.abc import Iterable, Sequence
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -28,27 +30,33 @@ class CompileAgreement:
 
     It goes through the group's key-value store, not through a collective, so that a rank that
     compiles alone (its input differs, the others found theirs in the cache) raises after
-    ``timeout`` instead of waiting for ever.
+    ``timeout`` instead of waiting for ever. ``options`` is what this rank compiles with, by name.
     """
 
     def __init__(
-        self, group: TensorParallelGroup, name: str, timeout: timedelta = timedelta(minutes=5)
+        self,
+        group: TensorParallelGroup,
+        name: str,
+        options: Mapping[str, str] | None = None,
+        timeout: timedelta = timedelta(minutes=5),
     ) -> None:
         self._group = group
+        self._options = dict(options or {})
         self._name = name
         self._timeout = timeout
         self._count = 0
 
     def check(self, key: CallKey) -> None:
-        """Raise :class:`RankMismatchError` unless every rank calls this with an equal key."""
+        """Raise :class:`RankMismatchError` unless every rank is here with equal key and options."""
         process_group = self._group.process_group
         if process_group is None or dist.get_backend(process_group) == "fake":
             return  # nobody to agree with: a fake group's ranks exist in name only
         store = _get_process_group_store(process_group)
         prefix = f"sp_compiler/{self._name}/{self._count}"
         self._count += 1
-        mine = f"{key.digest()} {key.describe()}"
-        store.set(f"{prefix}/{self._group.rank}", mine)
+        mine = {"": digest(key, self._options), **key.parts(), **self._options}
+        store.set(f"{prefix}/{self._group.rank}", json.dumps(mine))
+        everyone: list[dict[str, str]] = []
         for rank in range(self._group.world):
             try:
                 store.wait([f"{prefix}/{rank}"], self._timeout)
@@ -59,13 +67,32 @@ class CompileAgreement:
                     "does not call the module. All ranks of a tensor-parallel group must get the "
                     "same inputs"
                 ) from error
-            other = store.get(f"{prefix}/{rank}").decode()
-            if other.split(" ", 1)[0] != mine.split(" ", 1)[0]:
-                raise RankMismatchError(
-                    "the ranks of one tensor-parallel group must get the same inputs in the same "
-                    f"mode:\n  rank {self._group.rank}: {key.describe()}\n"
-                    f"  rank {rank}: {other.split(' ', 1)[1]}"
-                )
+            everyone.append(json.loads(store.get(f"{prefix}/{rank}").decode()))
+        if len({parts.pop("") for parts in everyone}) > 1:
+            raise mismatch(everyone)
+
+
+def digest(key: CallKey, options: Mapping[str, str]) -> str:
+    """The same text on every rank for equal keys and options."""
+    return hashlib.sha256(f"{key.digest()} {sorted(options.items())}".encode()).hexdigest()
+
+
+def mismatch(ranks: Sequence[Mapping[str, str]]) -> RankMismatchError:
+    """The error that names what differs between ``ranks``, and its value on each of them."""
+    lines = []
+    for name in dict.fromkeys(name for parts in ranks for name in parts):
+        holders: dict[str, list[str]] = {}
+        for rank, parts in enumerate(ranks):
+            holders.setdefault(parts.get(name, "none"), []).append(str(rank))
+        if len(holders) > 1:
+            lines += [
+                f"  rank {', '.join(who)}: {name}={textwrap.shorten(value, 500)}"
+                for value, who in holders.items()
+            ]
+    return RankMismatchError(
+        "the ranks of one tensor-parallel group must get the same inputs, in the same mode, and "
+        "compile with the same options:\n" + "\n".join(lines)
+    )
 
 
 def check_values(group: TensorParallelGroup, what: str, named: Iterable[tuple[str, Any]]) -> None:

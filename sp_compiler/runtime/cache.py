@@ -91,8 +91,19 @@ class CallKey:
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
+    def parts(self) -> dict[str, str]:
+        """All of it as text, by what a person calls it."""
+        return {
+            "inputs": str(list(self.leaves)),
+            "structure": str(self.structure),
+            "autocast": str(list(self.autocast)),
+            "modules in training mode": _indices(self.training),
+            "dtype and requires_grad of parameters": str(list(self.parameters)),
+            "attributes": str(dict(self.attributes)),
+        }
+
     def describe(self) -> str:
-        """What a person needs to see why two ranks differ."""
+        """The part of it that most often changes from call to call."""
         attributes = f", attributes {dict(self.attributes)}" if self.attributes else ""
         return f"inputs {list(self.leaves)}, autocast {list(self.autocast)}{attributes}"
 
@@ -117,6 +128,11 @@ def call_key(
         structure,
         tuple((attributes or {}).items()),
     )
+
+
+def _indices(flags: bytes) -> str:
+    chosen = [index for index, flag in enumerate(flags) if flag]
+    return "all" if len(chosen) == len(flags) else str(chosen or "none")
 
 
 def _leaf(leaf: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from datetime import timedelta
 
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 from sp_compiler.errors import RankMismatchError
+from sp_compiler.runtime.agreement import digest, mismatch
 from sp_compiler.runtime.cache import CallKey
 from sp_compiler.runtime.group import TensorParallelGroup
 
@@ -22,6 +24,9 @@ class CallAgreement:
     A rank that needs another program than the others, compiled or not, is found at once and every
     rank raises: without this it would compile alone while the others wait in a collective.
 
+    Args:
+        options: what this rank compiles with, by name; must be the same on every rank.
+
     Attributes:
         enabled: False for one rank, for a fake group, whose ranks exist in name only, and where the
             group has no backend for CPU tensors, for a comparison on the accelerator would make it
@@ -30,11 +35,15 @@ class CallAgreement:
     """
 
     def __init__(
-        self, group: TensorParallelGroup, timeout: timedelta = timedelta(minutes=5)
+        self,
+        group: TensorParallelGroup,
+        options: Mapping[str, str] | None = None,
+        timeout: timedelta = timedelta(minutes=5),
     ) -> None:
         process_group = group.process_group
         self.timeout = timeout
         self._group = group
+        self._options = dict(options or {})
         self.enabled = (
             process_group is not None
             and dist.get_backend(process_group) != "fake"
@@ -49,13 +58,10 @@ class CallAgreement:
         with _disable_current_modes():  # it is no part of the step that a mode may be watching
             if self._everyone_has(self._number(key)):
                 return
-            texts: list[str | None] = [None] * self._group.world
-            dist.all_gather_object(texts, key.describe(), group=self._group.process_group)
-        lines = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
-        raise RankMismatchError(
-            "the ranks of one tensor-parallel group must get the same inputs, in the same mode and "
-            f"for the same graph:\n{lines}"
-        )
+            parts: list[dict[str, str]] = [{}] * self._group.world
+            mine = {**key.parts(), **self._options}
+            dist.all_gather_object(parts, mine, group=self._group.process_group)
+        raise mismatch(parts)
 
     def _everyone_has(self, number: int) -> bool:
         process_group = self._group.process_group
@@ -73,10 +79,10 @@ class CallAgreement:
         return bool((everyone == mine).all())
 
     def _number(self, key: CallKey) -> int:
-        """63 bits of the key's digest."""
+        """63 bits that stand for the key and the options."""
         number = self._numbers.get(key)
         if number is None:
-            number = int(key.digest()[:16], 16) >> 1
+            number = int(digest(key, self._options)[:16], 16) >> 1
             self._numbers[key] = number
             if len(self._numbers) > _REMEMBERED:
                 self._numbers.popitem(last=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,7 @@ class CompiledGraph:
         group: where it runs.
         build: ``build(model, example_inputs)`` compiles; outputs must be replicated.
         cache_size: how many programs are kept.
+        options: what ``build`` compiles with, by name; every rank must have the same.
     """
 
     def __init__(
@@ -63,13 +64,15 @@ class CompiledGraph:
         group: TensorParallelGroup,
         build: Build,
         cache_size: int = 16,
+        options: Mapping[str, str] | None = None,
     ) -> None:
         self._graph = graph
         self._group = group
         self._build = build
         self._programs = ProgramCache[_Compiled](cache_size)
-        self._call_agreement = CallAgreement(group)
-        self._compile_agreement = CompileAgreement(group, f"graph{next(_INSTANCES)}")
+        name = f"graph{next(_INSTANCES)}"
+        self._call_agreement = CallAgreement(group, options)
+        self._compile_agreement = CompileAgreement(group, name, options)
 
     def __call__(self, *args: Any) -> Any:
         """The graph's outputs, whole on every rank; buffers that it changes are changed.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
 from sp_compiler.errors import UnsupportedError
@@ -20,6 +21,25 @@ if TYPE_CHECKING:
 def local_tensor(value: Any) -> Any:
     """This rank's part of a DTensor; anything else as it is."""
     return value._local_tensor if isinstance(value, DTensor) else value
+
+
+def refuse_transforms(values: Iterable[Any]) -> None:
+    """Raise :class:`UnsupportedError` where a program would be transformed, not just run.
+
+    ``values``: what it is called with, for a dual number may be among them.
+    """
+    transformed = torch._C._are_functorch_transforms_active()
+    if not transformed and forward_ad._current_level < 0:
+        return
+    if transformed or any(
+        isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None
+        for value in map(local_tensor, values)
+    ):
+        raise UnsupportedError(
+            "transforms of torch.func (grad, vmap, jvp, ...) and forward-mode AD cannot see "
+            "through a compiled model, whose code brings its own backward; use loss.backward() or "
+            "torch.autograd.grad, or the original model"
+        )
 
 
 class RegionFunction(torch.autograd.Function):

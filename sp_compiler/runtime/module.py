@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
 
-from sp_compiler.capture import flatten_inputs
+from sp_compiler.capture import flatten_inputs, input_names
 from sp_compiler.compiled import CompiledProgram
 from sp_compiler.diff import diff
 from sp_compiler.diff_report import GraphDiff
 from sp_compiler.errors import ArgumentError, NotCompiledError, UnsupportedError
-from sp_compiler.placement import Placement
+from sp_compiler.placement import I, Placement
 from sp_compiler.program import Ref
 from sp_compiler.runtime.agreement import CompileAgreement, check_values, checks_enabled
 from sp_compiler.runtime.cache import ProgramCache, call_key
@@ -28,11 +28,12 @@ from sp_compiler.runtime.call_agreement import CallAgreement
 from sp_compiler.runtime.deferred import DeferredGradients, watch_optimizer_steps
 from sp_compiler.runtime.dropout import draw_seed
 from sp_compiler.runtime.executor import Execution, Executor
-from sp_compiler.runtime.functions import local_tensor
+from sp_compiler.runtime.functions import local_tensor, refuse_transforms
 from sp_compiler.runtime.grad_scaler import check_sharded_gradients_first
 from sp_compiler.runtime.group import TensorParallelGroup
 from sp_compiler.runtime.mirror import Invocation, Layout, MirrorModule, fill_mirror
 from sp_compiler.runtime.named import NamedTensors, SignedForward, tied_names
+from sp_compiler.runtime.optimizer_state import show_true_state
 from sp_compiler.runtime.original import Original, check_not_taken, move_hooks
 from sp_compiler.runtime.parameters import optimizers_of, place
 from sp_compiler.runtime.pretrained import load_pretrained
@@ -59,13 +60,19 @@ class DistributedModule(MirrorModule):
             that parameters have already, ``None`` the first time. Input leaves are numbered as
             :func:`sp_compiler.capture.flatten_inputs` does.
         cache_size: how many programs are kept.
+        options: what ``build`` compiles with, by name; every rank must have the same.
 
     Raises:
         ArgumentError: the model was compiled before, or an optimizer holds its parameters.
     """
 
     def __init__(
-        self, model: nn.Module, group: TensorParallelGroup, build: Build, cache_size: int = 16
+        self,
+        model: nn.Module,
+        group: TensorParallelGroup,
+        build: Build,
+        cache_size: int = 16,
+        options: Mapping[str, str] | None = None,
     ) -> None:
         check_not_taken(model)
         if group.mesh is not None:
@@ -78,6 +85,7 @@ class DistributedModule(MirrorModule):
             _sp_signature=inspect.signature(model.forward),
             _sp_taken=Original(model, self),
             _sp_build=build,
+            _sp_options=dict(options or {}),
             _sp_fixed=None,
             _sp_latest=None,
             _sp_loaded=False,
@@ -87,15 +95,25 @@ class DistributedModule(MirrorModule):
     def _set_up_instance(self, cache_size: int) -> None:
         """What no two modules share, besides parameters."""
         modules = dict(self.named_modules(remove_duplicate=False))
+        group = self._sp_layout.group
         self.__dict__.update(
             _sp_cache=ProgramCache[Executor](cache_size),
             _sp_deferred=DeferredGradients(),
-            _sp_calls=CallAgreement(self._sp_layout.group),
-            _sp_agreement=CompileAgreement(self._sp_layout.group, str(next(_INSTANCES))),
+            _sp_calls=CallAgreement(group, self._sp_options),
+            _sp_agreement=CompileAgreement(group, str(next(_INSTANCES)), self._sp_options),
             _sp_modules=modules,
             _sp_parameters=NamedTensors(modules, "_parameters"),
             _sp_named_buffers=NamedTensors(modules, "_buffers"),
         )
+        if group.mesh is not None:
+            show_true_state(self)
+
+    def _sp_stored(self) -> Iterator[tuple[DTensor, Placement, TensorParallelGroup]]:
+        """Every distributed parameter with its placement, for checkpoints of optimizers."""
+        layout = self._sp_layout
+        for name, parameter in self._sp_parameters.items():
+            if isinstance(parameter, DTensor):
+                yield parameter, layout.placements.get(name, I), layout.group
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own output, on every rank.
@@ -104,9 +122,11 @@ class DistributedModule(MirrorModule):
             ArgumentError: arguments that the model's forward does not take, or the parameters have
                 no data yet.
             CaptureError: the model's forward fails, or its control flow depends on data.
-            RankMismatchError: the ranks got inputs of different kinds.
+            UnsupportedError: called under a transform of ``torch.func`` or forward-mode AD.
+            RankMismatchError: the ranks got inputs of different kinds, or other options.
         """
         leaves, structure = flatten_inputs(args, kwargs)
+        refuse_transforms((*leaves, *self._sp_parameters.values()))
         leaves = [_whole(leaf) for leaf in leaves]
         executor = self._executor(leaves, structure)
         self._require_data()
@@ -260,6 +280,8 @@ class DistributedModule(MirrorModule):
         args, kwargs = pytree.tree_unflatten(leaves, structure)
         self._sp_taken.check_arguments(args, kwargs)
         with self._sp_taken.awake(self) as model:
+            if self._sp_fixed is None:
+                self._refuse_empty(leaves, input_names(model, args, kwargs))
             compiled = self._sp_build(model, args, kwargs, self._sp_fixed)
         self._place(compiled.param_placements)
         blocks = frozenset(call.path for call in compiled.program.calls if call.path)
@@ -268,6 +290,18 @@ class DistributedModule(MirrorModule):
             if isinstance(module, MirrorModule):
                 module.require_runnable_hooks()
         return self._new_executor(compiled)
+
+    def _refuse_empty(self, leaves: list[Any], names: list[str]) -> None:
+        """Raise for an empty batch that would decide how parameters are sharded: not at all."""
+        tensors = [(n, v) for n, v in zip(names, leaves, strict=True) if isinstance(v, Tensor)]
+        if self._sp_layout.group.world == 1 or any(value.numel() for _, value in tensors):
+            return
+        for name, value in tensors:
+            raise ArgumentError(
+                f"{name} has shape {tuple(value.shape)}, with no elements: the first call decides "
+                "how parameters are sharded and needs a batch of the usual size; skip the empty "
+                "one, or pass example_inputs to sp_compiler.compile"
+            )
 
     def _new_executor(self, compiled: CompiledProgram) -> Executor:
         return Executor(

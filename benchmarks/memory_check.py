@@ -73,7 +73,8 @@ def measure(found: parity.Case, program: CompiledProgram) -> tuple[int, int]:
         if name in placed
     }
     inputs = [value for value in found.inputs if isinstance(value, Tensor)]
-    outside = [*params.values(), *found.buffers.values(), *inputs]
+    constants = program.program.constants
+    outside = [*params.values(), *found.buffers.values(), *constants.values(), *inputs]
     with PeakRecorder() as recorder:
         run = Executor(program, Communicator(group, 0, world)).run(
             params, found.buffers, found.inputs, parity.SEED

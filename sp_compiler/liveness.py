@@ -3,8 +3,9 @@
 Storages are those that the generated code makes and its ``del`` statements free, and what dropout
 needs to draw its masks; what other operators and collectives need inside themselves is not seen.
 Parameters, their gradients, buffers, constants and the user's inputs are not activations and do not
-count; what the model returns does, and so does a part of the gradient of a parameter that several
-calls use, until it is added to the others.
+count. What the model returns does, and so does what becomes a gradient: a part of the gradient of a
+parameter that several calls use, until it is added to the others, and gradients of replicated
+parameters, until they are reduced together.
 """
 
 from __future__ import annotations
@@ -261,11 +262,14 @@ class Step:
         self._enter(index, "backward", self._peak(call, "backward", parts))
         names = graph.find_nodes(op="placeholder")
         known = dict(zip(names, [*frame.saved, *tangents], strict=True))
-        for grad, ref in zip(grads, call.args, strict=True):
+        placements = call.region.input_placements
+        for grad, ref, placement in zip(grads, call.args, placements, strict=True):
             storage = None if grad is None else _resolve(grad, known, ("backward", index))
             if storage is not None and ref.kind in ("call", "input"):
                 self._accumulate(ref, storage)
             elif storage is not None and ref.kind == "param":
+                if placement.kind == "R" and self.compiled.world > 1:
+                    self._hold([storage])  # until all of them are reduced, at the end of backward
                 self._collect(ref.name, storage)
         self._release(tangents)
         self._drop(index, frame)

@@ -93,7 +93,8 @@ def scratch_bytes(x: Tensor, *, mask: bool) -> int:
     rows_columns = prod(sizes[:-1]), sizes[-1]
     of_block = prod(_block_shape(rows_columns, x.device))
     bits, survives = 2 * 4 * of_block, 0 if mask else x.element_size() * of_block
-    return bits + survives + 8 * sum(rows_columns)
+    copies = 0 if x.is_contiguous() else x.numel() if mask else 2 * x.nbytes
+    return bits + survives + copies + 8 * sum(rows_columns)
 
 
 def call_seed(seed: Tensor, call_index: int) -> Tensor:

@@ -362,14 +362,14 @@ def _reshape(node: Node) -> OpRule | None:
 @rule("aten::transpose", "aten::t", "aten::permute", "aten::movedim", "aten::numpy_T")
 def _permute(node: Node) -> OpRule:
     (shape,) = _operand_shapes(node)
-    order = _permutation(node, len(shape))
+    order = permutation(node, len(shape))
     dims = numbered(shape)
     result = tuple(dims[dim] for dim in order)
     rows: Rows = "relabel" if node.target is aten.transpose.int else "fixed"
     return OpRule((dims,), (result,), linear=((0,),), rows=rows)
 
 
-def _permutation(node: Node, rank: int) -> list[int]:
+def permutation(node: Node, rank: int) -> list[int]:
     """Source dim of each result dim, found by permuting a shape whose sizes are all distinct."""
     probe = torch.empty(tuple(range(1, rank + 1)), device="meta")
     result = node.target(probe, *node.args[1:], **node.kwargs)

@@ -1,0 +1,161 @@
+"""What the unknowns of a program are, by what is done with them: never by a name or a number."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch.fx import Node
+
+from sp_compiler.compiled import CompiledProgram
+from sp_compiler.formula.shapes import Shape, Shapes
+from sp_compiler.formula.sizes import Atom, Dim, Share, resolved, size_of
+from sp_compiler.graph import tensor_operands
+from sp_compiler.op_kinds import FUSED_ATTENTION, conversion, is_copy, is_view, matmul_factors
+from sp_compiler.program import Region
+
+aten = torch.ops.aten
+_sp = torch.ops.sp_compiler
+_SOFTMAX = (aten._softmax.default, aten._safe_softmax.default)
+_LOSS = (aten._log_softmax.default, _sp.vocab_nll.default)
+_GROUPED = (aten._grouped_mm.default,)
+
+MEANINGS = {
+    "s": "sequence: rows of attention",
+    "b": "batch: first dim of the inputs that is not s",
+    "h": "hidden: width of what one layer hands to the next",
+    "k": "heads of keys and values",
+    "a": "attention heads",
+    "d": "width of a head",
+    "v": "vocabulary, or classes of the loss",
+    "e": "experts",
+    "c": "experts chosen for a token",
+    "f": "width inside the feed-forward network: made by one linear and read by another",
+}
+"""Letters of the roles, in the order in which they are given."""
+
+
+@dataclass(frozen=True)
+class Role:
+    letter: str
+    dim: Dim
+
+
+def find_roles(compiled: CompiledProgram, shapes: Shapes) -> list[Role]:
+    """Dims of the whole model that have a role, in the order of :data:`MEANINGS`."""
+    found = [Role("h", dim) for dim in _handed_on(compiled, shapes)]
+    for region in compiled.program.regions:
+        found += _of_region(compiled, region, shapes)
+    found += [
+        Role("b", shape[0])
+        for shape in shapes.inputs.values()
+        if shape and not _is_among(shape[0], [role.dim for role in found if role.letter == "s"])
+    ][:1]
+    order = {letter: position for position, letter in enumerate(MEANINGS)}
+    return sorted(
+        (Role(role.letter, whole(role.dim)) for role in found), key=lambda r: order[r.letter]
+    )
+
+
+def whole(dim: Dim) -> Dim:
+    """What ``dim`` is on all ranks together."""
+    first, *rest = resolved(dim) or (None,)
+    if first is not None and isinstance(first.meaning, Share):
+        return (*resolved(first.meaning.whole), *rest)
+    return resolved(dim)
+
+
+def _is_among(dim: Dim, others: list[Dim]) -> bool:
+    return any(resolved(dim) == resolved(other) for other in others)
+
+
+def _handed_on(compiled: CompiledProgram, shapes: Shapes) -> Iterator[Dim]:
+    """The last dim of most of the values that layers take from others."""
+    dims: Counter[Dim] = Counter()
+    for call in compiled.program.calls:
+        forward = compiled.regions[call.region.name].partitioned.forward
+        nodes = zip(forward.find_nodes(op="placeholder"), call.region.placeholders, strict=True)
+        for ref, (node, source) in zip(call.args, nodes, strict=True):
+            shape = shapes.of(call.region.name, node.name)
+            if ref.kind == "call" and source.meta.get("requires_grad") and len(shape) > 1:
+                dims[resolved(shape[-1])] += 1
+    return iter([dim for dim, _ in dims.most_common(1)])
+
+
+def _of_region(compiled: CompiledProgram, region: Region, shapes: Shapes) -> Iterator[Role]:
+    graph = compiled.regions[region.name].partitioned.forward
+    values = shapes.values[region.name]
+    kinds = zip(graph.find_nodes(op="placeholder"), region.input_kinds, strict=True)
+    params = {node for node, kind in kinds if kind == "param"}
+    for node in graph.nodes:
+        if is_view(node) or is_copy(node) or conversion(node) is not None:
+            if node.args[0] in params:
+                params.add(node)
+    made: set[Atom] = set()
+    read: list[Dim] = []
+    for node in graph.nodes:
+        operands = [values[source.name][0] for source in tensor_operands(node)] if (
+            node.op == "call_function"
+        ) else []
+        if node.target in FUSED_ATTENTION:
+            yield from _attention(*operands[:3])
+        elif node.target in _SOFTMAX and (product := _scores(node, params)) is not None:
+            left, right = (values[factor.name][0] for factor in matmul_factors(product) or ())
+            scores = operands[0]
+            heads = tuple(chain.from_iterable(scores[1:-2]))
+            if len(scores) == 3:  # batch and heads in one
+                heads = resolved(scores[0])[1:]
+            yield from _core(heads, left[-2], left[-1])
+            if (context := _context(node)) is not None:
+                yield Role("d", values[context.args[1].name][0][-1])
+        elif node.target in _LOSS:
+            yield Role("v", operands[0][-1])
+        elif node.target is aten.topk.default:
+            yield Role("e", operands[0][-1])
+            yield Role("c", values[node.name][0][-1])
+        elif (factors := matmul_factors(node)) or node.target in _GROUPED:
+            factors = factors or (node.args[0], node.args[1])
+            if factors[1] in params:
+                read.append(values[factors[0].name][0][-1])
+                made |= set(whole(values[node.name][0][-1]))
+    widths = {dim: None for dim in map(whole, read) if dim and set(dim) <= made}
+    yield from (Role("f", dim) for dim in widths)
+
+
+def _attention(query: Shape, key: Shape, value: Shape) -> Iterator[Role]:
+    if size_of(key[1]) != size_of(query[1]):
+        yield Role("k", key[1])
+    yield from _core(query[1], query[2], query[3])
+    yield Role("d", value[3])
+
+
+def _core(heads: Dim, rows: Dim, width: Dim) -> Iterator[Role]:
+    factors = whole(heads)
+    yield Role("s", rows)
+    if len(factors) > 1:  # keys and values are repeated for the queries of a group
+        yield Role("k", factors[:1])
+    yield Role("a", heads)
+    yield Role("d", width)
+
+
+def _context(softmax: Node) -> Node | None:
+    """The product of ``softmax`` and the values."""
+    queue = list(softmax.users)
+    for node in queue:  # which grows
+        if factors := matmul_factors(node):
+            return node if factors[1] is not softmax else None
+        queue += [user for user in node.users if user not in queue]
+    return None
+
+
+def _scores(softmax: Node, params: set[Node]) -> Node | None:
+    """The product of two activations that ``softmax`` is taken of."""
+    queue = [softmax.args[0]]
+    for node in queue:  # which grows
+        if factors := matmul_factors(node):
+            return None if any(factor in params for factor in factors) else node
+        queue += [source for source in node.all_input_nodes if source not in queue]
+    return None

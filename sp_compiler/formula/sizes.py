@@ -1,0 +1,319 @@
+"""Sizes of dimensions as products of unknowns, which are found to be equal as operators meet them.
+
+A compiled program has numbers for sizes. Two sizes are the same *unknown* only where an operator
+makes them so (both dims of a sum, the inner dims of a product), never because the numbers agree.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import sympy
+
+
+@dataclass(eq=False)
+class Atom:
+    """One factor of a size.
+
+    Attributes:
+        value: at the sizes of this program. A factor of 1 is one that could be larger: one sequence
+            in a batch, the part of one rank where there are as many heads as ranks.
+        meaning: what it was found to be made of; ``None``: an unknown.
+        hint: what to call it where it stays unknown and has no name: made by an operator that has
+            a number for a size, such as half of a dim.
+    """
+
+    value: int
+    meaning: Meaning | None = None
+    hint: Hint | None = None
+
+
+Dim = tuple[Atom, ...]
+"""Factors of the size of one dim, outermost first; empty where it can only be 1."""
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    dim: Dim
+
+
+@dataclass(frozen=True, eq=False)
+class Sum:
+    """Parts put together, the last of which may be padding."""
+
+    parts: tuple[Dim, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """One rank's part of ``whole``, rounded up where ``whole`` is a sum that ends in padding."""
+
+    whole: Dim
+    world: int
+
+
+Meaning = Product | Sum | Share
+
+
+@dataclass(frozen=True, eq=False)
+class Hint:
+    """``dim / divided - less``."""
+
+    dim: Dim
+    divided: int = 1
+    less: int = 0
+
+
+def unknown(size: int, hint: Hint | None = None) -> Dim:
+    return (Atom(size, hint=hint),) if size != 1 else ()
+
+
+def size_of(dim: Dim) -> int:
+    return prod(atom.value for atom in dim)
+
+
+def resolved(dim: Dim) -> Dim:
+    """``dim`` in factors that are no products."""
+    return tuple(itertools.chain.from_iterable(map(_factors, dim)))
+
+
+def _factors(atom: Atom) -> Dim:
+    if isinstance(atom.meaning, Product):
+        return resolved(atom.meaning.dim)
+    if isinstance(atom.meaning, Share):
+        world = atom.meaning.world
+        first, *rest = resolved(atom.meaning.whole)
+        if rest and first.value % world == 0:  # ranks divide the outermost factor
+            atom.meaning = Product((*share((first,), world), *rest))
+            return resolved(atom.meaning.dim)
+    return (atom,)
+
+
+def share(whole: Dim, world: int) -> Dim:
+    """One rank's part of a dim that is sharded."""
+    return (Atom(size_of(whole) // world, Share(whole, world)),)
+
+
+def gathered(dim: Dim, world: int) -> Dim:
+    """The dim that ``dim`` is one rank's part of."""
+    factors = resolved(dim)
+    if not factors:
+        return unknown(world)
+    first, *rest = factors
+    if isinstance(first.meaning, Share):
+        return (*first.meaning.whole, *rest)
+    whole = Atom(first.value * world)
+    if first.meaning is None:
+        first.meaning = Share((whole,), world)
+    return (whole, *rest)
+
+
+def unify(left: Dim, right: Dim) -> None:
+    """Learn that two dims are the same; what cannot be aligned stays as it is."""
+    for whole, other in ((left, right), (right, left)):
+        found, parts = resolved(whole), resolved(other)
+        if len(found) == 1 and parts and found[0].meaning is None and not _depends(parts, found[0]):
+            _equate(found[0], parts)
+            return
+    mine, others = list(resolved(left)), list(resolved(right))
+    while mine and others:
+        x, y = mine.pop(), others.pop()
+        if x.value == y.value:
+            _merge(x, y)
+        elif x.value == 1:
+            others.append(y)
+        elif y.value == 1:
+            mine.append(x)
+        elif x.value % y.value == 0 and (parts := _split(x, y.value)):
+            mine += parts
+            others.append(y)
+        elif y.value % x.value == 0 and (parts := _split(y, x.value)):
+            others += parts
+            mine.append(x)
+        else:
+            return
+
+
+def _merge(x: Atom, y: Atom) -> None:
+    if x is y:
+        return
+    if x.meaning is None and not _depends((y,), x):
+        _equate(x, (y,))
+    elif y.meaning is None and not _depends((x,), y):
+        _equate(y, (x,))
+    elif isinstance(x.meaning, Share) and isinstance(y.meaning, Share):
+        unify(x.meaning.whole, y.meaning.whole)
+    elif isinstance(x.meaning, Sum) and isinstance(y.meaning, Sum):
+        mine, others = x.meaning.parts, y.meaning.parts
+        if [*map(size_of, mine)] == [*map(size_of, others)]:
+            for pair in zip(mine, others, strict=True):
+                unify(*pair)
+
+
+def _equate(atom: Atom, dim: Dim) -> None:
+    """Learn what an unknown is; parts that are alike are of dims that are alike."""
+    atom.meaning = Product(dim)
+    (other, *rest) = dim
+    if atom.hint is not None and not rest and other.meaning is None:
+        if other.hint is None:
+            other.hint = None if _depends(atom.hint.dim, other) else atom.hint
+        elif other.hint.divided == atom.hint.divided and other.hint.less == atom.hint.less:
+            unify(atom.hint.dim, other.hint.dim)
+
+
+def _depends(dim: Iterable[Atom], atom: Atom) -> bool:
+    return any(found is atom or _depends(_inside(found), atom) for found in dim)
+
+
+def _inside(atom: Atom) -> Dim:
+    match atom.meaning:
+        case Product(dim):
+            return dim
+        case Share(whole, _):
+            return whole
+        case Sum(parts):
+            return tuple(itertools.chain.from_iterable(parts))
+        case None:
+            return atom.hint.dim if atom.hint else ()
+
+
+def _split(atom: Atom, inner: int) -> Dim:
+    """Cut a factor in two, the inner one of size ``inner``; () where it has no such parts."""
+    if atom.meaning is None:
+        atom.meaning = Product((Atom(atom.value // inner), Atom(inner)))
+        return resolved((atom,))
+    if isinstance(atom.meaning, Share):
+        cut = cut_inner(atom.meaning.whole, inner)
+        if cut is not None:
+            atom.meaning = Product((*share(cut[0], atom.meaning.world), *cut[1]))
+            return resolved((atom,))
+    return ()
+
+
+def cut_inner(dim: Dim, size: int) -> tuple[Dim, Dim] | None:
+    """(outer, inner) factors of ``dim``, the inner ones of ``size`` together."""
+    rest, inner = list(resolved(dim)), list[Atom]()
+    if size == 1 and rest and rest[-1].value == 1:
+        inner.insert(0, rest.pop())
+    while size > 1:
+        if not rest:
+            return None
+        atom = rest.pop()
+        if size % atom.value:
+            if atom.value % size or not (parts := _split(atom, size)):
+                return None
+            rest += parts
+            continue
+        inner.insert(0, atom)
+        size //= atom.value
+    return tuple(rest), tuple(inner)
+
+
+def reshaped(dims: Sequence[Dim], shape: Sequence[int]) -> list[Dim]:
+    """Dims of a view; one that has no factors of its own in the source is unknown.
+
+    A factor of 1 goes where a new dim has size 1, else outermost into the dim to its right.
+    """
+    rest: Dim | None = tuple(itertools.chain.from_iterable(dims))
+    result: list[Dim] = []
+    for position in reversed(range(len(shape))):
+        cut = None if rest is None else cut_inner(rest, shape[position])
+        if cut is None:  # the leading dims may still be those of the source
+            same = position < len(dims) and [*map(size_of, dims)][: position + 1] == [
+                *shape[: position + 1]
+            ]
+            result.append(dims[position] if same else unknown(shape[position]))
+            rest = None
+        else:
+            rest, inner = cut
+            while rest and rest[-1].value == 1 and (position == 0 or shape[position - 1] != 1):
+                rest, inner = rest[:-1], (rest[-1], *inner)
+            if not inner and result and shape.count(1) > [*map(size_of, dims)].count(1):
+                inner, result[-1] = _outer_share(result[-1])
+            result.append(inner)
+    return result[::-1]
+
+
+def _outer_share(dim: Dim) -> tuple[Dim, Dim]:
+    """A sharded dim as the factor that ranks divide, one element a rank, and the rest."""
+    first, *rest = resolved(dim) or (None,)
+    if first is None or not isinstance(first.meaning, Share):
+        return (), dim
+    outer, *inner = _split(first, first.value) or (first,)
+    return ((outer,), (*inner, *rest)) if outer.value == 1 else ((), dim)
+
+
+def parts_of(dim: Dim, sizes: Sequence[int]) -> list[Dim]:
+    """Dims of the parts that ``dim`` is split into."""
+    if len(sizes) == 1:
+        return [dim]
+    factors = resolved(dim)
+    if len(factors) == 1:
+        (atom,) = factors
+        if isinstance(atom.meaning, Share):
+            world = atom.meaning.world
+            whole = parts_of(atom.meaning.whole, [size * world for size in sizes])
+            return [share(part, world) for part in whole]
+        if atom.meaning is None:
+            atom.meaning = Sum(tuple(map(unknown, sizes)))
+        if isinstance(atom.meaning, Sum) and [*map(size_of, atom.meaning.parts)] == [*sizes]:
+            return list(atom.meaning.parts)
+    equal = len(set(sizes)) == 1
+    return [unknown(size, Hint(dim, len(sizes)) if equal else None) for size in sizes]
+
+
+def joined(parts: Sequence[Dim]) -> Dim:
+    """The dim that ``parts`` put together make."""
+    if len(parts) == 1:
+        return parts[0]
+    return (Atom(sum(map(size_of, parts)), Sum(tuple(parts))),)
+
+
+def sliced(dim: Dim, start: int, size: int) -> Dim:
+    """A part of a dim: of a sum some of its parts, else unknown, at best known as a fraction."""
+    if size == size_of(dim):
+        return dim
+    (first, *rest) = resolved(dim)
+    if not rest and isinstance(first.meaning, Sum):
+        parts = first.meaning.parts
+        ends = [0, *itertools.accumulate(map(size_of, parts))]
+        if start in ends and start + size in ends:
+            return joined(parts[ends.index(start) : ends.index(start + size)])
+    if size_of(dim) - size == 1:
+        return unknown(size, Hint(dim, less=1))
+    whole = size_of(dim) % size == 0
+    return unknown(size, Hint(dim, size_of(dim) // size) if whole else None)
+
+
+Symbols = Callable[[Atom], sympy.Expr]
+
+
+def expression(dim: Dim, symbol: Symbols, world: sympy.Expr) -> sympy.Expr:
+    """``dim`` in symbols; ``symbol`` says what an unknown is called."""
+    return sympy.Mul(*(_atom_expression(atom, symbol, world) for atom in resolved(dim)))
+
+
+def _atom_expression(atom: Atom, symbol: Symbols, world: sympy.Expr) -> sympy.Expr:
+    match atom.meaning:
+        case Sum(parts):
+            return sympy.Add(*(expression(part, symbol, world) for part in parts))
+        case Share(whole, ranks):
+            rows = _without_padding(whole, ranks)
+            if rows is not None:
+                return sympy.ceiling(expression(rows, symbol, world) / world)
+            return expression(whole, symbol, world) / world
+        case _:
+            return symbol(atom)
+
+
+def _without_padding(whole: Dim, ranks: int) -> Dim | None:
+    """What was padded to a multiple of ``ranks``."""
+    factors = resolved(whole)
+    if len(factors) != 1 or not isinstance(factors[0].meaning, Sum):
+        return None
+    *rows, padding = factors[0].meaning.parts
+    count = sum(map(size_of, rows))
+    return joined(rows) if size_of(padding) == -count % ranks else None

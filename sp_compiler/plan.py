@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from sp_compiler.compiled import CompiledProgram
 from sp_compiler.config import CompileOptions
@@ -16,6 +17,7 @@ from sp_compiler.cost import H100
 from sp_compiler.errors import NotCompiledError
 from sp_compiler.explanation import Explanation
 from sp_compiler.fallbacks import fallbacks
+from sp_compiler.formula import ActivationFormula, KeptStorage, activation_formula
 from sp_compiler.liveness import (
     SEED_BYTES,
     Kept,
@@ -26,6 +28,7 @@ from sp_compiler.liveness import (
     function_peak_bytes,
     step_memory,
 )
+from sp_compiler.op_kinds import conversion, is_view
 from sp_compiler.partitioned import Partitioned, SavedTensor
 from sp_compiler.pipeline_plan import STATE_BYTES, CallPlan, ParameterSize, PipelinePlan, pipeline
 from sp_compiler.plan_page import page
@@ -44,6 +47,7 @@ ADAMW_BYTES = 8
 """Optimizer state a parameter: two moments in float32, as ``torch.optim.AdamW`` on float32 has."""
 
 Shared = Literal["", "shared", "returned"]
+Policy = Literal["keep", "keep the shard"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,7 @@ class KeptTensor:
         line: of the user's model, as "file.py:12 code".
         dtype: such as "bfloat16".
         num_bytes: of its storage on one rank.
+        policy: whether backward uses it as it is, or gathers it from all ranks again.
         reason: why it is kept.
         shared: "shared" where several calls keep the same storage, "returned" where it is an output
             of the model and so not counted; else "".
@@ -67,6 +72,7 @@ class KeptTensor:
     shape: tuple[int, ...]
     dtype: str
     num_bytes: int
+    policy: Policy
     reason: str
     shared: Shared = ""
 
@@ -160,6 +166,7 @@ class Plan:
         calls: of blocks, in the order of the forward.
         parameters: this rank's part of each, by name.
         timeline: the most that exists while each call runs, forward and backward.
+        formula_maker: what derives :attr:`activation_formula` when it is first asked for.
     """
 
     model_name: str
@@ -182,6 +189,22 @@ class Plan:
     calls: tuple[CallPlan, ...] = ()
     parameters: dict[str, ParameterSize] = field(default_factory=dict)
     timeline: tuple[Moment, ...] = ()
+    formula_maker: Callable[[], ActivationFormula] | None = field(
+        default=None, repr=False, compare=False
+    )
+
+    @property
+    def activation_formula(self) -> ActivationFormula:
+        """Bytes kept for backward in symbols: of each block and of the whole model.
+
+        >>> print(plan.activation_formula)
+
+        Derived from the graph when it is first asked for, which takes tenths of a second. At the
+        sizes of this plan it gives exactly :attr:`activation_bytes` and each block's
+        ``kept_bytes``.
+        """
+        assert self.formula_maker is not None
+        return self.formula_maker()
 
     @property
     def total_bytes(self) -> int:
@@ -216,15 +239,20 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, with what the properties derive."""
+        formula = self.activation_formula
         blocks = [
             {**asdict(block), "num_calls": block.num_calls, "kept_bytes": block.kept_bytes}
             for block in self.blocks
         ]
-        plain = asdict(replace(self, explainer=None))
-        del plain["explainer"]
+        for block in blocks:
+            for tensor, text in zip(block["kept"], formula.tensors[block["name"]], strict=True):
+                tensor["formula"] = str(text)
+        plain = asdict(replace(self, explainer=None, formula_maker=None))
+        del plain["explainer"], plain["formula_maker"]
         return {
             **plain,
             "blocks": blocks,
+            "activation_formula": formula.to_dict(),
             "collectives": [asdict(item) for item in self.collectives],
             "total_bytes": self.total_bytes,
             "step_us": self.step_us,
@@ -293,7 +321,8 @@ class Plan:
         Path(path).write_text(page(self), encoding="utf-8")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "explainer": None}
+        known = partial(_known, self.activation_formula)
+        return {**vars(self), "explainer": None, "formula_maker": known}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
         return self
@@ -302,10 +331,15 @@ class Plan:
         return report(self)
 
 
+def _known(formula: ActivationFormula) -> ActivationFormula:
+    return formula
+
+
 def make_plan(compiled: CompiledProgram, options: CompileOptions, model_name: str = "") -> Plan:
     """Account for ``compiled``, whose ``regions`` must hold what was partitioned."""
     memory = step_memory(compiled)
-    blocks = tuple(_block(compiled, region, memory) for region in compiled.program.regions)
+    kept = {region.name: _kept(compiled, region, memory) for region in compiled.program.regions}
+    blocks = tuple(_block(compiled, region, kept[region.name]) for region in compiled.program.regions)
     sizes = _parameters(compiled)
     bucket = _gradient_reduction(compiled, sizes)
     work = sum((block.work.times(block.num_calls) for block in blocks), Work())
@@ -335,6 +369,7 @@ def make_plan(compiled: CompiledProgram, options: CompileOptions, model_name: st
             for name, size in sizes.items()
         },
         timeline=memory.timeline,
+        formula_maker=cache(partial(activation_formula, compiled, memory, kept)),
     )
 
 
@@ -351,9 +386,11 @@ def merged(found: Iterable[Collective]) -> tuple[Collective, ...]:
 # Blocks.
 
 
-def _block(compiled: CompiledProgram, region: Region, memory: StepMemory) -> BlockPlan:
+def _block(
+    compiled: CompiledProgram, region: Region, kept: Sequence[KeptStorage]
+) -> BlockPlan:
     parts = compiled.regions[region.name].partitioned
-    calls = [i for i, call in enumerate(compiled.program.calls) if call.region is region]
+    gathered = _gathered_again(parts)
     work = _work(parts.forward, compiled.world)
     backward: tuple[Collective, ...] = ()
     if parts.step_backward is not None:
@@ -361,32 +398,53 @@ def _block(compiled: CompiledProgram, region: Region, memory: StepMemory) -> Blo
         backward = _collectives(parts.step_backward)
     return BlockPlan(
         name=region.name,
-        paths=tuple(compiled.program.calls[i].path for i in calls),
-        kept=tuple(_kept(parts, calls, memory)),
+        paths=tuple(compiled.program.paths(region)),
+        kept=tuple(_tensor(parts.saved[item.position], item, gathered) for item in kept),
         forward=_collectives(parts.forward),
         backward=backward,
         work=work,
     )
 
 
-def _kept(parts: Partitioned, calls: Sequence[int], memory: StepMemory) -> Iterable[KeptTensor]:
+def _kept(compiled: CompiledProgram, region: Region, memory: StepMemory) -> list[KeptStorage]:
+    """What each call of ``region`` keeps, by position; where calls differ, the last one's."""
     holders: dict[Any, int] = {}
     for item in memory.kept:
         holders[item.storage] = holders.get(item.storage, 0) + 1
     mine: dict[int, list[Kept]] = {}
     for item in memory.kept:
-        if item.call in calls:
+        if compiled.program.calls[item.call].region is region:
             mine.setdefault(item.position, []).append(item)
+    found = []
     for position, items in sorted(mine.items()):
         shared: Shared = ""
         if all(item.storage in memory.returned for item in items):
             shared = "returned"
         elif all(holders[item.storage] > 1 for item in items):
             shared = "shared"
-        yield _tensor(parts.saved[position], items[-1].storage.num_bytes, shared)
+        found.append(KeptStorage(position, items[-1].storage, shared))
+    return found
 
 
-def _tensor(saved: SavedTensor, num_bytes: int, shared: Shared) -> KeptTensor:
+def _gathered_again(parts: Partitioned) -> set[str]:
+    """Names of kept tensors of which backward takes nothing but the gathered whole."""
+    if parts.step_backward is None:
+        return set()
+    return {
+        node.name
+        for node in parts.step_backward.find_nodes(op="placeholder")
+        if any(conversion(user) == "all_gather" for user in _through_views(node))
+    }
+
+
+def _through_views(node: Node) -> Iterable[Node]:
+    for user in node.users:
+        yield user
+        if is_view(user):
+            yield from _through_views(user)
+
+
+def _tensor(saved: SavedTensor, kept: KeptStorage, gathered: Collection[str]) -> KeptTensor:
     reason = "to draw the same dropout masks again" if saved.kind == "seed" else saved.reason
     return KeptTensor(
         name=saved.name,
@@ -395,9 +453,10 @@ def _tensor(saved: SavedTensor, num_bytes: int, shared: Shared) -> KeptTensor:
         op=saved.op,
         shape=saved.shape,
         dtype=str(saved.dtype).removeprefix("torch."),
-        num_bytes=SEED_BYTES if saved.kind == "seed" else num_bytes,
+        num_bytes=SEED_BYTES if saved.kind == "seed" else kept.storage.num_bytes,
+        policy="keep the shard" if saved.name in gathered else "keep",
         reason=reason,
-        shared=shared,
+        shared=kept.shared,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import sympy
 
@@ -40,12 +40,13 @@ class ActivationFormula:
 
     Attributes:
         blocks: name of a distinct block to what each of its calls adds.
+        tensors: name of a distinct block to each of the tensors that it keeps.
         total: of the whole model.
-        symbols: by name; those without ``equal_to`` are free.
-        general: ``total`` without ``equal_to`` put in.
+        symbols: by name; those with ``equal_to`` do not occur.
     """
 
     blocks: Mapping[str, sympy.Expr]
+    tensors: Mapping[str, tuple[sympy.Expr, ...]]
     total: sympy.Expr
     symbols: Mapping[str, Size]
 
@@ -96,17 +97,48 @@ def _symbol(name: str) -> sympy.Symbol:
     return sympy.Symbol(name, positive=True, integer=True)
 
 
-class Formulas:
-    """Formulas of the storages that ``compiled`` keeps.
+@dataclass(frozen=True)
+class KeptStorage:
+    """What the calls of a block keep at ``position`` of what they save, of one of them.
+
+    ``shared``: see :class:`~sp_compiler.plan.KeptTensor`.
+    """
+
+    position: int
+    storage: Storage
+    shared: Literal["", "shared", "returned"]
+
+
+def activation_formula(
+    compiled: CompiledProgram, memory: StepMemory, kept: Mapping[str, Sequence[KeptStorage]]
+) -> ActivationFormula:
+    """Derive the formulas of what a step keeps.
 
     Args:
         memory: of a step of ``compiled``.
+        kept: by name of the block.
     """
+    formulas = _Formulas(compiled, memory)
+    tensors = {
+        name: tuple(formulas.of(item.storage) for item in items) for name, items in kept.items()
+    }
+    blocks = {
+        name: tidy(sympy.Add(*(f for f, i in zip(tensors[name], items, strict=True) if not i.shared)))
+        for name, items in kept.items()
+    }
+    total = tidy(sympy.Add(*formulas.terms()))
+    found = ActivationFormula(blocks, tensors, total, formulas.names.sizes())
+    assert found.value(total) == memory.kept_bytes, total
+    return found
+
+
+class _Formulas:
+    """Formulas of the storages that ``compiled`` keeps."""
 
     def __init__(self, compiled: CompiledProgram, memory: StepMemory) -> None:
         self.compiled, self.memory = compiled, memory
         self._shapes = follow_shapes(compiled)
-        self._names = Names(find_roles(compiled, self._shapes), compiled.world)
+        self.names = Names(find_roles(compiled, self._shapes), compiled.world)
         self._found: dict[tuple[str, str], sympy.Expr] = {}
 
     def of(self, storage: Storage) -> sympy.Expr:
@@ -116,37 +148,22 @@ class Formulas:
         if (region, name) not in self._found:
             self._found[region, name] = self._of(region, name)
         found = self._found[region, name]
-        assert self._names.value(found) == storage.num_bytes, (storage, found)
+        assert self.names.value(found) == storage.num_bytes, (storage, found)
         return found
 
     def _of(self, region: str, name: str) -> sympy.Expr:
         graph = self.compiled.regions[region].partitioned.forward
         (node,) = [node for node in graph.nodes if node.name == name]
-        if name not in self._shapes.values[region] or not hasattr(node.meta["val"], "element_size"):
-            raise AssertionError(node)
         if node.op == "placeholder":
             return sympy.Integer(SEED_BYTES)
         dims = self._shapes.of(region, name)
-        sizes = (self._names.expression(dim) for dim in dims)
+        sizes = (self.names.expression(dim) for dim in dims)
         return tidy(sympy.Mul(node.meta["val"].element_size(), *sizes))
-
-    def make(self, kept: Mapping[str, Sequence[Storage]]) -> ActivationFormula:
-        """
-        Args:
-            kept: block to the storages that one of its calls adds.
-        """
-        blocks = {
-            name: tidy(sympy.Add(*map(self.of, storages))) for name, storages in kept.items()
-        }
-        total = tidy(sympy.Add(*self._terms()))
-        formula = ActivationFormula(blocks, total, self._names.sizes())
-        assert formula.value(total) == self.memory.kept_bytes
-        return formula
 
     def _key(self, item: Kept) -> tuple[str, int]:
         return self.compiled.program.calls[item.call].region.name, item.position
 
-    def _terms(self) -> list[sympy.Expr]:
+    def terms(self) -> list[sympy.Expr]:
         """Each storage once, those of repeated blocks times the number of layers."""
         counts: Counter[tuple[str, int]] = Counter()
         formulas: dict[tuple[str, int], sympy.Expr] = {}
@@ -162,7 +179,7 @@ class Formulas:
             formulas[key] = self.of(item.storage)
         calls = Counter(call.region.name for call in self.compiled.program.calls)
         return [
-            (count if shared[key] == 1 else self._names.layers(key[0], calls[key[0]], count))
+            (count if shared[key] == 1 else self.names.layers(key[0], calls[key[0]], count))
             * formulas[key]
             for key, count in counts.items()
         ]

@@ -122,6 +122,10 @@ def unify(left: Dim, right: Dim) -> None:
     while mine and others:
         x, y = mine.pop(), others.pop()
         if x.value == y.value:
+            if _is_single(mine) and (parts := _split(y, y.value)):
+                others, y = [*others, *parts[:-1]], parts[-1]
+            elif _is_single(others) and (parts := _split(x, x.value)):
+                mine, x = [*mine, *parts[:-1]], parts[-1]
             _merge(x, y)
         elif x.value == 1:
             others.append(y)
@@ -135,6 +139,11 @@ def unify(left: Dim, right: Dim) -> None:
             mine.append(x)
         else:
             return
+
+
+def _is_single(factors: Sequence[Atom]) -> bool:
+    """Whether the next factor is the only element that each rank has."""
+    return bool(factors) and factors[-1].value == 1 and isinstance(factors[-1].meaning, Share)
 
 
 def _merge(x: Atom, y: Atom) -> None:
@@ -182,7 +191,7 @@ def _inside(atom: Atom) -> Dim:
 
 def _split(atom: Atom, inner: int) -> Dim:
     """Cut a factor in two, the inner one of size ``inner``; () where it has no such parts."""
-    if atom.meaning is None:
+    if atom.meaning is None and atom.value > inner:
         atom.meaning = Product((Atom(atom.value // inner), Atom(inner)))
         return resolved((atom,))
     if isinstance(atom.meaning, Share):

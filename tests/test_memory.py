@@ -7,72 +7,76 @@ arXiv 2205.05198, table 2. Shapes only: nothing of this size is computed.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import pytest
+import sympy
 import torch
 
 from benchmarks.models import PAPER_SETUPS, PlainGPT
-from sp_compiler.plan import BlockPlan
+from sp_compiler.plan import BlockPlan, Plan
 from sp_compiler.planning import plan
 
 T = 8
 TOLERANCE = 1e-3
-Formula = Callable[[float], float]
-"""Bytes in units of sbh, of the attention's share ``as/h``."""
 
 # What the paper leaves out: the mean and the inverse deviation of each row of two norms, in bf16,
 # and the seed that dropout masks are drawn from again.
 STATISTICS = {"mean", "rstd", "mean_1", "rstd_1"}
 SEED = {"seed"}
 
-ROWS: list[tuple[dict[str, Any], Formula, set[str]]] = [
+# What a block keeps in units of sbh, and what is kept besides.
+ROWS: list[tuple[dict[str, Any], str, set[str]]] = [
     # The paper's own rows, with the masks kept.
     (
+        {"tp": 1, "recompute": "none", "dropout": "stored"},
+        "34 + 5*a*s/h",
+        STATISTICS,
+    ),
+    (
         {"recompute": "none", "sequence_parallel": False, "dropout": "stored"},
-        lambda attention: 10 + 24 / T + 5 * attention / T,
+        "10 + 24/t + 5*a*s/(h*t)",
         STATISTICS,
     ),
     (
         {"recompute": "none", "dropout": "stored"},
-        lambda attention: 34 / T + 5 * attention / T,
+        "(34 + 5*a*s/h)/t",
         STATISTICS,
     ),
     (
         {"recompute": "attention", "sequence_parallel": False, "dropout": "stored"},
-        lambda attention: 10 + 24 / T,
+        "10 + 24/t",
         STATISTICS,
     ),
-    ({"recompute": "attention", "dropout": "stored"}, lambda attention: 34 / T, STATISTICS),
+    ({"recompute": "attention", "dropout": "stored"}, "34/t", STATISTICS),
     (
         {"recompute": "full", "sequence_parallel": False, "dropout": "stored"},
-        lambda attention: 2,
+        "2",
         set(),
     ),
-    ({"recompute": "full", "dropout": "stored"}, lambda attention: 2 / T, set()),
+    ({"recompute": "full", "dropout": "stored"}, "2/t", set()),
     # The same with masks drawn again in backward: 2sbh of masks less, and as²b of the core's.
     (
         {"recompute": "none", "sequence_parallel": False},
-        lambda attention: 8 + 24 / T + 4 * attention / T,
+        "8 + 24/t + 4*a*s/(h*t)",
         STATISTICS,
     ),
-    ({"recompute": "none"}, lambda attention: (32 + 4 * attention) / T, STATISTICS),
+    ({"recompute": "none"}, "(32 + 4*a*s/h)/t", STATISTICS),
     (
         {"recompute": "attention", "sequence_parallel": False},
-        lambda attention: 8 + 24 / T,
+        "8 + 24/t",
         STATISTICS,
     ),
-    ({"recompute": "attention"}, lambda attention: 32 / T, STATISTICS),
+    ({"recompute": "attention"}, "32/t", STATISTICS),
     # Below the paper: pointwise and row-wise results are computed again too.
-    ({"recompute": "selective"}, lambda attention: 20 / T, set()),
+    ({"recompute": "selective"}, "20/t", set()),
     (
         {"recompute": "selective", "sequence_parallel": False},
-        lambda attention: 4 + 16 / T,
+        "4 + 16/t",
         set(),
     ),
-    ({"recompute": "selective", "dropout": "stored"}, lambda attention: 22 / T, set()),
+    ({"recompute": "selective", "dropout": "stored"}, "22/t", set()),
 ]
 
 
@@ -83,13 +87,14 @@ def _model(preset: str) -> PlainGPT:
         return PlainGPT(config).bfloat16()
 
 
-def _block(preset: str, options: dict[str, Any]) -> BlockPlan:
+def _plan(preset: str, options: dict[str, Any]) -> tuple[Plan, BlockPlan]:
     setup = PAPER_SETUPS[preset]
     with torch.device("meta"):
         ids = torch.zeros(setup.micro_batch, setup.sequence_length, dtype=torch.long)
-    found = plan(_model(preset), ((), {"input_ids": ids, "labels": ids}), tp=T, **options)
+    options = {"tp": T, **options}
+    found = plan(_model(preset), ((), {"input_ids": ids, "labels": ids}), **options)
     (block,) = [block for block in found.blocks if block.num_calls == 2]
-    return block
+    return found, block
 
 
 @pytest.mark.parametrize("preset", ["gpt-22b", pytest.param("gpt3-175b", marks=pytest.mark.slow)])
@@ -99,13 +104,24 @@ def _block(preset: str, options: dict[str, Any]) -> BlockPlan:
     ids=["-".join(map(str, options.values())) for options, _, _ in ROWS],
 )
 def test_a_block_keeps_what_the_formula_says(
-    preset: str, options: dict[str, Any], formula: Formula, ignored: set[str]
+    preset: str, options: dict[str, Any], formula: str, ignored: set[str]
 ) -> None:
+    """In numbers, and in symbols derived from the graph alone."""
     setup = PAPER_SETUPS[preset]
-    config, s, b = setup.model, setup.sequence_length, setup.micro_batch
-    sbh = s * b * config.hidden_size
-    expected = sbh * formula(config.num_heads * s / config.hidden_size)
-    block = _block(preset, options)
+    config, (found, block) = setup.model, _plan(preset, options)
+    sizes = {
+        "b": setup.micro_batch,
+        "s": setup.sequence_length,
+        "h": config.hidden_size,
+        "a": config.num_heads,
+        "t": found.tp,
+    }
+    symbols = {name: sympy.Symbol(name, positive=True, integer=True) for name in sizes}
+    paper = sympy.sympify(f"b*s*h*({formula})", symbols)
+    expected = int(paper.subs({symbols[name]: size for name, size in sizes.items()}))
+    derived = found.activation_formula
+    assert sympy.expand(derived.widths_only(derived.blocks[block.name]) - paper) == 0
+    assert derived.value(derived.blocks[block.name]) == block.kept_bytes
     beyond = {tensor.name for tensor in block.kept} & (ignored | SEED)
     assert beyond >= ignored, "a tensor that is meant to be ignored is not there"
     counted = sum(tensor.num_bytes for tensor in block.kept if tensor.name not in beyond)

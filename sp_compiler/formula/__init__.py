@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from sp_compiler.formula.shapes import follow_shapes
 from sp_compiler.formula.sizes import Atom, Dim, expression, size_of
 from sp_compiler.liveness import SEED_BYTES, Kept, StepMemory, Storage
 
+_WIDTHS = "hakdefcv"
 WORLD = sympy.Symbol("t", positive=True, integer=True)
 
 
@@ -127,7 +129,8 @@ def activation_formula(
         for name, items in kept.items()
     }
     total = tidy(sympy.Add(*formulas.terms()))
-    found = ActivationFormula(blocks, tensors, total, formulas.names.sizes())
+    sizes = formulas.names.sizes(itertools.chain([total], *tensors.values()))
+    found = ActivationFormula(blocks, tensors, total, sizes)
     assert found.value(total) == memory.kept_bytes, total
     return found
 
@@ -206,8 +209,14 @@ class Names:
         values = {_symbol(name): sympy.Integer(size.value) for name, size in self._sizes.items()}
         return int(formula.xreplace(values))
 
-    def sizes(self) -> dict[str, Size]:
-        return dict(self._sizes)
+    def sizes(self, formulas: Iterable[sympy.Expr]) -> dict[str, Size]:
+        """Of the symbols in ``formulas``, and of those that were written otherwise."""
+        used = {str(symbol) for formula in formulas for symbol in formula.free_symbols}
+        return {
+            name: size
+            for name, size in self._sizes.items()
+            if name in used or size.equal_to is not None
+        }
 
     def layers(self, region: str, calls: int, count: int) -> sympy.Expr:
         """``count`` of a region's ``calls``, in terms of their number."""
@@ -249,13 +258,13 @@ class Names:
         hidden = self._sizes.get("h")
         for name, size in list(self._sizes.items()):
             letter, equal = name.rstrip("0123456789"), None
-            if hidden is None:
-                return
-            heads = self._sizes.get("a")
-            if letter == "d" and heads is not None and size.value * heads.value == hidden.value:
+            first, heads = self._sizes[letter], self._sizes.get("a")
+            if name != letter and letter in _WIDTHS and size.value == first.value:
+                equal = first.equal_to or _symbol(letter)
+            elif hidden is None:
+                continue
+            elif letter == "d" and heads is not None and size.value * heads.value == hidden.value:
                 equal = _symbol("h") / _symbol("a")
-            elif name != letter == "d" and size.value == self._sizes[letter].value:
-                equal = self._sizes[letter].equal_to or _symbol(letter)
             elif letter == "f" and size.value % hidden.value == 0:
                 equal = size.value // hidden.value * _symbol("h")
             if equal is not None:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
+from math import prod
 
 import torch
 from torch.fx import Node
@@ -33,7 +34,7 @@ MEANINGS = {
     "v": "vocabulary, or classes of the loss",
     "e": "experts",
     "c": "experts chosen for a token",
-    "f": "width inside the feed-forward network: made by one linear and read by another",
+    "f": "feed-forward width: made by one linear and read by another",
 }
 """Letters of the roles, in the order in which they are given."""
 
@@ -55,9 +56,8 @@ def find_roles(compiled: CompiledProgram, shapes: Shapes) -> list[Role]:
         if shape and not _is_among(shape[0], [role.dim for role in found if role.letter == "s"])
     ][:1]
     order = {letter: position for position, letter in enumerate(MEANINGS)}
-    return sorted(
-        (Role(role.letter, whole(role.dim)) for role in found), key=lambda r: order[r.letter]
-    )
+    found = [Role(role.letter, whole(role.dim)) for role in found]
+    return sorted(found, key=lambda r: (order[r.letter], -size_of(r.dim) * (r.letter == "f")))
 
 
 def whole(dim: Dim) -> Dim:
@@ -73,7 +73,7 @@ def _is_among(dim: Dim, others: list[Dim]) -> bool:
 
 
 def _handed_on(compiled: CompiledProgram, shapes: Shapes) -> Iterator[Dim]:
-    """The last dim of most of the values that layers take from others."""
+    """The last dim of most of what layers take from others."""
     dims: Counter[Dim] = Counter()
     for call in compiled.program.calls:
         forward = compiled.regions[call.region.name].partitioned.forward
@@ -81,7 +81,7 @@ def _handed_on(compiled: CompiledProgram, shapes: Shapes) -> Iterator[Dim]:
         for ref, (node, source) in zip(call.args, nodes, strict=True):
             shape = shapes.of(call.region.name, node.name)
             if ref.kind == "call" and source.meta.get("requires_grad") and len(shape) > 1:
-                dims[resolved(shape[-1])] += 1
+                dims[resolved(shape[-1])] += prod(map(size_of, shape))
     return iter([dim for dim, _ in dims.most_common(1)])
 
 

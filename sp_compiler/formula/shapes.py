@@ -117,8 +117,9 @@ def _whole(shape: Shape, placement: Any, world: int) -> Shape:
 def _part(shape: Shape, placement: Any, world: int) -> Shape:
     if placement.kind != "S":
         return shape
+    count = len(placement.segments) if len(set(placement.segments)) == 1 else 1
     return tuple(
-        share(dim, world) if position == placement.dim else dim
+        share(dim, world, count) if position == placement.dim else dim
         for position, dim in enumerate(shape)
     )
 
@@ -223,7 +224,9 @@ def _unsqueezed(node: Node, operands: Sequence[Shape]) -> list[Shape]:
 
 
 def _view(node: Node, operands: Sequence[Shape]) -> list[Shape]:
-    return [tuple(reshaped(operands[0], node.meta["val"].shape))]
+    # For a product by batches whatever is left of rows and columns is one dim.
+    batches = any(user.target is aten.bmm.default for user in node.users)
+    return [tuple(reshaped(operands[0], node.meta["val"].shape, to_right=not batches))]
 
 
 def _same(node: Node, operands: Sequence[Shape]) -> list[Shape]:
@@ -235,6 +238,21 @@ def _converted(node: Node, operands: Sequence[Shape]) -> list[Shape]:
     assert pair is not None
     source, target = pair
     return [_part(_whole(operands[0], source, world), target, world)]
+
+
+def _product(node: Node, operands: Sequence[Shape]) -> list[Shape]:
+    left, right = operands
+    for pair in [*zip(left[:-2], right[:-2], strict=True), (left[-1], right[-2])]:
+        unify(*pair)
+    return [(*left[:-1], right[-1])]
+
+
+def _linear(node: Node, operands: Sequence[Shape]) -> list[Shape]:
+    left, weight, *bias = operands
+    unify(left[-1], weight[1])
+    for shape in bias:
+        unify(shape[0], weight[0])
+    return [(*left[:-1], weight[0])]
 
 
 def _lookup(node: Node, operands: Sequence[Shape]) -> list[Shape]:
@@ -335,6 +353,9 @@ _SPECIAL: dict[Any, Special] = {
     **dict.fromkeys((aten.permute.default, aten.transpose.int, aten.t.default), _permuted),
     aten.unsqueeze.default: _unsqueezed,
     _sp.convert.default: _converted,
+    aten.mm.default: _product,
+    aten.bmm.default: _product,
+    aten.linear.default: _linear,
     aten.embedding.default: _lookup,
     _sp.vocab_embedding.default: _lookup,
     _sp.vocab_nll.default: _loss,

@@ -7,6 +7,7 @@ makes them so (both dims of a sum, the inner dims of a product), never because t
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -49,10 +50,14 @@ class Sum:
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """One rank's part of ``whole``, rounded up where ``whole`` is a sum that ends in padding."""
+    """One rank's part of ``whole``, rounded up where ``whole`` is a sum that ends in padding.
+
+    ``segments``: number of equal segments of ``whole``, each of which ranks divide.
+    """
 
     whole: Dim
     world: int
+    segments: int = 1
 
 
 Meaning = Product | Sum | Share
@@ -84,17 +89,21 @@ def _factors(atom: Atom) -> Dim:
     if isinstance(atom.meaning, Product):
         return resolved(atom.meaning.dim)
     if isinstance(atom.meaning, Share):
-        world = atom.meaning.world
-        first, *rest = resolved(atom.meaning.whole)
-        if rest and first.value % world == 0:  # ranks divide the outermost factor
-            atom.meaning = Product((*share((first,), world), *rest))
+        world, segments = atom.meaning.world, atom.meaning.segments
+        factors = resolved(atom.meaning.whole)
+        sizes = [*itertools.accumulate((f.value for f in factors), operator.mul, initial=1)]
+        # Ranks divide the outermost factor, that of a segment where there are several.
+        position = sizes.index(segments) if segments in sizes[:-1] else -1
+        if len(factors) > 1 and position >= 0 and factors[position].value % world == 0:
+            divided = share((factors[position],), world)
+            atom.meaning = Product((*factors[:position], *divided, *factors[position + 1 :]))
             return resolved(atom.meaning.dim)
     return (atom,)
 
 
-def share(whole: Dim, world: int) -> Dim:
+def share(whole: Dim, world: int, segments: int = 1) -> Dim:
     """One rank's part of a dim that is sharded."""
-    return (Atom(size_of(whole) // world, Share(whole, world)),)
+    return (Atom(size_of(whole) // world, Share(whole, world, segments)),)
 
 
 def gathered(dim: Dim, world: int) -> Dim:
@@ -102,9 +111,10 @@ def gathered(dim: Dim, world: int) -> Dim:
     factors = resolved(dim)
     if not factors:
         return unknown(world)
+    for position, atom in enumerate(factors):
+        if isinstance(atom.meaning, Share):
+            return (*factors[:position], *atom.meaning.whole, *factors[position + 1 :])
     first, *rest = factors
-    if isinstance(first.meaning, Share):
-        return (*first.meaning.whole, *rest)
     whole = Atom(first.value * world)
     if first.meaning is None:
         first.meaning = Share((whole,), world)
@@ -194,7 +204,7 @@ def _split(atom: Atom, inner: int) -> Dim:
     if atom.meaning is None and atom.value > inner:
         atom.meaning = Product((Atom(atom.value // inner), Atom(inner)))
         return resolved((atom,))
-    if isinstance(atom.meaning, Share):
+    if isinstance(atom.meaning, Share) and atom.meaning.segments == 1:
         cut = cut_inner(atom.meaning.whole, inner)
         if cut is not None:
             atom.meaning = Product((*share(cut[0], atom.meaning.world), *cut[1]))
@@ -221,12 +231,17 @@ def cut_inner(dim: Dim, size: int) -> tuple[Dim, Dim] | None:
     return tuple(rest), tuple(inner)
 
 
-def reshaped(dims: Sequence[Dim], shape: Sequence[int]) -> list[Dim]:
+def reshaped(
+    dims: Sequence[Dim], shape: Sequence[int], *, to_right: bool = True
+) -> list[Dim]:
     """Dims of a view; one that has no factors of its own in the source is unknown.
 
-    A factor of 1 goes where a new dim has size 1, else outermost into the dim to its right.
+    A factor of 1 goes where a new dim has size 1, else outermost into the dim to its right, or
+    innermost into the one to its left.
     """
     rest: Dim | None = tuple(itertools.chain.from_iterable(dims))
+    for atom in resolved(rest):
+        _cut_segments(atom, shape)
     result: list[Dim] = []
     for position in reversed(range(len(shape))):
         cut = None if rest is None else cut_inner(rest, shape[position])
@@ -238,12 +253,21 @@ def reshaped(dims: Sequence[Dim], shape: Sequence[int]) -> list[Dim]:
             rest = None
         else:
             rest, inner = cut
-            while rest and rest[-1].value == 1 and (position == 0 or shape[position - 1] != 1):
+            alone = position > 0 and (shape[position - 1] == 1 or not to_right)
+            while rest and rest[-1].value == 1 and not alone:
                 rest, inner = rest[:-1], (rest[-1], *inner)
             if not inner and result and shape.count(1) > [*map(size_of, dims)].count(1):
                 inner, result[-1] = _outer_share(result[-1])
             result.append(inner)
     return result[::-1]
+
+
+def _cut_segments(atom: Atom, shape: Sequence[int]) -> None:
+    """Where a view takes the segments of a sharded dim apart, ranks divide the inner factor."""
+    if isinstance(atom.meaning, Share) and atom.meaning.segments > 1:
+        count = atom.meaning.segments
+        if (count, atom.value // count) in itertools.pairwise(shape):
+            cut_inner(atom.meaning.whole, size_of(atom.meaning.whole) // count)
 
 
 def _outer_share(dim: Dim) -> tuple[Dim, Dim]:

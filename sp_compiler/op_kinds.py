@@ -22,6 +22,8 @@ MATMULS = {
     aten.linear.default: (0, 1),
     aten.convolution.default: (0, 1),
 }
+# Rows sorted by expert times a matrix an expert; by name, for the second is another package's.
+_GROUPED = frozenset({"aten::_grouped_mm", "transformers::grouped_mm_fallback"})
 FUSED_ATTENTION = frozenset(
     {
         aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -147,4 +149,6 @@ def has_inner_communication(node: Node) -> bool:
 def matmul_factors(node: Node) -> tuple[Node, Node] | None:
     """The two factors of a matrix product, None for other operators."""
     positions = MATMULS.get(node.target)
+    if getattr(getattr(node.target, "_schema", None), "name", "") in _GROUPED:
+        positions = (0, 1)
     return None if positions is None else (node.args[positions[0]], node.args[positions[1]])

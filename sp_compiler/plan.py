@@ -339,7 +339,9 @@ def make_plan(compiled: CompiledProgram, options: CompileOptions, model_name: st
     """Account for ``compiled``, whose ``regions`` must hold what was partitioned."""
     memory = step_memory(compiled)
     kept = {region.name: _kept(compiled, region, memory) for region in compiled.program.regions}
-    blocks = tuple(_block(compiled, region, kept[region.name]) for region in compiled.program.regions)
+    blocks = tuple(
+        _block(compiled, region, kept[region.name]) for region in compiled.program.regions
+    )
     sizes = _parameters(compiled)
     bucket = _gradient_reduction(compiled, sizes)
     work = sum((block.work.times(block.num_calls) for block in blocks), Work())
@@ -386,9 +388,7 @@ def merged(found: Iterable[Collective]) -> tuple[Collective, ...]:
 # Blocks.
 
 
-def _block(
-    compiled: CompiledProgram, region: Region, kept: Sequence[KeptStorage]
-) -> BlockPlan:
+def _block(compiled: CompiledProgram, region: Region, kept: Sequence[KeptStorage]) -> BlockPlan:
     parts = compiled.regions[region.name].partitioned
     gathered = _gathered_again(parts)
     work = _work(parts.forward, compiled.world)

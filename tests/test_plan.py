@@ -213,7 +213,11 @@ def test_json_is_the_whole_plan() -> None:
     assert data["activation_bytes"] == found.activation_bytes
     assert data["blocks"][1]["kept"][0]["name"] == found.blocks[1].kept[0].name
     assert data["options"]["recompute"] == "selective"
-    assert {field.name for field in dataclasses.fields(Plan)} <= {*data, "explainer", "formula_maker"}
+    assert {field.name for field in dataclasses.fields(Plan)} <= {
+        *data,
+        "explainer",
+        "formula_maker",
+    }
 
 
 def test_example_inputs_must_be_args_and_kwargs() -> None:

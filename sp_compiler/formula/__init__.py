@@ -13,7 +13,7 @@ import sympy
 from sp_compiler.compiled import CompiledProgram
 from sp_compiler.formula.roles import MEANINGS, Role, find_roles
 from sp_compiler.formula.shapes import follow_shapes
-from sp_compiler.formula.sizes import Atom, Dim, expression, size_of
+from sp_compiler.formula.sizes import Atom, Dim, expression, size_of, unknowns
 from sp_compiler.liveness import SEED_BYTES, Kept, StepMemory, Storage
 
 _WIDTHS = "hakdefcv"
@@ -38,7 +38,7 @@ class Size:
 
 @dataclass(frozen=True)
 class ActivationFormula:
-    """Bytes kept for backward on one rank, exactly, as :mod:`sympy` expressions.
+    """Bytes kept for backward on one rank, exactly, as expanded :mod:`sympy` expressions.
 
     Attributes:
         blocks: name of a distinct block to what each of its calls adds.
@@ -55,7 +55,9 @@ class ActivationFormula:
     def value(self, formula: sympy.Expr, **sizes: int) -> int:
         """Bytes of ``formula`` at the sizes of this program but for ``sizes``, by symbol."""
         values = {name: size.value for name, size in self.symbols.items()} | sizes
-        return int(formula.xreplace({_symbol(name): sympy.Integer(n) for name, n in values.items()}))
+        return int(
+            formula.xreplace({_symbol(name): sympy.Integer(n) for name, n in values.items()})
+        )
 
     def widths_only(self, formula: sympy.Expr) -> sympy.Expr:
         """``formula`` without what has no width in it: row statistics, seeds, single numbers.
@@ -66,7 +68,7 @@ class ActivationFormula:
         tokens = {_symbol("b"), _symbol("s"), WORLD}
         terms = sympy.Add.make_args(sympy.expand(formula))
         small = [t for t in terms if t.free_symbols <= tokens and sympy.degree(t, _symbol("s")) < 2]
-        return tidy(sympy.Add(*terms) - sympy.Add(*small))
+        return sympy.Add(*terms) - sympy.Add(*small)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data; formulas as text that ``sympy.sympify`` reads."""
@@ -78,12 +80,12 @@ class ActivationFormula:
             }
             for name, size in self.symbols.items()
         }
-        blocks = {name: str(formula) for name, formula in self.blocks.items()}
-        return {"blocks": blocks, "total": str(self.total), "symbols": sizes}
+        blocks = {name: str(tidy(formula)) for name, formula in self.blocks.items()}
+        return {"blocks": blocks, "total": str(tidy(self.total)), "symbols": sizes}
 
     def __str__(self) -> str:
-        lines = [f"{name}: {formula}" for name, formula in self.blocks.items()]
-        lines.append(f"whole model: {self.total}")
+        lines = [f"{name}: {tidy(formula)}" for name, formula in self.blocks.items()]
+        lines.append(f"whole model: {tidy(self.total)}")
         for name, size in self.symbols.items():
             written = "" if size.equal_to is None else f", written as {size.equal_to}"
             lines.append(f"  {name} = {size.value}: {size.meaning}{written}")
@@ -91,7 +93,7 @@ class ActivationFormula:
 
 
 def tidy(formula: sympy.Expr) -> sympy.Expr:
-    """Common factors in front."""
+    """For people to read: common factors in front, which no further step of sympy may undo."""
     return sympy.factor_terms(sympy.expand(formula))
 
 
@@ -125,10 +127,12 @@ def activation_formula(
         name: tuple(formulas.of(item.storage) for item in items) for name, items in kept.items()
     }
     blocks = {
-        name: tidy(sympy.Add(*(f for f, i in zip(tensors[name], items, strict=True) if not i.shared)))
+        name: sympy.expand(
+            sympy.Add(*(f for f, i in zip(tensors[name], items, strict=True) if not i.shared))
+        )
         for name, items in kept.items()
     }
-    total = tidy(sympy.Add(*formulas.terms()))
+    total = sympy.expand(sympy.Add(*formulas.terms()))
     sizes = formulas.names.sizes(itertools.chain([total], *tensors.values()))
     found = ActivationFormula(blocks, tensors, total, sizes)
     assert found.value(total) == memory.kept_bytes, total
@@ -161,7 +165,7 @@ class _Formulas:
             return sympy.Integer(SEED_BYTES)
         dims = self._shapes.of(region, name)
         sizes = (self.names.expression(dim) for dim in dims)
-        return tidy(sympy.Mul(node.meta["val"].element_size(), *sizes))
+        return sympy.expand(sympy.Mul(node.meta["val"].element_size(), *sizes))
 
     def _key(self, item: Kept) -> tuple[str, int]:
         return self.compiled.program.calls[item.call].region.name, item.position
@@ -235,7 +239,7 @@ class Names:
 
     def _name(self, role: Role) -> None:
         """Give a role its letter, unless it is made of what has names already."""
-        unknown = {sympy.Dummy(positive=True, integer=True): atom for atom in _unknowns(role.dim)}
+        unknown = {sympy.Dummy(positive=True, integer=True): atom for atom in unknowns(role.dim)}
         unknown = {dummy: atom for dummy, atom in unknown.items() if atom not in self._written}
         if not unknown:
             return
@@ -286,17 +290,6 @@ class Names:
         if atom.hint is not None:
             whole = expression(atom.hint.dim, self._atom, WORLD)
             return whole / atom.hint.divided - atom.hint.less
-        if atom.value == 1:
-            return sympy.Integer(1)
+        if atom.value < 2:
+            return sympy.Integer(atom.value)
         return self._new("d", atom.value, "a size without a role")
-
-
-def _unknowns(dim: Dim) -> list[Atom]:
-    found: list[Atom] = []
-
-    def note(atom: Atom) -> sympy.Expr:
-        found.append(atom)
-        return sympy.Integer(1)
-
-    expression(dim, note, WORLD)
-    return list(dict.fromkeys(found))

@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from sp_compiler.compiled import CompiledProgram
 from sp_compiler.formula.shapes import Shape, Shapes
-from sp_compiler.formula.sizes import Atom, Dim, Share, resolved, size_of
+from sp_compiler.formula.sizes import Atom, Dim, Share, resolved, size_of, unknowns
 from sp_compiler.graph import tensor_operands
 from sp_compiler.op_kinds import FUSED_ATTENTION, conversion, is_copy, is_view, matmul_factors
 from sp_compiler.program import Region
@@ -22,7 +22,6 @@ aten = torch.ops.aten
 _sp = torch.ops.sp_compiler
 _SOFTMAX = (aten._softmax.default, aten._safe_softmax.default)
 _LOSS = (aten._log_softmax.default, _sp.vocab_nll.default)
-_GROUPED = (aten._grouped_mm.default,)
 
 MEANINGS = {
     "s": "sequence: rows of attention",
@@ -94,12 +93,14 @@ def _of_region(compiled: CompiledProgram, region: Region, shapes: Shapes) -> Ite
         if is_view(node) or is_copy(node) or conversion(node) is not None:
             if node.args[0] in params:
                 params.add(node)
-    made: set[Atom] = set()
+    made: set[Atom] = set()  # unknowns in what linears make
     read: list[Dim] = []
     for node in graph.nodes:
-        operands = [values[source.name][0] for source in tensor_operands(node)] if (
-            node.op == "call_function"
-        ) else []
+        operands = (
+            [values[source.name][0] for source in tensor_operands(node)]
+            if (node.op == "call_function")
+            else []
+        )
         if node.target in FUSED_ATTENTION:
             yield from _attention(*operands[:3])
         elif node.target in _SOFTMAX and (product := _scores(node, params)) is not None:
@@ -116,12 +117,10 @@ def _of_region(compiled: CompiledProgram, region: Region, shapes: Shapes) -> Ite
         elif node.target is aten.topk.default:
             yield Role("e", operands[0][-1])
             yield Role("c", values[node.name][0][-1])
-        elif (factors := matmul_factors(node)) or node.target in _GROUPED:
-            factors = factors or (node.args[0], node.args[1])
-            if factors[1] in params:
-                read.append(values[factors[0].name][0][-1])
-                made |= set(whole(values[node.name][0][-1]))
-    widths = {dim: None for dim in map(whole, read) if dim and set(dim) <= made}
+        elif (factors := matmul_factors(node)) and factors[1] in params:
+            read.append(values[factors[0].name][0][-1])
+            made |= set(unknowns(values[node.name][0][-1]))
+    widths = {dim: None for dim in map(whole, read) if set(unknowns(dim)) <= made}
     yield from (Role("f", dim) for dim in widths)
 
 

@@ -73,8 +73,10 @@ def follow_shapes(compiled: CompiledProgram) -> Shapes:
         if call.region.name not in shapes.values:
             shapes.values[call.region.name] = _follow(forward, given)
             continue
-        for shape, node in zip(given, taken, strict=True):
-            for left, right in zip(shape, shapes.of(call.region.name, node.name), strict=True):
+        for ref, shape, node in zip(call.args, given, taken, strict=True):
+            mine = shapes.of(call.region.name, node.name)
+            both = (_whole(item, compiled.placement(ref), compiled.world) for item in (shape, mine))
+            for left, right in zip(*both, strict=True):
                 unify(left, right)
     return shapes
 

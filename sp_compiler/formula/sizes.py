@@ -156,6 +156,14 @@ def _is_single(factors: Sequence[Atom]) -> bool:
     return bool(factors) and factors[-1].value == 1 and isinstance(factors[-1].meaning, Share)
 
 
+def unknowns(dim: Dim) -> Dim:
+    """What ``dim`` is made of in the end."""
+    found: list[Atom] = []
+    for atom in resolved(dim):
+        found += [atom] if atom.meaning is None else unknowns(_inside(atom))
+    return tuple(dict.fromkeys(found))
+
+
 def _merge(x: Atom, y: Atom) -> None:
     if x is y:
         return
@@ -231,9 +239,7 @@ def cut_inner(dim: Dim, size: int) -> tuple[Dim, Dim] | None:
     return tuple(rest), tuple(inner)
 
 
-def reshaped(
-    dims: Sequence[Dim], shape: Sequence[int], *, to_right: bool = True
-) -> list[Dim]:
+def reshaped(dims: Sequence[Dim], shape: Sequence[int], *, to_right: bool = True) -> list[Dim]:
     """Dims of a view; one that has no factors of its own in the source is unknown.
 
     A factor of 1 goes where a new dim has size 1, else outermost into the dim to its right, or

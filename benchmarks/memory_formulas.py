@@ -1,0 +1,179 @@
+"""What a layer keeps for backward, as formulas that the compiler derives from its own graphs.
+
+    python -m benchmarks.memory_formulas [--write]
+
+Prints docs/memory.md, or writes it. Models are of published widths, two layers deep, in bfloat16 on
+the meta device: nothing is computed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from benchmarks.models import PAPER_SETUPS, PlainGPT
+from sp_compiler.formula import tidy
+from sp_compiler.plan import BlockPlan, Plan
+from sp_compiler.planning import plan
+
+PAGE = Path(__file__).parents[1] / "docs" / "memory.md"
+TP, BATCH, LENGTH = 8, 2, 2048
+POLICIES = ("none", "attention", "selective", "full")
+
+_INTRODUCTION = f"""# Memory kept for backward
+
+Written by `python -m benchmarks.memory_formulas --write`; not edited by hand.
+
+`plan.activation_formula` is what a program keeps between forward and backward on one rank, in bytes,
+as `sympy` expressions: of each distinct block (`blocks`), of every tensor (`tensors`) and of the
+whole model (`total`). They are derived from the graph: two sizes get the same symbol only where an
+operator makes them equal, and a symbol gets its name from what is done with the dim, never from a
+name in the model. At the sizes of the plan they give the planned bytes exactly.
+
+| symbol | what it is |
+|---|---|
+| b, s | batch, sequence |
+| h | width of what one layer hands to the next |
+| a, k | attention heads, heads of keys and values |
+| d | width of a head; written as h/a where that is its size |
+| f | feed-forward width; written as a multiple of h where it is one |
+| e, c | experts, experts chosen for a token |
+| v | vocabulary |
+| t | tensor-parallel ranks |
+| L | layers |
+| d1, d2, ... | a size without a role; `plan.activation_formula.symbols` has its value |
+
+A size of 1 that could be larger (one sequence in a batch, as many heads as ranks) is followed too,
+but where a view merges it with a neighbour its place is a guess. Where b·s is not a multiple of t,
+tokens are padded and the formula has `ceiling(b*s/t)`.
+
+Below: a layer of each model in bfloat16 on {TP} ranks with b = {BATCH}, s = {LENGTH}, dropout as in
+the published configuration, masks drawn again. `widths_only` leaves out what has no width in it
+(row statistics, seeds), as published formulas do; the seed of a layer's dropout is 8 bytes.
+"""
+
+_MINIMUM = """
+## The least that "selective" keeps
+
+A matrix product is never run again but for the attention core, so what has to be kept is: the sums
+over the residual stream (norms are computed again from them), and the result of every linear that
+backward reads. What is elementwise or row-wise in these is computed again where it is used: norm
+outputs, casts, rotary embeddings of queries and keys, GELU and SiLU, the product of gate and up,
+dropout masks, residual sums of kept values.
+
+- **GPT, BERT**: x, q, k, v, context, the sum after attention (or what its projection gave), the
+  first linear of the MLP: 2 (1 + 3 + 1 + 1 + 4) = 20 sbh/t.
+- **SwiGLU** keeps gate and up, not their product: 4 f a token instead of 2 f, for backward of a
+  product needs both factors, and either would take its matrix product to get back.
+- **Grouped queries**: keys and values are kept before they are repeated: 4 kd a token, not 4 ad.
+- **Mixture of experts**: gate and up of the chosen experts, c tokens for one; further the
+  router's logits and what cannot be computed twice for sure: the choice of experts and the order
+  of tokens that follows from it.
+- **Fused attention** also keeps the logsumexp of each row: a number a head and token.
+
+What the compiler keeps, tensor by tensor:
+"""
+
+
+def _gpt() -> nn.Module:
+    return PlainGPT(replace(PAPER_SETUPS["gpt-22b"].model, num_layers=2))
+
+
+def _bert() -> nn.Module:
+    return transformers.BertForMaskedLM(
+        transformers.BertConfig(
+            hidden_size=1024, num_attention_heads=16, intermediate_size=4096, num_hidden_layers=2,
+            max_position_embeddings=LENGTH,
+        )
+    )  # fmt: skip
+
+
+def _llama() -> nn.Module:
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            hidden_size=8192, intermediate_size=28672, num_attention_heads=64,
+            num_key_value_heads=8, num_hidden_layers=2, vocab_size=128256, use_cache=False,
+        )
+    )  # fmt: skip
+
+
+def _mixtral() -> nn.Module:
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(num_hidden_layers=2, use_cache=False)
+    )
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "GPT (22B of Korthikanti et al.)": _gpt,
+    "Llama (70B)": _llama,
+    "Mixtral (8x7B)": _mixtral,
+    "BERT (large)": _bert,
+}
+
+
+def planned(build: Callable[[], nn.Module], **options: Any) -> Plan:
+    """The plan of a model on the meta device."""
+    with torch.device("meta"):
+        model = build().bfloat16().train()
+        ids = torch.zeros(BATCH, LENGTH, dtype=torch.long)
+    return plan(model, ((), {"input_ids": ids, "labels": ids}), tp=TP, **options)
+
+
+def layer(found: Plan) -> BlockPlan:
+    """The block that is called most often."""
+    return max(found.blocks, key=lambda block: block.num_calls)
+
+
+def _rows(build: Callable[[], nn.Module]) -> Iterator[str]:
+    yield "| recompute | bytes of a layer | with every term |\n|---|---|---|"
+    for policy in POLICIES:
+        found = planned(build, recompute=policy)
+        formula = found.activation_formula
+        exact = formula.blocks[layer(found).name]
+        yield f"| {policy} | `{tidy(formula.widths_only(exact))}` | `{tidy(exact)}` |"
+
+
+def _tensors(build: Callable[[], nn.Module]) -> Iterator[str]:
+    found = planned(build, recompute="selective")
+    block = layer(found)
+    yield "| tensor | module | operator | bytes | kept because |\n|---|---|---|---|---|"
+    for tensor, text in zip(block.kept, found.activation_formula.tensors[block.name], strict=True):
+        module = tensor.module.removeprefix(block.paths[0]).removeprefix(".")
+        note = f", {tensor.shared}" if tensor.shared else ""
+        yield f"| {tensor.name} | {module} | {tensor.op} | `{text}` | {tensor.reason}{note} |"
+
+
+def page() -> Iterator[str]:
+    """Lines of docs/memory.md."""
+    yield _INTRODUCTION
+    for name, build in MODELS.items():
+        yield f"## {name}\n"
+        yield from _rows(build)
+        yield ""
+    yield _MINIMUM.lstrip("\n")
+    for name, build in MODELS.items():
+        yield f"### {name}\n"
+        yield from _tensors(build)
+        yield ""
+
+
+def main() -> None:
+    """Print the page or write it."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
+    text = "\n".join(page()).rstrip() + "\n"
+    if parser.parse_args().write:
+        PAGE.write_text(text)
+    else:
+        print(text)
+
+
+if __name__ == "__main__":
+    main()

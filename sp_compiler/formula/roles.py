@@ -9,7 +9,7 @@ from itertools import chain
 from math import prod
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from sp_compiler.compiled import CompiledProgram
 from sp_compiler.formula.shapes import Shape, Shapes
@@ -86,42 +86,47 @@ def _handed_on(compiled: CompiledProgram, shapes: Shapes) -> Iterator[Dim]:
 
 def _of_region(compiled: CompiledProgram, region: Region, shapes: Shapes) -> Iterator[Role]:
     graph = compiled.regions[region.name].partitioned.forward
-    values = shapes.values[region.name]
-    kinds = zip(graph.find_nodes(op="placeholder"), region.input_kinds, strict=True)
-    params = {node for node, kind in kinds if kind == "param"}
-    for node in graph.nodes:
-        if is_view(node) or is_copy(node) or conversion(node) is not None:
-            if node.args[0] in params:
-                params.add(node)
+    values, params = shapes.values[region.name], _params(graph, region)
+
+    def shape(node: Node) -> Shape:
+        return values[node.name][0]
+
     made: set[Atom] = set()  # unknowns in what linears make
     read: list[Dim] = []
     for node in graph.nodes:
-        operands = (
-            [values[source.name][0] for source in tensor_operands(node)]
-            if (node.op == "call_function")
-            else []
-        )
+        if node.op != "call_function":
+            continue
+        operands = list(map(shape, tensor_operands(node)))
+        factors = matmul_factors(node)
         if node.target in FUSED_ATTENTION:
             yield from _attention(*operands[:3])
-        elif node.target in _SOFTMAX and (product := _scores(node, params)) is not None:
-            left, right = (values[factor.name][0] for factor in matmul_factors(product) or ())
-            scores = operands[0]
-            heads = tuple(chain.from_iterable(scores[1:-2]))
-            if len(scores) == 3:  # batch and heads in one
-                heads = resolved(scores[0])[1:]
-            yield from _core(heads, left[-2], left[-1])
-            if (context := _context(node)) is not None:
-                yield Role("d", values[context.args[1].name][0][-1])
+        elif node.target in _SOFTMAX and (queries := _queries(node, params)) is not None:
+            (scores,) = operands
+            heads = scores[1:-2] if len(scores) > 3 else (resolved(scores[0])[1:],)
+            yield from _core(tuple(chain.from_iterable(heads)), *shape(queries)[-2:])
+            if (attended := _attended(node)) is not None:
+                yield Role("d", shape(attended)[-1])
         elif node.target in _LOSS:
             yield Role("v", operands[0][-1])
         elif node.target is aten.topk.default:
             yield Role("e", operands[0][-1])
-            yield Role("c", values[node.name][0][-1])
-        elif (factors := matmul_factors(node)) and factors[1] in params:
-            read.append(values[factors[0].name][0][-1])
-            made |= set(unknowns(values[node.name][0][-1]))
-    widths = {dim: None for dim in map(whole, read) if set(unknowns(dim)) <= made}
+            yield Role("c", shape(node)[-1])
+        elif factors and factors[1] in params:
+            read.append(shape(factors[0])[-1])
+            made.update(unknowns(shape(node)[-1]))
+    widths = {dim: None for dim in map(whole, read) if made.issuperset(unknowns(dim))}
     yield from (Role("f", dim) for dim in widths)
+
+
+def _params(graph: Graph, region: Region) -> set[Node]:
+    """Parameters, seen through views, casts and conversions."""
+    kinds = zip(graph.find_nodes(op="placeholder"), region.input_kinds, strict=True)
+    params = {node for node, kind in kinds if kind == "param"}
+    for node in graph.nodes:
+        passes_on = is_view(node) or is_copy(node) or conversion(node) is not None
+        if passes_on and node.args[0] in params:
+            params.add(node)
+    return params
 
 
 def _attention(query: Shape, key: Shape, value: Shape) -> Iterator[Role]:
@@ -140,21 +145,21 @@ def _core(heads: Dim, rows: Dim, width: Dim) -> Iterator[Role]:
     yield Role("d", width)
 
 
-def _context(softmax: Node) -> Node | None:
-    """The product of ``softmax`` and the values."""
+def _attended(softmax: Node) -> Node | None:
+    """What ``softmax`` is multiplied by: the values."""
     queue = list(softmax.users)
     for node in queue:  # which grows
         if factors := matmul_factors(node):
-            return node if factors[1] is not softmax else None
+            return factors[1]
         queue += [user for user in node.users if user not in queue]
     return None
 
 
-def _scores(softmax: Node, params: set[Node]) -> Node | None:
-    """The product of two activations that ``softmax`` is taken of."""
+def _queries(softmax: Node, params: set[Node]) -> Node | None:
+    """The first factor of the product of two activations that ``softmax`` is taken of."""
     queue = [softmax.args[0]]
     for node in queue:  # which grows
         if factors := matmul_factors(node):
-            return None if any(factor in params for factor in factors) else node
+            return None if any(factor in params for factor in factors) else factors[0]
         queue += [source for source in node.all_input_nodes if source not in queue]
     return None

@@ -93,8 +93,8 @@ def _given(
         return _output(compiled, ref, shapes)
     if ref.kind == "input":
         # A dim of 1 could be larger for another input, in contrast to one of a parameter.
-        whole = tuple((Atom(size),) for size in node.meta["val"].shape)
-        return shapes.inputs.setdefault(ref.index, whole)
+        sizes = tuple((Atom(size),) for size in node.meta["val"].shape)
+        return shapes.inputs.setdefault(ref.index, sizes)
     name = compiled.param_name(ref.name) if ref.kind == "param" else ref.name
     placement = compiled.placement(ref)
     whole = _whole(_fresh(node.meta["val"]), placement, compiled.world)
@@ -193,11 +193,11 @@ def _by_rule(node: Node, operands: Sequence[Shape]) -> list[Shape]:
 
     results = []
     for dims in rule.results:
-        shape = [tuple(atom for factor in dim for atom in of(factor)) for dim in dims]
-        if operands and len(operands[0]) == len(shape):  # rules leave out dims of 1
-            pairs = zip(shape, operands[0], strict=True)
-            shape = [mine or (dim if size_of(dim) == 1 else ()) for mine, dim in pairs]
-        results.append(tuple(shape))
+        result = [tuple(atom for factor in dim for atom in of(factor)) for dim in dims]
+        if operands and len(operands[0]) == len(result):  # rules leave out dims of 1
+            pairs = zip(result, operands[0], strict=True)
+            result = [mine or (dim if size_of(dim) == 1 else ()) for mine, dim in pairs]
+        results.append(tuple(result))
     return results
 
 

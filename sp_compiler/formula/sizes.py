@@ -245,9 +245,10 @@ def reshaped(dims: Sequence[Dim], shape: Sequence[int], *, to_right: bool = True
     A factor of 1 goes where a new dim has size 1, else outermost into the dim to its right, or
     innermost into the one to its left.
     """
-    rest: Dim | None = tuple(itertools.chain.from_iterable(dims))
-    for atom in resolved(rest):
+    source = tuple(itertools.chain.from_iterable(dims))
+    for atom in resolved(source):
         _cut_segments(atom, shape)
+    rest: Dim | None = source
     result: list[Dim] = []
     for position in reversed(range(len(shape))):
         cut = None if rest is None else cut_inner(rest, shape[position])

@@ -2,7 +2,7 @@
 
     python -m benchmarks.memory_formulas [--write]
 
-Prints docs/memory.md, or writes it. Models are two layers deep and in bfloat16; nothing is computed.
+Prints docs/memory.md, or writes it. Models are two layers deep, in bfloat16; nothing is computed.
 """
 
 from __future__ import annotations

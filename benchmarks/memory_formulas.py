@@ -68,14 +68,16 @@ backward reads. What is elementwise or row-wise in these is computed again where
 outputs, casts, rotary embeddings of queries and keys, GELU and SiLU, the product of gate and up,
 dropout masks, residual sums of kept values.
 
-- **GPT, BERT**: x, q, k, v, context, the sum after attention (or what its projection gave), the
-  first linear of the MLP: 2 (1 + 3 + 1 + 1 + 4) = 20 sbh/t.
+- **GPT**: x, q, k, v, context, what the attention's projection gave, the first linear of the MLP:
+  2 (1 + 3 + 1 + 1 + 4) = 20 sbh/t. **BERT** has its norms after the sums, so that backward of the
+  last one reads what the MLP's second linear gave too: 22 sbh/t.
 - **SwiGLU** keeps gate and up, not their product: 4 f a token instead of 2 f, for backward of a
   product needs both factors, and either would take its matrix product to get back.
 - **Grouped queries**: keys and values are kept before they are repeated: 4 kd a token, not 4 ad.
-- **Mixture of experts**: gate and up of the chosen experts, c tokens for one; further the
-  router's logits and what cannot be computed twice for sure: the choice of experts and the order
-  of tokens that follows from it.
+- **Mixture of experts**: gate and up of the chosen experts, c tokens for one; the router's logits,
+  from which the choice of experts is computed again; and what the experts gave, c tokens for one,
+  for the gradient of the weights that the router gives them. Experts that run whole on every rank,
+  as here, have no t in theirs.
 - **Fused attention** also keeps the logsumexp of each row: a number a head and token.
 
 What the compiler keeps, tensor by tensor:

@@ -46,6 +46,7 @@ setup(
         "safetensors>=0.4",
         "scipy>=1.11",
         "spmd-types>=0.3.1,<0.4",
+        "sympy>=1.13",
         "torch>=2.11,<2.14",
     ],
     extras_require={

@@ -54,6 +54,7 @@ def test_planned_is_what_one_rank_keeps(name: str, dropout: str) -> None:
                 params, found.buffers, found.inputs, SEED
             )
         outside = [*params.values(), *found.buffers.values(), *found.inputs, *run.outputs]
+        outside += program.program.constants.values()
         tensors = [value for value in outside if isinstance(value, Tensor)]
         assert recorder.alive_bytes(excluding=tensors) == step_memory(program).kept_bytes
 
@@ -74,6 +75,7 @@ def _kept_on_a_rank() -> tuple[int, int]:
             params, found.buffers, found.inputs, SEED
         )
     outside = [*params.values(), *found.buffers.values(), *found.inputs, *run.outputs]
+    outside += program.program.constants.values()
     tensors = [value for value in outside if isinstance(value, Tensor)]
     return recorder.alive_bytes(excluding=tensors), step_memory(program).kept_bytes
 

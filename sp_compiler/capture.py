@@ -30,6 +30,7 @@ from sp_compiler.rewriting import (
     calls,
     erase_dead,
     fake_mode_of,
+    inherit,
     output_node,
     refake,
     set_value,
@@ -324,6 +325,27 @@ def _make_fake(captured: Captured, leaves: list[Any], model: nn.Module) -> None:
         elif ref.kind == "input":
             requires_grad = leaves[ref.index].requires_grad
         set_value(node, value.requires_grad_(requires_grad))
-    for node in captured.module.graph.nodes:
+    if any(parameter.is_meta for parameter in parameters.values()):
+        _move_to_cpu(captured.module.graph)
+
+
+def _move_to_cpu(graph: Graph) -> None:
+    """Let what was captured on the ``meta`` device run on the CPU."""
+    for node in list(graph.nodes):
         if node.op == "call_function" and getattr(node.kwargs.get("device"), "type", "") == "meta":
             node.kwargs = {**node.kwargs, "device": torch.device("cpu")}
+    for node in calls(graph, _aten.histc.default):
+        source = node.args[0]
+        assert isinstance(source, Node)
+        dtype = source.meta["val"].dtype
+        if not dtype.is_floating_point:  # which only accelerators count
+            to = _aten._to_copy.default
+            with graph.inserting_before(node):
+                node.replace_input_with(
+                    source, graph.call_function(to, (source,), {"dtype": torch.float32})
+                )
+            with graph.inserting_after(node):
+                back = graph.call_function(to, (node,), {"dtype": dtype})
+            node.replace_all_uses_with(back, lambda user, back=back: user is not back)
+            for new in (node.args[0], back):
+                inherit(new, node)

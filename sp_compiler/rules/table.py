@@ -198,9 +198,16 @@ def _baddbmm(node: Node) -> OpRule:
 def _grouped_mm(node: Node) -> OpRule | None:
     """Rows sorted by expert times a matrix an expert: ``(s, k) @ (e, k, n) -> (s, n)``.
 
-    The experts themselves are not cut: which rows belong to one depends on the numbers.
+    And the gradient of those matrices, ``(k, s) @ (s, n) -> (e, k, n)``. The experts themselves are
+    not cut: which rows belong to one depends on the numbers.
     """
     shapes = _operand_shapes(node)
+    if [len(shape) for shape in shapes] == [2, 2, 1]:
+        left, right = Factor("k", shapes[0][0]), Factor("n", shapes[1][1])
+        s, e = private(shapes[1][:1], "s")[0], private(shapes[2], "e")[0]
+        of_weight = (e, (left,), (right,))
+        parts = (((left,), s), (s, (right,)), (e,))
+        return OpRule(parts, (of_weight,), linear=((0,), (1,)), rows="fixed")
     if [len(shape) for shape in shapes] != [2, 3, 1]:
         return None
     rows, weight, _ = shapes

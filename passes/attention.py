@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +13,14 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from sp_compiler.graph import arguments
-from sp_compiler.rewriting import calls, insert_call, is_getitem, replace_with, shape_of
+from sp_compiler.rewriting import (
+    calls,
+    insert_call,
+    is_getitem,
+    replace_with,
+    shape_of,
+)
+from sp_compiler.sizes import Binding, Sizes, evaluate
 
 _ORIGIN = "normalize"
 _aten = torch.ops.aten
@@ -30,13 +38,15 @@ _SHAPE_ONLY = (
 )
 
 
-def fold_attention_masks(graph: Graph) -> None:
+def fold_attention_masks(graph: Graph, sizes: Sizes | None = None) -> None:
     """Replace masks that do not depend on any input by what they are: causal, or none at all.
 
     ``sdpa(q, k, v, mask)`` -> ``sdpa(q, k, v, None, p, is_causal=True)`` where ``mask`` computes to
     the lower triangle, -> ``sdpa(q, k, v)`` where it lets everything through. The mask is computed,
-    not guessed: it must depend on nothing but constants of the graph.
+    not guessed: it must depend on nothing but constants of the graph and open ``sizes``, for which
+    it is computed anew wherever the program is to be used.
     """
+    binding = sizes.example if sizes is not None else {}
     known: dict[Node, Tensor | None] = {}
     kinds: dict[Node, str | None] = {}
     for node in calls(graph, _sdpa):
@@ -45,7 +55,9 @@ def fold_attention_masks(graph: Graph) -> None:
         if mask is None or bound["is_causal"]:
             continue
         if mask not in kinds:
-            kinds[mask] = _kind(_constant(mask, known))
+            kinds[mask] = _kind(_constant(mask, known, binding))
+            if kinds[mask] is not None and sizes is not None:
+                sizes.proofs.append(_proof(mask, kinds[mask]))
         if kinds[mask] is not None:
             bound["attn_mask"], bound["is_causal"] = None, kinds[mask] == "causal"
             _set_attention(node, bound)
@@ -72,36 +84,53 @@ def _kind(mask: Tensor | None) -> str | None:
     return "causal" if bool((allowed == triangle).all()) else None
 
 
-def _constant(node: Node, known: dict[Node, Tensor | None]) -> Tensor | None:
+def _proof(mask: Node, kind: str | None) -> Callable[[Binding], bool]:
+    """Whether ``mask`` is of this kind for other sizes too; keeps a copy of what computes it."""
+    graph, copies = Graph(), dict[Node, Node]()
+
+    def copy(node: Node) -> Node:
+        if node not in copies:
+            for operand in node.all_input_nodes:
+                copy(operand)
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        return copies[node]
+
+    copied = copy(mask)
+    return lambda binding: _kind(_constant(copied, {}, binding)) == kind
+
+
+def _constant(node: Node, known: dict[Node, Tensor | None], binding: Binding) -> Tensor | None:
     """The numbers of a value that depends on no input, computed on the CPU; ``None`` for others."""
     if node in known:
         return known[node]
     known[node] = None
-    if node.op == "call_function" and _is_small(node):
-        known[node] = _compute(node, known)
+    if node.op == "call_function" and _is_small(node, binding):
+        known[node] = _compute(node, known, binding)
     return known[node]
 
 
-def _is_small(node: Node) -> bool:
+def _is_small(node: Node, binding: Binding) -> bool:
     value = node.meta["val"]
-    return isinstance(value, Tensor) and value.numel() <= _MAX_ELEMENTS and not is_getitem(node)
+    if not isinstance(value, Tensor) or is_getitem(node):
+        return False
+    return math.prod(evaluate(tuple(value.shape), binding)) <= _MAX_ELEMENTS
 
 
-def _compute(node: Node, known: dict[Node, Tensor | None]) -> Tensor | None:
+def _compute(node: Node, known: dict[Node, Tensor | None], binding: Binding) -> Tensor | None:
     if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
         return None
     if any(node.target is target for target in _SHAPE_ONLY):
         value = node.args[0].meta["val"]
-        empty = torch.empty(value.shape, dtype=value.dtype)
+        empty = torch.empty(evaluate(tuple(value.shape), binding), dtype=value.dtype)
         args = (empty, *node.args[1:])
     else:
-        operands = {operand: _constant(operand, known) for operand in node.all_input_nodes}
+        operands = {operand: _constant(operand, known, binding) for operand in node.all_input_nodes}
         if any(value is None for value in operands.values()):
             return None
         args = map_arg(node.args, operands.__getitem__)
     kwargs = {**node.kwargs, "device": "cpu"} if "device" in node.kwargs else node.kwargs
     with torch.no_grad():
-        return node.target(*args, **kwargs)
+        return node.target(*evaluate(args, binding), **evaluate(kwargs, binding))
 
 
 def explicit_attention(graph: Graph) -> None:
@@ -111,7 +140,7 @@ def explicit_attention(graph: Graph) -> None:
 
     with q (b, a, s, d), k and v (b, a or kv heads, l, d). Without dropout it stays fused.
     """
-    triangles: dict[tuple[int, int], Node] = {}
+    triangles: dict[str, Node] = {}
     for node in calls(graph, _sdpa):
         bound = arguments(node)
         if bound["dropout_p"] == 0:
@@ -172,17 +201,21 @@ def _masked_softmax(node: Node, scores: Node, mask: Node | None, *, causal: bool
     return probabilities
 
 
-def _triangle(graph: Graph, size: tuple[int, int], known: dict[tuple[int, int], Node]) -> Node:
+def _triangle(graph: Graph, size: tuple[int, int], known: dict[str, Node]) -> Node:
     """The causal mask (queries, keys), made once in front of the graph and shared by all layers."""
-    if size in known:
-        return known[size]
+    if str(size) in known:
+        return known[str(size)]
     first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
-    device = graph.find_nodes(op="placeholder")[0].meta["val"].device
+    device = next(
+        value.device
+        for node in graph.find_nodes(op="placeholder")
+        if isinstance(value := node.meta["val"], Tensor)
+    )
     options = {"dtype": torch.bool, "device": device}
     ones = insert_call(first, _aten.ones.default, (list(size),), options, origin=_ORIGIN)
     mask = insert_call(first, _aten.tril.default, (ones,), origin=_ORIGIN, name="causal_mask")
     for node in (ones, mask):
         node.meta.pop("nn_module_stack", None)
         node.meta.pop("stack_trace", None)
-    known[size] = mask
+    known[str(size)] = mask
     return mask

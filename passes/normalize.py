@@ -15,6 +15,7 @@ What holds afterwards:
 from __future__ import annotations
 
 import math
+import sys
 from typing import Literal
 
 import torch
@@ -34,6 +35,7 @@ from sp_compiler.program import Ref
 from sp_compiler.rewriting import (
     calls,
     erase_dead,
+    fake_mode_of,
     insert_call,
     is_call,
     is_getitem,
@@ -42,6 +44,7 @@ from sp_compiler.rewriting import (
     set_value,
     shape_of,
 )
+from sp_compiler.sizes import same_shape
 
 _ORIGIN = "normalize"
 _aten = torch.ops.aten
@@ -88,7 +91,7 @@ def normalize(captured: Captured, dropout: Literal["regenerate", "stored"] = "re
     _splits_with_sizes(graph)
     make_dims_negative(graph)
     split_packed(graph)
-    fold_attention_masks(graph)
+    fold_attention_masks(graph, captured.sizes)
     explicit_attention(graph)
     _refuse_random(graph)
     _replace_dropout(captured, stored=dropout == "stored")
@@ -133,7 +136,7 @@ def _canonical_views(graph: Graph) -> None:
     for node in calls(graph, *_RESHAPES, _aten.expand.default, _aten.slice.Tensor):
         source = node.args[0]
         assert isinstance(source, Node)
-        if shape_of(source) == shape_of(node):
+        if same_shape(shape_of(source), shape_of(node)):
             replace_with(node, source)
         elif is_call(node, *_RESHAPES):
             node.target, node.args, node.kwargs = (
@@ -150,10 +153,23 @@ def _canonical_views(graph: Graph) -> None:
 def _explicit_slice(node: Node, source: Node) -> None:
     bound = arguments(node)
     size = shape_of(source)[bound["dim"]]
-    start, end, step = slice(bound["start"], bound["end"], bound["step"]).indices(size)
-    node.args, node.kwargs = (source, bound["dim"], start, end), {}
+    start, end = (
+        _position(bound[name], size, default) for name, default in (("start", 0), ("end", size))
+    )
+    step = bound["step"]
+    node.args, node.kwargs = (source, bound["dim"], start, max(start, end)), {}
     if step != 1:
         node.args = (*node.args, step)
+
+
+def _position(index: int | None, size: int, default: int) -> int:
+    """``index`` counted from the front and inside ``0..size``."""
+    if index is None:
+        return default
+    if isinstance(index, int) and index >= sys.maxsize:  # how exports write "to the end"
+        return size
+    index = index + size if index < 0 else index
+    return size if index > size else 0 if index < 0 else index
 
 
 def _splits_with_sizes(graph: Graph) -> None:
@@ -225,7 +241,7 @@ def _seed(captured: Captured) -> Node:
     placeholders = captured.placeholders
     if captured.refs and captured.refs[-1].kind == "seed":
         return placeholders[-1]
-    mode = placeholders[-1].meta["val"].fake_mode
+    mode = fake_mode_of(captured.module.graph)
     with captured.module.graph.inserting_after(placeholders[-1]):
         seed = captured.module.graph.placeholder("seed")
     with mode:
@@ -264,11 +280,12 @@ def _unflatten_products(graph: Graph) -> None:
         if len(shape_of(x)) != 2:
             continue
         last = _biased(node)
-        shapes = {shape_of(user) for user in last.users if is_call(user, _aten.reshape.default)}
         users = [user for user in last.users if is_call(user, _aten.reshape.default)]
-        if len(users) != len(last.users) or len(shapes) != 1:
+        if not users or len(users) != len(last.users):
             continue
-        (shape,) = shapes
+        shape = shape_of(users[0])
+        if not all(same_shape(shape_of(user), shape) for user in users):
+            continue
         if len(shape) <= 2 or shape[-1] != shape_of(last)[-1]:
             continue
         size = [*shape[:-1], shape_of(x)[-1]]
@@ -300,7 +317,7 @@ def _merge_reshapes(graph: Graph) -> None:
         while is_call(source, _aten.reshape.default) and layer_of(source) == layer_of(node):
             source = source.args[0]
         assert isinstance(source, Node)
-        if shape_of(source) == shape_of(node):
+        if same_shape(shape_of(source), shape_of(node)):
             replace_with(node, source)
         else:
             node.args = (source, node.args[1])
@@ -317,7 +334,11 @@ def _expand_batch(graph: Graph) -> None:
             continue
         for operand in dict.fromkeys(node.all_input_nodes):
             shape = shape_of(operand)
-            if shape[-2:-1] == result[1:2] and math.prod(shape[:-2]) == 1 and result[1] > 1:
+            if (
+                same_shape(shape[-2:-1], result[1:2])
+                and math.prod(shape[:-2]) == 1
+                and result[1] > 1
+            ):
                 size = [result[0], *shape[-2:]]
                 wide = insert_call(node, _aten.expand.default, (operand, size), origin=_ORIGIN)
                 node.replace_input_with(operand, wide)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
@@ -22,6 +23,7 @@ from sp_compiler.hints import Wish
 from sp_compiler.layers import OUTSIDE, Layer, layer_of
 from sp_compiler.program import Call, Program, Ref, RefKind, Region
 from sp_compiler.rewriting import is_call, is_getitem
+from sp_compiler.sizes import same_shape, symbol_of, symbols_in
 
 _sp = torch.ops.sp_compiler
 _DROPOUTS = (_sp.dropout.default, _sp.dropout_mask.default)
@@ -32,7 +34,7 @@ _WITH_WEIGHT = (
     torch.ops.aten.embedding.default,
 )
 # Order of a region's placeholders.
-_KIND_ORDER: tuple[RefKind, ...] = ("param", "buffer", "constant", "input", "call", "seed")
+_KIND_ORDER: tuple[RefKind, ...] = ("param", "buffer", "constant", "input", "call", "seed", "size")
 _KEPT_META = ("val", "requires_grad", "nn_module_stack", "stack_trace", "origin")
 
 
@@ -85,6 +87,7 @@ def outline(captured: Captured, wishes: Mapping[str, Wish] | None = None) -> Pro
         list(captured.notes),
         captured.parameters,
         wishes,
+        captured.sizes,
     )
 
 
@@ -218,6 +221,9 @@ def _inputs_of(piece: _Piece, refs: dict[Node, Ref]) -> list[Node]:
     """Values from outside, ordered by kind and then by first use."""
     inside = set(piece.nodes)
     used = dict.fromkeys(n for node in piece.nodes for n in node.all_input_nodes if n not in inside)
+    sizes = [node for node, ref in refs.items() if ref.kind == "size"]
+    symbols = symbols_in([*used, *piece.nodes]) if sizes else set()
+    used |= {node: None for node in sizes if symbol_of(node) in symbols}
     return sorted(used, key=lambda node: _KIND_ORDER.index(refs[node].kind))
 
 
@@ -231,8 +237,10 @@ def _input_name(ref: Ref, path: str) -> str:
 def _carried_name(node: Node, outputs: list[Node]) -> str:
     """A value from elsewhere: ``hidden`` where the region returns one like it."""
     value = node.meta["val"]
+    if not isinstance(value, Tensor):
+        return node.name
     alike = any(
-        value.shape == out.meta["val"].shape and value.dtype is out.meta["val"].dtype
+        same_shape(value.shape, out.meta["val"].shape) and value.dtype is out.meta["val"].dtype
         for out in outputs
     )
     return "hidden" if alike and node.op == "call_function" else _value_name(node)
@@ -302,7 +310,9 @@ def _type_text(node: Node) -> str:
         return ""
     value = node.meta["val"]
     values = value if isinstance(value, (tuple, list)) else [value]
-    types = [f"{v.dtype}{list(v.shape)}@{v.device}" for v in values]
+    types = [
+        f"{v.dtype}{list(v.shape)}@{v.device}" if isinstance(v, Tensor) else str(v) for v in values
+    ]
     return f"{types} grad={node.meta['requires_grad']}"
 
 

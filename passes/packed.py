@@ -8,6 +8,7 @@ import torch
 from torch.fx import Graph, Node
 
 from sp_compiler.rewriting import calls, insert_call, is_call, replace_with, shape_of
+from sp_compiler.sizes import same_shape
 
 _ORIGIN = "normalize"
 _aten = torch.ops.aten
@@ -44,7 +45,7 @@ def split_packed(graph: Graph) -> None:
         part = insert_call(
             node, operator.getitem, (splits[unflattened], index), origin=_ORIGIN, name="part"
         )
-        if shape_of(part) != shape_of(node):
+        if not same_shape(shape_of(part), shape_of(node)):
             size = list(shape_of(node))
             part = insert_call(node, _aten.reshape.default, (part, size), origin=_ORIGIN)
         replace_with(node, part)
@@ -69,7 +70,9 @@ def _unflattens_last(node: Node) -> bool:
     if not is_call(node, _aten.reshape.default):
         return False
     source, result = shape_of(node.args[0]), shape_of(node)
-    return len(result) == len(source) + 1 and result[:-2] == source[:-1] and result[-2] > 1
+    return (
+        len(result) == len(source) + 1 and same_shape(result[:-2], source[:-1]) and result[-2] > 1
+    )
 
 
 def _moved_dims(start: Node, moves: list[Node]) -> list[int | None] | None:
@@ -84,7 +87,8 @@ def _moved_dims(start: Node, moves: list[Node]) -> list[int | None] | None:
         else:
             kept = iter([dim for dim in dims if dim is not None])
             sizes = shape_of(move)
-            if [n for n in sizes if n > 1] != [shape_of(start)[d] for d in dims if d is not None]:
+            kept_sizes = [shape_of(start)[d] for d in dims if d is not None]
+            if not same_shape([n for n in sizes if n > 1], kept_sizes):
                 return None
             dims = [next(kept) if size > 1 else None for size in sizes]
     return dims

@@ -7,9 +7,12 @@ backward just before its first use. A saved view saves the tensor that owns its 
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 
+import torch
+from torch import Tensor
 from torch.fx import Graph, Node
 
 from sp_compiler.errors import PassError, module_path, source_line
@@ -17,6 +20,7 @@ from sp_compiler.joint import JointGraph, ancestors
 from sp_compiler.op_kinds import base
 from sp_compiler.partitioned import LossPart, Partitioned, SavedTensor
 from sp_compiler.passes.zero_tangents import drop_zero_tangents
+from sp_compiler.sizes import hint, symbol_of, symbols_in
 from sp_compiler.stage import copy_graph
 
 
@@ -49,7 +53,11 @@ def _saved_nodes(joint: JointGraph, grads: Sequence[Node], backward: set[Node]) 
     for node in joint.graph.nodes:
         if node.op == "call_function" and node not in backward and _tag(node) == "save":
             ends.add(base(node))
-    found = _walk_back(grads, ends) & ends
+    walked = _walk_back(grads, ends)
+    found = walked & ends
+    sizes = [node for node in joint.inputs if symbol_of(node) is not None]
+    symbols = symbols_in([*(walked - ends), *joint.tangents]) if sizes else set()
+    found |= {node for node in sizes if symbol_of(node) in symbols}
     return [node for node in joint.graph.nodes if node in found]
 
 
@@ -129,12 +137,14 @@ def _placeholder(graph: Graph, node: Node) -> Node:
 
 def _record(node: Node, kind: str) -> SavedTensor:
     value = node.meta["val"]
+    is_tensor = isinstance(value, Tensor)
+    shape = tuple(map(hint, value.shape)) if is_tensor else ()
     return SavedTensor(
         name=node.name,
         kind=kind,
-        shape=tuple(value.shape),
-        dtype=value.dtype,
-        num_bytes=value.numel() * value.element_size(),
+        shape=shape,
+        dtype=value.dtype if is_tensor else torch.int64,
+        num_bytes=math.prod(shape) * value.element_size() if is_tensor else 0,
         module=module_path(node),
         line=source_line(node),
         op=_operator(node),

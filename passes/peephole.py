@@ -27,6 +27,7 @@ from torch.fx import Graph, Node
 from sp_compiler.graph import arguments
 from sp_compiler.op_kinds import is_view
 from sp_compiler.rewriting import erase_dead
+from sp_compiler.sizes import same_shape
 
 aten = torch.ops.aten
 
@@ -69,9 +70,10 @@ def _same_shape(node: Node) -> Node | None:
     """A view that keeps the shape -> its argument, unless the placement is another one then."""
     if node.meta.get("relabels"):
         return None
-    if node.target in _KEEPS_ORDER and node.args[0].meta["val"].shape == node.meta["val"].shape:
-        return node.args[0]
-    return None
+    if node.target not in _KEEPS_ORDER:
+        return None
+    source = node.args[0]
+    return source if same_shape(source.meta["val"].shape, node.meta["val"].shape) else None
 
 
 def _double_transpose(node: Node) -> Node | None:
@@ -97,7 +99,7 @@ def _sum_then_squeeze(node: Node) -> Node | None:
     rank = call["self"].meta["val"].dim()
     dropped = {dim % rank for dim in call["dim"] or range(rank)}
     squeezed = [size for dim, size in enumerate(total.meta["val"].shape) if dim not in dropped]
-    if not call["keepdim"] or total.kwargs or squeezed != list(node.meta["val"].shape):
+    if not call["keepdim"] or total.kwargs or not same_shape(squeezed, node.meta["val"].shape):
         return None
     with node.graph.inserting_before(node):
         return _call(total.target, total.args[:2], like=node)
@@ -125,7 +127,8 @@ def _can_fuse(product: Node, matmul: Node, bias: Node) -> bool:
     return (
         ours.dim() == 1
         and ours.dtype == theirs.dtype
-        and ours.shape[0] == theirs.shape[-1] == matmul.meta["val"].shape[-1]
+        and same_shape(ours.shape, theirs.shape[-1:])
+        and same_shape(ours.shape, matmul.meta["val"].shape[-1:])
     )
 
 

@@ -10,6 +10,7 @@ from torch.fx import Graph, Node
 
 from sp_compiler.graph import arguments
 from sp_compiler.rewriting import calls, insert_call, replace_call, replace_with, shape_of
+from sp_compiler.sizes import same_shape
 
 _ORIGIN = "normalize"
 _aten = torch.ops.aten
@@ -74,7 +75,7 @@ def _expand_as(node: Node) -> None:
 
 
 def _expand_to(node: Node, x: Any) -> None:
-    if shape_of(x) != shape_of(node):
+    if not same_shape(shape_of(x), shape_of(node)):
         size = list(shape_of(node))
         x = insert_call(node, _aten.expand.default, (x, size), origin=_ORIGIN)
     replace_with(node, x)
@@ -90,8 +91,10 @@ def _strided_slice(node: Node) -> None:
     x, step = bound["self"], bound["step"]
     shape = shape_of(x)
     dim = bound["dim"] % len(shape)
+    if step == 1:
+        return
     start, _, _ = slice(bound["start"], bound["end"], step).indices(shape[dim])
-    if step == 1 or shape[dim] % step or shape_of(node)[dim] != shape[dim] // step:
+    if shape[dim] % step or shape_of(node)[dim] != shape[dim] // step:
         return
     size = [*shape[:dim], shape[dim] // step, step, *shape[dim + 1 :]]
     groups = insert_call(node, _aten.reshape.default, (x, size), origin=_ORIGIN)

@@ -13,6 +13,7 @@ from torch.fx import Graph, Node
 from sp_compiler.graph import arguments
 from sp_compiler.layers import layer_of
 from sp_compiler.rewriting import calls, insert_call, is_call, is_getitem, replace_with, shape_of
+from sp_compiler.sizes import same_shape
 
 # An operator and its arguments after the first.
 Step = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -155,12 +156,12 @@ def _steps(
     """Split the source into parts of ``sizes``, put them in ``order``, view them as ``result``."""
     steps: list[Step] = []
     if order != sorted(order):
-        if tuple(sizes) != source:
+        if not same_shape(sizes, source):
             steps.append((_aten.reshape.default, (sizes,)))
         steps.append(_move(order))
         sizes = [sizes[group] for group in order]
         source = tuple(sizes)
-    if source != result:
+    if not same_shape(source, result):
         steps.append((_aten.reshape.default, (list(result),)))
     return steps
 

@@ -25,6 +25,7 @@ from torch.fx import Graph, Node
 from sp_compiler.graph import arguments, tensor_operands
 from sp_compiler.op_kinds import FILLED
 from sp_compiler.rewriting import erase_dead
+from sp_compiler.sizes import same_shape
 
 aten = torch.ops.aten
 
@@ -83,7 +84,7 @@ def _other_summand(node: Node, nothing: set[Node]) -> Node | None:
     else:
         return None
     value, result = kept.meta["val"], node.meta["val"]
-    same = value.shape == result.shape and value.dtype == result.dtype
+    same = same_shape(value.shape, result.shape) and value.dtype == result.dtype
     return kept if same else None
 
 

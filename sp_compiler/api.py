@@ -41,6 +41,11 @@ def compile(
     the model itself raises when it is called afterwards. Where compilation fails, the model is as
     before.
 
+    The first call, or ``example_inputs``, compiles for its sizes. The first call of other sizes
+    compiles once more and leaves all sizes above 1 open, for every later call that takes the same
+    path through the model; one that does not is compiled again, with a warning. With a
+    ``memory_budget`` every size is compiled by itself.
+
     Args:
         model: any ``nn.Module`` that ``torch.export`` can capture.
         tp: number of tensor-parallel ranks; the default process group must have as many.
@@ -100,8 +105,9 @@ def compile(
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         fixed: dict[str, Placement] | None,
+        open_dims: bool,
     ) -> CompiledProgram:
-        return build(module, args, kwargs, options, fixed=fixed)
+        return build(module, args, kwargs, options, fixed=fixed, open_dims=open_dims)
 
     if example_inputs is None:
         return DistributedModule(model, group, compile_for, options=options.texts())

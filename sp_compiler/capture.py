@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
-from torch.export import ExportedProgram
+from torch.export import Dim, ExportedProgram, ShapesCollection
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind, OutputSpec
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
@@ -35,6 +35,7 @@ from sp_compiler.rewriting import (
     refake,
     set_value,
 )
+from sp_compiler.sizes import NotSymbolic, Sizes, inline_sizes, is_open, open_sizes
 
 _aten = torch.ops.aten
 
@@ -56,6 +57,8 @@ class Captured:
         constants: tensors that the model made outside its parameters and buffers.
         notes: what the user should know.
         parameters: of the model, used or not.
+        sizes: the dims that are left open, ``None`` where all are those of the example; each has a
+            placeholder whose value is the size.
     """
 
     module: GraphModule
@@ -67,6 +70,7 @@ class Captured:
     constants: dict[str, Tensor] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     parameters: Parameters = field(default_factory=dict)
+    sizes: Sizes | None = None
 
     @property
     def placeholders(self) -> list[Node]:
@@ -88,7 +92,7 @@ class Captured:
         """Erase placeholders that nothing uses, together with their refs."""
         refs = []
         for node, ref in zip(self.placeholders, self.refs, strict=True):
-            if node.users:
+            if node.users or ref.kind == "size":
                 refs.append(ref)
             else:
                 self.module.graph.erase_node(node)
@@ -127,6 +131,7 @@ def capture(
     kwargs: Mapping[str, Any] | None = None,
     *,
     lift_casts: bool = False,
+    open_dims: bool = False,
 ) -> Captured:
     """Export ``model`` on example inputs, in the mode (train or eval, autocast) that is on now.
 
@@ -136,10 +141,12 @@ def capture(
         kwargs: example keyword arguments.
         lift_casts: keep everything in float64 in a float64 model (a comparison without the model's
             own roundings to float32).
+        open_dims: leave the sizes of the inputs' dims open where the model allows it.
 
     Raises:
         CaptureError: the forward failed or its control flow depends on data.
         UnsupportedError: hooks inside the model, operators with subgraphs.
+        NotSymbolic: with ``open_dims``, if the model returns a size.
     """
     check_capturable(model)
     leaves, in_spec = flatten_inputs(args, kwargs)
@@ -150,12 +157,25 @@ def capture(
         example_kwargs = {**example_kwargs, "use_cache": False}
     with export_context(model, use_cache=use_cache):
         try:
-            exported = torch.export.export(model, example_args, example_kwargs, strict=False)
+            exported = torch.export.export(
+                model,
+                example_args,
+                example_kwargs,
+                dynamic_shapes=_open_shapes(model, example_args, example_kwargs)
+                if open_dims
+                else None,
+                strict=False,
+            )
+            _unfreeze(exported.graph_module.graph)
             exported = functionalize(exported)
         except Exception as error:  # whatever user code or export raises
             raise capture_error(model, error) from error
+    inline_sizes(exported.graph_module.graph)
     captured = _from_exported(exported, model, in_spec)
     captured.parameters = parameters_of(model)
+    if open_dims:
+        _add_sizes(captured, leaves)
+    captured.drop_unused_placeholders()
     _refuse_subgraphs(captured.module)
     _make_fake(captured, leaves, model)
     if lift_casts:
@@ -166,6 +186,47 @@ def capture(
     check_dtypes(captured.module.graph, dict(zip(names, leaves, strict=True)))
     captured.module.recompile()
     return captured
+
+
+def _open_shapes(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    shapes = ShapesCollection()
+    for leaf in pytree.tree_leaves((args, kwargs)):
+        if isinstance(leaf, Tensor):
+            # Nothing holds for 0 or 1 and for larger sizes too.
+            shapes[leaf] = {dim: Dim.AUTO for dim, size in enumerate(leaf.shape) if size > 1}
+    return shapes.dynamic_shapes(model, tuple(args), dict(kwargs))
+
+
+def _unfreeze(graph: Graph) -> None:
+    """Let comparisons of sizes be recorded after the export too."""
+    env = getattr(fake_mode_of(graph), "shape_env", None)
+    if env is not None:
+        env.frozen = False
+
+
+def _add_sizes(captured: Captured, leaves: Sequence[Any]) -> None:
+    """Find the open dims and put a placeholder for each in front of the others."""
+    inputs = {
+        ref.index: node
+        for node, ref in zip(captured.placeholders, captured.refs, strict=True)
+        if ref.kind == "input"
+    }
+    graph = captured.module.graph
+    env = fake_mode_of(graph).shape_env
+    if env is None:
+        raise NotSymbolic("export made no symbols")
+    if any(map(is_open, pytree.tree_leaves(output_node(graph).args))):
+        raise NotSymbolic("the model returns a size as a number")
+    sizes = open_sizes(inputs, leaves, env)
+    first = captured.placeholders[0]
+    refs = []
+    for size in sizes.distinct:
+        with graph.inserting_before(first):
+            node = graph.placeholder(size.name)
+        node.meta = {"val": size.value, "requires_grad": False}
+        refs.append(Ref("size", size.name, size.leaf, size.dim))
+    captured.refs = [*refs, *captured.refs]
+    captured.sizes = sizes if refs else None
 
 
 def _as_examples(leaves: list[Any], model: nn.Module) -> list[Any]:
@@ -214,7 +275,6 @@ def _from_exported(
     captured = Captured(GraphModule(nn.Module(), graph), refs, in_spec, exported.call_spec.out_spec)
     captured.mutated, captured.aliases, captured.constants = mutated, aliases, constants
     erase_dead(captured.module.graph)
-    captured.drop_unused_placeholders()
     return captured
 
 
@@ -310,9 +370,11 @@ def _forget_strides(graph: Graph) -> None:
 
 def _make_fake(captured: Captured, leaves: list[Any], model: nn.Module) -> None:
     """Give every placeholder a value in one new fake mode; the ``meta`` device becomes the CPU."""
-    mode = FakeTensorMode()
+    mode = FakeTensorMode(shape_env=captured.sizes.env if captured.sizes is not None else None)
     parameters = dict(model.named_parameters())
     for node, ref in zip(captured.placeholders, captured.refs, strict=True):
+        if ref.kind == "size":
+            continue
         example = node.meta["val"]
         device = torch.device("cpu") if example.is_meta else example.device
         with mode:

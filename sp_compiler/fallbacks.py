@@ -98,7 +98,11 @@ def _active(region: Region) -> set[Node]:
     active: set[Node] = set()
     for node, kind in zip(region.placeholders, region.input_kinds, strict=True):
         value = node.meta["val"]
-        if carries_gradient(value) and (kind in ("param", "call") or value.requires_grad):
+        if (
+            kind != "size"
+            and carries_gradient(value)
+            and (kind in ("param", "call") or value.requires_grad)
+        ):
             active.add(node)
     for node in region.module.graph.nodes:
         if any(source in active for source in node.all_input_nodes):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import detect_fake_mode
+from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_iter, tree_map_only
 
@@ -44,8 +48,18 @@ def fake_value(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     mode = detect_fake_mode((args, kwargs))
     if mode is None:
         return target(*args, **kwargs)
-    with mode, torch.no_grad():
+    with running_fakes(mode), torch.no_grad():
         return target(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def running_fakes(mode: FakeTensorMode) -> Iterator[None]:
+    """Operators run without data; with open sizes none of them may ask for a size."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mode)
+        if mode.shape_env is not None:
+            stack.enter_context(enable_python_dispatcher())
+        yield
 
 
 def emit(

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph, GraphModule, Interpreter
+from torch.fx import Graph, GraphModule
 
 from sp_compiler.graph import carries_gradient
 from sp_compiler.op_kinds import CONVERSIONS
@@ -21,6 +21,7 @@ from sp_compiler.partitioned import Partitioned
 from sp_compiler.placement import Placement
 from sp_compiler.program import Region
 from sp_compiler.runtime.communicator import Communicator
+from sp_compiler.sizes import SizedInterpreter
 
 
 class ShardedCode:
@@ -40,6 +41,8 @@ class ShardedCode:
         with torch.enable_grad():
             leaves = [
                 value.detach().requires_grad_(needs and carries_gradient(value))
+                if isinstance(value, Tensor)
+                else value
                 for value, needs in zip(inputs, self._needs_grad, strict=True)
             ]
             outputs = tuple(_RankInterpreter(self._module, tp, with_grad=True).run(*leaves))
@@ -51,7 +54,7 @@ class ShardedCode:
             value for value, used in zip(tape.outputs, self._differentiable, strict=True) if used
         ]
         pairs = [pair for pair in zip(flowing, tangents, strict=True) if pair[0].requires_grad]
-        wanted = [leaf for leaf in tape.leaves if leaf.requires_grad]
+        wanted = [leaf for leaf in tape.leaves if _is_wanted(leaf)]
         grads = iter(
             torch.autograd.grad(
                 [value for value, _ in pairs],
@@ -60,7 +63,11 @@ class ShardedCode:
                 allow_unused=True,
             )
         )
-        return tuple(next(grads) if leaf.requires_grad else None for leaf in tape.leaves)
+        return tuple(next(grads) if _is_wanted(leaf) else None for leaf in tape.leaves)
+
+
+def _is_wanted(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +101,7 @@ def _gradients(graph: Graph, tp: Communicator, saved: Any, *tangents: Tensor) ->
     return tuple(_RankInterpreter(module, tp, with_grad=False).run(*saved, *tangents))
 
 
-class _RankInterpreter(Interpreter):
+class _RankInterpreter(SizedInterpreter):
     """Gives the opaque operators their meaning on the ranks behind ``tp``."""
 
     def __init__(self, module: GraphModule, tp: Communicator, *, with_grad: bool) -> None:
@@ -140,6 +147,28 @@ class _Convert(torch.autograd.Function):
         source, target = (Placement.parse(text).dual for text in (ctx.dst, ctx.src))
         grad = _convert(ctx.tp, grad.contiguous(), str(source), str(target))
         return None, grad, None, None, None
+
+
+class _PadRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tp: Communicator, x: Tensor, world: int) -> Tensor:
+        ctx.tp, ctx.rows = tp, x.shape[0]
+        return tp.pad_rows(x.view_as(x))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return None, ctx.tp.cut_rows(grad, ctx.rows), None
+
+
+class _CutRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tp: Communicator, x: Tensor, rows: int, world: int) -> Tensor:
+        ctx.tp = tp
+        return tp.cut_rows(x, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return None, ctx.tp.pad_rows_with_zeros(grad), None, None
 
 
 class _VocabEmbedding(torch.autograd.Function):
@@ -200,6 +229,8 @@ class _DropoutMask(torch.autograd.Function):
 
 _WITH_GRAD: dict[str, Any] = {
     "convert": _Convert,
+    "pad_rows": _PadRows,
+    "cut_rows": _CutRows,
     "vocab_embedding": _VocabEmbedding,
     "vocab_nll": _VocabNll,
     "dropout": _Dropout,

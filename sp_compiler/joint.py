@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
     PlainAOTInput,
@@ -29,6 +30,7 @@ from sp_compiler.graph import carries_gradient
 from sp_compiler.op_kinds import RESULT_NAMES
 from sp_compiler.program import Region
 from sp_compiler.rewriting import erase_dead
+from sp_compiler.sizes import inline_sizes, same_shape
 
 aten = torch.ops.aten
 
@@ -122,9 +124,11 @@ def trace_joint(region: Region) -> JointGraph:
         PassError: a placeholder without ``meta["val"]``.
     """
     inner = _with_sources(region.module)
-    mode = FakeTensorMode()
+    mode = FakeTensorMode(shape_env=_shape_env(region))
     args = [_fake_input(node, mode) for node in region.placeholders]
     with contextlib.ExitStack() as stack:
+        if mode.shape_env is not None:
+            stack.enter_context(enable_python_dispatcher())
         stack.enter_context(fx.traceback.preserve_node_meta())
         stack.enter_context(mode)
         traced = aot_export_joint_with_descriptors(stack, _Interpreted(inner), tuple(args))
@@ -151,6 +155,13 @@ class _Interpreted(nn.Module):
         return tuple(aten.clone.default(x, memory_format=torch.contiguous_format) for x in outputs)
 
 
+def _shape_env(region: Region) -> Any:
+    """Where comparisons of open sizes are recorded; ``None`` where all sizes are fixed."""
+    values = [node.meta.get("val") for node in region.placeholders]
+    sizes = [value for value in values if isinstance(value, torch.SymInt)]
+    return sizes[0].node.shape_env if sizes else None
+
+
 def _with_sources(module: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
@@ -162,6 +173,10 @@ def _with_sources(module: fx.GraphModule) -> fx.GraphModule:
 
 def _fake_input(node: fx.Node, mode: FakeTensorMode) -> Tensor:
     value = node.meta.get("val")
+    if isinstance(value, torch.SymInt):
+        # The tracer learns of a symbol from a tensor; the placeholder becomes the number again.
+        with mode:
+            return torch.empty((value,), device="cpu")
     if not isinstance(value, FakeTensor):
         raise PassError("joint", 'a region input needs meta["val"], a FakeTensor', node)
     # A trace on the meta device loses most of the backward.
@@ -192,6 +207,10 @@ def _rebuild(traced: fx.Graph, region: Region) -> JointGraph:
     results = [outputs[index] for index in range(num_outputs)]
     results += [grads.get(index) for index in range(num_inputs)]
     graph.output(tuple(None if node is None else copies[node] for node in results))
+    for node, source in zip(graph.find_nodes(op="placeholder"), region.placeholders, strict=False):
+        if isinstance(source.meta["val"], torch.SymInt):
+            node.meta["val"] = source.meta["val"]
+    inline_sizes(graph)
     module = fx.GraphModule({}, graph)
     return JointGraph(module, num_inputs, num_outputs, tuple(sorted(tangents)), region.input_kinds)
 
@@ -256,8 +275,6 @@ def _drop_no_ops(graph: fx.Graph) -> None:
         if node.target in _ALIASES or (node.target in _COPIES and _copies_nothing(node)):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
-        elif node.target is operator.getitem and not isinstance(node.meta["val"], Tensor):
-            _inline(node)
     erase_dead(graph)
 
 
@@ -271,15 +288,6 @@ def _is_output_copy(node: fx.Node) -> bool:
     return _SOURCE not in node.meta.get("custom", {}) and all(
         user.op == "output" for user in node.users
     )
-
-
-def _inline(node: fx.Node) -> None:
-    """Write a number that an operator returned (a static size) into its users."""
-    number = node.meta["val"]
-    for user in list(node.users):
-        swap = lambda arg: number if arg is node else arg  # noqa: E731
-        user.args = fx.map_arg(user.args, swap)
-        user.kwargs = fx.map_arg(user.kwargs, swap)
 
 
 def _copy_provenance(joint: JointGraph, region: Region) -> None:
@@ -322,4 +330,8 @@ def _copy_keys(node: fx.Node, source: fx.Node, keys: Sequence[str]) -> None:
 
 def _same_shape(node: fx.Node, source: fx.Node) -> bool:
     mine, theirs = node.meta.get("val"), source.meta.get("val")
-    return isinstance(mine, Tensor) and isinstance(theirs, Tensor) and mine.shape == theirs.shape
+    return (
+        isinstance(mine, Tensor)
+        and isinstance(theirs, Tensor)
+        and same_shape(mine.shape, theirs.shape)
+    )

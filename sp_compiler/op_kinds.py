@@ -42,8 +42,10 @@ NARROWING_VIEWS = frozenset(
         aten.unbind.int,
         aten.diagonal.default,
         aten.as_strided.default,
+        _sp.cut_rows.default,
     }
 )
+_OTHER_VIEWS = (aten._unsafe_view.default, _sp.cut_rows.default)
 RESULT_NAMES = {
     # operators with several results, as the generated code calls them
     aten.native_layer_norm.default: ("norm", "mean", "rstd"),
@@ -103,7 +105,7 @@ def is_view(node: Node) -> bool:
         return False
     if node.target is operator.getitem:
         return is_view(node.args[0])
-    if node.target is aten._unsafe_view.default or conversion(node) == "":
+    if node.target in _OTHER_VIEWS or conversion(node) == "":
         return True
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.arguments:

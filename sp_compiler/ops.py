@@ -47,6 +47,63 @@ def _convert_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 convert.register_autograd(_convert_backward, setup_context=_convert_setup)
 
 
+@torch.library.custom_op("sp_compiler::pad_rows", mutates_args=())
+def pad_rows(x: Tensor, world: int) -> Tensor:
+    """``x`` with copies of its last row behind it, so that dim 0 divides by ``world``.
+
+    The copies make no NaN, and no gradient flows from them.
+    """
+    raise NotImplementedError(_ONLY_TRACED)
+
+
+@pad_rows.register_fake
+def _(x: Tensor, world: int) -> Tensor:
+    return x.new_empty(((x.shape[0] + world - 1) // world * world, *x.shape[1:]))
+
+
+@torch.library.custom_op("sp_compiler::cut_rows", mutates_args=())
+def cut_rows(x: Tensor, rows: int, world: int) -> Tensor:
+    """The first ``rows`` rows of ``x``, which is padded as by :func:`pad_rows`."""
+    raise NotImplementedError(_ONLY_TRACED)
+
+
+@cut_rows.register_fake
+def _(x: Tensor, rows: int, world: int) -> Tensor:
+    return x.new_empty((rows, *x.shape[1:]))
+
+
+def _pad_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, ctx.world = inputs
+    ctx.rows = x.shape[0]
+
+
+def _pad_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return cut_rows(grad, ctx.rows, ctx.world), None
+
+
+def _cut_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, _, ctx.world = inputs
+
+
+def _cut_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return pad_rows_with_zeros(grad, ctx.world), None, None
+
+
+@torch.library.custom_op("sp_compiler::pad_rows_with_zeros", mutates_args=())
+def pad_rows_with_zeros(x: Tensor, world: int) -> Tensor:
+    """As :func:`pad_rows` with zeros: the gradient of :func:`cut_rows`."""
+    raise NotImplementedError(_ONLY_TRACED)
+
+
+@pad_rows_with_zeros.register_fake
+def _(x: Tensor, world: int) -> Tensor:
+    return x.new_empty(((x.shape[0] + world - 1) // world * world, *x.shape[1:]))
+
+
+pad_rows.register_autograd(_pad_backward, setup_context=_pad_setup)
+cut_rows.register_autograd(_cut_backward, setup_context=_cut_setup)
+
+
 @torch.library.custom_op("sp_compiler::vocab_embedding", mutates_args=())
 def vocab_embedding(weight: Tensor, ids: Tensor, world: int) -> Tensor:
     """Rows of a vocabulary-sharded table: weight S(0) (v/t, h), ids replicated; P (*ids, h)."""

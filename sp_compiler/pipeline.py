@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,7 +19,7 @@ from torch.fx import Node
 from sp_compiler.capture import Captured, capture
 from sp_compiler.check import check_forward, check_partitioned
 from sp_compiler.codegen import CompiledRegion, load, module_source
-from sp_compiler.compiled import CompiledProgram, LossBackward
+from sp_compiler.compiled import CompiledProgram, LossBackward, at_hints
 from sp_compiler.config import CompileOptions
 from sp_compiler.errors import PlacementError, module_path, source_line
 from sp_compiler.hints import wishes_of
@@ -31,7 +32,9 @@ from sp_compiler.passes.shard.explain import explain
 from sp_compiler.placement import Placement
 from sp_compiler.plan import make_plan
 from sp_compiler.program import Program, Ref, Region
+from sp_compiler.sizes import AtHints, is_about_sizes
 from sp_compiler.stage import Stage, copy_graph, program_calls
+from sp_compiler.warn import warn
 
 
 def build(
@@ -42,6 +45,7 @@ def build(
     *,
     fixed: Mapping[str, Placement] | None = None,
     lift_casts: bool = False,
+    open_dims: bool = False,
 ) -> CompiledProgram:
     """Capture and compile ``model`` for the shapes of its example inputs.
 
@@ -52,12 +56,45 @@ def build(
         options: of :func:`sp_compiler.compile`.
         fixed: storage placements of parameters that an earlier compilation decided.
         lift_casts: keep a float64 model's casts to float32 in float64.
+        open_dims: leave the sizes of the inputs open where that is possible, else warn. A memory
+            budget is kept for each size by itself, so with one they are not left open.
     """
+    if open_dims and options.budget_bytes is None:
+        try:
+            return _build(model, args, kwargs, options, fixed, lift_casts, open_dims=True)
+        except Exception as error:
+            if not is_about_sizes(error):
+                raise
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            warn(
+                "every size of the inputs is compiled by itself, for the model cannot be compiled "
+                f"with sizes left open: {reason}"
+            )
+    return _build(model, args, kwargs, options, fixed, lift_casts, open_dims=False)
+
+
+def _build(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    options: CompileOptions,
+    fixed: Mapping[str, Placement] | None,
+    lift_casts: bool,
+    *,
+    open_dims: bool,
+) -> CompiledProgram:
     start = time.perf_counter()
-    captured = capture(model, args, kwargs, lift_casts=lift_casts)
-    capture_s = time.perf_counter() - start
-    name = type(model).__name__
-    return compile_captured(captured, options, fixed=fixed, capture_s=capture_s, model_name=name)
+    with warnings.catch_warnings():
+        # FX would rather have nodes; passes would rather not.
+        warnings.filterwarnings("ignore", "Raw Sym", UserWarning)
+        captured = capture(model, args, kwargs, lift_casts=lift_casts, open_dims=open_dims)
+        return compile_captured(
+            captured,
+            options,
+            fixed=fixed,
+            capture_s=time.perf_counter() - start,
+            model_name=type(model).__name__,
+        )
 
 
 def compile_captured(
@@ -75,8 +112,12 @@ def compile_captured(
     compiled = compile_program(program, options, fixed=fixed)
     compiled.stages = {"export": exported, **compiled.stages}
     compiled.seconds = {**clock.seconds, **compiled.seconds}
-    plan = make_plan(compiled, options, model_name)
-    explainer = partial(explain, program, options, dict(fixed or {}), compiled.whole)
+    if program.sizes is not None:
+        program.sizes.require_known()
+    plan = make_plan(at_hints(compiled), options, model_name)
+    explainer = partial(
+        explain, AtHints(program.sizes).program(program), options, dict(fixed or {}), compiled.whole
+    )
     compiled.plan = replace(plan, explainer=explainer)
     return compiled
 
@@ -171,9 +212,10 @@ def _compile_program(
     program = sharded.program
     stages["shard"] = Stage.of_program("shard", program)
     clock.lap("shard")
+    hints = AtHints(program.sizes)
     for region in program.regions if checked else ():
         with _of_region(region.name):
-            check_forward(region, options.tp)
+            check_forward(hints.region(region), options.tp)
     clock.lap("check_forward")
     origins = {region.name: region.name for region in program.regions}
     if options.budget_bytes is None:
@@ -191,7 +233,7 @@ def _compile_program(
     for compiled in regions if checked else ():
         region, tangents = compiled.region, compiled.joint.tangent_outputs
         with _of_region(origins[region.name]):
-            check_partitioned(region, compiled.partitioned, tangents, options.tp)
+            check_partitioned(region, hints.partitioned(compiled.partitioned), tangents, options.tp)
     clock.lap("check_partitioned")
     _write_tags(regions)
     stages["final"] = Stage.of_program("final", program)

@@ -74,7 +74,7 @@ class Placement:
             rows = 1
             for size in shape[: self.dim]:
                 rows *= size
-            return (-(-rows // world), *shape[self.dim :])
+            return ((rows + world - 1) // world, *shape[self.dim :])
         return shape
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from sp_compiler.errors import PassError
 from sp_compiler.graph import arguments
 from sp_compiler.op_kinds import CONVERSIONS, conversion
 from sp_compiler.runtime.communicator import Communicator
+from sp_compiler.sizes import SYMBOLIC, hint, is_open, plain, text
 
 aten = torch.ops.aten
 
@@ -98,12 +99,16 @@ class Printer:
 
     Devices are printed as the name ``device``.
 
+    Args:
+        sizes: names of the symbols of open sizes.
+
     Attributes:
         bindings: module-level name to what it is bound to.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: Mapping[Any, str] | None = None) -> None:
         self.bindings: dict[str, str] = {}
+        self._sizes = sizes or {}
 
     def expression(self, node: Node) -> str:
         """``node`` as an expression of the names of its arguments.
@@ -117,7 +122,7 @@ class Printer:
         if getattr(node.target, "namespace", "") == "sp_compiler":
             return self._communicator_call(node)
         if node.target in INFIX and not node.kwargs and len(node.args) == 2:
-            return f" {INFIX[node.target]} ".join(map(self.value, node.args))
+            return f" {INFIX[node.target]} ".join(map(self._operand, node.args))
         if node.target in METHODS:
             return f"{node.args[0]}.{METHODS[node.target]}({self._arguments(node, 1)})"
         return f"{self._function(node)}({self._arguments(node)})"
@@ -147,6 +152,8 @@ class Printer:
         if isinstance(value, list | tuple):
             inner = ", ".join(map(self.value, value))
             return f"[{inner}]" if isinstance(value, list) else f"({inner},)"
+        if isinstance(value := plain(value), SYMBOLIC):
+            return text(value, self._sizes)
         if isinstance(value, float) and not math.isfinite(value):
             return f'float("{value}")'
         if isinstance(value, torch.device):
@@ -154,6 +161,10 @@ class Printer:
         if isinstance(value, str):
             return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
         return str(value) if isinstance(value, Node) else repr(value)
+
+    def _operand(self, value: Any) -> str:
+        text = self.value(value)
+        return f"({text})" if is_open(value) and not text.isidentifier() else text
 
     def _communicator_call(self, node: Node) -> str:
         method = node.target.__name__.partition(".")[0]
@@ -174,8 +185,8 @@ class Printer:
 
     def _view(self, node: Node) -> str:
         # reshape, not view: the caller's tensors need not have the strides that were traced.
-        sizes = [str(size) for size in node.meta["val"].shape]
-        if sizes and node.meta["val"].numel():
+        sizes = [self.value(size) for size in node.meta["val"].shape]
+        if sizes and math.prod(map(hint, node.meta["val"].shape)):
             sizes[0] = "-1"
         return f"{node.args[0]}.reshape({', '.join(sizes) or '()'})"
 
@@ -183,9 +194,11 @@ class Printer:
         call = arguments(node)
         x, dim, step = call["self"], call["dim"], call["step"]
         size = x.meta["val"].shape[dim]
-        start, end, _ = slice(call["start"], call["end"]).indices(size)
-        if step == 1 and start < end:
-            return f"{x}.narrow({dim}, {start}, {end - start})"
+        start, end = call["start"] or 0, call["end"]
+        if not any(map(is_open, (start, end, size))):
+            start, end, _ = slice(start, end).indices(size)
+        if step == 1 and _is_inside(start, end, size):
+            return f"{x}.narrow({dim}, {self.value(start)}, {self.value(end - start)})"
         return f"{self._function(node)}({self._arguments(node)})"
 
     def _clone(self, node: Node) -> str:
@@ -196,6 +209,13 @@ class Printer:
         if set(node.kwargs) <= {"dtype", *_DROPPED, "device"} and "dtype" in node.kwargs:
             return f"{node.args[0]}.to({node.kwargs['dtype']})"
         return f"{self._function(node)}({self._arguments(node)})"
+
+
+def _is_inside(start: Any, end: Any, size: Any) -> bool:
+    """Whether ``0 <= start < end <= size`` for sure."""
+    if any(map(is_open, (start, end, size))):
+        return False
+    return bool(start < end)
 
 
 _SPECIAL: dict[Any, Callable[[Printer, Node], str]] = {
@@ -219,11 +239,22 @@ _DTYPES = {
 }
 
 
-def describe(node: Node) -> str:
-    """Shape, element type and placement of a value: ``"(64, 32) f32 S(0)"``."""
+def describe(node: Node, printer: Printer | None = None) -> str:
+    """Shape, element type and placement of a value: ``"(64, 32) f32 S(0)"``.
+
+    ``printer`` has the names of open sizes.
+    """
     value = node.meta.get("val")
+    if isinstance(value, torch.SymInt):
+        return "size of an input"
     if not isinstance(value, torch.Tensor):
         return ""
     dtype = _DTYPES.get(value.dtype, str(value.dtype).removeprefix("torch."))
     placement = node.meta.get("placement")
-    return f"{tuple(value.shape)} {dtype}" + (f" {placement}" if placement else "")
+    shape = tuple(value.shape)
+    if any(map(is_open, shape)) and printer is not None:
+        inner = ", ".join(map(printer.value, shape))
+        sizes = f"({inner},)" if len(shape) == 1 else f"({inner})"
+    else:
+        sizes = str(shape)
+    return f"{sizes} {dtype}" + (f" {placement}" if placement else "")

@@ -8,7 +8,7 @@ traced and emitted once and called once per layer that it stands for.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.fx import GraphModule
@@ -17,7 +17,10 @@ from torch.utils._pytree import TreeSpec
 from sp_compiler.hints import Parameters, Wish
 from sp_compiler.placement import Placement
 
-RefKind = Literal["param", "buffer", "constant", "input", "call", "seed"]
+if TYPE_CHECKING:
+    from sp_compiler.sizes import Sizes
+
+RefKind = Literal["param", "buffer", "constant", "input", "call", "seed", "size"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,8 @@ class Ref:
     Attributes:
         kind: ``"param"``, ``"buffer"``, ``"constant"`` (named by ``name``), ``"input"`` (leaf
             ``index`` of the flattened user inputs), ``"call"`` (output ``output`` of call
-            ``index``), ``"seed"`` (the dropout seed of this forward, made distinct per call).
+            ``index``), ``"seed"`` (the dropout seed of this forward, made distinct per call),
+            ``"size"`` (the size of dim ``output`` of leaf ``index`` of the user inputs, an int).
     """
 
     kind: RefKind
@@ -92,6 +96,7 @@ class Program:
         notes: what the user should know (fallbacks with reasons).
         parameters: of the model, used or not.
         wishes: what the user's hints ask of parameters.
+        sizes: the dims that are left open, ``None`` where all are those of the example.
     """
 
     calls: list[Call]
@@ -103,6 +108,7 @@ class Program:
     notes: list[str] = field(default_factory=list)
     parameters: Parameters = field(default_factory=dict)
     wishes: dict[str, Wish] = field(default_factory=dict)
+    sizes: Sizes | None = None
 
     @property
     def regions(self) -> list[Region]:

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Interpreter
+from torch.fx import GraphModule
 
 import sp_compiler.ops  # noqa: F401 - registers the operators
 from sp_compiler.capture import Captured
 from sp_compiler.errors import ArgumentError
 from sp_compiler.program import Program, Ref
 from sp_compiler.runtime.dropout import call_seed, dropout, dropout_mask
+from sp_compiler.sizes import SizedInterpreter
 
 _sp = torch.ops.sp_compiler
 
@@ -96,6 +97,8 @@ class _Sources:
             return self.results[ref.index][ref.output]
         if ref.kind == "input":
             return self.flat_inputs[ref.index]
+        if ref.kind == "size":
+            return int(self.flat_inputs[ref.index].shape[ref.output])
         if ref.kind == "seed":
             if self.seed is None:
                 raise ArgumentError("the graph has dropout; pass seed= (a 0-dim int64 tensor)")
@@ -109,7 +112,7 @@ def run_graph(module: GraphModule, values: Sequence[Any]) -> tuple[Any, ...]:
     return _ReferenceInterpreter(module).run(*values)
 
 
-class _ReferenceInterpreter(Interpreter):
+class _ReferenceInterpreter(SizedInterpreter):
     """Gives the opaque dropout operators their meaning on one rank."""
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -20,7 +20,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from sp_compiler.graph import carries_gradient
+from sp_compiler.graph import carries_gradient, running_fakes
 
 _INHERITED = ("nn_module_stack", "stack_trace", "torch_fn")
 
@@ -80,7 +80,7 @@ def refake(node: Node, mode: FakeTensorMode | None = None) -> None:
     call = _signature(node)
     if call not in known:
         args, kwargs = map_arg((node.args, dict(node.kwargs)), _differentiable_fake)
-        with mode, torch.enable_grad():
+        with running_fakes(mode), torch.enable_grad():
             set_value(node, node.target(*args, **kwargs))
         known[call] = (node.meta["val"], node.meta["requires_grad"])
     node.meta["val"], node.meta["requires_grad"] = known[call]

@@ -233,7 +233,7 @@ def lower(whole: Whole, strategy: Strategy, world: int) -> Region:
     facts.active.update(dict.fromkeys([*values, *results_of(node)]))
     chosen = {node: strategy}
     inputs, outputs = list(strategy.operands), list(strategy.results)
-    return RegionLowering(whole.region, facts, chosen, inputs, outputs, world).run()
+    return RegionLowering(whole.region, facts.active, chosen, inputs, outputs, world).run()
 
 
 def _lowered_step(whole: Whole, strategy: Strategy, world: int, step: Step | None) -> Run:

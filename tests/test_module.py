@@ -30,7 +30,12 @@ class Builder:
         self.seen: list[dict[str, Any]] = []
 
     def __call__(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], fixed: Any
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        fixed: Any,
+        open_dims: bool,
     ) -> CompiledProgram:
         self.seen.append(
             {

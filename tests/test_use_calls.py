@@ -145,10 +145,10 @@ def test_churn_warns_once_and_stays_bounded() -> None:
     module, model = compiled(lambda: nn.Linear(8, 2).double()), nn.Linear(8, 2).double()
     model.load_state_dict(module.state_dict())
     module._sp_cache.size = 2
-    for rows in (1, 2):
-        module(batch(rows))
+    for shape in ((1,), (1, 2)):
+        module(batch(*shape))
     with pytest.warns(UserWarning, match="more than 2 different kinds of inputs"):
-        module(batch(3))
+        module(batch(1, 2, 3))
     torch.testing.assert_close(module(batch(1)), model(batch(1)), rtol=1e-11, atol=0)
     assert num_compiled(module) == 2
 

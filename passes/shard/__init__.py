@@ -29,6 +29,8 @@ from sp_compiler.passes.shard.values import (
 from sp_compiler.placement import I, Placement, R
 from sp_compiler.program import Call, Program, Ref, RefKind, Region
 from sp_compiler.rules.strategies import Strategy
+from sp_compiler.rules.table import record_factors
+from sp_compiler.sizes import AtHints, symbol_of, symbols_in
 from sp_compiler.solver import solve
 from sp_compiler.stage import copy_graph
 
@@ -63,17 +65,28 @@ def shard(
         fixed: storage placements that an earlier compilation gave to the parameters.
         whole: operators that run whole on every rank, whatever their rule says.
     """
+    # What is decided is decided for the example's sizes; what is made of it has the open ones.
+    hints = AtHints(program.sizes)
     if options.tp == 1:
-        program, _ = _route_outputs(program)
-        return _unsharded(program, activate(program))
-    builder = placement_problem(program, options, fixed or {}, whole)
+        opened, _ = _route_outputs(program)
+        program = hints.program(opened)
+        return _unsharded(opened, program, activate(program), hints)
+    builder = placement_problem(program, options, fixed or {}, whole, hints)
     problem = builder.problem
     try:
         solution = solve(problem.vertices, builder.conversion_cost)
     except SPCompilerError as error:
         raise _blamed_on_hints(program, options, fixed or {}, whole, error) from error
     facts = {id(region): mine for region, mine in zip(builder.regions, builder.facts, strict=True)}
-    assembled = _Assembly(builder.program, facts, problem, solution.choices, options.tp)
+    assembled = _Assembly(
+        builder.opened,
+        builder.program,
+        facts,
+        problem,
+        solution.choices,
+        hints,
+        options.tp,
+    )
     return replace(assembled.run(), cost_us=solution.cost_us)
 
 
@@ -82,9 +95,15 @@ def placement_problem(
     options: CompileOptions,
     fixed: dict[str, Placement],
     whole: Collection[WholeNode],
+    hints: AtHints | None = None,
 ) -> ProblemBuilder:
-    """The built problem of placing ``program`` on ``options.tp`` ranks, at least two."""
-    program, routed = _route_outputs(program)
+    """The built problem of placing ``program`` on ``options.tp`` ranks, at least two.
+
+    It is that of the example's sizes, which ``hints`` put in place of open ones.
+    """
+    hints = hints or AtHints(program.sizes)
+    opened, routed = _route_outputs(program)
+    program = hints.program(opened)
     facts = activate(program, whole)
     for region in program.regions:
         label_dims(region, facts[id(region)], options.tp)
@@ -99,6 +118,7 @@ def placement_problem(
         ),
         fixed=fixed,
     )
+    builder.opened = opened
     builder.build()
     return builder
 
@@ -135,25 +155,45 @@ def _blamed_on_hints(
     )
 
 
-def _unsharded(program: Program, facts: dict[int, RegionValues]) -> Sharded:
+def _unsharded(
+    opened: Program, program: Program, facts: dict[int, RegionValues], hints: AtHints
+) -> Sharded:
     """One rank: every value is whole, nothing is converted."""
     lowered = {}
-    for region in program.regions:
+    for region, source in zip(program.regions, opened.regions, strict=True):
         mine = facts[id(region)]
         chosen = {
             node: Strategy((I,) * len(tensor_operands(node)), (I,) * len(results_of(node)))
             for node in mine.rules
         }
         inputs, outputs = [I] * len(region.input_kinds), [I] * len(region.outputs)
-        lowered[id(region)] = RegionLowering(region, mine, chosen, inputs, outputs, 1).run()
-    calls = [Call(lowered[id(call.region)], call.path, call.args) for call in program.calls]
+        lowered[id(source)] = _lowered(source, mine, chosen, inputs, outputs, hints, 1)
+    calls = [Call(lowered[id(call.region)], call.path, call.args) for call in opened.calls]
     names = [ref.name for call in calls for ref in call.args if ref.kind == "param"]
     outputs_of = {
         index: I
         for index, ref in enumerate(program.outputs)
         if isinstance(ref, Ref) and ref.kind == "call"
     }
-    return Sharded(replace(program, calls=calls), dict.fromkeys(names, I), outputs_of, 0.0)
+    return Sharded(replace(opened, calls=calls), dict.fromkeys(names, I), outputs_of, 0.0)
+
+
+def _lowered(
+    region: Region,
+    facts: RegionValues,
+    chosen: dict[Node, Strategy],
+    inputs: list[Placement],
+    outputs: list[Placement],
+    hints: AtHints,
+    world: int,
+) -> Region:
+    """Rewrite ``region`` as was decided on its twin with the example's sizes."""
+    active = {(hints.twin(node), index) for node, index in facts.active}
+    strategies = {hints.twin(node): strategy for node, strategy in chosen.items()}
+    for node, strategy in strategies.items():
+        if any(placement.is_sharded for placement in (*strategy.operands, *strategy.results)):
+            record_factors(node)
+    return RegionLowering(region, active, strategies, inputs, outputs, world).run()
 
 
 def _may_shard(program: Program, index: int, options: CompileOptions) -> bool:
@@ -197,7 +237,8 @@ def _route_outputs(program: Program) -> tuple[Program, list[Ref]]:
             moved[ref] = Ref("call", index=ref.index, output=len(outputs) - 1)
     calls = list(program.calls)
     if passed:
-        calls.append(Call(_pass_through(program, passed), "", tuple(passed)))
+        region, sizes = _pass_through(program, passed)
+        calls.append(Call(region, "", (*passed, *sizes)))
         moved |= {ref: Ref("call", index=len(calls) - 1, output=k) for k, ref in enumerate(passed)}
     outputs = [moved.get(ref, ref) if isinstance(ref, Ref) else ref for ref in program.outputs]
     return replace(program, calls=calls, outputs=outputs), list(moved.values())
@@ -213,7 +254,8 @@ def _return_twice(program: Program, ref: Ref) -> Program:
     return replace(program, calls=calls)
 
 
-def _pass_through(program: Program, refs: list[Ref]) -> Region:
+def _pass_through(program: Program, refs: list[Ref]) -> tuple[Region, list[Ref]]:
+    """A region that returns ``refs``, and the refs of the open sizes that it takes behind them."""
     graph = Graph()
     nodes = []
     for number, ref in enumerate(refs):
@@ -221,14 +263,25 @@ def _pass_through(program: Program, refs: list[Ref]) -> Region:
         node = graph.placeholder(f"output_{number}")
         node.meta = {k: v for k, v in source.meta.items() if k in ("val", "requires_grad")}
         nodes.append(node)
+    sizes = {
+        symbol_of(node): (node, ref)
+        for call in program.calls
+        for node, ref in zip(call.region.placeholders, call.args, strict=True)
+        if ref.kind == "size"
+    }
+    symbols = symbols_in(nodes) if sizes else set()
+    taken = [found for symbol, found in sizes.items() if symbol in symbols]
+    for source, _ in taken:
+        graph.placeholder(source.name).meta = dict(source.meta)
     graph.output(nodes)
-    kinds: list[RefKind] = ["call"] * len(refs)
-    return Region(
+    kinds: list[RefKind] = [*["call"] * len(refs), *["size"] * len(taken)]  # type: ignore[list-item]
+    region = Region(
         name="Outputs",
         module=GraphModule(torch.nn.Module(), graph, class_name="Outputs"),
         input_kinds=tuple(kinds),
-        input_names=tuple(node.name for node in nodes),
+        input_names=tuple(node.name for node in graph.find_nodes(op="placeholder")),
     )
+    return region, [ref for _, ref in taken]
 
 
 class _Assembly:
@@ -236,12 +289,16 @@ class _Assembly:
 
     def __init__(
         self,
+        opened: Program,
         program: Program,
         facts: dict[int, RegionValues],
         problem: Problem,
         choices: list[int],
+        hints: AtHints,
         world: int,
     ) -> None:
+        self.opened = opened
+        self.hints = hints
         self.program = program
         self.facts = facts
         self.problem = problem
@@ -264,9 +321,12 @@ class _Assembly:
 
     def run(self) -> Sharded:
         lowered = {
-            id(region): self._lower(i, region) for i, region in enumerate(self.program.regions)
+            id(source): self._lower(i, region, source)
+            for i, (region, source) in enumerate(
+                zip(self.program.regions, self.opened.regions, strict=True)
+            )
         }
-        calls = [Call(lowered[id(c.region)], c.path, c.args) for c in self.program.calls]
+        calls = [Call(lowered[id(c.region)], c.path, c.args) for c in self.opened.calls]
         params = {
             name: self.placed["param", number] for name, number in self.problem.param_class.items()
         }
@@ -275,14 +335,14 @@ class _Assembly:
             for index, ref in enumerate(self.program.outputs)
             if isinstance(ref, Ref) and ref.kind == "call"
         }
-        return Sharded(replace(self.program, calls=calls), params, outputs, 0.0)
+        return Sharded(replace(self.opened, calls=calls), params, outputs, 0.0)
 
-    def _lower(self, i: int, region: Region) -> Region:
+    def _lower(self, i: int, region: Region, source: Region) -> Region:
         facts = self.facts[id(region)]
         chosen = {node: self.strategies[node] for node in facts.rules}
         inputs = [self._input(i, position, region) for position in range(len(region.input_kinds))]
         outputs = [self._output(i, k) for k in range(len(region.outputs))]
-        return RegionLowering(region, facts, chosen, inputs, outputs, self.world).run()
+        return _lowered(source, facts, chosen, inputs, outputs, self.hints, self.world)
 
     def _input(self, i: int, position: int, region: Region) -> Placement:
         node = region.placeholders[position]

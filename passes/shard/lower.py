@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -18,12 +19,13 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from sp_compiler.errors import PassError
 from sp_compiler.graph import arguments, emit
-from sp_compiler.passes.shard.values import RegionValues, Value, results_of, shape_of, value_of
+from sp_compiler.passes.shard.values import Value, results_of, shape_of, value_of
 from sp_compiler.placement import I, Placement, R, S
 from sp_compiler.program import Region
 from sp_compiler.rewriting import erase_dead
 from sp_compiler.rules.strategies import Strategy
 from sp_compiler.rules.table import is_pointwise
+from sp_compiler.sizes import SYMBOLIC, is_open
 
 aten = torch.ops.aten
 sp = torch.ops.sp_compiler
@@ -53,7 +55,7 @@ class RegionLowering:
 
     Args:
         region: unsharded, not modified.
-        facts: what is active in it.
+        active: values that take part in sharding.
         chosen: the strategy of every active operator.
         inputs: placement of each placeholder.
         outputs: placement that each output must have.
@@ -63,14 +65,14 @@ class RegionLowering:
     def __init__(
         self,
         region: Region,
-        facts: RegionValues,
+        active: Container[Value],
         chosen: dict[Node, Strategy],
         inputs: list[Placement],
         outputs: list[Placement],
         world: int,
     ) -> None:
         self.region = region
-        self.facts = facts
+        self.active = active
         self.chosen = chosen
         self.inputs = inputs
         self.outputs = outputs
@@ -105,7 +107,7 @@ class RegionLowering:
     def get(self, value: Value, placement: Placement) -> Node:
         """The node that holds ``value`` placed like this, converted at most once."""
         made = self.made[value]
-        if value not in self.facts.active and placement.is_replicated:
+        if value not in self.active and placement.is_replicated:
             placement = self.produced[value]
         if placement not in made:
             made[placement] = self._convert(value, self.produced[value], placement)
@@ -116,10 +118,13 @@ class RegionLowering:
     def _placeholder(self, node: Node, placement: Placement) -> None:
         new = self.graph.placeholder(node.name)
         self._copy_meta(node, new)
+        if isinstance(node.meta["val"], SYMBOLIC):
+            new.meta["placement"] = placement
+            return
         fake = node.meta["val"]
         if placement.is_sharded:
             with fake.fake_mode, torch.no_grad():
-                fake = fake.new_empty(placement.local_shape(tuple(fake.shape), self.world))
+                fake = fake.new_empty(self._part_of((node, 0), placement))
         new.meta["val"] = fake
         self._made((node, 0), placement, new)
 
@@ -246,14 +251,15 @@ class RegionLowering:
     def _convert(self, value: Value, source: Placement, target: Placement) -> Node:
         kinds = {source.kind, target.kind}
         if source.is_sharded and target.is_sharded and source != target:
-            whole = self.get(value, I if value in self.facts.active else R)
+            whole = self.get(value, I if value in self.active else R)
             return self._convert_node(whole, value, I, target)
-        if kinds == {"R"} or (source == I and target == R and value not in self.facts.active):
+        if kinds == {"R"} or (source == I and target == R and value not in self.active):
             return self.made[value][source]
         return self._convert_node(self.made[value][source], value, source, target)
 
     def _convert_node(self, x: Node, value: Value, source: Placement, target: Placement) -> Node:
         like, shape = value[0], shape_of(value)
+        self._part_of(value, target)
         if target.kind == "T":
             x = self._to_rows(x, shape, target.dim, like)
         text = (str(local_placement(source)), str(local_placement(target)))
@@ -269,20 +275,21 @@ class RegionLowering:
         rows, rest = math.prod(shape[:num_dims]), shape[num_dims:]
         if num_dims != 1:
             x = self._emit(aten.reshape.default, (x, [rows, *rest]), {}, like)
-        padding = -rows % self.world
-        if not padding:
+        if not self._may_need_padding(rows):
             return x
-        last = self._emit(aten.slice.Tensor, (x, 0, rows - 1, rows), {}, like)
-        last = self._emit(aten.expand.default, (last, [padding, *rest]), {}, like)
-        return self._emit(aten.cat.default, ([x, last],), {}, like)
+        return self._emit(sp.pad_rows.default, (x, self.world), {}, like)
 
     def _from_rows(self, x: Node, shape: tuple[int, ...], num_dims: int, like: Node) -> Node:
         rows = math.prod(shape[:num_dims])
-        if rows % self.world:
-            x = self._emit(aten.slice.Tensor, (x, 0, 0, rows), {}, like)
+        if self._may_need_padding(rows):
+            x = self._emit(sp.cut_rows.default, (x, rows, self.world), {}, like)
         if num_dims != 1:
             x = self._emit(aten.reshape.default, (x, list(shape)), {}, like)
         return x
+
+    def _may_need_padding(self, rows: int) -> bool:
+        """Always for an open number of rows, so that one program serves those that divide too."""
+        return is_open(rows) or bool(rows % self.world)
 
     # Bookkeeping.
 
@@ -305,9 +312,17 @@ class RegionLowering:
             item = self._emit(operator.getitem, (new, value[1]), {}, node)
             self._made(value, placement, item)
 
-    def _made(self, value: Value, placement: Placement, new: Node) -> None:
+    def _part_of(self, value: Value, placement: Placement) -> tuple[int, ...]:
+        """Shape of one rank's part; that an open size divides as the example does is recorded."""
         shape = shape_of(value)
-        expected = placement.local_shape(shape, self.world) if placement.is_sharded else shape
+        if not placement.is_sharded:
+            return shape
+        if placement.segments and sum(placement.segments) != shape[placement.dim]:
+            raise PassError("shard", f"{placement} does not cut {shape}", value[0])
+        return placement.local_shape(shape, self.world)
+
+    def _made(self, value: Value, placement: Placement, new: Node) -> None:
+        shape, expected = shape_of(value), self._part_of(value, placement)
         got = tuple(new.meta["val"].shape)
         if got != tuple(expected):
             raise PassError(

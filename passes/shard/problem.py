@@ -111,6 +111,7 @@ class ProblemBuilder:
         fixed: dict[str, Placement],
     ) -> None:
         self.program = program
+        self.opened = program  # the same with its open sizes
         self.regions = program.regions
         self.index = {id(region): i for i, region in enumerate(self.regions)}
         self.facts = [facts[id(region)] for region in self.regions]

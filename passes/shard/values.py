@@ -184,6 +184,8 @@ def label_dims(region: Region, facts: RegionValues, world: int) -> None:
 
 def _seed(region: Region, facts: RegionValues) -> None:
     for node, kind in zip(region.placeholders, region.input_kinds, strict=True):
+        if kind == "size":
+            continue
         value = (node, 0)
         rank = len(shape_of(value))
         if kind == "param":

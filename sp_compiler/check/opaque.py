@@ -65,6 +65,11 @@ def _dropout(node: Node, world: int) -> list[Strategy]:
     return found
 
 
+def _rows(node: Node, world: int) -> list[Strategy]:
+    """Whole values; the padding of a partial sum adds up to the padding of the sum."""
+    return [Strategy((R,), (R,)), Strategy((P,), (P,))]
+
+
 def _vocab_embedding(node: Node, world: int) -> list[Strategy]:
     return [Strategy((S(0), R), (P,))]
 
@@ -85,6 +90,9 @@ _DECLARED: dict[object, Callable[[Node, int], list[Strategy]]] = {
     sp.convert.default: _convert,
     sp.dropout.default: _dropout,
     sp.dropout_mask.default: _dropout,
+    sp.pad_rows.default: _rows,
+    sp.pad_rows_with_zeros.default: _rows,
+    sp.cut_rows.default: _rows,
     sp.vocab_embedding.default: _vocab_embedding,
     sp.vocab_embedding_backward.default: _vocab_embedding_backward,
     sp.vocab_nll.default: _vocab_nll,

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from sp_compiler.sizes import hint, is_open
+
 
 @dataclass(frozen=True)
 class Factor:
@@ -109,6 +111,14 @@ def reshaped(shape: Sequence[int], result: Sequence[int]) -> tuple[Dims, Dims]:
     if not divisible:
         cuts = _common_refinement(left, right)
     return _dims_between(shape, left, cuts, "in"), _dims_between(result, right, cuts, "out")
+
+
+def record_cuts(shape: Sequence[int], result: Sequence[int]) -> None:
+    """Compare open sizes as :func:`reshaped` does those of the example, so that it is recorded."""
+    cuts = sorted([*_cuts(shape), *_cuts(result)], key=hint)
+    for low, high in itertools.pairwise(cuts):
+        if is_open(low) or is_open(high):
+            _ = low == high or high % low == 0 or low < high
 
 
 def _cuts(shape: Sequence[int]) -> list[int]:

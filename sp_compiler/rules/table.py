@@ -23,6 +23,7 @@ from sp_compiler.rules.factors import (
     named,
     numbered,
     private,
+    record_cuts,
     reshaped,
 )
 
@@ -353,6 +354,16 @@ def _reduction(node: Node) -> OpRule | None:
 
 
 # Views and rearrangements. All are linear.
+
+
+def record_factors(node: Node) -> None:
+    """Compare the open sizes of ``node`` as its rule did those of the example, so that calls for
+    which they compare otherwise are told apart."""
+    name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
+    if _TABLE.get(name) in (_reshape, _squeeze):
+        record_cuts(*_operand_shapes(node), *_result_shapes(node))
+    else:
+        rule_for(node)
 
 
 @rule("aten::reshape", "aten::view", "aten::_unsafe_view", "aten::flatten", "aten::unflatten")

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from sp_compiler.sizes import Sizes
 from sp_compiler.warn import warn
 
 Value = TypeVar("Value")
+# How many programs of open sizes are compiled for calls that differ in their sizes only.
+_MAX_TRIES = 4
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
@@ -79,6 +82,16 @@ class CallKey:
     structure: Any
     attributes: tuple[tuple[tuple[str, str], Constant], ...] = ()
 
+    def without_sizes(self) -> CallKey:
+        """The same for all sizes above 1: nothing holds for 0 or 1 and for larger sizes too."""
+        leaves = (
+            (tuple(min(size, 2) for size in leaf[0]), *leaf[1:])
+            if isinstance(leaf, tuple)
+            else leaf
+            for leaf in self.leaves
+        )
+        return replace(self, leaves=tuple(leaves))
+
     def digest(self) -> str:
         """The same text for equal keys on every rank and in every process."""
         parts = (
@@ -141,29 +154,73 @@ def _leaf(leaf: Any) -> Any:
     return Constant(leaf)
 
 
+@dataclass
+class _Entry(Generic[Value]):
+    """A program; ``alike`` is its key for all sizes above 1, ``sizes`` what it leaves open."""
+
+    value: Value
+    alike: CallKey
+    sizes: Sizes | None
+
+
 class ProgramCache(Generic[Value]):
-    """The last ``size`` programs used; warns once when it has to throw one away."""
+    """The last ``size`` programs used; warns once when it has to throw one away.
+
+    A program that leaves sizes open is found by every call that it holds for.
+    """
 
     def __init__(self, size: int = 16) -> None:
         self.size = size
-        self._entries: OrderedDict[CallKey, Value] = OrderedDict()
+        self._entries: OrderedDict[CallKey, _Entry[Value]] = OrderedDict()
+        self._closed: set[CallKey] = set()
         self._warned = False
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def items(self) -> Iterable[tuple[CallKey, Value]]:
-        """From the least to the most recently used."""
-        return self._entries.items()
+    def mapped(self, function: Callable[[Value], Value]) -> ProgramCache[Value]:
+        """A cache of the same size that holds ``function`` of every program."""
+        result = ProgramCache[Value](self.size)
+        result._closed |= self._closed
+        for key, entry in self._entries.items():
+            result._entries[key] = replace(entry, value=function(entry.value))
+        return result
 
-    def get(self, key: CallKey) -> Value | None:
-        value = self._entries.get(key)
-        if value is not None:
-            self._entries.move_to_end(key)
-        return value
+    def get(self, key: CallKey, leaves: Sequence[Any] = ()) -> Value | None:
+        """The program for a call with these flattened inputs, if there is one."""
+        found = self._entries.get(key)
+        if found is None:
+            for name, entry in reversed(self._alike(key)):
+                if entry.sizes is not None and entry.sizes.rejection(leaves) is None:
+                    key, found = name, entry
+                    break
+        if found is None:
+            return None
+        self._entries.move_to_end(key)
+        return found.value
 
-    def put(self, key: CallKey, value: Value) -> None:
-        self._entries[key] = value
+    def opens(self, key: CallKey, leaves: Sequence[Any]) -> bool:
+        """Whether the program to compile for a call that has none should leave sizes open.
+
+        So it is where another size came before, unless that failed, or several such programs could
+        not help to be specialised: they take longer to compile. Warns what specialised the last.
+        """
+        alike = self._alike(key)
+        tried = [entry.sizes for _, entry in alike if entry.sizes is not None]
+        if tried:
+            warn(
+                f"compiled again, {len(alike) + 1} programs now for inputs that differ in nothing "
+                f"but their sizes ({key.describe()}): the last is specialised, "
+                f"{tried[-1].rejection(leaves)}"
+            )
+        return bool(alike) and len(tried) < _MAX_TRIES and key.without_sizes() not in self._closed
+
+    def put(self, key: CallKey, value: Value, sizes: Sizes | None = None) -> None:
+        """Store the program that was compiled for ``key`` and holds for ``sizes``."""
+        alike = key.without_sizes()
+        if sizes is None and self._alike(key):
+            self._closed.add(alike)
+        self._entries[key] = _Entry(value, alike, sizes)
         if len(self._entries) <= self.size:
             return
         self._entries.popitem(last=False)
@@ -174,3 +231,8 @@ class ProgramCache(Generic[Value]):
                 f"{key.describe()}); programs are thrown away and compiled again. Pad inputs to a "
                 "few fixed shapes, and keep Python numbers that change out of the arguments"
             )
+
+    def _alike(self, key: CallKey) -> list[tuple[CallKey, _Entry[Value]]]:
+        """The entries that differ from ``key`` in sizes above 1 only, the latest last."""
+        alike = key.without_sizes()
+        return [item for item in self._entries.items() if item[1].alike == alike]

@@ -83,6 +83,21 @@ class Communicator:
         assert whole.shape[source.dim] == size * self.world
         return _from_rank_major(whole, source, self.world)
 
+    # Rows of tokens where their number may not divide by the number of ranks.
+
+    def pad_rows(self, x: Tensor) -> Tensor:
+        """Copies of the last row behind ``x``; ``x`` itself where there is nothing to do."""
+        missing = -x.shape[0] % self.world
+        return torch.cat([x, x[-1:].expand(missing, *x.shape[1:])]) if missing else x
+
+    def pad_rows_with_zeros(self, x: Tensor) -> Tensor:
+        missing = -x.shape[0] % self.world
+        return torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x
+
+    def cut_rows(self, x: Tensor, rows: int) -> Tensor:
+        """The first ``rows`` rows, a view."""
+        return x.narrow(0, 0, rows)
+
     # Operators whose result depends on the rank.
 
     def vocab_embedding(self, weight: Tensor, ids: Tensor) -> Tensor:

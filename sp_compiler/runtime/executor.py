@@ -145,7 +145,9 @@ class Executor:
         return Execution(outputs, {name: value.detach() for name, value in mutated.items()})
 
     def _call(self, frame: _Frame, index: int, call: Call) -> tuple[Any, ...]:
-        values = [frame.value(ref, index) for ref in call.args if ref.kind != "param"]
+        # What the layer's hooks see: no parameters, no sizes.
+        own = ("param", "size")
+        values = [frame.value(ref, index) for ref in call.args if ref.kind not in own]
 
         def invoke(*values: Any) -> tuple[Any, ...]:
             rest = iter(values)
@@ -153,7 +155,9 @@ class Executor:
             for ref, placement in zip(call.args, call.region.input_placements, strict=True):
                 owner = frame.parameter(ref) if ref.kind == "param" else None
                 owners.append(owner)
-                if owner is None:
+                if ref.kind == "size":
+                    inputs.append(frame.value(ref))
+                elif owner is None:
                     inputs.append(next(rest))
                 elif placement.kind == "R":
                     inputs.append(frame.replicated.get(self.compiled.param_name(ref.name), owner))
@@ -204,6 +208,8 @@ class _Frame:
             return self.parameter(ref)
         if ref.kind == "input":
             return self.flat_inputs[ref.index]
+        if ref.kind == "size":
+            return self.flat_inputs[ref.index].shape[ref.output]
         if ref.kind == "buffer":
             return self.buffers[ref.name]
         if ref.kind == "constant":

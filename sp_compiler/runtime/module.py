@@ -40,7 +40,8 @@ from sp_compiler.runtime.pretrained import load_pretrained
 from sp_compiler.stage import Stage
 
 Build = Callable[
-    [nn.Module, tuple[Any, ...], dict[str, Any], dict[str, Placement] | None], CompiledProgram
+    [nn.Module, tuple[Any, ...], dict[str, Any], dict[str, Placement] | None, bool],
+    CompiledProgram,
 ]
 _INSTANCES = itertools.count()
 
@@ -55,10 +56,11 @@ class DistributedModule(MirrorModule):
     Args:
         model: taken over: its storages become this module's, and it cannot be called any more.
         group: where it runs.
-        build: ``build(model, args, kwargs, fixed_placements)`` compiles for these inputs, ``model``
-            being awake for capture and its parameters without data; ``fixed_placements`` are those
-            that parameters have already, ``None`` the first time. Input leaves are numbered as
-            :func:`sp_compiler.capture.flatten_inputs` does.
+        build: ``build(model, args, kwargs, fixed_placements, open_dims)`` compiles for these
+            inputs, ``model`` being awake for capture and its parameters without data;
+            ``fixed_placements`` are those that parameters have already, ``None`` the first time;
+            ``open_dims`` says whether other sizes came before, so that sizes should be left open.
+            Input leaves are numbered as :func:`sp_compiler.capture.flatten_inputs` does.
         cache_size: how many programs are kept.
         options: what ``build`` compiles with, by name; every rank must have the same.
 
@@ -238,9 +240,9 @@ class DistributedModule(MirrorModule):
     def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Not available: raises with advice."""
         raise UnsupportedError(
-            "generate() is not supported by a compiled model, which has fixed shapes and no "
-            "key/value cache; load module.state_dict() into the original model to generate, or "
-            "call the module itself on whole sequences"
+            "generate() is not supported by a compiled model, which has no key/value cache; load "
+            "module.state_dict() into the original model to generate, or call the module itself on "
+            "whole sequences"
         )
 
     def _latest(self, what: str) -> CompiledProgram:
@@ -265,24 +267,25 @@ class DistributedModule(MirrorModule):
             check_values(group, "the kind of call", [("", key.digest())])
             check_values(group, "input", [(str(i), leaf) for i, leaf in enumerate(leaves)])
         self._sp_calls.check(key)
-        executor = self._sp_cache.get(key)
+        executor = self._sp_cache.get(key, leaves)
         if executor is None:
             if not self._sp_calls.enabled:
                 self._sp_agreement.check(key)
             with torch.inference_mode(False):
-                executor = self._compile(leaves, structure)
-            self._sp_cache.put(key, executor)
+                open_dims = self._sp_cache.opens(key, leaves)
+                executor = self._compile(leaves, structure, open_dims)
+            self._sp_cache.put(key, executor, executor.compiled.program.sizes)
         self.__dict__["_sp_latest"] = executor.compiled
         return executor
 
-    def _compile(self, leaves: list[Any], structure: pytree.TreeSpec) -> Executor:
+    def _compile(self, leaves: list[Any], structure: pytree.TreeSpec, open_dims: bool) -> Executor:
         self._refuse_optimizer_state()
         args, kwargs = pytree.tree_unflatten(leaves, structure)
         self._sp_taken.check_arguments(args, kwargs)
         with self._sp_taken.awake(self) as model:
             if self._sp_fixed is None:
                 self._refuse_empty(leaves, input_names(model, args, kwargs))
-            compiled = self._sp_build(model, args, kwargs, self._sp_fixed)
+            compiled = self._sp_build(model, args, kwargs, self._sp_fixed, open_dims)
         self._place(compiled.param_placements)
         blocks = frozenset(call.path for call in compiled.program.calls if call.path)
         self._sp_layout.blocks = blocks | (self._sp_layout.blocks or frozenset())
@@ -413,8 +416,9 @@ class DistributedModule(MirrorModule):
         )
         result: DistributedModule = super().__deepcopy__(memo)
         result._set_up_instance(self._sp_cache.size)
-        for key, executor in self._sp_cache.items():
-            result._sp_cache.put(key, result._new_executor(executor.compiled))
+        result.__dict__["_sp_cache"] = self._sp_cache.mapped(
+            lambda executor: result._new_executor(executor.compiled)
+        )
         return result
 
 

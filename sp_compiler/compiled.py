@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -11,7 +11,6 @@ from torch import Tensor
 from sp_compiler.errors import ArgumentError
 from sp_compiler.placement import I, Placement
 from sp_compiler.program import Program, Ref, Region
-from sp_compiler.sizes import AtHints
 
 
 class RegionCode(Protocol):
@@ -101,20 +100,6 @@ class CompiledProgram:
     def param_name(self, name: str) -> str:
         """The name under which a (possibly tied) parameter is stored."""
         return self.program.aliases.get(name, name)
-
-
-def at_hints(compiled: CompiledProgram) -> CompiledProgram:
-    """``compiled`` with the example's sizes in place of open ones, to be accounted for."""
-    hints = AtHints(compiled.program.sizes)
-    regions = {
-        name: replace(
-            region,
-            region=hints.region(region.region),
-            partitioned=hints.partitioned(region.partitioned),
-        )
-        for name, region in compiled.regions.items()
-    }
-    return replace(compiled, program=hints.program(compiled.program), regions=regions)
 
 
 def _differentiable_outputs(region: Region) -> tuple[bool, ...]:

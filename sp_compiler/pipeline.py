@@ -19,9 +19,10 @@ from torch.fx import Node
 from sp_compiler.capture import Captured, capture
 from sp_compiler.check import check_forward, check_partitioned
 from sp_compiler.codegen import CompiledRegion, load, module_source
-from sp_compiler.compiled import CompiledProgram, LossBackward, at_hints
+from sp_compiler.compiled import CompiledProgram, LossBackward
 from sp_compiler.config import CompileOptions
 from sp_compiler.errors import PlacementError, module_path, source_line
+from sp_compiler.example_sizes import AtHints, at_hints
 from sp_compiler.hints import wishes_of
 from sp_compiler.passes.budget import compile_under_budget, rename_regions
 from sp_compiler.passes.compile_region import compile_region
@@ -32,7 +33,7 @@ from sp_compiler.passes.shard.explain import explain
 from sp_compiler.placement import Placement
 from sp_compiler.plan import make_plan
 from sp_compiler.program import Program, Ref, Region
-from sp_compiler.sizes import AtHints, is_about_sizes
+from sp_compiler.sizes import is_about_sizes
 from sp_compiler.stage import Stage, copy_graph, program_calls
 from sp_compiler.warn import warn
 

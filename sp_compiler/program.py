@@ -8,7 +8,7 @@ traced and emitted once and called once per layer that it stands for.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch.fx import GraphModule
@@ -16,9 +16,7 @@ from torch.utils._pytree import TreeSpec
 
 from sp_compiler.hints import Parameters, Wish
 from sp_compiler.placement import Placement
-
-if TYPE_CHECKING:
-    from sp_compiler.sizes import Sizes
+from sp_compiler.sizes import Sizes
 
 RefKind = Literal["param", "buffer", "constant", "input", "call", "seed", "size"]
 

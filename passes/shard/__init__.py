@@ -15,6 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from sp_compiler.config import CompileOptions
 from sp_compiler.errors import ArgumentError, SPCompilerError
+from sp_compiler.example_sizes import AtHints
 from sp_compiler.graph import tensor_operands
 from sp_compiler.hints import hint_text, wishes_of
 from sp_compiler.passes.shard.lower import RegionLowering
@@ -30,7 +31,7 @@ from sp_compiler.placement import I, Placement, R
 from sp_compiler.program import Call, Program, Ref, RefKind, Region
 from sp_compiler.rules.strategies import Strategy
 from sp_compiler.rules.table import record_factors
-from sp_compiler.sizes import AtHints, symbol_of, symbols_in
+from sp_compiler.sizes import symbol_of, symbols_in
 from sp_compiler.solver import solve
 from sp_compiler.stage import copy_graph
 

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from torch._dynamo import config as dynamo_config
 from torch.fx import Node
 
 from sp_compiler.capture import Captured, capture
@@ -85,7 +86,10 @@ def _build(
     open_dims: bool,
 ) -> CompiledProgram:
     start = time.perf_counter()
-    with warnings.catch_warnings():
+    # With symbols, looking up results of operators takes longer than running them on fakes.
+    lookup = dynamo_config.fake_tensor_cache_enabled and not open_dims
+    cache_fakes = dynamo_config.patch(fake_tensor_cache_enabled=lookup)
+    with warnings.catch_warnings(), cache_fakes:
         # FX would rather have nodes; passes would rather not.
         warnings.filterwarnings("ignore", "Raw Sym", UserWarning)
         captured = capture(model, args, kwargs, lift_casts=lift_casts, open_dims=open_dims)

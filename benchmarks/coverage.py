@@ -1,9 +1,10 @@
 """Compile every architecture of the tests, compare it with itself on one device, write it down.
 
-``python -m benchmarks.coverage [--fast] [names...]`` measures the named architectures, or all,
-keeps what it finds in ``tests/coverage_floors.json``, which the tests compare with, and renders all
-that is kept there as ``docs/coverage.md``. ``--fast`` leaves out the kept bytes, which need another
-compilation. It needs no accelerator: the ranks are simulated, in float64.
+``python -m benchmarks.coverage [--turns] [--missing] [names...]`` measures the named architectures,
+or all, for 2, 4 and 8 ranks, keeps what it finds in ``tests/coverage_floors.json``, which the tests
+compare with, and renders all that is kept there as ``docs/coverage.md``. ``--turns`` measures only
+the number of ranks whose turn it is, which is what the tests run; ``--missing`` only what no whole
+measurement is kept of. It needs no accelerator: the ranks are simulated, in float64.
 """
 
 from __future__ import annotations
@@ -21,64 +22,71 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks.shares import flops_share, kept_share, parameter_share
+from benchmarks.shares import flops_share, kept_bytes, kept_share, parameter_share
 from sp_compiler.config import CompileOptions
-from sp_compiler.plan import BlockPlan, make_plan
+from sp_compiler.plan import BlockPlan, Plan, make_plan
 from tests import architectures, parity
 
 _ROOT = Path(__file__).parents[1]
 FLOORS = _ROOT / "tests" / "coverage_floors.json"
 PAGE = _ROOT / "docs" / "coverage.md"
+Floors = dict[str, dict[str, dict[str, dict[str, Any]]]]
+"""What was measured, by architecture, configuration and number of ranks."""
 _KINDS = {"all_gather": "G", "reduce_scatter": "S", "all_reduce": "R"}
 _HEAD = """# Coverage
 
 Written by `python -m benchmarks.coverage` from real runs; not edited by hand.
 
 Every architecture in two tiny configurations with two layers, in float64 with the model's own casts
-lifted, on simulated ranks, sequence parallel on, `recompute="selective"`, against the same captured
-graph on one device. *dividing*: 8 heads, 4 or 8 key/value heads, vocabulary 128, width 64.
-*awkward*: 4 heads, 2 key/value heads, vocabulary 131, width 48, 33 tokens. 2, 4 and 8 ranks take
-turns.
+lifted, on 2, 4 and 8 simulated ranks, sequence parallel on, `recompute="selective"`, against the
+same captured graph on one device. *dividing*: 8 heads, 4 key/value heads (8 for 8 ranks),
+vocabulary 128, width 64. *awkward*: 4 heads, 2 key/value heads, vocabulary 131, width 48, 33
+tokens.
 
-Errors are relative to the largest number of the output or gradient. Shares are of the forward's
-matrix-product FLOPs, of the bytes of parameters with two dims or more, and of the bytes kept for
-backward, that are sharded. Collectives are those of the block called most often, forward +
-backward: `G` all-gather, `S` reduce-scatter, `R` all-reduce. Compile time is CPU time, without
-capture.
+Errors are relative to the largest number of the output or gradient, the worst of all numbers of
+ranks. Shares are of the forward's matrix-product FLOPs, of the bytes of parameters with two dims or
+more, and of the bytes kept for backward, that are sharded. Collectives are those of the layer with
+the most matrix-product FLOPs, forward + backward: `G` all-gather, `S` reduce-scatter, `R`
+all-reduce. *Whole* counts what is stored or run whole on every rank. Compile time is CPU time,
+without capture. Several numbers in a cell are for the numbers of ranks in the second column, one is
+for all of them.
+"""
+_REASONS = """## What runs whole, and why
+
+Parameters that every rank stores whole and operators that every rank repeats, with n for every
+number. Where in a model they are, its plan says.
 """
 
 
-def measure(name: str, configuration: str, *, kept: bool = False) -> dict[str, Any]:
-    """Plain data about one architecture in one configuration.
+def measure(case: parity.Case, ranks: int, *, kept: float | None = None) -> dict[str, Any]:
+    """Plain data about one captured architecture on some ranks.
 
     Args:
-        name: one of ``tests.architectures.names()``.
-        configuration: "dividing" or "awkward".
-        kept: measure the share of kept bytes too, which compiles for one rank as well.
+        case: see ``tests.architectures.case``.
+        ranks: how many.
+        kept: bytes that one rank alone keeps for backward, see :func:`kept_bytes`; ``None``: the
+            share that is sharded of them is not measured.
     """
-    size, ranks = architectures.setting(name, configuration)
-    case = architectures.case(name, size)
     start = time.process_time()
     compiled = parity.compiled(case, tp=ranks)
     seconds = time.process_time() - start
     step = parity.simulate(case, compiled)
     plan = make_plan(compiled, CompileOptions(tp=ranks))
     record = {
-        "tp": ranks,
         "output_error": parity.output_error(step, case),
         "gradient_error": parity.gradient_error(step.grads, case.grads),
         "flops": _down(flops_share(case.program, compiled)),
         "parameters": _down(parameter_share(compiled)),
-        "collectives": _collectives(max(plan.blocks, key=lambda block: block.num_calls)),
+        "collectives": _collectives(_main_block(plan)),
         "fallbacks": sorted({*map(_subject, plan.fallbacks), *map(" ".join, compiled.whole)}),
-        "reasons": list(plan.fallbacks),
+        "reasons": sorted({_reason(line) for line in _whole(plan)}),
         "seconds": round(seconds, 1),
         "sharded_parameters": [
             key for key, value in compiled.param_placements.items() if value.is_sharded
         ],
     }
-    if kept:
-        record["kept"] = _down(kept_share(compiled, parity.compiled(case, tp=1)))
+    if kept is not None:
+        record["kept"] = _down(kept_share(compiled, kept))
     return record
 
 
@@ -86,9 +94,29 @@ def _down(share: float) -> float:
     return math.floor(share * 1000 + 1e-6) / 1000
 
 
+def _whole(plan: Plan) -> list[str]:
+    return [*plan.fallbacks, *(note for note in plan.notes if "runs whole" in note)]
+
+
 def _subject(fallback: str) -> str:
     """What a fallback is about, without sizes and reasons."""
     return re.sub(r" (and \d+ more like it )?(is replicated|runs whole).*", "", fallback)
+
+
+def _reason(fallback: str) -> str:
+    """What kind of thing is whole and why: without places, with n for every number."""
+    what, _, why = fallback.partition(": ")
+    kind = what.split()[0].removesuffix(".default")
+    why = re.sub(r"(could not be proven|time than it saves memory).*", r"\1", why)
+    why = re.sub(r"\([\dx]+\) | \(x \d+\)", "", why)
+    why = re.sub(r"\([\d, ]+\) x \([\d, ]+\)", "it", why)
+    return f"{kind}: {re.sub(r'[0-9]+', 'n', why)}"
+
+
+def _main_block(plan: Plan) -> BlockPlan:
+    """The layer with the most matrix products; what is outside of layers has no path."""
+    layers = [block for block in plan.blocks if any(block.paths)] or plan.blocks
+    return max(layers, key=lambda block: block.work.model_flops)
 
 
 def _collectives(block: BlockPlan) -> str:
@@ -98,64 +126,102 @@ def _collectives(block: BlockPlan) -> str:
     return " + ".join(side or "0" for side in sides)
 
 
-def page(floors: dict[str, dict[str, Any]]) -> str:
+def page(floors: Floors) -> str:
     """The text of ``docs/coverage.md``."""
-    notes = [
-        f"- **{name}, {configuration}**: {reason}" for name, configuration, reason in _notes(floors)
-    ]
     parts = [_HEAD]
     for configuration in architectures.CONFIGURATIONS:
         parts.append(f"## {configuration.capitalize()} sizes\n\n{_table(floors, configuration)}\n")
-    return "\n".join([*parts, "## What runs whole, and why\n", *notes, ""])
+    return "\n".join([*parts, _REASONS, *_reasons(floors), ""])
 
 
-def _table(floors: dict[str, dict[str, Any]], configuration: str) -> str:
+def _table(floors: Floors, configuration: str) -> str:
     rows = [
-        "| architecture | ranks | output error | gradient error | FLOPs | parameters | kept | "
-        "collectives per block | whole | compile s |",
+        "| architecture | ranks | output error | gradient error | FLOPs % | parameters % "
+        "| kept % | collectives per block | whole | compile s |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name in architectures.names():
-        r = floors[name][configuration]
-        rows.append(
-            f"| {name} | {r['tp']} | {r['output_error']:.0e} | {r['gradient_error']:.0e} | "
-            f"{r['flops']:.1%} | {r['parameters']:.1%} | {_kept(r)} | {r['collectives']} | "
-            f"{len(r['fallbacks'])} | {r['seconds']:.1f} |"
-        )
+        found = floors[name][configuration]
+        records = [found[ranks] for ranks in sorted(found, key=int)]
+        cells = [
+            name,
+            ", ".join(sorted(found, key=int)),
+            *(f"{max(r[key] for r in records):.0e}" for key in ("output_error", "gradient_error")),
+            *(_each(map(_percent(key), records)) for key in ("flops", "parameters", "kept")),
+            _each(r.get("collectives", "not measured") for r in records),
+            _each(str(len(r["fallbacks"])) for r in records),
+            f"{max(r['seconds'] for r in records):.1f}",
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
-def _kept(record: dict[str, Any]) -> str:
-    return f"{record['kept']:.1%}" if "kept" in record else "not measured"
+def _percent(key: str) -> Any:
+    return lambda record: f"{100 * record[key]:.1f}" if key in record else "not measured"
 
 
-def _notes(floors: dict[str, dict[str, Any]]) -> Iterable[tuple[str, str, str]]:
-    for name in architectures.names():
-        for configuration in architectures.CONFIGURATIONS:
-            for reason in floors[name][configuration]["reasons"]:
-                yield name, configuration, reason
+def _each(texts: Iterable[str]) -> str:
+    found = list(texts)
+    return found[0] if len(set(found)) == 1 else ", ".join(found)
 
 
-def load() -> dict[str, dict[str, Any]]:
-    """What was kept of earlier runs, by architecture and configuration."""
+def _reasons(floors: Floors) -> Iterable[str]:
+    """A line for each reason, with the architectures it holds for."""
+    lines: dict[str, dict[str, dict[str, None]]] = {}
+    for configuration in architectures.CONFIGURATIONS:
+        for name in architectures.names():
+            for record in floors[name][configuration].values():
+                for reason in record["reasons"]:
+                    found = lines.setdefault(reason, {}).setdefault(configuration, {})
+                    found[name] = None
+    for reason in sorted(lines):
+        where = (
+            f"*{configuration}* {', '.join(names)}"
+            for configuration, names in lines[reason].items()
+        )
+        yield f"- **{reason}**: {'; '.join(where)}"
+
+
+def load() -> Floors:
+    """What was kept of earlier runs."""
     return json.loads(FLOORS.read_text()) if FLOORS.exists() else {}
+
+
+def _ranks(name: str, configuration: str, flags: set[str]) -> list[int]:
+    """The numbers of ranks to measure."""
+    known = load().get(name, {}).get(configuration, {})
+    measured = [int(ranks) for ranks, record in known.items() if "kept" in record]
+    turn = architectures.turn(name, configuration)
+    wanted = [turn] if "--turns" in flags else architectures.RANKS
+    return [ranks for ranks in wanted if "--missing" not in flags or ranks not in measured]
+
+
+def _measure_all(name: str, configuration: str, ranks: list[int]) -> None:
+    cases: dict[architectures.Size, tuple[parity.Case, float]] = {}
+    for count in ranks:
+        size = architectures.size(configuration, count)
+        if size not in cases:
+            case = architectures.case(name, size)
+            cases[size] = case, kept_bytes(parity.compiled(case, tp=1))
+        case, kept = cases[size]
+        found = measure(case, count, kept=kept)
+        del found["sharded_parameters"]
+        floors = load()
+        floors.setdefault(name, {}).setdefault(configuration, {})[str(count)] = found
+        FLOORS.write_text(json.dumps(floors, indent=1, sort_keys=True) + "\n")
+        print(f"{name} {configuration} {count}: {found}", flush=True)
 
 
 def main(arguments: list[str]) -> None:
     """Measure the named architectures, or all, and write both files."""
-    names = [argument for argument in arguments if argument != "--fast"]
-    kept = "--fast" not in arguments
+    flags = {argument for argument in arguments if argument.startswith("--")}
+    names = [argument for argument in arguments if argument not in flags]
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     for name in names or architectures.names():
         for configuration in architectures.CONFIGURATIONS:
-            found = measure(name, configuration, kept=kept)
-            del found["sharded_parameters"]
-            floors = load()
-            floors.setdefault(name, {})[configuration] = found
-            FLOORS.write_text(json.dumps(floors, indent=1, sort_keys=True) + "\n")
-            print(f"{name} {configuration}: {found}", flush=True)
+            _measure_all(name, configuration, _ranks(name, configuration, flags))
     floors = load()
     if set(floors) >= set(architectures.names()):
         PAGE.parent.mkdir(exist_ok=True)

@@ -58,7 +58,9 @@ def case(name: str) -> parity.Case:
     """A model of the zoo with dropout, or one of the architectures."""
     if name in zoo.names():
         return parity.case(name, 2, 16, DROPOUT)
-    return architectures.case(name, architectures.setting(name, "dividing")[0])
+    return architectures.case(
+        name, architectures.size("dividing", architectures.turn(name, "dividing"))
+    )
 
 
 def measure(found: parity.Case, program: CompiledProgram) -> tuple[int, int]:

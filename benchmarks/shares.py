@@ -13,10 +13,14 @@ def flops_share(whole: Program, compiled: CompiledProgram) -> float:
     return _share(_flops(whole), _flops(compiled.program), compiled.world)
 
 
-def kept_share(compiled: CompiledProgram, alone: CompiledProgram) -> float:
-    """Of the bytes that calls keep for their backward on one rank, the part that ranks share."""
-    before, after = (step_memory(program).kept_bytes for program in (alone, compiled))
-    return _share(before, after, compiled.world)
+def kept_bytes(compiled: CompiledProgram) -> float:
+    """Bytes that calls keep for their backward on one rank."""
+    return step_memory(compiled).kept_bytes
+
+
+def kept_share(compiled: CompiledProgram, alone: float) -> float:
+    """Of the ``alone`` bytes that one rank keeps for backward, the part that ranks share."""
+    return _share(alone, kept_bytes(compiled), compiled.world)
 
 
 def parameter_share(compiled: CompiledProgram) -> float:

@@ -28,7 +28,7 @@ from sp_compiler.graph import arguments
 from sp_compiler.layers import layer_of
 from sp_compiler.passes.attention import explicit_attention, fold_attention_masks
 from sp_compiler.passes.dims import make_dims_negative
-from sp_compiler.passes.packed import split_packed
+from sp_compiler.passes.packed import split_packed, split_slices
 from sp_compiler.passes.spelling import canonical_spelling
 from sp_compiler.passes.views import keep_token_order, shorten_view_chains
 from sp_compiler.program import Ref
@@ -91,6 +91,7 @@ def normalize(captured: Captured, dropout: Literal["regenerate", "stored"] = "re
     _splits_with_sizes(graph)
     make_dims_negative(graph)
     split_packed(graph)
+    split_slices(graph)
     fold_attention_masks(graph, captured.sizes)
     explicit_attention(graph)
     _refuse_random(graph)

@@ -6,9 +6,10 @@ import operator
 
 import torch
 from torch.fx import Graph, Node
+from torch.utils._pytree import tree_leaves
 
-from sp_compiler.rewriting import calls, insert_call, is_call, replace_with, shape_of
-from sp_compiler.sizes import same_shape
+from sp_compiler.rewriting import calls, insert_call, is_call, replace_call, replace_with, shape_of
+from sp_compiler.sizes import is_open, same_shape
 
 _ORIGIN = "normalize"
 _aten = torch.ops.aten
@@ -49,6 +50,31 @@ def split_packed(graph: Graph) -> None:
             size = list(shape_of(node))
             part = insert_call(node, _aten.reshape.default, (part, size), origin=_ORIGIN)
         replace_with(node, part)
+
+
+def split_slices(graph: Graph) -> None:
+    """``y[..., :a]``, ``y[..., a:b]``... of a product, all of it once -> its ``split_with_sizes``.
+
+    In place. The parts of a packed projection: as a split they say which segments of its weight
+    belong together. Of other values (halves of a head to rotate, say) slices stay what they are.
+    """
+    for product in calls(graph, _aten.linear.default, _aten.matmul.default, _aten.mm.default):
+        slices = [
+            user
+            for user in product.users
+            if is_call(user, _aten.slice.Tensor) and user.args[1] == -1 and len(user.args) == 4
+        ]
+        if not slices or any(map(is_open, tree_leaves([node.args[2:] for node in slices]))):
+            continue
+        slices.sort(key=lambda node: node.args[2:])
+        ends = [0, *(node.args[3] for node in slices)]
+        if [node.args[2] for node in slices] != ends[:-1] or ends[-1] != shape_of(product)[-1]:
+            continue
+        sizes = [shape_of(node)[-1] for node in slices]
+        args = (product, sizes, -1)
+        split = insert_call(product.next, _aten.split_with_sizes.default, args, origin=_ORIGIN)
+        for index, node in enumerate(slices):
+            replace_call(node, operator.getitem, (split, index), origin=_ORIGIN, name="part")
 
 
 def _packed_source(select: Node) -> Node | None:

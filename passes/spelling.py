@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, Node
 
 from sp_compiler.graph import arguments
-from sp_compiler.rewriting import calls, insert_call, replace_call, replace_with, shape_of
+from sp_compiler.rewriting import calls, insert_call, is_call, replace_call, replace_with, shape_of
 from sp_compiler.sizes import same_shape
 
 _ORIGIN = "normalize"
@@ -23,6 +23,7 @@ def canonical_spelling(graph: Graph) -> None:
     - ``x.type_as(y)`` -> a cast of ``x``, or ``x``
     - ``copy(x, y)``, ``fill(x, y)`` -> ``y``, cast and expanded
     - ``expand_as``, ``reshape_as``, ``view_as`` -> ``expand``, ``reshape``
+    - ``x @ w.T`` -> ``linear(x, w)``
     - ``x[..., i::n]`` of a dim that n divides -> ``select`` from its last n elements side by side
     - ``repeat``, ``repeat_interleave`` with a number -> ``reshape``, ``expand``, ``reshape``
     - a new tensor like an activation -> of that size, so that it does not depend on the activation
@@ -51,8 +52,28 @@ def _t(node: Node) -> None:
 
 
 def _reversed(node: Node) -> None:
+    if len(shape_of(node)) == 2:
+        _t(node)
+        return
     order = tuple(range(len(shape_of(node)) - 1, -1, -1))
     replace_call(node, _aten.permute.default, (node.args[0], order), origin=_ORIGIN)
+
+
+def _product(node: Node) -> None:
+    x, other = node.args[:2]
+    assert isinstance(x, Node)
+    assert isinstance(other, Node)
+    if len(shape_of(x)) > 1 and _is_transposed(other):
+        replace_call(node, _aten.linear.default, (x, other.args[0]), origin=_ORIGIN)
+
+
+def _is_transposed(node: Node) -> bool:
+    """True for ``w.T`` of a ``w`` with two dims, whatever it is spelled as."""
+    if len(shape_of(node)) != 2 or not is_call(node, _aten.transpose.int, _aten.permute.default):
+        return False
+    dims = node.args[1:] if is_call(node, _aten.transpose.int) else node.args[1]
+    first, second = (dim % 2 for dim in dims)
+    return first != second and (is_call(node, _aten.transpose.int) or first == 1)
 
 
 def _type_as(node: Node) -> None:
@@ -165,6 +186,8 @@ _REWRITES: dict[object, Callable[[Node], None]] = {
     _aten.__and__.Tensor: _bitwise_and,
     _aten.t.default: _t,
     _aten.numpy_T.default: _reversed,
+    _aten.matmul.default: _product,
+    _aten.mm.default: _product,
     _aten.type_as.default: _type_as,
     _aten.broadcast_to.default: _broadcast_to,
     _aten.copy.default: _copy,

@@ -14,6 +14,7 @@ from sp_compiler.graph import carries_gradient, tensor_operands
 from sp_compiler.op_kinds import MATMULS, is_view
 from sp_compiler.program import Region
 from sp_compiler.rules.table import rule_for
+from sp_compiler.rules.vocabulary import has_vocabulary, vocabulary_obstacle
 
 _PRODUCTS = frozenset(
     {*MATMULS, torch.ops.aten.matmul.default, torch.ops.aten.scaled_dot_product_attention.default}
@@ -72,7 +73,7 @@ def _operators(region: Region, world: int) -> Iterator[str]:
             continue
         where = f"{node.target} in {module_path(node) or '(model)'} of {region.name}"
         if _has_no_rule(node):
-            line = f"{where} runs whole on every rank: no sharding rule for it"
+            line = f"{where} runs whole on every rank: {_why_no_rule(node, world)}"
         elif node.target in _PRODUCTS and _is_whole(node):
             factors = tensor_operands(node)[:2]
             shapes = " x ".join(str(tuple(factor.meta["val"].shape)) for factor in factors)
@@ -91,6 +92,12 @@ def _has_no_rule(node: Node) -> bool:
     if getattr(node.target, "namespace", "sp_compiler") == "sp_compiler":
         return False
     return rule_for(node) is None
+
+
+def _why_no_rule(node: Node, world: int) -> str:
+    if not has_vocabulary(node):
+        return "no sharding rule for it"
+    return vocabulary_obstacle(node, world) or "sharding its classes costs more time than it saves"
 
 
 def _active(region: Region) -> set[Node]:

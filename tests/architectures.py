@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,17 +45,21 @@ class Size:
 DIVIDING = Size(heads=8, kv=8, hidden=64, ffn=128, vocab=128, batch=2, seq=12, experts=8)
 GROUPED = Size(heads=8, kv=4, hidden=64, ffn=128, vocab=128, batch=2, seq=12, experts=8)
 AWKWARD = Size(heads=4, kv=2, hidden=48, ffn=100, vocab=131, batch=3, seq=11, experts=6)
-SIZES = {"dividing": DIVIDING, "grouped": GROUPED, "awkward": AWKWARD}
 CONFIGURATIONS = ("dividing", "awkward")
+RANKS = (2, 4, 8)
 
 
-def setting(name: str, configuration: str) -> tuple[Size, int]:
-    """Sizes and number of ranks: 2, 4 and 8 take turns over the architectures."""
-    turn = names().index(name)
+def size(configuration: str, ranks: int) -> Size:
+    """Sizes for a number of ranks: what divides must divide by it."""
     if configuration == "awkward":
-        return AWKWARD, (4, 8, 2)[turn % 3]
-    ranks = (2, 4, 8)[turn % 3]
-    return (DIVIDING if ranks == 8 else GROUPED), ranks
+        return AWKWARD
+    return DIVIDING if ranks == 8 else GROUPED
+
+
+def turn(name: str, configuration: str) -> int:
+    """The number of ranks that the tests run: 2, 4 and 8 take turns over the architectures."""
+    first = 1 if configuration == "awkward" else 0
+    return RANKS[(names().index(name) + first) % len(RANKS)]
 
 
 @dataclass(frozen=True)
@@ -100,10 +105,17 @@ def case(name: str, size: Size) -> parity.Case:
     New tensors are float64 too, as what a model compares them with: the smallest number of that
     type, say, which float32 does not have.
     """
+    with float64():
+        return parity.make_case(build(name, size), inputs(name, size))
+
+
+@contextlib.contextmanager
+def float64() -> Iterator[None]:
+    """New tensors are float64."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        return parity.make_case(build(name, size), inputs(name, size))
+        yield
     finally:
         torch.set_default_dtype(before)
 

@@ -25,13 +25,13 @@ from sp_compiler.op_kinds import FUSED_ATTENTION
 from sp_compiler.passes.compile_region import compile_region
 from sp_compiler.passes.dims import make_dims_negative
 from sp_compiler.passes.shard.lower import RegionLowering, local_placement
-from sp_compiler.passes.shard.problem import vocabulary_strategies
 from sp_compiler.passes.shard.values import RegionValues, results_of
 from sp_compiler.placement import Placement, R
 from sp_compiler.program import RefKind, Region
 from sp_compiler.rules.factors import Dims, Factor, OpRule
 from sp_compiler.rules.strategies import Offers, Strategy, strategies
 from sp_compiler.rules.table import rule_for
+from sp_compiler.rules.vocabulary import vocabulary_strategies
 from sp_compiler.runtime.communicator import Communicator
 from sp_compiler.simulate import simulated_ranks
 from tests.regions import Reference

@@ -261,7 +261,7 @@ def test_hook_inside_the_model_is_refused(register: Callable[[nn.Module], Any]) 
 
 def test_hooks_of_transformers_are_a_part_of_the_forward() -> None:
     """Mixtral's first call puts hooks on its layers, which collect the routers' logits."""
-    size, _ = architectures.setting("mixtral", "awkward")
+    size = architectures.AWKWARD
     model = architectures.build("mixtral", size).float()
     kwargs = architectures.inputs("mixtral", size)
     expected = model(**kwargs)

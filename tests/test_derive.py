@@ -34,7 +34,7 @@ def call(target: Any, *args: Any) -> Node:
         if isinstance(arg, dict):
             ((shape, dtype),) = arg.items()
             return builder.input(next(names), *shape, dtype=dtype)
-        if isinstance(arg, list) and arg and isinstance(arg[0], tuple):
+        if isinstance(arg, list) and arg and isinstance(arg[0], (tuple, dict)):
             return [value(item) for item in arg]
         return builder.input(next(names), *arg) if isinstance(arg, tuple) else arg
 
@@ -44,6 +44,14 @@ def call(target: Any, *args: Any) -> Node:
 def derived(node: Node, *operands: str) -> set[str]:
     found = derive(node, [Placement.parse(text) for text in operands], WORLD)
     return {", ".join(map(str, results)) for results in found}
+
+
+def test_index_tensors_that_do_not_go_together_are_refused() -> None:
+    """Whole, the second would be (7, 2), which has no common shape with (7,)."""
+    indices = [{(7,): torch.int64}, {(7, 1): torch.int64}]
+    node = call(aten.index_put.default, (5, 6), indices, (7, 7), True)
+    assert derived(node, "R", "R", "R", "R") == {"R"}
+    assert derived(node, "R", "R", "S(1)", "R") == set()
 
 
 _HEADS, _SCORES = (2, 4, 8, 16), (2, 4, 8, 8)

@@ -18,7 +18,7 @@ from sp_compiler import api
 from sp_compiler.layout import join_parts
 from sp_compiler.pipeline import build
 from sp_compiler.placement import Placement
-from tests import parity, zoo
+from tests import architectures, parity, zoo
 from tests.ranks import run_on_ranks
 
 pytestmark = [
@@ -29,15 +29,25 @@ pytestmark = [
 _FAST = ("gpt2", "llama", "vit", "lora")
 _OTHERS = tuple(name for name in zoo.names() if name not in _FAST)
 _SIZE = (3, 13)
+_ARCHITECTURES = (
+    "phi3", "bloom", "falcon", "gemma2", "mixtral", "gpt_oss", "mamba", "albert", "t5", "whisper",
+    "swin", "siglip",
+)  # fmt: skip
+_DIVIDING = architectures.size("dividing", 2)
 
 Local = dict[str, tuple[str, Tensor]]
 """Name to the text of a placement and this rank's part."""
 
 
 def _compile(name: str, *, dropout: float = 0.0, **options: Any) -> Any:
-    """A zoo model for the default group, with its casts to float32 lifted."""
+    """A zoo model for the default group."""
+    return _lifted(zoo.build(name, dropout=dropout), **options)
+
+
+def _lifted(model: nn.Module, **options: Any) -> Any:
+    """Any model for the default group, with its casts to float32 lifted."""
     world = dist.get_world_size() if dist.is_initialized() else 1
-    module = sp_compiler.compile(zoo.build(name, dropout=dropout), tp=world, **options)
+    module = sp_compiler.compile(model, tp=world, **options)
     compile_for = module._sp_build
 
     def lifted(*args: Any) -> Any:
@@ -83,9 +93,24 @@ def _models(names: tuple[str, ...]) -> dict[str, tuple[Tensor, Local, str]]:
     for name in names:
         module = _compile(name)
         first = _step(module, name)
-        digest = hashlib.sha256(module.code.encode()).hexdigest()
-        found[name] = (first, _gradients(module), digest)
+        found[name] = (first, _gradients(module), _digest(module))
     return found
+
+
+def _architectures(names: tuple[str, ...]) -> dict[str, tuple[Tensor, Local, str]]:
+    """The same of architectures that people train."""
+    found = {}
+    with architectures.float64():
+        for name in names:
+            module = _lifted(architectures.build(name, _DIVIDING))
+            first = _first(module(**architectures.inputs(name, _DIVIDING)))
+            first.backward()
+            found[name] = (first.detach(), _gradients(module), _digest(module))
+    return found
+
+
+def _digest(module: Any) -> str:
+    return hashlib.sha256(module.code.encode()).hexdigest()
 
 
 def _train(name: str, steps: int = 10) -> dict[str, Any]:
@@ -154,8 +179,11 @@ def ranks() -> list[dict[str, Any]]:
 
 
 def _check_model(name: str, results: list[dict[str, tuple[Tensor, Local, str]]]) -> None:
-    found = parity.case(name, *_SIZE)
-    firsts, locals_, digests = zip(*(result[name] for result in results), strict=True)
+    _check(parity.case(name, *_SIZE), [result[name] for result in results])
+
+
+def _check(found: parity.Case, results: list[tuple[Tensor, Local, str]]) -> None:
+    firsts, locals_, digests = zip(*results, strict=True)
     expected = next(item for item in found.outputs if isinstance(item, Tensor))
     for first in firsts:
         assert torch.equal(first, firsts[0])
@@ -179,6 +207,14 @@ def test_other_models() -> None:
     results = run_on_ranks(2, _models, _OTHERS)
     for name in _OTHERS:
         _check_model(name, results)
+
+
+@pytest.mark.slow
+def test_architectures() -> None:
+    """A dozen that have little in common."""
+    results = run_on_ranks(2, _architectures, _ARCHITECTURES)
+    for name in _ARCHITECTURES:
+        _check(architectures.case(name, _DIVIDING), [result[name] for result in results])
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.shares import flops_share, parameter_share
+from sp_compiler.graph import conversion
 from tests import parity
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -30,6 +31,39 @@ class HeadsInTheBatch(nn.Module):
         probabilities = torch.softmax(torch.bmm(q, k.transpose(1, 2)), -1)
         core = torch.bmm(probabilities, v).view(batch, _HEADS, length, -1)
         return self.out(core.transpose(1, 2).flatten(2))
+
+
+class SlicedProjection(nn.Module):
+    """Queries, keys and values of fewer heads are slices of one product, written ``x @ w.T``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Parameter(torch.randn(2 * _HIDDEN, _HIDDEN))
+        self.out = nn.Linear(_HIDDEN, _HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = x @ self.qkv.T
+        sizes, first, parts = (_HIDDEN, _HIDDEN // 2, _HIDDEN // 2), 0, []
+        for size in sizes:
+            part = both[..., first : first + size]
+            parts.append(part.unflatten(-1, (-1, _HIDDEN // _HEADS)).transpose(1, 2))
+            first += size
+        q, k, v = parts
+        core = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        return self.out(core.transpose(1, 2).flatten(2))
+
+
+class OddSlices(nn.Module):
+    """Slices of one product that overlap, or leave a hole: nobody's split."""
+
+    def __init__(self, start: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(_HIDDEN, 64, bias=False), nn.Linear(32, _HIDDEN)
+        self.start = start
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = self.up(x)
+        return self.down(F.silu(both[..., :32]) * both[..., self.start : self.start + 32])
 
 
 class ConvolvedChannels(nn.Module):
@@ -104,6 +138,26 @@ def test_sharded(model: type[nn.Module], tp: int) -> None:
     assert flops_share(found.program, compiled) == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("model", [HeadsInTheBatch, SlicedProjection])
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("batch", [3, 4])
+def test_heads_stay_apart(model: type[nn.Module], tp: int, batch: int) -> None:
+    """Nothing is gathered between the projections, whether or not the ranks divide the batch."""
+    compiled = parity.assert_parity(_case(model(), batch), tp=tp)
+    nodes = [node for region in compiled.program.regions for node in region.module.graph.nodes]
+    pairs = [conversion(node) for node in nodes]
+    assert [str(pair[0]) for pair in pairs if pair and pair[0].kind != "I"] == ["P"]
+
+
+@pytest.mark.parametrize("start", [24, 31, 32])
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_slices_that_overlap_or_leave_a_hole(start: int, tp: int) -> None:
+    parity.assert_parity(_case(OddSlices(start)), tp=tp)
+    wide = OddSlices(start)
+    wide.up = nn.Linear(_HIDDEN, 72, bias=False)
+    parity.assert_parity(_case(wide), tp=tp)
+
+
 def test_experts_are_sharded_and_the_router_is_not() -> None:
     found = _case(Experts())
     compiled = parity.assert_parity(found, tp=4)
@@ -117,12 +171,12 @@ def test_groups_that_do_not_divide_stay_whole() -> None:
     assert not compiled.param_placements["conv.weight"].is_sharded
 
 
-def _case(model: nn.Module) -> parity.Case:
+def _case(model: nn.Module, batch: int = 3) -> parity.Case:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) / 4)
-    x = torch.randn(3, 6, _HIDDEN, generator=generator, dtype=torch.float64)
+    x = torch.randn(batch, 6, _HIDDEN, generator=generator, dtype=torch.float64)
     return parity.make_case(model.double(), {"x": x})
 
 

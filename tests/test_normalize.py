@@ -158,6 +158,49 @@ def test_other_selections_stay(function: Callable[[Tensor], Tensor]) -> None:
     assert not list(calls(captured.module.graph, aten.split_with_sizes.default))
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda y: (y[..., :8], y[..., 8:10], y[..., 10:]),
+        lambda y: (y[..., -2:], y[..., :8], y[..., 8:-2]),
+        lambda y: (y[..., 10:], y[..., :8], y[..., 8:10], y[:1] * 2),
+    ],
+    ids=["in order", "from the end", "with another use"],
+)
+def test_slices_of_a_product_are_its_split(function: Callable[[Tensor], Any]) -> None:
+    def sliced(x: Tensor, w: Tensor) -> Any:
+        return function(x @ w.T)
+
+    x, w = randn(2, 5, 6, grad=True), randn(12, 6, grad=True)
+    captured = normalized(sliced, x, w)
+    (split,) = calls(captured.module.graph, aten.split_with_sizes.default)
+    assert split.args[1:] == ([8, 2, 2], -1)
+    assert all(map(torch.equal, outputs(captured, x, w), sliced(x, w)))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda y: (y[..., :8], y[..., 7:]),
+        lambda y: (y[..., :8], y[..., 9:]),
+        lambda y: (y[..., 1:8], y[..., 8:]),
+        lambda y: (y[..., :8], y[..., 8:11]),
+        lambda y: (y[..., :8], y[..., :8] * 2, y[..., 8:]),
+        lambda y: (y[:, :2], y[:, 2:]),
+        lambda y: ((y * 2)[..., :8], (y * 2)[..., 8:]),
+    ],
+    ids=["overlap", "hole", "no start", "no end", "twice", "another dim", "no product"],
+)
+def test_other_slices_stay(function: Callable[[Tensor], Any]) -> None:
+    def sliced(x: Tensor, w: Tensor) -> Any:
+        return function(x @ w.T)
+
+    x, w = randn(2, 5, 6, grad=True), randn(12, 6, grad=True)
+    captured = normalized(sliced, x, w)
+    assert not list(calls(captured.module.graph, aten.split_with_sizes.default))
+    assert all(map(torch.equal, outputs(captured, x, w), sliced(x, w)))
+
+
 def test_splits_slices_and_dims() -> None:
     def function(x: Tensor) -> tuple[Tensor, Tensor]:
         first, second = x.chunk(2, dim=2)

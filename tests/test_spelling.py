@@ -53,6 +53,51 @@ def test_same_numbers_by_known_operators(
     assert found <= operators
 
 
+_TRANSPOSED: list[Callable[[Tensor], Tensor]] = [
+    lambda w: w.T,
+    lambda w: w.t(),
+    lambda w: w.mT,
+    lambda w: w.transpose(0, 1),
+    lambda w: w.transpose(-1, 0),
+    lambda w: w.permute(1, 0),
+    lambda w: w.permute(-1, -2),
+]
+_NOT_TRANSPOSED: list[Callable[[Tensor], Tensor]] = [
+    lambda w: w,
+    lambda w: w.transpose(0, 0),
+    lambda w: w.permute(0, -1),
+    lambda w: w.expand(2, 4, 4).mT,
+]
+
+
+@pytest.mark.parametrize("spell", _TRANSPOSED)
+@pytest.mark.parametrize("size", [(3, 4), (2, 3, 4)])
+def test_product_with_a_transposed_weight_is_linear(
+    spell: Callable[[Tensor], Tensor], size: tuple[int, ...]
+) -> None:
+    _assert_linear(spell, size, True)
+
+
+@pytest.mark.parametrize("spell", _NOT_TRANSPOSED)
+def test_other_products_stay(spell: Callable[[Tensor], Tensor]) -> None:
+    _assert_linear(spell, (2, 3, 4), False)
+
+
+def test_vector_times_a_transposed_weight_stays() -> None:
+    _assert_linear(_TRANSPOSED[0], (4,), False)
+
+
+def _assert_linear(
+    spell: Callable[[Tensor], Tensor], size: tuple[int, ...], expected: bool
+) -> None:
+    """Of a square weight, so that a transposition too many or too few shows in the numbers."""
+    x, w = randn(*size, grad=True), randn(4, 4, grad=True)
+    captured = normalized(lambda x, w: x @ spell(w), x, w)
+    found = list(calls(captured.module.graph, torch.ops.aten.linear.default))
+    assert len(found) == expected
+    torch.testing.assert_close(outputs(captured, x, w)[0], x @ spell(w), rtol=1e-14, atol=1e-15)
+
+
 def _overload(name: str) -> str:
     return "" if name == "default" else f".{name}"
 

@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from sp_compiler.cost import H100, conversion_us, operator_us
 from sp_compiler.errors import ArgumentError
-from sp_compiler.graph import arguments, tensor_operands
+from sp_compiler.graph import tensor_operands
 from sp_compiler.hints import placement_text
 from sp_compiler.passes.shard.reasons import why_whole
 from sp_compiler.passes.shard.values import (
@@ -31,6 +31,7 @@ from sp_compiler.placement import I, P, Placement, R, S, T
 from sp_compiler.program import Program, Ref
 from sp_compiler.rules.factors import Factor, OpRule
 from sp_compiler.rules.strategies import Offers, Strategy, strategies
+from sp_compiler.rules.vocabulary import vocabulary_strategies
 from sp_compiler.vertices import Option, Vertex
 from sp_compiler.work import product_flops
 
@@ -445,19 +446,3 @@ class ProblemBuilder:
             for d in range(rank)
             if (value, d) in facts.features and (value, d) not in facts.tokens
         ]
-
-
-def vocabulary_strategies(node: Node, world: int) -> list[Strategy]:
-    """Lookups and losses over a sharded vocabulary, lowered to their own operators."""
-    if node.target is aten.embedding.default:
-        weight = node.args[0].meta["val"]
-        if weight.shape[0] % world == 0 and not arguments(node)["scale_grad_by_freq"]:
-            return [Strategy((S(0), R), (P,), vocabulary=True)]
-    if node.target is aten.cross_entropy_loss.default:
-        args = arguments(node)
-        shape = args["self"].meta["val"].shape
-        integer = not args["target"].meta["val"].dtype.is_floating_point
-        plain = args["weight"] is None and args["label_smoothing"] == 0.0
-        if len(shape) == 2 and integer and plain and shape[1] % world == 0:
-            return [Strategy((S(1), R), (I,), vocabulary=True)]
-    return []

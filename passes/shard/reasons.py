@@ -8,6 +8,7 @@ from sp_compiler.errors import module_path, source_line
 from sp_compiler.graph import tensor_operands
 from sp_compiler.passes.shard.values import Value, value_of
 from sp_compiler.rules.factors import Dim, OpRule
+from sp_compiler.rules.vocabulary import has_vocabulary, vocabulary_obstacle
 
 
 def operator_text(node: Node) -> str:
@@ -19,6 +20,9 @@ def operator_text(node: Node) -> str:
 
 def why_whole(node: Node, rule: OpRule | None, value: Value, dim: int, world: int) -> str:
     """Why ``node`` does not take its operand ``value`` sharded on ``dim``."""
+    if rule is None and has_vocabulary(node):
+        obstacle = vocabulary_obstacle(node, world) or f"it is not sharded on dim {dim}"
+        return f"{operator_text(node)} runs whole: {obstacle}"
     if rule is None:
         return f"there is no sharding rule for {operator_text(node)}"
     operands = [value_of(operand) for operand in tensor_operands(node)]

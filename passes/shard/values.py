@@ -269,29 +269,34 @@ def _demand(node: Node, rule: OpRule, facts: RegionValues, world: int, tokens: s
         if all(size % world == 0 for size in sizes):
             facts.segmentations.setdefault((operands[0], dim), {})[sizes] = None
     wanted: dict[Factor, dict[tuple[int, ...], None]] = {}
+    features: set[str] = set()
     for value, dims in zip(results_of(node), rule.results, strict=True):
         for d, factors in enumerate(dims):
             if len(factors) == 1:
                 wanted.setdefault(factors[0], {}).update(facts.segmentations.get((value, d), {}))
     for value, dims in zip(operands, rule.operands, strict=True):
         for d, factors in enumerate(dims):
-            whole = len(factors) == 1
-            found = (
-                dict(wanted.get(factors[0], {})) if whole else _inner_cut(factors, world, tokens)
-            )
+            if len(factors) == 1:
+                found = wanted.get(factors[0], {})
+            else:
+                inner = _inner_cut(factors, world, tokens)
+                found = {parts_at(factors, factor): None for factor in inner}
+                features.update(factor.name for factor in inner)
             if found:
                 facts.segmentations.setdefault((value, d), {}).update(found)
+    # What is cut out of a fused dim is heads, whatever was fused with it.
+    for value, dims in zip(results_of(node), rule.results, strict=True):
+        for d, factors in enumerate(dims):
+            if len(factors) == 1 and factors[0].name in features:
+                facts.features[value, d] = None
 
 
-def _inner_cut(
-    dim: tuple[Factor, ...], world: int, tokens: set[str]
-) -> dict[tuple[int, ...], None]:
-    """Each way to cut a fused dim at an inner factor that divides and is not tokens.
+def _inner_cut(dim: tuple[Factor, ...], world: int, tokens: set[str]) -> list[Factor]:
+    """Factors along which a fused dim may be cut inside: those that divide and are not tokens.
 
     (3 h) of q, k, v and (b a) of a batch's heads are cut along h and a.
     """
-    inner = (f for f in dim[1:] if f.size % world == 0 and not f.blocked and f.name not in tokens)
-    return {parts_at(dim, factor): None for factor in inner}
+    return [f for f in dim[1:] if f.size % world == 0 and not f.blocked and f.name not in tokens]
 
 
 def parts_at(dim: tuple[Factor, ...], factor: Factor) -> tuple[int, ...]:

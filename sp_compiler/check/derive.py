@@ -155,7 +155,7 @@ def _shadow(node: Node, values: Sequence[Any], shapes: Sequence[Shape | None]) -
 def _offered(shadow: Node, operands: Sequence[Placement], world: int) -> list[Strategy]:
     try:
         rule = rule_for(shadow)
-    except ArgumentError:  # a user's rule: these shapes do not go together
+    except (ArgumentError, RuntimeError):  # these shapes do not go together
         return []
     if rule is None:
         return []

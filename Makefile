@@ -39,10 +39,10 @@ demo: $(STAMP)
 	$(BIN)/torchrun --standalone --nproc-per-node 2 -m examples.train_gpt2
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m 'not slow'
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not slow'
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m slow
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m slow
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

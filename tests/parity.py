@@ -46,7 +46,7 @@ class Case:
     input_grads: list[Tensor | None]
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=32)
 def case(name: str, batch: int, seq: int, p: float = 0.0, dropout: Dropout = "regenerate") -> Case:
     """A zoo model in float64, with its casts to float32 lifted; equal arguments share a capture."""
     return make_case(zoo.build(name, dropout=p), zoo.inputs(name, batch, seq), dropout=dropout)

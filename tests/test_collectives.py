@@ -27,10 +27,7 @@ from tests.collective_counts import ELSEWHERE, RECOMPUTED, SEQUENCE_PARALLEL, TE
 _SHORT = {"all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR"}
 _FAST = ("gpt2", "llama", "bert", "vit", "plain", "encoder", "lora")
 _MODELS = [
-    pytest.param(
-        name,
-        marks=[pytest.mark.xdist_group(name), *([] if name in _FAST else [pytest.mark.slow])],
-    )
+    pytest.param(name, marks=() if name in _FAST else pytest.mark.slow)
     for name in SEQUENCE_PARALLEL
 ]
 

@@ -22,26 +22,8 @@ _SETTINGS = [
     (4, "selective", True),
     (4, "full", False),
 ]
-_FAST = ("gpt2",)
-_MODELS = [
-    pytest.param(name, marks=[pytest.mark.xdist_group(name), *marks])
-    for name, marks in (
-        *((name, []) for name in _FAST),
-        *(
-            (name, [pytest.mark.slow])
-            for name in (
-                "plain",
-                "bert",
-                "llama",
-                "vit",
-                "t5",
-                "encoder",
-                "encoder_seqfirst",
-                "lora",
-            )
-        ),
-    )
-]
+_SLOW = ("plain", "bert", "llama", "vit", "t5", "encoder", "encoder_seqfirst", "lora")
+_MODELS = ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in _SLOW)]
 
 
 def _case(name: str, mode: str) -> parity.Case:

@@ -21,10 +21,7 @@ from sp_compiler.placement import Placement
 from tests import architectures, parity, zoo
 from tests.ranks import run_on_ranks
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.xdist_group("gloo"),  # one start of the ranks for all
-]
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 _FAST = ("gpt2", "llama", "vit", "lora")
 _OTHERS = tuple(name for name in zoo.names() if name not in _FAST)

@@ -47,7 +47,7 @@ _EVERY_SETTING = ("gpt2", "llama", "bert", "vit", "t5", "plain", "encoder", "lor
 def _cases(settings: dict[str, list[Setting]]) -> list[Any]:
     """Test parameters by model and size, so that neighbours share a capture."""
     return [
-        pytest.param(name, *setting, marks=pytest.mark.xdist_group(name), id=_label(name, *setting))
+        pytest.param(name, *setting, id=_label(name, *setting))
         for name, rows in settings.items()
         for setting in sorted(rows)
     ]

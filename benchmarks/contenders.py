@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -89,12 +90,14 @@ def with_dtensor(config: GPTConfig, ids: Tensor, recompute: Recompute, sp: bool)
     return step
 
 
-def tensor_parallel(
-    config: GPTConfig, ids: Tensor, recompute: Recompute, tp: int
-) -> dict[str, Step]:
-    """Every contender that runs on the default group, the product first."""
+def tensor_parallel(config: GPTConfig, ids: Tensor, ours: str, tp: int) -> dict[str, Step]:
+    """Every contender that runs on the default group, the product first.
+
+    The peers recompute what ``ours`` says, and with "selective", which they lack, the attention.
+    """
+    recompute: Recompute = "attention" if ours == "selective" else cast(Recompute, ours)
     steps = {
-        PRODUCT: compiled(config, ids, recompute, tp),
+        PRODUCT: compiled(config, ids, ours, tp),
         "Megatron style TP": megatron_style(config, ids, recompute, sp=False),
         "Megatron style TP+SP": megatron_style(config, ids, recompute, sp=True),
         "DTensor TP": with_dtensor(config, ids, recompute, sp=False),

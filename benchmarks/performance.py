@@ -29,7 +29,7 @@ _RUNS = {
     "tensor-parallel": """Two gloo ranks, a plain GPT of 4 layers, hidden 512, 2 x 512 tokens,
 float32. *Megatron style* is written by hand in `benchmarks/peers/`: plain tensors, explicit
 autograd functions, the same collectives and recomputation; *Megatron-Core* is the library, on
-CPU.""",
+CPU. With "selective" only sp_compiler recomputes more than the attention core, and keeps less.""",
     "one-device": 'The same model on one device: `tp=1`, `recompute="none"`, against eager.',
     "overhead": """Hidden 64 and a fake process group, whose collectives cost nothing: what is left
 is overhead in Python.""",

@@ -32,12 +32,11 @@ from benchmarks.contenders import PRODUCT
 from benchmarks.measure import alternate, ratio
 from benchmarks.models import GPTConfig
 from benchmarks.peers import megatron_core
-from benchmarks.peers.recompute import Recompute
 from benchmarks.performance import RESULTS, save
 
 RANKS = 2
 BATCH, LENGTH = 2, 512
-RECOMPUTES: tuple[Recompute, ...] = ("none", "attention", "full")
+RECOMPUTES = ("none", "attention", "selective", "full")
 RUNS = ("tensor-parallel", "one-device", "overhead")
 
 

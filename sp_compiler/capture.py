@@ -232,21 +232,21 @@ def _add_sizes(captured: Captured, leaves: Sequence[Any]) -> None:
 def _as_examples(leaves: list[Any], model: nn.Module) -> list[Any]:
     """Leaves on the model's device that export can take.
 
-    A tensor passed twice is cloned, for export would merge it, and so are one made in inference
-    mode, which could not be recorded for a gradient, and the result of a computation, whose
-    ``grad`` export would read.
+    Never the caller's own tensors: export leaves marks on them, and reads the ``grad`` of results
+    of a computation. A tensor passed twice is cloned, for export would merge it, and so is one made
+    in inference mode, which could not be recorded for a gradient.
     """
     meta = any(parameter.is_meta for parameter in model.parameters())
     seen: set[int] = set()
     examples = []
     for leaf in leaves:
         if isinstance(leaf, Tensor):
-            if meta and not leaf.is_meta:
-                leaf = leaf.detach().to("meta").requires_grad_(leaf.requires_grad)
-            elif id(leaf) in seen or leaf.is_inference() or not leaf.is_leaf:
-                with torch.inference_mode(False):
-                    leaf = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+            is_new = id(leaf) not in seen and not leaf.is_inference()
             seen.add(id(leaf))
+            with torch.inference_mode(False):
+                example = leaf.detach() if is_new else leaf.detach().clone()
+                example = example.to("meta") if meta else example
+                leaf = example.requires_grad_(leaf.requires_grad)
         examples.append(leaf)
     return examples
 

@@ -109,7 +109,8 @@ def _without_hooks(model: nn.Module) -> Iterator[None]:
         if getattr(module, kind)
     ]
     for module, kind, hooks in saved:
-        kept = OrderedDict((key, hook) for key, hook in hooks.items() if _is_captured(hook))
+        captured = {} if module is model else hooks
+        kept = OrderedDict((key, hook) for key, hook in captured.items() if _is_captured(hook))
         setattr(module, kind, kept)
     try:
         yield

@@ -58,7 +58,7 @@ def _is_simple(node: Node) -> bool:
     """Whether the node writes nothing, and its value is of plain tensors of fixed size."""
     for leaf in pytree.tree_leaves(node.meta.get("val")):
         if isinstance(leaf, Tensor):
-            if type(leaf) is not FakeTensor or leaf._has_symbolic_sizes_strides:
+            if type(leaf) is not FakeTensor or leaf._has_symbolic_sizes_strides or leaf.is_conj():
                 return False
         elif isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
             return False

@@ -187,7 +187,7 @@ def _check(
     if not bytes_per_parameter > 0:
         raise ArgumentError(f"bytes_per_parameter={bytes_per_parameter!r}: expected more than 0")
     layers = sum(call.path != "" for call in calls)
-    if stages * chunks > layers:
+    if stages * chunks > max(1, layers):
         raise ArgumentError(
             f"stages={stages} with chunks={chunks} need {stages * chunks} layers, and the model "
             f"has {layers}: use fewer"
@@ -200,14 +200,14 @@ def _check(
 
 
 def _split(calls: Sequence[CallPlan], count: int) -> list[list[CallPlan]]:
-    """Runs of as many layers each as possible alike, the longer ones in the middle; what is outside
-    of layers goes with the layer before it, at the start with the first."""
+    """Runs of layers whose lengths differ by one at most, the first of them a short one; what is
+    outside of layers goes with the layer before it, at the start with the first."""
     layers = sum(call.path != "" for call in calls)
     parts: list[list[CallPlan]] = [[] for _ in range(count)]
     seen = 0
     for call in calls:
-        parts[max(0, seen - (call.path == "")) * count // layers].append(call)
         seen += call.path != ""
+        parts[(max(1, seen) * count - 1) // max(1, layers)].append(call)
     return parts
 
 

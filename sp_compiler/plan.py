@@ -296,7 +296,7 @@ class Plan:
         """What every stage of a pipeline holds, with this plan's input as one microbatch.
 
         Args:
-            stages: number of pipeline stages; each has as many layers as the next, or one more.
+            stages: number of pipeline stages, whose numbers of layers differ by one at most.
             microbatches: of one step.
             chunks: of layers on every stage; above 1 the schedule is the interleaved one.
             bytes_per_parameter: of trained parameters, with gradient and optimizer: 18 for Adam in

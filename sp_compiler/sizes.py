@@ -127,7 +127,8 @@ class Sizes:
             if not guard.expr.xreplace(binding):
                 where = _user_line(guard)
                 named = guard.expr.xreplace({s.symbol: sympy.Symbol(s.name) for s in self.open})
-                return f"the model or its compilation requires {named}" + where
+                what = "dims that were equal to stay so" if named is sympy.true else named
+                return f"the model or its compilation requires {what}" + where
         raise AssertionError("all guards hold")  # where this is asked, one does not
 
 
@@ -244,6 +245,14 @@ def hint(value: Any) -> Any:
 def is_open(value: Any) -> bool:
     """Whether ``value`` is a number that depends on the sizes of a call."""
     return isinstance(plain(value), SYMBOLIC)
+
+
+def pin(value: Any) -> None:
+    """Record that every size that ``value`` depends on is that of the example."""
+    if is_open(value):
+        env = value.node.shape_env
+        for symbol in sorted(value.node.expr.free_symbols, key=str):
+            env.evaluate_expr(symbol, hint=env.backed_var_to_val[symbol])
 
 
 def same_shape(first: Sequence[Any], second: Sequence[Any]) -> bool:

@@ -282,6 +282,18 @@ def test_hook_on_the_model_itself_is_left_to_the_caller() -> None:
     assert calls == ["hook"]
 
 
+def test_hook_of_transformers_on_the_model_itself_is_left_to_the_caller_too() -> None:
+    def hook(*args: Any) -> None:
+        calls.append("hook")
+
+    model, kwargs = zoo.build("plain"), zoo.inputs("plain")
+    calls: list[str] = []
+    hook.__module__ = "transformers.utils"
+    model.register_forward_hook(hook)
+    capture(model, (), kwargs)
+    assert calls == []
+
+
 def test_parameter_mutation_is_refused() -> None:
     class Counts(nn.Module):
         def __init__(self) -> None:

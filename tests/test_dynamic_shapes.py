@@ -405,3 +405,62 @@ def test_ranks_of_a_group() -> None:
     for result in results:
         assert result["programs"] == 2
         assert result["error"] < 1e-10
+
+
+class _Rearranged(nn.Module):
+    """Tokens flattened batch first, then sequence first: rows of one rank go to several."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, seq, width = x.shape
+        rows = x.reshape(batch * seq, width)
+        rows = rows + self.down(F.gelu(self.up(self.norm(rows))))
+        turned = rows.view(batch, seq, width).transpose(0, 1).reshape(seq * batch, width)
+        turned = self.down(F.relu(self.up(turned)))
+        return (turned.view(seq, batch, width).transpose(0, 1) * x).mean()
+
+
+def _rearranged(batch: int, seq: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seq)
+    return {"x": torch.randn(batch, seq, 16, generator=generator, dtype=torch.float64)}
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_as_many_tokens_in_other_batches(sequence_parallel: bool) -> None:
+    """Segments of rows are of the example's batch, whatever their sum is."""
+    torch.manual_seed(0)
+    model = _Rearranged().double()
+    program = _open(model, _rearranged(4, 16), tp=2, sequence_parallel=sequence_parallel)
+    for batch, seq in ((4, 16), (16, 4), (8, 8), (2, 32), (4, 12), (5, 7)):
+        kwargs = _rearranged(batch, seq)
+        if _reason(program, kwargs) is None:
+            _assert_right(program, model, kwargs)
+
+
+class _Caching(nn.Module):
+    """Keeps a table by length, which a symbolic length cannot be a key of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.tables: dict[int, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        if length not in self.tables:
+            self.tables[length] = torch.cos(torch.arange(length, dtype=x.dtype))[:, None]
+        return (self.linear(x) * self.tables[length]).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_what_export_cannot_leave_open_is_compiled_size_by_size() -> None:
+    torch.manual_seed(0)
+    model = _Caching().double()
+    module = sp_compiler.compile(copy.deepcopy(model), tp=1)
+    for length in (8, 12, 6, 12):
+        x = torch.randn(3, length, 8, dtype=torch.float64)
+        torch.testing.assert_close(module(x), model(x), rtol=1e-12, atol=1e-12)
+        assert not hasattr(x, "_dynamo_weak_dynamic_indices"), "a mark on the caller's tensor"

@@ -78,6 +78,14 @@ def test_interleaved_layers_in_flight_are_the_papers(stages: int, chunks: int) -
     assert found.bubble == (stages - 1) / (chunks * 2 * stages)
 
 
+def test_a_model_without_layers_is_one_stage() -> None:
+    calls = [call for call in _calls(1) if not call.path]
+    (stage,) = pipeline(calls, _sizes(1), 1, 2).stages
+    assert stage.chunks == (("", ""),)
+    with pytest.raises(ArgumentError, match="the model has 0"):
+        pipeline(calls, _sizes(1), 2, 2)
+
+
 def test_chunks_of_a_stage_are_apart() -> None:
     found = _of(8, 2, 4, chunks=2)
     assert found.stages[0].chunks == (("", "blocks.0", "blocks.1"), ("blocks.4", "blocks.5"))
@@ -90,6 +98,7 @@ def test_layers_that_do_not_divide(stages: int) -> None:
     counts = [sum(map(bool, stage.chunks[0])) for stage in found.stages]
     assert sum(counts) == 10
     assert max(counts) - min(counts) <= 1
+    assert counts[0] == min(counts), "the first stage has most in flight"
     paths = [path for stage in found.stages for path in stage.chunks[0]]
     assert paths == [call.path for call in _calls(10)]
 

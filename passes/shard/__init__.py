@@ -26,12 +26,14 @@ from sp_compiler.passes.shard.values import (
     activate,
     label_dims,
     results_of,
+    shape_of,
+    value_of,
 )
 from sp_compiler.placement import I, Placement, R
 from sp_compiler.program import Call, Program, Ref, RefKind, Region
 from sp_compiler.rules.strategies import Strategy
 from sp_compiler.rules.table import record_factors
-from sp_compiler.sizes import symbol_of, symbols_in
+from sp_compiler.sizes import pin, symbol_of, symbols_in
 from sp_compiler.solver import solve
 from sp_compiler.stage import copy_graph
 
@@ -194,6 +196,10 @@ def _lowered(
     for node, strategy in strategies.items():
         if any(placement.is_sharded for placement in (*strategy.operands, *strategy.results)):
             record_factors(node)
+        values = (*map(value_of, tensor_operands(node)), *results_of(node))
+        for value, placement in zip(values, (*strategy.operands, *strategy.results), strict=True):
+            if placement.segments:  # which are of the example's sizes, whatever their sum is
+                pin(shape_of(value)[placement.dim])
     return RegionLowering(region, active, strategies, inputs, outputs, world).run()
 
 

@@ -67,7 +67,7 @@ class ActivationFormula:
         """
         tokens = {_symbol("b"), _symbol("s"), WORLD}
         terms = sympy.Add.make_args(sympy.expand(formula))
-        small = [t for t in terms if t.free_symbols <= tokens and sympy.degree(t, _symbol("s")) < 2]
+        small = [t for t in terms if t.free_symbols <= tokens and _degree(t) < 2]
         return sympy.Add(*terms) - sympy.Add(*small)
 
     def to_dict(self) -> dict[str, Any]:
@@ -90,6 +90,11 @@ class ActivationFormula:
             written = "" if size.equal_to is None else f", written as {size.equal_to}"
             lines.append(f"  {name} = {size.value}: {size.meaning}{written}")
         return "\n".join(lines)
+
+
+def _degree(term: sympy.Expr) -> int:
+    """In the sequence; padded tokens count as tokens."""
+    return int(sympy.degree(term.replace(sympy.ceiling, lambda tokens: tokens), _symbol("s")))
 
 
 def tidy(formula: sympy.Expr) -> sympy.Expr:

@@ -63,6 +63,8 @@ def _converted(
 ) -> dict[str, Any]:
     """A copy in which what is as large as its parameter went through ``convert``."""
     stored = _stored()
+    if not any(id(p) in stored for group in optimizer.param_groups for p in group["params"]):
+        return state_dict  # not ours, whatever its hooks made of it
     found: dict[Any, _Stored] = {}
     for mine, theirs in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
         for parameter, key in zip(mine["params"], theirs["params"], strict=False):

@@ -22,7 +22,7 @@ _SETTINGS = [
     (4, "selective", True),
     (4, "full", False),
 ]
-_SLOW = ("plain", "bert", "llama", "vit", "t5", "encoder", "encoder_seqfirst", "lora")
+_SLOW = ("plain", "bert", "t5", "encoder_seqfirst", "lora")
 _MODELS = ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in _SLOW)]
 
 

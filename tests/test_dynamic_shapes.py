@@ -76,7 +76,7 @@ def test_one_program_serves_other_sizes(name: str, tp: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama_gqa8", "bert", "vit", "t5", "plain", "encoder", "lora"])
+@pytest.mark.parametrize("name", ["bert", "vit", "t5", "plain"])
 def test_the_other_models_too(name: str) -> None:
     program = _open(zoo.build(name, dropout=0.1), zoo.inputs(name, *_EXAMPLE), tp=4)
     for batch, seq in ((3, 17), (2, 16), (5, 7)):

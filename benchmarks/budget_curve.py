@@ -1,6 +1,6 @@
 """Peak of activations against the memory budget, beside torch's own partitioner.
 
-    python -m benchmarks.budget_curve [--layers 6] [--out budget-output]
+    python -m benchmarks.budget_curve [--layers 6] [--out benchmarks/results]
 
 One process, one rank, dropout on. Writes ``budget_curve.json`` and, where matplotlib is installed,
 ``budget_curve.png``. Both peaks are counted on the graphs that run: what is made and lives between
@@ -30,13 +30,15 @@ from torch.fx import Graph, GraphModule, Node
 
 from benchmarks.contenders import random_ids
 from benchmarks.models import GPTConfig, PlainGPT
+from benchmarks.performance import RESULTS
+from sp_compiler.accounting import make_plan
 from sp_compiler.capture import capture
 from sp_compiler.config import CompileOptions
 from sp_compiler.errors import ArgumentError
 from sp_compiler.liveness import function_peak_bytes
 from sp_compiler.op_kinds import base
 from sp_compiler.pipeline import compile_program, to_program
-from sp_compiler.plan import Plan, make_plan
+from sp_compiler.plan import Plan
 from sp_compiler.program import Program
 from sp_compiler.work import tensor_bytes
 
@@ -187,7 +189,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--sequence", type=int, default=256)
     parser.add_argument("--budgets", type=int, default=20)
-    parser.add_argument("--out", type=Path, default=Path("budget-output"))
+    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     torch.manual_seed(0)
     config = GPTConfig(

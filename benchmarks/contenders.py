@@ -22,6 +22,8 @@ from benchmarks.peers.recompute import Recompute, checkpoint_by_hand
 
 Step = Callable[[], object]
 PRODUCT = "sp_compiler"
+PRODUCT_TP = "sp_compiler TP"
+"""Without sequence parallelism, as contenders whose name ends alike."""
 
 
 def random_ids(config: GPTConfig, batch: int, length: int) -> Tensor:
@@ -47,10 +49,14 @@ def eager(config: GPTConfig, ids: Tensor, recompute: Recompute) -> Step:
     return step
 
 
-def compiled(config: GPTConfig, ids: Tensor, recompute: str, tp: int) -> Step:
+def compiled(config: GPTConfig, ids: Tensor, recompute: str, tp: int, sp: bool = True) -> Step:
     """This project."""
     model = sp_compiler.compile(
-        plain_gpt(config), tp=tp, recompute=recompute, example_inputs=((ids,), {"labels": ids})
+        plain_gpt(config),
+        tp=tp,
+        sequence_parallel=sp,
+        recompute=recompute,
+        example_inputs=((ids,), {"labels": ids}),
     )
 
     def step() -> None:
@@ -91,13 +97,14 @@ def with_dtensor(config: GPTConfig, ids: Tensor, recompute: Recompute, sp: bool)
 
 
 def tensor_parallel(config: GPTConfig, ids: Tensor, ours: str, tp: int) -> dict[str, Step]:
-    """Every contender that runs on the default group, the product first.
+    """Every contender that runs on the default group, the product with both layouts first.
 
     The peers recompute what ``ours`` says, and with "selective", which they lack, the attention.
     """
     recompute: Recompute = "attention" if ours == "selective" else cast(Recompute, ours)
     steps = {
         PRODUCT: compiled(config, ids, ours, tp),
+        PRODUCT_TP: compiled(config, ids, ours, tp, sp=False),
         "Megatron style TP": megatron_style(config, ids, recompute, sp=False),
         "Megatron style TP+SP": megatron_style(config, ids, recompute, sp=True),
         "DTensor TP": with_dtensor(config, ids, recompute, sp=False),

@@ -23,8 +23,9 @@ import torch
 import transformers
 
 from benchmarks.shares import flops_share, kept_bytes, kept_share, parameter_share
+from sp_compiler.accounting import make_plan
 from sp_compiler.config import CompileOptions
-from sp_compiler.plan import BlockPlan, Plan, make_plan
+from sp_compiler.plan import BlockPlan, Plan
 from tests import architectures, parity
 
 _ROOT = Path(__file__).parents[1]
@@ -148,7 +149,7 @@ def _table(floors: Floors, configuration: str) -> str:
             ", ".join(sorted(found, key=int)),
             *(f"{max(r[key] for r in records):.0e}" for key in ("output_error", "gradient_error")),
             *(_each(map(_percent(key), records)) for key in ("flops", "parameters", "kept")),
-            _each(r.get("collectives", "not measured") for r in records),
+            _each(r["collectives"] for r in records),
             _each(str(len(r["fallbacks"])) for r in records),
             f"{max(r['seconds'] for r in records):.1f}",
         ]

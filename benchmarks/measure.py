@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,7 +38,8 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.collectives: Counter[str] = Counter()
         self.wire_bytes: Counter[str] = Counter()
-        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._made: list[tuple[StorageWeakRef, int, int]] = []
+        self._alive: dict[int, int] = {}
 
     def __torch_dispatch__(
         self,
@@ -63,29 +64,40 @@ class Recorder(TorchDispatchMode):
 
     def alive_bytes(self, *, excluding: Iterable[Tensor]) -> int:
         """Bytes of the remembered storages that still exist, once each, without ``excluding``."""
-        excluded = {_local(tensor).untyped_storage().data_ptr() for tensor in excluding}
-        return sum(
-            size
-            for pointer, (reference, size) in self._storages.items()
-            if not reference.expired() and pointer not in excluded
-        )
+        return self._bytes(self._now(), self._numbers(excluding))
 
     def _remember(self, tensor: Tensor) -> None:
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.device.type == "meta":
             return  # fake, or a wrapper of a tensor that was seen already
         storage = tensor.untyped_storage()
-        known = self._storages.get(storage.data_ptr())
-        if known is None or known[0].expired():
-            self._storages[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
+        known = self._alive.get(storage.data_ptr())
+        if known is None or self._made[known][0].expired():
+            self._alive[storage.data_ptr()] = len(self._made)
+            self._made.append((StorageWeakRef(storage), storage.data_ptr(), storage.nbytes()))
+
+    def _now(self) -> list[int]:
+        """Numbers of the storages that exist."""
+        self._alive = {
+            pointer: number
+            for pointer, number in self._alive.items()
+            if not self._made[number][0].expired()
+        }
+        return list(self._alive.values())
+
+    def _numbers(self, tensors: Iterable[Tensor]) -> set[int]:
+        """Those of the storages of ``tensors``, which exist."""
+        pointers = {_local(tensor).untyped_storage().data_ptr() for tensor in tensors}
+        return {number for number in self._now() if self._made[number][1] in pointers}
+
+    def _bytes(self, numbers: Iterable[int], left_out: set[int]) -> int:
+        return sum(self._made[number][2] for number in numbers if number not in left_out)
 
 
-class PeakRecorder(TorchDispatchMode):
-    """Inside, remembers after every operator which of the storages that were made exist."""
+class PeakRecorder(Recorder):
+    """Also remembers after every operator which of the storages exist."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._made: list[tuple[StorageWeakRef, int, int]] = []
-        self._alive: list[int] = []
         self._moments: list[list[int]] = []
 
     def __torch_dispatch__(
@@ -95,37 +107,14 @@ class PeakRecorder(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._remember(leaf.untyped_storage())
+        result = super().__torch_dispatch__(func, types, args, kwargs)
         self._moments.append(self._now())
         return result
 
-    def _remember(self, storage: UntypedStorage) -> None:
-        if storage.data_ptr() not in {self._made[number][1] for number in self._now()}:
-            self._alive.append(len(self._made))
-            self._made.append((StorageWeakRef(storage), storage.data_ptr(), storage.nbytes()))
-
-    def _now(self) -> list[int]:
-        self._alive = [number for number in self._alive if not self._made[number][0].expired()]
-        return self._alive
-
-    def alive_bytes(self, outside: Iterable[Tensor]) -> int:
-        """Bytes that exist now, without the storages of ``outside``."""
-        return self._bytes(self._now(), self._left_out(outside))
-
-    def peak_bytes(self, outside: Iterable[Tensor]) -> int:
-        """The most that existed at once, without the storages of tensors that still exist."""
-        left_out = self._left_out(outside)
+    def peak_bytes(self, *, excluding: Iterable[Tensor]) -> int:
+        """The most that existed at once, without the storages of ``excluding``, which exist."""
+        left_out = self._numbers(excluding)
         return max(self._bytes(moment, left_out) for moment in self._moments)
-
-    def _left_out(self, outside: Iterable[Tensor]) -> set[int]:
-        pointers = {tensor.untyped_storage().data_ptr() for tensor in outside}
-        return {number for number in self._now() if self._made[number][1] in pointers}
-
-    def _bytes(self, moment: Iterable[int], left_out: set[int]) -> int:
-        return sum(self._made[number][2] for number in moment if number not in left_out)
 
 
 @dataclass(frozen=True)

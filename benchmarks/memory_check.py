@@ -82,11 +82,11 @@ def measure(found: parity.Case, program: CompiledProgram) -> tuple[int, int]:
             params, found.buffers, found.inputs, parity.SEED
         )
         outputs = [value for value in run.outputs if isinstance(value, Tensor)]
-        kept = recorder.alive_bytes([*outside, *outputs])
+        kept = recorder.alive_bytes(excluding=[*outside, *outputs])
         del run
         parity.backward(outputs)
     grads = [value.grad for value in params.values() if value.grad is not None]
-    return kept, recorder.peak_bytes([*outside, *grads])
+    return kept, recorder.peak_bytes(excluding=[*outside, *grads])
 
 
 def rows(name: str, tp: int) -> Iterator[Row]:

@@ -48,7 +48,7 @@ name in the model. At the sizes of the plan they give the planned bytes exactly.
 | v | vocabulary |
 | t | tensor-parallel ranks |
 | L | layers |
-| d1, d2, ... | a size without a role; `plan.activation_formula.symbols` has its value |
+| n, n2, ... | a size without a role; `plan.activation_formula.symbols` has its value |
 
 A size of 1 that could be larger (one sequence in a batch, as many heads as ranks) is followed too,
 but where a view merges it with a neighbour its place is a guess. Where b·s is not a multiple of t,

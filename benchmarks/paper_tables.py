@@ -1,6 +1,6 @@
 """The tables of the activation-recomputation paper, from the compiler's own graphs.
 
-    python -m benchmarks.paper_tables [--models gpt-22b ...]
+    python -m benchmarks.paper_tables [--models gpt-22b ...] [--write]
 
 Every "ours" is counted on the generated forward and backward of one layer (and of what lies outside
 of layers) at the paper's sizes, on shapes alone; the paper's side is what it prints, or where it
@@ -12,9 +12,10 @@ baseline), section 5 and appendix A (FLOPs), tables 3 and 5 (times, MFU, HFU).
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.models import PAPER_SETUPS, PaperSetup, PlainGPT
+from benchmarks.performance import markdown_table
 from sp_compiler.plan import Plan
 from sp_compiler.planning import plan
 
@@ -32,6 +34,18 @@ STATE_BYTES = 18
 """A parameter: 16-bit value and gradient sum in 32 bit, 32-bit master copy and two moments."""
 
 BASELINE = "tensor parallel"
+PAGE = Path(__file__).parents[1] / "docs" / "paper.md"
+_HEAD = ("model", "", "paper", "ours", "difference")
+_PAGE_HEAD = """# The paper's numbers, from the compiler's graphs
+
+Written by `python -m benchmarks.paper_tables --write`; not edited by hand.
+
+Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", arXiv
+2205.05198. *Ours* is counted on the generated forward and backward of a layer of its plain GPT, and
+of what lies outside of layers, at the paper's sizes and tensor-parallel ranks, in bfloat16. *Paper*
+is what it prints or, where it prints a formula, the formula. Rows named *sp_compiler* are
+`recompute="selective"` with masks drawn again, beside the paper's best.
+"""
 
 
 @dataclass(frozen=True)
@@ -218,19 +232,38 @@ TABLES: dict[str, TableRows] = {
 }
 
 
+def cells(row: Row) -> tuple[str, ...]:
+    """A row as text, with the difference."""
+    model, quantity, paper, ours = row
+    return model, quantity, f"{paper:.2f}", f"{ours:.2f}", f"{100 * (ours / paper - 1):+.2f} %"
+
+
+def page(tables: Mapping[str, Sequence[Row]]) -> str:
+    """The text of ``docs/paper.md``."""
+    parts = [_PAGE_HEAD]
+    for title, rows in tables.items():
+        parts.append(f"## {title}\n\n{markdown_table(_HEAD, map(cells, rows))}")
+    return "\n".join(parts)
+
+
 def main() -> None:
-    """Print each table: paper, ours, difference."""
+    """Print each table: paper, ours, difference; write them to ``docs/paper.md`` if asked."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--models", nargs="+", choices=PAPER_SETUPS, default=list(PAPER_SETUPS))
-    models = parser.parse_args().models
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}, all models")
+    options = parser.parse_args()
+    models = list(PAPER_SETUPS) if options.write else options.models
     console = Console()
+    found: dict[str, list[Row]] = {}
     for title, rows in TABLES.items():
-        table = Table("model", "", "paper", "ours", "difference", title=title)
-        for name in track(models, title, console=console, transient=True):
-            for model, quantity, paper, ours in rows(name):
-                change = f"{100 * (ours / paper - 1):+.2f} %"
-                table.add_row(model, quantity, f"{paper:.2f}", f"{ours:.2f}", change)
+        names = track(models, title, console=console, transient=True)
+        found[title] = [row for name in names for row in rows(name)]
+        table = Table(*_HEAD, title=title)
+        for row in found[title]:
+            table.add_row(*cells(row))
         console.print(table)
+    if options.write:
+        PAGE.write_text(page(found))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,9 @@ _RUNS = {
     "tensor-parallel": """Two gloo ranks, a plain GPT of 4 layers, hidden 512, 2 x 512 tokens,
 float32. *Megatron style* is written by hand in `benchmarks/peers/`: plain tensors, explicit
 autograd functions, the same collectives and recomputation; *Megatron-Core* is the library, on
-CPU. With "selective" only sp_compiler recomputes more than the attention core, and keeps less.""",
+CPU. Whoever shards tokens too (*TP+SP*) is compared with `sequence_parallel=True`, whoever does not
+(*TP*) with `False`, so that both exchange the same. With "selective" only sp_compiler recomputes
+more than the attention core, and keeps less.""",
     "one-device": 'The same model on one device: `tp=1`, `recompute="none"`, against eager.',
     "overhead": """Hidden 64 and a fake process group, whose collectives cost nothing: what is left
 is overhead in Python.""",
@@ -63,7 +65,9 @@ def page(step_time: Mapping[str, Any], compile_time: Mapping[str, Any]) -> str:
             for r in run["rows"]
         ]
         parts.append(f"{about}\n\n{run['rounds']} rounds on {run['machine']}.\n")
-        parts.append(_table(("setting", "contender", "median ms", "sp_compiler / it"), rows))
+        parts.append(
+            markdown_table(("setting", "contender", "median ms", "sp_compiler / it"), rows)
+        )
     parts.append("## Time of a compilation\n")
     for run in compile_time.values():
         depths = [f"{depth} layers" for depth in run["layers"]]
@@ -79,11 +83,12 @@ def page(step_time: Mapping[str, Any], compile_time: Mapping[str, Any]) -> str:
             "Seconds, plain GPT, 8 ranks, one process. Identical layers are compiled once, so only "
             f"the capture, which is `torch.export`'s time, grows.\n\nOn {run['machine']}.\n"
         )
-        parts.append(_table(("step", *depths, "last / first"), rows))
+        parts.append(markdown_table(("step", *depths, "last / first"), rows))
     return "\n".join(parts)
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table with a header."""
     lines = [head, ["---"] * len(head), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 

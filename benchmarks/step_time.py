@@ -28,7 +28,7 @@ from torch import multiprocessing
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks import contenders
-from benchmarks.contenders import PRODUCT
+from benchmarks.contenders import PRODUCT, PRODUCT_TP
 from benchmarks.measure import alternate, ratio
 from benchmarks.models import GPTConfig
 from benchmarks.peers import megatron_core
@@ -45,7 +45,8 @@ class Row:
     """One contender of a run.
 
     Args:
-        ratio: the product's time in units of this contender's: below 1 the product is faster.
+        ratio: the product's time, with the layout of this contender, in units of this contender's:
+            below 1 the product is faster.
     """
 
     setting: str
@@ -107,9 +108,13 @@ def overhead(rounds: int) -> list[Row]:
 
 def _rows(setting: str, times: dict[str, list[float]]) -> list[Row]:
     return [
-        Row(setting, name, statistics.median(values), ratio(times, PRODUCT, name))
+        Row(setting, name, statistics.median(values), ratio(times, _product(name), name))
         for name, values in times.items()
     ]
+
+
+def _product(contender: str) -> str:
+    return PRODUCT_TP if contender.endswith(" TP") else PRODUCT
 
 
 def _rank(rank: int, folder: str, rounds: int) -> None:

@@ -25,6 +25,7 @@ from sp_compiler.joint import JointGraph
 from sp_compiler.memory_size import UNITS, bytes_text
 from sp_compiler.moments import stops
 from sp_compiler.passes.compile_region import differentiate
+from sp_compiler.passes.cut import Cut
 from sp_compiler.passes.variants import Variant, variants, write_tags
 from sp_compiler.program import Call, Program, Ref, Region
 from sp_compiler.stage import copy_graph
@@ -46,7 +47,7 @@ class Budgeted:
 
 
 def compile_under_budget(
-    program: Program, world: int, budget_bytes: int, loss_outputs: Mapping[str, int | None]
+    program: Program, world: int, budget_bytes: int, cuts: Mapping[str, Cut]
 ) -> Budgeted:
     """Split every call of ``program``, which is left as it is.
 
@@ -54,18 +55,18 @@ def compile_under_budget(
         program: sharded.
         world: number of tensor-parallel ranks.
         budget_bytes: what the peak of activations on a rank may be.
-        loss_outputs: by region name, see :func:`sp_compiler.passes.partition.partition`.
+        cuts: what is wanted of each region, by name.
 
     Raises:
         ArgumentError: the budget is too small; the message has the least that would do.
     """
     returned = {
         name: frozenset(ref.output for ref in _returned(program) if _name(program, ref) == name)
-        for name in loss_outputs
+        for name in cuts
     }
     joints = {region.name: differentiate(region) for region in program.regions}
     found = {
-        name: variants(joint, world, loss_output=loss_outputs[name], free=returned[name])
+        name: variants(joint, world, how=cuts[name], free=returned[name])
         for name, joint in joints.items()
     }
     calls = stops(_in_the_first_way(program, joints, found, world), found)

@@ -24,7 +24,6 @@ come with the recomputed norm.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -44,6 +43,7 @@ from sp_compiler.op_kinds import (
     is_cast,
     is_copy,
     is_dropout_mask,
+    is_part,
     is_view,
     matmul_factors,
     view_chain,
@@ -161,7 +161,7 @@ def _cores(
 
 def _part_of_result(node: Node) -> Tag | None:
     """A part of an operator's several results goes where the operator goes."""
-    if node.target is operator.getitem and not is_view(node):
+    if is_part(node):
         return node.args[0].meta["recompute"], node.args[0].meta["recompute_reason"]
     return None
 

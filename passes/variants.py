@@ -17,9 +17,9 @@ from sp_compiler.keep_solver import Value, frontier
 from sp_compiler.liveness import backward_peak_bytes, function_peak_bytes
 from sp_compiler.op_kinds import base, has_inner_communication
 from sp_compiler.partitioned import Partitioned
-from sp_compiler.passes.partition import partition
+from sp_compiler.passes.cut import Cut, cut
 from sp_compiler.passes.recompute import POLICIES, Policy, Tag, tag_recompute
-from sp_compiler.work import collectives_us, compute_us, node_collectives, tensor_bytes
+from sp_compiler.work import collectives_us, compute_us, elapsed_us, node_collectives, tensor_bytes
 
 
 @dataclass(frozen=True)
@@ -29,36 +29,40 @@ class Variant:
     Attributes:
         tags: of every forward node of the joint graph.
         partitioned: cut by the tags.
-        backward_us: estimated time of its backward with what that computes again.
+        us: estimated time of its forward and backward.
         forward_peak_bytes: what the forward holds at most beside its arguments.
         backward_peak_bytes: the same of the backward.
     """
 
     tags: Mapping[Node, Tag]
     partitioned: Partitioned
-    backward_us: float
+    us: float
     forward_peak_bytes: int
     backward_peak_bytes: int
 
 
 def variants(
-    joint: JointGraph, world: int, *, loss_output: int | None = None, free: frozenset[int]
+    joint: JointGraph,
+    world: int,
+    *,
+    how: Cut,
+    free: frozenset[int],
 ) -> list[Variant]:
     """Split ``joint``, whose tags are overwritten; the one that keeps least comes first.
 
     Args:
         world: number of tensor-parallel ranks.
-        loss_output: see :func:`sp_compiler.passes.partition.partition`.
+        how: what the program wants of each of them.
         free: outputs of the region that exist until backward anyway: the model returns them.
     """
     found: dict[tuple[str, ...], Variant] = {}
     for tags in (*_solved(joint, world, free), *(_policy(joint, policy) for policy in POLICIES)):
         write_tags(joint, tags)
-        parts = partition(joint, loss_output)
+        parts = cut(joint, how)
         names = tuple(sorted(tensor.name for tensor in parts.saved))
         if names not in found:
-            found[names] = _measured(joint, tags, parts, world)
-    return sorted(found.values(), key=lambda v: (v.partitioned.kept_bytes, v.backward_us))
+            found[names] = _measured(tags, parts, world, how.own_parameters)
+    return sorted(found.values(), key=lambda v: (v.partitioned.kept_bytes, v.us))
 
 
 def write_tags(joint: JointGraph, tags: Mapping[Node, Tag]) -> None:
@@ -77,14 +81,14 @@ def _policy(joint: JointGraph, policy: Policy) -> dict[Node, Tag]:
 
 
 def _measured(
-    joint: JointGraph, tags: Mapping[Node, Tag], parts: Partitioned, world: int
+    tags: Mapping[Node, Tag], parts: Partitioned, world: int, own_parameters: frozenset[int]
 ) -> Variant:
     graph = parts.step_backward
-    forward_bytes = function_peak_bytes(parts.forward)
-    if graph is None:
-        return Variant(tags, parts, 0.0, forward_bytes, 0)
-    us = sum(_us(node, world) for node in graph.nodes)
-    return Variant(tags, parts, us, forward_bytes, backward_peak_bytes(graph, joint.input_kinds))
+    us, peak_bytes = elapsed_us(parts.forward, world), 0
+    if graph is not None:
+        us += elapsed_us(graph, world)
+        peak_bytes = backward_peak_bytes(graph, own_parameters)
+    return Variant(tags, parts, us, function_peak_bytes(parts.forward), peak_bytes)
 
 
 def _us(node: Node, world: int) -> float:

@@ -2,7 +2,8 @@
 
 Four steps, each only for what the earlier ones left over:
 
-1. placeholders and attributes by name, then by position; the output;
+1. placeholders and attributes by name, then by position; the output; operators by name where they
+   were made from the same nodes;
 2. nodes of the second graph that were made from a node of the first (``meta["source"]``), or that
    go back to the same node of the captured model (``meta["root"]``, else ``meta["source"]``), in
    order within such a group. Where one node became several, they are the *expansion* of one of
@@ -56,6 +57,7 @@ class Alignment:
         self._owner: dict[Node, Node] = {}
         self._match_named()
         if any(_has_provenance(node) for node in (*self.before, *self.after)):
+            self._match_same()
             self._match_groups(_name_and_root, _source_and_root)
             self._match_groups(_root, _root)
         self._spread()
@@ -150,6 +152,14 @@ class Alignment:
         outputs = ([n for n in nodes if n.op == "output"] for nodes in (self.before, self.after))
         for pair in zip(*outputs, strict=False):
             self._match(*pair)
+
+    def _match_same(self) -> None:
+        """Match operators of equal names that were made from the same nodes: nothing changed."""
+        old = {(node.name, _source_and_root(node)): node for node in self._open_before()}
+        for new in self._open_after():
+            found = old.get((new.name, _source_and_root(new)))
+            if found is not None and _same_operator(found, new):
+                self._match(found, new)
 
     def _match_groups(self, old_key: _Key, new_key: _Key) -> None:
         """Match nodes of equal keys, which are nodes that one captured node became."""

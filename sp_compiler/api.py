@@ -56,12 +56,14 @@ def compile(
             section 4.2.2).
         recompute: what backward recomputes. ``"none"``: nothing but gathers; ``"attention"``: the
             attention core (arXiv 2205.05198, section 5); ``"selective"``: also everything pointwise
-            or row-wise; ``"full"``: all but the inputs of each block; ``"auto"``: what takes least
-            estimated time within ``memory_budget``, chosen for each block.
+            or row-wise; ``"full"``: all but the inputs of each block, where what runs last (the
+            loss head, not several) is ``"selective"``; ``"auto"``: what takes least estimated time
+            within ``memory_budget``, chosen for each block.
         memory_budget: with ``"auto"``: what the peak of activations on a rank may be, as
             :func:`sp_compiler.plan` counts it, in bytes or as "12GiB".
         dropout: ``"regenerate"`` masks in backward or keep them ``"stored"``.
-        overlap: schedule work under collectives; this version moves nothing yet, the plan says so.
+        overlap: in backward, run gradients of weights and what is computed again while collectives
+            of the same block are on their way.
         backend: ``"eager"``; ``"inductor"`` is not in this version.
         outputs: ``"replicate"``: whole on every rank; ``"shard"``: DTensors where the model makes
             them sharded; ``"auto"``: so if the model also returns its loss.

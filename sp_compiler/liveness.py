@@ -1,7 +1,7 @@
 """Which storages exist when: inside one generated function, and over a whole training step.
 
-Storages are those that the generated code makes and its ``del`` statements free, and what dropout
-needs to draw its masks; what other operators and collectives need inside themselves is not seen.
+Storages are those that the generated code makes and its ``del`` statements free, what dropout needs
+to draw its masks and what collectives copy; what other operators need inside is not seen.
 Parameters, their gradients, buffers, constants and the user's inputs are not activations and do not
 count. What the model returns does, and so does what becomes a gradient: a part of the gradient of a
 parameter that several calls use, until it is added to the others, and gradients of replicated
@@ -10,9 +10,8 @@ parameters, until they are reduced together.
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -21,8 +20,9 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from sp_compiler.compiled import CompiledProgram
-from sp_compiler.op_kinds import base
+from sp_compiler.op_kinds import base, conversion, is_part, is_wait
 from sp_compiler.partitioned import Partitioned
+from sp_compiler.placement import Placement
 from sp_compiler.program import Call, Ref
 from sp_compiler.runtime.dropout import scratch_bytes
 from sp_compiler.runtime.executor import last_uses
@@ -85,43 +85,84 @@ class StepMemory:
         return sum(storage.num_bytes for storage in storages)
 
 
-def function_peak_bytes(graph: Graph, ignored: Iterable[Node] = ()) -> int:
-    """The most that one generated function holds beside its arguments.
+def function_peak_bytes(graph: Graph) -> int:
+    """The most that one generated function holds beside its arguments."""
+    return _function_peak(graph, _calls(graph))[0]
 
-    Storages in ``ignored`` do not count.
+
+def backward_peak_bytes(graph: Graph, own_parameters: Collection[int]) -> int:
+    """The same of a backward, without the gradients of ``own_parameters``.
+
+    Args:
+        own_parameters: see :meth:`sp_compiler.program.Program.own_parameters`.
     """
-    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    return _function_peak(graph, _calls(graph), _own_grads(graph, own_parameters))[0]
+
+
+def peak_in_order(
+    graph: Graph,
+    own_parameters: Collection[int],
+    order: Sequence[Node],
+    waits: Mapping[Node, Sequence[Node]],
+) -> tuple[int, Node | None]:
+    """As :func:`backward_peak_bytes` if the calls of ``graph`` ran in another ``order``.
+
+    Args:
+        waits: by call the collectives that are waited for just before it.
+
+    Returns:
+        The bytes, and the call that runs when they are reached first.
+    """
+    return _function_peak(graph, order, _own_grads(graph, own_parameters), waits)
+
+
+def _calls(graph: Graph) -> list[Node]:
+    return [node for node in graph.nodes if node.op == "call_function"]
+
+
+def _own_grads(graph: Graph, own_parameters: Collection[int]) -> list[Node]:
+    grads = graph.output_node().args[0]
+    return [grad for index in own_parameters if (grad := grads[index]) is not None]
+
+
+def _function_peak(
+    graph: Graph,
+    order: Sequence[Node],
+    ignored: Iterable[Node] = (),
+    waits: Mapping[Node, Sequence[Node]] | None = None,
+) -> tuple[int, Node | None]:
+    """Storages in ``ignored`` do not count."""
     skipped = {base(node) for node in ignored}
     kept = {base(node) for node in graph.output_node().all_input_nodes}
     last: dict[Node, int] = {}
-    for position, node in enumerate(nodes):
+    for position, node in enumerate(order):
+        # Until it is waited for, a collective holds what it sends.
+        arrived = [node.all_input_nodes[0]] if is_wait(node) else (waits or {}).get(node, ())
+        for started in arrived:
+            last[base(started.all_input_nodes[0])] = position if is_wait(node) else position - 1
         last.update((base(used), position) for used in (node, *node.all_input_nodes))
     dying: dict[int, list[Node]] = {}
     for storage, position in last.items():
         if storage.op != "placeholder" and storage not in kept and storage not in skipped:
             dying.setdefault(position, []).append(storage)
     live = peak = 0
-    for position, node in enumerate(nodes):
-        if base(node) is node and not _is_part(node):
-            result_bytes = 0 if node in skipped else tensor_bytes(node.meta["val"])
-            peak = max(peak, live + result_bytes + _scratch_bytes(node))
+    moment: Node | None = None
+    for position, node in enumerate(order):
+        if base(node) is node and not is_part(node):
+            parts = [user for user in node.users if is_part(user)]
+            left_out = sum(tensor_bytes(r.meta["val"]) for r in (node, *parts) if r in skipped)
+            now = live + tensor_bytes(node.meta["val"]) - left_out + _scratch_bytes(node)
+            if now > peak:
+                peak, moment = now, node
             live += sum(_owned_bytes(made) for made in _made(node) if made not in skipped)
         live -= sum(_owned_bytes(storage) for storage in dying.get(position, ()))
-    return peak
-
-
-def backward_peak_bytes(graph: Graph, input_kinds: Sequence[str]) -> int:
-    """The same of a backward, without the gradients of parameters.
-
-    Args:
-        input_kinds: of the region's inputs, which the gradients that ``graph`` returns belong to.
-    """
-    grads = zip(graph.output_node().args[0], input_kinds, strict=True)
-    return function_peak_bytes(graph, [g for g, kind in grads if g is not None and kind == "param"])
+    return peak, moment
 
 
 def _scratch_bytes(node: Node) -> int:
     """What the operator makes inside itself, beside its result."""
+    if node.target is _sp.convert.default:
+        return _copied_bytes(node)
     if node.target not in (_sp.dropout.default, _sp.dropout_mask.default):
         return 0
     x = node.args[0]
@@ -129,8 +170,16 @@ def _scratch_bytes(node: Node) -> int:
     return scratch_bytes(x.meta["val"], mask=node.target is _sp.dropout_mask.default)
 
 
-def _is_part(node: Node) -> bool:
-    return node.target is operator.getitem
+def _copied_bytes(node: Node) -> int:
+    """What a collective copies to bring each rank's part together on dim 0, or back."""
+    kind, x = conversion(node), node.all_input_nodes[0].meta["val"]
+    source, target = (Placement.parse(str(text)) for text in node.args[1:3])
+    if kind == "all_gather" and (source.dim or len(source.segments) > 1):
+        return tensor_bytes(node.meta["val"])
+    if kind == "reduce_scatter":
+        copies = bool(target.dim) + (len(target.segments) > 1)
+        return copies * tensor_bytes(x)
+    return 0
 
 
 def _made(node: Node) -> list[Node]:
@@ -175,7 +224,8 @@ class Step:
             ref.name for call in self.program.calls for ref in set(call.args) if ref.kind == "param"
         )
         self.partial: dict[str, Storage] = {}
-        self.peaks: dict[tuple[str, str], int] = {}
+        self.own_parameters = self.program.own_parameters(compiled.world)
+        self.peaks: dict[tuple[str, str, frozenset[int]], int] = {}
 
     def run(self) -> StepMemory:
         dead = last_uses(self.compiled)
@@ -199,7 +249,7 @@ class Step:
 
     def _forward(self, index: int, call: Call) -> None:
         parts = self._parts(call)
-        self._enter(index, "forward", self._peak(call, "forward", parts))
+        self._enter(index, "forward", self._peak(index, "forward", parts))
         frame = self._frame(index, parts)
         self.frames.append(frame)
         self._hold(frame.outputs)
@@ -259,7 +309,7 @@ class Step:
                 tangents[position] = zeros
                 self._hold([zeros])
         grads = graph.output_node().args[0]
-        self._enter(index, "backward", self._peak(call, "backward", parts))
+        self._enter(index, "backward", self._peak(index, "backward", parts))
         names = graph.find_nodes(op="placeholder")
         known = dict(zip(names, [*frame.saved, *tangents], strict=True))
         placements = call.region.input_placements
@@ -308,15 +358,16 @@ class Step:
         assert isinstance(parts, Partitioned)
         return parts
 
-    def _peak(self, call: Call, kind: Phase, parts: Partitioned) -> int:
-        key = (call.region.name, kind)
+    def _peak(self, index: int, kind: Phase, parts: Partitioned) -> int:
+        call = self.program.calls[index]
+        own = self.own_parameters[index]
+        key = (call.region.name, kind, own)
         if key not in self.peaks:
             if kind == "forward":
                 self.peaks[key] = function_peak_bytes(parts.forward)
             else:
                 assert parts.step_backward is not None
-                kinds = call.region.input_kinds
-                self.peaks[key] = backward_peak_bytes(parts.step_backward, kinds)
+                self.peaks[key] = backward_peak_bytes(parts.step_backward, own)
         return self.peaks[key]
 
     def _enter(self, index: int, kind: Phase, extra_bytes: int) -> None:

@@ -45,7 +45,7 @@ NARROWING_VIEWS = frozenset(
         _sp.cut_rows.default,
     }
 )
-_OTHER_VIEWS = (aten._unsafe_view.default, _sp.cut_rows.default)
+_OTHER_VIEWS = (aten._unsafe_view.default, _sp.cut_rows.default, _sp.wait.default)
 RESULT_NAMES = {
     # operators with several results, as the generated code calls them
     aten.native_layer_norm.default: ("norm", "mean", "rstd"),
@@ -99,6 +99,16 @@ def conversion(node: Node) -> str | None:
     return CONVERSIONS[source.kind, target.kind]
 
 
+def is_wait(node: Node) -> bool:
+    """Where a collective that was started before has arrived."""
+    return node.target is _sp.wait.default
+
+
+def is_started(node: Node) -> bool:
+    """A collective that goes on while what follows runs, until its ``wait``."""
+    return any(is_wait(user) for user in node.users)
+
+
 def is_view(node: Node) -> bool:
     """True where the result shares the storage of its first argument (read from the schema)."""
     if node.op != "call_function":
@@ -112,6 +122,11 @@ def is_view(node: Node) -> bool:
         return False
     alias = schema.arguments[0].alias_info
     return alias is not None and not alias.is_write
+
+
+def is_part(node: Node) -> bool:
+    """One of an operator's several results, with a storage of its own."""
+    return node.target is operator.getitem and not is_view(node)
 
 
 def base(node: Node) -> Node:

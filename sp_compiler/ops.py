@@ -47,6 +47,17 @@ def _convert_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 convert.register_autograd(_convert_backward, setup_context=_convert_setup)
 
 
+@torch.library.custom_op("sp_compiler::wait", mutates_args=())
+def wait(x: Tensor, world: int) -> Tensor:
+    """``x``, a :func:`convert` that has only been started, when it has arrived."""
+    raise NotImplementedError(_ONLY_TRACED)
+
+
+@wait.register_fake
+def _(x: Tensor, world: int) -> Tensor:
+    return x.new_empty(x.shape)
+
+
 @torch.library.custom_op("sp_compiler::pad_rows", mutates_args=())
 def pad_rows(x: Tensor, world: int) -> Tensor:
     """``x`` with copies of its last row behind it, so that dim 0 divides by ``world``.

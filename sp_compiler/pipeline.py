@@ -17,6 +17,7 @@ from torch import nn
 from torch._dynamo import config as dynamo_config
 from torch.fx import Node
 
+from sp_compiler.accounting import make_plan
 from sp_compiler.capture import Captured, capture
 from sp_compiler.check import check_forward, check_partitioned
 from sp_compiler.codegen import CompiledRegion, load, module_source
@@ -27,12 +28,12 @@ from sp_compiler.example_sizes import AtHints, at_hints
 from sp_compiler.hints import wishes_of
 from sp_compiler.passes.budget import compile_under_budget, rename_regions
 from sp_compiler.passes.compile_region import compile_region
+from sp_compiler.passes.cut import Cut
 from sp_compiler.passes.normalize import normalize
 from sp_compiler.passes.outline import outline
 from sp_compiler.passes.shard import shard
 from sp_compiler.passes.shard.explain import explain
 from sp_compiler.placement import Placement
-from sp_compiler.plan import make_plan
 from sp_compiler.program import Program, Ref, Region
 from sp_compiler.sizes import is_about_sizes
 from sp_compiler.stage import Stage, copy_graph, program_calls
@@ -226,14 +227,14 @@ def _compile_program(
     if options.budget_bytes is None:
         regions = [_compile(program, region, options) for region in program.regions]
     else:
-        loss_outputs = {region.name: _loss_output(program, region) for region in program.regions}
-        found = compile_under_budget(program, options.tp, options.budget_bytes, loss_outputs)
+        cuts = {region.name: _cut(program, region, options) for region in program.regions}
+        found = compile_under_budget(program, options.tp, options.budget_bytes, cuts)
         program, regions = found.program, list(found.regions)
-        origins = {
-            name: call.region.name for name, call in zip(found.names, original.calls, strict=True)
-        }
+        calls = sharded.program.calls
+        origins = {name: call.region.name for name, call in zip(found.names, calls, strict=True)}
         for name, before in (("capture", original), ("shard", sharded.program)):
-            stages[name] = Stage.of_program(name, rename_regions(before, found.names))
+            names = found.names[: len(before.calls)]  # sharding puts calls behind the others
+            stages[name] = Stage.of_program(name, rename_regions(before, names))
     clock.lap("compile_regions")
     for compiled in regions if checked else ():
         region, tangents = compiled.region, compiled.joint.tangent_outputs
@@ -271,9 +272,23 @@ def _compile(program: Program, region: Region, options: CompileOptions) -> Compi
     return compile_region(
         region,
         recompute=options.recompute,
+        how=_cut(program, region, options),
         paths=program.paths(region),
-        loss_output=_loss_output(program, region),
+        runs_last=_runs_last(program, region),
     )
+
+
+def _cut(program: Program, region: Region, options: CompileOptions) -> Cut:
+    pairs = zip(program.calls, program.own_parameters(options.tp), strict=True)
+    own = frozenset.intersection(*(own for call, own in pairs if call.region is region))
+    overlap = options.overlap and options.tp > 1
+    return Cut(_loss_output(program, region), own, overlap, program.sizes)
+
+
+def _runs_last(program: Program, region: Region) -> bool:
+    """Whether ``region`` stands for what comes behind all layers, and for nothing else."""
+    (*before, last) = program.calls
+    return last.region is region and bool(before) and all(c.region is not region for c in before)
 
 
 def _loss_output(program: Program, region: Region) -> int | None:

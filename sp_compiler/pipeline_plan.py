@@ -42,7 +42,7 @@ class CallPlan:
         kept: number and bytes of every storage that it keeps for its backward; calls that keep the
             same storage name the same number.
         working_bytes: the most that its forward or its backward makes beside what is kept.
-        step_us: estimated time of forward and backward with exposed communication.
+        step_us: estimated time of forward and backward.
     """
 
     block: str

@@ -93,7 +93,8 @@ def _step(plan: Plan) -> list[tuple[str, str]]:
         ("estimated time", f"{plan.step_us / 1e3:.2f} ms, MFU {100 * plan.mfu:.1f} %"),
         ("  compute", f"{work.compute_us / 1e3:.2f} ms"),
         ("  of it recompute", f"{work.recompute_us / 1e3:.2f} ms"),
-        ("  communication, exposed", f"{work.communication_us / 1e3:.2f} ms"),
+        ("  communication", f"{work.communication_us / 1e3:.2f} ms"),
+        ("  of it under compute", f"{work.hidden_us / 1e3:.2f} ms"),
     ]
     rows += [(f"  {item.kind}", _collective_text(item)) for item in plan.collectives]
     return rows
@@ -113,7 +114,7 @@ def _block(block: BlockPlan) -> str:
     lines = [
         f"{block.name} x {block.num_calls}: {_paths(block)}",
         f"  keeps {bytes_text(block.kept_bytes)} a call, "
-        f"{(work.compute_us + work.communication_us) / 1e3:.2f} ms estimated, "
+        f"{work.step_us / 1e3:.2f} ms estimated, "
         f"{work.communication_us / 1e3:.2f} ms of it communication",
     ]
     for name, found in (("forward", block.forward), ("backward", block.backward)):

@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from sp_compiler.errors import PassError
 from sp_compiler.graph import arguments
-from sp_compiler.op_kinds import CONVERSIONS, conversion
+from sp_compiler.op_kinds import CONVERSIONS, conversion, is_started
 from sp_compiler.runtime.communicator import Communicator
 from sp_compiler.sizes import SYMBOLIC, hint, is_open, plain, text
 
@@ -181,7 +181,12 @@ class Printer:
             known = ", ".join(f"{a} -> {b}" for a, b in CONVERSIONS)
             message = f"no conversion {source} -> {target}; have {known}"
             raise PassError("codegen", message, node) from error
+        if is_started(node):
+            method = f"start_{method}"
         return f'tp.{method}({x}, src="{source}", dst="{target}")' if method else str(x)
+
+    def _wait(self, node: Node) -> str:
+        return f"{node.args[0]}.wait()"
 
     def _view(self, node: Node) -> str:
         # reshape, not view: the caller's tensors need not have the strides that were traced.
@@ -220,6 +225,7 @@ def _is_inside(start: Any, end: Any, size: Any) -> bool:
 
 _SPECIAL: dict[Any, Callable[[Printer, Node], str]] = {
     torch.ops.sp_compiler.convert.default: Printer._convert,
+    torch.ops.sp_compiler.wait.default: Printer._wait,
     aten.view.default: Printer._view,
     aten._unsafe_view.default: Printer._view,
     aten.slice.Tensor: Printer._slice,

@@ -7,6 +7,7 @@ traced and emitted once and called once per layer that it stands for.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ from torch.fx import GraphModule
 from torch.utils._pytree import TreeSpec
 
 from sp_compiler.hints import Parameters, Wish
-from sp_compiler.placement import Placement
+from sp_compiler.placement import Placement, R
 from sp_compiler.sizes import Sizes
 
 RefKind = Literal["param", "buffer", "constant", "input", "call", "seed", "size"]
@@ -116,3 +117,23 @@ class Program:
     def paths(self, region: Region) -> list[str]:
         """The layers that ``region`` stands for, one for each call; "" outside of layers."""
         return [call.path for call in self.calls if call.region is region]
+
+    def own_parameters(self, world: int) -> list[frozenset[int]]:
+        """For each call the positions of parameters whose gradient it computes once and for all.
+
+        Other parameters' gradients are temporary: parts of those that several calls use, until they
+        are added up, and of replicated parameters on ``world`` ranks, until they are reduced.
+        """
+        uses = Counter(
+            ref.name for call in self.calls for ref in set(call.args) if ref.kind == "param"
+        )
+        return [
+            frozenset(
+                index
+                for index, ref in enumerate(call.args)
+                if ref.kind == "param"
+                and uses[ref.name] == 1
+                and (world == 1 or call.region.input_placements[index] != R)
+            )
+            for call in self.calls
+        ]

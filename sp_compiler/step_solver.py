@@ -26,7 +26,7 @@ class Way:
     """One way to split a call.
 
     Attributes:
-        us: time of its backward.
+        us: time of its forward and backward.
         own_bytes: kept by this call alone.
         shared: kept storages that are some call's results, which others may keep or use.
         forward_bytes: what the forward holds at most beside its arguments.

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from sp_compiler.cost import H100, Hardware, collective_us, kernel_us
 from sp_compiler.graph import tensor_operands
-from sp_compiler.op_kinds import FUSED_ATTENTION, conversion, is_view
+from sp_compiler.op_kinds import FUSED_ATTENTION, conversion, is_started, is_view, is_wait
 
 _aten = torch.ops.aten
 _sp = torch.ops.sp_compiler
-_COLLECTIVES = {
+_LINK_CROSSINGS = {
     # Communicator method -> how many times the whole value's bytes (t-1)/t cross the link
     "all_gather": 1,
     "reduce_scatter": 1,
@@ -121,7 +122,7 @@ def node_collectives(node: Node) -> list[Collective]:
         # The maximum of each row; then its sum of exponentials with the target's logit.
         return [Collective("all_reduce", 2, rows + 2 * rows)]
     kind = conversion(node)
-    if kind not in _COLLECTIVES:
+    if kind not in _LINK_CROSSINGS:
         return []
     whole = max(tensor_bytes(value) for value in (node.meta["val"], _source(node).meta["val"]))
     return [Collective(kind, 1, whole)]
@@ -138,7 +139,7 @@ def collectives_us(found: list[Collective], world: int, hardware: Hardware = H10
     total = 0.0
     for item in found:
         each = item.num_bytes / max(1, item.count)
-        total += item.count * collective_us(each, _COLLECTIVES[item.kind], world, hardware)
+        total += item.count * collective_us(each, _LINK_CROSSINGS[item.kind], world, hardware)
     return total
 
 
@@ -151,3 +152,34 @@ def compute_us(node: Node, hardware: Hardware = H100) -> float:
     read = sum(tensor_bytes(source.meta["val"]) for source in node.all_input_nodes)
     _, flops = node_flops(node)
     return kernel_us(flops, read + tensor_bytes(node.meta["val"]), hardware)
+
+
+def elapsed_us(graph: Graph, world: int, hardware: Hardware = H100) -> float:
+    """Time of a generated function, with collectives one after another beside the kernels.
+
+    One that has been started goes on until its ``wait``; any other holds everything up.
+    """
+    now = link_free = 0.0
+    arrival: dict[Node, float] = {}
+    for node in graph.nodes:
+        found = node_collectives(node)
+        if found:
+            link_free = max(now, link_free) + collectives_us(found, world, hardware)
+            if is_started(node):
+                arrival[node] = link_free
+            else:
+                now = link_free
+        elif is_wait(node):
+            now = max(now, arrival[node.args[0]])
+        now += compute_us(node, hardware)
+    return now
+
+
+def merged(found: Iterable[Collective]) -> tuple[Collective, ...]:
+    """One entry a kind, in order of first appearance."""
+    totals: dict[str, Collective] = {}
+    for item in found:
+        old = totals.get(item.kind, Collective(item.kind, 0, 0))
+        count, num_bytes = old.count + item.count, old.num_bytes + item.num_bytes
+        totals[item.kind] = Collective(item.kind, count, num_bytes)
+    return tuple(totals.values())

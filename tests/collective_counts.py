@@ -168,19 +168,19 @@ RECOMPUTED: dict[str, dict[str, str]] = {
         "Prologue": "",
         "LoraBlock": "5 AG 3 RS",
         "LoraBlock2": "5 AG 4 RS",
-        "Epilogue": "1 AG 1 RS",
+        "Epilogue": "1 RS",
     },
     "peft_gpt2": {
         "Prologue": "",
         "GPT2Block": "4 AG 2 RS",
         "GPT2Block2": "4 AG 3 RS",
-        "Epilogue": "1 AG 1 RS",
+        "Epilogue": "1 RS",
     },
     "peft_llama": {
         "Prologue": "",
         "LlamaDecoderLayer": "4 AG 2 RS",
         "LlamaDecoderLayer2": "4 AG 3 RS",
-        "Epilogue": "1 AG 1 RS",
+        "Epilogue": "1 RS",
     },
 }
 """Backward of regions with ``recompute="full"``."""

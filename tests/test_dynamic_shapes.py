@@ -208,6 +208,18 @@ def test_twenty_lengths_compile_twice() -> None:
     assert users.num_compiled(module) == 2
 
 
+def test_what_runs_under_collectives_is_decided_by_the_example() -> None:
+    """What is in memory at once depends on the sizes; no other call has to agree about it."""
+    comparisons = []
+    for overlap in (True, False):
+        kwargs = {"x": users.batch(2, 12)}
+        program = _open(users.net(0.1), kwargs, tp=2, recompute="full", overlap=overlap)
+        assert (".wait()" in program.code) == overlap
+        assert program.program.sizes is not None
+        comparisons.append([guard.expr for guard in program.program.sizes.env.guards])
+    assert comparisons[0] == comparisons[1]
+
+
 def test_hooks_of_layers_see_no_sizes() -> None:
     module, _ = _twice(users.Net)
     seen: list[int] = []

@@ -11,6 +11,7 @@ import pytest
 import sympy
 import torch
 
+from sp_compiler.accounting import make_plan
 from sp_compiler.config import CompileOptions
 from sp_compiler.formula import ActivationFormula
 from sp_compiler.formula.sizes import (
@@ -26,7 +27,7 @@ from sp_compiler.formula.sizes import (
     unify,
     unknown,
 )
-from sp_compiler.plan import Plan, make_plan
+from sp_compiler.plan import Plan
 from sp_compiler.planning import plan
 from tests import architectures, zoo
 from tests.parity import case, compiled

@@ -109,6 +109,35 @@ class TwoRoles(nn.Module):
         return x @ self.embedding.weight.t(), self.embedding.weight.square().sum()
 
 
+class ClassesFirst(nn.Module):
+    """A loss of logits whose classes are dim 1, as a 2-dimensional image's are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(_VOCAB, _WIDTH)
+        self.head = nn.Linear(_WIDTH, _VOCAB)
+
+    def forward(self, ids: Tensor) -> Any:
+        logits = self.head(self.embedding(ids)).transpose(1, 2)
+        return F.cross_entropy(logits, ids, label_smoothing=0.1)
+
+
+class SeveralLosses(nn.Module):
+    """Losses of values of different shapes, added up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(_WIDTH, _WIDTH), nn.Linear(_WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.second(x)
+        return (
+            F.mse_loss(self.first(x), x)
+            + F.smooth_l1_loss(y, x[..., :4])
+            + F.l1_loss(y, y + x[..., 4:8])
+        )
+
+
 def _model(kind: Callable[[], nn.Module]) -> nn.Module:
     model = kind().double()
     generator = torch.Generator().manual_seed(0)
@@ -121,7 +150,7 @@ def _model(kind: Callable[[], nn.Module]) -> nn.Module:
 
 def _input(kind: Callable[[], nn.Module], batch: int, seq: int) -> Tensor:
     generator = torch.Generator().manual_seed(1)
-    if kind is TwoRoles:
+    if kind in (TwoRoles, ClassesFirst):
         return torch.randint(0, _VOCAB, (batch, seq), generator=generator)
     shape = (batch, seq, _WIDTH)
     return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
@@ -153,7 +182,16 @@ def _simulated(
     return simulate_step(compiled, params, buffers, [x], SEED, output_grads=tangents)
 
 
-_KINDS = (Block, ComplexRotary, Alibi, Picked, NoParameters, TwoRoles)
+_KINDS = (
+    Block,
+    ComplexRotary,
+    Alibi,
+    Picked,
+    NoParameters,
+    TwoRoles,
+    ClassesFirst,
+    SeveralLosses,
+)
 
 
 @pytest.mark.parametrize("options", _OPTIONS, ids=lambda options: f"tp{options['tp']}")

@@ -48,3 +48,11 @@ def test_no_matrix_product_is_repeated_but_the_scores() -> None:
         model, hardware = paper_tables.flops(MODEL, recompute)
         share = (s / (36 * h)) / (1 + s / (6 * h))
         assert hardware / model - 1 == pytest.approx(share, rel=0.03)
+
+
+@pytest.mark.parametrize("title", list(paper_tables.TABLES)[:2])
+def test_page_is_current(title: str) -> None:
+    rows = paper_tables.TABLES[title](MODEL)
+    text = paper_tables.PAGE.read_text().partition(f"## {title}")[2].partition("\n## ")[0]
+    for row in rows:
+        assert f"| {' | '.join(paper_tables.cells(row))} |\n" in text

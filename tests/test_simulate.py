@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from sp_compiler.errors import ArgumentError, RankMismatchError
 from sp_compiler.placement import I, P, Placement, R, S
@@ -102,3 +103,17 @@ def test_a_dropped_reduction_is_seen() -> None:
     x = torch.randn(4, 4, dtype=torch.float64)
     with pytest.raises(RankMismatchError):
         simulate_step(compiled, dict(model.named_parameters()), dict(model.named_buffers()), [x])
+
+
+@pytest.mark.parametrize(("dim", "is_sent"), [(0, True), (1, False)])
+def test_a_collective_on_its_way_holds_what_it_sends(dim: int, is_sent: bool) -> None:
+    """Rows are sent as they are; of columns a copy is, and nothing needs them any more."""
+    whole = torch.randn(4, 6, dtype=torch.float64)
+    with simulated_ranks(2) as tp:
+        x = scatter(whole, P, 2)
+        parts = StorageWeakRef(x._local_tensors[1].untyped_storage())
+        pending = tp.start_reduce_scatter(x, "P", f"S({dim})")
+        del x
+        assert parts.expired() != is_sent
+        assert torch.equal(gather_check(pending.wait(), S(dim)), whole)
+        assert parts.expired()

@@ -185,8 +185,16 @@ def test_the_cache_is_refused_once_and_generate_always() -> None:
         module(ids)
     module(ids[:1])
     assert module.config.use_cache is True
-    with pytest.raises(UnsupportedError, match=r"state_dict\(\).*original model"):
+    with pytest.raises(UnsupportedError, match=r"full_state_dict=True.*into a new model"):
         module.generate(ids)
+
+
+def test_save_pretrained_on_one_rank(tmp_path: Path) -> None:
+    model = zoo.build("gpt2", layers=1)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    sp_compiler.compile(model, tp=1).save_pretrained(tmp_path)
+    found = type(model).from_pretrained(tmp_path, dtype=torch.float64).state_dict()
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_attributes_pass_through() -> None:

@@ -17,7 +17,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
@@ -536,6 +541,7 @@ def _errors() -> Any:
     assert isinstance(module.get_parameter("blocks.0.up.weight").placements[0], Shard)
     module(batch(0))["loss"].backward()
     assert module.get_parameter("blocks.0.up.weight").grad is not None
+    _indices_out_of_range()
     module = compiled()
     optimizer = torch.optim.AdamW(module.parameters())
     for parameter in module.parameters():
@@ -547,6 +553,36 @@ def _errors() -> Any:
     model.head.weight.register_hook(lambda grad: grad)
     with pytest.raises(ArgumentError, match=r"after sp_compiler\.compile"):
         sp_compiler.compile(model, tp=2)
+    return None
+
+
+def _indices_out_of_range() -> None:
+    """As on one device: a vocabulary's shards would take them for another rank's."""
+    ids = zoo.inputs("gpt2")["input_ids"]
+    module = compiled("gpt2")
+    module(ids, labels=ids)
+    for wrong in (ids + zoo.VOCAB, torch.full_like(ids, -1)):
+        with pytest.raises(IndexError, match=rf"index .* for an embedding of {zoo.VOCAB} rows"):
+            module(wrong, labels=ids)
+        with pytest.raises(IndexError, match=rf"a loss over {zoo.VOCAB} classes"):
+            module(ids, labels=wrong)
+    ignored = torch.where(ids == ids[0, 0], -100, ids)
+    mine, true = (one(ids, labels=ignored).loss for one in (module, eager("gpt2")))
+    torch.testing.assert_close(full(mine), true, rtol=1e-6, atol=0)  # of logits in float32
+
+
+def _whole_weights() -> Any:
+    """For a model of HuggingFace's own, which can generate."""
+    module = compiled("gpt2", example_inputs=((), zoo.inputs("gpt2")))
+    with tempfile.TemporaryDirectory() as folder:
+        with pytest.raises(UnsupportedError, match=r"pass state_dict=state.*full_state_dict=True"):
+            module.save_pretrained(folder)
+        options = StateDictOptions(full_state_dict=True)
+        state = get_model_state_dict(module, options=options)
+        module.save_pretrained(folder, state_dict=state)
+        if dist.get_rank() == 0:  # the one that transformers lets write
+            found = type(eager("gpt2")).from_pretrained(folder, dtype=torch.float64).state_dict()
+            torch.testing.assert_close(found, eager("gpt2").state_dict(), rtol=0, atol=0)
     return None
 
 
@@ -573,6 +609,7 @@ CHECKS = (
     _options,
     _pretrained,
     _state,
+    _whole_weights,
 )
 
 
@@ -670,7 +707,7 @@ for _ in range(3):
     optimizer.zero_grad()
     losses.append(loss.item())
 assert losses[2] < losses[0]
-print("rank", dist.get_rank(), "of", dist.get_world_size(), "done", flush=True)
+print(f"rank {dist.get_rank()} of {dist.get_world_size()} done\\n", end="", flush=True)
 """
 
 

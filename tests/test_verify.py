@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import Node
 
 from sp_compiler import pipeline, printer
@@ -78,6 +78,28 @@ def test_a_model_that_would_return_a_cache(argument: dict[str, bool]) -> None:
     assert report.ok, report
     assert model.config.use_cache is True
     assert {warning.filename for warning in said} == {__file__}
+
+
+class _States(nn.Module):
+    """Returns what its layers made, and writes a slice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        states = [x]
+        for layer in self.layers:
+            states.append(layer(states[-1]).tanh())
+        shifted = torch.zeros_like(x)
+        shifted[:, 1:] = states[-1][:, :-1]
+        return [*states, shifted]
+
+
+def test_a_model_that_returns_states_and_writes_slices() -> None:
+    torch.manual_seed(0)
+    report = verify(_States(), ((torch.randn(4, 6, 8),), {}), tp=2)
+    assert report.ok, str(report)
 
 
 def test_model_and_randomness_are_left_as_they_were() -> None:

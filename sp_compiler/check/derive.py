@@ -114,7 +114,7 @@ def _shadows(
     ]
     try:
         candidates = list(result_shapes(node, values, operands, world))
-    except (RuntimeError, IndexError, NotImplementedError):
+    except (AssertionError, IndexError, NotImplementedError, RuntimeError, ValueError):
         return  # these shapes do not go together
     for shapes in candidates:
         yield _shadow(node, values, shapes), shapes

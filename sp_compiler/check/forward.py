@@ -101,6 +101,8 @@ class _Checker:
     def _type(self, node: Node) -> None:
         try:
             self.values[node] = self._run(node)
+            if _shapes(self.values[node]) != _shapes(node.meta["val"]):
+                raise _Unreadable("torch's function gives another shape on the meta device")
         except _Unreadable as reason:
             self._derive(node, str(reason))
         except spmd.SpmdTypeError as error:
@@ -286,6 +288,11 @@ class _Checker:
         )
         why = f": {str(error).strip().splitlines()[0]}" if error is not None else ""
         return f"{node.target} of {got or 'nothing'} would give wrong numbers{why}"
+
+
+def _shapes(value: Any) -> list[tuple[int, ...]]:
+    values = value if isinstance(value, (tuple, list)) else [value]
+    return [tuple(item.shape) for item in values if isinstance(item, Tensor)]
 
 
 def _dim_of(node: Node) -> int:

@@ -65,6 +65,15 @@ def _dropout(node: Node, world: int) -> list[Strategy]:
     return found
 
 
+def _wait(node: Node, world: int) -> list[Strategy]:
+    """What has arrived is what was sent for."""
+    pair = conversion(arguments(node)["x"])
+    if pair is None:
+        return []
+    arrived = as_value(pair[1])
+    return [Strategy((arrived,), (arrived,))]
+
+
 def _rows(node: Node, world: int) -> list[Strategy]:
     """Whole values; the padding of a partial sum adds up to the padding of the sum."""
     return [Strategy((R,), (R,)), Strategy((P,), (P,))]
@@ -88,6 +97,7 @@ def _vocab_nll_backward(node: Node, world: int) -> list[Strategy]:
 
 _DECLARED: dict[object, Callable[[Node, int], list[Strategy]]] = {
     sp.convert.default: _convert,
+    sp.wait.default: _wait,
     sp.dropout.default: _dropout,
     sp.dropout_mask.default: _dropout,
     sp.pad_rows.default: _rows,

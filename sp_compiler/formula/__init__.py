@@ -297,4 +297,4 @@ class Names:
             return whole / atom.hint.divided - atom.hint.less
         if atom.value < 2:
             return sympy.Integer(atom.value)
-        return self._new("d", atom.value, "a size without a role")
+        return self._new("n", atom.value, "a size without a role")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -13,6 +15,32 @@ _c10d = torch.ops._c10d_functional
 # The generated code differentiates itself, so the collectives' own autograd kernels, which are
 # written in Python, are passed by.
 _BelowAutograd = torch._C._AutoDispatchBelowAutograd
+
+
+class Pending:
+    """A collective on its way. Until it has arrived it holds what it sends.
+
+    Args:
+        result: of a functional collective.
+        sent: its operand.
+        finish: what becomes of the result once it is there.
+    """
+
+    __slots__ = ("_finish", "_result", "_sent")
+
+    def __init__(
+        self, result: Tensor, sent: Tensor, finish: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        self._result = result
+        self._sent = sent
+        self._finish = finish
+
+    def wait(self) -> Tensor:
+        """The result, arrived. To be called once."""
+        with _BelowAutograd():
+            arrived: Tensor = _c10d.wait_tensor(self._result)
+        del self._result, self._sent  # this object may live longer
+        return arrived if self._finish is None else self._finish(arrived)
 
 
 class Communicator:
@@ -34,36 +62,42 @@ class Communicator:
 
     def all_gather(self, x: Tensor, src: str, dst: str) -> Tensor:
         """S(dim) -> R or I: every rank's part, in rank order; contiguous."""
-        if self.world == 1:
-            return x
-        source = Placement.parse(src)
-        with _BelowAutograd():
-            ranks = _c10d.wait_tensor(
-                _c10d.all_gather_into_tensor(x.contiguous(), self.world, self.group_name)
-            )
-        if source.dim == 0:
-            return _from_rank_major(ranks, source, self.world)
-        whole = ranks.unflatten(0, (self.world, -1)).movedim(0, source.dim)
-        # Flattening parts of size 1 gives a view, which fused attention would misread.
-        whole = whole.flatten(source.dim, source.dim + 1).contiguous()
-        return _from_rank_major(whole, source, self.world)
+        return x if self.world == 1 else self.start_all_gather(x, src, dst).wait()
 
     def reduce_scatter(self, x: Tensor, src: str, dst: str) -> Tensor:
         """P -> S(dim): this rank's part of the sum over ranks."""
-        if self.world == 1:
-            return x
-        target = Placement.parse(dst)
-        x = _to_rank_major(x, target, self.world)
-        if target.dim:
-            x = x.unflatten(target.dim, (self.world, -1)).movedim(target.dim, 0).flatten(0, 1)
-        with _BelowAutograd():
-            return _c10d.wait_tensor(
-                _c10d.reduce_scatter_tensor(x.contiguous(), "sum", self.world, self.group_name)
-            )
+        return x if self.world == 1 else self.start_reduce_scatter(x, src, dst).wait()
 
     def all_reduce(self, x: Tensor, src: str, dst: str) -> Tensor:
         """P -> I or R: the sum over ranks."""
         return self._all_reduce(x, "sum")
+
+    def start_all_gather(self, x: Tensor, src: str, dst: str) -> Pending:
+        """:meth:`all_gather` of more than one rank that goes on until it is waited for."""
+        source, world = Placement.parse(src), self.world
+        with _BelowAutograd():
+            sent = x.contiguous()
+            ranks = _c10d.all_gather_into_tensor(sent, world, self.group_name)
+        if source.dim == 0 and len(source.segments) < 2:
+            return Pending(ranks, sent)
+        return Pending(ranks, sent, lambda arrived: _whole(arrived, source, world))
+
+    def start_reduce_scatter(self, x: Tensor, src: str, dst: str) -> Pending:
+        """:meth:`reduce_scatter` of more than one rank that goes on until it is waited for."""
+        target = Placement.parse(dst)
+        ranks = _to_rank_major(x, target, self.world)
+        if target.dim:
+            ranks = ranks.unflatten(target.dim, (self.world, -1))
+            ranks = ranks.movedim(target.dim, 0).flatten(0, 1)
+        ranks = ranks.contiguous()
+        with _BelowAutograd():
+            part = _c10d.reduce_scatter_tensor(ranks, "sum", self.world, self.group_name)
+        return Pending(part, ranks)
+
+    def start_all_reduce(self, x: Tensor, src: str, dst: str, op: str = "sum") -> Pending:
+        """:meth:`all_reduce` of more than one rank that goes on until it is waited for."""
+        with _BelowAutograd():
+            return Pending(_c10d.all_reduce(x.contiguous(), op, self.group_name), x)
 
     def shard(self, x: Tensor, src: str, dst: str) -> Tensor:
         """R or I -> S(dim): a copy of this rank's part, which does not keep the whole alive."""
@@ -101,6 +135,7 @@ class Communicator:
     # Operators whose result depends on the rank.
 
     def vocab_embedding(self, weight: Tensor, ids: Tensor) -> Tensor:
+        self._require_inside(ids, weight.shape[0] * self.world, "an embedding of {} rows")
         local, mine = self._local_ids(ids, weight.shape[0])
         return torch.nn.functional.embedding(local, weight) * mine.unsqueeze(-1)
 
@@ -110,6 +145,9 @@ class Communicator:
         return grad.new_zeros(num_rows, grad.shape[-1]).index_add_(0, local.reshape(-1), grad)
 
     def vocab_nll(self, logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+        classes = logits.shape[-1] * self.world
+        wanted = torch.where(target == ignore_index, torch.zeros_like(target), target)
+        self._require_inside(wanted, classes, "a loss over {} classes, as target")
         peak = self._all_reduce(logits.amax(-1), "max")
         local, mine = self._local_ids(target, logits.shape[-1])
         picked = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1) * mine
@@ -136,10 +174,7 @@ class Communicator:
         return _dropout.dropout(x, seed, p, site, dim, world, self.rank)
 
     def _all_reduce(self, x: Tensor, op: str) -> Tensor:
-        if self.world == 1:
-            return x
-        with _BelowAutograd():
-            return _c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), op, self.group_name))
+        return x if self.world == 1 else self.start_all_reduce(x, "P", "I", op).wait()
 
     def _rank_slice(self, x: Tensor, dim: int) -> Tensor:
         size = x.shape[dim] // self.world
@@ -148,11 +183,36 @@ class Communicator:
         rank = self.rank.reshape(1)
         return x.unflatten(dim, (self.world, size)).index_select(dim, rank).flatten(dim, dim + 1)
 
+    def _require_inside(self, ids: Tensor, size: int, what: str) -> None:
+        """Refuse what is no index at all; on a GPU as torch does, at some later time.
+
+        Raises:
+            IndexError: an id is negative or not below ``size``.
+        """
+        if self.world == 1 or not isinstance(self.rank, int) or not ids.numel():
+            return  # torch's own operators look; simulated ranks hold ids that were looked at
+        if ids.device.type == "cpu":
+            low, high = (int(bound) for bound in ids.aminmax())
+            if low < 0 or high >= size:
+                wrong = low if low < 0 else high
+                raise IndexError(f"index {wrong} is out of range for {what.format(size)}")
+        else:
+            torch._assert_async(((ids >= 0) & (ids < size)).all())
+
     def _local_ids(self, ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
         """Row numbers in this rank's part of the vocabulary (0: elsewhere), and which are here."""
         local = ids - self.rank * num_rows
         mine = (local >= 0) & (local < num_rows)
         return torch.where(mine, local, torch.zeros_like(local)), mine
+
+
+def _whole(ranks: Tensor, source: Placement, world: int) -> Tensor:
+    """All ranks' parts, one behind the other on dim 0, put together on their dim."""
+    if source.dim:
+        ranks = ranks.unflatten(0, (world, -1)).movedim(0, source.dim)
+        # Flattening parts of size 1 gives a view, which fused attention would misread.
+        ranks = ranks.flatten(source.dim, source.dim + 1).contiguous()
+    return _from_rank_major(ranks, source, world)
 
 
 def _to_rank_major(x: Tensor, placement: Placement, world: int) -> Tensor:

@@ -44,6 +44,10 @@ Build = Callable[
     CompiledProgram,
 ]
 _INSTANCES = itertools.count()
+_WHOLE_STATE = (
+    "torch.distributed.checkpoint.state_dict.get_model_state_dict(module, "
+    "options=StateDictOptions(full_state_dict=True))"
+)
 
 
 class DistributedModule(MirrorModule):
@@ -240,10 +244,23 @@ class DistributedModule(MirrorModule):
     def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Not available: raises with advice."""
         raise UnsupportedError(
-            "generate() is not supported by a compiled model, which has no key/value cache; load "
-            "module.state_dict() into the original model to generate, or call the module itself on "
-            "whole sequences"
+            "generate() is not supported by a compiled model, which has no key/value cache; call "
+            f"the module itself on whole sequences, or load {_WHOLE_STATE}, which all ranks must "
+            "call, into a new model and generate with that"
         )
+
+    def save_pretrained(self, folder: Any, *args: Any, **kwargs: Any) -> Any:
+        """The original's method, where it has one.
+
+        Raises:
+            UnsupportedError: several ranks and no ``state_dict=`` of whole weights.
+        """
+        if self._sp_layout.group.communicator.world > 1 and kwargs.get("state_dict") is None:
+            raise UnsupportedError(
+                "save_pretrained() on several ranks needs whole weights: pass state_dict=state, "
+                f"where state = {_WHOLE_STATE}, which all ranks must call"
+            )
+        return super().__getattr__("save_pretrained")(folder, *args, **kwargs)
 
     def _latest(self, what: str) -> CompiledProgram:
         if self._sp_latest is None:

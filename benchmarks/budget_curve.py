@@ -37,9 +37,8 @@ from sp_compiler.config import CompileOptions
 from sp_compiler.errors import ArgumentError
 from sp_compiler.liveness import function_peak_bytes
 from sp_compiler.op_kinds import base
-from sp_compiler.pipeline import compile_program, to_program
+from sp_compiler.pipeline import Compilation, to_program
 from sp_compiler.plan import Plan
-from sp_compiler.program import Program
 from sp_compiler.work import tensor_bytes
 
 
@@ -69,24 +68,25 @@ def ours(model: nn.Module, ids: Tensor, count: int) -> list[Point]:
     """Plans for ``count`` budgets."""
     options = CompileOptions(tp=1)
     program = to_program(capture(model, (ids,), {}), options)
-    least, most = _least_bytes(program), _planned(program, 1 << 60).activation_peak_bytes
+    shared = Compilation(program, options)
+    least, most = _least_bytes(shared), _planned(shared, 1 << 60).activation_peak_bytes
     points = []
     for step in range(count):
         budget = least + (most - least) * step // (count - 1)
-        found = _planned(program, budget)
+        found = _planned(shared, budget)
         kept, peak = found.activation_bytes, found.activation_peak_bytes
         points.append(Point(step / (count - 1), peak, kept, budget, found.step_us))
     return points
 
 
-def _planned(program: Program, budget: int) -> Plan:
+def _planned(shared: Compilation, budget: int) -> Plan:
     options = CompileOptions(tp=1, recompute="auto", memory_budget=budget)
-    return make_plan(compile_program(program, options), options)
+    return make_plan(shared.finish(options), options)
 
 
-def _least_bytes(program: Program) -> int:
+def _least_bytes(shared: Compilation) -> int:
     try:
-        _planned(program, 1)
+        _planned(shared, 1)
     except ArgumentError as error:
         return int(str(error).partition("the least that would do is ")[2].split()[0])
     raise AssertionError("one byte cannot be enough")

@@ -30,6 +30,9 @@ COLLECTIVES = {
     "broadcast_": "broadcast",
 }
 
+# A thread of gloo's holds a collective's tensors until a moment after the wait for it returned.
+GLOO_LETS_GO_S = 0.2
+
 
 class Recorder(TorchDispatchMode):
     """Inside, counts collectives and remembers every storage that an operator returns."""
@@ -64,6 +67,8 @@ class Recorder(TorchDispatchMode):
 
     def alive_bytes(self, *, excluding: Iterable[Tensor]) -> int:
         """Bytes of the remembered storages that still exist, once each, without ``excluding``."""
+        if self.collectives:
+            time.sleep(GLOO_LETS_GO_S)
         return self._bytes(self._now(), self._numbers(excluding))
 
     def _remember(self, tensor: Tensor) -> None:

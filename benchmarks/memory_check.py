@@ -96,7 +96,7 @@ def rows(name: str, tp: int) -> Iterator[Row]:
         *((each, {"recompute": each}) for each in POLICIES),
         *_budgets(found, tp),
     ]:
-        program = parity.compiled(found, tp=tp, **options)
+        program = parity.compiled_in_turn(found, tp=tp, **options)
         memory = step_memory(program)
         kept, peak = measure(found, program)
         yield Row(name, tp, policy, memory.kept_bytes, kept, memory.peak_bytes, peak)
@@ -104,11 +104,11 @@ def rows(name: str, tp: int) -> Iterator[Row]:
 
 def _budgets(found: parity.Case, tp: int) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
-        parity.compiled(found, tp=tp, recompute="auto", memory_budget=1)
+        parity.compiled_in_turn(found, tp=tp, recompute="auto", memory_budget=1)
         raise AssertionError("a budget of one byte was met")
     except ArgumentError as error:
         least = int(str(error).partition("the least that would do is ")[2].split()[0])
-    top = parity.compiled(found, tp=tp, recompute="auto", memory_budget=1 << 50)
+    top = parity.compiled_in_turn(found, tp=tp, recompute="auto", memory_budget=1 << 50)
     most = step_memory(top).peak_bytes
     for label, budget in (("least", least), ("middle", (least + most) // 2), ("most", most)):
         yield f"auto, {label}", {"recompute": "auto", "memory_budget": budget}

@@ -24,7 +24,6 @@ from sp_compiler.errors import ArgumentError
 from sp_compiler.joint import JointGraph
 from sp_compiler.memory_size import UNITS, bytes_text
 from sp_compiler.moments import stops
-from sp_compiler.passes.compile_region import differentiate
 from sp_compiler.passes.cut import Cut
 from sp_compiler.passes.variants import Variant, variants, write_tags
 from sp_compiler.program import Call, Program, Ref, Region
@@ -46,29 +45,50 @@ class Budgeted:
     regions: tuple[CompiledRegion, ...]
 
 
-def compile_under_budget(
-    program: Program, world: int, budget_bytes: int, cuts: Mapping[str, Cut]
-) -> Budgeted:
-    """Split every call of ``program``, which is left as it is.
+Ways = Mapping[str, Sequence[Variant]]
+"""In which ways each region, by name, can be split."""
+
+
+def ways_to_split(
+    program: Program, joints: Mapping[str, JointGraph], cuts: Mapping[str, Cut], world: int
+) -> Ways:
+    """The ways for every region of ``program``, whatever the budget.
 
     Args:
         program: sharded.
-        world: number of tensor-parallel ranks.
-        budget_bytes: what the peak of activations on a rank may be.
+        joints: of each region, by name; their tags are overwritten.
         cuts: what is wanted of each region, by name.
-
-    Raises:
-        ArgumentError: the budget is too small; the message has the least that would do.
+        world: number of tensor-parallel ranks.
     """
     returned = {
         name: frozenset(ref.output for ref in _returned(program) if _name(program, ref) == name)
         for name in cuts
     }
-    joints = {region.name: differentiate(region) for region in program.regions}
-    found = {
+    return {
         name: variants(joint, world, how=cuts[name], free=returned[name])
         for name, joint in joints.items()
     }
+
+
+def compile_under_budget(
+    program: Program,
+    joints: Mapping[str, JointGraph],
+    found: Ways,
+    world: int,
+    budget_bytes: int,
+) -> Budgeted:
+    """Split every call of ``program``, which is left as it is.
+
+    Args:
+        program: sharded.
+        joints: of each region, by name; their tags are overwritten.
+        found: see :func:`ways_to_split`.
+        world: number of tensor-parallel ranks.
+        budget_bytes: what the peak of activations on a rank may be.
+
+    Raises:
+        ArgumentError: the budget is too small; the message has the least that would do.
+    """
     calls = stops(_in_the_first_way(program, joints, found, world), found)
     picks = cheapest(calls, budget_bytes)
     if picks is None:
@@ -108,7 +128,7 @@ def _name(program: Program, ref: Ref) -> str:
 def _in_the_first_way(
     program: Program,
     joints: Mapping[str, JointGraph],
-    found: Mapping[str, Sequence[Variant]],
+    found: Ways,
     world: int,
 ) -> CompiledProgram:
     regions = {
@@ -144,9 +164,7 @@ def _in_order(program: Program, calls: Sequence[Stop], picks: list[int]) -> list
     return ordered if peak_bytes(calls, ordered) <= peak_bytes(calls, picks) else picks
 
 
-def _names(
-    program: Program, found: Mapping[str, Sequence[Variant]], chosen: Sequence[Variant]
-) -> tuple[str, ...]:
+def _names(program: Program, found: Ways, chosen: Sequence[Variant]) -> tuple[str, ...]:
     """Of the region of each call; the region's own where all its calls are split alike."""
     names: dict[int, str] = {}
     taken = {region.name for region in program.regions}
@@ -176,8 +194,7 @@ def _emitted(
         if call.region.name not in done:
             paths = program.paths(call.region)
             write_tags(joint, variant.tags)
-            copy = replace(joint, module=GraphModule({}, copy_graph(joint.graph)))
-            done[call.region.name] = emit(call.region, copy, variant.partitioned, paths)
+            done[call.region.name] = emit(call.region, joint.copy(), variant.partitioned, paths)
     return tuple(done.values())
 
 

@@ -20,21 +20,23 @@ def compile_region(
     region: Region,
     *,
     recompute: Policy,
+    joint: JointGraph | None = None,
     how: Cut | None = None,
     paths: Sequence[str] = (),
     runs_last: bool = False,
 ) -> CompiledRegion:
     """Differentiate, simplify, tag, cut and print ``region``.
 
-    ``recompute`` decides what backward keeps; ``paths`` are the layers of the model that use the
-    region, for the docstring. Whether dropout masks are kept is in the region's graph already.
+    ``recompute`` decides what backward keeps; ``joint`` is what :func:`differentiate` made of the
+    region, if it was called before, and left as it is; ``paths`` are the layers of the model that
+    use the region, for the docstring. Whether dropout masks are kept is in the region's graph.
 
     Backward starts with the region that ``runs_last``: what a loss head forgets is computed again
     at once. So ``"full"`` is ``"selective"`` there, if what that keeps would exist all at the same
     time anyway, as the results of several heads would not.
     """
     how = how or Cut()
-    joint = differentiate(region)
+    joint = differentiate(region) if joint is None else joint.copy()
     tag_recompute(joint, recompute)
     parts = cut(joint, how)
     if runs_last and recompute == "full":

@@ -10,7 +10,7 @@ import contextlib
 import operator
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from sp_compiler.op_kinds import RESULT_NAMES
 from sp_compiler.program import Region
 from sp_compiler.rewriting import erase_dead
 from sp_compiler.sizes import inline_sizes, same_shape
+from sp_compiler.stage import copy_graph
 
 aten = torch.ops.aten
 
@@ -86,6 +87,10 @@ class JointGraph:
     def grads(self) -> list[fx.Node | None]:
         """One per input, None where no gradient flows."""
         return list(self._results[self.num_outputs :])
+
+    def copy(self) -> JointGraph:
+        """With nodes of its own, whose ``meta`` can be changed."""
+        return replace(self, module=fx.GraphModule({}, copy_graph(self.graph)))
 
     @property
     def _results(self) -> Sequence[Any]:

@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from torch import nn
@@ -26,8 +26,9 @@ from sp_compiler.config import CompileOptions
 from sp_compiler.errors import PlacementError, module_path, source_line
 from sp_compiler.example_sizes import AtHints, at_hints
 from sp_compiler.hints import wishes_of
-from sp_compiler.passes.budget import compile_under_budget, rename_regions
-from sp_compiler.passes.compile_region import compile_region
+from sp_compiler.joint import JointGraph
+from sp_compiler.passes.budget import Ways, compile_under_budget, rename_regions, ways_to_split
+from sp_compiler.passes.compile_region import compile_region, differentiate
 from sp_compiler.passes.cut import Cut
 from sp_compiler.passes.normalize import normalize
 from sp_compiler.passes.outline import outline
@@ -146,30 +147,67 @@ def compile_program(
     fixed: Mapping[str, Placement] | None = None,
     checked: bool = True,
 ) -> CompiledProgram:
-    """Everything after outlining; ``program`` is not modified.
+    """Everything after outlining; see :class:`Compilation`."""
+    return Compilation(program, options, fixed=fixed, checked=checked).finish(options)
+
+
+class Compilation:
+    """An outlined program that is sharded once and cut for as many memory settings as are wanted.
 
     An operator whose placement the typing refuses, forward or backward, runs whole on every rank
     and is noted: slower, never wrong. Without ``checked`` a program that the typing refuses is
     compiled nevertheless, so that its numbers can be compared.
 
-    Raises:
-        PlacementError: the typing refuses a program although the operator runs whole.
+    Args:
+        program: left as it is.
+        options: everything but ``recompute`` and ``budget_bytes`` is read.
+        fixed: storage placements of parameters that an earlier compilation decided.
     """
-    whole: dict[tuple[str, str], None] = {}
-    while True:
-        try:
-            return _compile_program(program, options, fixed, checked, tuple(whole))
-        except PlacementError as error:
-            operator = _operator_of(program, error, whole)
-            if operator is None or options.tp == 1:
-                raise
-            whole[error.region, operator.name] = None
-            note = (
-                f"{operator.target} runs whole on every rank: how it would be sharded could not be "
-                f"proven ({module_path(operator) or '(model)'}, {source_line(operator)}): "
-                f"{str(error).splitlines()[0]}"
-            )
-            program = replace(program, notes=[*program.notes, note])
+
+    def __init__(
+        self,
+        program: Program,
+        options: CompileOptions,
+        *,
+        fixed: Mapping[str, Placement] | None = None,
+        checked: bool = True,
+    ) -> None:
+        self._program = program
+        self._options = options
+        self._fixed = dict(fixed or {})
+        self._checked = checked
+        self._whole: dict[tuple[str, str], None] = {}
+        self._sharded: _ShardedProgram | None = None
+
+    def finish(self, options: CompileOptions) -> CompiledProgram:
+        """The program that runs; its ``recompute`` and ``budget_bytes`` are those of ``options``.
+
+        Raises:
+            PlacementError: the typing refuses a program although the operator runs whole.
+            ArgumentError: the budget is too small.
+        """
+        while True:
+            try:
+                if self._sharded is None:
+                    self._sharded = _ShardedProgram(
+                        self._program, self._options, self._fixed, self._checked, tuple(self._whole)
+                    )
+                return self._sharded.finish(options)
+            except PlacementError as error:
+                self._run_whole(error)
+
+    def _run_whole(self, error: PlacementError) -> None:
+        operator = _operator_of(self._program, error, self._whole)
+        if operator is None or self._options.tp == 1:
+            raise error
+        self._whole[error.region, operator.name] = None
+        note = (
+            f"{operator.target} runs whole on every rank: how it would be sharded could not be "
+            f"proven ({module_path(operator) or '(model)'}, {source_line(operator)}): "
+            f"{str(error).splitlines()[0]}"
+        )
+        self._program = replace(self._program, notes=[*self._program.notes, note])
+        self._sharded = None
 
 
 def _operator_of(
@@ -204,85 +242,114 @@ def _of_region(name: str) -> Iterator[None]:
         raise
 
 
-def _compile_program(
-    program: Program,
-    options: CompileOptions,
-    fixed: Mapping[str, Placement] | None,
-    checked: bool,
-    whole: Collection[tuple[str, str]],
-) -> CompiledProgram:
-    clock = _Clock({})
-    original = program
-    stages = {"capture": Stage.of_program("capture", original)}
-    sharded = shard(program, options, dict(fixed or {}), whole)
-    program = sharded.program
-    stages["shard"] = Stage.of_program("shard", program)
-    clock.lap("shard")
-    hints = AtHints(program.sizes)
-    for region in program.regions if checked else ():
-        with _of_region(region.name):
-            check_forward(hints.region(region), options.tp)
-    clock.lap("check_forward")
-    origins = {region.name: region.name for region in program.regions}
-    if options.budget_bytes is None:
-        regions = [_compile(program, region, options) for region in program.regions]
-    else:
-        cuts = {region.name: _cut(program, region, options) for region in program.regions}
-        found = compile_under_budget(program, options.tp, options.budget_bytes, cuts)
-        program, regions = found.program, list(found.regions)
-        calls = sharded.program.calls
-        origins = {name: call.region.name for name, call in zip(found.names, calls, strict=True)}
-        for name, before in (("capture", original), ("shard", sharded.program)):
-            names = found.names[: len(before.calls)]  # sharding puts calls behind the others
-            stages[name] = Stage.of_program(name, rename_regions(before, names))
-    clock.lap("compile_regions")
-    for compiled in regions if checked else ():
-        region, tangents = compiled.region, compiled.joint.tangent_outputs
-        with _of_region(origins[region.name]):
-            check_partitioned(region, hints.partitioned(compiled.partitioned), tangents, options.tp)
-    clock.lap("check_partitioned")
-    _write_tags(regions)
-    stages["final"] = Stage.of_program("final", program)
-    stages["split"] = _split_stage(program, regions)
-    source = module_source([region.text for region in regions])
-    namespace = load(source)
-    clock.lap("codegen")
-    return CompiledProgram(
-        program,
-        {region.name: namespace[region.name] for region in program.regions},
-        sharded.param_placements,
-        options.tp,
-        differentiable={compiled.region.name: compiled.differentiable for compiled in regions},
-        loss_backwards={
-            name: LossBackward(loss.output, namespace[name].loss_backward)
-            for name, loss in ((c.region.name, c.partitioned.loss) for c in regions)
-            if loss is not None
-        },
-        notes=program.notes,
-        whole=tuple(whole),
-        code=source,
-        regions={compiled.region.name: compiled for compiled in regions},
-        stages=stages,
-        seconds=clock.seconds,
-    )
+class _ShardedProgram:
+    """A sharded program that passed the forward check, and what all its settings share."""
 
+    def __init__(
+        self,
+        program: Program,
+        options: CompileOptions,
+        fixed: dict[str, Placement],
+        checked: bool,
+        whole: tuple[tuple[str, str], ...],
+    ) -> None:
+        clock = _Clock({})
+        self._original = program
+        self._options = options
+        self._checked = checked
+        self._whole = whole
+        self._hints = AtHints(program.sizes)
+        self._sharded = shard(program, options, fixed, whole)
+        self._stages = {
+            "capture": Stage.of_program("capture", program),
+            "shard": Stage.of_program("shard", self._sharded.program),
+        }
+        clock.lap("shard")
+        for region in self._sharded.program.regions if checked else ():
+            with _of_region(region.name):
+                check_forward(self._hints.region(region), options.tp)
+        clock.lap("check_forward")
+        self._seconds = clock.seconds
 
-def _compile(program: Program, region: Region, options: CompileOptions) -> CompiledRegion:
-    assert options.recompute != "auto"  # only with a budget
-    return compile_region(
-        region,
-        recompute=options.recompute,
-        how=_cut(program, region, options),
-        paths=program.paths(region),
-        runs_last=_runs_last(program, region),
-    )
+    @cached_property
+    def _joints(self) -> dict[str, JointGraph]:
+        return {region.name: differentiate(region) for region in self._sharded.program.regions}
 
+    @cached_property
+    def _cuts(self) -> dict[str, Cut]:
+        program, options = self._sharded.program, self._options
+        own_parameters = program.own_parameters(options.tp)
+        overlap = options.overlap and options.tp > 1
+        cuts = {}
+        for region in program.regions:
+            pairs = zip(program.calls, own_parameters, strict=True)
+            own = frozenset.intersection(*(own for call, own in pairs if call.region is region))
+            cuts[region.name] = Cut(_loss_output(program, region), own, overlap, program.sizes)
+        return cuts
 
-def _cut(program: Program, region: Region, options: CompileOptions) -> Cut:
-    pairs = zip(program.calls, program.own_parameters(options.tp), strict=True)
-    own = frozenset.intersection(*(own for call, own in pairs if call.region is region))
-    overlap = options.overlap and options.tp > 1
-    return Cut(_loss_output(program, region), own, overlap, program.sizes)
+    @cached_property
+    def _ways(self) -> Ways:
+        return ways_to_split(self._sharded.program, self._joints, self._cuts, self._options.tp)
+
+    def finish(self, options: CompileOptions) -> CompiledProgram:
+        clock = _Clock(dict(self._seconds))
+        program, stages = self._sharded.program, dict(self._stages)
+        origins = {region.name: region.name for region in program.regions}
+        if options.budget_bytes is None:
+            regions = [self._compile(region, options) for region in program.regions]
+        else:
+            found = compile_under_budget(
+                program, self._joints, self._ways, options.tp, options.budget_bytes
+            )
+            program, regions = found.program, list(found.regions)
+            calls = self._sharded.program.calls
+            origins = {name: c.region.name for name, c in zip(found.names, calls, strict=True)}
+            for name, before in (("capture", self._original), ("shard", self._sharded.program)):
+                names = found.names[: len(before.calls)]  # sharding puts calls behind the others
+                stages[name] = Stage.of_program(name, rename_regions(before, names))
+        clock.lap("compile_regions")
+        for compiled in regions if self._checked else ():
+            region, tangents = compiled.region, compiled.joint.tangent_outputs
+            parts = self._hints.partitioned(compiled.partitioned)
+            with _of_region(origins[region.name]):
+                check_partitioned(region, parts, tangents, options.tp)
+        clock.lap("check_partitioned")
+        _write_tags(regions)
+        stages["final"] = Stage.of_program("final", program)
+        stages["split"] = _split_stage(program, regions)
+        source = module_source([region.text for region in regions])
+        namespace = load(source)
+        clock.lap("codegen")
+        return CompiledProgram(
+            program,
+            {region.name: namespace[region.name] for region in program.regions},
+            self._sharded.param_placements,
+            options.tp,
+            differentiable={compiled.region.name: compiled.differentiable for compiled in regions},
+            loss_backwards={
+                name: LossBackward(loss.output, namespace[name].loss_backward)
+                for name, loss in ((c.region.name, c.partitioned.loss) for c in regions)
+                if loss is not None
+            },
+            notes=program.notes,
+            whole=self._whole,
+            code=source,
+            regions={compiled.region.name: compiled for compiled in regions},
+            stages=stages,
+            seconds=clock.seconds,
+        )
+
+    def _compile(self, region: Region, options: CompileOptions) -> CompiledRegion:
+        assert options.recompute != "auto"  # only with a budget
+        program = self._sharded.program
+        return compile_region(
+            region,
+            recompute=options.recompute,
+            joint=self._joints[region.name],
+            how=self._cuts[region.name],
+            paths=program.paths(region),
+            runs_last=_runs_last(program, region),
+        )
 
 
 def _runs_last(program: Program, region: Region) -> bool:
@@ -319,6 +386,7 @@ def _write_tags(regions: Sequence[CompiledRegion]) -> None:
             if tag is not None and tags.get(node.meta.get("source")) != "save":
                 tags[node.meta.get("source")] = tag
         for node in compiled.region.module.graph.nodes:
+            node.meta.pop("recompute", None)  # of another setting
             if node.name in tags:
                 node.meta["recompute"] = tags[node.name]
 

@@ -188,7 +188,7 @@ _MOST = 10**12
 
 @functools.lru_cache(maxsize=16)
 def _program(name: str, tp: int, budget: int) -> CompiledProgram:
-    return parity.compiled(_case(name), tp=tp, recompute="auto", memory_budget=budget)
+    return parity.compiled_in_turn(_case(name), tp=tp, recompute="auto", memory_budget=budget)
 
 
 def _plan(name: str, tp: int, **options: Any) -> Plan:
@@ -196,14 +196,14 @@ def _plan(name: str, tp: int, **options: Any) -> Plan:
         program = _program(name, tp, options["memory_budget"])
         options["recompute"] = "auto"
     else:
-        program = parity.compiled(_case(name), tp=tp, **options)
+        program = parity.compiled_in_turn(_case(name), tp=tp, **options)
     return make_plan(program, CompileOptions(tp=tp, **options))
 
 
 def _least(found: parity.Case, tp: int) -> int:
     """The smallest budget that does."""
     with pytest.raises(ArgumentError, match="memory_budget") as error:
-        parity.compiled(found, tp=tp, recompute="auto", memory_budget=1)
+        parity.compiled_in_turn(found, tp=tp, recompute="auto", memory_budget=1)
     return int(str(error.value).partition("the least that would do is ")[2].split()[0])
 
 
@@ -266,7 +266,7 @@ def test_planned_is_what_is_kept(name: str) -> None:
 def test_dropout_is_exact_at_every_budget(name: str, tp: int) -> None:
     """Gradients with dropout on are those without recomputation."""
     found = _case(name)
-    true = parity.simulate(found, parity.compiled(found, tp=tp, recompute="none"))
+    true = parity.simulate(found, parity.compiled_in_turn(found, tp=tp, recompute="none"))
     for budget in _budgets(name, tp, 3):
         step = parity.simulate(found, _program(name, tp, budget))
         assert parity.gradient_error(step.grads, true.grads) < 1e-12

@@ -184,11 +184,9 @@ def test_text_of_a_small_region(policy: Policy) -> None:
 
 
 _PRINT = """
-import torch
-from sp_compiler.passes.compile_region import compile_region
-from tests.regions import gpt_region
-region = gpt_region(2, 8, 32, 4, dtype=torch.bfloat16, masks="stored")
-print(compile_region(region, recompute="selective").source)
+from tests import parity
+for name, recompute in (("gpt2", "selective"), ("t5", "full"), ("lora", "attention")):
+    print(parity.compiled(parity.case(name, 3, 13), tp=4, recompute=recompute).code)
 """
 
 
@@ -206,7 +204,7 @@ def test_text_does_not_depend_on_the_hash_seed() -> None:
         for seed in ("1", "2")
     }
     assert len(texts) == 1
-    assert "class GptBlock" in texts.pop()
+    assert "class GPT2Block" in texts.pop()
 
 
 def test_tracebacks_show_the_generated_line() -> None:

@@ -37,7 +37,7 @@ Counts = dict[str, tuple[str, str]]
 
 @functools.lru_cache(maxsize=64)
 def _compiled(name: str, **options: Any) -> CompiledProgram:
-    return parity.compiled(parity.case(name, 4, 16), tp=2, **options)
+    return parity.compiled_in_turn(parity.case(name, 4, 16), tp=2, **options)
 
 
 def _count(graph: Graph | None) -> collections.Counter[str]:

@@ -259,19 +259,3 @@ def test_outputs(name: str, outputs: str, ranks: list[dict[str, Any]]) -> None:
 
 def test_runs_are_bitwise_equal(ranks: list[dict[str, Any]]) -> None:
     assert [result["twice"] for result in ranks] == [True, True]
-
-
-def _codes() -> list[str]:
-    return [
-        parity.compiled(parity.case(name, *_SIZE), tp=4, recompute=recompute).code
-        for name, recompute in (("gpt2", "selective"), ("t5", "full"), ("lora", "attention"))
-    ]
-
-
-@pytest.mark.slow
-def test_code_does_not_depend_on_the_hash_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    codes = []
-    for seed in ("1", "2"):
-        monkeypatch.setenv("PYTHONHASHSEED", seed)
-        codes.append(run_on_ranks(1, _codes))
-    assert codes[0] == codes[1]

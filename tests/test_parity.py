@@ -94,7 +94,11 @@ def test_parity(
 def test_parity_of_everything(
     name: str, size: tuple[int, int], tp: int, recompute: str, sequence_parallel: bool
 ) -> None:
-    _check(name, size, tp, recompute, sequence_parallel)
+    found = parity.case(name, *size)
+    program = parity.compiled_in_turn(
+        found, tp=tp, recompute=recompute, sequence_parallel=sequence_parallel
+    )
+    parity.assert_step(found, program, _TIGHT)
 
 
 def test_pairwise_rows_cover() -> None:

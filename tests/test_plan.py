@@ -29,7 +29,7 @@ from sp_compiler.runtime.communicator import Communicator
 from sp_compiler.runtime.executor import Executor
 from tests import zoo
 from tests.graph_builder import GraphBuilder
-from tests.parity import SEED, Case, case, compiled, make_case
+from tests.parity import SEED, Case, case, compiled, compiled_in_turn, make_case
 from tests.ranks import run_on_ranks
 
 aten = torch.ops.aten
@@ -48,7 +48,7 @@ def test_planned_is_what_one_rank_keeps(name: str, dropout: str) -> None:
     """Storages alive after a forward, without parameters, buffers, inputs and outputs."""
     found = case(name, 2, 12, 0.1, dropout)
     for recompute in ("none", "attention", "selective", "full"):
-        program = compiled(found, tp=1, recompute=recompute, dropout=dropout)
+        program = compiled_in_turn(found, tp=1, recompute=recompute, dropout=dropout)
         params = {
             key: value.detach().clone().requires_grad_(value.requires_grad)
             for key, value in found.params.items()

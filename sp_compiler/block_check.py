@@ -161,7 +161,7 @@ def _tangents(region: Region, data: _Data, world: int) -> list[Tensor]:
         value = node.meta["val"]
         shape = list(value.shape)
         if placement.is_sharded:
-            shape[placement.dim] *= world
+            shape[placement.dim] = shape[placement.dim] * world - placement.padding(world)
         found.append(torch.zeros(shape, dtype=value.dtype))
     return found
 
@@ -169,7 +169,7 @@ def _tangents(region: Region, data: _Data, world: int) -> list[Tensor]:
 def _rows(value: Tensor, node: Node, placement: Placement, world: int, *, pad: float) -> Tensor:
     """``value`` as the sharded region knows it: tokens flattened to rows, padded with ``pad``."""
     local = tuple(node.meta["val"].shape)
-    if placement.kind != "S" or placement.dim:
+    if placement.kind != "S" or placement.dim or placement.padding(world):
         return value
     rows = value.reshape(-1, *local[1:]) if len(local) < value.dim() else value
     missing = local[0] * world - rows.shape[0]

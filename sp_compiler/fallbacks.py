@@ -73,7 +73,7 @@ def _operators(region: Region, world: int) -> Iterator[str]:
             continue
         where = f"{node.target} in {module_path(node) or '(model)'} of {region.name}"
         if _has_no_rule(node):
-            line = f"{where} runs whole on every rank: {_why_no_rule(node, world)}"
+            line = f"{where} runs whole on every rank: {_why_no_rule(node)}"
         elif node.target in _PRODUCTS and _is_whole(node):
             factors = tensor_operands(node)[:2]
             shapes = " x ".join(str(tuple(factor.meta["val"].shape)) for factor in factors)
@@ -94,10 +94,10 @@ def _has_no_rule(node: Node) -> bool:
     return rule_for(node) is None
 
 
-def _why_no_rule(node: Node, world: int) -> str:
+def _why_no_rule(node: Node) -> str:
     if not has_vocabulary(node):
         return "no sharding rule for it"
-    return vocabulary_obstacle(node, world) or "sharding its classes costs more time than it saves"
+    return vocabulary_obstacle(node) or "sharding its classes costs more time than it saves"
 
 
 def _active(region: Region) -> set[Node]:

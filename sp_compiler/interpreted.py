@@ -177,24 +177,26 @@ class _CutRows(torch.autograd.Function):
 
 class _VocabEmbedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tp: Communicator, weight: Tensor, ids: Tensor, world: int) -> Tensor:
+    def forward(
+        ctx: Any, tp: Communicator, weight: Tensor, ids: Tensor, num_rows: int, world: int
+    ) -> Tensor:
         ctx.tp, ctx.num_rows = tp, weight.shape[0]
         ctx.save_for_backward(ids)
-        return tp.vocab_embedding(weight, ids)
+        return tp.vocab_embedding(weight, ids, num_rows)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         (ids,) = ctx.saved_tensors
-        return None, ctx.tp.vocab_embedding_backward(grad, ids, ctx.num_rows), None, None
+        return None, ctx.tp.vocab_embedding_backward(grad, ids, ctx.num_rows), None, None, None
 
 
 class _VocabNll(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tp: Communicator, logits: Tensor, target: Tensor, ignore_index: int, world: int
+        ctx: Any, tp: Communicator, logits: Tensor, target: Tensor, *rest: int
     ) -> tuple[Tensor, Tensor]:
-        nll, logsumexp = tp.vocab_nll(logits, target, ignore_index)
-        ctx.tp, ctx.ignore_index = tp, ignore_index
+        nll, logsumexp = tp.vocab_nll(logits, target, *rest[:-1])  # without the world
+        ctx.tp, ctx.rest = tp, rest[:-1]
         ctx.mark_non_differentiable(logsumexp)
         ctx.save_for_backward(logits, target, logsumexp)
         return nll, logsumexp
@@ -202,8 +204,8 @@ class _VocabNll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
         saved = ctx.saved_tensors
-        grad = ctx.tp.vocab_nll_backward(grad, *saved, ctx.ignore_index)
-        return None, grad, None, None, None
+        grad = ctx.tp.vocab_nll_backward(grad, *saved, *ctx.rest)
+        return None, grad, None, None, None, None
 
 
 class _Dropout(torch.autograd.Function):

@@ -12,7 +12,7 @@ from sp_compiler.placement import Placement
 
 
 def local_part(full: Tensor, placement: Placement, rank: int, world: int) -> Tensor:
-    """A copy of what ``rank`` holds of ``full``.
+    """A copy of what ``rank`` holds of ``full``, padding included.
 
     Raises:
         ValueError: a dim or a segment does not divide by ``world``.
@@ -22,8 +22,9 @@ def local_part(full: Tensor, placement: Placement, rank: int, world: int) -> Ten
     if placement.kind == "P":
         return full.clone() if rank == 0 else torch.zeros_like(full)
     dim = placement.dim
-    segments = placement.segments or (full.shape[dim],)
     placement.local_shape(tuple(full.shape), world)
+    full = padded(full, placement, world)
+    segments = placement.segments if len(placement.segments) > 1 else (full.shape[dim],)
     parts = [part.chunk(world, dim)[rank] for part in full.split(segments, dim)]
     return torch.cat(parts, dim) if len(parts) > 1 else parts[0].clone()
 
@@ -42,10 +43,27 @@ def join_parts(parts: Sequence[Tensor], placement: Placement) -> Tensor:
         return parts[0].clone()
     dim = placement.dim
     if len(placement.segments) < 2:
-        return torch.cat(list(parts), dim)
+        return without_padding(torch.cat(list(parts), dim), placement, len(parts))
     sizes = [size // len(parts) for size in placement.segments]
     pieces = [part.split(sizes, dim) for part in parts]
     return torch.cat([piece[index] for index in range(len(sizes)) for piece in pieces], dim)
+
+
+def padded(full: Tensor, placement: Placement, world: int) -> Tensor:
+    """``full`` with zeros behind it where ``placement`` is padded."""
+    missing = placement.padding(world)
+    if not missing:
+        return full
+    shape = list(full.shape)
+    shape[placement.dim] = missing
+    return torch.cat([full, full.new_zeros(shape)], placement.dim)
+
+
+def without_padding(full: Tensor, placement: Placement, world: int) -> Tensor:
+    """Inverse of :func:`padded`, a view."""
+    if not placement.padding(world):
+        return full
+    return full.narrow(placement.dim, 0, placement.segments[0])
 
 
 def _check_equal(first: Tensor, other: Tensor, rank: int) -> None:

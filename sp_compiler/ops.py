@@ -29,9 +29,9 @@ def _(x: Tensor, src: str, dst: str, world: int) -> Tensor:
     shape = list(x.shape)
     source, target = Placement.parse(src), Placement.parse(dst)
     if source.kind == "S":
-        shape[source.dim] *= world
+        shape[source.dim] = shape[source.dim] * world - source.padding(world)
     if target.kind == "S":
-        shape[target.dim] //= world
+        shape[target.dim] = (shape[target.dim] + target.padding(world)) // world
     return x.new_empty(shape)
 
 
@@ -116,13 +116,16 @@ cut_rows.register_autograd(_cut_backward, setup_context=_cut_setup)
 
 
 @torch.library.custom_op("sp_compiler::vocab_embedding", mutates_args=())
-def vocab_embedding(weight: Tensor, ids: Tensor, world: int) -> Tensor:
-    """Rows of a vocabulary-sharded table: weight S(0) (v/t, h), ids replicated; P (*ids, h)."""
+def vocab_embedding(weight: Tensor, ids: Tensor, num_rows: int, world: int) -> Tensor:
+    """Rows of a vocabulary-sharded table of ``num_rows`` v, which may be padded.
+
+    ``weight`` is S(0) (v/t, h), ``ids`` replicated; P (*ids, h).
+    """
     raise NotImplementedError(_ONLY_TRACED)
 
 
 @vocab_embedding.register_fake
-def _(weight: Tensor, ids: Tensor, world: int) -> Tensor:
+def _(weight: Tensor, ids: Tensor, num_rows: int, world: int) -> Tensor:
     return weight.new_empty((*ids.shape, weight.shape[1]))
 
 
@@ -138,14 +141,14 @@ def _(grad: Tensor, ids: Tensor, num_rows: int, world: int) -> Tensor:
 
 
 def _embedding_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    weight, ids, ctx.world = inputs
+    weight, ids, _, ctx.world = inputs
     ctx.num_rows = weight.shape[0]
     ctx.save_for_backward(ids)
 
 
 def _embedding_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     (ids,) = ctx.saved_tensors
-    return vocab_embedding_backward(grad, ids, ctx.num_rows, ctx.world), None, None
+    return vocab_embedding_backward(grad, ids, ctx.num_rows, ctx.world), None, None, None
 
 
 vocab_embedding.register_autograd(_embedding_backward, setup_context=_embedding_setup)
@@ -153,25 +156,34 @@ vocab_embedding.register_autograd(_embedding_backward, setup_context=_embedding_
 
 @torch.library.custom_op("sp_compiler::vocab_nll", mutates_args=())
 def vocab_nll(
-    logits: Tensor, target: Tensor, ignore_index: int, world: int
+    logits: Tensor, target: Tensor, ignore_index: int, classes: int, world: int
 ) -> tuple[Tensor, Tensor]:
-    """Negative log likelihood of each row over a sharded vocabulary.
+    """Negative log likelihood of each row over a sharded vocabulary of ``classes`` v.
 
-    ``logits`` (n, v/t) is S(1), ``target`` (n,) replicated; returns the loss of each row (0 where
-    the target is ``ignore_index``) and the logsumexp of each row, both (n,) and invariant. Costs
-    two small all-reduces (the row maximum; the sum of exponentials with the target's logit).
+    ``logits`` (n, v/t), which may be padded, is S(1), ``target`` (n,) replicated; returns the loss
+    of each row (0 where the target is ``ignore_index``) and the logsumexp of each row, both (n,)
+    and invariant. Costs two small all-reduces (the row maximum; the sum of exponentials with the
+    target's logit).
     """
     raise NotImplementedError(_ONLY_TRACED)
 
 
 @vocab_nll.register_fake
-def _(logits: Tensor, target: Tensor, ignore_index: int, world: int) -> tuple[Tensor, Tensor]:
+def _(
+    logits: Tensor, target: Tensor, ignore_index: int, classes: int, world: int
+) -> tuple[Tensor, Tensor]:
     return logits.new_empty(target.shape), logits.new_empty(target.shape)
 
 
 @torch.library.custom_op("sp_compiler::vocab_nll_backward", mutates_args=())
 def vocab_nll_backward(
-    grad: Tensor, logits: Tensor, target: Tensor, logsumexp: Tensor, ignore_index: int, world: int
+    grad: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    logsumexp: Tensor,
+    ignore_index: int,
+    classes: int,
+    world: int,
 ) -> Tensor:
     """Gradient of :func:`vocab_nll` for its logits: (softmax - onehot) * grad; no communication."""
     raise NotImplementedError(_ONLY_TRACED)
@@ -179,20 +191,26 @@ def vocab_nll_backward(
 
 @vocab_nll_backward.register_fake
 def _(
-    grad: Tensor, logits: Tensor, target: Tensor, logsumexp: Tensor, ignore_index: int, world: int
+    grad: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    logsumexp: Tensor,
+    ignore_index: int,
+    classes: int,
+    world: int,
 ) -> Tensor:
     return torch.empty_like(logits)
 
 
 def _nll_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    logits, target, ctx.ignore_index, ctx.world = inputs
+    logits, target, *ctx.rest = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(logits, target, output[1])
 
 
 def _nll_backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
     saved = ctx.saved_tensors
-    return vocab_nll_backward(grad, *saved, ctx.ignore_index, ctx.world), None, None, None
+    return vocab_nll_backward(grad, *saved, *ctx.rest), None, None, None, None
 
 
 vocab_nll.register_autograd(_nll_backward, setup_context=_nll_setup)

@@ -24,7 +24,9 @@ class Placement:
             (only while solving; the local tensor is then ``S(0)``).
         dim: non-negative dimension for ``"S"``, number of flattened dimensions for ``"T"``.
         segments: for ``"S"``: global sizes of the parts of ``dim`` (a fused q, k, v), each of which
-            is sharded over all ranks; ``()`` when ``dim`` is one part.
+            is sharded over all ranks; ``()`` when ``dim`` is one part. A single one that does not
+            divide by the number of ranks is padded at its end to one that does: with zeros in
+            parameters and in gradients, with anything finite in other values.
     """
 
     kind: str
@@ -63,11 +65,16 @@ class Placement:
         """True where every rank holds the same numbers (R and I differ only in their gradient)."""
         return self.kind in ("R", "I")
 
+    def padding(self, world: int) -> int:
+        """Number of elements behind the true ones of ``dim``, over all ranks together."""
+        return -self.segments[0] % world if len(self.segments) == 1 else 0
+
     def local_shape(self, shape: tuple[int, ...], world: int) -> tuple[int, ...]:
         """Shape of one rank's part of a global ``shape``; a "T" is rounded up to whole rows."""
         if self.kind == "S":
-            size = shape[self.dim]
-            if any(part % world for part in self.segments or (size,)):
+            size = shape[self.dim] + self.padding(world)
+            parts = self.segments if len(self.segments) > 1 else (size,)
+            if any(part % world for part in parts):
                 raise ValueError(f"{self} does not divide dim {self.dim} of {shape} by {world}")
             return (*shape[: self.dim], size // world, *shape[self.dim + 1 :])
         if self.kind == "T":
@@ -86,6 +93,11 @@ P = Placement("P")
 def S(dim: int, segments: tuple[int, ...] = ()) -> Placement:
     """Sharded on ``dim``, each of ``segments`` over all ranks."""
     return Placement("S", dim, segments)
+
+
+def shard_of(size: int, dim: int, world: int) -> Placement:
+    """A dim of ``size`` sharded as one part, padded where it does not divide by ``world``."""
+    return S(dim, (size,)) if size % world else S(dim)
 
 
 def T(num_dims: int) -> Placement:

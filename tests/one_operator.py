@@ -26,9 +26,10 @@ from sp_compiler.passes.compile_region import compile_region
 from sp_compiler.passes.dims import make_dims_negative
 from sp_compiler.passes.shard.lower import RegionLowering, local_placement
 from sp_compiler.passes.shard.values import RegionValues, results_of
-from sp_compiler.placement import Placement, R
+from sp_compiler.placement import Placement, R, S
 from sp_compiler.program import RefKind, Region
 from sp_compiler.rules.factors import Dims, Factor, OpRule
+from sp_compiler.rules.padding import may_pad
 from sp_compiler.rules.strategies import Offers, Strategy, strategies
 from sp_compiler.rules.table import rule_for
 from sp_compiler.rules.vocabulary import vocabulary_strategies
@@ -144,6 +145,7 @@ def offered(whole: Whole, world: int) -> list[Strategy]:
             lambda factor: _cuts(factor, world),
             operand_rows,
             result_rows,
+            may_pad=lambda factor: may_pad(node, lambda operand: operand.op == "placeholder"),
         )
         found += strategies(rule, num_operands, num_results, offers)
     found += vocabulary_strategies(node, world)
@@ -200,12 +202,14 @@ def check(whole: Whole, strategy: Strategy, world: int, step: Step | None = None
     prepare = _traced_step if whole.call.is_traced else _lowered_step
     run = prepare(whole, strategy, world, step)
     generator = torch.Generator().manual_seed(2)
+    # Weights have zeros in their padding, other operands anything.
+    is_weight = [whole.call.target is torch.ops.aten.linear.default and i for i in range(3)]
     inputs = [
-        _scatter(x, placement, world, generator)
-        for x, placement in zip(whole.inputs, strategy.operands, strict=True)
+        _scatter(x, placement, world, generator, zeros=bool(position < 3 and is_weight[position]))
+        for position, (x, placement) in enumerate(zip(whole.inputs, strategy.operands, strict=True))
     ]
     tangents = [
-        None if x is None else _scatter(x, placement.dual, world, generator, is_tangent=True)
+        None if x is None else _scatter(x, placement.dual, world, generator, zeros=True)
         for x, placement in zip(whole.tangents, strategy.results, strict=False)
     ]
     with simulated_ranks(world) as tp:
@@ -350,9 +354,9 @@ def _scatter(
     world: int,
     generator: torch.Generator,
     *,
-    is_tangent: bool = False,
+    zeros: bool = False,
 ) -> Tensor:
-    """One part a rank. All parts of a sum are dense; padding is a copy, or 0 in a tangent."""
+    """One part a rank. All parts of a sum are dense; padding is 0 or anything."""
     if placement.kind == "P" and x.is_floating_point():
         parts = [_random_like(x, generator) for _ in range(world - 1)]
         parts.append(x - sum(parts))
@@ -360,8 +364,12 @@ def _scatter(
     if placement.kind == "T":
         x = x.reshape(math.prod(x.shape[: placement.dim]), *x.shape[placement.dim :])
         padding = x[-1:].expand(-len(x) % world, *x.shape[1:])
-        x = torch.cat([x, torch.zeros_like(padding) if is_tangent else padding])
+        x = torch.cat([x, torch.zeros_like(padding) if zeros else padding])
         placement = local_placement(placement)
+    if placement.padding(world) and not zeros:
+        padding = x.narrow(placement.dim, 0, 1)
+        padding = padding.repeat_interleave(placement.padding(world), placement.dim)
+        x, placement = torch.cat([x, padding], placement.dim), S(placement.dim)
     return LocalTensor({rank: local_part(x, placement, rank, world) for rank in range(world)})
 
 

@@ -223,7 +223,8 @@ class RegionLowering:
 
     def _vocabulary_embedding(self, node: Node, values: dict[str, Any]) -> Node:
         weight, ids = values["weight"], values["indices"]
-        rows = self._emit(sp.vocab_embedding.default, (weight, ids, self.world), {}, node)
+        num_rows = arguments(node)["weight"].meta["val"].shape[0]
+        rows = self._emit(sp.vocab_embedding.default, (weight, ids, num_rows, self.world), {}, node)
         padding = values["padding_idx"]
         if padding < 0:
             return rows
@@ -235,7 +236,9 @@ class RegionLowering:
 
     def _vocabulary_loss(self, node: Node, values: dict[str, Any]) -> Node:
         logits, target, ignore = values["self"], values["target"], values["ignore_index"]
-        pair = self._emit(sp.vocab_nll.default, (logits, target, ignore, self.world), {}, node)
+        classes = arguments(node)["self"].meta["val"].shape[1]
+        nll_args = (logits, target, ignore, classes, self.world)
+        pair = self._emit(sp.vocab_nll.default, nll_args, {}, node)
         nll = self._emit(operator.getitem, (pair, 0), {}, node)
         if values["reduction"] == 0:
             return nll

@@ -27,9 +27,10 @@ from sp_compiler.passes.shard.values import (
     shape_of,
     value_of,
 )
-from sp_compiler.placement import I, P, Placement, R, S, T
+from sp_compiler.placement import I, P, Placement, R, T, shard_of
 from sp_compiler.program import Program, Ref
 from sp_compiler.rules.factors import Factor, OpRule
+from sp_compiler.rules.padding import may_pad
 from sp_compiler.rules.strategies import Offers, Strategy, strategies
 from sp_compiler.rules.vocabulary import vocabulary_strategies
 from sp_compiler.vertices import Option, Vertex
@@ -219,9 +220,17 @@ class ProblemBuilder:
             [facts.num_rows(value) for value in operands],
             [facts.num_rows(value) for value in results],
             self.sequence_parallel,
+            lambda factor: (
+                rule is not None
+                and may_pad(node, self._is_parameter(i))
+                and self._shardable(i, rule, operands, results, factor)
+            ),
         )
         found = strategies(rule, len(operands), len(results), offers)
         return found + vocabulary_strategies(node, self.world)
+
+    def _is_parameter(self, i: int) -> Callable[[Node], bool]:
+        return lambda node: node.op == "placeholder" and self._kind(i, node) == "param"
 
     def _places(
         self, rule: OpRule, operands: list[Value], results: list[Value], factor: Factor
@@ -435,7 +444,8 @@ class ProblemBuilder:
                 continue
             allowed = [I]
             if self.shard_outputs(index):
-                allowed += [S(dim) for dim in self._feature_dims(i, value)]
+                dims, shape = self._feature_dims(i, value), shape_of(value)
+                allowed += [shard_of(shape[dim], dim, self.world) for dim in dims]
             options = [Option((p,), (), 0.0) for p in allowed]
             self.problem.add(("output", index), Vertex(((i, value),), (), options))
 

@@ -21,7 +21,7 @@ def operator_text(node: Node) -> str:
 def why_whole(node: Node, rule: OpRule | None, value: Value, dim: int, world: int) -> str:
     """Why ``node`` does not take its operand ``value`` sharded on ``dim``."""
     if rule is None and has_vocabulary(node):
-        obstacle = vocabulary_obstacle(node, world) or f"it is not sharded on dim {dim}"
+        obstacle = vocabulary_obstacle(node) or f"it is not sharded on dim {dim}"
         return f"{operator_text(node)} runs whole: {obstacle}"
     if rule is None:
         return f"there is no sharding rule for {operator_text(node)}"

@@ -103,7 +103,7 @@ def _factors(atom: Atom) -> Dim:
 
 def share(whole: Dim, world: int, segments: int = 1) -> Dim:
     """One rank's part of a dim that is sharded."""
-    return (Atom(size_of(whole) // world, Share(whole, world, segments)),)
+    return (Atom(-(-size_of(whole) // world), Share(whole, world, segments)),)
 
 
 def gathered(dim: Dim, world: int) -> Dim:
@@ -344,7 +344,8 @@ def _atom_expression(atom: Atom, symbol: Symbols, world: sympy.Expr) -> sympy.Ex
             rows = _without_padding(whole, ranks)
             if rows is not None:
                 return sympy.ceiling(expression(rows, symbol, world) / world)
-            return expression(whole, symbol, world) / world
+            part = expression(whole, symbol, world) / world
+            return sympy.ceiling(part) if size_of(whole) % ranks else part
         case _:
             return symbol(atom)
 

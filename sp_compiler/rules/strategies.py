@@ -33,6 +33,7 @@ class Offers:
         world: number of ranks.
         shardable: whether a factor may be sharded as a feature (heads, width, vocabulary).
         segmentations: the part sizes, if any, in which a factor's dim is cut further on.
+        may_pad: whether a factor that does not divide may be sharded with padding behind it.
         num_rows: leading token dims of operand / result ``i``; 0: it has no rows form.
         sequence_parallel: whether values may be sharded by rows at all.
     """
@@ -43,6 +44,7 @@ class Offers:
     operand_rows: Sequence[int]
     result_rows: Sequence[int]
     sequence_parallel: bool = True
+    may_pad: Callable[[Factor], bool] = lambda factor: False
 
 
 def strategies(
@@ -59,7 +61,9 @@ def strategies(
     found = [Strategy((R,) * num_operands, (R,) * num_results), invariant]
     found += _partial(rule)
     for factor in _factors(rule):
-        parts = () if rule.placed else offers.segmentations(factor)
+        parts = () if rule.placed else tuple(offers.segmentations(factor))
+        if factor.size % offers.world and not rule.placed and offers.may_pad(factor):
+            parts = (*parts, (factor.size,))
         for segments in (*([()] if offers.shardable(factor) else []), *parts):
             candidate = _shard_factor(rule, factor, segments, offers.world)
             found += [candidate] if candidate else []
@@ -133,7 +137,8 @@ def _placement_of(
         for item in dim:
             size *= item.size
         if segments:
-            fits = len(dim) == 1 and sum(segments) == size and not any(s % world for s in segments)
+            divides = len(segments) == 1 or not any(s % world for s in segments)
+            fits = len(dim) == 1 and sum(segments) == size and divides
             return S(position, segments) if fits else None
         if mine.size % world:
             return None

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from sp_compiler.layout import padded, without_padding
 from sp_compiler.placement import Placement
 from sp_compiler.runtime import dropout as _dropout
 
@@ -78,7 +79,7 @@ class Communicator:
         with _BelowAutograd():
             sent = x.contiguous()
             ranks = _c10d.all_gather_into_tensor(sent, world, self.group_name)
-        if source.dim == 0 and len(source.segments) < 2:
+        if source.dim == 0 and len(source.segments) < 2 and not source.padding(world):
             return Pending(ranks, sent)
         return Pending(ranks, sent, lambda arrived: _whole(arrived, source, world))
 
@@ -134,8 +135,8 @@ class Communicator:
 
     # Operators whose result depends on the rank.
 
-    def vocab_embedding(self, weight: Tensor, ids: Tensor) -> Tensor:
-        self._require_inside(ids, weight.shape[0] * self.world, "an embedding of {} rows")
+    def vocab_embedding(self, weight: Tensor, ids: Tensor, num_rows: int) -> Tensor:
+        self._require_inside(ids, num_rows, "an embedding of {} rows")
         local, mine = self._local_ids(ids, weight.shape[0])
         return torch.nn.functional.embedding(local, weight) * mine.unsqueeze(-1)
 
@@ -144,25 +145,42 @@ class Communicator:
         grad = (grad * mine.unsqueeze(-1)).reshape(-1, grad.shape[-1])
         return grad.new_zeros(num_rows, grad.shape[-1]).index_add_(0, local.reshape(-1), grad)
 
-    def vocab_nll(self, logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-        classes = logits.shape[-1] * self.world
+    def vocab_nll(
+        self, logits: Tensor, target: Tensor, ignore_index: int, classes: int
+    ) -> tuple[Tensor, Tensor]:
         wanted = torch.where(target == ignore_index, torch.zeros_like(target), target)
         self._require_inside(wanted, classes, "a loss over {} classes, as target")
-        peak = self._all_reduce(logits.amax(-1), "max")
+        padding = self._padding_columns(logits, classes)
+        known = logits if padding is None else logits.masked_fill(padding, -torch.inf)
+        peak = self._all_reduce(known.amax(-1), "max")
+        del known
         local, mine = self._local_ids(target, logits.shape[-1])
         picked = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1) * mine
-        total = (logits - peak.unsqueeze(-1)).exp_().sum(-1)
+        exponents = logits - peak.unsqueeze(-1)
+        if padding is not None:
+            exponents.masked_fill_(padding, -torch.inf)
+        total = exponents.exp_().sum(-1)
+        del exponents
         total, picked = self._all_reduce(torch.stack([total, picked]), "sum").unbind()
         logsumexp = total.log() + peak
         nll = torch.where(target == ignore_index, torch.zeros_like(picked), logsumexp - picked)
         return nll, logsumexp
 
     def vocab_nll_backward(
-        self, grad: Tensor, logits: Tensor, target: Tensor, logsumexp: Tensor, ignore_index: int
+        self,
+        grad: Tensor,
+        logits: Tensor,
+        target: Tensor,
+        logsumexp: Tensor,
+        ignore_index: int,
+        classes: int,
     ) -> Tensor:
         grad = torch.where(target == ignore_index, torch.zeros_like(grad), grad)
         local, mine = self._local_ids(target, logits.shape[-1])
         result = (logits - logsumexp.unsqueeze(-1)).exp_().mul_(grad.unsqueeze(-1))
+        padding = self._padding_columns(logits, classes)
+        if padding is not None:
+            result.masked_fill_(padding, 0)
         return result.scatter_add_(-1, local.unsqueeze(-1), -(grad * mine).unsqueeze(-1))
 
     def dropout_mask(
@@ -199,6 +217,13 @@ class Communicator:
         else:
             torch._assert_async(((ids >= 0) & (ids < size)).all())
 
+    def _padding_columns(self, logits: Tensor, classes: int) -> Tensor | None:
+        """Which of this rank's columns are none of the ``classes``; ``None`` where no rank's is."""
+        columns = logits.shape[-1]
+        if columns * self.world == classes:
+            return None
+        return torch.arange(columns, device=logits.device) + self.rank * columns >= classes
+
     def _local_ids(self, ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
         """Row numbers in this rank's part of the vocabulary (0: elsewhere), and which are here."""
         local = ids - self.rank * num_rows
@@ -211,14 +236,15 @@ def _whole(ranks: Tensor, source: Placement, world: int) -> Tensor:
     if source.dim:
         ranks = ranks.unflatten(0, (world, -1)).movedim(0, source.dim)
         # Flattening parts of size 1 gives a view, which fused attention would misread.
-        ranks = ranks.flatten(source.dim, source.dim + 1).contiguous()
+        ranks = ranks.flatten(source.dim, source.dim + 1)
+        ranks = without_padding(ranks, source, world).contiguous()
     return _from_rank_major(ranks, source, world)
 
 
 def _to_rank_major(x: Tensor, placement: Placement, world: int) -> Tensor:
-    """Reorder a segmented dim so that what belongs to one rank is contiguous."""
+    """Reorder a segmented dim so that what belongs to one rank is contiguous; pad where asked."""
     if len(placement.segments) < 2:
-        return x
+        return padded(x, placement, world)
     pieces = [
         part.chunk(world, placement.dim) for part in x.split(placement.segments, placement.dim)
     ]
@@ -228,7 +254,7 @@ def _to_rank_major(x: Tensor, placement: Placement, world: int) -> Tensor:
 def _from_rank_major(x: Tensor, placement: Placement, world: int) -> Tensor:
     """Inverse of :func:`_to_rank_major`."""
     if len(placement.segments) < 2:
-        return x
+        return without_padding(x, placement, world)
     sizes = [size // world for size in placement.segments]
     ranks = [part.split(sizes, placement.dim) for part in x.chunk(world, placement.dim)]
     return torch.cat(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from sp_compiler.compiled import CompiledProgram, LossBackward, RegionCode
 from sp_compiler.errors import ArgumentError
-from sp_compiler.program import Call, Ref
+from sp_compiler.placement import Placement
+from sp_compiler.program import Call, Ref, Region
 from sp_compiler.runtime.communicator import Communicator
 from sp_compiler.runtime.deferred import DeferredGradients
 from sp_compiler.runtime.dropout import call_seed
@@ -26,16 +27,21 @@ from sp_compiler.runtime.functions import (
     ReplicateParameters,
     local_tensor,
 )
+from sp_compiler.runtime.padding import padded_part, without_rank_padding
 
 
 @dataclass(frozen=True)
 class RegionRunner:
-    """Executes one region on its inputs, recording it for autograd where a gradient is needed."""
+    """Executes one region on its inputs, recording it for autograd where a gradient is needed.
+
+    ``padded``: which inputs are padded shards of parameters, and how they are placed.
+    """
 
     code: RegionCode
     differentiable: tuple[bool, ...]
     tp: Communicator
     loss_backward: LossBackward | None = None
+    padded: Mapping[int, Placement] = field(default_factory=dict)
 
     def __call__(
         self, inputs: Sequence[Any], owners: Sequence[Tensor | None] | None = None
@@ -49,8 +55,23 @@ class RegionRunner:
             isinstance(value, Tensor) and value.requires_grad for value in inputs
         ):
             return RegionFunction.apply(self, owners, *inputs)
-        outputs, _ = self.code.forward(self.tp, *[local_tensor(value) for value in inputs])
+        outputs, _ = self.code.forward(self.tp, *self.operands(inputs))
         return outputs
+
+    def operands(self, inputs: Sequence[Any]) -> list[Any]:
+        """This rank's part of each input, padding included."""
+        found = [local_tensor(value) for value in inputs]
+        for index, placement in self.padded.items():
+            found[index] = padded_part(found[index], placement, self.tp.world)
+        return found
+
+    def without_padding(self, index: int, grad: Tensor) -> Tensor:
+        """The gradient of input ``index`` as the parameter is stored."""
+        placement = self.padded.get(index)
+        if placement is None:
+            return grad
+        assert isinstance(self.tp.rank, int)
+        return without_rank_padding(grad, placement, self.tp.rank, self.tp.world)
 
 
 Invoke = Callable[..., tuple[Any, ...]]
@@ -98,6 +119,7 @@ class Executor:
                 compiled.differentiable[region.name],
                 tp,
                 compiled.loss_backwards.get(region.name),
+                _padded_inputs(region, tp.world),
             )
             for region in compiled.program.regions
         }
@@ -180,6 +202,15 @@ class Executor:
             self.tp, self.deferred, tuple(names), *[params[name] for name in names]
         )
         return dict(zip(names, values, strict=True))
+
+
+def _padded_inputs(region: Region, world: int) -> dict[int, Placement]:
+    kinds = zip(region.input_kinds, region.input_placements, strict=True)
+    return {
+        index: placement
+        for index, (kind, placement) in enumerate(kinds)
+        if kind == "param" and placement.padding(world)
+    }
 
 
 class _Frame:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from sp_compiler.errors import UnsupportedError
 from sp_compiler.runtime.communicator import Communicator
 from sp_compiler.runtime.deferred import DeferredGradients
+from sp_compiler.runtime.padding import padded_part
 
 if TYPE_CHECKING:
     from sp_compiler.runtime.executor import RegionRunner
@@ -49,7 +50,7 @@ class RegionFunction(torch.autograd.Function):
     def forward(
         ctx: Any, runner: RegionRunner, owners: Sequence[Tensor | None] | None, *inputs: Any
     ) -> tuple[Any, ...]:
-        locals_ = [local_tensor(value) for value in inputs]
+        locals_ = runner.operands(inputs)
         outputs, saved = runner.code.forward(runner.tp, *locals_)
         outputs = _distinct(outputs, locals_, inputs)
         ctx.runner = runner
@@ -89,7 +90,8 @@ class RegionFunction(torch.autograd.Function):
         results = [grad if need else None for grad, need in zip(results, needed, strict=True)]
         for index, spec in zip(ctx.parameters, ctx.parameter_specs, strict=True):
             if results[index] is not None:
-                results[index] = DTensor(results[index].contiguous(), spec, requires_grad=False)
+                local = runner.without_padding(index, results[index]).contiguous()
+                results[index] = DTensor(local, spec, requires_grad=False)
         return (None, None, *forbid_double_backward(results, used))
 
 
@@ -128,8 +130,10 @@ def _save(ctx: Any, saved: Sequence[Any], locals_: Sequence[Any], owners: Sequen
     """Keep ``saved`` for backward, tensors where autograd watches them for in-place changes.
 
     A local part of a DTensor does not see that the DTensor is changed in place (its version stays),
-    so the DTensor is kept in its stead.
+    so the DTensor is kept in its stead. The padding of a part is put on again.
     """
+    padded = ctx.runner.padded
+    padded_of = {id(locals_[index]): placement for index, placement in padded.items()}
     owner_of = {
         id(local): owner
         for local, owner in zip(locals_, owners, strict=True)
@@ -137,6 +141,11 @@ def _save(ctx: Any, saved: Sequence[Any], locals_: Sequence[Any], owners: Sequen
     }
     tensors = [owner_of.get(id(value), value) for value in saved if isinstance(value, Tensor)]
     ctx.save_for_backward(*tensors)
+    ctx.padded = {
+        position: padded_of[id(value)]
+        for position, value in enumerate(v for v in saved if isinstance(v, Tensor))
+        if id(value) in padded_of
+    }
     ctx.others = {
         index: value for index, value in enumerate(saved) if not isinstance(value, Tensor)
     }
@@ -144,6 +153,8 @@ def _save(ctx: Any, saved: Sequence[Any], locals_: Sequence[Any], owners: Sequen
 
 def _saved(ctx: Any) -> tuple[Any, ...]:
     values = [local_tensor(value) for value in ctx.saved_tensors]
+    for position, placement in ctx.padded.items():
+        values[position] = padded_part(values[position], placement, ctx.runner.tp.world)
     for index, other in ctx.others.items():
         values.insert(index, other)
     return tuple(values)

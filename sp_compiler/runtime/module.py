@@ -35,6 +35,7 @@ from sp_compiler.runtime.mirror import Invocation, Layout, MirrorModule, fill_mi
 from sp_compiler.runtime.named import NamedTensors, SignedForward, tied_names
 from sp_compiler.runtime.optimizer_state import show_true_state
 from sp_compiler.runtime.original import Original, check_not_taken, move_hooks
+from sp_compiler.runtime.padding import without_rank_padding
 from sp_compiler.runtime.parameters import optimizers_of, place
 from sp_compiler.runtime.pretrained import load_pretrained
 from sp_compiler.stage import Stage
@@ -420,7 +421,18 @@ class DistributedModule(MirrorModule):
             return value if placement.is_sharded else value.to_local()
         if mesh is None or not placement.is_sharded:
             return value
-        return DTensor.from_local(value, mesh, [Shard(placement.dim)], run_check=False)
+        group = self._sp_layout.group
+        sizes = list(value.shape)
+        sizes[placement.dim] = sizes[placement.dim] * group.world - placement.padding(group.world)
+        whole = torch.empty(sizes, device="meta")
+        return DTensor.from_local(
+            without_rank_padding(value, placement, group.rank, group.world),
+            mesh,
+            [Shard(placement.dim)],
+            run_check=False,
+            shape=whole.shape,
+            stride=whole.stride(),
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedModule:
         """A module with its own parameters and the same compiled programs."""

@@ -19,6 +19,7 @@ from sp_compiler.errors import ArgumentError
 from sp_compiler.layout import local_part
 from sp_compiler.placement import I, Placement, S
 from sp_compiler.runtime.group import TensorParallelGroup
+from sp_compiler.runtime.padding import stored_part
 
 
 def mesh_placement(placement: Placement) -> MeshPlacement:
@@ -85,7 +86,7 @@ def place(parameter: nn.Parameter, placement: Placement, group: TensorParallelGr
     whole = distributed._local_tensor
     if tuple(whole.shape) != tuple(parameter.shape):
         raise ArgumentError("a parameter can be placed only once")
-    distributed._local_tensor = local_part(whole, placement, group.rank, group.world)
+    distributed._local_tensor = stored_part(whole, placement, group.rank, group.world)
     distributed._spec = tensor_spec(group.mesh, parameter.shape, whole.dtype, placement)
 
 
@@ -112,7 +113,7 @@ def from_loaded(
         value = value.full_tensor()
     if value.shape != parameter.shape:
         return value
-    local = local_part(value, placement, group.rank, group.world)
+    local = stored_part(value, placement, group.rank, group.world)
     spec = tensor_spec(parameter.device_mesh, parameter.shape, value.dtype, placement)
     return DTensor(local, spec, requires_grad=False)
 

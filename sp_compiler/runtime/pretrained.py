@@ -19,6 +19,7 @@ from sp_compiler.placement import I, Placement
 from sp_compiler.runtime.functions import local_tensor
 from sp_compiler.runtime.group import device_type_of
 from sp_compiler.runtime.mirror import MirrorModule
+from sp_compiler.runtime.padding import with_room
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -85,8 +86,10 @@ def _own_ranges(
     """Start and end of what ``rank`` holds of each segment of a dim of ``size``."""
     start = 0
     for segment in placement.segments or (size,):
-        length = segment // world
-        yield start + rank * length, start + (rank + 1) * length
+        length = -(-segment // world)
+        ends = (min(each * length, segment) for each in (rank, rank + 1))
+        first, last = ends
+        yield start + first, start + last
         start += segment
 
 
@@ -131,7 +134,7 @@ def load_pretrained(module: MirrorModule, path: str | Path) -> list[str]:
         for stored, entry in found:
             placement = layout.placements.get(entry.names[0], I)
             part = checkpoint.part(stored, placement, layout.group.rank, layout.group.world)
-            _fill(entry.tensor, part, device)
+            _fill(entry.tensor, with_room(part, placement, layout.group.world), device)
         used = {stored for stored, _ in found}
         unused = [name for name in checkpoint.names() if name not in used]
     _make_buffers(module, device)

@@ -1,0 +1,72 @@
+"""Where a dim that does not divide by the number of ranks may be padded to one that does.
+
+A padded shard has zeros behind the true elements in parameters and in gradients, and something
+finite in other values, so nothing has to be masked: a product that sums over a padded dim meets
+zeros on one side at least, and what flows back into the padding is zero. The operators below keep
+that so; at all others the dim is whole again. A loss over a padded vocabulary leaves the padding
+out itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.fx import Node
+
+from sp_compiler.graph import tensor_operands
+
+_aten = torch.ops.aten
+
+# Finite, with a finite derivative, wherever their operands are; zero at zero is not needed.
+POINTWISE = frozenset(
+    {
+        _aten.add.Tensor,
+        _aten.sub.Tensor,
+        _aten.mul.Tensor,
+        _aten.neg.default,
+        _aten.gelu.default,
+        _aten.relu.default,
+        _aten.sigmoid.default,
+        _aten.silu.default,
+        _aten.tanh.default,
+        _aten.square.default,
+    }
+)
+RELABELLING = frozenset(
+    {
+        _aten._to_copy.default,
+        _aten.clone.default,
+        _aten.contiguous.default,
+        _aten.permute.default,
+        _aten.reshape.default,
+        _aten.slice.Tensor,
+        _aten.t.default,
+        _aten.transpose.int,
+        _aten.unsqueeze.default,
+        _aten.view.default,
+    }
+)
+# What a weight may go through on its way to a product: zeros stay zeros.
+_KEEP_ZEROS = frozenset(
+    {_aten._to_copy.default, _aten.permute.default, _aten.t.default, _aten.transpose.int}
+)
+
+
+def may_pad(node: Node, is_parameter: Callable[[Node], bool]) -> bool:
+    """Whether the results of ``node`` are right with padded operands.
+
+    Args:
+        is_parameter: whether a node is a parameter, whose padding is zeros.
+    """
+    if node.target is _aten.linear.default:
+        return all(_is_weight(operand, is_parameter) for operand in tensor_operands(node)[1:])
+    if node.target is _aten.div.Tensor:
+        return not isinstance(node.args[1], Node)
+    return node.target in POINTWISE or node.target in RELABELLING
+
+
+def _is_weight(node: Node, is_parameter: Callable[[Node], bool]) -> bool:
+    while node.op == "call_function" and node.target in _KEEP_ZEROS:
+        (node,) = tensor_operands(node)
+    return is_parameter(node)

@@ -54,7 +54,7 @@ def _parameters(compiled: CompiledProgram) -> Iterator[str]:
 def _why(node: Node, world: int) -> str:
     shape = node.meta["val"].shape
     if all(size % world for size in shape):
-        return f"no dim divides by {world}"
+        return f"no dim divides by {world}, nor does padding one pay"
     for user in node.users:
         if user.op == "call_function" and _has_no_rule(user):
             return f"no sharding rule for {user.target}"

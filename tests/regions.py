@@ -156,7 +156,7 @@ class Reference(fx.Interpreter):
         if name == "vocab_embedding":
             return F.embedding(args[1], args[0])
         if name == "vocab_nll":
-            logits, ids, ignore, _ = args
+            logits, ids, ignore, *_ = args
             loss = F.cross_entropy(logits, ids, ignore_index=ignore, reduction="none")
             return loss, logits.logsumexp(-1).detach()
         return getattr(TP1, name)(*args)

@@ -93,9 +93,9 @@ class Head(nn.Module):
         self.table = nn.Parameter(torch.randn(7, 4, dtype=F64))
 
     def forward(self, ids: Tensor, x: Tensor) -> Tensor:
-        embedded = sp.convert(sp.vocab_embedding(self.table, ids, 1), "P", "S(0)", 1)
+        embedded = sp.convert(sp.vocab_embedding(self.table, ids, 7, 1), "P", "S(0)", 1)
         logits = F.linear(sp.convert(embedded + x, "S(0)", "R", 1), self.table)
-        nll, _ = sp.vocab_nll(logits, ids, -100, 1)
+        nll, _ = sp.vocab_nll(logits, ids, -100, 7, 1)
         return nll.mean()
 
 
@@ -185,7 +185,7 @@ def test_text_of_a_small_region(policy: Policy) -> None:
 
 _PRINT = """
 from tests import parity
-for name, recompute in (("gpt2", "selective"), ("t5", "full"), ("lora", "attention")):
+for name, recompute in (("gpt2", "selective"), ("encoder", "full"), ("lora", "attention")):
     print(parity.compiled(parity.case(name, 3, 13), tp=4, recompute=recompute).code)
 """
 

@@ -139,7 +139,7 @@ REFUSED: dict[str, Case] = {
     "dropout of a whole as a shard": (sp.dropout.default, [(4, 6), (), 0.1, 0, 0, 2], ["R", "R"]),
     "loss gradient that is partial": (
         sp.vocab_nll_backward.default,
-        [(4,), (4, 6), (4,), (4,), -1, WORLD],
+        [(4,), (4, 6), (4,), (4,), -1, 6 * WORLD, WORLD],
         ["P", "S(1)", "R", "R"],
     ),
 }  # fmt: skip
@@ -173,7 +173,9 @@ ACCEPTED: dict[str, tuple[Any, list[Any], list[str], set[str]]] = {
     "one row for all": (aten.expand.default, [(1, 6), [4, 6]], ["R"], {"R", "S(0)"}),
     "cut elsewhere": (aten.slice.Tensor, [(4, 6), 1, 0, 2], ["S(0)"], {"S(0)"}),
     "conversion": (sp.convert.default, [(4, 6), "S(0)", "R", WORLD], ["S(0)"], {"R"}),
-    "vocabulary": (sp.vocab_embedding.default, [(4, 6), (3,), WORLD], ["S(0)", "R"], {"P"}),
+    "vocabulary": (
+        sp.vocab_embedding.default, [(4, 6), (3,), 4 * WORLD, WORLD], ["S(0)", "R"], {"P"},
+    ),
 }  # fmt: skip
 
 

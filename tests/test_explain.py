@@ -97,11 +97,12 @@ class _Odd(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(5, 7)
+        self.mixed = nn.Parameter(torch.ones(5, 7))
         self.scale = nn.Parameter(torch.ones(8, 8))
         self.unused = nn.Linear(4, 4)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.inner(x), torch.cumprod(self.scale, 0)
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.inner(x), torch.cumprod(self.scale, 0), torch.softmax(self.mixed.exp(), 1)
 
 
 def _odd(tp: int, **hints: Any) -> Plan:
@@ -110,10 +111,12 @@ def _odd(tp: int, **hints: Any) -> Plan:
 
 def test_reasons_of_what_can_never_be_sharded() -> None:
     plan = _odd(2)
-    inner = _one(plan, "inner.weight").reason
-    assert inner.startswith("cannot be sharded: aten.linear.default in inner (test_explain.py:")
-    assert "has 7 along dim 0, and 7 does not divide by 2" in inner
-    assert "has 5 along dim 1, and 5 does not divide by 2" in inner
+    mixed = _one(plan, "mixed").reason
+    assert mixed.startswith("cannot be sharded: aten.exp.default (test_explain.py:")
+    assert "has 5 along dim 0, and 5 does not divide by 2" in mixed
+    assert "has 7 along dim 1, and 7 does not divide by 2" in mixed
+    padded = _one(plan, "inner.weight").reason
+    assert "Shard(0) with padding behind 7" in padded
     scale = _one(plan, "scale")
     assert "there is no sharding rule for aten.cumprod.default" in scale.reason
     assert [way.operands for way in scale.operators[0].ways] == [("I",)]

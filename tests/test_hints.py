@@ -166,8 +166,9 @@ def test_forbid_takes_placements(placements: tuple[Any, ...]) -> None:
         ({"head": Shard(0), "head.weight": sp_compiler.forbid(Shard(0))}, "contradict"),
         ({"head": sp_compiler.forbid(Shard(0), Shard(1), Replicate())}, "contradict"),
         (
-            {"position_embedding": Shard(0)},
-            r"cannot be met on 3 ranks: .*\(64, 32\) can be Replicate\(\).*needs dim 0 whole",
+            {"position_embedding": Shard(1)},
+            r"cannot be met on 3 ranks: .*\(64, 32\) can be Replicate\(\) or Shard\(0\).*"
+            r"has 32 along dim 1, and 32 does not divide by 3",
         ),
         (
             {"blocks.*.mlp_norm": sp_compiler.forbid(Replicate())},
@@ -201,11 +202,10 @@ def test_hints_that_one_operator_cannot_meet_together_are_named() -> None:
     assert "third" not in str(caught.value)
 
 
-def test_sizes_that_do_not_divide_are_named() -> None:
-    with pytest.raises(ArgumentError, match=r"has 6 along dim 0, and 6 does not divide by 4"):
-        sp_compiler.plan(
-            _Named(), ((torch.randn(4, 3, 6),), {}), tp=4, hints={"layers.3": Shard(0)}
-        )
+def test_sizes_that_do_not_divide_are_padded_if_asked() -> None:
+    inputs = ((torch.randn(4, 3, 6),), {})
+    plan = sp_compiler.plan(_Named(), inputs, tp=4, hints={"layers.3": Shard(0)})
+    assert "layers.3.weight (6, 6) on 4 ranks: Shard(0)" in str(plan.explain("layers.3"))
 
 
 def test_one_rank_meets_every_hint() -> None:

@@ -233,7 +233,7 @@ def test_wider_casts_are_repeated_and_narrower_ones_kept() -> None:
 
 class _Loss(nn.Module):
     def forward(self, logits: Tensor, target: Tensor) -> Tensor:
-        nll, _ = sp.vocab_nll(logits, target, -100, 1)
+        nll, _ = sp.vocab_nll(logits, target, -100, 7, 1)
         return nll.sum()
 
 

@@ -277,5 +277,8 @@ class _Question:
 
 def _stored_text(placement: Placement) -> str:
     """As a hint, with the sizes of the parts of a fused dim."""
+    text = placement_text(placement)
+    if len(placement.segments) == 1:
+        return f"{text} with padding behind {placement.segments[0]}"
     parts = ", ".join(map(str, placement.segments))
-    return f"{placement_text(placement)}{f' in parts of {parts}' if parts else ''}"
+    return f"{text}{f' in parts of {parts}' if parts else ''}"

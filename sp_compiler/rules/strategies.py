@@ -62,7 +62,8 @@ def strategies(
     found += _partial(rule)
     for factor in _factors(rule):
         parts = () if rule.placed else tuple(offers.segmentations(factor))
-        if factor.size % offers.world and not rule.placed and offers.may_pad(factor):
+        odd = factor.size > 1 and factor.size % offers.world
+        if odd and not rule.placed and offers.may_pad(factor):
             parts = (*parts, (factor.size,))
         for segments in (*([()] if offers.shardable(factor) else []), *parts):
             candidate = _shard_factor(rule, factor, segments, offers.world)

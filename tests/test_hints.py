@@ -203,8 +203,8 @@ def test_hints_that_one_operator_cannot_meet_together_are_named() -> None:
 
 
 def test_sizes_that_do_not_divide_are_padded_if_asked() -> None:
-    inputs = ((torch.randn(4, 3, 6),), {})
-    plan = sp_compiler.plan(_Named(), inputs, tp=4, hints={"layers.3": Shard(0)})
+    args = (torch.randn(4, 3, 6),)
+    plan = sp_compiler.plan(_Named(), (args, {}), tp=4, hints={"layers.3": Shard(0)})
     assert "layers.3.weight (6, 6) on 4 ranks: Shard(0)" in str(plan.explain("layers.3"))
 
 

@@ -20,7 +20,15 @@ from sp_compiler.passes.overlap import overlapped
 from sp_compiler.placement import R, S
 from sp_compiler.work import compute_us, elapsed_us, tensor_bytes
 from tests.graph_builder import GraphBuilder, convert
-from tests.parity import assert_parity, case, compiled, make_case, simulate
+from tests.parity import (
+    assert_parity,
+    assert_step,
+    case,
+    compiled,
+    compiled_in_turn,
+    make_case,
+    simulate,
+)
 
 aten = torch.ops.aten
 WORLD = 2
@@ -241,8 +249,9 @@ def waits(program: CompiledProgram) -> int:
 def test_gradients_are_those_without_overlap_to_the_last_bit(name: str, recompute: str) -> None:
     found = case(name, 2, 12)
     options: dict[str, Any] = {"tp": 2, "sequence_parallel": True, "recompute": recompute}
-    program = assert_parity(found, **options, overlap=True)
-    plain = compiled(found, **options, overlap=False)
+    program = compiled_in_turn(found, **options, overlap=True)
+    plain = compiled_in_turn(found, **options, overlap=False)
+    assert_step(found, program)
     assert waits(program) > 2
     assert waits(plain) == 0
     assert ".wait()" not in plain.code

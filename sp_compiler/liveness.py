@@ -224,6 +224,7 @@ class Step:
             ref.name for call in self.program.calls for ref in set(call.args) if ref.kind == "param"
         )
         self.partial: dict[str, Storage] = {}
+        self.replicated: dict[str, Tensor] = {}
         self.own_parameters = self.program.own_parameters(compiled.world)
         self.peaks: dict[tuple[str, str, frozenset[int]], int] = {}
 
@@ -237,6 +238,7 @@ class Step:
         self._start_backward()
         for index in reversed(range(len(self.program.calls))):
             self._backward(index, self.program.calls[index])
+        self._reduce()
         kept = tuple(
             Kept(index, position, storage)
             for index, frame in enumerate(self.frames)
@@ -320,6 +322,7 @@ class Step:
             elif storage is not None and ref.kind == "param":
                 if placement.kind == "R" and self.compiled.world > 1:
                     self._hold([storage])  # until all of them are reduced, at the end of backward
+                    self.replicated[ref.name] = grad.meta["val"]
                 self._collect(ref.name, storage)
         self._release(tangents)
         self._drop(index, frame)
@@ -350,6 +353,15 @@ class Step:
             self.partial[name] = Storage(("backward", part.owner[1], f"sum {name}"), part.num_bytes)
             self._hold([self.partial[name]])
         self._release([before, part])
+
+    def _reduce(self) -> None:
+        """Gradients of replicated parameters are put together and reduced, one dtype at a time."""
+        sizes: Counter[torch.dtype] = Counter()
+        for grad in self.replicated.values():
+            sizes[grad.dtype] += tensor_bytes(grad)
+        if sizes:
+            # What is sent, and what arrives.
+            self._hold([Storage(("backward", -1, "bucket"), 2 * max(sizes.values()))])
 
     # Books.
 

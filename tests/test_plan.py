@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch.distributed.tensor import Replicate
 from torch.fx import Graph, Node
 
 from benchmarks.measure import PeakRecorder, Recorder
@@ -344,6 +345,18 @@ def test_planned_peak_where_some_calls_of_a_block_share_parameters() -> None:
     names = [call.region.name for call in program.program.calls]
     assert names.count("_Layer") == 3
     assert _measured_peak(found, program) == step_memory(program).peak_bytes
+
+
+def test_the_peak_counts_the_bucket_of_replicated_gradients() -> None:
+    """The gradients, what is sent of them together, and what arrives."""
+    model, x = nn.Sequential(nn.Linear(16, 512), nn.Linear(512, 16)), torch.randn(2, 3, 16)
+    hints = {"0": Replicate(), "1": Replicate()}
+    found = plan(model, ((x,), {}), tp=2, hints=hints)
+    replicated = sum(parameter.nbytes for parameter in model.parameters())
+    assert found.replicated_parameter_bytes == replicated
+    assert 3 * replicated <= found.activation_peak_bytes < 3.5 * replicated
+    alone = plan(model, ((x,), {}), tp=1)
+    assert alone.activation_peak_bytes < 0.5 * replicated
 
 
 def _measured_peak(found: Case, program: CompiledProgram) -> int:

@@ -9,6 +9,7 @@ out itself.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -62,8 +63,14 @@ def may_pad(node: Node, is_parameter: Callable[[Node], bool]) -> bool:
     if node.target is _aten.linear.default:
         return all(_is_weight(operand, is_parameter) for operand in tensor_operands(node)[1:])
     if node.target is _aten.div.Tensor:
-        return not isinstance(node.args[1], Node)
-    return node.target in POINTWISE or node.target in RELABELLING
+        return not isinstance(node.args[1], Node) and node.args[1] != 0 and _is_finite(node)
+    return (node.target in POINTWISE and _is_finite(node)) or node.target in RELABELLING
+
+
+def _is_finite(node: Node) -> bool:
+    """Whether the numbers among the arguments are, which meet the zeros of the padding."""
+    numbers = [x for x in (*node.args, *node.kwargs.values()) if isinstance(x, int | float)]
+    return all(map(math.isfinite, numbers))
 
 
 def _is_weight(node: Node, is_parameter: Callable[[Node], bool]) -> bool:

@@ -138,7 +138,7 @@ class Communicator:
     def vocab_embedding(self, weight: Tensor, ids: Tensor, num_rows: int) -> Tensor:
         self._require_inside(ids, num_rows, "an embedding of {} rows")
         local, mine = self._local_ids(ids, weight.shape[0])
-        return torch.nn.functional.embedding(local, weight) * mine.unsqueeze(-1)
+        return torch.nn.functional.embedding(local, weight).where(mine.unsqueeze(-1), 0)
 
     def vocab_embedding_backward(self, grad: Tensor, ids: Tensor, num_rows: int) -> Tensor:
         local, mine = self._local_ids(ids, num_rows)
@@ -155,7 +155,8 @@ class Communicator:
         peak = self._all_reduce(known.amax(-1), "max")
         del known
         local, mine = self._local_ids(target, logits.shape[-1])
-        picked = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1) * mine
+        # Selected, not multiplied: a logit of another class may be infinite.
+        picked = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1).where(mine, 0)
         exponents = logits - peak.unsqueeze(-1)
         if padding is not None:
             exponents.masked_fill_(padding, -torch.inf)

@@ -35,7 +35,7 @@ from sp_compiler.runtime.mirror import Invocation, Layout, MirrorModule, fill_mi
 from sp_compiler.runtime.named import NamedTensors, SignedForward, tied_names
 from sp_compiler.runtime.optimizer_state import show_true_state
 from sp_compiler.runtime.original import Original, check_not_taken, move_hooks
-from sp_compiler.runtime.padding import without_rank_padding
+from sp_compiler.runtime.padding import make_room, without_rank_padding
 from sp_compiler.runtime.parameters import optimizers_of, place
 from sp_compiler.runtime.pretrained import load_pretrained
 from sp_compiler.stage import Stage
@@ -144,6 +144,12 @@ class DistributedModule(MirrorModule):
         return self._outputs(executor.compiled, run)
 
     forward = SignedForward(_forward)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DistributedModule:
+        super()._apply(fn, recurse)
+        for parameter, placement, group in self._sp_stored():
+            make_room(parameter, placement, group.world)
+        return self
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Compile for these example inputs, and place the parameters, without running anything."""

@@ -1,8 +1,8 @@
 """Padded shards of parameters: stored as their true elements, with room behind for the padding.
 
-A rank's DTensor part is the true chunk, so optimizers, norms and checkpoints see what the model
-has. It is a view of a storage that has the padding too, zeros that nobody writes to, so a region
-reads the padded shard without a copy.
+A rank's DTensor part is the true chunk, contiguous, so optimizers, norms and checkpoints see what
+the model has. Where the outermost dim is padded, it is a view of a storage that has the padding
+too, zeros that nobody writes to, so a region reads the padded shard without a copy.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from sp_compiler.layout import local_part
 from sp_compiler.placement import Placement
@@ -18,7 +19,8 @@ from sp_compiler.placement import Placement
 
 def stored_part(full: Tensor, placement: Placement, rank: int, world: int) -> Tensor:
     """What ``rank`` stores of ``full``: its part without padding."""
-    return without_rank_padding(local_part(full, placement, rank, world), placement, rank, world)
+    part = local_part(full, placement, rank, world)
+    return without_rank_padding(part, placement, rank, world).contiguous()
 
 
 def without_rank_padding(part: Tensor, placement: Placement, rank: int, world: int) -> Tensor:
@@ -30,33 +32,38 @@ def without_rank_padding(part: Tensor, placement: Placement, rank: int, world: i
     return part.narrow(placement.dim, 0, true)
 
 
-def with_room(chunk: Tensor, placement: Placement, world: int) -> Tensor:
-    """A copy of a rank's true ``chunk`` in a storage that has the padding too."""
-    if not placement.padding(world):
-        return chunk
-    size, true = _padded_size(placement, world), chunk.shape[placement.dim]
-    return _enlarged(chunk, placement.dim, size).narrow(placement.dim, 0, true)
+@torch.no_grad()
+def make_room(parameter: DTensor, placement: Placement, world: int) -> None:
+    """Give a parameter whose local part was exchanged room for its padding again."""
+    local = parameter._local_tensor
+    if placement.padding(world) and not placement.dim and not _has_room(local, placement, world):
+        whole = _enlarged(local, placement, world)
+        parameter._local_tensor = whole.narrow(0, 0, local.shape[0])
 
 
 def padded_part(chunk: Tensor, placement: Placement, world: int) -> Tensor:
     """A rank's ``chunk`` with its padding: a view where the storage has it, else a copy."""
-    dim, size = placement.dim, _padded_size(placement, world)
-    if chunk.shape[dim] == size:
+    shape = _padded_shape(chunk, placement, world)
+    if tuple(chunk.shape) == shape:
         return chunk
-    shape = [*chunk.shape[:dim], size, *chunk.shape[dim + 1 :]]
-    stride = [math.prod(shape[position + 1 :]) for position in range(len(shape))]
-    has_room = chunk.untyped_storage().nbytes() == math.prod(shape) * chunk.element_size()
-    if has_room and not chunk.storage_offset() and list(chunk.stride()) == stride:
-        return torch.as_strided(chunk, shape, stride)
-    return _enlarged(chunk, dim, size)
+    if _has_room(chunk, placement, world):
+        strides = [math.prod(shape[position + 1 :]) for position in range(len(shape))]
+        return torch.as_strided(chunk, shape, strides)
+    return _enlarged(chunk, placement, world)
 
 
-def _padded_size(placement: Placement, world: int) -> int:
-    return (placement.segments[0] + placement.padding(world)) // world
+def _has_room(chunk: Tensor, placement: Placement, world: int) -> bool:
+    size = math.prod(_padded_shape(chunk, placement, world)) * chunk.element_size()
+    fits = chunk.untyped_storage().nbytes() == size and not chunk.storage_offset()
+    return fits and not placement.dim and chunk.is_contiguous()
 
 
-def _enlarged(chunk: Tensor, dim: int, size: int) -> Tensor:
-    shape = [*chunk.shape[:dim], size, *chunk.shape[dim + 1 :]]
-    result = chunk.new_zeros(shape)
-    result.narrow(dim, 0, chunk.shape[dim]).copy_(chunk)
+def _padded_shape(chunk: Tensor, placement: Placement, world: int) -> tuple[int, ...]:
+    dim, size = placement.dim, (placement.segments[0] + placement.padding(world)) // world
+    return (*chunk.shape[:dim], size, *chunk.shape[dim + 1 :])
+
+
+def _enlarged(chunk: Tensor, placement: Placement, world: int) -> Tensor:
+    result = chunk.new_zeros(_padded_shape(chunk, placement, world))
+    result.narrow(placement.dim, 0, chunk.shape[placement.dim]).copy_(chunk)
     return result

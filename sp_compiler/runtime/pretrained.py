@@ -19,7 +19,7 @@ from sp_compiler.placement import I, Placement
 from sp_compiler.runtime.functions import local_tensor
 from sp_compiler.runtime.group import device_type_of
 from sp_compiler.runtime.mirror import MirrorModule
-from sp_compiler.runtime.padding import with_room
+from sp_compiler.runtime.padding import make_room
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -134,7 +134,9 @@ def load_pretrained(module: MirrorModule, path: str | Path) -> list[str]:
         for stored, entry in found:
             placement = layout.placements.get(entry.names[0], I)
             part = checkpoint.part(stored, placement, layout.group.rank, layout.group.world)
-            _fill(entry.tensor, with_room(part, placement, layout.group.world), device)
+            _fill(entry.tensor, part, device)
+            if isinstance(entry.tensor, DTensor):
+                make_room(entry.tensor, placement, layout.group.world)
         used = {stored for stored, _ in found}
         unused = [name for name in checkpoint.names() if name not in used]
     _make_buffers(module, device)

@@ -219,7 +219,7 @@ _MODELS = [
     pytest.param("plain", 1, 3),
     *(
         pytest.param(name, 2, count, marks=pytest.mark.slow)
-        for name, count in (("plain", 8), ("llama", 3), ("mixtral", 3))
+        for name, count in (("plain", 5), ("llama", 3), ("mixtral", 3))
     ),
 ]
 

@@ -67,6 +67,12 @@ def _two_rows_each() -> dict[str, list[Setting]]:
     return {**chosen, "plain": _PAIRWISE}
 
 
+def _everything() -> dict[str, list[Setting]]:
+    """All settings; for T5, whose seven regions take longest, at the size that does not divide."""
+    odd = [setting for setting in _ALL if setting[0] == _SIZES[1]]
+    return {name: odd if name == "t5" else _ALL for name in _EVERY_SETTING}
+
+
 _COLUMNS = ("name", "size", "tp", "recompute", "sequence_parallel")
 
 
@@ -90,7 +96,7 @@ def test_parity(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(_COLUMNS, _cases(dict.fromkeys(_EVERY_SETTING, _ALL)))
+@pytest.mark.parametrize(_COLUMNS, _cases(_everything()))
 def test_parity_of_everything(
     name: str, size: tuple[int, int], tp: int, recompute: str, sequence_parallel: bool
 ) -> None:
@@ -112,7 +118,7 @@ def test_pairwise_rows_cover() -> None:
 @pytest.mark.parametrize(
     "name", ["gpt2", pytest.param("t5", marks=pytest.mark.slow), "llama", "vit", "encoder"]
 )
-def test_what_does_not_divide_is_replicated(name: str, tp: int) -> None:
+def test_what_does_not_divide_is_padded_or_whole(name: str, tp: int) -> None:
     """Four heads and a width of 32: eight ranks divide only widths, three nothing."""
     parity.assert_parity(parity.case(name, 2, 7), _TIGHT, tp=tp)
 

@@ -159,9 +159,7 @@ def _tangents(region: Region, data: _Data, world: int) -> list[Tensor]:
         len(found) :
     ]:
         value = node.meta["val"]
-        shape = list(value.shape)
-        if placement.is_sharded:
-            shape[placement.dim] = shape[placement.dim] * world - placement.padding(world)
+        shape = placement.global_shape(tuple(value.shape), world)
         found.append(torch.zeros(shape, dtype=value.dtype))
     return found
 

@@ -52,11 +52,15 @@ def join_parts(parts: Sequence[Tensor], placement: Placement) -> Tensor:
 def padded(full: Tensor, placement: Placement, world: int) -> Tensor:
     """``full`` with zeros behind it where ``placement`` is padded."""
     missing = placement.padding(world)
-    if not missing:
-        return full
-    shape = list(full.shape)
-    shape[placement.dim] = missing
-    return torch.cat([full, full.new_zeros(shape)], placement.dim)
+    dim = placement.dim
+    return enlarged(full, dim, full.shape[dim] + missing) if missing else full
+
+
+def enlarged(x: Tensor, dim: int, size: int) -> Tensor:
+    """A copy of ``x`` with zeros behind it on ``dim``, which is of ``size`` then."""
+    result = x.new_zeros((*x.shape[:dim], size, *x.shape[dim + 1 :]))
+    result.narrow(dim, 0, x.shape[dim]).copy_(x)
+    return result
 
 
 def without_padding(full: Tensor, placement: Placement, world: int) -> Tensor:

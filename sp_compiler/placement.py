@@ -84,6 +84,13 @@ class Placement:
             return ((rows + world - 1) // world, *shape[self.dim :])
         return shape
 
+    def global_shape(self, shape: tuple[int, ...], world: int) -> tuple[int, ...]:
+        """Inverse of :meth:`local_shape` (but of a "T"): what ``shape`` is a part of."""
+        if self.kind != "S":
+            return shape
+        size = shape[self.dim] * world - self.padding(world)
+        return (*shape[: self.dim], size, *shape[self.dim + 1 :])
+
 
 R = Placement("R")
 I = Placement("I")  # noqa: E741 - the literature's name

@@ -203,9 +203,9 @@ def check(whole: Whole, strategy: Strategy, world: int, step: Step | None = None
     run = prepare(whole, strategy, world, step)
     generator = torch.Generator().manual_seed(2)
     # Weights have zeros in their padding, other operands anything.
-    is_weight = [whole.call.target is torch.ops.aten.linear.default and i for i in range(3)]
+    is_linear = whole.call.target is torch.ops.aten.linear.default
     inputs = [
-        _scatter(x, placement, world, generator, zeros=bool(position < 3 and is_weight[position]))
+        _scatter(x, placement, world, generator, zeros=is_linear and position > 0)
         for position, (x, placement) in enumerate(zip(whole.inputs, strategy.operands, strict=True))
     ]
     tangents = [

@@ -24,7 +24,7 @@ _SETTINGS = [
 ]
 _SLOW = ("plain", "bert", "t5", "encoder_seqfirst", "lora")
 _MODELS = ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in _SLOW)]
-# Where masks are kept or not differs by operator, of which these two have all.
+# That kept masks are the drawn ones is compared for every model below.
 _CASES = [
     *(pytest.param(name, "regenerate", marks=pytest.mark.slow) for name in _SLOW),
     pytest.param("bert", "stored", marks=pytest.mark.slow),

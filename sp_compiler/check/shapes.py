@@ -23,14 +23,10 @@ Shape = tuple[int, ...]
 
 
 def global_shape(shape: Sequence[int], placement: Placement, world: int) -> Shape:
-    """Inverse of :meth:`Placement.local_shape`."""
-    if placement.kind != "S" or placement.dim >= len(shape):
+    """:meth:`Placement.global_shape`; what lacks the dim is no part of anything."""
+    if placement.dim >= len(shape):
         return tuple(shape)
-    return (
-        *shape[: placement.dim],
-        shape[placement.dim] * world,
-        *shape[placement.dim + 1 :],
-    )
+    return placement.global_shape(tuple(shape), world)
 
 
 def local_shapes(node: Node) -> list[Shape | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from sp_compiler.graph import arguments
+from sp_compiler.graph import arguments, tensor_operands
 from sp_compiler.placement import I, P, R, shard_of
 from sp_compiler.rules.strategies import Strategy
 
@@ -18,7 +18,7 @@ def vocabulary_strategies(node: Node, world: int) -> list[Strategy]:
     if not has_vocabulary(node) or vocabulary_obstacle(node):
         return []
     dim = 0 if node.target is _aten.embedding.default else 1
-    size = node.args[0].meta["val"].shape[dim]
+    size = tensor_operands(node)[0].meta["val"].shape[dim]
     sharded = shard_of(size, dim, world)
     return [Strategy((sharded, R), (_RESULTS[node.target],), vocabulary=True)]
 

@@ -132,20 +132,16 @@ def _save(ctx: Any, saved: Sequence[Any], locals_: Sequence[Any], owners: Sequen
     A local part of a DTensor does not see that the DTensor is changed in place (its version stays),
     so the DTensor is kept in its stead. The padding of a part is put on again.
     """
-    padded = ctx.runner.padded
-    padded_of = {id(locals_[index]): placement for index, placement in padded.items()}
     owner_of = {
         id(local): owner
         for local, owner in zip(locals_, owners, strict=True)
         if isinstance(owner, DTensor)
     }
-    tensors = [owner_of.get(id(value), value) for value in saved if isinstance(value, Tensor)]
-    ctx.save_for_backward(*tensors)
-    ctx.padded = {
-        position: padded_of[id(value)]
-        for position, value in enumerate(v for v in saved if isinstance(v, Tensor))
-        if id(value) in padded_of
-    }
+    tensors = [value for value in saved if isinstance(value, Tensor)]
+    ctx.save_for_backward(*[owner_of.get(id(value), value) for value in tensors])
+    position_of = {id(value): position for position, value in enumerate(tensors)}
+    padded = [(id(locals_[index]), place) for index, place in ctx.runner.padded.items()]
+    ctx.padded = {position_of[key]: place for key, place in padded if key in position_of}
     ctx.others = {
         index: value for index, value in enumerate(saved) if not isinstance(value, Tensor)
     }

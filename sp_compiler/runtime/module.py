@@ -428,8 +428,7 @@ class DistributedModule(MirrorModule):
         if mesh is None or not placement.is_sharded:
             return value
         group = self._sp_layout.group
-        sizes = list(value.shape)
-        sizes[placement.dim] = sizes[placement.dim] * group.world - placement.padding(group.world)
+        sizes = placement.global_shape(tuple(value.shape), group.world)
         whole = torch.empty(sizes, device="meta")
         return DTensor.from_local(
             without_rank_padding(value, placement, group.rank, group.world),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from sp_compiler.layout import local_part
+from sp_compiler.layout import enlarged, local_part
 from sp_compiler.placement import Placement
 
 
@@ -37,7 +37,7 @@ def make_room(parameter: DTensor, placement: Placement, world: int) -> None:
     """Give a parameter whose local part was exchanged room for its padding again."""
     local = parameter._local_tensor
     if placement.padding(world) and not placement.dim and not _has_room(local, placement, world):
-        whole = _enlarged(local, placement, world)
+        whole = enlarged(local, 0, _padded_shape(local, placement, world)[0])
         parameter._local_tensor = whole.narrow(0, 0, local.shape[0])
 
 
@@ -49,7 +49,7 @@ def padded_part(chunk: Tensor, placement: Placement, world: int) -> Tensor:
     if _has_room(chunk, placement, world):
         strides = [math.prod(shape[position + 1 :]) for position in range(len(shape))]
         return torch.as_strided(chunk, shape, strides)
-    return _enlarged(chunk, placement, world)
+    return enlarged(chunk, placement.dim, shape[placement.dim])
 
 
 def _has_room(chunk: Tensor, placement: Placement, world: int) -> bool:
@@ -59,11 +59,6 @@ def _has_room(chunk: Tensor, placement: Placement, world: int) -> bool:
 
 
 def _padded_shape(chunk: Tensor, placement: Placement, world: int) -> tuple[int, ...]:
-    dim, size = placement.dim, (placement.segments[0] + placement.padding(world)) // world
-    return (*chunk.shape[:dim], size, *chunk.shape[dim + 1 :])
-
-
-def _enlarged(chunk: Tensor, placement: Placement, world: int) -> Tensor:
-    result = chunk.new_zeros(_padded_shape(chunk, placement, world))
-    result.narrow(placement.dim, 0, chunk.shape[placement.dim]).copy_(chunk)
-    return result
+    dim = placement.dim
+    full = (*chunk.shape[:dim], placement.segments[0], *chunk.shape[dim + 1 :])
+    return placement.local_shape(full, world)

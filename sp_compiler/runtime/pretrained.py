@@ -87,9 +87,8 @@ def _own_ranges(
     start = 0
     for segment in placement.segments or (size,):
         length = -(-segment // world)
-        ends = (min(each * length, segment) for each in (rank, rank + 1))
-        first, last = ends
-        yield start + first, start + last
+        first, last = rank * length, (rank + 1) * length
+        yield start + min(first, segment), start + min(last, segment)
         start += segment
 
 

@@ -20,7 +20,7 @@ class Hardware:
         memory_bytes_per_us: memory bandwidth (H100 data sheet: 3.35 TB/s).
         link_bytes_per_us: one direction of NVLink 4 (data sheet: 900 GB/s both directions).
         latency_us: fixed time of one collective.
-        replicated_byte_us: price of a byte of the largest parameter if every rank holds it; of
+        replicated_byte_us: price of a byte of the largest matrix if every rank holds it; of
             others in proportion to their size. Chosen so that a weight matrix is sharded whenever
             it can be, while a small adapter is not worth a collective.
         kept_byte_us: price of a byte kept for backward between two regions. Chosen so that rows are

@@ -323,7 +323,17 @@ def _relabels(node: fx.Node) -> bool:
     source = node.args[0] if node.args else None
     if node.target is not aten.reshape.default or not isinstance(source, fx.Node):
         return False
-    return _same_shape(node, source) and node.meta.get("placement") != source.meta.get("placement")
+    if node.meta.get("placement") == source.meta.get("placement"):
+        return False
+    return _same_shape(node, source) or _is_spread(node) or _is_spread(source)
+
+
+def _is_spread(node: fx.Node) -> bool:
+    """Whether a rank has one element of each segment: rows of heads, one head each, are tokens."""
+    placement = node.meta.get("placement")
+    return bool(placement and placement.segments) and (
+        node.meta["val"].shape[placement.dim] == len(placement.segments)
+    )
 
 
 def _copy_keys(node: fx.Node, source: fx.Node, keys: Sequence[str]) -> None:

@@ -115,26 +115,16 @@ def test_every_number_kept_is_small(name: str) -> None:
             assert max(record["output_error"], record["gradient_error"]) < _TIGHT
 
 
-# Shares of FLOPs and of parameters that fall short of 99 %, by number of ranks, and why.
-_SHORT = {
-    # At width 64 the down projections of latent attention pay better whole.
-    "deepseek_v3": {"2": (0.99, 0.97), "4": (0.99, 0.97), "8": (0.99, 0.97)},
-    # With one head a rank, rows of heads and rows of tokens are one shape: out_proj is not proven.
-    "qwen3_next": {"8": (0.98, 0.98)},
-}
-
-
 @pytest.mark.parametrize("name", architectures.names(decoder_only=True))
 def test_language_models_are_sharded(name: str) -> None:
-    for ranks, record in _FLOORS[name]["dividing"].items():
-        flops, parameters = _SHORT.get(name, {}).get(ranks, (0.99, 0.99))
-        assert record["flops"] >= flops
-        assert record["parameters"] >= parameters
+    for record in _FLOORS[name]["dividing"].values():
+        assert record["flops"] >= 0.99
+        assert record["parameters"] >= 0.99
 
 
 @pytest.mark.slow
 def test_latent_attention_is_sharded_at_its_real_widths() -> None:
-    """At width 64 its down projections weigh less than the collectives that sharding them takes."""
+    """Beside a vocabulary that is a hundred times their size its down projections weigh little."""
     fields = {"num_hidden_layers": 1, "first_k_dense_replace": 1, "use_cache": False}
     with torch.device("meta"):
         config = transformers.DeepseekV3Config(**fields)

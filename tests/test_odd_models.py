@@ -87,6 +87,20 @@ class Picked(Block):
         return x[torch.arange(x.shape[0]), x.sum(-1).argmax(-1)]
 
 
+class HeadsAreRows(Block):
+    """A gated norm of each head, over rows of batch, sequence and heads in one dim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head_norm = nn.LayerNorm(_WIDTH // _HEADS)
+
+    def attention(self, x: Tensor) -> Tensor:
+        q, k, v = self.heads(x)
+        core = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        rows, gate = (y.reshape(-1, y.shape[-1]) for y in (core, v.transpose(1, 2)))
+        return self.out((self.head_norm(rows) * F.silu(gate)).reshape(core.shape).flatten(2))
+
+
 class NoParameters(nn.Module):
     """Nothing to shard."""
 
@@ -187,6 +201,7 @@ _KINDS = (
     ComplexRotary,
     Alibi,
     Picked,
+    HeadsAreRows,
     NoParameters,
     TwoRoles,
     ClassesFirst,
@@ -205,3 +220,13 @@ def test_like_eager(kind: Callable[[], nn.Module], options: dict[str, Any]) -> N
 def test_single_tokens_and_sequences(kind: Callable[[], nn.Module], size: tuple[int, int]) -> None:
     """A dim of size 1 is neither tokens nor features."""
     _assert_like_eager(kind, _input(kind, *size), tp=2)
+
+
+@pytest.mark.parametrize("tp", [2, _HEADS])
+def test_heads_as_rows_are_sharded(tp: int) -> None:
+    """One head a rank: rows of heads and rows of tokens have the same shape there."""
+    x = _input(HeadsAreRows, 2, 5)
+    compiled = build(_model(HeadsAreRows), (x,), {}, CompileOptions(tp=tp))
+    assert not compiled.notes
+    for name in ("qkv.weight", "out.weight", "up.weight", "down.weight"):
+        assert compiled.param_placements[name].is_sharded

@@ -369,19 +369,22 @@ class ProblemBuilder:
         return "its readers do not agree on a way"
 
     def _replicated_cost(self, param: Value) -> float:
-        """Price of a parameter that every rank holds; what is small beside the largest is cheap."""
+        """Price of a parameter that every rank holds; what is small beside a matrix is cheap."""
         size = bytes_of(param)
-        share = size / self._largest_param_bytes()
+        share = size / self._largest_matrix_bytes()
         held_twice = size * (self.world - 1) / self.world
         return held_twice * share * H100.replicated_byte_us
 
-    def _largest_param_bytes(self) -> int:
-        return max(
-            bytes_of((node, 0))
+    def _largest_matrix_bytes(self) -> int:
+        """Of the parameters with two dims; those with more are stacks of them, if there are any."""
+        params = [
+            node
             for region in self.regions
             for node, kind in zip(region.placeholders, region.input_kinds, strict=True)
             if kind == "param"
-        )
+        ]
+        matrices = [node for node in params if node.meta["val"].ndim == 2]
+        return max(bytes_of((node, 0)) for node in matrices or params)
 
     def _needed(self, keys: list[Key], kind: str) -> list[Placement]:
         """Placements of ``kind`` that any operator can take one of the values in."""

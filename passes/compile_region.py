@@ -66,5 +66,4 @@ def differentiate(region: Region) -> JointGraph:
     """The joint graph of ``region``, simplified, without tags."""
     joint = trace_joint(region)
     simplify(joint.graph)
-    joint.module.recompile()
     return joint

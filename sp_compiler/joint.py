@@ -46,7 +46,7 @@ class JointGraph:
     """Forward and backward of a region in one graph.
 
     Attributes:
-        module: placeholders are the region's inputs, named after them, then the tangents; the
+        graph: placeholders are the region's inputs, named after them, then the tangents; the
             output is a flat tuple of the region's outputs and one gradient (or None) per input.
             Every node has ``meta["val"]``; those that come from a region node have
             ``meta["source"]`` (its name), its ``nn_module_stack`` and ``stack_trace``, backward
@@ -57,15 +57,11 @@ class JointGraph:
         input_kinds: :data:`~sp_compiler.program.RefKind` of each input.
     """
 
-    module: fx.GraphModule
+    graph: fx.Graph
     num_inputs: int
     num_outputs: int
     tangent_outputs: tuple[int, ...]
     input_kinds: tuple[str, ...]
-
-    @property
-    def graph(self) -> fx.Graph:
-        return self.module.graph
 
     @property
     def placeholders(self) -> list[fx.Node]:
@@ -90,7 +86,7 @@ class JointGraph:
 
     def copy(self) -> JointGraph:
         """With nodes of its own, whose ``meta`` can be changed."""
-        return replace(self, module=fx.GraphModule({}, copy_graph(self.graph)))
+        return replace(self, graph=copy_graph(self.graph))
 
     @property
     def _results(self) -> Sequence[Any]:
@@ -128,7 +124,6 @@ def trace_joint(region: Region) -> JointGraph:
     Raises:
         PassError: a placeholder without ``meta["val"]``.
     """
-    inner = _with_sources(region.module)
     mode = FakeTensorMode(shape_env=_shape_env(region))
     args = [_fake_input(node, mode) for node in region.placeholders]
     with contextlib.ExitStack() as stack:
@@ -136,11 +131,10 @@ def trace_joint(region: Region) -> JointGraph:
             stack.enter_context(enable_python_dispatcher())
         stack.enter_context(fx.traceback.preserve_node_meta())
         stack.enter_context(mode)
-        traced = aot_export_joint_with_descriptors(stack, _Interpreted(inner), tuple(args))
+        traced = aot_export_joint_with_descriptors(stack, _Interpreted(region.module), tuple(args))
         graph = traced.graph_module.graph
     joint = _rebuild(graph, region)
     _drop_no_ops(joint.graph)
-    joint.module.recompile()
     _copy_provenance(joint, region)
     return joint
 
@@ -153,7 +147,7 @@ class _Interpreted(nn.Module):
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__()
-        self._run = fx.Interpreter(module).run
+        self._run = fx.Interpreter(module, graph=_with_sources(module.graph)).run
 
     def forward(self, *args: Tensor) -> tuple[Tensor, ...]:
         outputs = self._run(*args)
@@ -167,13 +161,12 @@ def _shape_env(region: Region) -> Any:
     return sizes[0].node.shape_env if sizes else None
 
 
-def _with_sources(module: fx.GraphModule) -> fx.GraphModule:
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
+def _with_sources(original: fx.Graph) -> fx.Graph:
+    graph = copy_graph(original)
     for node in graph.nodes:
         if node.op == "call_function":
             node.meta["custom"] = {_SOURCE: node.name}
-    return fx.GraphModule(module, graph)
+    return graph
 
 
 def _fake_input(node: fx.Node, mode: FakeTensorMode) -> Tensor:
@@ -216,8 +209,7 @@ def _rebuild(traced: fx.Graph, region: Region) -> JointGraph:
         if isinstance(source.meta["val"], torch.SymInt):
             node.meta["val"] = source.meta["val"]
     inline_sizes(graph)
-    module = fx.GraphModule({}, graph)
-    return JointGraph(module, num_inputs, num_outputs, tuple(sorted(tangents)), region.input_kinds)
+    return JointGraph(graph, num_inputs, num_outputs, tuple(sorted(tangents)), region.input_kinds)
 
 
 def _result_name(node: fx.Node) -> str:

@@ -52,7 +52,8 @@ name in the model. At the sizes of the plan they give the planned bytes exactly.
 
 A size of 1 that could be larger (one sequence in a batch, as many heads as ranks) is followed too,
 but where a view merges it with a neighbour its place is a guess. Where b·s is not a multiple of t,
-tokens are padded and the formula has `ceiling(b*s/t)`.
+tokens are padded and the formula has `ceiling(b*s/t)`; where a width or a vocabulary is padded it
+has `ceiling(f/t)` or `ceiling(v/t)`.
 
 Below: a layer of each model in bfloat16 on {TP} ranks with b = {BATCH}, s = {LENGTH}, dropout as in
 the published configuration, masks drawn again. `widths_only` leaves out what has no width in it

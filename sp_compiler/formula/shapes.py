@@ -111,7 +111,7 @@ def _whole(shape: Shape, placement: Any, world: int) -> Shape:
     if placement.kind != "S":
         return shape
     return tuple(
-        gathered(dim, world) if position == placement.dim else dim
+        gathered(dim, world, placement.padding(world)) if position == placement.dim else dim
         for position, dim in enumerate(shape)
     )
 

@@ -106,8 +106,8 @@ def share(whole: Dim, world: int, segments: int = 1) -> Dim:
     return (Atom(-(-size_of(whole) // world), Share(whole, world, segments)),)
 
 
-def gathered(dim: Dim, world: int) -> Dim:
-    """The dim that ``dim`` is one rank's part of."""
+def gathered(dim: Dim, world: int, padding: int = 0) -> Dim:
+    """The dim that ``dim`` is one rank's part of, ``padding`` less than all parts together."""
     factors = resolved(dim)
     if not factors:
         return unknown(world)
@@ -115,7 +115,7 @@ def gathered(dim: Dim, world: int) -> Dim:
         if isinstance(atom.meaning, Share):
             return (*factors[:position], *atom.meaning.whole, *factors[position + 1 :])
     first, *rest = factors
-    whole = Atom(first.value * world)
+    whole = Atom(first.value * world - padding)
     if first.meaning is None:
         first.meaning = Share((whole,), world)
     return (whole, *rest)

@@ -106,6 +106,25 @@ class Interleaved(nn.Module):
         return self.down(F.silu(both[..., ::2]) * both[..., 1::2])
 
 
+class NormedOverHeads(nn.Module):
+    """Queries and keys divided by their root mean square over all heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(_HIDDEN, _HIDDEN), nn.Linear(_HIDDEN, _HIDDEN)
+        self.v, self.out = nn.Linear(_HIDDEN, _HIDDEN), nn.Linear(_HIDDEN, _HIDDEN)
+        self.scale = nn.Parameter(torch.ones(_HIDDEN))
+
+    def norm(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        products = self.norm(self.q(x)), self.norm(self.k(x)), self.v(x)
+        q, k, v = (y.unflatten(-1, (_HEADS, -1)).transpose(1, 2) for y in products)
+        core = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(core.transpose(1, 2).flatten(2))
+
+
 class Experts(nn.Module):
     """Two of four experts a token, whose rows are sorted by expert."""
 
@@ -147,6 +166,16 @@ def test_heads_stay_apart(model: type[nn.Module], tp: int, batch: int) -> None:
     nodes = [node for region in compiled.program.regions for node in region.module.graph.nodes]
     pairs = [conversion(node) for node in nodes]
     assert [str(pair[0]) for pair in pairs if pair and pair[0].kind != "I"] == ["P"]
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_mean_over_all_heads_moves_a_number_a_row(tp: int) -> None:
+    compiled = parity.assert_parity(_case(NormedOverHeads()), tp=tp)
+    assert parameter_share(compiled) == 1.0
+    nodes = [node for region in compiled.program.regions for node in region.module.graph.nodes]
+    moved = [node for node in nodes if (pair := conversion(node)) and pair[0].kind != "I"]
+    widths = [node.meta["val"].shape[-1] for node in moved]
+    assert sorted(widths) == [1, 1, 1, 1, _HIDDEN]  # of queries, of keys, of the output
 
 
 @pytest.mark.parametrize("start", [24, 31, 32])

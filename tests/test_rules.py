@@ -123,7 +123,13 @@ def _summed(rule: OpRule) -> OpRule:
     rule = _unblocked(rule)
     of_results = {factor for dims in rule.results for dim in dims for factor in dim}
     of_operands = {factor for dims in rule.operands for dim in dims for factor in dim}
-    return replace(rule, contracted=tuple(of_operands - of_results))
+    return replace(rule, contracted=tuple(of_operands - of_results), averaged=())
+
+
+def _averaged(rule: OpRule) -> OpRule:
+    """Says that a mean is taken of what the result lacks."""
+    lie = _summed(rule)
+    return replace(lie, contracted=(), averaged=lie.contracted)
 
 
 def _whole_first(rule: OpRule) -> OpRule:
@@ -147,6 +153,8 @@ _LIES: list[tuple[Any, Callable[[OpRule], OpRule]]] = [
     (aten.layer_norm.default, _unblocked),
     (aten.mean.dim, _summed),
     (aten.amax.default, _summed),
+    (aten.amax.default, _averaged),
+    (aten.sum.dim_IntList, _averaged),
     (aten.embedding.default, _summed),
     (aten.embedding.default, lambda rule: replace(rule, rows="broadcast")),
     (aten.transpose.int, _swapped(0)),

@@ -154,8 +154,10 @@ class RegionLowering:
                     operand = self._without_rows(node, operand, len(shape_of((node, 0))) - rows)
                 leaves[position] = operand
         args, kwargs = tree_unflatten(leaves, spec)
-        if strategy.vocabulary:
+        if strategy.lowering == "vocabulary":
             new = self._vocabulary(node, args)
+        elif strategy.lowering == "sum":
+            new = self._mean(node, args)
         else:
             args, kwargs = self._local_arguments(node, strategy, args, kwargs)
             target = aten.reshape.default if self._is_reshape(node, strategy) else node.target
@@ -247,6 +249,17 @@ class RegionLowering:
             return total
         counted = self._emit(aten.ne.Scalar, (target, ignore), {}, node)
         count = self._emit(aten.sum.default, (counted,), {}, node)
+        return self._emit(aten.div.Tensor, (total, count), {}, node)
+
+    def _mean(self, node: Node, args: tuple[Any, ...]) -> Node:
+        """A sum of one rank's part over the number of all that the mean is taken of."""
+        values = arguments(node)
+        whole = shape_of(value_of(values["self"]))
+        dims = values.get("dim") or list(range(len(whole)))
+        dtype = {"dtype": values["dtype"]} if values["dtype"] is not None else {}
+        sum_args = (args[0], dims, values.get("keepdim", False))
+        total = self._emit(aten.sum.dim_IntList, sum_args, dtype, node)
+        count = math.prod(whole[dim] for dim in dims)
         return self._emit(aten.div.Tensor, (total, count), {}, node)
 
     # Conversions.

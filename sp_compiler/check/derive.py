@@ -170,6 +170,7 @@ def _offered(shadow: Node, operands: Sequence[Placement], world: int) -> list[St
         sequence_parallel=False,
     )
     found = strategies(rule, len(rule.operands), len(rule.results), offers)
+    found = [strategy for strategy in found if strategy.lowering == "itself"]
     return [*found, *_joined(shadow, rule, world)]
 
 

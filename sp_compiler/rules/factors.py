@@ -50,6 +50,7 @@ class OpRule:
         operands: dims of each tensor operand, in the order of the arguments, repeats included.
         results: dims of each tensor result.
         contracted: factors that are summed over: sharding one makes the results without it partial.
+        averaged: factors over which a mean is taken: a sum over one, divided, may be sharded.
         linear: sets of operand positions; when all operands of a set are partial sums and the
             others replicated, the results are partial sums.
         split: for an operator that cuts one dim into parts, (operand dim, part sizes): with each
@@ -62,6 +63,7 @@ class OpRule:
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
     contracted: tuple[Factor, ...] = ()
+    averaged: tuple[Factor, ...] = ()
     linear: tuple[tuple[int, ...], ...] = ()
     split: tuple[int, tuple[int, ...]] | None = None
     placed: bool = False

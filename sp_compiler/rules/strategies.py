@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from sp_compiler.placement import I, P, Placement, R, S, T
 from sp_compiler.rules.factors import Dims, Factor, OpRule, Rows
@@ -13,12 +14,13 @@ from sp_compiler.rules.factors import Dims, Factor, OpRule, Rows
 class Strategy:
     """One way to run an operator: placements of its tensor operands and of its results.
 
-    ``vocabulary`` marks the lowering of a lookup or a loss over a sharded vocabulary.
+    ``lowering``: the operators it becomes, where one rank does not run the operator itself: those
+    of a lookup or a loss over a sharded vocabulary, or a sum, divided, in place of a mean.
     """
 
     operands: tuple[Placement, ...]
     results: tuple[Placement, ...]
-    vocabulary: bool = False
+    lowering: Literal["itself", "vocabulary", "sum"] = "itself"
 
     @property
     def is_replicated(self) -> bool:
@@ -105,7 +107,8 @@ def _shard_factor(
     results = [_placement_of(dims, factor, segments, world) for dims in rule.results]
     if None in operands or None in results:
         return None
-    if any(factor.name == contracted.name for contracted in rule.contracted):
+    averaged = factor in rule.averaged
+    if averaged or any(factor.name == contracted.name for contracted in rule.contracted):
         results = [P if placement == R else placement for placement in results]
     elif R in results:
         return None
@@ -115,7 +118,8 @@ def _shard_factor(
         # A dim that only the result has, cut to size 1: nothing in the traced graph would show the
         # sum over it that its gradient needs.
         return None
-    return Strategy(tuple(operands), tuple(results))  # type: ignore[arg-type]
+    lowering: Literal["itself", "sum"] = "sum" if averaged else "itself"
+    return Strategy(tuple(operands), tuple(results), lowering)  # type: ignore[arg-type]
 
 
 def _segments_agree(operands: list[Placement | None], results: list[Placement | None]) -> bool:

@@ -335,12 +335,12 @@ def _reduction(node: Node) -> OpRule | None:
     (shape,), results = _operand_shapes(node), _result_shapes(node)
     args = arguments(node)
     name = node.target._schema.name
+    is_sum, is_mean = name == "aten::sum", name == "aten::mean"
     dims_arg = args.get("dim")
     dims_arg = [dims_arg] if isinstance(dims_arg, int) else dims_arg
     reduced = {_positive(dim, len(shape)) for dim in dims_arg or range(len(shape))}
-    is_sum = name == "aten::sum"
     # A dim of size 1 is blocked even in a sum: flattened to rows it would be gone.
-    blocked = [dim for dim in sorted(reduced) if not is_sum or shape[dim] == 1]
+    blocked = [dim for dim in sorted(reduced) if not (is_sum or is_mean) or shape[dim] == 1]
     dims = numbered(shape, blocked=blocked)
     keep = bool(args.get("keepdim", False))
     result: Dims = tuple(
@@ -348,9 +348,16 @@ def _reduction(node: Node) -> OpRule | None:
         for dim, factors in enumerate(dims)
         if keep or dim not in reduced
     )
-    contracted = tuple(f for dim in sorted(reduced) for f in dims[dim]) if is_sum else ()
-    linear = ((0,),) if name in ("aten::sum", "aten::mean") else ()
-    return OpRule((dims,), (result,) * len(results), contracted=contracted, linear=linear)
+    gone = tuple(f for dim in sorted(reduced) for f in dims[dim] if not f.blocked)
+    # A mean adds up in float32 what would overflow as a sum.
+    may_sum = is_mean and node.meta["val"].dtype != torch.float16
+    return OpRule(
+        (dims,),
+        (result,) * len(results),
+        contracted=gone if is_sum else (),
+        averaged=gone if may_sum else (),
+        linear=_FIRST if is_sum or is_mean else (),
+    )
 
 
 # Views and rearrangements. All are linear.

@@ -20,7 +20,7 @@ def vocabulary_strategies(node: Node, world: int) -> list[Strategy]:
     dim = 0 if node.target is _aten.embedding.default else 1
     size = tensor_operands(node)[0].meta["val"].shape[dim]
     sharded = shard_of(size, dim, world)
-    return [Strategy((sharded, R), (_RESULTS[node.target],), vocabulary=True)]
+    return [Strategy((sharded, R), (_RESULTS[node.target],), lowering="vocabulary")]
 
 
 def has_vocabulary(node: Node) -> bool:

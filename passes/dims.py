@@ -1,4 +1,9 @@
-"""Dimension arguments counted from the end."""
+"""Dimension arguments counted from the end.
+
+Only of operators with a sharding rule: those are known to count dims of their first operand, or of
+their result. Of others ``-1`` may mean something else ("all" to ``_weight_norm``), and they run
+whole.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +15,16 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from sp_compiler.graph import arguments
+from sp_compiler.rules.table import rule_for
 
 _DIM_ARGUMENTS = ("dim", "dim0", "dim1", "dims")
-# The dim of these counts the dims of the result, which has one more than the operand.
-_GROWING = (torch.ops.aten.unsqueeze.default, torch.ops.aten.stack.default)
+# The dim of these counts the dims of the result: it has more than the operand, of which ``cat``
+# takes empty ones with a single dim.
+_OF_RESULT = (
+    torch.ops.aten.unsqueeze.default,
+    torch.ops.aten.stack.default,
+    torch.ops.aten.cat.default,
+)
 
 
 def make_dims_negative(graph: Graph) -> None:
@@ -22,7 +33,7 @@ def make_dims_negative(graph: Graph) -> None:
     For rank 3 ``softmax(x, 2)`` -> ``softmax(x, -1)``, ``cat([x, x])`` -> ``cat([x, x], -3)``.
     """
     for node in graph.nodes:
-        if getattr(node.target, "namespace", "") == "aten":
+        if getattr(node.target, "namespace", "") == "aten" and rule_for(node) is not None:
             _make_negative(node)
 
 
@@ -46,7 +57,5 @@ def _make_negative(node: Node) -> None:
 
 def _rank(node: Node, bound: dict[str, Any]) -> int:
     first = next(leaf for leaf in pytree.tree_leaves(bound) if isinstance(leaf, Node))
-    value = first.meta["val"]
-    if not isinstance(value, Tensor):
-        return 0
-    return value.ndim + (node.target in _GROWING)
+    value = (node if node.target in _OF_RESULT else first).meta["val"]
+    return value.ndim if isinstance(value, Tensor) else 0

@@ -11,10 +11,12 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 
+from sp_compiler.autograd_functions import recorded_functions
 from sp_compiler.errors import CaptureError, UnsupportedError
 from sp_compiler.module_state import watched_state
 from sp_compiler.warn import warn
@@ -86,6 +88,8 @@ def export_context(model: nn.Module, *, use_cache: bool = False) -> Iterator[Non
         stack.enter_context(_without_hooks(model))
         stack.enter_context(without_cache(model, asked=use_cache))
         stack.enter_context(_given_causal_hint())
+        stack.enter_context(recorded_functions())
+        stack.enter_context(_without_tensor_hooks())
         stack.enter_context(_without_own_warnings())
         _warn_about_checkpointing(model)
         with watched_state(model) as changes:
@@ -169,6 +173,20 @@ def _without_own_warnings() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _without_tensor_hooks() -> Iterator[None]:
+    """Refuse hooks on tensors, of which a captured graph knows nothing."""
+
+    def refuse(tensor: Any, hook: Any) -> None:
+        raise UnsupportedError(
+            "forward calls Tensor.register_hook, and a hook on a tensor cannot run inside the "
+            "compiled model; write a torch.autograd.Function whose backward does what the hook does"
+        )
+
+    with mock.patch.object(torch.Tensor, "register_hook", refuse):
+        yield
+
+
+@contextlib.contextmanager
 def _given_causal_hint() -> Iterator[None]:
     """Keep ``nn.TransformerEncoder`` from comparing its mask with a causal one, number by number.
 
@@ -183,9 +201,11 @@ def _given_causal_hint() -> Iterator[None]:
         module._detect_is_causal_mask = original
 
 
-def capture_error(model: nn.Module, error: Exception) -> CaptureError:
+def capture_error(model: nn.Module, error: Exception) -> CaptureError | UnsupportedError:
     """What a user can act on, from an exception that export raised."""
     where = _user_frame(model, error.__traceback__)
+    if isinstance(error, UnsupportedError):
+        return UnsupportedError(f"{error}\n{where}".rstrip())
     first_line = (str(error).strip().splitlines() or [""])[0]
     advice = (
         "the model's forward must run as it is on the example inputs; run it once without compiling"

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from sp_compiler.autograd_functions import is_pointwise_function
 from sp_compiler.graph import arguments, tensor_operands
 from sp_compiler.rules.factors import (
     Dim,
@@ -139,6 +140,18 @@ def _dropout(node: Node) -> OpRule:
     dims = numbered(shape)
     linear = ((0,),) if node.target is torch.ops.sp_compiler.dropout.default else ()
     return OpRule((dims, ()), (dims,), linear=linear, rows="broadcast", placed=True)
+
+
+@rule("sp_compiler::autograd_function")
+def _autograd_function(node: Node) -> OpRule | None:
+    shapes, results = _operand_shapes(node), _result_shapes(node)
+    dtypes = tuple(operand.meta["val"].dtype for operand in tensor_operands(node))
+    if len({*shapes, *results}) != 1 or not is_pointwise_function(
+        arguments(node)["call"], len(shapes[0]), dtypes
+    ):
+        return None
+    dims = numbered(shapes[0])
+    return OpRule((dims,) * len(shapes), (dims,) * len(results), rows="broadcast")
 
 
 # Products.

@@ -36,7 +36,6 @@ from sp_compiler.passes.shard import shard
 from sp_compiler.passes.shard.explain import explain
 from sp_compiler.placement import Placement
 from sp_compiler.program import Program, Ref, Region
-from sp_compiler.sizes import is_about_sizes
 from sp_compiler.stage import Stage, copy_graph, program_calls
 from sp_compiler.warn import warn
 
@@ -63,18 +62,18 @@ def build(
         open_dims: leave the sizes of the inputs open where that is possible, else warn. A memory
             budget is kept for each size by itself, so with one they are not left open.
     """
-    if open_dims and options.budget_bytes is None:
-        try:
-            return _build(model, args, kwargs, options, fixed, lift_casts, open_dims=True)
-        except Exception as error:
-            if not is_about_sizes(error):
-                raise
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            warn(
-                "every size of the inputs is compiled by itself, for the model cannot be compiled "
-                f"with sizes left open: {reason}"
-            )
-    return _build(model, args, kwargs, options, fixed, lift_casts, open_dims=False)
+    if not open_dims or options.budget_bytes is not None:
+        return _build(model, args, kwargs, options, fixed, lift_casts, open_dims=False)
+    try:
+        return _build(model, args, kwargs, options, fixed, lift_casts, open_dims=True)
+    except Exception as error:  # of torch too: not all of it can do without sizes
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    compiled = _build(model, args, kwargs, options, fixed, lift_casts, open_dims=False)
+    warn(
+        "every size of the inputs is compiled by itself, for the model cannot be compiled with "
+        f"sizes left open: {reason}"
+    )
+    return compiled
 
 
 def _build(

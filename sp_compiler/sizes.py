@@ -9,7 +9,6 @@ pass compares such a number, the example's size answers, and the comparison is r
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Interpreter, Node
 from torch.fx.experimental.symbolic_shapes import (
-    GuardOnDataDependentSymNode,
     ShapeEnv,
     statically_known_true,
 )
@@ -143,17 +141,6 @@ def _user_line(guard: Any) -> str:
 
 class NotSymbolic(SPCompilerError):
     """These sizes cannot stay open; the reason."""
-
-
-def is_about_sizes(error: Exception) -> bool:
-    """Whether ``error`` may be gone where no size is open.
-
-    So may whatever export and the passes refuse; of other errors those that say so: an operator
-    without symbolic shapes, a comparison of what nobody knows, a symbolic number as a key.
-    """
-    if isinstance(error, (SPCompilerError, GuardOnDataDependentSymNode)):
-        return True
-    return re.search("symbolic|SymInt|SymFloat", str(error)) is not None
 
 
 def open_sizes(placeholders: Mapping[int, Node], leaves: Sequence[Any], env: ShapeEnv) -> Sizes:

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch.utils import _pytree as pytree
 
 from benchmarks import coverage
 from sp_compiler.capture import capture
 from sp_compiler.config import CompileOptions
 from sp_compiler.passes.shard import shard
 from sp_compiler.pipeline import to_program
-from tests import architectures
+from tests import architectures, parity
 
 _TIGHT = 1e-9
 _FLOORS = coverage.load()
@@ -101,6 +102,22 @@ def test_architecture(name: str, configuration: str) -> None:
 )
 def test_every_architecture(name: str, configuration: str) -> None:
     _check(name, configuration)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", architectures.names())
+def test_what_is_captured_is_the_model(name: str) -> None:
+    """Every architecture against itself in eager, with its own casts to float32."""
+    size = architectures.size("dividing", 2)
+    model, inputs = architectures.build(name, size), architectures.inputs(name, size)
+    with architectures.float64():
+        found = parity.make_case(model, inputs, lift_casts=False)
+        outputs = pytree.tree_leaves(model(**inputs))
+        parity.backward(outputs)
+    for mine, true in zip(found.outputs, outputs, strict=True):
+        torch.testing.assert_close(mine, true, rtol=1e-4, atol=1e-4)
+    expected = {key: value.grad for key, value in model.named_parameters()}
+    assert parity.gradient_error(found.grads, expected, floor=1e-2) < 1e-3
 
 
 def test_there_are_59() -> None:

@@ -101,6 +101,22 @@ class HeadsAreRows(Block):
         return self.out((self.head_norm(rows) * F.silu(gate)).reshape(core.shape).flatten(2))
 
 
+class DimsOfOthers(nn.Module):
+    """Operators whose dims are not those of their first operand, or for which -1 means "all"."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(_WIDTH, _WIDTH)
+        conv = nn.Conv1d(_WIDTH, _WIDTH, 3, padding=1, groups=4)
+        self.conv = nn.utils.parametrizations.weight_norm(conv, dim=2)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.linear(x)
+        alike = F.cosine_similarity(y[0], y, dim=1), torch.linalg.vecdot(y[0], y, dim=1)
+        twice = torch.cat([y.new_zeros(0), y, y], 0)
+        return *alike, torch.diag_embed(y, dim1=0, dim2=1), twice, self.conv(y.transpose(1, 2))
+
+
 class NoParameters(nn.Module):
     """Nothing to shard."""
 
@@ -202,6 +218,7 @@ _KINDS = (
     Alibi,
     Picked,
     HeadsAreRows,
+    DimsOfOthers,
     NoParameters,
     TwoRoles,
     ClassesFirst,

@@ -97,7 +97,7 @@ def _pieces(graph: Graph) -> list[_Piece]:
     Glue that needs no layer's result goes to the front, or, where only one later piece of glue uses
     it, there.
     """
-    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    nodes = [node for unit in _units(graph.nodes) for node in unit]
     layers = _layers(nodes)
     after_layer: set[Node] = set()
     early, rest = [], []
@@ -116,6 +116,17 @@ def _pieces(graph: Graph) -> list[_Piece]:
         if piece.layer is OUTSIDE:
             _sink(pieces[0], piece)
     return [piece for piece in pieces if piece.nodes]
+
+
+def _units(nodes: Iterable[Node]) -> list[list[Node]]:
+    """Each operator with the parts of its results: a list of tensors cannot leave a region."""
+    units: dict[Node, list[Node]] = {}
+    for node in nodes:
+        if is_getitem(node):
+            units[node.args[0]].append(node)
+        elif node.op == "call_function":
+            units[node] = [node]
+    return list(units.values())
 
 
 def _layers(nodes: list[Node]) -> dict[Node, Layer]:
@@ -143,13 +154,17 @@ def _with_enclosed_glue(layers: list[Layer]) -> list[Layer]:
 def _sink(first: _Piece, last: _Piece) -> None:
     """Move nodes of ``first`` that only ``last`` uses to the front of ``last``."""
     targets = set(last.nodes)
-    sunk: list[Node] = []
-    for node in reversed(first.nodes):
-        if node.users and targets.issuperset(node.users):
-            targets.add(node)
-            sunk.append(node)
-    first.nodes = [node for node in first.nodes if node not in targets]
-    last.nodes = [*reversed(sunk), *last.nodes]
+    kept: list[list[Node]] = []
+    sunk: list[list[Node]] = []
+    for unit in reversed(_units(first.nodes)):
+        users = {user for node in unit for user in node.users}.difference(unit)
+        if users and targets.issuperset(users):
+            targets.update(unit)
+            sunk.append(unit)
+        else:
+            kept.append(unit)
+    first.nodes = [node for unit in reversed(kept) for node in unit]
+    last.nodes = [*(node for unit in reversed(sunk) for node in unit), *last.nodes]
 
 
 def _name_pieces(pieces: list[_Piece]) -> None:

@@ -81,7 +81,7 @@ class Explanation:
     Attributes:
         name: what was asked for.
         tp: number of ranks.
-        parameters: those of the module, or the one asked for.
+        parameters: those that the name stands for.
     """
 
     name: str

@@ -173,6 +173,12 @@ def _glob(pattern: str, name: str) -> bool:
     return len(parts) == len(names) and all(map(fnmatchcase, names, parts))
 
 
+def named_or_inside(pattern: str, names: Iterable[str]) -> list[str]:
+    """The names that a pattern matches, and those inside modules that it matches."""
+    count = len(pattern.split("."))
+    return [name for name in names if _glob(pattern, ".".join(name.split(".")[:count]))]
+
+
 def _module_with_weight(name: str) -> str:
     return name.removesuffix(".weight")
 

@@ -17,6 +17,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch._aot_autograd.descriptors import (
+    BackwardTokenAOTInput,
+    BackwardTokenAOTOutput,
+    ForwardTokenAOTInput,
+    ForwardTokenAOTOutput,
     GradAOTOutput,
     PlainAOTInput,
     PlainAOTOutput,
@@ -25,7 +29,7 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses import FakeTensor, FakeTensorMode
 
-from sp_compiler.errors import PassError
+from sp_compiler.errors import PassError, UnsupportedError, node_origin
 from sp_compiler.graph import carries_gradient
 from sp_compiler.op_kinds import RESULT_NAMES
 from sp_compiler.program import Region
@@ -37,6 +41,9 @@ aten = torch.ops.aten
 
 _SOURCE = "sp_source"
 _TAKEN = frozenset({"F", "device", "outputs", "saved", "torch", "tp"})
+_TOKEN_INPUTS = (ForwardTokenAOTInput, BackwardTokenAOTInput)
+_TOKEN_OUTPUTS = (ForwardTokenAOTOutput, BackwardTokenAOTOutput)
+_CHECK_ERRORS = aten._linalg_check_errors.default
 _ALIASES = (aten.alias.default, aten.detach.default)
 _COPIES = (aten.clone.default, aten._to_copy.default)
 
@@ -186,6 +193,7 @@ def _fake_input(node: fx.Node, mode: FakeTensorMode) -> Tensor:
 
 def _rebuild(traced: fx.Graph, region: Region) -> JointGraph:
     """Copy a traced graph into one with this file's order and names; ends PyTorch's conventions."""
+    _drop_effects(traced)
     placeholders = traced.find_nodes(op="placeholder")
     inputs = {_input_index(node): node for node in placeholders if not _is_tangent(node)}
     tangents = {_tangent_index(node): node for node in placeholders if _is_tangent(node)}
@@ -210,6 +218,41 @@ def _rebuild(traced: fx.Graph, region: Region) -> JointGraph:
             node.meta["val"] = source.meta["val"]
     inline_sizes(graph)
     return JointGraph(graph, num_inputs, num_outputs, tuple(sorted(tangents)), region.input_kinds)
+
+
+def _drop_effects(traced: fx.Graph) -> None:
+    """Let factorizations raise for singular matrices themselves, without an operator for it.
+
+    PyTorch 2.13 keeps that operator, which has no result, alive and in order by tokens: inputs and
+    outputs of the graph, in forward and backward each.
+    """
+    for node in list(traced.nodes):
+        if node.target is torch.ops.higher_order.with_effects:
+            token, effect, *args = node.args
+            if effect is not _CHECK_ERRORS:
+                raise UnsupportedError(
+                    f"{effect} is registered as having effects, in an order; a compiled model runs "
+                    "what its outputs need: call it outside of the compiled model\n"
+                    f"{node_origin(node)}"
+                )
+            for part in list(node.users):
+                part.replace_all_uses_with(token)
+                traced.erase_node(part)
+        elif node.target is _CHECK_ERRORS:
+            args = node.args
+        else:
+            continue
+        factorization = args[0].args[0]
+        factorization.update_kwarg("check_errors", True)
+        traced.erase_node(node)
+    output = traced.output_node()
+    returned = zip(output.args[0], output.meta["desc"], strict=True)
+    kept = [(value, desc) for value, desc in returned if not isinstance(desc, _TOKEN_OUTPUTS)]
+    output.args = ([value for value, _ in kept],)
+    output.meta["desc"] = [desc for _, desc in kept]
+    for node in traced.find_nodes(op="placeholder"):
+        if isinstance(node.meta["desc"], _TOKEN_INPUTS):
+            traced.erase_node(node)
 
 
 def _result_name(node: fx.Node) -> str:

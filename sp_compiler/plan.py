@@ -256,8 +256,8 @@ class Plan:
         >>> print(m.plan.explain("layers.0.attn.o_proj"))
 
         Args:
-            name: of a parameter, or of a module of the model: its own parameters, or all that are
-                inside it where it has none.
+            name: of a parameter, or of a module of the model for all parameters inside it. ``*``
+                stands for anything between two dots, as in hints.
 
         Raises:
             ArgumentError: no such name; the message has what is near.

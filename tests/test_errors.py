@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import sp_compiler
@@ -383,3 +384,29 @@ class Late(nn.Module):
 def test_classes_that_are_first_seen_inside_forward() -> None:
     with pytest.raises(CaptureError, match="imported, and made once, outside of forward"):
         compiled(Late)(torch.ones(2, 8))
+
+
+@torch.library.custom_op("errors_test::log", mutates_args=())
+def log(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+log.register_fake(torch.empty_like)
+log.register_autograd(lambda ctx, grad: grad)
+
+
+class Logging(Branching):
+    """Calls an operator for what it does besides its result."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return log(self.linear(x))
+
+
+def test_operators_with_effects() -> None:
+    handle = _register_effectful_op(log._opoverload, _EffectType.ORDERED)
+    try:
+        with pytest.raises(UnsupportedError, match=r"errors_test\.log.*effects") as error:
+            compiled(Logging)(torch.ones(2, 8))
+    finally:
+        handle.destroy()
+    assert "return log(self.linear(x))" in str(error.value)

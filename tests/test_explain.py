@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import re
 from typing import Any
 
 import pytest
@@ -82,13 +83,32 @@ def test_heads_that_do_not_divide(llama: Plan) -> None:
     assert "has 2 x 8 along dim 2, and 2 does not divide by 4" in found.reason
 
 
-def test_a_module_stands_for_its_own_parameters_or_all_inside(llama: Plan) -> None:
+def test_a_module_stands_for_all_parameters_inside(llama: Plan) -> None:
     def names(path: str) -> list[str]:
         return [item.name for item in llama.explain(path).parameters]
 
     assert names("model.norm") == ["model.norm.weight"]
     mlp = LAYER.format(0) + "mlp"
     assert names(mlp) == [f"{mlp}.{name}_proj.weight" for name in ("gate", "up", "down")]
+    assert names("model.layers.*.mlp.up_proj") == [
+        LAYER.format(layer) + "mlp.up_proj.weight" for layer in range(2)
+    ]
+    assert names("model.*.weight") == names("model.embed_tokens") + names("model.norm")
+
+
+def test_a_module_with_a_parameter_of_its_own() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(8))
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x) * self.scale
+
+    plan = sp_compiler.plan(nn.Sequential(Scaled()), ((torch.randn(2, 8),), {}), tp=2)
+    found = [item.name for item in plan.explain("0").parameters]
+    assert found == ["0.scale", "0.linear.weight", "0.linear.bias"]
 
 
 class _Odd(nn.Module):
@@ -142,9 +162,16 @@ def test_placements_of_an_earlier_compilation() -> None:
     ],
 )
 def test_unknown_names_raise_with_what_is_near(llama: Plan, name: str, near: str) -> None:
-    with pytest.raises(ArgumentError, match=r"expected the name of a parameter or the path") as e:
+    with pytest.raises(ArgumentError, match=r"expected the name of a parameter, or of a mod") as e:
         llama.explain(name)
     assert near in str(e.value)
+
+
+@pytest.mark.parametrize("name", [3, None, ["lm_head"]])
+def test_names_that_are_no_text_raise(llama: Plan, name: Any) -> None:
+    message = re.escape(f"explain({name!r}): expected the name of a parameter, or of a module")
+    with pytest.raises(ArgumentError, match=message):
+        llama.explain(name)
 
 
 def test_text_and_json(llama: Plan) -> None:

@@ -136,6 +136,23 @@ def test_values_on_the_meta_device_keep_their_backward() -> None:
     assert any("attention" in target for target in targets)
 
 
+def test_a_factorization_raises_by_itself() -> None:
+    """No token orders the operators that raise for singular matrices, nor are they there."""
+
+    class Inverse(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor]:
+            return (torch.linalg.inv(x),)
+
+    joint = trace_joint(region_of(Inverse(), torch.randn(4, 4)))
+    assert [node.name for node in joint.placeholders] == ["x", "grad_out0"]
+    (found,) = joint.graph.find_nodes(
+        op="call_function", target=torch.ops.aten.linalg_inv_ex.default
+    )
+    assert found.kwargs == {"check_errors": True}
+    with pytest.raises(torch.linalg.LinAlgError, match="singular"):
+        _run(joint, torch.zeros(4, 4), torch.ones(4, 4))
+
+
 def test_input_without_value_is_refused() -> None:
     region = region_of(Mlp(4), torch.randn(3, 4))
     del region.placeholders[0].meta["val"]

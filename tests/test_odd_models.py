@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from sp_compiler.config import CompileOptions
 from sp_compiler.pipeline import build
+from sp_compiler.placement import I, Placement, S
 from sp_compiler.simulate import SimulatedStep, simulate_step
 from tests.parity import SEED, gradient_error
 
@@ -168,6 +169,63 @@ class SeveralLosses(nn.Module):
         )
 
 
+class SharedModulation(nn.Module):
+    """Parts of one split, before blocks, in between and after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.modulation = nn.Linear(_WIDTH, 3 * _WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Any:
+        scale, shift, gate = self.modulation(x).chunk(3, -1)
+        for block in self.blocks:
+            x = block(x) * scale + shift
+        return x + gate
+
+
+class ReturnsParameters(nn.Module):
+    """One that is used too and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+        self.unused = nn.Parameter(torch.empty(_WIDTH, _WIDTH))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.block(x), self.block.up.weight, self.unused
+
+
+class Constants(Block):
+    """Values that are made of no tensor, one of them written later."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        turned = torch.empty(y.shape, dtype=y.dtype)
+        turned[..., ::2], turned[..., 1::2] = -y[..., 1::2], y[..., ::2]
+        rows, columns = torch.triu_indices(x.shape[1], x.shape[1])
+        window = torch.hann_window(_WIDTH, dtype=x.dtype) + torch.fft.fftfreq(_WIDTH)
+        pairs = y[:, rows] * y[:, columns] * torch.Tensor(_WIDTH).fill_(0.5)
+        return turned * window, pairs, y[:, torch.tril_indices(2, 2)[0]]
+
+
+class Factorizations(Block):
+    """Operators that raise for singular matrices, in forward and (of ``eig``) in backward."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        matrix = torch.eye(_WIDTH, dtype=x.dtype) + y.mT @ y
+        solved = torch.linalg.solve(matrix, y.mT)
+        factors, _ = torch.linalg.lu_factor(matrix)
+        return (
+            solved.mT + y @ torch.linalg.matrix_power(matrix, -2),
+            torch.linalg.cholesky(matrix),
+            torch.inverse(matrix),
+            factors,
+            torch.linalg.eig(matrix)[0].abs(),
+        )
+
+
 def _model(kind: Callable[[], nn.Module]) -> nn.Module:
     model = kind().double()
     generator = torch.Generator().manual_seed(0)
@@ -223,6 +281,10 @@ _KINDS = (
     TwoRoles,
     ClassesFirst,
     SeveralLosses,
+    SharedModulation,
+    ReturnsParameters,
+    Constants,
+    Factorizations,
 )
 
 
@@ -247,3 +309,38 @@ def test_heads_as_rows_are_sharded(tp: int) -> None:
     assert not compiled.notes
     for name in ("qkv.weight", "out.weight", "up.weight", "down.weight"):
         assert compiled.param_placements[name].is_sharded
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_singular_matrices_raise(tp: int) -> None:
+    """As eager does, instead of returning infinities."""
+    x = torch.zeros(2, _WIDTH, _WIDTH, dtype=torch.float64)
+    model = Solved()
+    with pytest.raises(torch.linalg.LinAlgError, match="singular"):
+        model(x)
+    with pytest.raises(torch.linalg.LinAlgError, match="singular"):
+        _simulated(model, x, [x], tp=tp)
+
+
+class Solved(nn.Module):
+    """The inverse of a batch of products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(_WIDTH, _WIDTH, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.linalg.inv(x @ self.weight)
+
+
+@pytest.mark.parametrize("placement", [I, S(0), S(1)])
+def test_returned_parameter_stays_where_it_was_placed(placement: Placement) -> None:
+    """By a compilation in which it was used."""
+    model, x = _model(ReturnsParameters), _input(ReturnsParameters, 2, 5)
+    compiled = build(model, (x,), {}, CompileOptions(tp=2), fixed={"unused": placement})
+    assert compiled.param_placements["unused"] == placement
+    params = dict(model.named_parameters())
+    grads = [None, None, torch.arange(_WIDTH**2, dtype=torch.float64).view(_WIDTH, _WIDTH)]
+    step = simulate_step(compiled, params, {}, [x], SEED, output_grads=grads)
+    torch.testing.assert_close(step.outputs[2], params["unused"].detach(), rtol=0, atol=0)
+    torch.testing.assert_close(step.grads["unused"], grads[2], rtol=0, atol=0)

@@ -149,6 +149,39 @@ def test_shared_layer_is_called_several_times() -> None:
     assert program.calls[1].args != program.calls[2].args
 
 
+class Modulated(nn.Module):
+    """Layers between uses of the parts of one split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.modulation = nn.Linear(4, 12)
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+    def forward(self, x: Tensor, last_only: bool) -> Tensor:
+        scale, shift, gate = self.modulation(x).chunk(3, -1)
+        if not last_only:
+            for layer in self.layers:
+                x = layer(x) * scale + shift
+        else:
+            x = self.layers[0](x) * (scale + shift)
+        return x + gate
+
+
+@pytest.mark.parametrize(("last_only", "call"), [(False, 0), (True, 1)])
+def test_a_split_and_its_parts_are_one_unit(last_only: bool, call: int) -> None:
+    """It moves to the one later piece that uses all of them; no list leaves a region."""
+    _, program = outlined(Modulated(), torch.randn(2, 4), last_only)
+    check_program(program)
+    splits = [
+        index
+        for index, item in enumerate(program.calls)
+        if any(calls(item.region.module.graph, torch.ops.aten.split_with_sizes.default))
+    ]
+    assert splits == [call]
+    for found in program.regions:
+        assert all(isinstance(node.meta["val"], Tensor) for node in found.outputs)
+
+
 def test_dropout_sites_count_inside_the_region() -> None:
     _, program = outlined(Stack(Layer(), Layer()), torch.randn(2, 4))
     (layer, *_) = program.regions

@@ -73,7 +73,7 @@ def shard(
     if options.tp == 1:
         opened, _ = _route_outputs(program)
         program = hints.program(opened)
-        return _unsharded(opened, program, activate(program), hints)
+        return _with_returned(_unsharded(opened, program, activate(program), hints), {})
     builder = placement_problem(program, options, fixed or {}, whole, hints)
     problem = builder.problem
     try:
@@ -90,7 +90,7 @@ def shard(
         hints,
         options.tp,
     )
-    return replace(assembled.run(), cost_us=solution.cost_us)
+    return replace(_with_returned(assembled.run(), fixed or {}), cost_us=solution.cost_us)
 
 
 def placement_problem(
@@ -179,6 +179,15 @@ def _unsharded(
         if isinstance(ref, Ref) and ref.kind == "call"
     }
     return Sharded(replace(opened, calls=calls), dict.fromkeys(names, I), outputs_of, 0.0)
+
+
+def _with_returned(sharded: Sharded, fixed: dict[str, Placement]) -> Sharded:
+    """Also place the parameters that the model returns and no operator reads."""
+    program = sharded.program
+    leaves = (*program.outputs, *program.mutated_buffers.values())
+    names = [leaf.name for leaf in leaves if isinstance(leaf, Ref) and leaf.kind == "param"]
+    returned = {name: fixed.get(name, I) for name in names}
+    return replace(sharded, param_placements=returned | sharded.param_placements)
 
 
 def _lowered(

@@ -15,7 +15,7 @@ from torch.fx import Node
 from sp_compiler.config import CompileOptions
 from sp_compiler.errors import ArgumentError, SPCompilerError, module_path
 from sp_compiler.explanation import Explanation, OperatorWays, ParameterExplanation, Way
-from sp_compiler.hints import near, placement_text
+from sp_compiler.hints import named_or_inside, near, placement_text
 from sp_compiler.op_kinds import is_view
 from sp_compiler.passes.shard import placement_problem
 from sp_compiler.passes.shard.problem import Key
@@ -45,14 +45,14 @@ def explain(
     whole: Collection[WholeNode],
     name: str,
 ) -> Explanation:
-    """Why the parameters of a module, or the one of this name, are placed as they are.
+    """Why the parameters that a name stands for are placed as they are.
 
     Args:
         program: unsharded.
         options: of the compilation.
         fixed: placements that an earlier compilation decided.
         whole: operators that the compilation had to run whole.
-        name: path of a module, or name of a parameter, in the user's model.
+        name: of a parameter or a module of the user's model, perhaps with ``*`` as in hints.
 
     Raises:
         ArgumentError: no such name; the message has what is near.
@@ -67,15 +67,15 @@ def explain(
 
 
 def _parameters_of(program: Program, name: str) -> list[str]:
-    """A parameter, those of a module itself, or else all inside it; each once."""
+    """The parameters of this name and those inside modules of this name, each once."""
     names = list(program.parameters)
-    inside = [item for item in names if item.startswith(f"{name}.")]
-    own = [item for item in inside if "." not in item.removeprefix(f"{name}.")]
-    found = [name] if name in program.parameters else own or inside
+    found = named_or_inside(name, names) if isinstance(name, str) else []
     if not found:
+        close = near(name, names) if isinstance(name, str) else []
         raise ArgumentError(
-            f"explain({name!r}): expected the name of a parameter or the path of a module that has "
-            f"some; near it are {', '.join(near(name, names)) or 'no names'}"
+            f"explain({name!r}): expected the name of a parameter, or of a module that has some, "
+            "where * stands for anything between two dots; "
+            f"near it are {', '.join(close) or 'no names'}"
         )
     return list({program.parameters[item][0]: item for item in reversed(found)}.values())[::-1]
 

@@ -117,6 +117,8 @@ class _Checker:
     def _run(self, node: Node) -> Any:
         placements = self._placements(node)
         name = node.target._schema.name
+        if not placements:
+            raise _Unreadable("spmd_types gives no type to what is made of no tensor")
         if node.target.namespace != "aten":
             raise _Unreadable("spmd_types does not know the user's operator")
         if P in placements and name in UNKNOWN_LINEAR:

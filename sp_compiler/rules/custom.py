@@ -40,8 +40,9 @@ def rule(
     dims that ``...`` stands for; the compiler picks one or none.
 
     Nothing checks the text but numbers: run :func:`sp_compiler.verify` on your model. Register
-    before compiling, on every rank alike. A backward that is another operator of yours needs a rule
-    too; one made of PyTorch's own operators needs none.
+    before compiling, on every rank alike; a second rule of yours for an operator replaces the
+    first. A backward that is another operator of yours needs a rule too; one made of PyTorch's own
+    operators needs none.
 
     Args:
         op: ``"namespace::name"``, or the operator itself: what ``torch.library.custom_op`` returns,
@@ -59,15 +60,20 @@ def rule(
             in together, as addition is. For a backward: its incoming gradient.
 
     Raises:
-        ArgumentError: ``op`` is no such operator or has a rule; ``text``, ``whole`` or ``linear``
-            do not fit its arguments. At compilation: a tensor of another rank than in ``text``, or
-            dims of one letter that differ.
+        ArgumentError: ``op`` is no such operator or has a built-in rule; ``text``, ``whole`` or
+            ``linear`` do not fit its arguments. At compilation: a tensor of another rank than in
+            ``text``, or dims of one letter that differ.
     """
     schema = _schema(op)
     signature = _Signature.parse(schema, text, whole, linear)
-    if schema.name in table._TABLE:
-        raise ArgumentError(f"op={schema.name!r} has a sharding rule already")
-    table.rule(schema.name)(signature.rule_for)
+    known = table._TABLE.get(schema.name)
+    if known is not None and not isinstance(getattr(known, "__self__", None), _Signature):
+        raise ArgumentError(
+            f"op={schema.name!r} has a sharding rule of sp_compiler's own, which stays; drop this "
+            "call, or put what should be split in another way into an operator of your own "
+            "(torch.library.custom_op)"
+        )
+    table._TABLE[schema.name] = signature.rule_for
 
 
 def _schema(op: Any) -> torch.FunctionSchema:

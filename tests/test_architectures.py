@@ -112,6 +112,8 @@ def test_what_is_captured_is_the_model(name: str) -> None:
     model, inputs = architectures.build(name, size), architectures.inputs(name, size)
     with architectures.float64():
         found = parity.make_case(model, inputs, lift_casts=False)
+        if getattr(getattr(model, "config", None), "_experts_implementation", None) == "grouped_mm":
+            model.set_experts_implementation("eager")  # grouped products know no float64
         outputs = pytree.tree_leaves(model(**inputs))
         parity.backward(outputs)
     for mine, true in zip(found.outputs, outputs, strict=True):

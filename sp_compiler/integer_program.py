@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 
 import numpy as np
@@ -31,12 +32,23 @@ class _Rows:
         return LinearConstraint(matrix, np.array(self.lower), np.array(self.upper))
 
 
-def solve_integer_program(vertices: list[Vertex], conversion_cost: ConversionCost) -> list[int]:
-    """Index of the chosen option of each vertex.
+# Columns of all linear programs of one search together: some ten seconds. A number of steps, not
+# a time, so that every rank comes to the same end.
+_MAX_COLUMNS = 100_000
+_CUT_SHORT = (1, 4)  # scipy's status: a limit was reached, or "other", which that of nodes is
+
+
+def solve_integer_program(
+    vertices: list[Vertex], conversion_cost: ConversionCost
+) -> tuple[list[int], float]:
+    """Index of the chosen option of each vertex, and how much dearer it may be than the best.
 
     Args:
         vertices: every value is made by exactly one vertex.
         conversion_cost: us to make a value's second placement from the first; ``None``: impossible.
+
+    Returns:
+        The choices, and a bound on their relative excess: 0 unless the search was cut short.
 
     Raises:
         ValueError: no choice satisfies every need.
@@ -68,19 +80,24 @@ def solve_integer_program(vertices: list[Vertex], conversion_cost: ConversionCos
                 rows.add([*sources, *((option, -1.0) for option in options)], 0, np.inf)
     integrality = np.zeros(len(columns))
     integrality[:num_binary] = 1
-    result = milp(
+    search = functools.partial(
+        milp,
         np.array(columns),
         constraints=[rows.constraint(len(columns))],
         integrality=integrality,
         bounds=Bounds(0, 1),
-        options={"mip_rel_gap": 1e-7},
     )
+    options = {"mip_rel_gap": 1e-7}
+    result = search(options={**options, "node_limit": -(-_MAX_COLUMNS // len(columns))})
+    if result.x is None and result.status in _CUT_SHORT:
+        result = search(options=options)
     if result.x is None:
         raise ValueError(result.message)
-    return [
+    choices = [
         int(np.argmax(result.x[start : start + len(vertex.options)]))
         for start, vertex in zip(first, vertices, strict=True)
     ]
+    return choices, float(result.mip_gap) if result.status in _CUT_SHORT else 0.0
 
 
 def _placements(

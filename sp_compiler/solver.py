@@ -17,10 +17,14 @@ from sp_compiler.vertices import ConversionCost, Vertex, conversions
 
 @dataclass(frozen=True)
 class Solution:
-    """Index of the chosen option of each vertex, and the objective in us."""
+    """Index of the chosen option of each vertex, and the objective in us.
+
+    ``gap``: how much dearer it may be than the best, relative; 0 where it is the best.
+    """
 
     choices: list[int]
     cost_us: float
+    gap: float = 0.0
 
 
 def solve(vertices: list[Vertex], conversion_cost: ConversionCost) -> Solution:
@@ -34,14 +38,14 @@ def solve(vertices: list[Vertex], conversion_cost: ConversionCost) -> Solution:
         SPCompilerError: no choice satisfies every need.
     """
     try:
-        choices = None
+        choices, gap = None, 0.0
         if not any(set(vertex.needs) & set(vertex.makes) for vertex in vertices):
             choices = Contraction(vertices, conversion_cost).run()
         if choices is None:
-            choices = solve_integer_program(vertices, conversion_cost)
+            choices, gap = solve_integer_program(vertices, conversion_cost)
     except ValueError as error:
         raise SPCompilerError(f"no placement satisfies every operator: {error}") from error
-    return Solution(choices, cost_of(vertices, choices, conversion_cost))
+    return Solution(choices, cost_of(vertices, choices, conversion_cost), gap)
 
 
 def cost_of(vertices: list[Vertex], choices: list[int], conversion_cost: ConversionCost) -> float:

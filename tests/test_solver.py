@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sp_compiler import contraction
+from sp_compiler import contraction, integer_program
 from sp_compiler.contraction import Contraction
 from sp_compiler.errors import SPCompilerError
 from sp_compiler.integer_program import solve_integer_program
@@ -96,7 +96,9 @@ def test_objective_equals_brute_force(problem: tuple[list[Vertex], Costs]) -> No
         return
     choices = Contraction(vertices, conversion_cost).run()
     assert choices is not None
-    for found in (choices, solve_integer_program(vertices, conversion_cost)):
+    program, gap = solve_integer_program(vertices, conversion_cost)
+    assert gap == 0
+    for found in (choices, program):
         assert cost_of(vertices, found, conversion_cost) == pytest.approx(expected, abs=1e-3)
     assert solve(vertices, conversion_cost).cost_us == pytest.approx(expected, abs=1e-3)
 
@@ -121,7 +123,7 @@ def test_both_ways_agree_on_a_long_chain() -> None:
     vertices, costs = _long_chain(20)
     choices = Contraction(vertices, lambda *key: costs[key]).run()
     assert choices is not None
-    program = solve_integer_program(vertices, lambda *key: costs[key])
+    program, _ = solve_integer_program(vertices, lambda *key: costs[key])
     found, true = (cost_of(vertices, c, lambda *key: costs[key]) for c in (choices, program))
     assert found == pytest.approx(true, abs=1e-3)
 
@@ -154,3 +156,14 @@ def test_a_conversion_is_paid_once_for_all_its_consumers() -> None:
 def test_the_first_of_equal_options_is_chosen() -> None:
     options = [Option((), (placement,), 1.0) for placement in PLACEMENTS]
     assert solve([Vertex((), ("x",), options)], lambda *_: None).choices == [0]
+
+
+def test_a_search_that_is_cut_short_says_how_far_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    vertices, costs = _long_chain(60)
+    best = solve(vertices, lambda *key: costs[key])
+    monkeypatch.setattr(contraction, "MAX_PAIRS", 20)
+    assert solve(vertices, lambda *key: costs[key]).gap == 0
+    monkeypatch.setattr(integer_program, "_MAX_COLUMNS", 1)
+    found = solve(vertices, lambda *key: costs[key])
+    assert 0 < found.gap < 0.1
+    assert best.cost_us * (1 - 1e-6) <= found.cost_us <= best.cost_us / (1 - found.gap) + 1e-3

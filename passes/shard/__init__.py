@@ -90,7 +90,16 @@ def shard(
         hints,
         options.tp,
     )
-    return replace(_with_returned(assembled.run(), fixed or {}), cost_us=solution.cost_us)
+    sharded = _with_returned(assembled.run(), fixed or {})
+    notes = [*sharded.program.notes, *([_search_note(solution.gap)] if solution.gap else [])]
+    return replace(sharded, program=replace(sharded.program, notes=notes), cost_us=solution.cost_us)
+
+
+def _search_note(gap: float) -> str:
+    return (
+        f"the placements may take up to {gap:.2%} longer than the best ones: the search for those "
+        "was cut short"
+    )
 
 
 def placement_problem(

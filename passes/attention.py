@@ -13,6 +13,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from sp_compiler.graph import arguments
+from sp_compiler.op_kinds import draws
 from sp_compiler.rewriting import (
     calls,
     insert_call,
@@ -117,7 +118,7 @@ def _is_small(node: Node, binding: Binding) -> bool:
 
 
 def _compute(node: Node, known: dict[Node, Tensor | None], binding: Binding) -> Tensor | None:
-    if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+    if draws(node):
         return None
     if any(node.target is target for target in _SHAPE_ONLY):
         value = node.args[0].meta["val"]

@@ -26,6 +26,7 @@ from sp_compiler.capture import Captured
 from sp_compiler.errors import UnsupportedError, node_origin
 from sp_compiler.graph import arguments
 from sp_compiler.layers import layer_of
+from sp_compiler.op_kinds import draws
 from sp_compiler.passes.attention import explicit_attention, fold_attention_masks
 from sp_compiler.passes.dims import make_dims_negative
 from sp_compiler.passes.packed import split_packed, split_slices
@@ -185,9 +186,7 @@ def _splits_with_sizes(graph: Graph) -> None:
 
 def _refuse_random(graph: Graph) -> None:
     for node in graph.nodes:
-        tags = getattr(node.target, "tags", ())
-        random = torch.Tag.nondeterministic_seeded in tags
-        if random and not is_call(node, *_RANDOM_BUT_HANDLED):
+        if draws(node) and not is_call(node, *_RANDOM_BUT_HANDLED):
             raise UnsupportedError(
                 f"operator {node.target} draws random numbers (stochastic depth, noise); only "
                 "dropout is supported in train mode: switch it off, or call model.eval()\n"

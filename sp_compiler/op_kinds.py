@@ -8,6 +8,7 @@ import torch
 from torch.fx import Node
 
 import sp_compiler.ops  # noqa: F401 - registers torch.ops.sp_compiler
+from sp_compiler.graph import arguments
 from sp_compiler.placement import Placement
 
 aten = torch.ops.aten
@@ -152,6 +153,15 @@ def is_copy(node: Node) -> bool:
 def is_cast(node: Node) -> bool:
     """A copy that changes only the element type."""
     return node.target is aten._to_copy.default
+
+
+def draws(node: Node) -> bool:
+    """Whether the operator draws random numbers; its own arguments may say that it does not."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    given = arguments(node)
+    is_off = any(given.get(name) == 0.0 for name in ("dropout_p", "dropout"))
+    return not is_off and not any(given.get(name) is False for name in ("train", "training"))
 
 
 def is_dropout_mask(node: Node) -> bool:

@@ -20,6 +20,7 @@ from sp_compiler.errors import ArgumentError, PassError, SPCompilerError
 from sp_compiler.hints import Hint
 from sp_compiler.interpreted import PartitionedCode, ShardedCode
 from sp_compiler.memory_size import parse_bytes
+from sp_compiler.op_kinds import draws
 from sp_compiler.pipeline import compile_program, to_program
 from sp_compiler.planning import ExampleInputs, checked_inputs
 from sp_compiler.reference import ReferenceResult, run_captured, run_program
@@ -177,10 +178,7 @@ def _before_sharding(step: _Step, options: CompileOptions) -> Iterator[Compariso
 
 
 def _draws(captured: Captured) -> bool:
-    return any(
-        torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        for node in captured.module.graph.nodes
-    )
+    return any(map(draws, captured.module.graph.nodes))
 
 
 def _leaves(step: _Step) -> list[Any]:

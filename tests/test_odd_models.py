@@ -118,6 +118,19 @@ class DimsOfOthers(nn.Module):
         return *alike, torch.diag_embed(y, dim1=0, dim2=1), twice, self.conv(y.transpose(1, 2))
 
 
+class Recurrent(nn.Module):
+    """Recurrent layers have a dropout among their arguments, which is off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(_WIDTH, _WIDTH, batch_first=True)
+        self.gru = nn.GRU(_WIDTH, _WIDTH, batch_first=True)
+        self.linear = nn.Linear(_WIDTH, _WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.linear(self.gru(self.lstm(x)[0])[0])
+
+
 class NoParameters(nn.Module):
     """Nothing to shard."""
 
@@ -277,6 +290,7 @@ _KINDS = (
     Picked,
     HeadsAreRows,
     DimsOfOthers,
+    Recurrent,
     NoParameters,
     TwoRoles,
     ClassesFirst,

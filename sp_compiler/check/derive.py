@@ -15,7 +15,7 @@ from sp_compiler.check.opaque import as_value, opaque_strategies
 from sp_compiler.check.shapes import Shape, global_shape, local_shapes, result_shapes
 from sp_compiler.errors import ArgumentError
 from sp_compiler.graph import arguments, tensor_operands
-from sp_compiler.op_kinds import FILLED
+from sp_compiler.op_kinds import FILLED, draws
 from sp_compiler.placement import P, Placement, R, S
 from sp_compiler.rules.factors import OpRule
 from sp_compiler.rules.strategies import Offers, Strategy, strategies
@@ -48,7 +48,7 @@ def derive(node: Node, operands: Sequence[Placement], world: int) -> list[Result
     declared = opaque_strategies(node, world)
     if declared is not None:
         return _matching(declared, operands, num_results)
-    if _is_random(node):
+    if draws(node):
         return []
     replicated = all(placement == R for placement in operands)
     found = [(R,) * num_results] if replicated else []
@@ -65,7 +65,7 @@ def allowed(node: Node, operands: Sequence[Placement], world: int) -> list[Strat
     declared = opaque_strategies(node, world)
     if declared is not None:
         return declared
-    found = [] if _is_random(node) else [Strategy((R,) * len(operands), (R,))]
+    found = [] if draws(node) else [Strategy((R,) * len(operands), (R,))]
     for shadow, _ in _shadows(node, operands, world):
         found += _offered(shadow, operands, world)
     return list(dict.fromkeys(map(_valued, found)))
@@ -81,14 +81,6 @@ def _constant(node: Node) -> list[Results]:
     value = arguments(node)[value] if isinstance(value, str) else value
     shards = [(S(dim),) for dim in range(len(shape or ()))]
     return [(R,), *shards, *([(P,)] if value == 0 else [])]
-
-
-def _is_random(node: Node) -> bool:
-    """Whether ranks would draw different numbers."""
-    tags = getattr(node.target, "tags", ())
-    if torch.Tag.nondeterministic_seeded not in tags:
-        return False
-    return arguments(node).get("dropout_p") != 0.0
 
 
 def _sharded(node: Node, operands: Sequence[Placement], world: int) -> list[Results]:

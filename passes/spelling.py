@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from sp_compiler.graph import arguments
+from sp_compiler.graph import arguments, carries_gradient
+from sp_compiler.passes.einsum import contract
 from sp_compiler.rewriting import calls, insert_call, is_call, replace_call, replace_with, shape_of
 from sp_compiler.sizes import same_shape
 
@@ -24,6 +26,9 @@ def canonical_spelling(graph: Graph) -> None:
     - ``copy(x, y)``, ``fill(x, y)`` -> ``y``, cast and expanded
     - ``expand_as``, ``reshape_as``, ``view_as`` -> ``expand``, ``reshape``
     - ``x @ w.T`` -> ``linear(x, w)``
+    - ``einsum`` -> ``matmul`` or ``linear``, sums and moves of dims, see :func:`.einsum.contract`
+    - ``glu(x)`` -> ``a * sigmoid(b)`` of the halves of ``x``
+    - ``_weight_norm(v, g)`` -> ``v * (g / norm(v))``
     - ``x[..., i::n]`` of a dim that n divides -> ``select`` from its last n elements side by side
     - ``repeat``, ``repeat_interleave`` with a number -> ``reshape``, ``expand``, ``reshape``
     - a new tensor like an activation -> of that size, so that it does not depend on the activation
@@ -65,6 +70,45 @@ def _product(node: Node) -> None:
     assert isinstance(other, Node)
     if len(shape_of(x)) > 1 and _is_transposed(other):
         replace_call(node, _aten.linear.default, (x, other.args[0]), origin=_ORIGIN)
+
+
+def _einsum(node: Node) -> None:
+    """Not of integers, whose sums are of another type."""
+    bound = arguments(node)
+    if carries_gradient(node.meta["val"]):
+        replace_with(node, contract(node, bound["equation"], bound["tensors"], bound["path"]))
+
+
+def _glu(node: Node) -> None:
+    bound = arguments(node)
+    half = shape_of(node)[bound["dim"]]
+    args = (bound["self"], [half, half], bound["dim"])
+    halves = insert_call(node, _aten.split_with_sizes.default, args, origin=_ORIGIN)
+    value, gate = (
+        insert_call(node, operator.getitem, (halves, part), origin=_ORIGIN) for part in (0, 1)
+    )
+    gate = insert_call(node, _aten.sigmoid.default, (gate,), origin=_ORIGIN)
+    replace_call(node, _aten.mul.Tensor, (value, gate), origin=_ORIGIN)
+
+
+def _weight_norm(node: Node) -> None:
+    bound = arguments(node)
+    norm = _norm_except(node, bound["v"], 2, bound["dim"])
+    scale = insert_call(node, _aten.div.Tensor, (bound["g"], norm), origin=_ORIGIN)
+    replace_call(node, _aten.mul.Tensor, (bound["v"], scale), origin=_ORIGIN)
+
+
+def _norm_except_dim(node: Node) -> None:
+    bound = arguments(node)
+    replace_with(node, _norm_except(node, bound["v"], bound["pow"], bound["dim"]))
+
+
+def _norm_except(node: Node, x: Node, power: int, dim: int) -> Node:
+    """Of what every index into ``dim`` has; -1 is no dim here but stands for all of ``x``."""
+    rank = len(shape_of(x))
+    others = [other for other in range(rank) if other != dim % rank]
+    args = (x, power) if dim == -1 else (x, power, others, True)
+    return insert_call(node, _aten.linalg_vector_norm.default, args, origin=_ORIGIN)
 
 
 def _is_transposed(node: Node) -> bool:
@@ -188,6 +232,10 @@ _REWRITES: dict[object, Callable[[Node], None]] = {
     _aten.numpy_T.default: _reversed,
     _aten.matmul.default: _product,
     _aten.mm.default: _product,
+    _aten.einsum.default: _einsum,
+    _aten.glu.default: _glu,
+    _aten._weight_norm.default: _weight_norm,
+    _aten.norm_except_dim.default: _norm_except_dim,
     _aten.type_as.default: _type_as,
     _aten.broadcast_to.default: _broadcast_to,
     _aten.copy.default: _copy,

@@ -158,7 +158,7 @@ def _steps(
     if order != sorted(order):
         if not same_shape(sizes, source):
             steps.append((_aten.reshape.default, (sizes,)))
-        steps.append(_move(order))
+        steps.append(move(order))
         sizes = [sizes[group] for group in order]
         source = tuple(sizes)
     if not same_shape(source, result):
@@ -166,7 +166,7 @@ def _steps(
     return steps
 
 
-def _move(order: list[int]) -> Step:
+def move(order: list[int]) -> Step:
     """A permutation as an operator: ``transpose`` where it swaps two dims."""
     moved = [dim - len(order) for dim, origin in enumerate(order) if dim != origin]
     if len(moved) == 2:

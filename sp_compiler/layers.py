@@ -32,7 +32,10 @@ def layer_of(node: Node) -> Layer:
     """The layer that ``node`` was captured in, or :data:`OUTSIDE`."""
     for key, (path, module_class) in (node.meta.get("nn_module_stack") or {}).items():
         path = path.split("@")[0]
+        name = module_class if isinstance(module_class, str) else module_class.__name__
+        name = name.rsplit(".", 1)[-1]
+        if name == "ParametrizationList":  # a container of what computes a weight
+            return OUTSIDE
         if _INDEXED.search(path):
-            class_name = module_class if isinstance(module_class, str) else module_class.__name__
-            return Layer(str(key), path, class_name.rsplit(".", 1)[-1])
+            return Layer(str(key), path, name)
     return OUTSIDE

@@ -30,7 +30,7 @@ from sp_compiler.interpreted import PartitionedCode
 from sp_compiler.pipeline import build
 from sp_compiler.rules.table import record_factors
 from sp_compiler.runtime.cache import ProgramCache, call_key
-from tests import parity, users, zoo
+from tests import parity, test_layouts, users, zoo
 from tests.ranks import run_on_ranks
 
 _EXAMPLE = (2, 12)
@@ -471,3 +471,35 @@ def test_what_export_cannot_leave_open_is_compiled_size_by_size() -> None:
         x = torch.randn(3, length, 8, dtype=torch.float64)
         torch.testing.assert_close(module(x), model(x), rtol=1e-12, atol=1e-12)
         assert not hasattr(x, "_dynamo_weak_dynamic_indices"), "a mark on the caller's tensor"
+
+
+class _ByEinsum(nn.Module):
+    """Attention and experts by ``einsum``, at positions that are an outer product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.experts = test_layouts.EinsumAttention(), test_layouts.EinsumExperts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        at = torch.arange(x.shape[1], dtype=x.dtype)
+        x = x + torch.einsum("t,d->td", at, torch.linspace(0.1, 1, 32, dtype=x.dtype)).cos()
+        x = x + self.attention(x)
+        return (x + self.experts(x)).square().mean()
+
+
+def test_products_by_einsum() -> None:
+    torch.manual_seed(0)
+    model = _ByEinsum().double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.div_(4)
+
+    def inputs(batch: int, seq: int) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(seq)
+        return {"x": torch.randn(batch, seq, 32, generator=generator, dtype=torch.float64)}
+
+    program = _open(model, inputs(*_EXAMPLE), tp=2)
+    whole = [name for name, place in program.param_placements.items() if not place.is_sharded]
+    assert whole == ["experts.router"]
+    for batch, seq in (_EXAMPLE, *_OTHERS):
+        _assert_right(program, model, inputs(batch, seq))

@@ -7,6 +7,7 @@ import torch
 import transformers.integrations.moe  # noqa: F401 - registers the grouped product
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations
 
 from benchmarks.shares import flops_share, parameter_share
 from sp_compiler.graph import conversion
@@ -145,6 +146,75 @@ class Experts(nn.Module):
         return y.view(-1, 2, _HIDDEN).sum(1).view_as(x)
 
 
+class EinsumAttention(nn.Module):
+    """Weights of three dims, one for the heads, which also come first in one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = (nn.Parameter(torch.randn(_HIDDEN, _HEADS, 4)) for _ in range(2))
+        self.v = nn.Parameter(torch.randn(_HEADS, _HIDDEN, 4))
+        self.out = nn.Parameter(torch.randn(_HEADS, 4, _HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = (torch.einsum("btd,dhk->bthk", x, w) for w in (self.q, self.k))
+        v = torch.einsum("...td,hdk->...htk", x, self.v)
+        probabilities = torch.einsum("bthk,bshk->bhts", q, k).softmax(-1)
+        core = torch.einsum("bhts,bhsk->bthk", probabilities, v)
+        return torch.einsum("bthk,hkd->btd", core, self.out)
+
+
+class EinsumMLP(nn.Module):
+    """Weights of which one is stored as it is used and one transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Parameter(torch.randn(_HIDDEN, 64)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = F.gelu(torch.einsum("btd,df->btf", x, self.up))
+        return torch.einsum("btf,df->btd", inner, self.down)
+
+
+class EinsumExperts(nn.Module):
+    """Tokens dispatched to places of experts, as in GShard, by weights of all tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Parameter(torch.randn(_HIDDEN, 4, 2))
+        self.up = nn.Parameter(torch.randn(4, _HIDDEN, 64))
+        self.down = nn.Parameter(torch.randn(4, 64, _HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = torch.einsum("btd,dec->btec", x, self.router).softmax(1)
+        rows = torch.einsum("btec,btd->ebcd", weights, x)
+        inner = F.gelu(torch.einsum("ebcd,edf->ebcf", rows, self.up))
+        rows = torch.einsum("ebcf,efd->ebcd", inner, self.down)
+        return torch.einsum("btec,ebcd->btd", weights, rows)
+
+
+class Gated(nn.Module):
+    """Gate and up projections are the halves of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(_HIDDEN, 128), nn.Linear(64, _HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.glu(self.up(x)))
+
+
+class WeightNormed(nn.Module):
+    """Weights as a direction and a length for each row, or for each column."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.up = parametrizations.weight_norm(nn.Linear(_HIDDEN, 64), dim=dim)
+        self.down = parametrizations.weight_norm(nn.Linear(64, _HIDDEN), dim=dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
 @pytest.mark.parametrize(
     "model", [HeadsInTheBatch, lambda: ConvolvedChannels(64), lambda: ConvolvedChannels(8), Rotated,
               Interleaved]
@@ -166,6 +236,28 @@ def test_heads_stay_apart(model: type[nn.Module], tp: int, batch: int) -> None:
     nodes = [node for region in compiled.program.regions for node in region.module.graph.nodes]
     pairs = [conversion(node) for node in nodes]
     assert [str(pair[0]) for pair in pairs if pair and pair[0].kind != "I"] == ["P"]
+
+
+@pytest.mark.parametrize("model", [EinsumAttention, EinsumMLP, EinsumExperts, Gated])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_one_sum_over_the_ranks(model: type[nn.Module], tp: int) -> None:
+    """As where the same is written with linear layers, products and chunks."""
+    found = _case(model())
+    compiled = parity.assert_parity(found, tp=tp)
+    assert parameter_share(compiled) == 1.0
+    assert flops_share(found.program, compiled) == pytest.approx(1.0)
+    nodes = [node for region in compiled.program.regions for node in region.module.graph.nodes]
+    pairs = [conversion(node) for node in nodes]
+    assert [str(pair[0]) for pair in pairs if pair and pair[0].kind != "I"] == ["P"]
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_weight_norm(dim: int, tp: int) -> None:
+    found = _case(WeightNormed(dim), batch=4)
+    compiled = parity.assert_parity(found, tp=tp)
+    assert parameter_share(compiled) == 1.0
+    assert flops_share(found.program, compiled) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("tp", [2, 4])

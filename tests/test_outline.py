@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations
 
 from sp_compiler.capture import Captured, capture, flatten_inputs
 from sp_compiler.passes.normalize import normalize
@@ -218,6 +219,13 @@ def test_frozen_layer_is_not_shared_with_a_trained_one() -> None:
 
 def test_model_without_layers_is_one_region() -> None:
     _, program = outlined(nn.Bilinear(3, 4, 5), torch.randn(2, 3), torch.randn(2, 4))
+    assert [region.name for region in program.regions] == ["Model"]
+
+
+def test_what_computes_a_weight_is_no_layer() -> None:
+    """Though it is in an indexed container."""
+    model = parametrizations.weight_norm(nn.Linear(3, 4))
+    _, program = outlined(model, torch.randn(2, 3))
     assert [region.name for region in program.regions] == ["Model"]
 
 

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from sp_compiler.errors import UnsupportedError
+from sp_compiler.sizes import SYMBOLIC
 
 _library = torch.library.Library("sp_compiler", "FRAGMENT")
 _library.define("autograd_function(Tensor[] inputs, int call) -> Tensor[]")
@@ -94,6 +95,11 @@ def _kernel(inputs: list[Tensor], call: int) -> list[Tensor]:
 _library.impl("autograd_function", _kernel, "CompositeImplicitAutograd")
 
 
+def function_name(call: int) -> str:
+    """Name of the user's class."""
+    return _CALLS[call].function.__name__
+
+
 @contextlib.contextmanager
 def recorded_functions() -> Iterator[None]:
     """Calls of autograd functions become operators."""
@@ -107,6 +113,8 @@ def _record(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) 
     leaves, spec = pytree.tree_flatten((args, kwargs))
     positions = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     inputs = [leaves[index] for index in positions]
+    if any(isinstance(leaf, SYMBOLIC) for leaf in leaves):
+        raise UnsupportedError(f"{function.__name__} is given a size, which cannot stay open")
     constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     number = _number_of(_Call(function, spec, constants, positions))
     versions = [x._version for x in inputs]

@@ -8,14 +8,16 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
+from sp_compiler.autograd_functions import function_name
 from sp_compiler.compiled import CompiledProgram
 from sp_compiler.errors import module_path
-from sp_compiler.graph import carries_gradient, tensor_operands
+from sp_compiler.graph import arguments, carries_gradient, tensor_operands
 from sp_compiler.op_kinds import MATMULS, is_view
 from sp_compiler.program import Region
 from sp_compiler.rules.table import rule_for
 from sp_compiler.rules.vocabulary import has_vocabulary, vocabulary_obstacle
 
+_FUNCTION = torch.ops.sp_compiler.autograd_function.default
 _PRODUCTS = frozenset(
     {*MATMULS, torch.ops.aten.matmul.default, torch.ops.aten.scaled_dot_product_attention.default}
 )
@@ -89,12 +91,17 @@ def _operators(region: Region, world: int) -> Iterator[str]:
 
 
 def _has_no_rule(node: Node) -> bool:
+    if node.target is _FUNCTION:
+        return rule_for(node) is None
     if getattr(node.target, "namespace", "sp_compiler") == "sp_compiler":
         return False
     return rule_for(node) is None
 
 
 def _why_no_rule(node: Node) -> str:
+    if node.target is _FUNCTION:
+        name = function_name(arguments(node)["call"])
+        return f"{name}, a torch.autograd.Function, is not pointwise"
     if not has_vocabulary(node):
         return "no sharding rule for it"
     return vocabulary_obstacle(node) or "sharding its classes costs more time than it saves"

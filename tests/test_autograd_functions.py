@@ -15,6 +15,7 @@ import sp_compiler
 from benchmarks.shares import flops_share, parameter_share
 from sp_compiler.config import CompileOptions
 from sp_compiler.errors import UnsupportedError
+from sp_compiler.fallbacks import fallbacks
 from sp_compiler.pipeline import build
 from sp_compiler.simulate import simulate_step
 from tests.parity import SEED, gradient_error
@@ -137,6 +138,8 @@ def test_only_a_pointwise_one_is_sharded(name: str, gathers: int) -> None:
     ]
     width = functions[0].args[0][0].meta["val"].shape[-1]
     assert width == (2 * _WIDTH if gathers else _WIDTH)
+    said = [line for line in fallbacks(compiled) if "is not pointwise" in line]
+    assert len(said) == gathers
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")

@@ -28,6 +28,7 @@ def canonical_spelling(graph: Graph) -> None:
     - ``x @ w.T`` -> ``linear(x, w)``
     - ``einsum`` -> ``matmul`` or ``linear``, sums and moves of dims, see :func:`.einsum.contract`
     - ``glu(x)`` -> ``a * sigmoid(b)`` of the halves of ``x``
+    - ``cross_entropy`` of logits with classes in dim 1 of several -> that of rows of logits
     - ``_weight_norm(v, g)`` -> ``v * (g / norm(v))``
     - ``x[..., i::n]`` of a dim that n divides -> ``select`` from its last n elements side by side
     - ``repeat``, ``repeat_interleave`` with a number -> ``reshape``, ``expand``, ``reshape``
@@ -201,6 +202,32 @@ def _repeated(node: Node, narrow: list[tuple[int, int]], wide: list[tuple[int, i
     replace_call(node, _aten.reshape.default, (x, list(shape_of(node))), origin=_ORIGIN)
 
 
+def _cross_entropy(node: Node) -> None:
+    """Rows of logits are what a vocabulary is sharded for; a transpose before it is undone."""
+    args = arguments(node)
+    logits, target = args["self"], args["target"]
+    shape = shape_of(logits)
+    if len(shape) < 3:
+        return
+
+    def rows(x: Node) -> Node:
+        for dim in range(1, len(shape) - 1):
+            x = insert_call(node, _aten.transpose.int, (x, dim, dim + 1), origin=_ORIGIN)
+        return insert_call(node, _aten.reshape.default, (x, [-1, shape[1]]), origin=_ORIGIN)
+
+    if len(shape_of(target)) == len(shape):  # probabilities
+        flat = rows(target)
+    else:
+        flat = insert_call(node, _aten.reshape.default, (target, [-1]), origin=_ORIGIN)
+    rest = (args["weight"], args["reduction"], args["ignore_index"], args["label_smoothing"])
+    new = (rows(logits), flat, *rest)
+    if args["reduction"]:
+        replace_call(node, node.target, new, origin=_ORIGIN)
+        return
+    losses = insert_call(node, node.target, new, origin=_ORIGIN)
+    replace_call(node, _aten.reshape.default, (losses, list(shape_of(node))), origin=_ORIGIN)
+
+
 def _like(node: Node) -> None:
     source, value = node.args[0], node.meta["val"]
     if not isinstance(source, Node) or not source.meta["requires_grad"]:
@@ -236,6 +263,7 @@ _REWRITES: dict[object, Callable[[Node], None]] = {
     _aten.glu.default: _glu,
     _aten._weight_norm.default: _weight_norm,
     _aten.norm_except_dim.default: _norm_except_dim,
+    _aten.cross_entropy_loss.default: _cross_entropy,
     _aten.type_as.default: _type_as,
     _aten.broadcast_to.default: _broadcast_to,
     _aten.copy.default: _copy,

@@ -342,3 +342,30 @@ def test_new_tensors_keep_the_type_they_were_captured_with() -> None:
 def test_a_tensor_like_an_activation_does_not_depend_on_it() -> None:
     captured = normalized(lambda x: torch.ones_like(x * 2), randn(3, 2, grad=True))
     assert not captured.placeholders
+
+
+_IDS = torch.tensor([[[1, 0], [3, -100], [2, 2]], [[4, 1], [0, 0], [-100, 3]]])
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("extra", [{}, {"label_smoothing": 0.1}, {"weight": torch.arange(1.0, 6)}])
+def test_classes_in_dim_1(reduction: str, extra: dict[str, Any]) -> None:
+    """A transpose that put them there is gone."""
+    weight = {key: value.double() for key, value in extra.items() if isinstance(value, Tensor)}
+    extra = {**extra, **weight, "reduction": reduction}
+    flat, images = randn(2, 6, 5, grad=True), randn(2, 5, 3, 2, grad=True)
+    probabilities = randn(2, 5, 3, 2).softmax(1)
+    cases: list[tuple[Callable[[Tensor], Tensor], Tensor]] = [
+        (lambda x: F.cross_entropy(x.transpose(1, 2), _IDS.flatten(1), **extra), flat),
+        (lambda x: F.cross_entropy(x, _IDS, **extra), images),
+        (lambda x: F.cross_entropy(x, probabilities, **extra), images),
+    ]
+    for function, x in cases:
+        captured = normalized(function, x)
+        expected = function(x)
+        (found,) = outputs(captured, x)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        grads = [torch.autograd.grad(y.sum(), x)[0] for y in (found, expected)]
+        torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12)
+    names = [node.target for node in normalized(*cases[0]).module.graph.nodes]
+    assert torch.ops.aten.transpose.int not in names

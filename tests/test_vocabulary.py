@@ -13,6 +13,7 @@ import sp_compiler
 from sp_compiler.passes.shard.reasons import why_whole
 from sp_compiler.rewriting import calls
 from sp_compiler.rules.vocabulary import vocabulary_obstacle, vocabulary_strategies
+from tests import parity
 from tests.test_normalize import normalized, randn
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -31,7 +32,8 @@ _CASES: list[tuple[Callable[[Tensor], Tensor], tuple[int, ...], str]] = [
         (3, 8),
         "its targets are probabilities",
     ),
-    (lambda x: F.cross_entropy(x, _IDS[None]), (1, 8, 3), "its logits have 3 dims"),
+    (lambda x: F.cross_entropy(x, _IDS[None]), (1, 8, 3), ""),
+    (lambda x: F.cross_entropy(x, _IDS[0]), (8,), "its logits have 1 dims"),
     (lambda x: F.embedding(_IDS, x), (8, 4), ""),
     (lambda x: F.embedding(_IDS, x), (7, 4), ""),
     (lambda x: F.embedding(_IDS, x, scale_grad_by_freq=True), (8, 4), "it scales gradients"),
@@ -65,3 +67,25 @@ def test_a_plan_does_not_blame_a_missing_rule() -> None:
     plan = sp_compiler.plan(_Head(), ((randn(3, 8).float(),), {}), tp=2)
     (line,) = [line for line in plan.fallbacks if "cross_entropy" in line]
     assert line.endswith("runs whole on every rank: it smooths the labels")
+
+
+class _ClassesFirst(nn.Module):
+    """Logits as ``torch.nn`` documents them for sequences: classes in dim 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 64)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(x).transpose(1, 2), labels)
+
+
+def test_classes_first_are_sharded() -> None:
+    model = _ClassesFirst().double()
+    labels = torch.tensor([[1, 63, 32], [-100, 0, 31]])
+    compiled = parity.assert_parity(
+        parity.make_case(model, {"x": randn(2, 3, 8), "labels": labels}), tp=2
+    )
+    assert compiled.param_placements["head.weight"].is_sharded
+    nodes = [node for region in compiled.program.regions for node in region.module.graph.nodes]
+    assert any(node.target is torch.ops.sp_compiler.vocab_nll.default for node in nodes)

@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from sp_compiler.graph import arguments
-from sp_compiler.rules.table import rule_for
+from sp_compiler.rules.table import has_rule
 
 _DIM_ARGUMENTS = ("dim", "dim0", "dim1", "dims")
 # The dim of these counts the dims of the result: it has more than the operand, of which ``cat``
@@ -33,7 +33,7 @@ def make_dims_negative(graph: Graph) -> None:
     For rank 3 ``softmax(x, 2)`` -> ``softmax(x, -1)``, ``cat([x, x])`` -> ``cat([x, x], -3)``.
     """
     for node in graph.nodes:
-        if getattr(node.target, "namespace", "") == "aten" and rule_for(node) is not None:
+        if getattr(node.target, "namespace", "") == "aten" and has_rule(node):
             _make_negative(node)
 
 

@@ -1,7 +1,7 @@
 """Functions of the model with a backward of their own (``torch.autograd.Function``).
 
 Export would trace through the forward of one and lose its backward. While a model is captured every
-call of one is recorded as the operator ``sp_compiler::autograd_function`` instead, whose kernel is
+call of one is recorded as the operator ``sp_compiler_function::apply`` instead, whose kernel is
 composite: where a region is differentiated the function itself runs again, and what its forward and
 its backward do is traced as operators like any other.
 """
@@ -26,8 +26,8 @@ from torch.utils.checkpoint import CheckpointFunction
 from sp_compiler.errors import UnsupportedError
 from sp_compiler.sizes import SYMBOLIC
 
-_library = torch.library.Library("sp_compiler", "FRAGMENT")
-_library.define("autograd_function(Tensor[] inputs, int call) -> Tensor[]")
+_library = torch.library.Library("sp_compiler_function", "DEF")
+_library.define("apply(Tensor[] inputs, int call) -> Tensor[]")
 _APPLY = torch.autograd.Function.__dict__["apply"]
 
 # What pointwise functions are made of beside the operators that torch says are pointwise.
@@ -51,7 +51,7 @@ _PROBES = ((3, 5, 7, 11, 13, 17), (4, 6, 8, 10, 12, 14))
 
 
 @dataclass(eq=False)
-class _Call:
+class Call:
     """One call in a model's forward, without its tensors.
 
     Attributes:
@@ -85,14 +85,14 @@ class _Call:
         return pytree.tree_unflatten(found, spec)
 
 
-_CALLS: list[_Call] = []
+_CALLS: list[Call] = []
 
 
 def _kernel(inputs: list[Tensor], call: int) -> list[Tensor]:
     return _CALLS[call].run(inputs)
 
 
-_library.impl("autograd_function", _kernel, "CompositeImplicitAutograd")
+_library.impl("apply", _kernel, "CompositeImplicitAutograd")
 
 
 def function_name(call: int) -> str:
@@ -116,10 +116,10 @@ def _record(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) 
     if any(isinstance(leaf, SYMBOLIC) for leaf in leaves):
         raise UnsupportedError(f"{function.__name__} is given a size, which cannot stay open")
     constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    number = _number_of(_Call(function, spec, constants, positions))
+    number = number_of(Call(function, spec, constants, positions))
     versions = [x._version for x in inputs]
     with _Watched(function, inputs):
-        outputs = torch.ops.sp_compiler.autograd_function(inputs, number)
+        outputs = torch.ops.sp_compiler_function.apply(inputs, number)
     if [x._version for x in inputs] != versions:
         raise UnsupportedError(
             f"{function.__name__}, a torch.autograd.Function, writes into its inputs; return new "
@@ -128,7 +128,7 @@ def _record(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) 
     return _CALLS[number].result(outputs)
 
 
-def _number_of(call: _Call) -> int:
+def number_of(call: Call) -> int:
     """The same for the same call of another layer, so that the layers stay alike."""
     for number, known in enumerate(_CALLS):
         if (call.function, call.spec, call.positions) == (
@@ -188,7 +188,7 @@ def is_pointwise_function(call: int, rank: int, dtypes: tuple[torch.dtype, ...])
     return first is not None and first == second
 
 
-def _traced(call: _Call, shape: tuple[int, ...], dtypes: Sequence[torch.dtype]) -> str | None:
+def _traced(call: Call, shape: tuple[int, ...], dtypes: Sequence[torch.dtype]) -> str | None:
     """The code of forward and backward, ``None`` where something is not pointwise."""
 
     def both(inputs: list[Tensor], tangents: list[Tensor]) -> Any:

@@ -17,7 +17,7 @@ from sp_compiler.program import Region
 from sp_compiler.rules.table import rule_for
 from sp_compiler.rules.vocabulary import has_vocabulary, vocabulary_obstacle
 
-_FUNCTION = torch.ops.sp_compiler.autograd_function.default
+_FUNCTION = torch.ops.sp_compiler_function.apply.default
 _PRODUCTS = frozenset(
     {*MATMULS, torch.ops.aten.matmul.default, torch.ops.aten.scaled_dot_product_attention.default}
 )
@@ -91,8 +91,6 @@ def _operators(region: Region, world: int) -> Iterator[str]:
 
 
 def _has_no_rule(node: Node) -> bool:
-    if node.target is _FUNCTION:
-        return rule_for(node) is None
     if getattr(node.target, "namespace", "sp_compiler") == "sp_compiler":
         return False
     return rule_for(node) is None

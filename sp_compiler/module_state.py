@@ -56,6 +56,7 @@ def _state(model: nn.Module) -> _State:
     return {
         (path, name): type(value)(value) if type(value) in _CONTAINERS else value
         for path, module in model.named_modules()
+        if not isinstance(module, nn.RNNBase)  # its lists of parameters are made anew
         for name, value in vars(module).items()
         if name not in _EVERY_MODULES
     }

@@ -16,7 +16,10 @@ from typing import Any
 import torch
 import transformers.integrations.moe  # noqa: F401 - registers the grouped product
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
+from sp_compiler.autograd_functions import Call as FunctionCall
+from sp_compiler.autograd_functions import number_of
 from tests.one_operator import Call
 
 aten = torch.ops.aten
@@ -562,6 +565,26 @@ def _dropout(draw: Draw) -> Args:
     return [draw.numbers(*draw.shape()), torch.tensor(7), 0.3, 5, 0, 1]
 
 
+class _Turned(torch.autograd.Function):
+    """Pointwise in both directions; the backward is not the derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, y)
+        return x * y.cos() * factor, x + y
+
+    @staticmethod
+    def backward(ctx: Any, first: Tensor, second: Tensor) -> Any:
+        x, y = ctx.saved_tensors
+        return first * y - second, second * x, None
+
+
+def _autograd_function(draw: Draw) -> Args:
+    shape, spec = draw.shape(), pytree.tree_structure(((None, None, 3.0), {}))
+    call = FunctionCall(_Turned, spec, [None, None, 3.0], [0, 1])
+    return [[draw.numbers(*shape), draw.numbers(*shape)], number_of(call)]
+
+
 _CPU_FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
 _SPECIAL: dict[str, Callable[[Draw], Args]] = {
     "aten::linear": _linear,
@@ -628,6 +651,7 @@ _SPECIAL: dict[str, Callable[[Draw], Args]] = {
     "aten.scatter.value_reduce": lambda draw: _scatter_reduce(draw, value=True),
     "aten::slice_scatter": _slice_scatter,
     "aten::select_scatter": _select_scatter,
+    "sp_compiler_function::apply": _autograd_function,
     "sp_compiler::dropout": _dropout,
     "sp_compiler::dropout_mask": _dropout,
 }

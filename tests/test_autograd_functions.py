@@ -134,7 +134,7 @@ def test_only_a_pointwise_one_is_sharded(name: str, gathers: int) -> None:
     assert flops_share(build(model, (_x(),), {}, CompileOptions(tp=1)).program, compiled) == 1.0
     nodes = [node for region in compiled.program.regions for node in region.module.graph.nodes]
     functions = [
-        node for node in nodes if node.target is torch.ops.sp_compiler.autograd_function.default
+        node for node in nodes if node.target is torch.ops.sp_compiler_function.apply.default
     ]
     width = functions[0].args[0][0].meta["val"].shape[-1]
     assert width == (2 * _WIDTH if gathers else _WIDTH)

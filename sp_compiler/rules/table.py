@@ -57,6 +57,14 @@ def rule_for(node: Node) -> OpRule | None:
     return _pointwise(node) if torch.Tag.pointwise in target.tags else None
 
 
+def has_rule(node: Node) -> bool:
+    """Whether the table knows the operator; its rule may still leave it whole."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return target._schema.name in _TABLE or torch.Tag.pointwise in target.tags
+
+
 def is_pointwise(node: Node) -> bool:
     """Whether operands of ``node`` are broadcast to its result and combined element by element."""
     target = node.target
@@ -142,7 +150,7 @@ def _dropout(node: Node) -> OpRule:
     return OpRule((dims, ()), (dims,), linear=linear, rows="broadcast", placed=True)
 
 
-@rule("sp_compiler::autograd_function")
+@rule("sp_compiler_function::apply")
 def _autograd_function(node: Node) -> OpRule | None:
     shapes, results = _operand_shapes(node), _result_shapes(node)
     dtypes = tuple(operand.meta["val"].dtype for operand in tensor_operands(node))

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
+from sp_compiler.autocast import Autocast, autocast_state, under_autocast
 from sp_compiler.errors import UnsupportedError
 from sp_compiler.sizes import SYMBOLIC
 
@@ -59,6 +60,7 @@ class Call:
         spec: structure of ``(args, kwargs)``.
         leaves: those leaves, with ``None`` for each tensor.
         positions: of the tensors among the leaves.
+        autocast: what was on around the call.
         returned: what the function returned, with ``_TENSOR`` for tensors, and its structure.
     """
 
@@ -66,6 +68,7 @@ class Call:
     spec: pytree.TreeSpec
     leaves: list[Any]
     positions: list[int]
+    autocast: Autocast = ()
     returned: tuple[list[Any], pytree.TreeSpec] | None = None
 
     def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -73,7 +76,9 @@ class Call:
         for position, value in zip(self.positions, inputs, strict=True):
             leaves[position] = value
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        found, spec = pytree.tree_flatten(_APPLY.__get__(None, self.function)(*args, **kwargs))
+        with under_autocast(self.autocast):
+            result = _APPLY.__get__(None, self.function)(*args, **kwargs)
+        found, spec = pytree.tree_flatten(result)
         self.returned = [_TENSOR if isinstance(x, Tensor) else x for x in found], spec
         return [x for x in found if isinstance(x, Tensor)]
 
@@ -116,7 +121,7 @@ def _record(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) 
     if any(isinstance(leaf, SYMBOLIC) for leaf in leaves):
         raise UnsupportedError(f"{function.__name__} is given a size, which cannot stay open")
     constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    number = number_of(Call(function, spec, constants, positions))
+    number = number_of(Call(function, spec, constants, positions, autocast_state()))
     versions = [x._version for x in inputs]
     with _Watched(function, inputs):
         outputs = torch.ops.sp_compiler_function.apply(inputs, number)
@@ -131,14 +136,14 @@ def _record(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) 
 def number_of(call: Call) -> int:
     """The same for the same call of another layer, so that the layers stay alike."""
     for number, known in enumerate(_CALLS):
-        if (call.function, call.spec, call.positions) == (
-            known.function,
-            known.spec,
-            known.positions,
-        ) and all(map(_is_same, call.leaves, known.leaves)):
+        if _key(call) == _key(known) and all(map(_is_same, call.leaves, known.leaves)):
             return number
     _CALLS.append(call)
     return len(_CALLS) - 1
+
+
+def _key(call: Call) -> tuple[Any, ...]:
+    return call.function, call.spec, call.positions, call.autocast
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -19,6 +19,7 @@ from torch.export.graph_signature import InputKind, InputSpec, OutputKind, Outpu
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
+from sp_compiler.autocast import without_autocast
 from sp_compiler.capture_context import capture_error, check_capturable, export_context
 from sp_compiler.dtypes import check_dtypes
 from sp_compiler.errors import CaptureError, UnsupportedError, node_origin
@@ -170,6 +171,22 @@ def capture(
             exported = functionalize(exported)
         except Exception as error:  # whatever user code or export raises
             raise capture_error(model, error) from error
+    with without_autocast():
+        captured = _captured(exported, model, in_spec, leaves, lift_casts, open_dims)
+    names = input_names(model, args, kwargs)
+    check_dtypes(captured.module.graph, dict(zip(names, leaves, strict=True)))
+    captured.module.recompile()
+    return captured
+
+
+def _captured(
+    exported: ExportedProgram,
+    model: nn.Module,
+    in_spec: pytree.TreeSpec,
+    leaves: list[Any],
+    lift_casts: bool,
+    open_dims: bool,
+) -> Captured:
     inline_sizes(exported.graph_module.graph)
     captured = _from_exported(exported, model, in_spec)
     captured.parameters = parameters_of(model)
@@ -182,9 +199,6 @@ def capture(
         lift_casts_to_float64(captured)
     _forget_strides(captured.module.graph)
     _propagate(captured.module.graph)
-    names = input_names(model, args, kwargs)
-    check_dtypes(captured.module.graph, dict(zip(names, leaves, strict=True)))
-    captured.module.recompile()
     return captured
 
 

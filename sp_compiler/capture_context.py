@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 from torch import nn
 
+from sp_compiler.autocast import explicit_einsum
 from sp_compiler.autograd_functions import recorded_functions
 from sp_compiler.errors import CaptureError, UnsupportedError
 from sp_compiler.module_state import watched_state
@@ -89,6 +90,7 @@ def export_context(model: nn.Module, *, use_cache: bool = False) -> Iterator[Non
         stack.enter_context(without_cache(model, asked=use_cache))
         stack.enter_context(_given_causal_hint())
         stack.enter_context(recorded_functions())
+        stack.enter_context(explicit_einsum())
         stack.enter_context(_without_tensor_hooks())
         stack.enter_context(_without_own_warnings())
         _warn_about_checkpointing(model)

@@ -18,6 +18,7 @@ from torch._dynamo import config as dynamo_config
 from torch.fx import Node
 
 from sp_compiler.accounting import make_plan
+from sp_compiler.autocast import without_autocast
 from sp_compiler.capture import Captured, capture
 from sp_compiler.check import check_forward, check_partitioned
 from sp_compiler.codegen import CompiledRegion, load, module_source
@@ -103,6 +104,7 @@ def _build(
         )
 
 
+@without_autocast()
 def compile_captured(
     captured: Captured,
     options: CompileOptions,
@@ -128,6 +130,7 @@ def compile_captured(
     return compiled
 
 
+@without_autocast()
 def to_program(captured: Captured, options: CompileOptions, clock: _Clock | None = None) -> Program:
     """Normalise ``captured`` in place and cut it into regions of whole tensors."""
     clock = clock or _Clock({})
@@ -178,6 +181,7 @@ class Compilation:
         self._whole: dict[tuple[str, str], None] = {}
         self._sharded: _ShardedProgram | None = None
 
+    @without_autocast()
     def finish(self, options: CompileOptions) -> CompiledProgram:
         """The program that runs; its ``recompute`` and ``budget_bytes`` are those of ``options``.
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 import sp_compiler.ops  # noqa: F401 - registers the operators
+from sp_compiler.autocast import without_autocast
 from sp_compiler.capture import Captured
 from sp_compiler.errors import ArgumentError
 from sp_compiler.program import Program, Ref
@@ -107,6 +108,7 @@ class _Sources:
         return named[ref.kind][ref.name]
 
 
+@without_autocast()
 def run_graph(module: GraphModule, values: Sequence[Any]) -> tuple[Any, ...]:
     """What a graph of whole tensors returns."""
     return _ReferenceInterpreter(module).run(*values)

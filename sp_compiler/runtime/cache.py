@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from sp_compiler.autocast import Autocast, autocast_state
 from sp_compiler.sizes import Sizes
 from sp_compiler.warn import warn
 
@@ -77,7 +78,7 @@ class CallKey:
 
     training: bytes
     parameters: tuple[tuple[torch.dtype, bool], ...]
-    autocast: tuple[tuple[str, torch.dtype], ...]
+    autocast: Autocast
     leaves: tuple[Any, ...]
     structure: Any
     attributes: tuple[tuple[tuple[str, str], Constant], ...] = ()
@@ -132,11 +133,7 @@ def call_key(
     return CallKey(
         bytes(module.training for module in modules),
         tuple((parameter.dtype, parameter.requires_grad) for parameter in parameters),
-        tuple(
-            (device, torch.get_autocast_dtype(device))
-            for device in ("cpu", "cuda")
-            if torch.is_autocast_enabled(device)
-        ),
+        autocast_state(),
         tuple(_leaf(leaf) for leaf in leaves),
         structure,
         tuple((attributes or {}).items()),

@@ -6,15 +6,15 @@ DTensors (their local part is used) or one rank's plain tensors.
 
 from __future__ import annotations
 
-import contextlib
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sp_compiler.autocast import without_autocast
 from sp_compiler.compiled import CompiledProgram, LossBackward, RegionCode
 from sp_compiler.errors import ArgumentError
 from sp_compiler.placement import Placement
@@ -142,7 +142,7 @@ class Executor:
             flat_inputs: the flattened user inputs.
             seed: the dropout seed of this forward; needed where ``needs_seed``.
         """
-        with _without_autocast():
+        with without_autocast():
             return self._run(params, buffers, flat_inputs, seed)
 
     def _run(
@@ -286,13 +286,3 @@ def last_uses(compiled: CompiledProgram) -> list[list[int]]:
         if producer not in kept_calls:
             dead[user].append(producer)
     return dead
-
-
-@contextlib.contextmanager
-def _without_autocast() -> Iterator[None]:
-    """The casts of autocast are part of the captured graph and must not happen twice."""
-    with contextlib.ExitStack() as stack:
-        for device in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
-        yield

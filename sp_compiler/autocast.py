@@ -1,0 +1,79 @@
+"""Autocast: its casts are recorded when a model is captured, and nothing afterwards casts again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+_DEVICES = ("cpu", "cuda")
+
+
+@contextlib.contextmanager
+def without_autocast() -> Iterator[None]:
+    """The casts of autocast are part of the captured graph and must not happen twice."""
+    with contextlib.ExitStack() as stack:
+        for device in _DEVICES:
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+Autocast = tuple[tuple[str, torch.dtype], ...]
+"""Device and dtype of each autocast that is on."""
+
+
+def autocast_state() -> Autocast:
+    """What is on now."""
+    return tuple(
+        (device, torch.get_autocast_dtype(device))
+        for device in _DEVICES
+        if torch.is_autocast_enabled(device)
+    )
+
+
+@contextlib.contextmanager
+def under_autocast(state: Autocast) -> Iterator[None]:
+    """With exactly ``state`` on."""
+    with without_autocast(), contextlib.ExitStack() as stack:
+        for device, dtype in state:
+            stack.enter_context(torch.autocast(device, dtype))
+        yield
+
+
+@contextlib.contextmanager
+def explicit_einsum() -> Iterator[None]:
+    """Under autocast the casts inside of ``einsum``, which is recorded whole, come before it.
+
+    Eager casts the factors of each product of matrices in it. Of an equation that only multiplies
+    two operands and sums over what both have that is all there is; of others the operators that
+    they are made of are recorded.
+    """
+    original = torch._VF.einsum  # type: ignore[attr-defined]
+
+    def einsum(equation: str, operands: tuple[Tensor, ...], **kwargs: Any) -> Tensor:
+        device = operands[0].device.type
+        if device == "meta" or not torch.is_autocast_enabled(device):
+            return original(equation, operands, **kwargs)
+        if not _is_product(equation, len(operands)):
+            return torch.ops.aten.einsum.default.decompose(equation, list(operands), **kwargs)
+        dtype = torch.get_autocast_dtype(device)
+        is_cast = [x.is_floating_point() and x.dtype != torch.float64 for x in operands]
+        cast = [x.to(dtype) if c else x for x, c in zip(operands, is_cast, strict=True)]
+        return original(equation, cast, **kwargs)
+
+    with mock.patch.object(torch._VF, "einsum", einsum, create=True):
+        yield
+
+
+def _is_product(equation: str, count: int) -> bool:
+    terms, arrow, result = equation.replace(" ", "").partition("->")
+    left, _, right = terms.partition(",")
+    if count != 2 or not arrow or "." in equation or len({*left}) + len({*right}) < len(terms) - 1:
+        return False
+    both = {*left} & {*right}
+    return {*left} ^ {*right} <= {*result} and bool(both - {*result})

@@ -38,7 +38,7 @@ setup(
     python_requires=">=3.11,<3.13",
     packages=[*INFRASTRUCTURE, *PASSES],
     package_dir={"sp_compiler": "sp_compiler", "sp_compiler.passes": "passes"},
-    package_data={"sp_compiler": ["py.typed", "plan_page.html"]},
+    package_data={"sp_compiler": ["py.typed", "planning/plan_page.html"]},
     install_requires=[
         "jinja2>=3.1",
         "numpy>=1.26",
@@ -56,6 +56,8 @@ setup(
         "bench": ["megatron-core==0.16.1"],
     },
     entry_points={
-        "torch_dynamo_backends": ["sp_compiler = sp_compiler.backend:sp_compiler_backend"],
+        "torch_dynamo_backends": [
+            "sp_compiler = sp_compiler.torch_compile.backend:sp_compiler_backend"
+        ],
     },
 )

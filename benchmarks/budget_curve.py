@@ -31,15 +31,15 @@ from torch.fx import Graph, GraphModule, Node
 from benchmarks.contenders import random_ids
 from benchmarks.models import GPTConfig, PlainGPT
 from benchmarks.performance import RESULTS
-from sp_compiler.accounting import make_plan
-from sp_compiler.capture import capture
-from sp_compiler.config import CompileOptions
-from sp_compiler.errors import ArgumentError
-from sp_compiler.liveness import function_peak_bytes
-from sp_compiler.op_kinds import base
-from sp_compiler.pipeline import Compilation, to_program
-from sp_compiler.plan import Plan
-from sp_compiler.work import tensor_bytes
+from sp_compiler.base.errors import ArgumentError
+from sp_compiler.compiler import Compilation, to_program
+from sp_compiler.cost.memory import function_peak_bytes
+from sp_compiler.cost.node_cost import tensor_bytes
+from sp_compiler.ir.op_traits import base
+from sp_compiler.options import CompileOptions
+from sp_compiler.planning.build import make_plan
+from sp_compiler.planning.plan import Plan
+from sp_compiler.trace.export import capture
 
 
 class LossOnly(nn.Module):

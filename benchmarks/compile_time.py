@@ -18,8 +18,8 @@ from rich.table import Table
 from benchmarks.contenders import random_ids
 from benchmarks.models import GPTConfig, PlainGPT
 from benchmarks.performance import RESULTS, save
-from sp_compiler.config import CompileOptions
-from sp_compiler.pipeline import build
+from sp_compiler.compiler import build
+from sp_compiler.options import CompileOptions
 
 TENSOR_PARALLEL = 8
 CAPTURE = "capture"

@@ -1,10 +1,11 @@
 """Compile every architecture of the tests, compare it with itself on one device, write it down.
 
 ``python -m benchmarks.coverage [--turns] [--missing] [names...]`` measures the named architectures,
-or all, for 2, 4 and 8 ranks, keeps what it finds in ``tests/coverage_floors.json``, which the tests
-compare with, and renders all that is kept there as ``docs/coverage.md``. ``--turns`` measures only
-the number of ranks whose turn it is, which is what the tests run; ``--missing`` only what no whole
-measurement is kept of. It needs no accelerator: the ranks are simulated, in float64.
+or all, for 2, 4 and 8 ranks, keeps what it finds in ``tests/end_to_end/coverage_floors.json``,
+which the tests compare with, and renders all that is kept there as ``docs/coverage.md``.
+``--turns`` measures only the number of ranks whose turn it is, which is what the tests run;
+``--missing`` only what no whole measurement is kept of. It needs no accelerator: the ranks are
+simulated, in float64.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ import torch
 import transformers
 
 from benchmarks.shares import flops_share, kept_bytes, kept_share, parameter_share
-from sp_compiler.accounting import make_plan
-from sp_compiler.config import CompileOptions
-from sp_compiler.plan import BlockPlan, Plan
-from tests import architectures, parity
+from sp_compiler.options import CompileOptions
+from sp_compiler.planning.build import make_plan
+from sp_compiler.planning.data import BlockPlan
+from sp_compiler.planning.plan import Plan
+from tests.helpers import parity
+from tests.models import architectures
 
 _ROOT = Path(__file__).parents[1]
 FLOORS = _ROOT / "tests" / "coverage_floors.json"
@@ -63,7 +66,7 @@ def measure(case: parity.Case, ranks: int, *, kept: float | None = None) -> dict
     """Plain data about one captured architecture on some ranks.
 
     Args:
-        case: see ``tests.architectures.case``.
+        case: see ``tests.models.architectures.case``.
         ranks: how many.
         kept: bytes that one rank alone keeps for backward, see :func:`kept_bytes`; ``None``: the
             share that is sharded of them is not measured.

@@ -27,14 +27,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.measure import PeakRecorder
 from benchmarks.performance import RESULTS, save
-from sp_compiler.compiled import CompiledProgram
-from sp_compiler.errors import ArgumentError
-from sp_compiler.layout import local_part
-from sp_compiler.liveness import step_memory
-from sp_compiler.memory_size import bytes_text
-from sp_compiler.runtime.communicator import Communicator
+from sp_compiler.base.errors import ArgumentError
+from sp_compiler.base.shards import local_part
+from sp_compiler.base.units import bytes_text
+from sp_compiler.cost.memory import step_memory
+from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.ops.communicator import Communicator
 from sp_compiler.runtime.executor import Executor
-from tests import architectures, parity, zoo
+from tests.helpers import parity
+from tests.models import architectures, zoo
 
 OTHERS = ("mixtral", "gemma2", "phi3", "falcon")
 POLICIES = ("none", "attention", "selective", "full")

@@ -25,8 +25,8 @@ from rich.table import Table
 
 from benchmarks.models import PAPER_SETUPS, PaperSetup, PlainGPT
 from benchmarks.performance import markdown_table
-from sp_compiler.plan import Plan
-from sp_compiler.planning import plan
+from sp_compiler.estimate import plan
+from sp_compiler.planning.plan import Plan
 
 GIB = 2**30
 A100_FLOPS = 312e12

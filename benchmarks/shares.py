@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from sp_compiler.compiled import CompiledProgram
-from sp_compiler.liveness import step_memory
-from sp_compiler.program import Program
-from sp_compiler.work import product_flops, tensor_bytes
+from sp_compiler.cost.memory import step_memory
+from sp_compiler.cost.node_cost import product_flops, tensor_bytes
+from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.ir.program import Program
 
 
 def flops_share(whole: Program, compiled: CompiledProgram) -> float:

@@ -22,13 +22,13 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from benchmarks.models import PRESETS, PlainGPT
-from sp_compiler.capture import capture
-from sp_compiler.config import CompileOptions
-from sp_compiler.passes.shard import placement_problem
-from sp_compiler.pipeline import to_program
-from sp_compiler.planning import plan
-from sp_compiler.solver import solve
-from tests import zoo
+from sp_compiler.compiler import to_program
+from sp_compiler.estimate import plan
+from sp_compiler.options import CompileOptions
+from sp_compiler.passes.sharding.shard import placement_problem
+from sp_compiler.solve.placement import solve
+from sp_compiler.trace.export import capture
+from tests.models import zoo
 
 Result = TypeVar("Result")
 

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from torch.fx import Graph, Node
 
-from sp_compiler.codegen import CompiledRegion, emit
-from sp_compiler.joint import JointGraph, trace_joint
-from sp_compiler.op_kinds import base
-from sp_compiler.partitioned import SavedTensor
-from sp_compiler.passes.cut import Cut, cut
-from sp_compiler.passes.peephole import simplify
-from sp_compiler.passes.recompute import Policy, tag_recompute
-from sp_compiler.program import Region
+from sp_compiler.codegen.module_text import CompiledRegion, emit
+from sp_compiler.ir.forward_backward import SavedTensor
+from sp_compiler.ir.op_traits import base
+from sp_compiler.ir.program import Region
+from sp_compiler.passes.memory.cut import Cut, cut
+from sp_compiler.passes.memory.tag import Policy, tag_recompute
+from sp_compiler.passes.simplify import simplify
+from sp_compiler.trace.joint import JointGraph, trace_joint
 
 
 def compile_region(

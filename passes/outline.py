@@ -1,7 +1,7 @@
 """Cut a flat graph into the program's regions: one distinct region for all layers that are alike.
 
-What is outside layers (:mod:`sp_compiler.layers`) is glue. Layers whose graphs are equal, down to
-shapes, types and what requires a gradient, share one region.
+What is outside layers (:mod:`sp_compiler.ir.provenance`) is glue. Layers whose graphs are equal,
+down to shapes, types and what requires a gradient, share one region.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-import sp_compiler.ops  # noqa: F401 - registers the operators
-from sp_compiler.capture import Captured
-from sp_compiler.errors import module_path
-from sp_compiler.hints import Wish
-from sp_compiler.layers import OUTSIDE, Layer, layer_of
-from sp_compiler.program import Call, Program, Ref, RefKind, Region
-from sp_compiler.rewriting import is_call, is_getitem
-from sp_compiler.sizes import same_shape, symbol_of, symbols_in
+import sp_compiler.ops.operators  # noqa: F401 - registers the operators
+from sp_compiler.base.errors import module_path
+from sp_compiler.ir.captured import Captured
+from sp_compiler.ir.hints import Wish
+from sp_compiler.ir.program import Call, Program, Ref, RefKind, Region
+from sp_compiler.ir.provenance import OUTSIDE, Layer, layer_of
+from sp_compiler.ir.rewriting import is_call, is_getitem
+from sp_compiler.ir.symbolic import same_shape, symbol_of, symbols_in
 
 _sp = torch.ops.sp_compiler
 _DROPOUTS = (_sp.dropout.default, _sp.dropout_mask.default)

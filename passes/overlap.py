@@ -24,13 +24,13 @@ from dataclasses import replace
 import torch
 from torch.fx import Graph, Node
 
-from sp_compiler.example_sizes import AtHints
-from sp_compiler.graph import conversion, is_collective
-from sp_compiler.liveness import backward_peak_bytes, peak_in_order
-from sp_compiler.op_kinds import base, is_part, is_view
-from sp_compiler.partitioned import Partitioned
-from sp_compiler.sizes import Sizes
-from sp_compiler.work import tensor_bytes
+from sp_compiler.cost.memory import backward_peak_bytes, peak_in_order
+from sp_compiler.cost.node_cost import tensor_bytes
+from sp_compiler.ir.concretize import AtHints
+from sp_compiler.ir.forward_backward import Partitioned
+from sp_compiler.ir.fx import conversion, is_collective
+from sp_compiler.ir.op_traits import base, is_part, is_view
+from sp_compiler.ir.symbolic import Sizes
 
 _wait = torch.ops.sp_compiler.wait.default
 
@@ -41,7 +41,7 @@ def overlap_backward(
     """``parts``, which is left as it is, with backwards in which work runs under collectives.
 
     Args:
-        own_parameters: see :meth:`sp_compiler.program.Program.own_parameters`.
+        own_parameters: see :meth:`sp_compiler.ir.program.Program.own_parameters`.
         sizes: what is open; memory is that of the example's sizes.
     """
     if parts.backward is None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from sp_compiler.api import compile
-from sp_compiler.diff import GraphDiff, diff
-from sp_compiler.errors import (
+from sp_compiler.base.errors import (
     ArgumentError,
     CaptureError,
     NotCompiledError,
@@ -14,12 +13,13 @@ from sp_compiler.errors import (
     SPCompilerError,
     UnsupportedError,
 )
-from sp_compiler.hints import forbid
-from sp_compiler.plan import Plan
-from sp_compiler.planning import plan
+from sp_compiler.estimate import plan
+from sp_compiler.graph_diff.diff import GraphDiff, diff
+from sp_compiler.ir.hints import forbid
+from sp_compiler.planning.plan import Plan
 from sp_compiler.rules.custom import rule
-from sp_compiler.verification import verify
-from sp_compiler.verify_report import VerifyReport
+from sp_compiler.verification.report import VerifyReport
+from sp_compiler.verification.verify import verify
 
 __all__ = [
     "ArgumentError",
@@ -41,3 +41,8 @@ __all__ = [
     "verify",
 ]
 __version__ = "0.1.0"
+
+
+def __dir__() -> list[str]:
+    """The names a user may use; the folders of the package are not among them."""
+    return [*__all__, "__version__"]

@@ -8,14 +8,14 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from sp_compiler.compiled import CompiledProgram
-from sp_compiler.config import Backend, CompileOptions, Dropout, Outputs, Recompute
-from sp_compiler.errors import ArgumentError
-from sp_compiler.hints import Hint, parameters_of, wishes_of
-from sp_compiler.pipeline import build
-from sp_compiler.placement import Placement
+from sp_compiler.base.errors import ArgumentError
+from sp_compiler.base.placement import Placement
+from sp_compiler.compiler import build
+from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.ir.hints import Hint, parameters_of, wishes_of
+from sp_compiler.module.distributed_module import DistributedModule
+from sp_compiler.options import Backend, CompileOptions, Dropout, Outputs, Recompute
 from sp_compiler.runtime.group import device_type_of, tensor_parallel_group
-from sp_compiler.runtime.module import DistributedModule
 
 
 def compile(

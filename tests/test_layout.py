@@ -1,4 +1,4 @@
-"""The layout: who may import whom, and how the passes are installed."""
+"""The layout: the order of the rooms, who may import whom, and how the passes are installed."""
 
 from __future__ import annotations
 
@@ -10,16 +10,37 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import networkx as nx
 import pytest
+
+import sp_compiler
 
 ROOT = Path(__file__).parent.parent
 PASSES = "sp_compiler.passes"
-# What stands above the passes: the public API and what assembles the pipeline.
-ABOVE_PASSES = frozenset(
-    f"sp_compiler.{name}"
-    for name in ("api", "backend", "cli", "pipeline", "planning", "verification", "__main__")
+# In the order in which a model flows through them: each imports only those before it.
+LAYERS = (
+    "base",
+    "ops",
+    "ir",
+    "options",
+    "trace",
+    "rules",
+    "solve",
+    "cost",
+    "check",
+    "codegen",
+    "runtime",
+    "planning",
+    "graph_diff",
+    "passes",
+    "compiler",
+    "estimate",
+    "verification",
+    "module",
+    "torch_compile",
+    "api",
 )
-MAY_IMPORT_PASSES = frozenset({"sp_compiler.pipeline"})
+MAX_MODULES = 14  # of one folder
 
 
 def _modules(folder: str, package: str) -> dict[str, Path]:
@@ -32,37 +53,56 @@ def _modules(folder: str, package: str) -> dict[str, Path]:
     return modules
 
 
+MODULES = {**_modules("sp_compiler", "sp_compiler"), **_modules("passes", PASSES)}
+
+
 def _imports(path: Path) -> Iterator[str]:
-    """Every module that ``path`` imports: ``from a import b`` as both ``a`` and ``a.b``."""
+    """Modules of ours that ``path`` imports; ``from a import b`` is ``a.b`` if that is a module."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            yield from (alias.name for alias in node.names if alias.name in MODULES)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: relative import"
-            assert node.module is not None
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                found = full if full in MODULES else node.module
+                if found in MODULES:
+                    yield found
 
 
-INFRASTRUCTURE = _modules("sp_compiler", "sp_compiler")
-PASS_MODULES = _modules("passes", PASSES)
+IMPORTS = {name: set(_imports(path)) for name, path in MODULES.items()}
 
 
-@pytest.mark.parametrize("name", PASS_MODULES)
-def test_passes_import_only_the_infrastructure(name: str) -> None:
-    imported = list(_imports(PASS_MODULES[name]))
-    assert ABOVE_PASSES.isdisjoint(imported)
-    # "from sp_compiler import x" is fine for a submodule x; the bare package is the public API.
-    known = INFRASTRUCTURE.keys() | PASS_MODULES.keys() | {"sp_compiler"}
-    for module in imported:
-        if module.startswith("sp_compiler") and module.count(".") == 1:
-            assert module in known, f"{name} imports {module}, which is the public API's name"
+def _layer(module: str) -> int:
+    return LAYERS.index(module.split(".")[1])
 
 
-@pytest.mark.parametrize("name", sorted(INFRASTRUCTURE.keys() - MAY_IMPORT_PASSES))
-def test_only_the_pipeline_imports_passes(name: str) -> None:
-    offending = [m for m in _imports(INFRASTRUCTURE[name]) if f"{m}.".startswith(f"{PASSES}.")]
-    assert not offending
+@pytest.mark.parametrize("name", sorted(MODULES.keys() - {"sp_compiler"}))
+def test_a_folder_imports_only_what_stands_before_it(name: str) -> None:
+    assert "sp_compiler" not in IMPORTS[name], "the public face is for users"
+    upward = [module for module in IMPORTS[name] if _layer(module) > _layer(name)]
+    assert not upward, f"{name} imports {upward}, which stand behind it in LAYERS"
+
+
+def test_no_circle_of_imports() -> None:
+    graph = nx.DiGraph((name, module) for name in MODULES for module in IMPORTS[name])
+    assert not list(nx.simple_cycles(graph))
+
+
+def test_every_folder_has_a_place_in_the_order() -> None:
+    top = {name.split(".")[1] for name in MODULES if "." in name}
+    assert top == set(LAYERS)
+
+
+def test_folders_stay_small() -> None:
+    folders = [path.parent for path in MODULES.values() if path.name != "__init__.py"]
+    crowded = {str(f.relative_to(ROOT)): folders.count(f) for f in folders}
+    assert max(crowded.values()) <= MAX_MODULES, crowded
+
+
+def test_the_public_face_shows_what_a_user_may_use() -> None:
+    assert set(dir(sp_compiler)) == {*sp_compiler.__all__, "__version__"}
+    assert not {"base", "passes", "compiler"} & set(dir(sp_compiler))
 
 
 def test_passes_raise_under_any_other_name() -> None:

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_map_only
 
+from sp_compiler.base.errors import ArgumentError
+from sp_compiler.base.placement import P, Placement, R, S
 from sp_compiler.check.opaque import as_value, opaque_strategies
 from sp_compiler.check.shapes import Shape, global_shape, local_shapes, result_shapes
-from sp_compiler.errors import ArgumentError
-from sp_compiler.graph import arguments, tensor_operands
-from sp_compiler.op_kinds import FILLED, draws
-from sp_compiler.placement import P, Placement, R, S
+from sp_compiler.ir.fx import arguments, tensor_operands
+from sp_compiler.ir.op_traits import FILLED, draws
 from sp_compiler.rules.factors import OpRule
 from sp_compiler.rules.strategies import Offers, Strategy, strategies
 from sp_compiler.rules.table import rule_for

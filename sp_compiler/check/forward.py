@@ -20,16 +20,16 @@ from torch import Tensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.fx import Node
 
+from sp_compiler.base.errors import PlacementError
+from sp_compiler.base.placement import I, P, Placement, R, S
 from sp_compiler.check.derive import Results, derive
 from sp_compiler.check.opaque import as_value, opaque_strategies
 from sp_compiler.check.report import CheckReport
 from sp_compiler.check.shapes import global_shape
 from sp_compiler.check.torch_functions import COMMUNICATE, RESHAPES, UNKNOWN_LINEAR, call, reshape
-from sp_compiler.errors import PlacementError
-from sp_compiler.graph import arguments, carries_gradient, conversion, tensor_operands
-from sp_compiler.op_kinds import FILLED
-from sp_compiler.placement import I, P, Placement, R, S
-from sp_compiler.program import Region
+from sp_compiler.ir.fx import arguments, carries_gradient, conversion, tensor_operands
+from sp_compiler.ir.op_traits import FILLED
+from sp_compiler.ir.program import Region
 
 aten = torch.ops.aten
 sp = torch.ops.sp_compiler

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import torch
 from torch.fx import Node
 
-from sp_compiler.graph import arguments, conversion
-from sp_compiler.placement import P, Placement, R, S
+from sp_compiler.base.placement import P, Placement, R, S
+from sp_compiler.ir.fx import arguments, conversion
 from sp_compiler.rules.strategies import Strategy
 
 sp = torch.ops.sp_compiler

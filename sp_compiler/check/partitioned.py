@@ -14,15 +14,15 @@ from collections.abc import Sequence
 
 from torch.fx import Graph, Node
 
+from sp_compiler.base.errors import PlacementError
+from sp_compiler.base.placement import Placement, R, S
 from sp_compiler.check.derive import Results, allowed, derive
 from sp_compiler.check.opaque import as_value
 from sp_compiler.check.report import CheckReport
-from sp_compiler.errors import PlacementError
-from sp_compiler.graph import tensor_operands
-from sp_compiler.op_kinds import FILLED
-from sp_compiler.partitioned import Partitioned
-from sp_compiler.placement import Placement, R, S
-from sp_compiler.program import Region
+from sp_compiler.ir.forward_backward import Partitioned
+from sp_compiler.ir.fx import tensor_operands
+from sp_compiler.ir.op_traits import FILLED
+from sp_compiler.ir.program import Region
 
 _PASS = "check"
 Types = dict[Node, list[Results]]

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from sp_compiler.graph import arguments
-from sp_compiler.placement import Placement
+from sp_compiler.base.placement import Placement
+from sp_compiler.ir.fx import arguments
 from sp_compiler.rules.table import is_pointwise
 
 aten = torch.ops.aten

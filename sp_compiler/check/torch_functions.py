@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils._pytree import tree_map_only
 
-from sp_compiler.graph import arguments
-from sp_compiler.placement import Placement
+from sp_compiler.base.placement import Placement
+from sp_compiler.ir.fx import arguments
 
 aten = torch.ops.aten
 Function = Callable[..., Any]

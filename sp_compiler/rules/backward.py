@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from sp_compiler.graph import arguments, tensor_operands
+from sp_compiler.ir.fx import arguments, tensor_operands
 from sp_compiler.rules.factors import (
     Dims,
     Factor,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from sp_compiler.errors import ArgumentError
+from sp_compiler.base.errors import ArgumentError
 from sp_compiler.rules import table
 from sp_compiler.rules.factors import Dims, Factor, OpRule
 

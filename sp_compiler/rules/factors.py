@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from sp_compiler.sizes import hint, is_open
+from sp_compiler.ir.symbolic import hint, is_open
 
 
 @dataclass(frozen=True)

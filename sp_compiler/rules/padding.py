@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch.fx import Node
 
-from sp_compiler.graph import tensor_operands
+from sp_compiler.ir.fx import tensor_operands
 
 _aten = torch.ops.aten
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from sp_compiler.placement import I, P, Placement, R, S, T
+from sp_compiler.base.placement import I, P, Placement, R, S, T
 from sp_compiler.rules.factors import Dims, Factor, OpRule, Rows
 
 

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from sp_compiler.autograd_functions import is_pointwise_function
-from sp_compiler.graph import arguments, tensor_operands
+from sp_compiler.ir.fx import arguments, tensor_operands
 from sp_compiler.rules.factors import (
     Dim,
     Dims,
@@ -27,6 +26,7 @@ from sp_compiler.rules.factors import (
     record_cuts,
     reshaped,
 )
+from sp_compiler.trace.autograd_functions import is_pointwise_function
 
 Rule = Callable[[Node], OpRule | None]
 _TABLE: dict[str, Rule] = {}

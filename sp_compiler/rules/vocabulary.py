@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from sp_compiler.graph import arguments, tensor_operands
-from sp_compiler.placement import I, P, R, shard_of
+from sp_compiler.base.placement import I, P, R, shard_of
+from sp_compiler.ir.fx import arguments, tensor_operands
 from sp_compiler.rules.strategies import Strategy
 
 _aten = torch.ops.aten

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
-from sp_compiler.errors import RankMismatchError
-from sp_compiler.runtime.agreement import digest, mismatch
-from sp_compiler.runtime.cache import CallKey
+from sp_compiler.base.errors import RankMismatchError
 from sp_compiler.runtime.group import TensorParallelGroup
+from sp_compiler.runtime.program_cache import CallKey
+from sp_compiler.runtime.rank_checks import digest, mismatch
 
 _REMEMBERED = 64
 

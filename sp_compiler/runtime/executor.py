@@ -8,71 +8,21 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sp_compiler.autocast import without_autocast
-from sp_compiler.compiled import CompiledProgram, LossBackward, RegionCode
-from sp_compiler.errors import ArgumentError
-from sp_compiler.placement import Placement
-from sp_compiler.program import Call, Ref, Region
-from sp_compiler.runtime.communicator import Communicator
-from sp_compiler.runtime.deferred import DeferredGradients
-from sp_compiler.runtime.dropout import call_seed
-from sp_compiler.runtime.functions import (
-    RegionFunction,
-    ReplicateParameters,
-    local_tensor,
-)
-from sp_compiler.runtime.padding import padded_part, without_rank_padding
-
-
-@dataclass(frozen=True)
-class RegionRunner:
-    """Executes one region on its inputs, recording it for autograd where a gradient is needed.
-
-    ``padded``: which inputs are padded shards of parameters, and how they are placed.
-    """
-
-    code: RegionCode
-    differentiable: tuple[bool, ...]
-    tp: Communicator
-    loss_backward: LossBackward | None = None
-    padded: Mapping[int, Placement] = field(default_factory=dict)
-
-    def __call__(
-        self, inputs: Sequence[Any], owners: Sequence[Tensor | None] | None = None
-    ) -> tuple[Any, ...]:
-        """Outputs of the region.
-
-        ``owners`` names, where given, for each input the parameter that it aliases, so that an
-        in-place change of the parameter between forward and backward is found.
-        """
-        if torch.is_grad_enabled() and any(
-            isinstance(value, Tensor) and value.requires_grad for value in inputs
-        ):
-            return RegionFunction.apply(self, owners, *inputs)
-        outputs, _ = self.code.forward(self.tp, *self.operands(inputs))
-        return outputs
-
-    def operands(self, inputs: Sequence[Any]) -> list[Any]:
-        """This rank's part of each input, padding included."""
-        found = [local_tensor(value) for value in inputs]
-        for index, placement in self.padded.items():
-            found[index] = padded_part(found[index], placement, self.tp.world)
-        return found
-
-    def without_padding(self, index: int, grad: Tensor) -> Tensor:
-        """The gradient of input ``index`` as the parameter is stored."""
-        placement = self.padded.get(index)
-        if placement is None:
-            return grad
-        assert isinstance(self.tp.rank, int)
-        return without_rank_padding(grad, placement, self.tp.rank, self.tp.world)
-
+from sp_compiler.base.autocast import without_autocast
+from sp_compiler.base.errors import ArgumentError
+from sp_compiler.base.placement import Placement
+from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.ir.program import Call, Ref, Region
+from sp_compiler.ops.communicator import Communicator
+from sp_compiler.ops.dropout_counter import call_seed
+from sp_compiler.runtime.reductions import DeferredGradients, ReplicateParameters
+from sp_compiler.runtime.region_call import RegionRunner
 
 Invoke = Callable[..., tuple[Any, ...]]
 BlockCall = Callable[[str, Invoke, Sequence[Any]], tuple[Any, ...]]
@@ -124,7 +74,7 @@ class Executor:
             for region in compiled.program.regions
         }
         self._replicated = _parameters_used_as_r(compiled)
-        self._last_use = last_uses(compiled)
+        self._last_use = compiled.program.last_uses()
         self.needs_seed = any("seed" in region.input_kinds for region in compiled.program.regions)
 
     def run(
@@ -270,19 +220,3 @@ def _parameters_used_as_r(compiled: CompiledProgram) -> tuple[str, ...]:
                     f"it as {placement}; only I used as R is converted outside of a region"
                 )
     return tuple(names)
-
-
-def last_uses(compiled: CompiledProgram) -> list[list[int]]:
-    """For each call: the calls whose outputs are used for the last time by it."""
-    program = compiled.program
-    kept = (*program.outputs, *program.mutated_buffers.values())
-    kept_calls = {ref.index for ref in kept if isinstance(ref, Ref) and ref.kind == "call"}
-    last: dict[int, int] = {}
-    for index, call in enumerate(program.calls):
-        last[index] = index
-        last.update((ref.index, index) for ref in call.args if ref.kind == "call")
-    dead: list[list[int]] = [[] for _ in program.calls]
-    for producer, user in last.items():
-        if producer not in kept_calls:
-            dead[user].append(producer)
-    return dead

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from sp_compiler.errors import ArgumentError
-from sp_compiler.runtime.communicator import Communicator
+from sp_compiler.base.errors import ArgumentError
+from sp_compiler.ops.communicator import Communicator
 
 _AXIS = "tp"
 _HOW = (

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from sp_compiler.layout import enlarged, local_part
-from sp_compiler.placement import Placement
+from sp_compiler.base.placement import Placement
+from sp_compiler.base.shards import enlarged, local_part
 
 
 def stored_part(full: Tensor, placement: Placement, rank: int, world: int) -> Tensor:

@@ -1,0 +1,173 @@
+"""Ways to split one region: from the least that backward can do with to whatever makes it fast.
+
+None of them depends on a budget. They are the choices of
+:mod:`sp_compiler.solve.recompute_frontier` and those of the named policies, each cut by the
+partitioner and measured as cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.fx import Node
+
+from sp_compiler.cost.memory import backward_peak_bytes, function_peak_bytes
+from sp_compiler.cost.node_cost import (
+    collectives_us,
+    compute_us,
+    elapsed_us,
+    node_collectives,
+    tensor_bytes,
+)
+from sp_compiler.ir.forward_backward import Partitioned
+from sp_compiler.ir.op_traits import base, has_inner_communication
+from sp_compiler.passes.memory.cut import Cut, cut
+from sp_compiler.passes.memory.tag import POLICIES, Policy, Tag, tag_recompute
+from sp_compiler.solve.recompute_frontier import Value, frontier
+from sp_compiler.trace.joint import JointGraph, ancestors
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to split a region.
+
+    Attributes:
+        tags: of every forward node of the joint graph.
+        partitioned: cut by the tags.
+        us: estimated time of its forward and backward.
+        forward_peak_bytes: what the forward holds at most beside its arguments.
+        backward_peak_bytes: the same of the backward.
+    """
+
+    tags: Mapping[Node, Tag]
+    partitioned: Partitioned
+    us: float
+    forward_peak_bytes: int
+    backward_peak_bytes: int
+
+
+def variants(
+    joint: JointGraph,
+    world: int,
+    *,
+    how: Cut,
+    free: frozenset[int],
+) -> list[Variant]:
+    """Split ``joint``, whose tags are overwritten; the one that keeps least comes first.
+
+    Args:
+        world: number of tensor-parallel ranks.
+        how: what the program wants of each of them.
+        free: outputs of the region that exist until backward anyway: the model returns them.
+    """
+    found: dict[tuple[str, ...], Variant] = {}
+    for tags in (*_solved(joint, world, free), *(_policy(joint, policy) for policy in POLICIES)):
+        write_tags(joint, tags)
+        parts = cut(joint, how)
+        names = tuple(sorted(tensor.name for tensor in parts.saved))
+        if names not in found:
+            found[names] = _measured(tags, parts, world, how.own_parameters)
+    return sorted(found.values(), key=lambda v: (v.partitioned.kept_bytes, v.us))
+
+
+def write_tags(joint: JointGraph, tags: Mapping[Node, Tag]) -> None:
+    """Put ``tags`` on the nodes of ``joint``."""
+    for node, tag in tags.items():
+        node.meta["recompute"], node.meta["recompute_reason"] = tag
+
+
+def _policy(joint: JointGraph, policy: Policy) -> dict[Node, Tag]:
+    tag_recompute(joint, policy)
+    return {
+        node: (node.meta["recompute"], node.meta["recompute_reason"])
+        for node in joint.graph.nodes
+        if "recompute" in node.meta
+    }
+
+
+def _measured(
+    tags: Mapping[Node, Tag], parts: Partitioned, world: int, own_parameters: frozenset[int]
+) -> Variant:
+    graph = parts.step_backward
+    us, peak_bytes = elapsed_us(parts.forward, world), 0
+    if graph is not None:
+        us += elapsed_us(graph, world)
+        peak_bytes = backward_peak_bytes(graph, own_parameters)
+    return Variant(tags, parts, us, function_peak_bytes(parts.forward), peak_bytes)
+
+
+def _us(node: Node, world: int) -> float:
+    if node.op != "call_function":
+        return 0.0
+    return compute_us(node) + collectives_us(node_collectives(node), world)
+
+
+def _solved(joint: JointGraph, world: int, free: frozenset[int]) -> list[dict[Node, Tag]]:
+    nodes, values = problem(joint, world, free)
+    tags = []
+    for choice in frontier(values):
+        kept = {nodes[index] for index in choice.kept}
+        tags.append(
+            {
+                node: _tag(node, kept, value.us)
+                for node, value in zip(nodes, values, strict=True)
+                if node.op == "call_function"
+            }
+        )
+    return tags
+
+
+def _tag(node: Node, kept: set[Node], us: float) -> Tag:
+    if node in kept or has_inner_communication(node):
+        return "save", f"worth its memory: {us:.3g} us to compute again"
+    return "recompute", "cheaper than its memory"
+
+
+def _forward_values(joint: JointGraph) -> list[Node]:
+    """Forward nodes and what other calls hand in, in graph order."""
+    backward = joint.backward_nodes()
+    kinds = dict(zip(joint.inputs, joint.input_kinds, strict=True))
+    return [
+        node
+        for node in joint.graph.nodes
+        if (node.op == "call_function" and node not in backward) or kinds.get(node) == "call"
+    ]
+
+
+def problem(
+    joint: JointGraph, world: int, free: frozenset[int] = frozenset()
+) -> tuple[list[Node], list[Value]]:
+    """What to keep of ``joint``, for the solver, and the node that each value stands for."""
+    nodes = _forward_values(joint)
+    position = {node: index for index, node in enumerate(nodes)}
+    needed = _needed(joint)
+    costless = {base(joint.outputs[index]) for index in free}
+    values = [
+        Value(
+            parents=tuple(position[p] for p in node.all_input_nodes if p in position),
+            num_bytes=0 if node in costless else _own_bytes(node),
+            us=_us(node, world),
+            needed=node in needed,
+            can_keep=base(node) is node and isinstance(node.meta["val"], Tensor),
+            can_repeat=node.op == "call_function" and not has_inner_communication(node),
+        )
+        for node in nodes
+    ]
+    return nodes, values
+
+
+def _own_bytes(node: Node) -> int:
+    owns = base(node) is node and isinstance(node.meta["val"], Tensor)
+    return tensor_bytes(node.meta["val"]) if owns else 0
+
+
+def _needed(joint: JointGraph) -> set[Node]:
+    """What backward reads of the forward."""
+    backward = joint.backward_nodes()
+    grads = [node for node in joint.grads if node is not None]
+    found = {node for node in grads if node not in backward}
+    for node in ancestors(grads) & backward:
+        found.update(parent for parent in node.all_input_nodes if parent not in backward)
+    return found

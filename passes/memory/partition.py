@@ -1,0 +1,160 @@
+"""Cut a tagged joint graph into a forward and a backward; mechanical, the tags decide.
+
+Walking back from the gradients, a forward value tagged ``"save"`` and an input of the region end
+the walk and are handed from forward to backward; one tagged ``"recompute"`` is computed again in
+backward just before its first use. A saved view saves the tensor that owns its storage.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from sp_compiler.base.errors import PassError, module_path, source_line
+from sp_compiler.ir.forward_backward import LossPart, Partitioned, SavedTensor
+from sp_compiler.ir.op_traits import base
+from sp_compiler.ir.snapshot import copy_graph
+from sp_compiler.ir.symbolic import hint, symbol_of, symbols_in
+from sp_compiler.passes.memory.zero_tangents import drop_zero_tangents
+from sp_compiler.trace.joint import JointGraph, ancestors
+
+
+def partition(joint: JointGraph, loss_output: int | None = None) -> Partitioned:
+    """Split ``joint``, which is left as it is.
+
+    Args:
+        joint: tagged.
+        loss_output: an output from which alone a training step usually starts: it gets a backward
+            of its own where a gradient may flow through others too.
+
+    Raises:
+        PassError: a forward node without a tag.
+    """
+    grads = [node for node in joint.grads if node is not None]
+    saved = _saved_nodes(joint, grads, joint.backward_nodes())
+    forward = _forward_graph(joint, saved)
+    backward = _backward_graph(joint, saved) if grads else None
+    kinds = dict(zip(joint.inputs, joint.input_kinds, strict=True))
+    records = tuple(_record(node, kinds.get(node, "activation")) for node in saved)
+    if backward is None or loss_output is None or len(joint.tangents) < 2:
+        return Partitioned(forward, backward, records, joint.num_outputs)
+    loss = LossPart(loss_output, _loss_backward(backward, joint.tangent_outputs, loss_output))
+    return Partitioned(forward, backward, records, joint.num_outputs, loss)
+
+
+def _saved_nodes(joint: JointGraph, grads: Sequence[Node], backward: set[Node]) -> list[Node]:
+    """What backward starts from, in graph order."""
+    ends = set(joint.inputs)
+    for node in joint.graph.nodes:
+        if node.op == "call_function" and node not in backward and _tag(node) == "save":
+            ends.add(base(node))
+    walked = _walk_back(grads, ends)
+    found = walked & ends
+    sizes = [node for node in joint.inputs if symbol_of(node) is not None]
+    symbols = symbols_in([*(walked - ends), *joint.tangents]) if sizes else set()
+    found |= {node for node in sizes if symbol_of(node) in symbols}
+    return [node for node in joint.graph.nodes if node in found]
+
+
+def _walk_back(nodes: Sequence[Node], ends: set[Node]) -> set[Node]:
+    """``nodes`` and what they are computed from, up to and including ``ends``."""
+    seen: set[Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            if node not in ends:
+                stack.extend(node.all_input_nodes)
+    return seen
+
+
+def _tag(node: Node) -> str:
+    if node.meta.get("recompute") not in ("save", "recompute"):
+        raise PassError("partition", 'a forward node needs meta["recompute"]', node)
+    return node.meta["recompute"]
+
+
+def _forward_graph(joint: JointGraph, saved: Sequence[Node]) -> Graph:
+    needed = ancestors([*joint.outputs, *saved])
+    graph = Graph()
+    copies: dict[Node, Node] = {node: _placeholder(graph, node) for node in joint.inputs}
+    for node in joint.graph.nodes:
+        if node.op == "call_function" and node in needed:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in [*joint.outputs, *saved]))
+    return graph
+
+
+def _backward_graph(joint: JointGraph, saved: Sequence[Node]) -> Graph:
+    order = {node: index for index, node in enumerate(joint.graph.nodes)}
+    grads = [node for node in joint.grads if node is not None]
+    needed = _walk_back(grads, set(saved)) & _on_tangents(joint)
+    graph = Graph()
+    copies = {node: _placeholder(graph, node) for node in [*saved, *joint.tangents]}
+    # The gradients come last for those that no tangent reaches.
+    for node in [*sorted(needed, key=order.__getitem__), *grads]:
+        for pending in sorted(_missing(node, copies), key=order.__getitem__):
+            copies[pending] = graph.node_copy(pending, copies.__getitem__)
+            copies[pending].meta["recomputed"] = pending not in needed
+    graph.output(tuple(None if node is None else copies[node] for node in joint.grads))
+    return graph
+
+
+def _loss_backward(backward: Graph, tangent_outputs: Sequence[int], loss_output: int) -> Graph:
+    graph = copy_graph(backward)
+    tangents = graph.find_nodes(op="placeholder")[-len(tangent_outputs) :]
+    others = [
+        node for node, out in zip(tangents, tangent_outputs, strict=True) if out != loss_output
+    ]
+    drop_zero_tangents(graph, tangents, others)
+    return graph
+
+
+def _on_tangents(joint: JointGraph) -> set[Node]:
+    depends = set(joint.tangents)
+    for node in joint.graph.nodes:
+        if any(parent in depends for parent in node.all_input_nodes):
+            depends.add(node)
+    return depends
+
+
+def _missing(node: Node, copies: dict[Node, Node]) -> set[Node]:
+    """``node`` and what it still needs, unless it is there."""
+    return {found for found in _walk_back([node], set(copies)) if found not in copies}
+
+
+def _placeholder(graph: Graph, node: Node) -> Node:
+    copy = graph.placeholder(node.name)
+    copy.meta = dict(node.meta)
+    return copy
+
+
+def _record(node: Node, kind: str) -> SavedTensor:
+    value = node.meta["val"]
+    is_tensor = isinstance(value, Tensor)
+    shape = tuple(map(hint, value.shape)) if is_tensor else ()
+    return SavedTensor(
+        name=node.name,
+        kind=kind,
+        shape=shape,
+        dtype=value.dtype if is_tensor else torch.int64,
+        num_bytes=math.prod(shape) * value.element_size() if is_tensor else 0,
+        module=module_path(node),
+        line=source_line(node),
+        op=_operator(node),
+        reason=node.meta.get("recompute_reason", "input of the region"),
+    )
+
+
+def _operator(node: Node) -> str:
+    """Bare name of the operator that made ``node``, "" for inputs."""
+    if node.op == "placeholder":
+        return ""
+    source = node.args[0] if node.target is operator.getitem else node
+    return source.target.__name__.partition(".")[0]

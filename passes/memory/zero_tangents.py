@@ -1,0 +1,101 @@
+"""Specialise a backward graph for tangents that are zero: what they alone lead to is dropped.
+
+======================  =========================
+before, ``z`` zero      after
+======================  =========================
+``f(z)``, ``z * x``     zero
+``x + z``, ``z + x``    ``x``
+``x - z``               ``x``
+any other use of ``z``  one of ``zeros(shape)``
+gradient ``z``          ``None``
+======================  =========================
+
+A backward is linear in its tangents: where all operands of an operator that depend on tangents are
+zero, its result is zero, whatever it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from sp_compiler.ir.fx import arguments, tensor_operands
+from sp_compiler.ir.op_traits import FILLED
+from sp_compiler.ir.rewriting import erase_dead
+from sp_compiler.ir.symbolic import same_shape
+
+aten = torch.ops.aten
+
+_SUMS = (aten.add.Tensor, aten.sub.Tensor)
+
+
+def drop_zero_tangents(graph: Graph, tangents: Collection[Node], zero: Collection[Node]) -> None:
+    """Rewrite ``graph`` in place for ``zero``, some of its ``tangents``, being zero.
+
+    The placeholders of ``zero`` disappear, and so does what nothing needs any more.
+    """
+    linear, nothing = set(tangents), set(zero)
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        moving = [operand for operand in node.all_input_nodes if operand in linear]
+        if not moving:
+            continue
+        if node.target in FILLED:  # takes only its shape
+            _without_zeros(node, nothing)
+            continue
+        linear.add(node)
+        if all(operand in nothing for operand in moving):
+            nothing.add(node)
+        elif any(operand in nothing for operand in moving):
+            _without_zeros(node, nothing)
+    output = graph.output_node()
+    output.args = (tuple(None if grad in nothing else grad for grad in output.args[0]),)
+    erase_dead(graph)
+    for node in zero:
+        graph.erase_node(node)
+    graph.lint()
+
+
+def _without_zeros(node: Node, nothing: set[Node]) -> None:
+    """Drop a zero summand; hand any other use of a zero a tensor of zeros."""
+    kept = _other_summand(node, nothing)
+    if kept is not None:
+        node.replace_all_uses_with(kept)
+        return
+    for operand in dict.fromkeys(tensor_operands(node)):
+        if operand in nothing:
+            node.replace_input_with(operand, _zeros(node, operand.meta["val"], operand))
+
+
+def _other_summand(node: Node, nothing: set[Node]) -> Node | None:
+    """``x`` of ``x + z`` and ``x - z`` where it is the result as it stands."""
+    if node.target not in _SUMS:
+        return None
+    call = arguments(node)
+    first, second = call["self"], call["other"]
+    if second in nothing:
+        kept = first
+    elif node.target is aten.add.Tensor and call["alpha"] == 1:
+        kept = second
+    else:
+        return None
+    value, result = kept.meta["val"], node.meta["val"]
+    same = same_shape(value.shape, result.shape) and value.dtype == result.dtype
+    return kept if same else None
+
+
+def _zeros(before: Node, value: Tensor, like: Node) -> Node:
+    with before.graph.inserting_before(before):
+        made = before.graph.call_function(
+            aten.zeros.default,
+            (list(value.shape),),
+            {"dtype": value.dtype, "device": value.device},
+        )
+    kept = ("nn_module_stack", "stack_trace")
+    made.meta = {key: like.meta[key] for key in kept if key in like.meta}
+    made.meta["val"] = value
+    return made

@@ -1,0 +1,344 @@
+"""Bring a captured graph into the one form that the later passes know.
+
+What holds afterwards:
+
+- no aliases, copies or asserts; a cast is ``_to_copy(x, dtype=...)``;
+- every view is ``reshape`` with explicit sizes; splits are ``split_with_sizes``;
+- dims are negative, so that a token-wise operator stays valid when leading dims are flattened;
+- a bias is added by an ``add`` of its own, so that it can follow the reduction of a row-parallel
+  product; products with a plain weight act on the last dim of unflattened values;
+- an operand (1, s, h) or (s, h) of a pointwise (b, s, h) result is expanded to (b, s, h);
+- dropout is ``sp_compiler.dropout`` or a stored mask, with one seed placeholder for the graph;
+  fused attention has no dropout; nothing else is random.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Literal
+
+import torch
+from torch.fx import Graph, Node
+
+import sp_compiler.ops.operators  # noqa: F401 - registers the operators
+from sp_compiler.base.errors import UnsupportedError, node_origin
+from sp_compiler.ir.captured import Captured
+from sp_compiler.ir.fx import arguments
+from sp_compiler.ir.op_traits import draws
+from sp_compiler.ir.program import Ref
+from sp_compiler.ir.provenance import layer_of
+from sp_compiler.ir.rewriting import (
+    calls,
+    erase_dead,
+    fake_mode_of,
+    insert_call,
+    is_call,
+    is_getitem,
+    replace_call,
+    replace_with,
+    set_value,
+    shape_of,
+)
+from sp_compiler.ir.symbolic import same_shape
+from sp_compiler.passes.normalize.attention import explicit_attention, fold_attention_masks
+from sp_compiler.passes.normalize.decompose import canonical_spelling
+from sp_compiler.passes.normalize.fused_projections import split_packed, split_slices
+from sp_compiler.passes.normalize.negative_dims import make_dims_negative
+from sp_compiler.passes.normalize.views import keep_token_order, shorten_view_chains
+
+_ORIGIN = "normalize"
+_aten = torch.ops.aten
+_sp = torch.ops.sp_compiler
+_RESHAPES = (
+    _aten.reshape.default,
+    _aten.view.default,
+    _aten._unsafe_view.default,
+    _aten.flatten.using_ints,
+    _aten.unflatten.int,
+    _aten.squeeze.dim,
+    _aten.squeeze.dims,
+    _aten.squeeze.default,
+)
+_COPIES = (
+    _aten.alias.default,
+    _aten.clone.default,
+    _aten.contiguous.default,
+    _aten.lift_fresh_copy.default,
+)
+_RANDOM_BUT_HANDLED = (
+    _aten.native_dropout.default,
+    _aten.scaled_dot_product_attention.default,
+)
+
+
+def normalize(captured: Captured, dropout: Literal["regenerate", "stored"] = "regenerate") -> None:
+    """Rewrite the graph of ``captured`` in place; a second run changes nothing.
+
+    The module's code is not generated anew: nothing runs it.
+
+    Args:
+        captured: a fresh capture.
+        dropout: ``"regenerate"`` emits ``sp_compiler.dropout``, ``"stored"`` a mask and its use.
+
+    Raises:
+        UnsupportedError: a random operator other than dropout.
+    """
+    graph = captured.module.graph
+    _drop_asserts(graph)
+    canonical_spelling(graph)
+    _drop_copies(graph)
+    _canonical_views(graph)
+    _splits_with_sizes(graph)
+    make_dims_negative(graph)
+    split_packed(graph)
+    split_slices(graph)
+    fold_attention_masks(graph, captured.sizes)
+    explicit_attention(graph)
+    _refuse_random(graph)
+    _replace_dropout(captured, stored=dropout == "stored")
+    _split_bias(graph)
+    _split_addmm(graph)
+    _unflatten_products(graph)
+    _merge_reshapes(graph)
+    erase_dead(graph)
+    keep_token_order(graph)
+    shorten_view_chains(graph)
+    _expand_batch(graph)
+    erase_dead(graph)
+    captured.drop_unused_placeholders()
+    graph.lint()
+
+
+def _drop_asserts(graph: Graph) -> None:
+    for node in calls(graph, _aten._assert_tensor_metadata.default):
+        graph.erase_node(node)
+
+
+def _drop_copies(graph: Graph) -> None:
+    """Values are never written, so a copy of one is the value itself; a change of dtype stays."""
+    for node in calls(graph, *_COPIES):
+        replace_with(node, node.args[0])
+    for node in calls(graph, _aten._to_copy.default):
+        source, value = node.args[0].meta["val"], node.meta["val"]
+        if source.dtype is value.dtype and source.device == value.device:
+            replace_with(node, node.args[0])
+        else:
+            kept = {key: node.kwargs[key] for key in ("dtype", "device") if key in node.kwargs}
+            if source.device == value.device:
+                kept.pop("device", None)
+            node.kwargs = kept
+    for node in calls(graph, _aten.detach.default):
+        if not node.args[0].meta["requires_grad"]:
+            replace_with(node, node.args[0])
+
+
+def _canonical_views(graph: Graph) -> None:
+    """``view``, ``flatten``, ``squeeze``... -> ``reshape``; what changes nothing goes."""
+    for node in calls(graph, *_RESHAPES, _aten.expand.default, _aten.slice.Tensor):
+        source = node.args[0]
+        assert isinstance(source, Node)
+        if same_shape(shape_of(source), shape_of(node)):
+            replace_with(node, source)
+        elif is_call(node, *_RESHAPES):
+            node.target, node.args, node.kwargs = (
+                _aten.reshape.default,
+                (source, list(shape_of(node))),
+                {},
+            )
+        elif is_call(node, _aten.expand.default):
+            node.args, node.kwargs = (source, list(shape_of(node))), {}
+        else:
+            _explicit_slice(node, source)
+
+
+def _explicit_slice(node: Node, source: Node) -> None:
+    bound = arguments(node)
+    size = shape_of(source)[bound["dim"]]
+    start, end = (
+        _position(bound[name], size, default) for name, default in (("start", 0), ("end", size))
+    )
+    step = bound["step"]
+    node.args, node.kwargs = (source, bound["dim"], start, max(start, end)), {}
+    if step != 1:
+        node.args = (*node.args, step)
+
+
+def _position(index: int | None, size: int, default: int) -> int:
+    """``index`` counted from the front and inside ``0..size``."""
+    if index is None:
+        return default
+    if isinstance(index, int) and index >= sys.maxsize:  # how exports write "to the end"
+        return size
+    index = index + size if index < 0 else index
+    return size if index > size else 0 if index < 0 else index
+
+
+def _splits_with_sizes(graph: Graph) -> None:
+    """``split``, ``chunk`` -> ``split_with_sizes`` with the size of every part."""
+    for node in calls(graph, _aten.split.Tensor, _aten.chunk.default, _aten.unsafe_split.Tensor):
+        dim = arguments(node)["dim"]
+        sizes = [part.shape[dim] for part in node.meta["val"]]
+        replace_call(
+            node, _aten.split_with_sizes.default, (node.args[0], sizes, dim), origin=_ORIGIN
+        )
+
+
+def _refuse_random(graph: Graph) -> None:
+    for node in graph.nodes:
+        if draws(node) and not is_call(node, *_RANDOM_BUT_HANDLED):
+            raise UnsupportedError(
+                f"operator {node.target} draws random numbers (stochastic depth, noise); only "
+                "dropout is supported in train mode: switch it off, or call model.eval()\n"
+                + node_origin(node)
+            )
+
+
+def _replace_dropout(captured: Captured, stored: bool) -> None:
+    """``native_dropout(x, p, True)[0]`` -> ``dropout(x, seed, p, site, dim=0, world=1)``.
+
+    Stored: ``native_dropout_backward(x, dropout_mask(x, seed, p, site, 0, 1), 1 / (1 - p))``, which
+    is the product with the mask and has a derivative.
+    """
+    graph = captured.module.graph
+    site = 0
+    for node in calls(graph, _aten.native_dropout.default):
+        x, p, train = node.args
+        assert isinstance(x, Node)
+        result = _only_result(node)
+        if train is False or p == 0:
+            replace_with(result, x)
+        elif p == 1:
+            replace_call(result, _aten.mul.Tensor, (x, 0.0), origin=_ORIGIN)
+        else:
+            args = (x, _seed(captured), p, 0, 0, 1)
+            if stored:
+                drawn = insert_call(result, _sp.dropout_mask.default, args, origin=_ORIGIN)
+                applied = (x, drawn, 1 / (1 - float(p)))
+                apply = _aten.native_dropout_backward.default
+                replace_call(result, apply, applied, origin=_ORIGIN, name="dropout")
+            else:
+                drawn = replace_call(
+                    result, _sp.dropout.default, args, origin=_ORIGIN, name="dropout"
+                )
+            # Numbered only now, so that all calls are alike to the fakes.
+            drawn.update_arg(3, site)
+            site += 1
+        graph.erase_node(node)
+
+
+def _only_result(node: Node) -> Node:
+    results = [user for user in node.users if is_getitem(user)]
+    if len(results) != 1 or results[0].args[1] != 0:
+        raise UnsupportedError(
+            f"the mask of a dropout is used by the model itself\n{node_origin(node)}"
+        )
+    return results[0]
+
+
+def _seed(captured: Captured) -> Node:
+    """The placeholder of the dropout seed, made at the first use."""
+    placeholders = captured.placeholders
+    if captured.refs and captured.refs[-1].kind == "seed":
+        return placeholders[-1]
+    mode = fake_mode_of(captured.module.graph)
+    with captured.module.graph.inserting_after(placeholders[-1]):
+        seed = captured.module.graph.placeholder("seed")
+    with mode:
+        set_value(seed, torch.zeros((), dtype=torch.int64))
+    captured.refs.append(Ref("seed"))
+    return seed
+
+
+def _split_bias(graph: Graph) -> None:
+    """``linear(x, w, b)`` -> ``linear(x, w) + b``."""
+    for node in calls(graph, _aten.linear.default):
+        bias = arguments(node)["bias"]
+        if bias is not None:
+            product = insert_call(node, _aten.linear.default, node.args[:2], origin=_ORIGIN)
+            replace_call(node, _aten.add.Tensor, (product, bias), origin=_ORIGIN)
+
+
+def _split_addmm(graph: Graph) -> None:
+    """``addmm(b, x, w)`` -> ``matmul(x, w) + b``."""
+    for node in calls(graph, _aten.addmm.default):
+        bound = arguments(node)
+        if bound["beta"] == 1 and bound["alpha"] == 1:
+            factors = (bound["mat1"], bound["mat2"])
+            product = insert_call(node, _aten.matmul.default, factors, origin=_ORIGIN)
+            replace_call(node, _aten.add.Tensor, (product, bound["self"]), origin=_ORIGIN)
+
+
+def _unflatten_products(graph: Graph) -> None:
+    """``reshape(linear(x, w) + b, (..., o))`` -> ``linear(reshape(x, (..., i)), w) + b``.
+
+    With ``x`` (n, i), so that the product acts on tokens in the form that everything around it has.
+    """
+    for node in calls(graph, _aten.linear.default, _aten.matmul.default):
+        x, weight = node.args
+        assert isinstance(x, Node)
+        if len(shape_of(x)) != 2:
+            continue
+        last = _biased(node)
+        users = [user for user in last.users if is_call(user, _aten.reshape.default)]
+        if not users or len(users) != len(last.users):
+            continue
+        shape = shape_of(users[0])
+        if not all(same_shape(shape_of(user), shape) for user in users):
+            continue
+        if len(shape) <= 2 or shape[-1] != shape_of(last)[-1]:
+            continue
+        size = [*shape[:-1], shape_of(x)[-1]]
+        value = insert_call(node, _aten.reshape.default, (x, size), origin=_ORIGIN)
+        value = insert_call(node, node.target, (value, weight), origin=_ORIGIN)
+        if last is not node:
+            value = insert_call(last, _aten.add.Tensor, (value, last.args[1]), origin=_ORIGIN)
+        for user in users:
+            replace_with(user, value)
+        graph.erase_node(last)
+        if last is not node:
+            graph.erase_node(node)
+
+
+def _biased(product: Node) -> Node:
+    """The sum of ``product`` and a bias where that is its only use, else ``product`` itself."""
+    users = list(product.users)
+    if len(users) == 1 and is_call(users[0], _aten.add.Tensor) and users[0].args[0] is product:
+        bias = users[0].args[1]
+        if isinstance(bias, Node) and len(shape_of(bias)) == 1:
+            return users[0]
+    return product
+
+
+def _merge_reshapes(graph: Graph) -> None:
+    """``reshape(reshape(x, a), b)`` -> ``reshape(x, b)``, or ``x`` where it has that shape."""
+    for node in calls(graph, _aten.reshape.default):
+        source = node.args[0]
+        while is_call(source, _aten.reshape.default) and layer_of(source) == layer_of(node):
+            source = source.args[0]
+        assert isinstance(source, Node)
+        if same_shape(shape_of(source), shape_of(node)):
+            replace_with(node, source)
+        else:
+            node.args = (source, node.args[1])
+
+
+def _expand_batch(graph: Graph) -> None:
+    """Make the broadcast of a (1, s, ...) or (s, ...) operand over the batch a node of its own."""
+    for node in list(graph.nodes):
+        tags = getattr(node.target, "tags", ())
+        if node.op != "call_function" or torch.Tag.pointwise not in tags:
+            continue
+        result = shape_of(node)
+        if len(result) != 3 or result[0] == 1:
+            continue
+        for operand in dict.fromkeys(node.all_input_nodes):
+            shape = shape_of(operand)
+            if (
+                same_shape(shape[-2:-1], result[1:2])
+                and math.prod(shape[:-2]) == 1
+                and result[1] > 1
+            ):
+                size = [result[0], *shape[-2:]]
+                wide = insert_call(node, _aten.expand.default, (operand, size), origin=_ORIGIN)
+                node.replace_input_with(operand, wide)

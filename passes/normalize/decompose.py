@@ -1,0 +1,289 @@
+"""One name for operators that have several, and known ones in place of what they stand for."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from sp_compiler.ir.fx import arguments, carries_gradient
+from sp_compiler.ir.rewriting import (
+    calls,
+    insert_call,
+    is_call,
+    replace_call,
+    replace_with,
+    shape_of,
+)
+from sp_compiler.ir.symbolic import same_shape
+from sp_compiler.passes.normalize.einsum import contract
+
+_ORIGIN = "normalize"
+_aten = torch.ops.aten
+
+
+def canonical_spelling(graph: Graph) -> None:
+    """Rewrite in place; every operator that is spelled otherwise becomes the one on the right.
+
+    - ``&`` -> ``bitwise_and``; ``t()``, ``.T`` -> ``transpose``, ``permute``
+    - ``x.type_as(y)`` -> a cast of ``x``, or ``x``
+    - ``copy(x, y)``, ``fill(x, y)`` -> ``y``, cast and expanded
+    - ``expand_as``, ``reshape_as``, ``view_as`` -> ``expand``, ``reshape``
+    - ``x @ w.T`` -> ``linear(x, w)``
+    - ``einsum`` -> ``matmul`` or ``linear``, sums and moves of dims, see :func:`.einsum.contract`
+    - ``glu(x)`` -> ``a * sigmoid(b)`` of the halves of ``x``
+    - ``cross_entropy`` of logits with classes in dim 1 of several -> that of rows of logits
+    - ``_weight_norm(v, g)`` -> ``v * (g / norm(v))``
+    - ``x[..., i::n]`` of a dim that n divides -> ``select`` from its last n elements side by side
+    - ``repeat``, ``repeat_interleave`` with a number -> ``reshape``, ``expand``, ``reshape``
+    - a new tensor like an activation -> of that size, so that it does not depend on the activation
+    - a new tensor of a type that is not said -> of the type that it had when captured
+    """
+    for node in list(graph.nodes):
+        rewrite = _REWRITES.get(node.target) if node.op == "call_function" else None
+        if rewrite is not None:
+            rewrite(node)
+    for node in calls(graph, *_FACTORIES):
+        dtype = node.meta["val"].dtype
+        if node.kwargs.get("dtype") is None and dtype.is_floating_point:
+            node.kwargs = {**node.kwargs, "dtype": dtype}
+
+
+def _bitwise_and(node: Node) -> None:
+    node.target = _aten.bitwise_and.Tensor
+
+
+def _broadcast_to(node: Node) -> None:
+    node.target = _aten.expand.default
+
+
+def _t(node: Node) -> None:
+    replace_call(node, _aten.transpose.int, (node.args[0], -2, -1), origin=_ORIGIN)
+
+
+def _reversed(node: Node) -> None:
+    if len(shape_of(node)) == 2:
+        _t(node)
+        return
+    order = tuple(range(len(shape_of(node)) - 1, -1, -1))
+    replace_call(node, _aten.permute.default, (node.args[0], order), origin=_ORIGIN)
+
+
+def _product(node: Node) -> None:
+    x, other = node.args[:2]
+    assert isinstance(x, Node)
+    assert isinstance(other, Node)
+    if len(shape_of(x)) > 1 and _is_transposed(other):
+        replace_call(node, _aten.linear.default, (x, other.args[0]), origin=_ORIGIN)
+
+
+def _einsum(node: Node) -> None:
+    """Not of integers, whose sums are of another type."""
+    bound = arguments(node)
+    if carries_gradient(node.meta["val"]):
+        replace_with(node, contract(node, bound["equation"], bound["tensors"], bound["path"]))
+
+
+def _glu(node: Node) -> None:
+    bound = arguments(node)
+    half = shape_of(node)[bound["dim"]]
+    args = (bound["self"], [half, half], bound["dim"])
+    halves = insert_call(node, _aten.split_with_sizes.default, args, origin=_ORIGIN)
+    value, gate = (
+        insert_call(node, operator.getitem, (halves, part), origin=_ORIGIN) for part in (0, 1)
+    )
+    gate = insert_call(node, _aten.sigmoid.default, (gate,), origin=_ORIGIN)
+    replace_call(node, _aten.mul.Tensor, (value, gate), origin=_ORIGIN)
+
+
+def _weight_norm(node: Node) -> None:
+    bound = arguments(node)
+    norm = _norm_except(node, bound["v"], 2, bound["dim"])
+    scale = insert_call(node, _aten.div.Tensor, (bound["g"], norm), origin=_ORIGIN)
+    replace_call(node, _aten.mul.Tensor, (bound["v"], scale), origin=_ORIGIN)
+
+
+def _norm_except_dim(node: Node) -> None:
+    bound = arguments(node)
+    replace_with(node, _norm_except(node, bound["v"], bound["pow"], bound["dim"]))
+
+
+def _norm_except(node: Node, x: Node, power: int, dim: int) -> Node:
+    """Of what every index into ``dim`` has; -1 is no dim here but stands for all of ``x``."""
+    rank = len(shape_of(x))
+    others = [other for other in range(rank) if other != dim % rank]
+    args = (x, power) if dim == -1 else (x, power, others, True)
+    return insert_call(node, _aten.linalg_vector_norm.default, args, origin=_ORIGIN)
+
+
+def _is_transposed(node: Node) -> bool:
+    """True for ``w.T`` of a ``w`` with two dims, whatever it is spelled as."""
+    if len(shape_of(node)) != 2 or not is_call(node, _aten.transpose.int, _aten.permute.default):
+        return False
+    dims = node.args[1:] if is_call(node, _aten.transpose.int) else node.args[1]
+    first, second = (dim % 2 for dim in dims)
+    return first != second and (is_call(node, _aten.transpose.int) or first == 1)
+
+
+def _type_as(node: Node) -> None:
+    replace_with(node, _cast(node, node.args[0], node.meta["val"].dtype))
+
+
+def _copy(node: Node) -> None:
+    """No value is ever written: a copy over another is the source, in the other's form."""
+    _expand_to(node, _cast(node, node.args[1], node.meta["val"].dtype))
+
+
+def _cast(node: Node, x: Any, dtype: torch.dtype) -> Node:
+    if x.meta["val"].dtype is dtype:
+        return x
+    return insert_call(node, _aten._to_copy.default, (x,), {"dtype": dtype}, origin=_ORIGIN)
+
+
+def _expand_as(node: Node) -> None:
+    _expand_to(node, node.args[0])
+
+
+def _expand_to(node: Node, x: Any) -> None:
+    if not same_shape(shape_of(x), shape_of(node)):
+        size = list(shape_of(node))
+        x = insert_call(node, _aten.expand.default, (x, size), origin=_ORIGIN)
+    replace_with(node, x)
+
+
+def _reshape_as(node: Node) -> None:
+    size = list(shape_of(node))
+    replace_call(node, _aten.reshape.default, (node.args[0], size), origin=_ORIGIN)
+
+
+def _strided_slice(node: Node) -> None:
+    bound = arguments(node)
+    x, step = bound["self"], bound["step"]
+    shape = shape_of(x)
+    dim = bound["dim"] % len(shape)
+    if step == 1:
+        return
+    start, _, _ = slice(bound["start"], bound["end"], step).indices(shape[dim])
+    if shape[dim] % step or shape_of(node)[dim] != shape[dim] // step:
+        return
+    size = [*shape[:dim], shape[dim] // step, step, *shape[dim + 1 :]]
+    groups = insert_call(node, _aten.reshape.default, (x, size), origin=_ORIGIN)
+    replace_call(node, _aten.select.int, (groups, dim + 1, start), origin=_ORIGIN)
+
+
+def _repeat(node: Node) -> None:
+    """(n,) -> (r, 1 of n...) -> (r * n,) for every dim at once."""
+    x, counts = node.args
+    added = len(counts) - len(shape_of(x))
+    shape = (*[1] * added, *shape_of(x))
+    pairs = list(zip(counts, shape, strict=True))
+    _repeated(node, [(1, n) for _, n in pairs], pairs)
+
+
+def _repeat_interleave(node: Node) -> None:
+    bound = arguments(node)
+    shape = shape_of(bound["self"])
+    if bound["dim"] is None:
+        return
+    dim = bound["dim"] % len(shape)
+    narrow = [(n, 1) for n in shape]
+    wide = [(n, bound["repeats"] if d == dim else 1) for d, n in enumerate(shape)]
+    _repeated(node, narrow, wide)
+
+
+def _repeated(node: Node, narrow: list[tuple[int, int]], wide: list[tuple[int, int]]) -> None:
+    """Through one dim for the elements and one for the copies, where there are copies."""
+    copied = [pair != other for pair, other in zip(narrow, wide, strict=True)]
+
+    def size(pairs: list[tuple[int, int]]) -> list[int]:
+        groups = [
+            pair if many else (pair[0] * pair[1],) for pair, many in zip(pairs, copied, strict=True)
+        ]
+        return [n for group in groups for n in group]
+
+    x = insert_call(node, _aten.reshape.default, (node.args[0], size(narrow)), origin=_ORIGIN)
+    x = insert_call(node, _aten.expand.default, (x, size(wide)), origin=_ORIGIN)
+    replace_call(node, _aten.reshape.default, (x, list(shape_of(node))), origin=_ORIGIN)
+
+
+def _cross_entropy(node: Node) -> None:
+    """Rows of logits are what a vocabulary is sharded for; a transpose before it is undone."""
+    args = arguments(node)
+    logits, target = args["self"], args["target"]
+    shape = shape_of(logits)
+    if len(shape) < 3:
+        return
+
+    def rows(x: Node) -> Node:
+        for dim in range(1, len(shape) - 1):
+            x = insert_call(node, _aten.transpose.int, (x, dim, dim + 1), origin=_ORIGIN)
+        return insert_call(node, _aten.reshape.default, (x, [-1, shape[1]]), origin=_ORIGIN)
+
+    if len(shape_of(target)) == len(shape):  # probabilities
+        flat = rows(target)
+    else:
+        flat = insert_call(node, _aten.reshape.default, (target, [-1]), origin=_ORIGIN)
+    rest = (args["weight"], args["reduction"], args["ignore_index"], args["label_smoothing"])
+    new = (rows(logits), flat, *rest)
+    if args["reduction"]:
+        replace_call(node, node.target, new, origin=_ORIGIN)
+        return
+    losses = insert_call(node, node.target, new, origin=_ORIGIN)
+    replace_call(node, _aten.reshape.default, (losses, list(shape_of(node))), origin=_ORIGIN)
+
+
+def _like(node: Node) -> None:
+    source, value = node.args[0], node.meta["val"]
+    if not isinstance(source, Node) or not source.meta["requires_grad"]:
+        return
+    name = node.target._schema.name.split("::")[1].removeprefix("new_").removesuffix("_like")
+    args: tuple[Any, ...] = (list(value.shape),)
+    args += (arguments(node)["fill_value"],) if name == "full" else ()
+    # What is not initialised is overwritten, and zeros are the same on every rank.
+    target = getattr(_aten, "zeros" if name == "empty" else name).default
+    kwargs = {"dtype": value.dtype, "device": value.device}
+    replace_call(node, target, args, kwargs, origin=_ORIGIN)
+
+
+_FACTORIES = (
+    _aten.zeros.default,
+    _aten.ones.default,
+    _aten.full.default,
+    _aten.empty.memory_format,
+    _aten.arange.default,
+    _aten.arange.start,
+    _aten.arange.start_step,
+    _aten.linspace.default,
+    _aten.eye.default,
+    _aten.scalar_tensor.default,
+)
+_REWRITES: dict[object, Callable[[Node], None]] = {
+    _aten.__and__.Tensor: _bitwise_and,
+    _aten.t.default: _t,
+    _aten.numpy_T.default: _reversed,
+    _aten.matmul.default: _product,
+    _aten.mm.default: _product,
+    _aten.einsum.default: _einsum,
+    _aten.glu.default: _glu,
+    _aten._weight_norm.default: _weight_norm,
+    _aten.norm_except_dim.default: _norm_except_dim,
+    _aten.cross_entropy_loss.default: _cross_entropy,
+    _aten.type_as.default: _type_as,
+    _aten.broadcast_to.default: _broadcast_to,
+    _aten.copy.default: _copy,
+    _aten.fill.Tensor: _copy,
+    _aten.expand_as.default: _expand_as,
+    _aten.reshape_as.default: _reshape_as,
+    _aten.view_as.default: _reshape_as,
+    _aten.slice.Tensor: _strided_slice,
+    _aten.repeat.default: _repeat,
+    _aten.repeat_interleave.self_int: _repeat_interleave,
+    **{
+        getattr(_aten, f"{prefix}{name}{suffix}").default: _like
+        for name in ("empty", "zeros", "ones", "full")
+        for prefix, suffix in (("new_", ""), ("", "_like"))
+    },
+}

@@ -1,0 +1,195 @@
+"""``einsum`` spelled as what it is made of: sums, products of matrices, moves of dims."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from sp_compiler.ir.rewriting import insert_call, shape_of
+from sp_compiler.ir.symbolic import same_shape
+from sp_compiler.passes.normalize.views import move
+
+# A letter, or the position of a dim among those that "..." stands for.
+Label = str | int
+# A value and the label of each of its dims.
+Labelled = tuple[Node, list[Label]]
+
+_ORIGIN = "normalize"
+_aten = torch.ops.aten
+
+
+def contract(
+    node: Node, equation: str, operands: Sequence[Node], path: Sequence[int] | None
+) -> Node:
+    """What ``einsum`` of the ``operands`` is, made of other operators in front of ``node``.
+
+    ==================  =======================================================================
+    Equation            Becomes
+    ==================  =======================================================================
+    btd,df->btf         ``matmul(x, w)``
+    btd,fd->btf         ``linear(x, w)``
+    btd,dhk->bthk       ``reshape(matmul(x, reshape(w, (d, h * k))), (b, t, h, k))``
+    bthk,hkd->btd       ``matmul(reshape(x, (b, t, h * k)), reshape(w, (h * k, d)))``
+    bthd,bshd->bhts     ``matmul(transpose(q, 1, 2), permute(k, (0, 2, 3, 1)))``
+    ebd,edf->ebf        ``matmul(x, w)``
+    t,d->td             ``mul(reshape(x, (t, 1)), reshape(y, (1, d)))``
+    bthd,bthd->bth      ``sum(mul(x, y), -1)``
+    ==================  =======================================================================
+
+    A letter that one operand alone has and that nobody needs is summed first, of one that it has
+    twice the diagonal is taken, and more than two operands are multiplied pair by pair.
+
+    Args:
+        node: what the new nodes stand for.
+        equation: letters, "..." for any number of dims, with or without a right side.
+        operands: a value for each term on the left.
+        path: positions of each pair to multiply, whose product is put behind the others; from left
+            to right if there is none.
+    """
+    labels, out = _labels(equation, [len(shape_of(x)) for x in operands])
+    rest = [_diagonal(node, x, names) for x, names in zip(operands, labels, strict=True)]
+    sizes = _sizes(rest)
+    rest = [_without_broadcast(node, *operand, sizes) for operand in rest]
+    pairs = list(path or ())
+    while len(rest) > 1:
+        first, second = sorted((pairs.pop(0), pairs.pop(0))) if path else (0, 1)
+        right, left = rest.pop(second), rest.pop(first)
+        needed = {*out, *(name for _, names in rest for name in names)}
+        order = dict.fromkeys((*left[1], *right[1])) if rest else out
+        kept = [name for name in order if name in needed]
+        rest.insert(len(rest) if path else 0, _product(node, left, right, kept, sizes))
+    result, names = _summed(node, *rest[0], out)
+    return _moved(node, result, names, out)
+
+
+def _labels(equation: str, ranks: Sequence[int]) -> tuple[list[list[Label]], list[Label]]:
+    """Labels of the dims of every operand and of the result."""
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    dots = [rank - len(term.replace("...", "")) for term, rank in zip(terms, ranks, strict=True)]
+    most = max(dots)
+    if not arrow:
+        letters = left.replace("...", "").replace(",", "")
+        right = "..." + "".join(sorted(name for name in letters if letters.count(name) == 1))
+
+    def expand(term: str, count: int) -> list[Label]:
+        before, found, after = term.partition("...")
+        return [*before, *(range(most - count, most) if found else ()), *after]
+
+    expanded = [expand(term, count) for term, count in zip(terms, dots, strict=True)]
+    return expanded, expand(right, most)
+
+
+def _call(node: Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+    return insert_call(node, target, args, kwargs, origin=_ORIGIN)
+
+
+def _diagonal(node: Node, x: Node, names: list[Label]) -> Labelled:
+    """Each label once."""
+    for name in dict.fromkeys(names):
+        while names.count(name) > 1:
+            first, second = [dim for dim, other in enumerate(names) if other == name][:2]
+            x = _call(node, _aten.diagonal.default, x, 0, first, second)
+            names = [other for dim, other in enumerate(names) if dim not in (first, second)]
+            names.append(name)
+    return x, names
+
+
+def _sizes(operands: Sequence[Labelled]) -> dict[Label, int]:
+    """Size of each label; 1 only where no operand has more."""
+    sizes: dict[Label, int] = {}
+    for x, names in operands:
+        for name, size in zip(names, shape_of(x), strict=True):
+            if _is_one(sizes.get(name, 1)):
+                sizes[name] = size
+    return sizes
+
+
+def _is_one(size: int) -> bool:
+    return same_shape((size,), (1,))
+
+
+def _without_broadcast(
+    node: Node, x: Node, names: list[Label], sizes: dict[Label, int]
+) -> Labelled:
+    """Without the dims of size 1 that another operand has more of."""
+    kept = [
+        name
+        for name, size in zip(names, shape_of(x), strict=True)
+        if not _is_one(size) or _is_one(sizes[name])
+    ]
+    return _reshaped(node, x, [sizes[name] for name in kept]), kept
+
+
+def _product(
+    node: Node, left: Labelled, right: Labelled, kept: list[Label], sizes: dict[Label, int]
+) -> Labelled:
+    """Of two operands, summed over all labels but those ``kept``; these say which comes first."""
+    left, right = (
+        _summed(node, *one, [*kept, *other[1]]) for one, other in ((left, right), (right, left))
+    )
+    batch = [name for name in kept if name in left[1] and name in right[1]]
+    own = [
+        [name for name in kept if name in names and name not in batch] for _, names in (left, right)
+    ]
+    if own[1] and (not own[0] or kept.index(own[1][0]) < kept.index(own[0][0])):
+        left, right = right, left
+    (x, x_names), (y, y_names) = left, right
+    x_own = [name for name in x_names if name not in y_names]
+    y_own = [name for name in y_names if name not in x_names]
+    inner = [name for name in y_names if name in x_names and name not in batch]
+
+    def size(names: Iterable[Label]) -> int:
+        return math.prod(sizes[name] for name in names)
+
+    if not inner or not (x_own or y_own):
+        names = [*(name for name in kept if name in (*x_names, *y_names)), *inner]
+        factors = [_aligned(node, *operand, names, sizes) for operand in (left, right)]
+        return _summed(node, _call(node, _aten.mul.Tensor, *factors), names, kept)
+    x = _moved(node, x, x_names, [*batch, *x_own, *inner])
+    lead = [sizes[name] for name in batch]
+    # Rows of a plain weight may have any number of dims.
+    rows = [size(x_own)] if batch or not x_own else [sizes[name] for name in x_own]
+    x = _reshaped(node, x, [*lead, *rows, size(inner)])
+    if not batch and y_names == [*y_own, *inner]:
+        y = _reshaped(node, y, [size(y_own), size(inner)])
+        product = _call(node, _aten.linear.default, x, y)
+    else:
+        y = _moved(node, y, y_names, [*batch, *inner, *y_own])
+        y = _reshaped(node, y, [*lead, size(inner), size(y_own)])
+        product = _call(node, _aten.matmul.default, x, y)
+    names = [*batch, *x_own, *y_own]
+    return _reshaped(node, product, [sizes[name] for name in names]), names
+
+
+def _summed(node: Node, x: Node, names: list[Label], kept: Sequence[Label]) -> Labelled:
+    """Without the labels that are not ``kept``."""
+    gone = [dim for dim, name in enumerate(names) if name not in kept]
+    if gone:
+        x = _call(node, _aten.sum.dim_IntList, x, gone)
+    return x, [name for name in names if name in kept]
+
+
+def _aligned(
+    node: Node, x: Node, names: list[Label], order: list[Label], sizes: dict[Label, int]
+) -> Node:
+    """A dim for every label in ``order``, of size 1 where ``x`` has none."""
+    x = _moved(node, x, names, [name for name in order if name in names])
+    return _reshaped(node, x, [sizes[name] if name in names else 1 for name in order])
+
+
+def _moved(node: Node, x: Node, names: list[Label], order: list[Label]) -> Node:
+    if names == order:
+        return x
+    target, args = move([names.index(name) for name in order])
+    return _call(node, target, x, *args)
+
+
+def _reshaped(node: Node, x: Node, size: list[int]) -> Node:
+    if same_shape(shape_of(x), size):
+        return x
+    return _call(node, _aten.reshape.default, x, size)

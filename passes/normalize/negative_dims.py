@@ -1,0 +1,61 @@
+"""Dimension arguments counted from the end.
+
+Only of operators with a sharding rule: those are known to count dims of their first operand, or of
+their result. Of others ``-1`` may mean something else ("all" to ``_weight_norm``), and they run
+whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
+
+from sp_compiler.ir.fx import arguments
+from sp_compiler.rules.table import has_rule
+
+_DIM_ARGUMENTS = ("dim", "dim0", "dim1", "dims")
+# The dim of these counts the dims of the result: it has more than the operand, of which ``cat``
+# takes empty ones with a single dim.
+_OF_RESULT = (
+    torch.ops.aten.unsqueeze.default,
+    torch.ops.aten.stack.default,
+    torch.ops.aten.cat.default,
+)
+
+
+def make_dims_negative(graph: Graph) -> None:
+    """Rewrite dimension arguments of ATen calls in place; a default dim becomes explicit.
+
+    For rank 3 ``softmax(x, 2)`` -> ``softmax(x, -1)``, ``cat([x, x])`` -> ``cat([x, x], -3)``.
+    """
+    for node in graph.nodes:
+        if getattr(node.target, "namespace", "") == "aten" and has_rule(node):
+            _make_negative(node)
+
+
+def _make_negative(node: Node) -> None:
+    bound = arguments(node)
+    schema = node.target._schema
+    for position, argument in enumerate(schema.arguments):
+        value = bound.get(argument.name)
+        if argument.name not in _DIM_ARGUMENTS or value is None:
+            continue
+        rank = _rank(node, bound)
+        if isinstance(value, int):
+            value = value - rank if 0 <= value < rank else value
+        else:
+            value = [dim - rank if 0 <= dim < rank else dim for dim in value]
+        if position <= len(node.args) and not argument.kwarg_only:
+            node.args = (*node.args[:position], value, *node.args[position + 1 :])
+        else:
+            node.kwargs = {**node.kwargs, argument.name: value}
+
+
+def _rank(node: Node, bound: dict[str, Any]) -> int:
+    first = next(leaf for leaf in pytree.tree_leaves(bound) if isinstance(leaf, Node))
+    value = (node if node.target in _OF_RESULT else first).meta["val"]
+    return value.ndim if isinstance(value, Tensor) else 0

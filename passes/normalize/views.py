@@ -1,0 +1,238 @@
+"""Fewer moves of dims: chains of views in shortest form, tokens in one order inside a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from sp_compiler.ir.fx import arguments
+from sp_compiler.ir.provenance import layer_of
+from sp_compiler.ir.rewriting import calls, insert_call, is_call, is_getitem, replace_with, shape_of
+from sp_compiler.ir.symbolic import same_shape
+
+# An operator and its arguments after the first.
+Step = tuple[Callable[..., Any], tuple[Any, ...]]
+
+_ORIGIN = "normalize"
+_aten = torch.ops.aten
+_VIEWS = (_aten.reshape.default, _aten.transpose.int, _aten.permute.default)
+_PRODUCTS = (_aten.linear.default, _aten.matmul.default)
+
+
+def keep_token_order(graph: Graph) -> None:
+    """Let token-wise operators act on tokens as they come, in place.
+
+    ``linear(transpose(x, -2, -3), w)`` -> ``transpose(linear(x, w), -2, -3)``, likewise the sum
+    with a bias and the split of the last dim; then upwards
+    ``transpose(linear(x, w), -2, -3)`` -> ``linear(transpose(x, -2, -3), w)`` where ``x`` is itself
+    a view, so that the moves meet those of the attention core and cancel.
+    """
+    for node in calls(graph, *_PRODUCTS, _aten.add.Tensor, _aten.split_with_sizes.default):
+        if _is_token_wise(node) and _swaps_tokens(node.args[0]) and _same_layer(node, node.args[0]):
+            _sink_transpose(node)
+    for node in reversed(list(calls(graph, _aten.transpose.int))):
+        _raise_transpose(node)
+
+
+def _swaps_tokens(node: object) -> bool:
+    """True for ``transpose(x, -2, -3)`` of (b, s, h)."""
+    if not isinstance(node, Node) or not is_call(node, _aten.transpose.int):
+        return False
+    return len(shape_of(node)) == 3 and sorted(node.args[1:]) == [-3, -2]
+
+
+def _is_token_wise(node: Node) -> bool:
+    """True where row i of the result depends on row i of the first argument alone."""
+    if is_call(node, _aten.split_with_sizes.default):
+        return arguments(node)["dim"] == -1
+    other = node.args[1]
+    rank = len(shape_of(other)) if isinstance(other, Node) else 0
+    if is_call(node, _aten.add.Tensor):
+        return rank <= 1 and len(shape_of(node)) == 3
+    return rank == 2 and len(shape_of(node)) == 3
+
+
+def _sink_transpose(node: Node) -> None:
+    swap = node.args[0]
+    assert isinstance(swap, Node)
+    args = (swap.args[0], *node.args[1:])
+    moved = insert_call(node, node.target, args, dict(node.kwargs), origin=_ORIGIN)
+    if not is_call(node, _aten.split_with_sizes.default):
+        back = insert_call(node, _aten.transpose.int, (moved, -2, -3), origin=_ORIGIN)
+        replace_with(node, back)
+        return
+    for part in [user for user in node.users if is_getitem(user)]:
+        index = part.args[1]
+        value = insert_call(part, part.target, (moved, index), origin=_ORIGIN)
+        back = insert_call(part, _aten.transpose.int, (value, -2, -3), origin=_ORIGIN)
+        replace_with(part, back)
+    node.graph.erase_node(node)
+
+
+def _raise_transpose(node: Node) -> None:
+    chain: list[Node] = []
+    source = node.args[0]
+    while (
+        is_call(source, *_PRODUCTS, _aten.add.Tensor)
+        and len(source.users) == 1
+        and _is_token_wise(source)
+        and _same_layer(node, source)
+    ):
+        chain.append(source)
+        source = source.args[0]
+    if not chain or not _swaps_tokens(node) or not is_call(source, *_VIEWS):
+        return
+    value = insert_call(node, _aten.transpose.int, (source, -2, -3), origin=_ORIGIN)
+    for step in reversed(chain):
+        args = (value, *step.args[1:])
+        value = insert_call(node, step.target, args, dict(step.kwargs), origin=_ORIGIN)
+    replace_with(node, value)
+    for step in chain:
+        node.graph.erase_node(step)
+
+
+def shorten_view_chains(graph: Graph) -> None:
+    """Views in a row -> at most ``reshape``, ``transpose`` or ``permute``, ``reshape``.
+
+    Steps that do nothing are left out; a chain that would not get shorter stays as it is. Chains do
+    not cross layers, and their inner values have no other user.
+    """
+    for node in reversed(list(calls(graph, *_VIEWS))):
+        if not node.users or _continues(node):
+            continue
+        chain = [node]
+        while is_call(chain[-1].args[0], *_VIEWS) and _continues(chain[-1].args[0]):
+            chain.append(chain[-1].args[0])
+        steps = _shortest(chain[::-1])
+        if steps is None or len(steps) >= len(chain):
+            continue
+        value = chain[-1].args[0]
+        for target, argument in steps:
+            value = insert_call(node, target, (value, *argument), origin=_ORIGIN)
+        node.replace_all_uses_with(value)
+        for step in chain:
+            graph.erase_node(step)
+
+
+def _continues(node: Node) -> bool:
+    """True where the only user of a view is another view in the same layer."""
+    if len(node.users) != 1:
+        return False
+    (user,) = node.users
+    return is_call(user, *_VIEWS) and _same_layer(node, user)
+
+
+def _same_layer(node: Node, other: object) -> bool:
+    return isinstance(other, Node) and layer_of(node) == layer_of(other)
+
+
+def _shortest(chain: list[Node]) -> list[Step] | None:
+    """At most three (operator, arguments) that do what ``chain`` does; ``None``: not known."""
+    source, result = shape_of(chain[0].args[0]), shape_of(chain[-1])
+    if 0 in source:  # an empty batch: sizes do not tell which dim became which
+        return None
+    factors = _Factors(source)
+    for node in chain:
+        if is_call(node, _aten.reshape.default):
+            if not factors.reshape(shape_of(node)):
+                return None
+        elif is_call(node, _aten.transpose.int):
+            first, second = node.args[1:]
+            factors.swap(first, second)
+        else:
+            factors.permute(node.args[1])
+    plans = (_steps(*factors.groups(coarse), source, result) for coarse in (False, True))
+    return min(plans, key=len)
+
+
+def _steps(
+    sizes: list[int], order: list[int], source: tuple[int, ...], result: tuple[int, ...]
+) -> list[Step]:
+    """Split the source into parts of ``sizes``, put them in ``order``, view them as ``result``."""
+    steps: list[Step] = []
+    if order != sorted(order):
+        if not same_shape(sizes, source):
+            steps.append((_aten.reshape.default, (sizes,)))
+        steps.append(move(order))
+        sizes = [sizes[group] for group in order]
+        source = tuple(sizes)
+    if not same_shape(source, result):
+        steps.append((_aten.reshape.default, (list(result),)))
+    return steps
+
+
+def move(order: list[int]) -> Step:
+    """A permutation as an operator: ``transpose`` where it swaps two dims."""
+    moved = [dim - len(order) for dim, origin in enumerate(order) if dim != origin]
+    if len(moved) == 2:
+        return _aten.transpose.int, tuple(moved)
+    return _aten.permute.default, ([dim - len(order) for dim in order],)
+
+
+class _Factors:
+    """The dims of a view as products of factors of the dims of its source.
+
+    ``sizes`` and ``order``: size of each factor, and the factors in the source's order;
+    ``dims``: for each dim of the view its factors, outermost first.
+    """
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.sizes = dict(enumerate(shape))
+        self.order = [factor for factor, size in enumerate(shape) if size != 1]
+        self.dims = [[factor] if size != 1 else [] for factor, size in enumerate(shape)]
+
+    def swap(self, first: int, second: int) -> None:
+        self.dims[first], self.dims[second] = self.dims[second], self.dims[first]
+
+    def permute(self, dims: list[int]) -> None:
+        self.dims = [self.dims[dim] for dim in dims]
+
+    def reshape(self, shape: tuple[int, ...]) -> bool:
+        """Group the factors anew, splitting one where needed; False where none fits."""
+        queue = [factor for dim in self.dims for factor in dim]
+        dims: list[list[int]] = []
+        for size in shape:
+            group: list[int] = []
+            missing = size
+            while missing > 1:
+                if not queue:
+                    return False
+                if missing % self.sizes[queue[0]]:
+                    if self.sizes[queue[0]] % missing:
+                        return False
+                    queue[:1] = self._split(queue[0], missing)
+                missing //= self.sizes[queue[0]]
+                group.append(queue.pop(0))
+            dims.append(group)
+        self.dims = dims
+        return not queue
+
+    def _split(self, factor: int, outer: int) -> list[int]:
+        """Replace ``factor`` by one of size ``outer`` and the rest, in the source's order too."""
+        inner = len(self.sizes)
+        self.sizes[inner] = self.sizes[factor] // outer
+        self.sizes[factor] = outer
+        self.order.insert(self.order.index(factor) + 1, inner)
+        return [factor, inner]
+
+    def groups(self, coarse: bool) -> tuple[list[int], list[int]]:
+        """Sizes of the parts of the source and their order in the view.
+
+        The parts are the factors or, if ``coarse``, as many neighbours together as stay neighbours.
+        """
+        final = [factor for dim in self.dims for factor in dim]
+        following = dict(pairwise(final))
+        groups: list[list[int]] = []
+        for factor in self.order:
+            if coarse and groups and following.get(groups[-1][-1]) == factor:
+                groups[-1].append(factor)
+            else:
+                groups.append([factor])
+        position = {group[0]: index for index, group in enumerate(groups)}
+        order = [position[factor] for factor in final if factor in position]
+        return [prod(self.sizes[factor] for factor in group) for group in groups], order

@@ -1,0 +1,289 @@
+"""Answers why a parameter is (not) sharded, by solving the placement problem again.
+
+Every way to store the parameter and to run its readers is forced in turn, everything else being
+chosen best for it: the difference from the optimum is what the way costs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+
+from torch.fx import Node
+
+from sp_compiler.base.errors import ArgumentError, SPCompilerError, module_path
+from sp_compiler.base.placement import Placement
+from sp_compiler.ir.hints import named_or_inside, near, placement_text
+from sp_compiler.ir.op_traits import is_view
+from sp_compiler.ir.program import Program
+from sp_compiler.options import CompileOptions
+from sp_compiler.passes.sharding.dim_roles import WholeNode, bytes_of
+from sp_compiler.passes.sharding.problem import Key
+from sp_compiler.passes.sharding.reasons import operator_text, why_whole
+from sp_compiler.passes.sharding.shard import placement_problem
+from sp_compiler.planning.placement_explanation import (
+    Explanation,
+    OperatorWays,
+    ParameterExplanation,
+    Way,
+)
+from sp_compiler.solve.placement import solve
+from sp_compiler.solve.placement_problem import Conversion, conversions
+
+_COLLECTIVES = {
+    ("S", "R"): "all-gather",
+    ("S", "I"): "all-gather",
+    ("S", "S"): "all-gather and slice",
+    ("P", "S"): "reduce-scatter",
+    ("P", "I"): "all-reduce",
+    ("I", "R"): "all-reduce of the gradient",
+    ("I", "S"): "slice, and all-gather of the gradient",
+    ("R", "S"): "slice",
+}
+
+
+def explain(
+    program: Program,
+    options: CompileOptions,
+    fixed: dict[str, Placement],
+    whole: Collection[WholeNode],
+    name: str,
+) -> Explanation:
+    """Why the parameters that a name stands for are placed as they are.
+
+    Args:
+        program: unsharded.
+        options: of the compilation.
+        fixed: placements that an earlier compilation decided.
+        whole: operators that the compilation had to run whole.
+        name: of a parameter or a module of the user's model, perhaps with ``*`` as in hints.
+
+    Raises:
+        ArgumentError: no such name; the message has what is near.
+    """
+    names = _parameters_of(program, name)
+    if options.tp == 1:
+        reason = "one rank holds everything"
+        found = [_unexplained(program, item, "Replicate()", reason) for item in names]
+        return Explanation(name, 1, tuple(found))
+    question = _Question(program, options, fixed, whole)
+    return Explanation(name, options.tp, tuple(map(question.answer, names)))
+
+
+def _parameters_of(program: Program, name: str) -> list[str]:
+    """The parameters of this name and those inside modules of this name, each once."""
+    names = list(program.parameters)
+    found = named_or_inside(name, names) if isinstance(name, str) else []
+    if not found:
+        close = near(name, names) if isinstance(name, str) else []
+        raise ArgumentError(
+            f"explain({name!r}): expected the name of a parameter, or of a module that has some, "
+            "where * stands for anything between two dots; "
+            f"near it are {', '.join(close) or 'no names'}"
+        )
+    return list({program.parameters[item][0]: item for item in reversed(found)}.values())[::-1]
+
+
+def _unexplained(program: Program, name: str, placement: str, reason: str) -> ParameterExplanation:
+    return ParameterExplanation(name, program.parameters[name][1], placement, reason)
+
+
+class _Question:
+    """One solved problem, and what forcing a vertex to one of its options changes."""
+
+    def __init__(
+        self,
+        program: Program,
+        options: CompileOptions,
+        fixed: dict[str, Placement],
+        whole: Collection[WholeNode],
+    ) -> None:
+        self.builder = placement_problem(program, options, fixed, whole)
+        self.program = self.builder.program
+        self.fixed = fixed
+        self.vertices = self.builder.problem.vertices
+        self.subjects = self.builder.problem.subjects
+        self.best = solve(self.vertices, self.builder.conversion_cost).choices
+
+    def answer(self, name: str) -> ParameterExplanation:
+        stored_name, shape = self.program.parameters[name]
+        number = self.builder.problem.param_class.get(stored_name)
+        if number is None:
+            return _unexplained(self.program, name, "", "the forward does not use it")
+        vertex = self.subjects.index(("param", number))
+        keys = list(self._places(stored_name))
+        readers = list(self._readers(keys))
+        stored = [self._way(vertex, i, keys) for i in range(len(self.vertices[vertex].options))]
+        placement = self.vertices[vertex].options[self.best[vertex]].makes[0]
+        return ParameterExplanation(
+            name,
+            shape,
+            placement_text(placement),
+            self._reason(stored_name, vertex, keys, stored),
+            tuple(stored),
+            tuple(self._operator(reader, keys) for reader in readers),
+        )
+
+    def _places(self, name: str) -> Iterator[Key]:
+        """The values of the problem that are this parameter."""
+        found: dict[Key, None] = {}
+        for call in self.program.calls:
+            for node, ref in zip(call.region.placeholders, call.args, strict=True):
+                if ref.kind == "param" and ref.name == name:
+                    found[self.builder.index[id(call.region)], (node, 0)] = None
+        yield from found
+
+    def _readers(self, keys: list[Key]) -> Iterator[int]:
+        """Operators that read the parameter, or a view of it."""
+        views = set(keys)
+        for number, (vertex, subject) in enumerate(zip(self.vertices, self.subjects, strict=True)):
+            if not isinstance(subject[1], Node) or views.isdisjoint(vertex.needs):
+                continue
+            if views.issuperset(vertex.needs) and is_view(subject[1]):
+                views.update(vertex.makes)
+            else:
+                yield number
+
+    def _operator(self, number: int, keys: list[Key]) -> OperatorWays:
+        i, node = self.subjects[number]
+        ways = tuple(self._way(number, k, keys) for k in range(len(self.vertices[number].options)))
+        return OperatorWays(operator_text(node), self.builder.num_calls[i], ways)
+
+    # What one way costs.
+
+    def _forced(self, number: int, index: int) -> list[int] | None:
+        if index == self.best[number]:
+            return self.best
+        vertex = self.vertices[number]
+        only = replace(vertex, options=[vertex.options[index]])
+        vertices = [*self.vertices[:number], only, *self.vertices[number + 1 :]]
+        try:
+            choices = solve(vertices, self.builder.conversion_cost).choices
+        except SPCompilerError:
+            return None
+        return [*choices[:number], index, *choices[number + 1 :]]
+
+    def _way(self, number: int, index: int, keys: list[Key]) -> Way:
+        vertex, chosen = self.vertices[number], index == self.best[number]
+        option = vertex.options[index]
+        strategies = self.builder.problem.strategies[number]
+        if strategies:
+            operands = tuple(map(str, strategies[index].operands))
+            results = tuple(map(str, strategies[index].results))
+        else:
+            operands, results = (), (_stored_text(option.makes[0]),)
+        choices = self._forced(number, index)
+        if choices is None:
+            return Way(operands, results, chosen, False, 0.0, 0.0, 0.0, 0.0, 0, ())
+        costs = zip(self._costs(choices), self._costs(self.best), strict=True)
+        communication, compute, memory = (mine - best for mine, best in costs)
+        return Way(
+            operands,
+            results,
+            chosen,
+            True,
+            max(0.0, communication + compute + memory),
+            communication,
+            compute,
+            memory,
+            self._parameter_bytes(keys[0], choices),
+            tuple(self._conversion_text(item) for item in self._extra(choices)),
+        )
+
+    def _costs(self, choices: list[int]) -> tuple[float, float, float]:
+        """Communication, compute and the price of memory, in us."""
+        paid = sum(map(self._price, conversions(self.vertices, choices)))
+        costs = [v.options[i].cost_us for v, i in zip(self.vertices, choices, strict=True)]
+        compute = [c for c, s in zip(costs, self.subjects, strict=True) if isinstance(s[1], Node)]
+        return paid, sum(compute), sum(costs) - sum(compute)
+
+    def _price(self, conversion: Conversion) -> float:
+        cost = self.builder.conversion_cost(*conversion)
+        return math.inf if cost is None else cost
+
+    def _parameter_bytes(self, key: Key, choices: list[int]) -> int:
+        for vertex, choice in zip(self.vertices, choices, strict=True):
+            if key in vertex.makes:
+                made = vertex.options[choice].makes[vertex.makes.index(key)]
+                return bytes_of(key[1]) // (self.builder.world if made.is_sharded else 1)
+        raise AssertionError(key)
+
+    def _extra(self, choices: list[int]) -> list[Conversion]:
+        """Conversions that the optimum does without, dearest first; free ones are left out."""
+        usual = conversions(self.vertices, self.best)
+        found = [item for item in conversions(self.vertices, choices) if item not in usual]
+        return sorted(filter(self._price, found), key=self._price, reverse=True)
+
+    def _conversion_text(self, conversion: Conversion) -> str:
+        (_, (node, _)), source, target = conversion
+        kinds = (
+            "S" if source.is_sharded else source.kind,
+            "S" if target.is_sharded else target.kind,
+        )
+        where = module_path(node)
+        of = f"{node.name} in {where}" if where else node.name
+        price = f"{self._price(conversion):.1f} us"
+        return f"{_COLLECTIVES[kinds]} of {of} ({source} to {target}), {price}"
+
+    # In words.
+
+    def _reason(self, name: str, number: int, keys: list[Key], stored: list[Way]) -> str:
+        vertex = self.vertices[number]
+        placement = vertex.options[self.best[number]].makes[0]
+        wish = self.program.wishes.get(name)
+        if name in self.fixed:
+            return "placed by the first compilation, for good"
+        if wish is not None and not all(wish.allowed):
+            return f"asked for by {wish}"
+        others = [
+            (way, index)
+            for index, (way, option) in enumerate(zip(stored, vertex.options, strict=True))
+            if way.possible and placement_text(option.makes[0]) != placement_text(placement)
+        ]
+        if placement.is_sharded:
+            text = "the cheapest way"
+            costs = [f"{way.results[0]} would cost {way.more_us:.1f} us more" for way, _ in others]
+            return "; ".join([text, *costs])
+        if not others:
+            return "cannot be sharded: " + "; ".join(self._why_never(keys))
+        return "; ".join(self._dearer(way, number, index) for way, index in others)
+
+    def _dearer(self, way: Way, number: int, index: int) -> str:
+        """What sharding would cost more, the dearest conversion that it needs, and why."""
+        choices = self._forced(number, index)
+        assert choices is not None
+        text = f"{way.results[0]} would cost {way.more_us:.1f} us more"
+        for conversion in self._extra(choices)[:1]:
+            why = self._why(conversion, choices)
+            text += f", with {self._conversion_text(conversion)}{why and f', as {why}'}"
+        return text
+
+    def _why_never(self, keys: list[Key]) -> list[str]:
+        rank = len(keys[0][1][0].meta["val"].shape)
+        return list(dict.fromkeys(self.builder.why_not_sharded(keys, dim) for dim in range(rank)))
+
+    def _why(self, conversion: Conversion, choices: list[int]) -> str:
+        """Why the reader behind a conversion cannot take the value as it is; "" where it could."""
+        key, source, target = conversion
+        for number, vertex in enumerate(self.vertices):
+            node = self.subjects[number][1]
+            if source.kind != "S" or key not in vertex.needs or not isinstance(node, Node):
+                continue
+            position = vertex.needs.index(key)
+            taken = [option.needs[position] for option in vertex.options]
+            if taken[choices[number]] == target and source not in taken:
+                i, value = key
+                return why_whole(
+                    node, self.builder.facts[i].rules[node], value, source.dim, self.builder.world
+                )
+        return ""
+
+
+def _stored_text(placement: Placement) -> str:
+    """As a hint, with the sizes of the parts of a fused dim."""
+    text = placement_text(placement)
+    if len(placement.segments) == 1:
+        return f"{text} with padding behind {placement.segments[0]}"
+    parts = ", ".join(map(str, placement.segments))
+    return f"{text}{f' in parts of {parts}' if parts else ''}"

@@ -1,0 +1,354 @@
+"""Rewrite one region to one rank's shapes, with a conversion wherever a placement changes.
+
+before: y = linear(norm(x), w)          # x: (b, s, h)
+after:  n = norm(x)                     # x: (b*s/t, h)          S(0)
+        g = convert(n, "S(0)", "R")     # (b*s, h)               all-gather, contiguous
+        y = linear(reshape(g), w)       # (b, s, 4h/t)           S(2), w: S(0)
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Container
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from sp_compiler.base.errors import PassError
+from sp_compiler.base.placement import I, Placement, R, S
+from sp_compiler.ir.fx import arguments, emit
+from sp_compiler.ir.program import Region
+from sp_compiler.ir.rewriting import erase_dead
+from sp_compiler.ir.symbolic import SYMBOLIC, is_open
+from sp_compiler.passes.sharding.dim_roles import Value, results_of, shape_of, value_of
+from sp_compiler.rules.strategies import Strategy
+from sp_compiler.rules.table import is_pointwise
+
+aten = torch.ops.aten
+sp = torch.ops.sp_compiler
+
+# Operators that only relabel elements: a value in rows form keeps its local layout. All but the
+# first name sizes, or leave out what has size 1, which is another on one rank.
+_RESHAPES = (
+    aten.unsqueeze.default,
+    aten.reshape.default,
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.flatten.using_ints,
+    aten.unflatten.int,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.squeeze.default,
+)
+
+
+def local_placement(placement: Placement) -> Placement:
+    """Placement of the tensor that a rank holds: rows of tokens are sharded on dim 0."""
+    return S(0) if placement.kind == "T" else placement
+
+
+class RegionLowering:
+    """Lowers one region; see the module's docstring.
+
+    Args:
+        region: unsharded, not modified.
+        active: values that take part in sharding.
+        chosen: the strategy of every active operator.
+        inputs: placement of each placeholder.
+        outputs: placement that each output must have.
+        world: number of ranks.
+    """
+
+    def __init__(
+        self,
+        region: Region,
+        active: Container[Value],
+        chosen: dict[Node, Strategy],
+        inputs: list[Placement],
+        outputs: list[Placement],
+        world: int,
+    ) -> None:
+        self.region = region
+        self.active = active
+        self.chosen = chosen
+        self.inputs = inputs
+        self.outputs = outputs
+        self.world = world
+        self.graph = Graph()
+        self.made: dict[Value, dict[Placement, Node]] = {}
+        self.produced: dict[Value, Placement] = {}
+
+    def run(self) -> Region:
+        """The sharded region."""
+        for node, placement in zip(self.region.placeholders, self.inputs, strict=True):
+            self._placeholder(node, placement)
+        for node in self.region.module.graph.nodes:
+            if node.op == "call_function":
+                self._lower(node)
+        results = [
+            self.get(value_of(node), placement)
+            for node, placement in zip(self.region.outputs, self.outputs, strict=True)
+        ]
+        self.graph.output(results)
+        erase_dead(self.graph)
+        module = GraphModule(self.region.module, self.graph, class_name=self.region.name)
+        return Region(
+            name=self.region.name,
+            module=module,
+            input_kinds=self.region.input_kinds,
+            input_names=self.region.input_names,
+            input_placements=tuple(map(local_placement, self.inputs)),
+            output_placements=tuple(map(local_placement, self.outputs)),
+        )
+
+    def get(self, value: Value, placement: Placement) -> Node:
+        """The node that holds ``value`` placed like this, converted at most once."""
+        made = self.made[value]
+        if value not in self.active and placement.is_replicated:
+            placement = self.produced[value]
+        if placement not in made:
+            made[placement] = self._convert(value, self.produced[value], placement)
+        return made[placement]
+
+    # Operators.
+
+    def _placeholder(self, node: Node, placement: Placement) -> None:
+        new = self.graph.placeholder(node.name)
+        self._copy_meta(node, new)
+        if isinstance(node.meta["val"], SYMBOLIC):
+            new.meta["placement"] = placement
+            return
+        fake = node.meta["val"]
+        if placement.is_sharded:
+            with fake.fake_mode, torch.no_grad():
+                fake = fake.new_empty(self._part_of((node, 0), placement))
+        new.meta["val"] = fake
+        self._made((node, 0), placement, new)
+
+    def _lower(self, node: Node) -> None:
+        if node.target is operator.getitem:
+            return
+        if node in self.chosen:
+            self._lower_active(node, self.chosen[node])
+        else:
+            self._copy(node)
+
+    def _copy(self, node: Node) -> None:
+        """An operator that every rank runs on whole values."""
+        new = self.graph.node_copy(node, lambda n: self.get(value_of(n), R))
+        self._copy_meta(node, new)
+        self._results(node, new, (R,) * len(results_of(node)))
+
+    def _lower_active(self, node: Node, strategy: Strategy) -> None:
+        leaves, spec = tree_flatten((node.args, node.kwargs))
+        placements = iter(strategy.operands)
+        rows = next((p.dim for p in strategy.results if p.kind == "T"), 0)
+        for position, leaf in enumerate(leaves):
+            if isinstance(leaf, Node):
+                placement = next(placements)
+                operand = self.get(value_of(leaf), placement)
+                if rows and placement.kind != "T" and is_pointwise(node):
+                    operand = self._without_rows(node, operand, len(shape_of((node, 0))) - rows)
+                leaves[position] = operand
+        args, kwargs = tree_unflatten(leaves, spec)
+        if strategy.lowering == "vocabulary":
+            new = self._vocabulary(node, args)
+        elif strategy.lowering == "sum":
+            new = self._mean(node, args)
+        else:
+            args, kwargs = self._local_arguments(node, strategy, args, kwargs)
+            target = aten.reshape.default if self._is_reshape(node, strategy) else node.target
+            new = self._emit(target, args, kwargs, node, name=node.name)
+        self._results(node, new, strategy.results)
+
+    def _is_reshape(self, node: Node, strategy: Strategy) -> bool:
+        """Whether the local operator only relabels; so does moving a row dim of size 1."""
+        placement = strategy.results[0]
+        if placement.kind == "T" and node.target is aten.transpose.int:
+            rank = len(shape_of((node, 0)))
+            rows = max(placement.dim, strategy.operands[0].dim)
+            return any(dim % rank < rows for dim in node.args[1:])
+        return placement.is_sharded and node.target in _RESHAPES[placement.kind != "T" :]
+
+    def _local_arguments(
+        self, node: Node, strategy: Strategy, args: Any, kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Replace sizes among the arguments by those of one rank."""
+        placement = strategy.results[0]
+        if placement.is_replicated or placement.kind == "P":
+            placement = R
+        local = [
+            list(p.local_shape(shape_of(value), self.world)) if p.is_sharded else shape_of(value)
+            for value, p in zip(results_of(node), strategy.results, strict=True)
+        ]
+        if self._is_reshape(node, strategy):
+            return (args[0], list(local[0])), {}
+        if node.target is aten.expand.default:
+            return (args[0], list(local[0])), {}
+        if node.target is aten.split_with_sizes.default:
+            dim = arguments(node)["dim"]
+            return (args[0], [shape[dim] for shape in local], dim), {}
+        if "groups" in arguments(node):
+            return self._local_groups(node, args)
+        if node.target in (sp.dropout.default, sp.dropout_mask.default) and placement.is_sharded:
+            dim = 0 if placement.kind == "T" else placement.dim
+            return (*args[:4], dim, self.world), {}
+        return args, kwargs
+
+    def _local_groups(
+        self, node: Node, args: tuple[Any, ...]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A convolution over the groups of channels that one rank has."""
+        values = {**arguments(node), **dict(zip(arguments(node), args, strict=False))}
+        image, weight = (values[name].meta["val"].shape for name in ("input", "weight"))
+        values["groups"] = image[1] // weight[1]
+        return tuple(values.values()), {}
+
+    def _without_rows(self, node: Node, operand: Node, rank: int) -> Node:
+        """Drop the leading size-1 dims of a broadcast operand where the rows are flattened."""
+        shape = operand.meta["val"].shape
+        if len(shape) <= rank:
+            return operand
+        return self._emit(
+            aten.reshape.default, (operand, list(shape[len(shape) - rank :])), {}, node
+        )
+
+    def _vocabulary(self, node: Node, args: tuple[Any, ...]) -> Node:
+        values = dict(zip(arguments(node), args, strict=False))
+        values = {**arguments(node), **values}
+        if node.target is aten.embedding.default:
+            return self._vocabulary_embedding(node, values)
+        return self._vocabulary_loss(node, values)
+
+    def _vocabulary_embedding(self, node: Node, values: dict[str, Any]) -> Node:
+        weight, ids = values["weight"], values["indices"]
+        num_rows = arguments(node)["weight"].meta["val"].shape[0]
+        rows = self._emit(sp.vocab_embedding.default, (weight, ids, num_rows, self.world), {}, node)
+        padding = values["padding_idx"]
+        if padding < 0:
+            return rows
+        # The row of the padding token is looked up but gets no gradient.
+        is_padding = self._emit(aten.eq.Scalar, (ids, padding), {}, node)
+        is_padding = self._emit(aten.unsqueeze.default, (is_padding, -1), {}, node)
+        constant = self._emit(aten.detach.default, (rows,), {}, node)
+        return self._emit(aten.where.self, (is_padding, constant, rows), {}, node)
+
+    def _vocabulary_loss(self, node: Node, values: dict[str, Any]) -> Node:
+        logits, target, ignore = values["self"], values["target"], values["ignore_index"]
+        classes = arguments(node)["self"].meta["val"].shape[1]
+        nll_args = (logits, target, ignore, classes, self.world)
+        pair = self._emit(sp.vocab_nll.default, nll_args, {}, node)
+        nll = self._emit(operator.getitem, (pair, 0), {}, node)
+        if values["reduction"] == 0:
+            return nll
+        total = self._emit(aten.sum.default, (nll,), {}, node)
+        if values["reduction"] == 2:
+            return total
+        counted = self._emit(aten.ne.Scalar, (target, ignore), {}, node)
+        count = self._emit(aten.sum.default, (counted,), {}, node)
+        return self._emit(aten.div.Tensor, (total, count), {}, node)
+
+    def _mean(self, node: Node, args: tuple[Any, ...]) -> Node:
+        """A sum of one rank's part over the number of all that the mean is taken of."""
+        values = arguments(node)
+        whole = shape_of(value_of(values["self"]))
+        dims = values.get("dim") or list(range(len(whole)))
+        dtype = {"dtype": values["dtype"]} if values["dtype"] is not None else {}
+        sum_args = (args[0], dims, values.get("keepdim", False))
+        total = self._emit(aten.sum.dim_IntList, sum_args, dtype, node)
+        count = math.prod(whole[dim] for dim in dims)
+        return self._emit(aten.div.Tensor, (total, count), {}, node)
+
+    # Conversions.
+
+    def _convert(self, value: Value, source: Placement, target: Placement) -> Node:
+        kinds = {source.kind, target.kind}
+        if source.is_sharded and target.is_sharded and source != target:
+            whole = self.get(value, I if value in self.active else R)
+            return self._convert_node(whole, value, I, target)
+        if kinds == {"R"} or (source == I and target == R and value not in self.active):
+            return self.made[value][source]
+        return self._convert_node(self.made[value][source], value, source, target)
+
+    def _convert_node(self, x: Node, value: Value, source: Placement, target: Placement) -> Node:
+        like, shape = value[0], shape_of(value)
+        self._part_of(value, target)
+        if target.kind == "T":
+            x = self._to_rows(x, shape, target.dim, like)
+        text = (str(local_placement(source)), str(local_placement(target)))
+        new = self._emit(sp.convert.default, (x, *text, self.world), {}, like)
+        new.meta["placement"] = local_placement(target)
+        return self._from_rows(new, shape, source.dim, like) if source.kind == "T" else new
+
+    def _to_rows(self, x: Node, shape: tuple[int, ...], num_dims: int, like: Node) -> Node:
+        """Flatten the token dims; pad with copies of the last row, so that no row makes a NaN.
+
+        The padding gets no gradient: it is cut off again before anything sums over tokens.
+        """
+        rows, rest = math.prod(shape[:num_dims]), shape[num_dims:]
+        if num_dims != 1:
+            x = self._emit(aten.reshape.default, (x, [rows, *rest]), {}, like)
+        if not self._may_need_padding(rows):
+            return x
+        return self._emit(sp.pad_rows.default, (x, self.world), {}, like)
+
+    def _from_rows(self, x: Node, shape: tuple[int, ...], num_dims: int, like: Node) -> Node:
+        rows = math.prod(shape[:num_dims])
+        if self._may_need_padding(rows):
+            x = self._emit(sp.cut_rows.default, (x, rows, self.world), {}, like)
+        if num_dims != 1:
+            x = self._emit(aten.reshape.default, (x, list(shape)), {}, like)
+        return x
+
+    def _may_need_padding(self, rows: int) -> bool:
+        """Always for an open number of rows, so that one program serves those that divide too."""
+        return is_open(rows) or bool(rows % self.world)
+
+    # Bookkeeping.
+
+    def _emit(
+        self,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        like: Node,
+        name: str | None = None,
+    ) -> Node:
+        return emit(self.graph, target, args, kwargs, like=like, origin="shard", name=name)
+
+    def _results(self, node: Node, new: Node, placements: tuple[Placement, ...]) -> None:
+        values = results_of(node)
+        if not isinstance(node.meta["val"], (tuple, list)):
+            self._made(values[0], placements[0], new)
+            return
+        for value, placement in zip(values, placements, strict=True):
+            item = self._emit(operator.getitem, (new, value[1]), {}, node)
+            self._made(value, placement, item)
+
+    def _part_of(self, value: Value, placement: Placement) -> tuple[int, ...]:
+        """Shape of one rank's part; that an open size divides as the example does is recorded."""
+        shape = shape_of(value)
+        if not placement.is_sharded:
+            return shape
+        if placement.segments and sum(placement.segments) != shape[placement.dim]:
+            raise PassError("shard", f"{placement} does not cut {shape}", value[0])
+        return placement.local_shape(shape, self.world)
+
+    def _made(self, value: Value, placement: Placement, new: Node) -> None:
+        shape, expected = shape_of(value), self._part_of(value, placement)
+        got = tuple(new.meta["val"].shape)
+        if got != tuple(expected):
+            raise PassError(
+                "shard",
+                f"a rule is wrong: {placement} of {shape} must be {expected}, is {got}",
+                value[0],
+            )
+        new.meta["placement"] = local_placement(placement)
+        self.made[value] = {placement: new}
+        self.produced[value] = placement
+
+    def _copy_meta(self, node: Node, new: Node) -> None:
+        new.meta = {**node.meta, "source": node.meta.get("source", node.name)}

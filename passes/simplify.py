@@ -1,0 +1,193 @@
+"""Small local simplifications of a joint graph that shorten the generated code.
+
+=====================================  ==========================
+before                                 after
+=====================================  ==========================
+``view(view(x, a), b)``                ``view(x, b)``
+``t(t(x))``, ``transpose`` twice       ``x``
+view, expand or slice to x's shape     ``x``
+two equal views of ``x``               one
+``view(sum(x, d, keepdim), s)``        ``sum(x, d)``
+``mm(a, t(w))``, ``addmm`` likewise    ``linear(a, w)``, with bias
+``linear(a, w) + bias``, ``mm`` too    ``linear(a, w, bias)``
+``view(linear(a, w), s) + bias``       ``view(linear(a, w, bias), s)``
+=====================================  ==========================
+
+Mutates the graph. Reads ``meta["val"]``; new nodes take the meta of what they replace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from sp_compiler.ir.fx import arguments
+from sp_compiler.ir.op_traits import is_view
+from sp_compiler.ir.rewriting import erase_dead
+from sp_compiler.ir.symbolic import same_shape
+
+aten = torch.ops.aten
+
+_RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+_PRODUCTS = (aten.mm.default, aten.linear.default)
+_KEEPS_ORDER = (*_RESHAPES, aten.expand.default, aten.slice.Tensor)
+
+
+def simplify(graph: Graph) -> dict[str, int]:
+    """Apply every rule once in topological order; returns how often each one did."""
+    counts = {rule.__name__.strip("_"): 0 for rule in _RULES}
+    for node in list(graph.nodes):
+        for rule in _RULES:
+            replacement = rule(node)
+            if replacement is not None:
+                counts[rule.__name__.strip("_")] += 1
+                node.replace_all_uses_with(replacement)
+                graph.erase_node(node)
+                break
+    counts["merge_equal_views"] = _merge_equal_views(graph)
+    erase_dead(graph)
+    graph.lint()
+    return counts
+
+
+def _view_of_view(node: Node) -> Node | None:
+    """``view(view(x, a), b)`` -> ``view(x, b)``."""
+    if node.target not in _RESHAPES or node.args[0].target not in _RESHAPES:
+        return None
+    if node.meta.get("relabels") or node.args[0].meta.get("relabels"):
+        return None
+    with node.graph.inserting_before(node):
+        merged = _call(aten.view.default, (node.args[0].args[0], node.args[1]), like=node)
+    if 1 in merged.meta["val"].shape[:-1]:
+        merged.meta["relabels"] = True  # a shard of that dim may have been one of its neighbour
+    return _same_shape(merged) or merged
+
+
+def _same_shape(node: Node) -> Node | None:
+    """A view that keeps the shape -> its argument, unless the placement is another one then."""
+    if node.meta.get("relabels"):
+        return None
+    if node.target not in _KEEPS_ORDER:
+        return None
+    source = node.args[0]
+    return source if same_shape(source.meta["val"].shape, node.meta["val"].shape) else None
+
+
+def _double_transpose(node: Node) -> Node | None:
+    """``t(t(x))`` and ``transpose(transpose(x, i, j), i, j)`` -> ``x``."""
+    inner = node.args[0] if node.args else None
+    if node.target not in (aten.t.default, aten.transpose.int) or not isinstance(inner, Node):
+        return None
+    same = inner.target is node.target and _dims(inner) == _dims(node)
+    return inner.args[0] if same else None
+
+
+def _dims(node: Node) -> set[int]:
+    rank = node.meta["val"].dim()
+    return {dim % rank for dim in node.args[1:]}
+
+
+def _sum_then_squeeze(node: Node) -> Node | None:
+    """``view(sum(x, dims, True), s)`` -> ``sum(x, dims)`` where ``s`` has those dims dropped."""
+    total = node.args[0] if node.target in _RESHAPES else None
+    if total is None or total.target is not aten.sum.dim_IntList or len(total.users) > 1:
+        return None
+    call = arguments(total)
+    rank = call["self"].meta["val"].dim()
+    dropped = {dim % rank for dim in call["dim"] or range(rank)}
+    squeezed = [size for dim, size in enumerate(total.meta["val"].shape) if dim not in dropped]
+    if not call["keepdim"] or total.kwargs or not same_shape(squeezed, node.meta["val"].shape):
+        return None
+    with node.graph.inserting_before(node):
+        return _call(total.target, total.args[:2], like=node)
+
+
+def _fuse_bias(node: Node) -> Node | None:
+    """``linear(a, w) + bias``, with a view between or not -> ``linear(a, w, bias)``; ``mm`` too."""
+    if node.target is not aten.add.Tensor or arguments(node)["alpha"] != 1:
+        return None
+    if not all(isinstance(arg, Node) for arg in node.args[:2]):
+        return None
+    for product, bias in (node.args[:2], node.args[1::-1]):
+        matmul = product.args[0] if product.target in _RESHAPES else product
+        if _can_fuse(product, matmul, bias):
+            return _with_bias(node, product, matmul, bias)
+    return None
+
+
+def _can_fuse(product: Node, matmul: Node, bias: Node) -> bool:
+    if matmul.target not in _PRODUCTS or len(matmul.args) > 2:
+        return False
+    if len(product.users) > 1 or len(matmul.users) > 1:
+        return False
+    ours, theirs = bias.meta["val"], product.meta["val"]
+    return (
+        ours.dim() == 1
+        and ours.dtype == theirs.dtype
+        and same_shape(ours.shape, theirs.shape[-1:])
+        and same_shape(ours.shape, matmul.meta["val"].shape[-1:])
+    )
+
+
+def _with_bias(node: Node, product: Node, matmul: Node, bias: Node) -> Node:
+    with node.graph.inserting_before(node):
+        target, args = aten.linear.default, (*matmul.args, bias)
+        if matmul.target is aten.mm.default:
+            target, args = aten.addmm.default, (bias, *matmul.args)
+        fused = _call(target, args, like=node, val=matmul.meta["val"])
+        if product is matmul:
+            return fused
+        fused.meta.pop("placement", None)
+        return _call(aten.view.default, (fused, product.args[1]), like=node)
+
+
+def _linear(node: Node) -> Node | None:
+    """``mm(a, t(w))`` -> ``linear(a, w)``; ``addmm(bias, a, t(w))`` -> ``linear(a, w, bias)``."""
+    bias: tuple[Node, ...] = ()
+    if node.target is aten.mm.default:
+        factor, transposed = node.args
+    elif node.target is aten.addmm.default and not node.kwargs:
+        first, factor, transposed = node.args
+        bias = (first,)
+    else:
+        return None
+    if transposed.target is not aten.t.default or (bias and bias[0].meta["val"].dim() != 1):
+        return None
+    with node.graph.inserting_before(node):
+        return _call(aten.linear.default, (factor, transposed.args[0], *bias), like=node)
+
+
+def _call(target: Any, args: tuple[Any, ...], *, like: Node, val: Any = None) -> Node:
+    name = target.__name__.partition(".")[0]
+    new = like.graph.create_node("call_function", target, args, {}, name)
+    new.meta = dict(like.meta)
+    if val is not None:
+        new.meta["val"] = val
+    return new
+
+
+def _merge_equal_views(graph: Graph) -> int:
+    first: dict[str, Node] = {}
+    merged = 0
+    for node in list(graph.nodes):
+        if not is_view(node):
+            continue
+        kept = first.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
+        if kept is not node:
+            node.replace_all_uses_with(kept)
+            graph.erase_node(node)
+            merged += 1
+    return merged
+
+
+_RULES: tuple[Callable[[Node], Node | None], ...] = (
+    _view_of_view,
+    _same_shape,
+    _double_transpose,
+    _sum_then_squeeze,
+    _fuse_bias,
+    _linear,
+)

@@ -1,0 +1,86 @@
+"""Tensors cut into the ranks' parts and put together again, as placements say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sp_compiler.base.errors import RankMismatchError
+from sp_compiler.base.placement import Placement
+
+
+def local_part(full: Tensor, placement: Placement, rank: int, world: int) -> Tensor:
+    """A copy of what ``rank`` holds of ``full``, padding included.
+
+    Raises:
+        ValueError: a dim or a segment does not divide by ``world``.
+    """
+    if placement.kind in ("R", "I"):
+        return full.clone()
+    if placement.kind == "P":
+        return full.clone() if rank == 0 else torch.zeros_like(full)
+    dim = placement.dim
+    placement.local_shape(tuple(full.shape), world)
+    full = padded(full, placement, world)
+    segments = placement.segments if len(placement.segments) > 1 else (full.shape[dim],)
+    parts = [part.chunk(world, dim)[rank] for part in full.split(segments, dim)]
+    return torch.cat(parts, dim) if len(parts) > 1 else parts[0].clone()
+
+
+def join_parts(parts: Sequence[Tensor], placement: Placement) -> Tensor:
+    """Inverse of :func:`local_part` over all ranks; replicated parts must be equal.
+
+    Raises:
+        RankMismatchError: parts that must be the same numbers on every rank differ.
+    """
+    if placement.kind == "P":
+        return torch.stack(list(parts)).sum(0)
+    if placement.kind in ("R", "I"):
+        for rank, part in enumerate(parts):
+            _check_equal(parts[0], part, rank)
+        return parts[0].clone()
+    dim = placement.dim
+    if len(placement.segments) < 2:
+        return without_padding(torch.cat(list(parts), dim), placement, len(parts))
+    sizes = [size // len(parts) for size in placement.segments]
+    pieces = [part.split(sizes, dim) for part in parts]
+    return torch.cat([piece[index] for index in range(len(sizes)) for piece in pieces], dim)
+
+
+def padded(full: Tensor, placement: Placement, world: int) -> Tensor:
+    """``full`` with zeros behind it where ``placement`` is padded."""
+    missing = placement.padding(world)
+    dim = placement.dim
+    return enlarged(full, dim, full.shape[dim] + missing) if missing else full
+
+
+def enlarged(x: Tensor, dim: int, size: int) -> Tensor:
+    """A copy of ``x`` with zeros behind it on ``dim``, which is of ``size`` then."""
+    result = x.new_zeros((*x.shape[:dim], size, *x.shape[dim + 1 :]))
+    result.narrow(dim, 0, x.shape[dim]).copy_(x)
+    return result
+
+
+def without_padding(full: Tensor, placement: Placement, world: int) -> Tensor:
+    """Inverse of :func:`padded`, a view."""
+    if not placement.padding(world):
+        return full
+    return full.narrow(placement.dim, 0, placement.segments[0])
+
+
+def _check_equal(first: Tensor, other: Tensor, rank: int) -> None:
+    if first.shape != other.shape:
+        raise RankMismatchError(
+            f"a replicated value is {tuple(first.shape)} on rank 0 but {tuple(other.shape)} on "
+            f"rank {rank}"
+        )
+    if not torch.equal(first, other):
+        if ((first == other) | (first.isnan() & other.isnan())).all():
+            return
+        spread = (first - other).abs().max().item()
+        raise RankMismatchError(
+            f"a replicated value differs between rank 0 and rank {rank} by up to {spread:g}; "
+            "a conversion is missing or wrong"
+        )

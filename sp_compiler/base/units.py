@@ -1,0 +1,48 @@
+"""Sizes of memory as users write and read them."""
+
+from __future__ import annotations
+
+import re
+
+from sp_compiler.base.errors import ArgumentError
+
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+"""Powers of 1024."""
+
+_TEXT = re.compile(r"(\d+(?:\.\d+)?|\.\d+) ?([A-Za-z]+)")
+
+
+def parse_bytes(name: str, size: object) -> int:
+    """Bytes of ``size``, an int or text such as ``"12GiB"``.
+
+    Args:
+        name: of the argument, for errors.
+
+    Raises:
+        ArgumentError: anything else, or less than one byte.
+    """
+    found: object = size
+    if isinstance(size, str) and (match := _TEXT.fullmatch(size.strip())):
+        number, unit = match.groups()
+        found = int(float(number) * 1024 ** UNITS.index(unit)) if unit in UNITS else None
+    if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+        raise ArgumentError(
+            f"{name}={size!r}: expected a positive number of bytes as an int, or text such as "
+            f'"12GiB" or "1.5 TiB" with one of {", ".join(UNITS)}{_hint(size)}'
+        )
+    return found
+
+
+def bytes_text(num_bytes: float) -> str:
+    """Such as "1.50 GiB"."""
+    unit = 0
+    while num_bytes >= 1024 and unit < len(UNITS) - 1:
+        num_bytes, unit = num_bytes / 1024, unit + 1
+    return f"{num_bytes:.2f} {UNITS[unit]}" if unit else f"{num_bytes:.0f} B"
+
+
+def _hint(size: object) -> str:
+    decimal = re.search(r"([KMGT])B\b", size) if isinstance(size, str) else None
+    if decimal is None:
+        return ""
+    return f" (1 {decimal[1]}iB is 1024-based; {decimal[0]} could mean either)"

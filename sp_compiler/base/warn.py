@@ -1,0 +1,29 @@
+"""Warnings that point at the user's own line."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import warnings
+
+import torch
+
+# Folders whose frames are never the user's own code: PyTorch's and this package's.
+LIBRARY_FOLDERS = tuple(
+    os.path.dirname(os.path.realpath(str(module.__file__))) + os.sep
+    for module in (torch, sys.modules[__name__.partition(".")[0]])
+)
+_PASSED_OVER = (*LIBRARY_FOLDERS, os.path.realpath(str(contextlib.__file__)))
+
+
+def warn(message: str) -> None:
+    """A ``UserWarning`` at the innermost line that is neither PyTorch's nor this package's."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and _passed_over(frame.f_code.co_filename):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
+
+
+def _passed_over(filename: str) -> bool:
+    return filename.startswith("<") or os.path.realpath(filename).startswith(_PASSED_OVER)

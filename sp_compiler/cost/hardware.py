@@ -1,0 +1,96 @@
+"""A roofline and alpha-beta model of one accelerator and its tensor-parallel link.
+
+Only ratios matter to the decisions; the numbers are those of an H100 SXM.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sp_compiler.base.placement import Placement
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Rates per microsecond.
+
+    Attributes:
+        flops_per_us: dense bf16 matrix rate that is usual in practice, half of the peak.
+        peak_flops_per_us: dense bf16 matrix rate (H100 data sheet: 989 TFLOP/s), the base of MFU.
+        memory_bytes_per_us: memory bandwidth (H100 data sheet: 3.35 TB/s).
+        link_bytes_per_us: one direction of NVLink 4 (data sheet: 900 GB/s both directions).
+        latency_us: fixed time of one collective.
+        replicated_byte_us: price of a byte of the largest matrix if every rank holds it; of
+            others in proportion to their size. Chosen so that a weight matrix is sharded whenever
+            it can be, while a small adapter is not worth a collective.
+        kept_byte_us: price of a byte kept for backward between two regions. Chosen so that rows are
+            sharded where gathering them costs the same either way, while a value that several
+            layers read whole (an encoder's states) is gathered once.
+    """
+
+    flops_per_us: float = 500e6
+    peak_flops_per_us: float = 989e6
+    memory_bytes_per_us: float = 3.35e6
+    link_bytes_per_us: float = 450e3
+    latency_us: float = 2.0
+    replicated_byte_us: float = 1e-2
+    kept_byte_us: float = 1e-5
+
+
+H100 = Hardware()
+
+# How many times the whole value's bytes (t-1)/t cross the link.
+_WIRE = {
+    ("S", "R"): 1,
+    ("S", "I"): 1,
+    ("P", "S"): 1,
+    ("P", "I"): 2,
+}
+_LOCAL = {("I", "R"), ("I", "S"), ("R", "S")}
+
+
+def _kind(placement: Placement) -> str:
+    return "S" if placement.kind == "T" else placement.kind
+
+
+def collective_us(num_bytes: float, times: int, world: int, hardware: Hardware = H100) -> float:
+    """Time of a collective over ``num_bytes``, of the whole value, crossing the link ``times``."""
+    if times == 0 or world == 1:
+        return 0.0
+    wire = num_bytes * times * (world - 1) / world
+    return hardware.latency_us * times + wire / hardware.link_bytes_per_us
+
+
+def conversion_us(
+    num_bytes: float, source: Placement, target: Placement, world: int, *, needs_grad: bool
+) -> float | None:
+    """Time of a conversion and of its gradient.
+
+    ``None`` for a conversion that the typing does not have (nothing turns R into I).
+    """
+    pair = (_kind(source), _kind(target))
+    if pair == ("S", "S"):
+        # Through the whole value: gathered and cut, forward and backward.
+        once = conversion_us(num_bytes, source, Placement("I"), world, needs_grad=needs_grad)
+        again = conversion_us(num_bytes, Placement("I"), target, world, needs_grad=needs_grad)
+        return (once or 0.0) + (again or 0.0)
+    if pair not in _WIRE and pair not in _LOCAL:
+        return None
+    total = collective_us(num_bytes, _WIRE.get(pair, 0), world)
+    if needs_grad:
+        back = (_kind(target.dual), _kind(source.dual))
+        total += collective_us(num_bytes, _WIRE.get(back, 0), world)
+    # Parts of an inner dim are copied into place, those of the outermost are not.
+    inner = any(p.kind == "S" and (p.dim or p.segments) for p in (source, target))
+    copies = 4.0 if inner else 0.0
+    return total + copies * num_bytes / H100.memory_bytes_per_us
+
+
+def operator_us(flops: float, num_bytes: float, hardware: Hardware = H100) -> float:
+    """Roofline time of forward and backward of one operator on one rank."""
+    return 3 * kernel_us(flops, num_bytes, hardware)
+
+
+def kernel_us(flops: float, num_bytes: float, hardware: Hardware = H100) -> float:
+    """Roofline time of one kernel that does ``flops`` and moves ``num_bytes`` of memory."""
+    return max(flops / hardware.flops_per_us, num_bytes / hardware.memory_bytes_per_us)

@@ -1,0 +1,185 @@
+"""What one node of a final graph costs: arithmetic, memory traffic, communication, time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+from sp_compiler.cost.hardware import H100, Hardware, collective_us, kernel_us
+from sp_compiler.ir.fx import tensor_operands
+from sp_compiler.ir.op_traits import FUSED_ATTENTION, conversion, is_started, is_view, is_wait
+
+_aten = torch.ops.aten
+_sp = torch.ops.sp_compiler
+_LINK_CROSSINGS = {
+    # Communicator method -> how many times the whole value's bytes (t-1)/t cross the link
+    "all_gather": 1,
+    "reduce_scatter": 1,
+    "all_reduce": 2,
+}
+_ATTENTION_BACKWARDS = frozenset(
+    {
+        _aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+        _aten._scaled_dot_product_flash_attention_backward.default,
+        _aten._scaled_dot_product_efficient_attention_backward.default,
+        _aten._scaled_dot_product_cudnn_attention_backward.default,
+        _aten._scaled_dot_product_fused_attention_overrideable_backward.default,
+    }
+)
+# Products of composite graphs -> position of the first factor; the second is the next operand.
+_PRODUCTS = {
+    **dict.fromkeys(
+        (
+            *("aten::linear", "aten::mm", "aten::bmm", "aten::matmul", "aten::_grouped_mm"),
+            *("aten::conv1d", "aten::conv2d", "aten::conv3d", "aten::convolution"),
+            *("aten::scaled_dot_product_attention", "transformers::grouped_mm_fallback"),
+        ),
+        0,
+    ),
+    **dict.fromkeys(("aten::addmm", "aten::baddbmm"), 1),
+}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One kind of communication.
+
+    Attributes:
+        kind: "all_gather", "reduce_scatter" or "all_reduce".
+        count: how often.
+        num_bytes: of the whole tensors: what a gather yields, a scatter takes, a reduction reduces.
+    """
+
+    kind: str
+    count: int
+    num_bytes: int
+
+
+def tensor_bytes(value: object) -> int:
+    """Bytes of a tensor, or of all tensors of an operator's several results."""
+    leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    return sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+
+
+def node_flops(node: Node) -> tuple[int, int]:
+    """Floating point operations of matrix products (2 per multiply-add): (model, hardware).
+
+    The whole square of scores counts, causal or not, as in the papers. They differ where the
+    operator recomputes inside: fused attention's backward multiplies queries and keys again.
+    """
+    if node.target in FUSED_ATTENTION:
+        work = 2 * _attention_product(node, 0)
+        return work, work
+    if node.target in _ATTENTION_BACKWARDS:
+        product = _attention_product(node, 1)
+        return 4 * product, 5 * product
+    if node.target is _aten.linear.default:
+        work = 2 * node.meta["val"].numel() * node.args[0].meta["val"].shape[-1]
+        return work, work
+    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    if formula is None:
+        return 0, 0
+    values = tree_map_only(Node, lambda arg: arg.meta["val"], (node.args, node.kwargs))
+    work = int(formula(*values[0], **values[1], out_val=node.meta["val"]))
+    return work, work
+
+
+def product_flops(node: Node) -> float:
+    """Operations of the matrix product that a composite operator is (2 per multiply-add), else 0.
+
+    Of the forward alone, before :func:`node_flops` can be asked: ``linear``, ``matmul``...
+    """
+    name = getattr(getattr(node.target, "_schema", None), "name", "")
+    if name not in _PRODUCTS:
+        return 0.0
+    shapes = [operand.meta["val"].shape for operand in tensor_operands(node)]
+    left, right = shapes[_PRODUCTS[name] : _PRODUCTS[name] + 2]
+    if name == "aten::scaled_dot_product_attention":
+        return 2.0 * math.prod(left) * right[-2] + 2.0 * math.prod(left[:-1]) * math.prod(
+            shapes[2][-2:]
+        )
+    inner = math.prod(right[1:]) if "conv" in name else left[-1]
+    return 2.0 * float(node.meta["val"].numel()) * inner
+
+
+def _attention_product(node: Node, first: int) -> int:
+    """One of the products (b, a, s, d) x (b, a, s', d); ``first`` is the query's position."""
+    query, key = (node.args[first + i].meta["val"].shape for i in (0, 1))
+    return 2 * math.prod(query) * key[-2]
+
+
+def node_collectives(node: Node) -> list[Collective]:
+    """What ``node`` communicates: nothing in general."""
+    if node.target is _sp.vocab_nll.default:
+        rows = tensor_bytes(node.meta["val"][0])
+        # The maximum of each row; then its sum of exponentials with the target's logit.
+        return [Collective("all_reduce", 2, rows + 2 * rows)]
+    kind = conversion(node)
+    if kind not in _LINK_CROSSINGS:
+        return []
+    whole = max(tensor_bytes(value) for value in (node.meta["val"], _source(node).meta["val"]))
+    return [Collective(kind, 1, whole)]
+
+
+def _source(node: Node) -> Node:
+    source = node.args[0]
+    assert isinstance(source, Node)
+    return source
+
+
+def collectives_us(found: list[Collective], world: int, hardware: Hardware = H100) -> float:
+    """Time of collectives that nothing hides."""
+    total = 0.0
+    for item in found:
+        each = item.num_bytes / max(1, item.count)
+        total += item.count * collective_us(each, _LINK_CROSSINGS[item.kind], world, hardware)
+    return total
+
+
+def compute_us(node: Node, hardware: Hardware = H100) -> float:
+    """Roofline time of ``node`` run as a kernel of its own; 0 for views and conversions."""
+    if node.op != "call_function" or is_view(node) or conversion(node) is not None:
+        return 0.0
+    if isinstance(node.meta["val"], (list, tuple)) and is_view(next(iter(node.users), node)):
+        return 0.0
+    read = sum(tensor_bytes(source.meta["val"]) for source in node.all_input_nodes)
+    _, flops = node_flops(node)
+    return kernel_us(flops, read + tensor_bytes(node.meta["val"]), hardware)
+
+
+def elapsed_us(graph: Graph, world: int, hardware: Hardware = H100) -> float:
+    """Time of a generated function, with collectives one after another beside the kernels.
+
+    One that has been started goes on until its ``wait``; any other holds everything up.
+    """
+    now = link_free = 0.0
+    arrival: dict[Node, float] = {}
+    for node in graph.nodes:
+        found = node_collectives(node)
+        if found:
+            link_free = max(now, link_free) + collectives_us(found, world, hardware)
+            if is_started(node):
+                arrival[node] = link_free
+            else:
+                now = link_free
+        elif is_wait(node):
+            now = max(now, arrival[node.args[0]])
+        now += compute_us(node, hardware)
+    return now
+
+
+def merged(found: Iterable[Collective]) -> tuple[Collective, ...]:
+    """One entry a kind, in order of first appearance."""
+    totals: dict[str, Collective] = {}
+    for item in found:
+        old = totals.get(item.kind, Collective(item.kind, 0, 0))
+        count, num_bytes = old.count + item.count, old.num_bytes + item.num_bytes
+        totals[item.kind] = Collective(item.kind, count, num_bytes)
+    return tuple(totals.values())

@@ -1,0 +1,315 @@
+"""Find which node of one graph is which node of another.
+
+Four steps, each only for what the earlier ones left over:
+
+1. placeholders and attributes by name, then by position; the output; operators by name where they
+   were made from the same nodes;
+2. nodes of the second graph that were made from a node of the first (``meta["source"]``), or that
+   go back to the same node of the captured model (``meta["root"]``, else ``meta["source"]``), in
+   order within such a group. Where one node became several, they are the *expansion* of one of
+   them, which stands for the value;
+3. nodes with the same operator and matching operands, in topological order, so that a match spreads
+   to its users;
+4. a long common subsequence of operators, a match at a time, each followed by step 3.
+
+Values are followed through inserted and removed nodes: where ``linear(x)`` became
+``linear(convert(x))``, the operand still matches.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch._ops import OpOverload
+from torch.fx import Graph, Node
+
+from sp_compiler.graph_diff.subsequences import longest_common
+from sp_compiler.ir.fx import arguments, conversion, tensor_operands
+from sp_compiler.ir.text import render_target, render_value
+
+_Key = Callable[[Node], str]
+_NAMED = ("placeholder", "get_attr")
+# Pairs of unmatched nodes beyond which looking for one difference after another takes too long,
+_MAX_ROUND_PAIRS = 100_000
+_MAX_ROUNDS = 20
+# and beyond which nothing common is looked for: what is left is reported as removed and inserted.
+_MAX_PAIRS = 4_000_000
+
+
+class Alignment:
+    """Matching of ``before`` and ``after``.
+
+    Attributes:
+        forth: node of ``before`` to its node of ``after``.
+        back: the inverse.
+        expansions: node of ``before`` to the nodes of ``after`` that it became, where it became
+            other operators than its own; ``forth`` names the one that is its value.
+    """
+
+    def __init__(self, before: Graph, after: Graph) -> None:
+        self.before, self.after = list(before.nodes), list(after.nodes)
+        self.forth: dict[Node, Node] = {}
+        self.back: dict[Node, Node] = {}
+        self.expansions: dict[Node, list[Node]] = {}
+        self._owner: dict[Node, Node] = {}
+        self._match_named()
+        if any(_has_provenance(node) for node in (*self.before, *self.after)):
+            self._match_same()
+            self._match_groups(_name_and_root, _source_and_root)
+            self._match_groups(_root, _root)
+        self._spread()
+        self._match_rest()
+        self._match_replacements()
+
+    @property
+    def removed(self) -> list[Node]:
+        return [node for node in self.before if node not in self.forth]
+
+    @property
+    def inserted(self) -> list[Node]:
+        return [node for node in self.after if self._is_inserted(node)]
+
+    def same_value(self, old: Any, new: Any) -> bool:
+        """Whether an argument is the same: literals by type and text, nodes by what they match."""
+        if isinstance(old, Node) and isinstance(new, Node):
+            ends = set(self._values_after(new))
+            return any(self.forth.get(value) in ends for value in self._values_before(old))
+        if isinstance(old, dict) and isinstance(new, dict):
+            same_keys = list(old) == list(new)
+            return same_keys and all(self.same_value(old[key], new[key]) for key in old)
+        if isinstance(old, slice) and isinstance(new, slice):
+            return self.same_value(_slice_parts(old), _slice_parts(new))
+        if isinstance(old, list | tuple) and isinstance(new, list | tuple):
+            same_length = len(old) == len(new)
+            return same_length and all(map(self.same_value, old, new))
+        if isinstance(old, Node) or isinstance(new, Node):
+            return False
+        return type(old) is type(new) and _text(old) == _text(new)
+
+    def same_arguments(self, old: Node, new: Node) -> bool:
+        """Whether two matched nodes compute the same of the same values.
+
+        Of a replaced or expanded operator only the tensors that go in are compared.
+        """
+        if old in self.expansions:
+            mine = set(self.expansions[old])
+            parts = [part for node in self.expansions[old] for part in tensor_operands(node)]
+            return self._same_set(tensor_operands(old), [p for p in parts if p not in mine])
+        if not _same_operator(old, new):
+            return self.same_value(tensor_operands(old), tensor_operands(new))
+        return self.same_value(_named_arguments(old), _named_arguments(new))
+
+    def _same_set(self, old: Sequence[Node], new: Sequence[Node]) -> bool:
+        covered = all(any(self.same_value(o, n) for o in old) for n in new)
+        return covered and all(any(self.same_value(o, n) for n in new) for o in old)
+
+    def _values_before(self, node: Node) -> Iterator[Node]:
+        """``node`` and, as long as it is a removed node, the operand that it passes on."""
+        yield node
+        while node not in self.forth and (source := _passed_on(node)) is not None:
+            yield source
+            node = source
+
+    def _values_after(self, node: Node) -> Iterator[Node]:
+        """``node`` and, as long as it is an inserted node, the operand that it passes on."""
+        node = self._owner.get(node, node)
+        yield node
+        while self._is_inserted(node) and (source := _passed_on(node)) is not None:
+            node = self._owner.get(source, source)
+            yield node
+
+    def _is_inserted(self, node: Node) -> bool:
+        return node not in self.back and node not in self._owner
+
+    def _match(self, old: Node, new: Node) -> None:
+        assert old not in self.forth
+        assert self._is_inserted(new)
+        self.forth[old], self.back[new] = new, old
+
+    def _open_before(self) -> list[Node]:
+        return [node for node in self.before if node not in self.forth and node.op not in _NAMED]
+
+    def _open_after(self) -> list[Node]:
+        return [node for node in self.after if self._is_inserted(node) and node.op not in _NAMED]
+
+    def _match_named(self) -> None:
+        for op in _NAMED:
+            old = [node for node in self.before if node.op == op]
+            new = [node for node in self.after if node.op == op]
+            for key in (_target, _root):
+                by_key = {key(node): node for node in new if self._is_inserted(node)}
+                for node in old:
+                    if node not in self.forth and key(node) in by_key:
+                        self._match(node, by_key.pop(key(node)))
+            old = [node for node in old if node not in self.forth]
+            new = [node for node in new if self._is_inserted(node)]
+            if len(old) == len(new):
+                for pair in zip(old, new, strict=True):
+                    self._match(*pair)
+        outputs = ([n for n in nodes if n.op == "output"] for nodes in (self.before, self.after))
+        for pair in zip(*outputs, strict=False):
+            self._match(*pair)
+
+    def _match_same(self) -> None:
+        """Match operators of equal names that were made from the same nodes: nothing changed."""
+        old = {(node.name, _source_and_root(node)): node for node in self._open_before()}
+        for new in self._open_after():
+            found = old.get((new.name, _source_and_root(new)))
+            if found is not None and _same_operator(found, new):
+                self._match(found, new)
+
+    def _match_groups(self, old_key: _Key, new_key: _Key) -> None:
+        """Match nodes of equal keys, which are nodes that one captured node became."""
+        old_groups = _groups(self._open_before(), old_key)
+        new_groups = _groups(self._open_after(), new_key)
+        for group, old in old_groups.items():
+            new = new_groups.get(group, [])
+            for key in (_signature, render_target):
+                self._match_sequence(old, new, key)
+                old = [node for node in old if node not in self.forth]
+                new = [node for node in new if self._is_inserted(node)]
+            old = [node for node in old if conversion(node) is None]
+            new = [node for node in new if conversion(node) is None]
+            if len(old) == 1 and new:
+                self._match_expansion(old[0], new)
+
+    def _match_expansion(self, old: Node, new: list[Node]) -> None:
+        value = _value_node(new)
+        self._match(old, value)
+        self.expansions[old] = new
+        self._owner.update({node: value for node in new if node is not value})
+
+    def _match_sequence(
+        self,
+        old: list[Node],
+        new: list[Node],
+        key: _Key,
+        limit: int | None = None,
+    ) -> None:
+        pairs = longest_common([key(node) for node in old], [key(node) for node in new])
+        for first, second in pairs[:limit]:
+            self._match(old[first], new[second])
+
+    def _spread(self) -> None:
+        """Match nodes of the same operator whose operands match, from operands to users."""
+        position = {node: index for index, node in enumerate(self.before)}
+        for node in self._open_after():
+            found = [old for old in self._users_of_same(node) if self._same_operands(old, node)]
+            if found:
+                exact = [old for old in found if self.same_arguments(old, node)]
+                self._match(min(exact or found, key=position.__getitem__), node)
+
+    def _users_of_same(self, new: Node) -> list[Node]:
+        """Open nodes of ``new``'s operator that may take the same first operand."""
+        operands = tensor_operands(new)
+        if not operands:
+            return [old for old in self._open_before() if _same_operator(old, new)]
+        values = [self.back[v] for v in self._values_after(operands[0]) if v in self.back]
+        found: dict[Node, None] = {}
+        while values:
+            value = values.pop()
+            for user in value.users:
+                if user not in self.forth and user not in found:
+                    found[user] = None
+                    if _passed_on(user) is value:
+                        values.append(user)
+        return [old for old in found if _same_operator(old, new)]
+
+    def _same_operands(self, old: Node, new: Node) -> bool:
+        return self.same_value(tensor_operands(old), tensor_operands(new))
+
+    def _match_rest(self) -> None:
+        """Match along the longest common subsequence of operators, a pair at a time if possible."""
+        for _ in range(_MAX_ROUNDS):
+            old, new = self._open_before(), self._open_after()
+            if len(old) * len(new) > _MAX_ROUND_PAIRS:
+                break
+            self._match_sequence(old, new, render_target, limit=1)
+            self._spread()
+        old, new = self._open_before(), self._open_after()
+        if len(old) * len(new) <= _MAX_PAIRS:
+            self._match_sequence(old, new, render_target)
+
+    def _match_replacements(self) -> None:
+        """Match what is left where operands and users are the same: the operator was replaced."""
+        new = self._open_after()
+        for old in self._open_before():
+            for node in new:
+                if self._same_operands(old, node) and self._same_users(old, node):
+                    self._match(old, node)
+                    new.remove(node)
+                    break
+
+    def _same_users(self, old: Node, new: Node) -> bool:
+        users = {self.forth[user] for user in old.users if user in self.forth}
+        return bool(users) and users == {user for user in new.users if user in self.back}
+
+
+def _passed_on(node: Node) -> Node | None:
+    """The operand that an extra node passes on: its only one, or the one of the same origin."""
+    operands = list(dict.fromkeys(tensor_operands(node)))
+    if len(operands) > 1:
+        operands = [operand for operand in operands if _root(operand) == _root(node)]
+    return operands[0] if len(operands) == 1 else None
+
+
+def _value_node(nodes: list[Node]) -> Node:
+    """Of the nodes that one operator became, the one that holds its result."""
+    placed = [node for node in nodes if "placement" in node.meta]
+    outside = [node for node in nodes if any(user not in nodes for user in node.users)]
+    main = [n for n in outside if n.target is not operator.getitem or n.args[1] == 0]
+    return (placed or main or outside or nodes)[-1]
+
+
+def _groups(nodes: list[Node], key: _Key) -> dict[str, list[Node]]:
+    groups: dict[str, list[Node]] = defaultdict(list)
+    for node in nodes:
+        groups[key(node)].append(node)
+    return groups
+
+
+def _has_provenance(node: Node) -> bool:
+    return node.op not in _NAMED and ("root" in node.meta or "source" in node.meta)
+
+
+def _root(node: Node) -> str:
+    """Name of the captured node that this one goes back to."""
+    return str(node.meta.get("root") or node.meta.get("source") or node.name)
+
+
+def _name_and_root(node: Node) -> str:
+    return f"{node.name} {_root(node)}"
+
+
+def _source_and_root(node: Node) -> str:
+    return f"{node.meta.get('source')} {_root(node)}"
+
+
+def _target(node: Node) -> str:
+    return str(node.target)
+
+
+def _same_operator(old: Node, new: Node) -> bool:
+    return old.op == new.op and render_target(old) == render_target(new)
+
+
+def _named_arguments(node: Node) -> Any:
+    """Arguments by name where there is a schema, so that it is no matter how a call is written."""
+    if isinstance(node.target, OpOverload):
+        return arguments(node)
+    return (node.args, dict(node.kwargs))
+
+
+def _signature(node: Node) -> str:
+    return f"{render_target(node)}{_text([a for a in node.args if not isinstance(a, Node)])}"
+
+
+def _slice_parts(value: slice) -> tuple[Any, Any, Any]:
+    return value.start, value.stop, value.step
+
+
+def _text(value: Any) -> str:
+    return render_value(value, lambda node: "%")

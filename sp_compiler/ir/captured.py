@@ -1,0 +1,75 @@
+"""A model as one flat graph, before it is cut into regions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from sp_compiler.ir.hints import Parameters
+from sp_compiler.ir.program import Ref
+from sp_compiler.ir.rewriting import output_node
+from sp_compiler.ir.symbolic import Sizes
+
+
+@dataclass
+class Captured:
+    """A model as one flat graph.
+
+    Attributes:
+        module: functional graph; placeholders are parameters, buffers, constants, user inputs and,
+            once normalised, at most one seed. It returns one tuple: the flattened outputs (a leaf
+            that is no tensor is the object itself), then the new value of each mutated buffer.
+            Every node has ``meta["val"]`` and ``meta["requires_grad"]``.
+        refs: where each placeholder's value comes from, in order.
+        in_spec: structure of the user inputs as :func:`sp_compiler.trace.export.flatten_inputs`
+            flattens them.
+        out_spec: structure of the model's own output.
+        mutated: names of the buffers that the forward writes.
+        aliases: parameter or buffer name to the name under which the same tensor is used.
+        constants: tensors that the model made outside its parameters and buffers.
+        notes: what the user should know.
+        parameters: of the model, used or not.
+        sizes: the dims that are left open, ``None`` where all are those of the example; each has a
+            placeholder whose value is the size.
+    """
+
+    module: GraphModule
+    refs: list[Ref]
+    in_spec: pytree.TreeSpec
+    out_spec: pytree.TreeSpec
+    mutated: list[str] = field(default_factory=list)
+    aliases: dict[str, str] = field(default_factory=dict)
+    constants: dict[str, Tensor] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    parameters: Parameters = field(default_factory=dict)
+    sizes: Sizes | None = None
+
+    @property
+    def placeholders(self) -> list[Node]:
+        return self.module.graph.find_nodes(op="placeholder")
+
+    @property
+    def outputs(self) -> list[Any]:
+        """Leaf by leaf, the node or the constant that the model returns."""
+        returned = list(output_node(self.module.graph).args[0])
+        return returned[: len(returned) - len(self.mutated)]
+
+    @property
+    def mutated_buffers(self) -> dict[str, Node]:
+        """Buffer name to the node that holds its value after the forward."""
+        returned = list(output_node(self.module.graph).args[0])
+        return dict(zip(self.mutated, returned[len(returned) - len(self.mutated) :], strict=True))
+
+    def drop_unused_placeholders(self) -> None:
+        """Erase placeholders that nothing uses, together with their refs."""
+        refs = []
+        for node, ref in zip(self.placeholders, self.refs, strict=True):
+            if node.users or ref.kind == "size":
+                refs.append(ref)
+            else:
+                self.module.graph.erase_node(node)
+        self.refs = refs

@@ -1,0 +1,106 @@
+"""What compilation produces and the runtime executes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from sp_compiler.base.errors import ArgumentError
+from sp_compiler.base.placement import I, Placement
+from sp_compiler.ir.program import Program, Ref, Region
+
+
+class RegionCode(Protocol):
+    """The compiled form of one distinct region, in general a class of the generated code.
+
+    Tensors are one rank's parts, placed as the region's ``input_placements`` and
+    ``output_placements``.
+    """
+
+    @property
+    def forward(self) -> Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]]]:
+        """``forward(tp, *inputs)``: outputs of the region, and what ``backward`` needs of it."""
+
+    @property
+    def backward(self) -> Callable[..., tuple[Tensor | None, ...]]:
+        """``backward(tp, saved, *tangents)``: one gradient for each input, or ``None``.
+
+        There is one tangent for each output that requires a gradient, in order.
+        """
+
+
+@dataclass(frozen=True)
+class LossBackward:
+    """The backward of a region from the model's loss alone.
+
+    Attributes:
+        output: index of the region's output that is the loss.
+        run: ``run(tp, saved, tangent)``, as ``backward`` with zeros for the other tangents.
+    """
+
+    output: int
+    run: Callable[..., tuple[Tensor | None, ...]]
+
+
+@dataclass
+class CompiledProgram:
+    """A sharded program with the code of its regions.
+
+    Attributes:
+        program: calls of regions whose tensors are those of one rank.
+        codes: region name to its compiled code.
+        param_placements: parameter name to how it is stored, ``I`` or sharded. A region that uses
+            an ``I`` parameter as ``R`` returns a partial sum as its gradient.
+        world: number of tensor-parallel ranks.
+        differentiable: region name to, for each output, whether a gradient flows through it;
+            read from the region's graph where not given.
+        loss_backwards: name of the region with the model's loss to its backward from that alone;
+            empty where no other gradient can flow there.
+        notes: fallbacks with reasons.
+        whole: (region, operator) of those that run whole because the check refused their shards.
+        code: the generated text.
+        plan: what :func:`sp_compiler.plan` reports, or ``None``.
+        stages: name to graph after each pass.
+        regions: region name to what its compilation produced (joint graph, what is kept).
+        seconds: time spent in each step of the compilation.
+    """
+
+    program: Program
+    codes: dict[str, RegionCode]
+    param_placements: dict[str, Placement]
+    world: int
+    differentiable: dict[str, tuple[bool, ...]] = field(default_factory=dict)
+    loss_backwards: dict[str, LossBackward] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    whole: tuple[tuple[str, str], ...] = ()
+    code: str = ""
+    plan: Any = None
+    stages: dict[str, Any] = field(default_factory=dict)
+    regions: dict[str, Any] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for region in self.program.regions:
+            if region.name not in self.codes:
+                raise ArgumentError(f"no code for region {region.name!r}; have {list(self.codes)}")
+            if region.name not in self.differentiable:
+                self.differentiable[region.name] = _differentiable_outputs(region)
+
+    def placement(self, ref: Ref) -> Placement:
+        """How the value behind ``ref`` is placed."""
+        if ref.kind == "call":
+            return self.program.calls[ref.index].region.output_placements[ref.output]
+        if ref.kind == "param":
+            return self.param_placements[self.param_name(ref.name)]
+        return I
+
+    def param_name(self, name: str) -> str:
+        """The name under which a (possibly tied) parameter is stored."""
+        return self.program.aliases.get(name, name)
+
+
+def _differentiable_outputs(region: Region) -> tuple[bool, ...]:
+    return tuple(bool(node.meta.get("requires_grad")) for node in region.outputs)

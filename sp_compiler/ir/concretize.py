@@ -1,0 +1,107 @@
+"""Copies of programs and graphs with the example's sizes in place of open ones.
+
+What is decided or accounted for by sizes (placements, splits, memory, checks) reads these.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_aggregate
+from torch.utils import _pytree as pytree
+
+from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.ir.forward_backward import Partitioned
+from sp_compiler.ir.program import Program, Region
+from sp_compiler.ir.symbolic import Sizes, hint
+
+
+def at_hints(compiled: CompiledProgram) -> CompiledProgram:
+    """``compiled`` with the example's sizes in place of open ones, to be accounted for."""
+    hints = AtHints(compiled.program.sizes)
+    regions = {
+        name: replace(
+            region,
+            region=hints.region(region.region),
+            partitioned=hints.partitioned(region.partitioned),
+        )
+        for name, region in compiled.regions.items()
+    }
+    return replace(compiled, program=hints.program(compiled.program), regions=regions)
+
+
+class AtHints:
+    """Copies of graphs with the example's sizes in place of symbols; nothing is recorded.
+
+    Without open ``sizes`` everything is its own copy.
+
+    Attributes:
+        twins: node of a copy to the node that it was copied from.
+    """
+
+    def __init__(self, sizes: Sizes | None) -> None:
+        self.twins: dict[Node, Node] = {}
+        self._open = sizes is not None
+        self._mode = FakeTensorMode()
+        self._graphs: dict[int, Graph] = {}
+        self._regions: dict[int, Region] = {}
+
+    def graph(self, graph: Graph) -> Graph:
+        """The copy of ``graph``, made once."""
+        if not self._open:
+            return graph
+        if id(graph) in self._graphs:
+            return self._graphs[id(graph)]
+        copy = Graph()
+        copies: dict[Node, Node] = {}
+        for node in graph.nodes:
+            new = copies[node] = copy.node_copy(node, copies.__getitem__)
+            new.args, new.kwargs = map_aggregate(new.args, hint), map_aggregate(new.kwargs, hint)
+            if "val" in node.meta:
+                new.meta = {**node.meta, "val": pytree.tree_map(self._value, node.meta["val"])}
+            self.twins[new] = node
+        self._graphs[id(graph)] = copy
+        return copy
+
+    def region(self, region: Region) -> Region:
+        """The same of a region."""
+        if not self._open:
+            return region
+        if id(region) not in self._regions:
+            graph = self.graph(region.module.graph)
+            module = GraphModule(region.module, graph, class_name=region.name)
+            self._regions[id(region)] = replace(region, module=module)
+        return self._regions[id(region)]
+
+    def program(self, program: Program) -> Program:
+        """The same of a program."""
+        calls = [replace(call, region=self.region(call.region)) for call in program.calls]
+        return replace(program, calls=calls, sizes=None)
+
+    def partitioned(self, parts: Partitioned) -> Partitioned:
+        """The same of a region's forward and backward."""
+        loss = parts.loss
+        return replace(
+            parts,
+            forward=self.graph(parts.forward),
+            backward=None if parts.backward is None else self.graph(parts.backward),
+            loss=None if loss is None else replace(loss, backward=self.graph(loss.backward)),
+        )
+
+    def twin(self, node: Node) -> Node:
+        """The node that ``node`` was copied from."""
+        return self.twins.get(node, node)
+
+    def _value(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return hint(value)
+        shape, strides = map(hint, value.shape), map(hint, value.stride())
+        with self._mode:
+            return torch.empty_strided(
+                tuple(shape), tuple(strides), dtype=value.dtype, device=value.device
+            )

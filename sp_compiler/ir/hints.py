@@ -1,0 +1,191 @@
+"""What a user asks of the placements of parameters: ``hints=`` of :func:`sp_compiler.compile`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+
+from sp_compiler.base.errors import ArgumentError
+from sp_compiler.base.placement import I, Placement, S
+
+_ALLOWED = (
+    "Shard(dim), Replicate() (of torch.distributed.tensor), or sp_compiler.forbid(...) of them"
+)
+
+
+@dataclass(frozen=True)
+class Forbid:
+    """Any placement but these; made by :func:`forbid`."""
+
+    placements: tuple[Shard | Replicate, ...]
+
+
+Hint = Shard | Replicate | Forbid
+Parameters = Mapping[str, tuple[str, tuple[int, ...]]]
+"""Every name of a parameter to the name that it is stored under, and its shape."""
+
+
+def forbid(*placements: Shard | Replicate) -> Forbid:
+    """A hint that rules placements out and leaves the choice among the others.
+
+    >>> sp_compiler.compile(model, tp=8, hints={"lm_head": sp_compiler.forbid(Shard(0))})
+
+    Args:
+        placements: at least one ``torch.distributed.tensor.Shard(dim)`` or ``Replicate()``.
+
+    Raises:
+        ArgumentError: none is given, or something else.
+    """
+    if not placements or any(type(item) not in (Shard, Replicate) for item in placements):
+        given = ", ".join(map(repr, placements))
+        raise ArgumentError(f"forbid({given}): expected one or more of Shard(dim), Replicate()")
+    return Forbid(placements)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What all hints together ask of one parameter; the hints do not contradict each other.
+
+    Attributes:
+        hints: the patterns that match the parameter, with their hints.
+        rank: number of the parameter's dims, for dims counted from the end.
+    """
+
+    hints: tuple[tuple[str, Hint], ...]
+    rank: int
+
+    def allows(self, placement: Placement) -> bool:
+        """Whether a parameter may be stored so; a dim cut in segments is sharded like any other."""
+        return all(self._allows(hint, placement) for _, hint in self.hints)
+
+    def _allows(self, hint: Hint, placement: Placement) -> bool:
+        if isinstance(hint, Forbid):
+            return not any(self._allows(item, placement) for item in hint.placements)
+        if isinstance(hint, Replicate):
+            return placement.is_replicated
+        return placement.kind == "S" and placement.dim == hint.dim % self.rank
+
+    @property
+    def allowed(self) -> tuple[bool, ...]:
+        """Whether it may be replicated, and sharded on each dim."""
+        ways = (I, *map(S, range(self.rank)))
+        return tuple(map(self.allows, ways))
+
+    def __str__(self) -> str:
+        return " and ".join(f"hints[{key!r}]={hint_text(hint)}" for key, hint in self.hints)
+
+
+def hint_text(hint: Hint) -> str:
+    """As a user writes it."""
+    if isinstance(hint, Forbid):
+        return f"forbid({', '.join(map(hint_text, hint.placements))})"
+    return f"Shard({hint.dim})" if isinstance(hint, Shard) else "Replicate()"
+
+
+def placement_text(placement: Placement) -> str:
+    """How a parameter is stored, as a user writes it in a hint."""
+    return f"Shard({placement.dim})" if placement.is_sharded else "Replicate()"
+
+
+def checked_hints(hints: Any) -> dict[str, Hint]:
+    """``hints`` if they are names with placements.
+
+    Raises:
+        ArgumentError: no mapping, a key that is no name, or a value that is no placement.
+    """
+    if not isinstance(hints, Mapping):
+        raise ArgumentError(
+            f'hints={hints!r}: expected a dict of names, such as {{"layers.*.mlp.up": Shard(0)}}'
+        )
+    for key, hint in hints.items():
+        if not isinstance(key, str) or not key:
+            raise ArgumentError(
+                f"hints[{key!r}]: expected the name of a module or of a parameter as key"
+            )
+        if type(hint) not in (Shard, Replicate, Forbid):
+            raise ArgumentError(f"hints[{key!r}]={hint!r}: expected {_ALLOWED}")
+    return dict(hints)
+
+
+def parameters_of(model: nn.Module) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Every name in ``model``; tied parameters are stored under their first name."""
+    first: dict[int, str] = {}
+    return {
+        name: (first.setdefault(id(parameter), name), tuple(parameter.shape))
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+
+
+def unmatched(hints: Mapping[str, Hint], parameters: Parameters) -> list[str]:
+    """The patterns that match no parameter."""
+    return [key for key in hints if not any(_matches(key, name) for name in parameters)]
+
+
+def wishes_of(hints: Mapping[str, Hint], parameters: Parameters) -> dict[str, Wish]:
+    """Stored name to what is asked of the parameter, where anything is.
+
+    Raises:
+        ArgumentError: a pattern matches nothing, a parameter has no such dim, or two hints (of one
+            parameter, perhaps under two names) contradict each other.
+    """
+    for key in unmatched(hints, parameters):
+        raise ArgumentError(
+            f"hints[{key!r}] matches nothing: expected the name of a parameter, or of a module "
+            "that has a weight, where * stands for anything between two dots; "
+            f"near it are {', '.join(near(key, parameters)) or 'no names'}"
+        )
+    found: dict[str, dict[str, Hint]] = {}
+    shapes = dict(parameters.values())
+    for name, (stored, _) in parameters.items():
+        mine = {key: hint for key, hint in hints.items() if _matches(key, name)}
+        if mine:
+            found.setdefault(stored, {}).update(mine)
+    return {name: _wish(name, shapes[name], mine) for name, mine in found.items()}
+
+
+def _wish(name: str, shape: tuple[int, ...], hints: Mapping[str, Hint]) -> Wish:
+    rank = len(shape)
+    for key, hint in hints.items():
+        for item in hint.placements if isinstance(hint, Forbid) else (hint,):
+            if isinstance(item, Shard) and not -rank <= item.dim < rank:
+                raise ArgumentError(
+                    f"hints[{key!r}]={hint_text(hint)}: parameter {name!r} has {rank} dims, "
+                    f"{shape}; expected a dim from {-rank} to {rank - 1}"
+                )
+    wish = Wish(tuple(hints.items()), rank)
+    if not any(wish.allowed):
+        raise ArgumentError(f"{wish} contradict each other for parameter {name!r} {shape}")
+    return wish
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return _glob(pattern, name) or _glob(pattern, _module_with_weight(name))
+
+
+def _glob(pattern: str, name: str) -> bool:
+    parts, names = pattern.split("."), name.split(".")
+    return len(parts) == len(names) and all(map(fnmatchcase, names, parts))
+
+
+def named_or_inside(pattern: str, names: Iterable[str]) -> list[str]:
+    """The names that a pattern matches, and those inside modules that it matches."""
+    count = len(pattern.split("."))
+    return [name for name in names if _glob(pattern, ".".join(name.split(".")[:count]))]
+
+
+def _module_with_weight(name: str) -> str:
+    return name.removesuffix(".weight")
+
+
+def near(name: str, parameters: Iterable[str], count: int = 3) -> list[str]:
+    """Names of parameters, and of modules with a weight, that a user may have meant."""
+    names = list(parameters)
+    below = [other for other in names if _matches(f"{name}.*", other)]
+    known = dict.fromkeys([*map(_module_with_weight, names), *names])
+    return below[:count] or difflib.get_close_matches(name, known, count, 0.4)

@@ -1,0 +1,181 @@
+"""Kinds of operators: the one table that passes ask instead of naming operators themselves."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch.fx import Node
+
+import sp_compiler.ops.operators  # noqa: F401 - registers torch.ops.sp_compiler
+from sp_compiler.base.placement import Placement
+from sp_compiler.ir.fx import arguments
+
+aten = torch.ops.aten
+_sp = torch.ops.sp_compiler
+
+MATMULS = {
+    # operator -> positions of the two factors
+    aten.mm.default: (0, 1),
+    aten.bmm.default: (0, 1),
+    aten.addmm.default: (1, 2),
+    aten.baddbmm.default: (1, 2),
+    aten.linear.default: (0, 1),
+    aten.convolution.default: (0, 1),
+}
+# Rows sorted by expert times a matrix an expert; by name, for the second is another package's.
+_GROUPED = frozenset({"aten::_grouped_mm", "transformers::grouped_mm_fallback"})
+FUSED_ATTENTION = frozenset(
+    {
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+        aten._scaled_dot_product_fused_attention_overrideable.default,
+    }
+)
+NARROWING_VIEWS = frozenset(
+    {
+        aten.slice.Tensor,
+        aten.select.int,
+        aten.split.Tensor,
+        aten.split_with_sizes.default,
+        aten.unbind.int,
+        aten.diagonal.default,
+        aten.as_strided.default,
+        _sp.cut_rows.default,
+    }
+)
+_OTHER_VIEWS = (aten._unsafe_view.default, _sp.cut_rows.default, _sp.wait.default)
+RESULT_NAMES = {
+    # operators with several results, as the generated code calls them
+    aten.native_layer_norm.default: ("norm", "mean", "rstd"),
+    aten.native_layer_norm_backward.default: ("grad_input", "grad_weight", "grad_bias"),
+    aten._scaled_dot_product_flash_attention_for_cpu.default: ("context", "logsumexp"),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (
+        "grad_query",
+        "grad_key",
+        "grad_value",
+    ),
+    _sp.vocab_nll.default: ("nll", "logsumexp"),
+}
+FILLED = {
+    # operator that makes a constant -> the value, or the name of the argument that holds it
+    aten.zeros.default: 0,
+    aten.zeros_like.default: 0,
+    aten.new_zeros.default: 0,
+    aten.ones.default: 1,
+    aten.ones_like.default: 1,
+    aten.new_ones.default: 1,
+    aten.full.default: "fill_value",
+    aten.full_like.default: "fill_value",
+    aten.new_full.default: "fill_value",
+    aten.scalar_tensor.default: "s",
+}
+COPIES = frozenset({aten.clone.default, aten._to_copy.default})
+CONVERSIONS = {
+    # (source kind, destination kind) -> Communicator method; "" is the same tensor on every rank
+    ("S", "R"): "all_gather",
+    ("S", "I"): "all_gather",
+    ("P", "S"): "reduce_scatter",
+    ("P", "I"): "all_reduce",
+    ("P", "R"): "all_reduce",
+    ("R", "S"): "shard",
+    ("I", "S"): "shard",
+    ("S", "P"): "embed",
+    ("I", "R"): "",
+    ("R", "I"): "",
+}
+
+
+def conversion(node: Node) -> str | None:
+    """Communicator method of a ``convert`` node ("" for an identity); None for other nodes.
+
+    Raises:
+        KeyError: a conversion between kinds that no operation implements.
+    """
+    if node.target is not _sp.convert.default:
+        return None
+    source, target = (Placement.parse(str(text)) for text in node.args[1:3])
+    return CONVERSIONS[source.kind, target.kind]
+
+
+def is_wait(node: Node) -> bool:
+    """Where a collective that was started before has arrived."""
+    return node.target is _sp.wait.default
+
+
+def is_started(node: Node) -> bool:
+    """A collective that goes on while what follows runs, until its ``wait``."""
+    return any(is_wait(user) for user in node.users)
+
+
+def is_view(node: Node) -> bool:
+    """True where the result shares the storage of its first argument (read from the schema)."""
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        return is_view(node.args[0])
+    if node.target in _OTHER_VIEWS or conversion(node) == "":
+        return True
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.arguments:
+        return False
+    alias = schema.arguments[0].alias_info
+    return alias is not None and not alias.is_write
+
+
+def is_part(node: Node) -> bool:
+    """One of an operator's several results, with a storage of its own."""
+    return node.target is operator.getitem and not is_view(node)
+
+
+def base(node: Node) -> Node:
+    """The node that owns the storage of ``node``."""
+    while is_view(node):
+        node = node.args[0]
+    return node
+
+
+def view_chain(node: Node) -> list[Node]:
+    """Views between ``node`` (excluded when it is no view) and its base, innermost last."""
+    chain = []
+    while is_view(node):
+        chain.append(node)
+        node = node.args[0]
+    return chain
+
+
+def is_copy(node: Node) -> bool:
+    return node.target in COPIES
+
+
+def is_cast(node: Node) -> bool:
+    """A copy that changes only the element type."""
+    return node.target is aten._to_copy.default
+
+
+def draws(node: Node) -> bool:
+    """Whether the operator draws random numbers; its own arguments may say that it does not."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    given = arguments(node)
+    is_off = any(given.get(name) == 0.0 for name in ("dropout_p", "dropout"))
+    return not is_off and not any(given.get(name) is False for name in ("train", "training"))
+
+
+def is_dropout_mask(node: Node) -> bool:
+    return node.target is _sp.dropout_mask.default
+
+
+def has_inner_communication(node: Node) -> bool:
+    """Operators that communicate inside; re-running one would repeat the collectives."""
+    return node.target is _sp.vocab_nll.default
+
+
+def matmul_factors(node: Node) -> tuple[Node, Node] | None:
+    """The two factors of a matrix product, None for other operators."""
+    positions = MATMULS.get(node.target)
+    if getattr(getattr(node.target, "_schema", None), "name", "") in _GROUPED:
+        positions = (0, 1)
+    return None if positions is None else (node.args[positions[0]], node.args[positions[1]])

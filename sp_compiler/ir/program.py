@@ -1,0 +1,153 @@
+"""The compiler's own representation of a model: distinct regions and the calls that use them.
+
+A region is a flat graph of ATen operators (composite ones such as ``linear`` stay whole) whose
+placeholders are its parameters, buffers and values; each distinct region is solved, checked,
+traced and emitted once and called once per layer that it stands for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch.fx import GraphModule
+from torch.utils._pytree import TreeSpec
+
+from sp_compiler.base.placement import Placement, R
+from sp_compiler.ir.hints import Parameters, Wish
+from sp_compiler.ir.symbolic import Sizes
+
+RefKind = Literal["param", "buffer", "constant", "input", "call", "seed", "size"]
+
+
+@dataclass(frozen=True)
+class Ref:
+    """Where a value comes from.
+
+    Attributes:
+        kind: ``"param"``, ``"buffer"``, ``"constant"`` (named by ``name``), ``"input"`` (leaf
+            ``index`` of the flattened user inputs), ``"call"`` (output ``output`` of call
+            ``index``), ``"seed"`` (the dropout seed of this forward, made distinct per call),
+            ``"size"`` (the size of dim ``output`` of leaf ``index`` of the user inputs, an int).
+    """
+
+    kind: RefKind
+    name: str = ""
+    index: int = 0
+    output: int = 0
+
+
+@dataclass
+class Region:
+    """One distinct piece of the model.
+
+    Attributes:
+        name: a class name for the generated code, such as ``"GPT2Block"``; unique in the program.
+        module: the graph. Every node has ``meta["val"]`` (a FakeTensor; its ``requires_grad`` is
+            not used), ``meta["requires_grad"]`` (whether a gradient flows to it in training) and
+            the user's ``nn_module_stack`` and ``stack_trace``. After sharding: shapes are those of
+            one rank and ``meta["placement"]`` is the node's :class:`Placement`.
+        input_kinds: :data:`RefKind` of each placeholder, in order.
+        input_names: for parameters and buffers the name in the block (``"attn.c_attn.weight"``),
+            for values a readable name, in order.
+        input_placements: set by sharding; local tensors have exactly these placements (never "T").
+        output_placements: set by sharding.
+    """
+
+    name: str
+    module: GraphModule
+    input_kinds: tuple[RefKind, ...]
+    input_names: tuple[str, ...]
+    input_placements: tuple[Placement, ...] = ()
+    output_placements: tuple[Placement, ...] = ()
+
+    @property
+    def placeholders(self) -> list[torch.fx.Node]:
+        return [node for node in self.module.graph.nodes if node.op == "placeholder"]
+
+    @property
+    def outputs(self) -> list[torch.fx.Node]:
+        (node,) = [node for node in self.module.graph.nodes if node.op == "output"]
+        return list(node.args[0])
+
+
+@dataclass(frozen=True)
+class Call:
+    """One use of a region: ``path`` is the layer in the model (``"transformer.h.3"``) or ""."""
+
+    region: Region
+    path: str
+    args: tuple[Ref, ...]
+
+
+@dataclass
+class Program:
+    """The whole model: calls in execution order.
+
+    Attributes:
+        calls: every value used by a call was produced by an earlier one.
+        outputs: the flattened outputs of the model; a leaf that is no tensor is the object itself.
+        out_spec: how to rebuild the model's own output type from the leaves.
+        mutated_buffers: buffer name to the new value that is written back after the forward.
+        aliases: parameter name to the name under which the same tensor is used (tied weights).
+        notes: what the user should know (fallbacks with reasons).
+        parameters: of the model, used or not.
+        wishes: what the user's hints ask of parameters.
+        sizes: the dims that are left open, ``None`` where all are those of the example.
+    """
+
+    calls: list[Call]
+    outputs: list[Any]
+    out_spec: TreeSpec
+    mutated_buffers: dict[str, Ref] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    parameters: Parameters = field(default_factory=dict)
+    wishes: dict[str, Wish] = field(default_factory=dict)
+    sizes: Sizes | None = None
+
+    @property
+    def regions(self) -> list[Region]:
+        """Distinct regions in order of first use."""
+        return list({id(call.region): call.region for call in self.calls}.values())
+
+    def paths(self, region: Region) -> list[str]:
+        """The layers that ``region`` stands for, one for each call; "" outside of layers."""
+        return [call.path for call in self.calls if call.region is region]
+
+    def own_parameters(self, world: int) -> list[frozenset[int]]:
+        """For each call the positions of parameters whose gradient it computes once and for all.
+
+        Other parameters' gradients are temporary: parts of those that several calls use, until they
+        are added up, and of replicated parameters on ``world`` ranks, until they are reduced.
+        """
+        uses = Counter(
+            ref.name for call in self.calls for ref in set(call.args) if ref.kind == "param"
+        )
+        return [
+            frozenset(
+                index
+                for index, ref in enumerate(call.args)
+                if ref.kind == "param"
+                and uses[ref.name] == 1
+                and (world == 1 or call.region.input_placements[index] != R)
+            )
+            for call in self.calls
+        ]
+
+    def last_uses(self) -> list[list[int]]:
+        """For each call: the calls whose outputs are used for the last time by it."""
+        kept = (*self.outputs, *self.mutated_buffers.values())
+        kept_calls = {ref.index for ref in kept if isinstance(ref, Ref) and ref.kind == "call"}
+        last: dict[int, int] = {}
+        for index, call in enumerate(self.calls):
+            last[index] = index
+            last.update((ref.index, index) for ref in call.args if ref.kind == "call")
+        dead: list[list[int]] = [[] for _ in self.calls]
+        for producer, user in last.items():
+            if producer not in kept_calls:
+                dead[user].append(producer)
+        return dead

@@ -1,0 +1,330 @@
+"""Sizes that a program leaves open: dims of the inputs as symbols, in graphs and in their text.
+
+The only file that touches PyTorch's symbolic shapes. A symbolic number occurs in a graph as an
+argument (``torch.SymInt``), never as a node, so that passes see operators on tensors alone. Where a
+pass compares such a number, the example's size answers, and the comparison is recorded in the
+``ShapeEnv``: the program holds for every call for which all comparisons come out the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch.fx import Graph, Interpreter, Node
+from torch.fx.experimental.symbolic_shapes import (
+    ShapeEnv,
+    statically_known_true,
+)
+from torch.fx.node import map_aggregate, map_arg
+from torch.utils import _pytree as pytree
+from torch.utils._sympy.printers import PythonPrinter
+
+from sp_compiler.base.errors import SPCompilerError
+
+Binding = Mapping[sympy.Symbol, int]
+"""A size for every symbol."""
+
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+@dataclass(frozen=True)
+class Size:
+    """One open dim: ``value`` stands for the size of dim ``dim`` of input leaf ``leaf``.
+
+    Dims that are known to be equal have one ``name``.
+    """
+
+    symbol: sympy.Symbol
+    value: torch.SymInt
+    leaf: int
+    dim: int
+    name: str
+
+
+@dataclass
+class Sizes:
+    """The open dims of one capture, and for which sizes what was made of it holds.
+
+    Attributes:
+        env: where comparisons are recorded.
+        open: every open dim; dims that have to be equal may share a symbol.
+        fixed: shapes of the tensor leaves of the example, ``None`` for an open dim.
+        ties: other dims that an open one stands for: (leaf, dim, position in ``open``).
+        proofs: what was found by computing at the example's sizes; computed again for others.
+    """
+
+    env: ShapeEnv
+    open: tuple[Size, ...]
+    fixed: tuple[tuple[int | None, ...] | None, ...]
+    ties: tuple[tuple[int, int, int], ...] = ()
+    proofs: list[Callable[[Binding], bool]] = field(default_factory=list)
+    _guards: tuple[int, Callable[..., bool]] | None = None
+    _proven: dict[tuple[int, ...], bool] = field(default_factory=dict)
+
+    @property
+    def distinct(self) -> list[Size]:
+        """One for each name."""
+        return list({size.name: size for size in reversed(self.open)}.values())[::-1]
+
+    @property
+    def example(self) -> Binding:
+        """The sizes of the example."""
+        return {size.symbol: hint(size.value) for size in self.open}
+
+    def require_known(self) -> None:
+        """Refuse comparisons that the sizes of a call do not answer.
+
+        Raises:
+            NotSymbolic: one of them is about something that is no dim of an input.
+        """
+        if self.env.deferred_runtime_asserts:
+            raise NotSymbolic("a size depends on the numbers in a tensor")
+        for guard in self.env.guards:
+            if not guard.expr.free_symbols <= {size.symbol for size in self.open}:
+                raise NotSymbolic(f"{guard.expr} is about no dim of an input")
+
+    def rejection(self, leaves: Sequence[Any]) -> str | None:
+        """Why the program does not hold for these flattened inputs; ``None`` where it does."""
+        for leaf, shape in zip(leaves, self.fixed, strict=True):
+            if shape is None:
+                continue
+            for dim, size in enumerate(shape):
+                if size is not None and leaf.shape[dim] != size:
+                    return f"dim {dim} of an input is {leaf.shape[dim]}, not {size}"
+        found = tuple(int(leaves[size.leaf].shape[size.dim]) for size in self.open)
+        for leaf, dim, position in self.ties:
+            if leaves[leaf].shape[dim] != found[position]:
+                return f"dim {dim} of an input is not {self.open[position].name}"
+        binding = {size.symbol: value for size, value in zip(self.open, found, strict=True)}
+        if not self._holds(found):
+            return self._failed(binding)
+        for opened, value in zip(self.open, found, strict=True):
+            limits = self.env.var_to_range.get(opened.symbol)
+            if limits is not None and not limits.lower <= value <= limits.upper:
+                return f"{opened.name} is {value}, not in {limits.lower}..{limits.upper}"
+        if found not in self._proven:
+            self._proven[found] = all(proof(binding) for proof in self.proofs)
+        return None if self._proven[found] else "an attention mask is another one at these sizes"
+
+    def _holds(self, found: Sequence[int]) -> bool:
+        guards = self.env.guards
+        if self._guards is None or self._guards[0] != len(guards):
+            text = " and ".join(f"({_TEXT.doprint(guard.expr)})" for guard in guards) or "True"
+            names = ", ".join(str(size.symbol) for size in self.open)
+            self._guards = len(guards), eval(f"lambda {names}: {text}", {"math": math})
+        return bool(self._guards[1](*found))
+
+    def _failed(self, binding: Mapping[sympy.Symbol, int]) -> str:
+        for guard in self.env.guards:
+            if not guard.expr.xreplace(binding):
+                where = _user_line(guard)
+                named = guard.expr.xreplace({s.symbol: sympy.Symbol(s.name) for s in self.open})
+                what = "dims that were equal to stay so" if named is sympy.true else named
+                return f"the model or its compilation requires {what}" + where
+        raise AssertionError("all guards hold")  # where this is asked, one does not
+
+
+_TEXT = PythonPrinter()
+
+
+def _user_line(guard: Any) -> str:
+    """Where a comparison was made, as " (file.py:12)"; "" where unknown."""
+    frame = guard.sloc.framework_loc
+    return f" ({frame.filename}:{frame.lineno})" if hasattr(frame, "lineno") else ""
+
+
+class NotSymbolic(SPCompilerError):
+    """These sizes cannot stay open; the reason."""
+
+
+def open_sizes(placeholders: Mapping[int, Node], leaves: Sequence[Any], env: ShapeEnv) -> Sizes:
+    """The open dims of an exported graph whose input placeholders are given by leaf.
+
+    Dims in the same position with the same size in the example are taken to be equal.
+    """
+    env.frozen = False
+    first: dict[tuple[int, int], torch.SymInt] = {}
+    found: list[tuple[sympy.Symbol, torch.SymInt, int, int]] = []
+    fixed: list[tuple[int | None, ...] | None] = []
+    ties: list[tuple[int, int, int]] = []
+    for leaf, example in enumerate(leaves):
+        if not isinstance(example, Tensor):
+            fixed.append(None)
+            continue
+        shape: list[int | None] = list(example.shape)
+        node = placeholders.get(leaf)
+        for dim, size in enumerate(node.meta["val"].shape if node is not None else ()):
+            symbol = size.node._expr if isinstance(size, torch.SymInt) else None
+            if not isinstance(symbol, sympy.Symbol):
+                continue
+            shape[dim] = None
+            known = [other[0] for other in found]
+            if symbol in known:
+                ties.append((leaf, dim, known.index(symbol)))
+                continue
+            other = first.setdefault((dim, int(example.shape[dim])), size)
+            if other is not size:
+                bool(size == other)
+            found.append((symbol, size, leaf, dim))
+        fixed.append(tuple(shape))
+    names: dict[sympy.Expr, str] = {}
+    for _, value, leaf, dim in found:
+        names.setdefault(value.node.expr, _name(leaves[leaf], dim, names))
+    opened = tuple(Size(*one, names[one[1].node.expr]) for one in found)
+    return Sizes(env, opened, tuple(fixed), tuple(ties))
+
+
+def _name(example: Tensor, dim: int, taken: Mapping[Any, str]) -> str:
+    """``b`` and ``s`` for the sizes of token ids, ``size0``, ``size1`` for others."""
+    is_ids = example.dim() == 2 and not example.is_floating_point()
+    name = "bs"[dim] if is_ids else ""
+    return name if name and name not in taken.values() else f"size{len(taken)}"
+
+
+def inline_sizes(graph: Graph) -> None:
+    """Write symbolic numbers into their users in place of the nodes that compute them.
+
+    Not those that depend on the numbers in a tensor: they have no value in the example.
+    """
+    for node in list(graph.nodes):
+        value = node.meta.get("val")
+        if isinstance(value, SYMBOLIC) and not value.node.has_hint():
+            continue
+        if isinstance(value, (*SYMBOLIC, int, float)) and node.op == "call_function":
+            for user in list(node.users):
+                swap = lambda arg: value if arg is node else arg  # noqa: B023, E731
+                user.args = map_arg(user.args, swap)
+                user.kwargs = map_arg(user.kwargs, swap)
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users:
+            value = node.meta.get("val")
+            # What returns nothing and takes numbers asserts what is recorded anyway.
+            numbers = pytree.tree_leaves(node.args) if value is None else [value]
+            if any(isinstance(number, (*SYMBOLIC, bool, int, float)) for number in numbers):
+                graph.erase_node(node)
+
+
+def plain(value: Any) -> Any:
+    """A symbolic number whose symbols turned out to be fixed as a number; others as they are."""
+    if isinstance(value, SYMBOLIC):
+        expr = value.node.expr
+        if expr.is_number:
+            return int(expr) if isinstance(value, torch.SymInt) else float(expr)
+    return value
+
+
+def hint(value: Any) -> Any:
+    """The example's number behind a symbolic one, with nothing recorded; others as they are."""
+    if isinstance(value, SYMBOLIC):
+        found = value.node.hint
+        if found is None:
+            raise NotSymbolic(f"{value} has no size in the example")
+        return found
+    return value
+
+
+def is_open(value: Any) -> bool:
+    """Whether ``value`` is a number that depends on the sizes of a call."""
+    return isinstance(plain(value), SYMBOLIC)
+
+
+def pin(value: Any) -> None:
+    """Record that every size that ``value`` depends on is that of the example."""
+    if is_open(value):
+        env = value.node.shape_env
+        for symbol in sorted(value.node.expr.free_symbols, key=str):
+            env.evaluate_expr(symbol, hint=env.backed_var_to_val[symbol])
+
+
+def same_shape(first: Sequence[Any], second: Sequence[Any]) -> bool:
+    """Whether two shapes are equal whatever the open sizes are; nothing is recorded."""
+    return len(first) == len(second) and all(map(_same, first, second))
+
+
+def _same(first: Any, second: Any) -> bool:
+    first, second = plain(first), plain(second)
+    if not isinstance(first, SYMBOLIC) or not isinstance(second, SYMBOLIC):
+        return (
+            not isinstance(first, SYMBOLIC)
+            and not isinstance(second, SYMBOLIC)
+            and bool(first == second)
+        )
+    return first.node.expr == second.node.expr or statically_known_true(first == second)
+
+
+def numbers_in(node: Node) -> Iterator[Any]:
+    """Symbolic numbers among the arguments of ``node`` and in the shapes of its results."""
+    for leaf in pytree.tree_leaves((node.args, node.kwargs, node.meta.get("val"))):
+        if isinstance(leaf, Tensor):
+            yield from (size for size in leaf.shape if isinstance(size, SYMBOLIC))
+        elif isinstance(leaf, SYMBOLIC):
+            yield leaf
+
+
+def symbols_in(nodes: Iterable[Node]) -> set[sympy.Symbol]:
+    """Symbols of all :func:`numbers_in`."""
+    return {
+        symbol for node in nodes for number in numbers_in(node)
+        for symbol in number.node.expr.free_symbols
+    }  # fmt: skip
+
+
+def symbol_of(node: Node) -> sympy.Symbol | None:
+    """The symbol that a placeholder of a size stands for now; ``None`` for other nodes."""
+    value = node.meta.get("val")
+    if node.op != "placeholder" or not isinstance(value, SYMBOLIC):
+        return None
+    expr = value.node.expr
+    return expr if isinstance(expr, sympy.Symbol) else None
+
+
+def text(value: Any, names: Mapping[sympy.Symbol, str]) -> str:
+    """A symbolic number as a Python expression of ``names``.
+
+    Raises:
+        NotSymbolic: it depends on a symbol without a name.
+    """
+    expr = value.node.expr
+    if missing := expr.free_symbols - set(names):
+        raise NotSymbolic(f"{expr} depends on {missing}, which is no input")
+    expr = expr.xreplace(
+        {symbol: sympy.Symbol(name, integer=True, positive=True) for symbol, name in names.items()}
+    )
+    return _TEXT.doprint(expr)
+
+
+def evaluate(value: Any, binding: Mapping[sympy.Symbol, int]) -> Any:
+    """Arguments with every symbolic number as the number that it is for these sizes."""
+
+    def number(leaf: Any) -> Any:
+        if not isinstance(leaf, SYMBOLIC):
+            return leaf
+        found = leaf.node.expr.xreplace(binding)
+        return float(found) if isinstance(leaf, torch.SymFloat) else int(found)
+
+    return map_aggregate(value, number)
+
+
+class SizedInterpreter(Interpreter):
+    """Runs a graph for the sizes that its placeholders of sizes are given."""
+
+    def run(self, *args: Any, **options: Any) -> Any:
+        nodes = self.module.graph.find_nodes(op="placeholder")
+        self._binding = {
+            symbol: value
+            for node, value in zip(nodes, args, strict=True)
+            if (symbol := symbol_of(node)) is not None
+        }
+        return super().run(*args, **options)
+
+    def fetch_args_kwargs_from_env(self, n: Node) -> Any:
+        args, kwargs = super().fetch_args_kwargs_from_env(n)
+        if self._binding:
+            args, kwargs = evaluate(args, self._binding), evaluate(kwargs, self._binding)
+        return args, kwargs

@@ -1,0 +1,256 @@
+"""The module tree that the user sees: the model's own names, holding the distributed parameters."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from types import MethodType
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from sp_compiler.base.errors import UnsupportedError
+from sp_compiler.base.placement import I, Placement
+from sp_compiler.module.parameters import distributed_parameter, from_loaded, to_true_chunk
+from sp_compiler.runtime.group import TensorParallelGroup
+from sp_compiler.runtime.program_cache import Constant
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Invocation:
+    """The compiled code of one call of a block, passed to the block's own ``forward``."""
+
+    def __init__(self, run: Callable[..., tuple[Any, ...]]) -> None:
+        self.run = run
+
+
+class Layout:
+    """How the parameters of one compiled module are stored; shared by all modules of its tree.
+
+    Attributes:
+        group: the ranks they are stored over.
+        placements: name of every placed parameter to its placement.
+        blocks: paths of the modules that are called as blocks; ``None`` before compilation.
+        attributes: (path, name) to value of what was set on the model's modules since.
+    """
+
+    def __init__(self, group: TensorParallelGroup) -> None:
+        self.group = group
+        self.placements: dict[str, Placement] = {}
+        self.blocks: frozenset[str] | None = None
+        self.attributes: dict[tuple[str, str], Constant] = {}
+
+    def placement(self, path: str, name: str) -> Placement:
+        """Of the parameter ``name`` of the module at ``path``; ``I`` until it is placed."""
+        return self.placements.get(f"{path}.{name}" if path else name, I)
+
+
+class MirrorModule(nn.Module):
+    """Stands for one module of the model: same name, same children, same parameter names.
+
+    Attributes of the model's own module (``config``, ``num_heads``) are read through, and set there
+    too; its methods run on this module, which has the parameters. ``forward`` runs compiled code
+    where this is a block; anything else cannot be run alone.
+    """
+
+    def __init__(self, original: nn.Module, path: str, layout: Layout) -> None:
+        super().__init__()
+        self.__dict__["_sp_original"] = original
+        self.__dict__["_sp_path"] = path
+        self.__dict__["_sp_layout"] = layout
+        self.training = original.training
+
+    def forward(self, *values: Any) -> Any:
+        """Run as a block: ``forward(invocation, *values)``."""
+        if not values or not isinstance(values[0], Invocation):
+            raise UnsupportedError(
+                f"module {self._sp_path!r} is part of a compiled model and cannot be called alone; "
+                "call the compiled model, or compile the part that you need"
+            )
+        outputs = values[0].run(*values[1:])
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            original = self.__dict__.get("_sp_original")
+            if original is None or name.startswith("_sp_"):
+                raise
+            # Properties and methods read parameters (``device``, ``num_parameters()``).
+            member = inspect.getattr_static(type(original), name, None)
+            if isinstance(member, property) and member.fget is not None:
+                return member.fget(self)
+            if inspect.isfunction(member) and name not in vars(original):
+                return MethodType(member, self)
+            return getattr(original, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        original = self.__dict__.get("_sp_original")
+        own = name in self.__dict__ or name in self._buffers or hasattr(nn.Module, name)
+        if original is None or own or name.startswith("_sp_"):
+            return super().__setattr__(name, value)
+        if isinstance(value, nn.Module):
+            raise UnsupportedError(
+                f"cannot set {name!r} to a module: the modules of a compiled model are fixed; "
+                "change the model before sp_compiler.compile"
+            )
+        if isinstance(value, nn.Parameter) or name in self._parameters:
+            self._check_parameter(name, value)
+            return super().__setattr__(name, value)
+        self._sp_layout.attributes[self._sp_path, name] = Constant(value)
+        return setattr(original, name, value)
+
+    def _check_parameter(self, name: str, value: Any) -> None:
+        """Raise unless ``value`` can stand where the present parameter is."""
+        present = self._parameters.get(name)
+        if (
+            isinstance(present, Tensor)
+            and isinstance(value, Tensor)
+            and value.shape == present.shape
+            and _same_layout(present, value)
+        ):
+            return
+        raise UnsupportedError(
+            f"cannot set parameter {name!r} of module {self._sp_path or '(model)'!r}: a compiled "
+            "model's parameters keep their shapes and placements; copy_() into the present one, "
+            "or change the model before sp_compiler.compile"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        result = type(self).__new__(type(self))
+        memo[id(self)] = result
+        for name, value in self.__dict__.items():
+            result.__dict__[name] = copy.deepcopy(value, memo)
+        return result
+
+    def _get_name(self) -> str:
+        return type(self._sp_original).__name__
+
+    def extra_repr(self) -> str:
+        return self._sp_original.extra_repr()
+
+    # Hooks run on the whole model and on blocks; anywhere else they would be silently dead.
+
+    def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        self._require_runnable("forward hook")
+        return super().register_forward_hook(*args, **kwargs)
+
+    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+        self._require_runnable("forward pre-hook")
+        return super().register_forward_pre_hook(*args, **kwargs)
+
+    def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        self._require_runnable("backward hook")
+        return super().register_full_backward_hook(*args, **kwargs)
+
+    def register_full_backward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+        self._require_runnable("backward pre-hook")
+        return super().register_full_backward_pre_hook(*args, **kwargs)
+
+    def require_runnable_hooks(self) -> None:
+        """Raise where this module holds a hook that would never run."""
+        if any(getattr(self, kind) for kind in _HOOKS):
+            self._require_runnable("hook")
+
+    def _require_runnable(self, what: str) -> None:
+        blocks = self._sp_layout.blocks
+        if blocks is None or not self._sp_path or self._sp_path in blocks:
+            return
+        raise UnsupportedError(
+            f"a {what} on module {self._sp_path!r} cannot run: it is inside compiled code. Hooks "
+            f"run on the whole model and on its blocks: {', '.join(sorted(blocks)[:4]) or 'none'}"
+        )
+
+    # Checkpoints show true shapes in true order.
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, parameter in self._parameters.items():
+            if not isinstance(parameter, DTensor):
+                continue
+            placement = self._sp_layout.placement(self._sp_path, name)
+            if len(placement.segments) > 1:
+                destination[prefix + name] = to_true_chunk(
+                    parameter, placement, self._sp_layout.group
+                )
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        for name, parameter in self._parameters.items():
+            value = state_dict.get(prefix + name)
+            if isinstance(parameter, DTensor) and isinstance(value, Tensor):
+                state_dict[prefix + name] = from_loaded(
+                    value,
+                    parameter,
+                    self._sp_layout.placement(self._sp_path, name),
+                    self._sp_layout.group,
+                )
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UnsupportedError(
+            "a compiled module cannot be pickled: it holds a process group and generated code; "
+            "save module.state_dict() and compile the model again after loading"
+        )
+
+
+class MirrorList(MirrorModule, nn.ModuleList):
+    """Stands for a ``ModuleList``."""
+
+
+class MirrorSequential(MirrorModule, nn.Sequential):
+    """Stands for a ``Sequential``."""
+
+
+class MirrorDict(MirrorModule, nn.ModuleDict):
+    """Stands for a ``ModuleDict``."""
+
+
+def fill_mirror(root: MirrorModule, original: nn.Module, layout: Layout) -> None:
+    """Give ``root`` mirrored children, distributed parameters and buffers of ``original``.
+
+    A module or a parameter that appears twice appears twice in the mirror.
+    """
+    mirrors: dict[int, MirrorModule] = {id(original): root}
+    parameters: dict[int, nn.Parameter] = {}
+    for path, module in original.named_modules():
+        mirror = mirrors.setdefault(id(module), root)
+        for name, child in module._modules.items():
+            if child is not None and id(child) not in mirrors:
+                child_path = f"{path}.{name}" if path else name
+                mirrors[id(child)] = _mirror_class(child)(child, child_path, layout)
+            mirror._modules[name] = None if child is None else mirrors[id(child)]
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in parameters:
+                parameters[id(parameter)] = distributed_parameter(parameter, layout.group)
+            mirror._parameters[name] = None if parameter is None else parameters[id(parameter)]
+        mirror._buffers.update(module._buffers)
+        mirror._non_persistent_buffers_set |= module._non_persistent_buffers_set
+
+
+def _same_layout(present: Tensor, value: Tensor) -> bool:
+    """False for a whole tensor, or other placements on the same mesh, in the stead of a DTensor."""
+    if not isinstance(present, DTensor):
+        return True
+    if not isinstance(value, DTensor):
+        return False
+    return value.device_mesh != present.device_mesh or value.placements == present.placements
+
+
+def _mirror_class(module: nn.Module) -> type[MirrorModule]:
+    kinds: Mapping[type[nn.Module], type[MirrorModule]] = {
+        nn.ModuleList: MirrorList,
+        nn.Sequential: MirrorSequential,
+        nn.ModuleDict: MirrorDict,
+    }
+    for kind, mirror in kinds.items():
+        if isinstance(module, kind):
+            return mirror
+    return MirrorModule

@@ -1,0 +1,98 @@
+"""Optimizers' state in checkpoints: laid out like the parameters of the module's ``state_dict()``.
+
+The state of a parameter whose dim has segments has their rows in rank order, which no checkpoint
+can describe. ``Optimizer.state_dict()`` shows it as true chunks, and ``load_state_dict`` takes it,
+or whole tensors, back to where the parameter is. PyTorch lets nobody hook into optimizers that are
+yet to be made, so these two methods are wrapped.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from sp_compiler.base.placement import Placement
+from sp_compiler.module.parameters import from_loaded, to_true_chunk
+from sp_compiler.runtime.group import TensorParallelGroup
+
+_Stored = tuple[DTensor, Placement, TensorParallelGroup]
+_MODULES: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def show_true_state(module: nn.Module) -> None:
+    """Do so for every optimizer of ``module``, a compiled one over several ranks."""
+    if not _MODULES:
+        _wrap()
+    _MODULES.add(module)
+
+
+@functools.cache
+def _wrap() -> None:
+    saved, load = Optimizer.state_dict, Optimizer.load_state_dict
+
+    @functools.wraps(saved)
+    def state_dict(self: Optimizer) -> dict[str, Any]:
+        return _converted(self, saved(self), _true_chunk)
+
+    @functools.wraps(load)
+    def load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
+        load(self, _converted(self, state_dict, _as_stored))
+
+    Optimizer.state_dict = state_dict  # type: ignore[method-assign]
+    Optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign]
+
+
+def _true_chunk(value: Tensor, parameter: DTensor, where: Placement, group: Any) -> Tensor:
+    if len(where.segments) > 1 and isinstance(value, DTensor):
+        return to_true_chunk(value, where, group)
+    return value
+
+
+def _as_stored(value: Tensor, parameter: DTensor, where: Placement, group: Any) -> Tensor:
+    return from_loaded(value, parameter, where, group)
+
+
+def _converted(
+    optimizer: Optimizer, state_dict: dict[str, Any], convert: Callable[..., Tensor]
+) -> dict[str, Any]:
+    """A copy in which what is as large as its parameter went through ``convert``."""
+    stored = _stored()
+    if not any(id(p) in stored for group in optimizer.param_groups for p in group["params"]):
+        return state_dict  # not ours, whatever its hooks made of it
+    found: dict[Any, _Stored] = {}
+    for mine, theirs in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
+        for parameter, key in zip(mine["params"], theirs["params"], strict=False):
+            if id(parameter) in stored:
+                found[key] = stored[id(parameter)]
+    state = {
+        key: _converted_entry(entry, found[key], convert) if key in found else entry
+        for key, entry in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}
+
+
+def _converted_entry(
+    entry: Mapping[str, Any], stored: _Stored, convert: Callable[..., Tensor]
+) -> dict[str, Any]:
+    parameter = stored[0]
+    return {
+        key: convert(value, *stored)
+        if isinstance(value, Tensor) and value.shape == parameter.shape and key != "step"
+        else value
+        for key, value in entry.items()
+    }
+
+
+def _stored() -> dict[int, _Stored]:
+    """The parameters of all compiled modules, and how they are stored, by ``id``."""
+    return {
+        id(parameter): (parameter, placement, group)
+        for module in _MODULES
+        for parameter, placement, group in module._sp_stored()  # type: ignore[operator]
+    }

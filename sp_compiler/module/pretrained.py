@@ -1,0 +1,239 @@
+"""Checkpoints in safetensors files, of which every rank reads its own part."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from sp_compiler.base.errors import ArgumentError
+from sp_compiler.base.placement import I, Placement
+from sp_compiler.module.module_tree import MirrorModule
+from sp_compiler.runtime.group import device_type_of
+from sp_compiler.runtime.padding import make_room
+from sp_compiler.runtime.region_call import local_tensor
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+
+
+class Checkpoint:
+    """The tensors of one or several safetensors files, read slice by slice.
+
+    Args:
+        path: a safetensors file, an index as HuggingFace writes it (``weight_map``: tensor name to
+            file), or a folder with one of them.
+
+    Raises:
+        ArgumentError: there is no such file.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._files = _tensor_files(Path(path))
+        self._open: dict[Path, Any] = {}
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open.clear()
+        self._stack.close()
+
+    def names(self) -> list[str]:
+        """Of all tensors."""
+        return list(self._files)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def part(self, name: str, placement: Placement, rank: int, world: int) -> Tensor:
+        """A copy of what ``rank`` holds of the tensor; nothing else is read from the file."""
+        source = self._slice(name)
+        shape = tuple(source.get_shape())
+        if not placement.is_sharded:
+            whole: Tensor = self._file(name).get_tensor(name)
+            return whole
+        before = (slice(None),) * placement.dim
+        pieces = [
+            source[(*before, slice(start, stop))]
+            for start, stop in _own_ranges(shape[placement.dim], placement, rank, world)
+        ]
+        # A slice may share the memory of the whole tensor as it is mapped from the file.
+        return torch.cat(pieces, placement.dim)
+
+    def _slice(self, name: str) -> Any:
+        return self._file(name).get_slice(name)
+
+    def _file(self, name: str) -> Any:
+        path = self._files[name]
+        if path not in self._open:
+            self._open[path] = self._stack.enter_context(safe_open(path, framework="pt"))
+        return self._open[path]
+
+
+def _own_ranges(
+    size: int, placement: Placement, rank: int, world: int
+) -> Iterator[tuple[int, int]]:
+    """Start and end of what ``rank`` holds of each segment of a dim of ``size``."""
+    start = 0
+    for segment in placement.segments or (size,):
+        length = -(-segment // world)
+        first, last = rank * length, (rank + 1) * length
+        yield start + min(first, segment), start + min(last, segment)
+        start += segment
+
+
+def _tensor_files(path: Path) -> dict[str, Path]:
+    """Tensor name to the file that holds it."""
+    if path.is_dir():
+        candidates = [path / name for name in (_INDEX, _SINGLE) if (path / name).is_file()]
+        path = candidates[0] if candidates else path
+    if not path.is_file():
+        raise ArgumentError(
+            f"{path}: expected a safetensors file, or a folder with {_SINGLE} or {_INDEX} "
+            "(a local one: download it first)"
+        )
+    if path.suffix == ".json":
+        weight_map: dict[str, str] = json.loads(path.read_text())["weight_map"]
+        return {name: path.parent / file for name, file in weight_map.items()}
+    with safe_open(path, framework="pt") as file:
+        return dict.fromkeys(file.keys(), path)
+
+
+def find_name(names: Sequence[str], available: Sequence[str], prefix: str) -> str | None:
+    """Which of the ``available`` tensors is the one that the model knows under ``names``.
+
+    Checkpoints of a model without its head lack the ``prefix`` of the inner model, or have one
+    more than the model.
+    """
+    candidates = list(names)
+    if prefix:
+        candidates += [name.removeprefix(f"{prefix}.") for name in names]
+        candidates += [f"{prefix}.{name}" for name in names]
+    known = set(available)
+    return next((name for name in candidates if name in known), None)
+
+
+def load_pretrained(module: MirrorModule, path: str | Path) -> list[str]:
+    """Fill the parameters and buffers of a compiled module; see its ``load_pretrained``."""
+    layout = module._sp_layout
+    prefix = str(getattr(module, "base_model_prefix", "") or "")
+    device = device_type_of(module)
+    with Checkpoint(path) as checkpoint:
+        found = _match(module, checkpoint, prefix, path)
+        for stored, entry in found:
+            placement = layout.placements.get(entry.names[0], I)
+            part = checkpoint.part(stored, placement, layout.group.rank, layout.group.world)
+            _fill(entry.tensor, part, device)
+            if isinstance(entry.tensor, DTensor):
+                make_room(entry.tensor, placement, layout.group.world)
+        used = {stored for stored, _ in found}
+        unused = [name for name in checkpoint.names() if name not in used]
+    _make_buffers(module, device)
+    return unused
+
+
+@dataclass
+class _Entry:
+    """A parameter or a persistent buffer with all its names."""
+
+    tensor: Tensor
+    names: list[str]
+    is_buffer: bool
+
+
+def _entries(module: nn.Module) -> list[_Entry]:
+    found: dict[int, _Entry] = {}
+    for path, owner in module.named_modules(remove_duplicate=False):
+        skipped = owner._non_persistent_buffers_set
+        tensors = [*owner._parameters.items(), *owner._buffers.items()]
+        for name, tensor in tensors:
+            if tensor is None or name in skipped:
+                continue
+            entry = found.setdefault(id(tensor), _Entry(tensor, [], name in owner._buffers))
+            entry.names.append(f"{path}.{name}" if path else name)
+    return list(found.values())
+
+
+def _match(
+    module: nn.Module, checkpoint: Checkpoint, prefix: str, path: str | Path
+) -> list[tuple[str, _Entry]]:
+    """Name in the checkpoint and tensor to fill, all of the same shape.
+
+    Raises:
+        ArgumentError: a parameter is missing, or has another shape.
+    """
+    available = checkpoint.names()
+    found, missing = [], []
+    for entry in _entries(module):
+        stored = find_name(entry.names, available, prefix)
+        if stored is not None:
+            found.append((stored, entry))
+        elif not entry.is_buffer or entry.tensor.is_meta:
+            missing.append(entry.names[0])
+    if missing:
+        raise ArgumentError(
+            f"{path} has no tensor for {len(missing)} parameters or buffers "
+            f"({', '.join(missing[:3])}...); it has {', '.join(available[:3])}...; rename them, or "
+            "load a state dict with module.load_state_dict(...)"
+        )
+    for stored, entry in found:
+        if checkpoint.shape(stored) != tuple(entry.tensor.shape):
+            raise ArgumentError(
+                f"{path}: {stored!r} has shape {checkpoint.shape(stored)}, the model's "
+                f"{entry.names[0]!r} has {tuple(entry.tensor.shape)}"
+            )
+    return found
+
+
+@torch.no_grad()
+def _fill(tensor: Tensor, part: Tensor, device: str) -> None:
+    """Put ``part`` into ``tensor``, which stays the same object (optimizers and ties hold it)."""
+    if not tensor.is_meta:
+        local_tensor(tensor).copy_(part)
+        torch.autograd.graph.increment_version(tensor)
+        return
+    value = part.to(device=device, dtype=tensor.dtype)
+    if isinstance(tensor, DTensor):
+        value = DTensor(value, tensor._spec, requires_grad=False)
+    if isinstance(tensor, nn.Parameter):
+        value = nn.Parameter(value, requires_grad=tensor.requires_grad)
+    vars(value).update(vars(tensor))
+    torch.utils.swap_tensors(tensor, value)
+
+
+@torch.no_grad()
+def _make_buffers(module: MirrorModule, device: str) -> None:
+    """Compute what no checkpoint holds, by the model's own ``_init_weights`` where it has one.
+
+    Only modules without parameters are initialised (tables of rotary embeddings).
+    """
+    initialise = getattr(module._sp_original, "_init_weights", None)
+    if initialise is None:
+        return
+    for mirror in module.modules():
+        missing = {
+            name: value
+            for name, value in mirror._buffers.items()
+            if value is not None and _is_meta(value)
+        }
+        if not missing or mirror._parameters or not isinstance(mirror, MirrorModule):
+            continue
+        original = mirror._sp_original
+        for name, value in missing.items():
+            original._buffers[name] = torch.empty_like(value, device=device)
+        initialise(original)
+        mirror._buffers.update(original._buffers)
+
+
+def _is_meta(value: Tensor | None) -> bool:
+    return value is not None and value.is_meta

@@ -1,0 +1,188 @@
+"""The user's model after compilation: its storages are given away, it is woken to be captured."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from types import MethodType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from sp_compiler.base.errors import ArgumentError, UnsupportedError
+from sp_compiler.module.parameters import optimizers_of
+from sp_compiler.trace.environment import check_capturable
+
+_TAKEN = "_sp_compiler_taken"
+
+
+def check_not_taken(model: nn.Module) -> None:
+    """Refuse a model that cannot be compiled (again).
+
+    Raises:
+        ArgumentError: no module; compiled before, or a part of it; an optimizer holds its
+            parameters.
+        UnsupportedError: a hook on a module inside the model.
+    """
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    if hasattr(model, "_sp_layout"):
+        raise ArgumentError("the model is a compiled module already; compile the original model")
+    if _TAKEN in vars(model):
+        raise ArgumentError(
+            "this model was compiled before and its parameters now belong to that compiled module; "
+            "build the model anew, or use the compiled module"
+        )
+    _check_parts_not_taken(model)
+    check_capturable(model)
+    holders = optimizers_of(model.parameters())
+    if holders:
+        raise ArgumentError(
+            f"an optimizer ({type(holders[0][0]).__name__}) holds the parameters of the model, "
+            "which are replaced; create it after sp_compiler.compile, from the compiled module's "
+            "parameters()"
+        )
+
+
+def _check_parts_not_taken(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if hasattr(module, "_sp_layout"):
+            raise ArgumentError(
+                f"module {name!r} of the model is a compiled module; compile the whole model from "
+                "its original parts instead"
+            )
+    for name, parameter in model.named_parameters():
+        if getattr(parameter, _TAKEN, False):
+            raise ArgumentError(
+                f"parameter {name!r} belongs to another model that was compiled before; two "
+                "compiled modules cannot share one: compile one module that holds both models, or "
+                "give this one a copy (copy.deepcopy before compiling)"
+            )
+
+
+class Original:
+    """A model whose parameters are on ``meta`` and whose forward raises.
+
+    Args:
+        model: taken over; its parameters are replaced.
+        mirror: the tree with the same names that holds the parameters now.
+    """
+
+    def __init__(self, model: nn.Module, mirror: nn.Module) -> None:
+        self.model = model
+        self._own_forward = vars(model).get("forward")
+        vars(model)[_TAKEN] = True
+        for parameter in model.parameters():
+            setattr(parameter, _TAKEN, True)
+        self._install(mirror, lambda parameter: torch.empty_like(_plain(parameter), device="meta"))
+        model.forward = _raise_taken
+
+    def check_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Raise :class:`ArgumentError` for arguments that the model's forward does not take."""
+        forward = self._own_forward or MethodType(type(self.model).forward, self.model)
+        signature = inspect.signature(forward)
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise ArgumentError(
+                f"{type(self.model).__name__}: {error}; its forward takes {signature}"
+            ) from error
+
+    @contextlib.contextmanager
+    def awake(self, mirror: nn.Module) -> Iterator[nn.Module]:
+        """The model as it can be captured: shapes, types, modes and buffers of ``mirror``.
+
+        Its parameters have the device but no memory: only their metadata may be read.
+        """
+        model = self.model
+        del model.forward
+        if self._own_forward is not None:
+            model.forward = self._own_forward
+        modes = [module.training for module in model.modules()]
+        for module, twin in zip(model.modules(), mirror.modules(), strict=True):
+            module.training = twin.training
+            module._buffers.update(twin._buffers)
+        self._install(mirror, _without_memory)
+        try:
+            yield model
+        finally:
+            self._install(
+                mirror, lambda parameter: torch.empty_like(_plain(parameter), device="meta")
+            )
+            for module, mode in zip(model.modules(), modes, strict=True):
+                module.training = mode
+            model.forward = _raise_taken
+
+    def give_back(self, mirror: nn.Module) -> None:
+        """The model as it was before, with the whole parameters of ``mirror``."""
+        self._install(mirror, _whole_parameter)
+        del self.model.forward
+        if self._own_forward is not None:
+            self.model.forward = self._own_forward
+        del vars(self.model)[_TAKEN]
+        for parameter in self.model.parameters():
+            vars(parameter).pop(_TAKEN, None)
+
+    def _install(self, mirror: nn.Module, make: Any) -> None:
+        """Replace every parameter of the model by ``make(the mirror's one)``, keeping ties."""
+        made: dict[int, nn.Parameter] = {}
+        for module, twin in zip(self.model.modules(), mirror.modules(), strict=True):
+            for name, parameter in twin._parameters.items():
+                if parameter is None:
+                    continue
+                if id(parameter) not in made:
+                    value = make(parameter)
+                    if not isinstance(value, nn.Parameter):
+                        value = nn.Parameter(value, parameter.requires_grad)
+                    setattr(value, _TAKEN, True)
+                    made[id(parameter)] = value
+                module._parameters[name] = made[id(parameter)]
+
+
+_HOOK_TABLES = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_is_full_backward_hook",
+)
+
+
+def move_hooks(source: nn.Module, target: nn.Module) -> None:
+    """Hooks on the whole model run on the compiled module."""
+    for table in _HOOK_TABLES:
+        target.__dict__[table] = copy.copy(source.__dict__[table])
+
+
+def _plain(parameter: Tensor) -> Tensor:
+    """A meta tensor with the global shape of ``parameter``."""
+    return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+
+
+def _whole_parameter(parameter: nn.Parameter) -> Tensor:
+    """A replicated parameter as it was in the model: itself, or the tensor behind a DTensor."""
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+
+
+def _without_memory(parameter: Tensor) -> Tensor:
+    """A tensor of the global shape on the parameter's device whose storage is freed."""
+    local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    if local.is_meta:
+        return _plain(parameter)
+    tensor = torch.empty(parameter.shape, dtype=parameter.dtype, device=local.device)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def _raise_taken(*args: Any, **kwargs: Any) -> NoReturn:
+    raise UnsupportedError(
+        "this model was compiled by sp_compiler and its parameters belong to the compiled module; "
+        "call the module that sp_compiler.compile returned"
+    )

@@ -1,0 +1,263 @@
+"""The object ``tp`` of the generated code: this rank, its group, and what needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from sp_compiler.base.placement import Placement
+from sp_compiler.base.shards import padded, without_padding
+from sp_compiler.ops import dropout_counter as _dropout
+
+_c10d = torch.ops._c10d_functional
+# The generated code differentiates itself, so the collectives' own autograd kernels, which are
+# written in Python, are passed by.
+_BelowAutograd = torch._C._AutoDispatchBelowAutograd
+
+
+class Pending:
+    """A collective on its way. Until it has arrived it holds what it sends.
+
+    Args:
+        result: of a functional collective.
+        sent: its operand.
+        finish: what becomes of the result once it is there.
+    """
+
+    __slots__ = ("_finish", "_result", "_sent")
+
+    def __init__(
+        self, result: Tensor, sent: Tensor, finish: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        self._result = result
+        self._sent = sent
+        self._finish = finish
+
+    def wait(self) -> Tensor:
+        """The result, arrived. To be called once."""
+        with _BelowAutograd():
+            arrived: Tensor = _c10d.wait_tensor(self._result)
+        del self._result, self._sent  # this object may live longer
+        return arrived if self._finish is None else self._finish(arrived)
+
+
+class Communicator:
+    """Typed collectives and rank-dependent operators on one rank's tensors.
+
+    Args:
+        group: the tensor-parallel process group; ``None`` when ``world`` is 1.
+        rank: this rank in the group: an int, or a 0-dim int64 tensor that differs by rank where
+            several ranks are simulated in one process.
+        world: number of ranks.
+    """
+
+    def __init__(self, group: ProcessGroup | None, rank: int | Tensor, world: int) -> None:
+        self.group_name = group.group_name if group is not None else ""
+        self.rank = rank
+        self.world = world
+
+    # Conversions between placements. ``src`` and ``dst`` are placement texts.
+
+    def all_gather(self, x: Tensor, src: str, dst: str) -> Tensor:
+        """S(dim) -> R or I: every rank's part, in rank order; contiguous."""
+        return x if self.world == 1 else self.start_all_gather(x, src, dst).wait()
+
+    def reduce_scatter(self, x: Tensor, src: str, dst: str) -> Tensor:
+        """P -> S(dim): this rank's part of the sum over ranks."""
+        return x if self.world == 1 else self.start_reduce_scatter(x, src, dst).wait()
+
+    def all_reduce(self, x: Tensor, src: str, dst: str) -> Tensor:
+        """P -> I or R: the sum over ranks."""
+        return self._all_reduce(x, "sum")
+
+    def start_all_gather(self, x: Tensor, src: str, dst: str) -> Pending:
+        """:meth:`all_gather` of more than one rank that goes on until it is waited for."""
+        source, world = Placement.parse(src), self.world
+        with _BelowAutograd():
+            sent = x.contiguous()
+            ranks = _c10d.all_gather_into_tensor(sent, world, self.group_name)
+        if source.dim == 0 and len(source.segments) < 2 and not source.padding(world):
+            return Pending(ranks, sent)
+        return Pending(ranks, sent, lambda arrived: _whole(arrived, source, world))
+
+    def start_reduce_scatter(self, x: Tensor, src: str, dst: str) -> Pending:
+        """:meth:`reduce_scatter` of more than one rank that goes on until it is waited for."""
+        target = Placement.parse(dst)
+        ranks = _to_rank_major(x, target, self.world)
+        if target.dim:
+            ranks = ranks.unflatten(target.dim, (self.world, -1))
+            ranks = ranks.movedim(target.dim, 0).flatten(0, 1)
+        ranks = ranks.contiguous()
+        with _BelowAutograd():
+            part = _c10d.reduce_scatter_tensor(ranks, "sum", self.world, self.group_name)
+        return Pending(part, ranks)
+
+    def start_all_reduce(self, x: Tensor, src: str, dst: str, op: str = "sum") -> Pending:
+        """:meth:`all_reduce` of more than one rank that goes on until it is waited for."""
+        with _BelowAutograd():
+            return Pending(_c10d.all_reduce(x.contiguous(), op, self.group_name), x)
+
+    def shard(self, x: Tensor, src: str, dst: str) -> Tensor:
+        """R or I -> S(dim): a copy of this rank's part, which does not keep the whole alive."""
+        target = Placement.parse(dst)
+        part = self._rank_slice(_to_rank_major(x, target, self.world), target.dim)
+        return part.clone(memory_format=torch.contiguous_format)
+
+    def embed(self, x: Tensor, src: str, dst: str) -> Tensor:
+        """S(dim) -> P: this rank's part in place, zeros elsewhere (the gradient of R -> S)."""
+        source = Placement.parse(src)
+        size = x.shape[source.dim]
+        parts = x.unsqueeze(source.dim)
+        mine = torch.arange(self.world, device=x.device) == self.rank
+        mine = mine.view(-1, *[1] * (x.dim() - source.dim))
+        whole = torch.where(mine, parts, torch.zeros((), dtype=x.dtype, device=x.device))
+        whole = whole.flatten(source.dim, source.dim + 1)
+        assert whole.shape[source.dim] == size * self.world
+        return _from_rank_major(whole, source, self.world)
+
+    # Rows of tokens where their number may not divide by the number of ranks.
+
+    def pad_rows(self, x: Tensor) -> Tensor:
+        """Copies of the last row behind ``x``; ``x`` itself where there is nothing to do."""
+        missing = -x.shape[0] % self.world
+        return torch.cat([x, x[-1:].expand(missing, *x.shape[1:])]) if missing else x
+
+    def pad_rows_with_zeros(self, x: Tensor) -> Tensor:
+        missing = -x.shape[0] % self.world
+        return torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x
+
+    def cut_rows(self, x: Tensor, rows: int) -> Tensor:
+        """The first ``rows`` rows, a view."""
+        return x.narrow(0, 0, rows)
+
+    # Operators whose result depends on the rank.
+
+    def vocab_embedding(self, weight: Tensor, ids: Tensor, num_rows: int) -> Tensor:
+        self._require_inside(ids, num_rows, "an embedding of {} rows")
+        local, mine = self._local_ids(ids, weight.shape[0])
+        return torch.nn.functional.embedding(local, weight).where(mine.unsqueeze(-1), 0)
+
+    def vocab_embedding_backward(self, grad: Tensor, ids: Tensor, num_rows: int) -> Tensor:
+        local, mine = self._local_ids(ids, num_rows)
+        grad = (grad * mine.unsqueeze(-1)).reshape(-1, grad.shape[-1])
+        return grad.new_zeros(num_rows, grad.shape[-1]).index_add_(0, local.reshape(-1), grad)
+
+    def vocab_nll(
+        self, logits: Tensor, target: Tensor, ignore_index: int, classes: int
+    ) -> tuple[Tensor, Tensor]:
+        wanted = torch.where(target == ignore_index, torch.zeros_like(target), target)
+        self._require_inside(wanted, classes, "a loss over {} classes, as target")
+        padding = self._padding_columns(logits, classes)
+        known = logits if padding is None else logits.masked_fill(padding, -torch.inf)
+        peak = self._all_reduce(known.amax(-1), "max")
+        del known
+        local, mine = self._local_ids(target, logits.shape[-1])
+        # Selected, not multiplied: a logit of another class may be infinite.
+        picked = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1).where(mine, 0)
+        exponents = logits - peak.unsqueeze(-1)
+        if padding is not None:
+            exponents.masked_fill_(padding, -torch.inf)
+        total = exponents.exp_().sum(-1)
+        del exponents
+        total, picked = self._all_reduce(torch.stack([total, picked]), "sum").unbind()
+        logsumexp = total.log() + peak
+        nll = torch.where(target == ignore_index, torch.zeros_like(picked), logsumexp - picked)
+        return nll, logsumexp
+
+    def vocab_nll_backward(
+        self,
+        grad: Tensor,
+        logits: Tensor,
+        target: Tensor,
+        logsumexp: Tensor,
+        ignore_index: int,
+        classes: int,
+    ) -> Tensor:
+        grad = torch.where(target == ignore_index, torch.zeros_like(grad), grad)
+        local, mine = self._local_ids(target, logits.shape[-1])
+        result = (logits - logsumexp.unsqueeze(-1)).exp_().mul_(grad.unsqueeze(-1))
+        padding = self._padding_columns(logits, classes)
+        if padding is not None:
+            result.masked_fill_(padding, 0)
+        return result.scatter_add_(-1, local.unsqueeze(-1), -(grad * mine).unsqueeze(-1))
+
+    def dropout_mask(
+        self, x: Tensor, seed: Tensor, p: float, site: int, dim: int, world: int
+    ) -> Tensor:
+        return _dropout.dropout_mask(x, seed, p, site, dim, world, self.rank)
+
+    def dropout(self, x: Tensor, seed: Tensor, p: float, site: int, dim: int, world: int) -> Tensor:
+        return _dropout.dropout(x, seed, p, site, dim, world, self.rank)
+
+    def _all_reduce(self, x: Tensor, op: str) -> Tensor:
+        return x if self.world == 1 else self.start_all_reduce(x, "P", "I", op).wait()
+
+    def _rank_slice(self, x: Tensor, dim: int) -> Tensor:
+        size = x.shape[dim] // self.world
+        if isinstance(self.rank, int):
+            return x.narrow(dim, self.rank * size, size)
+        rank = self.rank.reshape(1)
+        return x.unflatten(dim, (self.world, size)).index_select(dim, rank).flatten(dim, dim + 1)
+
+    def _require_inside(self, ids: Tensor, size: int, what: str) -> None:
+        """Refuse what is no index at all; on a GPU as torch does, at some later time.
+
+        Raises:
+            IndexError: an id is negative or not below ``size``.
+        """
+        if self.world == 1 or not isinstance(self.rank, int) or not ids.numel():
+            return  # torch's own operators look; simulated ranks hold ids that were looked at
+        if ids.device.type == "cpu":
+            low, high = (int(bound) for bound in ids.aminmax())
+            if low < 0 or high >= size:
+                wrong = low if low < 0 else high
+                raise IndexError(f"index {wrong} is out of range for {what.format(size)}")
+        else:
+            torch._assert_async(((ids >= 0) & (ids < size)).all())
+
+    def _padding_columns(self, logits: Tensor, classes: int) -> Tensor | None:
+        """Which of this rank's columns are none of the ``classes``; ``None`` where no rank's is."""
+        columns = logits.shape[-1]
+        if columns * self.world == classes:
+            return None
+        return torch.arange(columns, device=logits.device) + self.rank * columns >= classes
+
+    def _local_ids(self, ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+        """Row numbers in this rank's part of the vocabulary (0: elsewhere), and which are here."""
+        local = ids - self.rank * num_rows
+        mine = (local >= 0) & (local < num_rows)
+        return torch.where(mine, local, torch.zeros_like(local)), mine
+
+
+def _whole(ranks: Tensor, source: Placement, world: int) -> Tensor:
+    """All ranks' parts, one behind the other on dim 0, put together on their dim."""
+    if source.dim:
+        ranks = ranks.unflatten(0, (world, -1)).movedim(0, source.dim)
+        # Flattening parts of size 1 gives a view, which fused attention would misread.
+        ranks = ranks.flatten(source.dim, source.dim + 1)
+        ranks = without_padding(ranks, source, world).contiguous()
+    return _from_rank_major(ranks, source, world)
+
+
+def _to_rank_major(x: Tensor, placement: Placement, world: int) -> Tensor:
+    """Reorder a segmented dim so that what belongs to one rank is contiguous; pad where asked."""
+    if len(placement.segments) < 2:
+        return padded(x, placement, world)
+    pieces = [
+        part.chunk(world, placement.dim) for part in x.split(placement.segments, placement.dim)
+    ]
+    return torch.cat([piece[rank] for rank in range(world) for piece in pieces], placement.dim)
+
+
+def _from_rank_major(x: Tensor, placement: Placement, world: int) -> Tensor:
+    """Inverse of :func:`_to_rank_major`."""
+    if len(placement.segments) < 2:
+        return without_padding(x, placement, world)
+    sizes = [size // world for size in placement.segments]
+    ranks = [part.split(sizes, placement.dim) for part in x.chunk(world, placement.dim)]
+    return torch.cat(
+        [ranks[rank][part] for part in range(len(sizes)) for rank in range(world)], placement.dim
+    )

@@ -1,0 +1,265 @@
+"""From a compiled program to its :class:`~sp_compiler.plan.Plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+from torch.fx import Graph, Node
+
+from sp_compiler.cost.memory import (
+    SEED_BYTES,
+    Kept,
+    StepMemory,
+    Storage,
+    backward_peak_bytes,
+    function_peak_bytes,
+    step_memory,
+)
+from sp_compiler.cost.node_cost import (
+    Collective,
+    collectives_us,
+    compute_us,
+    elapsed_us,
+    merged,
+    node_collectives,
+    node_flops,
+    tensor_bytes,
+)
+from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.ir.forward_backward import Partitioned, SavedTensor
+from sp_compiler.ir.op_traits import conversion, is_view
+from sp_compiler.ir.program import Region
+from sp_compiler.options import CompileOptions
+from sp_compiler.planning.data import (
+    ADAMW_BYTES,
+    BlockPlan,
+    CallPlan,
+    KeptTensor,
+    ParameterSize,
+    Shared,
+    Work,
+)
+from sp_compiler.planning.fallbacks import fallbacks
+from sp_compiler.planning.formula import KeptStorage, activation_formula
+from sp_compiler.planning.plan import Plan
+
+
+def make_plan(compiled: CompiledProgram, options: CompileOptions, model_name: str = "") -> Plan:
+    """Account for ``compiled``, whose ``regions`` must hold what was partitioned."""
+    memory = step_memory(compiled)
+    kept = {region.name: _kept(compiled, region, memory) for region in compiled.program.regions}
+    blocks = tuple(
+        _block(compiled, region, kept[region.name]) for region in compiled.program.regions
+    )
+    sizes = _parameters(compiled)
+    bucket = _gradient_reduction(compiled, sizes)
+    work = sum((block.work.times(block.num_calls) for block in blocks), Work())
+    work += Work(communication_us=collectives_us(list(bucket), compiled.world))
+    trained = [size for size in sizes.values() if size.trained]
+    return Plan(
+        model_name=model_name or "model",
+        tp=compiled.world,
+        options=options.to_dict(),
+        parameter_bytes=sum(size.num_bytes for size in sizes.values()),
+        replicated_parameter_bytes=sum(s.num_bytes for s in sizes.values() if s.replicated),
+        gradient_bytes=sum(size.num_bytes for size in trained),
+        optimizer_bytes=sum(size.numel * ADAMW_BYTES for size in trained),
+        activation_bytes=memory.kept_bytes,
+        activation_peak_bytes=memory.peak_bytes,
+        returned_bytes=sum(storage.num_bytes for storage in memory.returned),
+        blocks=blocks,
+        gradient_reduction=bucket,
+        work=work,
+        fallbacks=tuple(fallbacks(compiled)),
+        notes=tuple(dict.fromkeys(compiled.notes)),
+        seconds=dict(compiled.seconds),
+        calls=tuple(_calls(compiled, memory, blocks)),
+        parameters={
+            name: ParameterSize(size.numel, size.num_bytes, size.trained)
+            for name, size in sizes.items()
+        },
+        timeline=memory.timeline,
+        formula_maker=cache(partial(activation_formula, compiled, memory, kept)),
+    )
+
+
+# Blocks.
+
+
+def _block(compiled: CompiledProgram, region: Region, kept: Sequence[KeptStorage]) -> BlockPlan:
+    parts = compiled.regions[region.name].partitioned
+    gathered = _gathered_again(parts)
+    work = _work(parts.forward, compiled.world)
+    backward: tuple[Collective, ...] = ()
+    if parts.step_backward is not None:
+        work += _work(parts.step_backward, compiled.world)
+        backward = _collectives(parts.step_backward)
+    return BlockPlan(
+        name=region.name,
+        paths=tuple(compiled.program.paths(region)),
+        kept=tuple(_tensor(parts.saved[item.position], item, gathered) for item in kept),
+        forward=_collectives(parts.forward),
+        backward=backward,
+        work=work,
+    )
+
+
+def _kept(compiled: CompiledProgram, region: Region, memory: StepMemory) -> list[KeptStorage]:
+    """What each call of ``region`` keeps, by position; where calls differ, the last one's."""
+    holders: dict[Any, int] = {}
+    for item in memory.kept:
+        holders[item.storage] = holders.get(item.storage, 0) + 1
+    mine: dict[int, list[Kept]] = {}
+    for item in memory.kept:
+        if compiled.program.calls[item.call].region is region:
+            mine.setdefault(item.position, []).append(item)
+    found = []
+    for position, items in sorted(mine.items()):
+        shared: Shared = ""
+        if all(item.storage in memory.returned for item in items):
+            shared = "returned"
+        elif all(holders[item.storage] > 1 for item in items):
+            shared = "shared"
+        found.append(KeptStorage(position, items[-1].storage, shared))
+    return found
+
+
+def _gathered_again(parts: Partitioned) -> set[str]:
+    """Names of kept tensors of which backward takes nothing but the gathered whole."""
+    if parts.step_backward is None:
+        return set()
+    return {
+        node.name
+        for node in parts.step_backward.find_nodes(op="placeholder")
+        if any(conversion(user) == "all_gather" for user in _through_views(node))
+    }
+
+
+def _through_views(node: Node) -> Iterable[Node]:
+    for user in node.users:
+        yield user
+        if is_view(user):
+            yield from _through_views(user)
+
+
+def _tensor(saved: SavedTensor, kept: KeptStorage, gathered: Collection[str]) -> KeptTensor:
+    reason = "to draw the same dropout masks again" if saved.kind == "seed" else saved.reason
+    return KeptTensor(
+        name=saved.name,
+        module=saved.module,
+        line=saved.line,
+        op=saved.op,
+        shape=saved.shape,
+        dtype=str(saved.dtype).removeprefix("torch."),
+        num_bytes=SEED_BYTES if saved.kind == "seed" else kept.storage.num_bytes,
+        policy="keep the shard" if saved.name in gathered else "keep",
+        reason=reason,
+        shared=kept.shared,
+    )
+
+
+def _collectives(graph: Graph) -> tuple[Collective, ...]:
+    return merged(item for node in graph.nodes for item in node_collectives(node))
+
+
+def _work(graph: Graph, world: int) -> Work:
+    total = Work()
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        model, hardware = node_flops(node)
+        recomputed = bool(node.meta.get("recomputed"))
+        time_us = compute_us(node)
+        total += Work(
+            model_flops=0 if recomputed else model,
+            hardware_flops=hardware,
+            compute_us=time_us,
+            recompute_us=time_us if recomputed else 0.0,
+            communication_us=collectives_us(node_collectives(node), world),
+        )
+    hidden_us = total.compute_us + total.communication_us - elapsed_us(graph, world)
+    return total + Work(hidden_us=hidden_us)
+
+
+def _calls(
+    compiled: CompiledProgram, memory: StepMemory, blocks: Sequence[BlockPlan]
+) -> Iterable[CallPlan]:
+    times = {block.name: block.work.step_us for block in blocks}
+    numbers: dict[Storage, int] = {}
+    kept: dict[int, dict[int, int]] = {}
+    for item in memory.kept:
+        if item.storage not in memory.returned:
+            number = numbers.setdefault(item.storage, len(numbers))
+            kept.setdefault(item.call, {})[number] = item.storage.num_bytes
+
+    @cache
+    def working_bytes(region_name: str, own_parameters: frozenset[int]) -> int:
+        parts = compiled.regions[region_name].partitioned
+        forward_bytes = function_peak_bytes(parts.forward)
+        if parts.step_backward is None:
+            return forward_bytes
+        return max(forward_bytes, backward_peak_bytes(parts.step_backward, own_parameters))
+
+    own_parameters = compiled.program.own_parameters(compiled.world)
+    for index, call in enumerate(compiled.program.calls):
+        names = (compiled.param_name(ref.name) for ref in call.args if ref.kind == "param")
+        yield CallPlan(
+            block=call.region.name,
+            path=call.path,
+            parameters=tuple(dict.fromkeys(names)),
+            kept=tuple(kept.get(index, {}).items()),
+            working_bytes=working_bytes(call.region.name, own_parameters[index]),
+            step_us=times[call.region.name],
+        )
+
+
+# Parameters.
+
+
+@dataclass(frozen=True)
+class _Size:
+    num_bytes: int
+    numel: int
+    dtype: str
+    trained: bool
+    replicated: bool
+    reduced: bool
+
+
+def _parameters(compiled: CompiledProgram) -> dict[str, _Size]:
+    """By stored name: this rank's part of every parameter that the forward uses."""
+    found: dict[str, _Size] = {}
+    for call in compiled.program.calls:
+        region = call.region
+        for node, ref, used in zip(
+            region.placeholders, call.args, region.input_placements, strict=True
+        ):
+            if ref.kind != "param":
+                continue
+            name, value = compiled.param_name(ref.name), node.meta["val"]
+            before = found.get(name)
+            found[name] = _Size(
+                tensor_bytes(value),
+                value.numel(),
+                str(value.dtype),
+                bool(node.meta.get("requires_grad")),
+                compiled.param_placements[name].is_replicated and compiled.world > 1,
+                used.kind == "R" or (before is not None and before.reduced),
+            )
+    return found
+
+
+def _gradient_reduction(
+    compiled: CompiledProgram, sizes: dict[str, _Size]
+) -> tuple[Collective, ...]:
+    """One all-reduce for each dtype of the parameters that are stored I and used as R."""
+    buckets: dict[str, int] = {}
+    for size in sizes.values():
+        if size.reduced and size.trained and compiled.world > 1:
+            buckets[size.dtype] = buckets.get(size.dtype, 0) + size.num_bytes
+    if not buckets:
+        return ()
+    return (Collective("all_reduce", len(buckets), sum(buckets.values())),)

@@ -1,0 +1,301 @@
+"""Bytes that a program keeps for backward, in symbols that are derived from its graph."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import sympy
+
+from sp_compiler.base.storage import Storage
+from sp_compiler.cost.memory import SEED_BYTES, Kept, StepMemory
+from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.planning.formula.roles import MEANINGS, Role, find_roles
+from sp_compiler.planning.formula.shapes import follow_shapes
+from sp_compiler.planning.formula.sizes import Atom, Dim, expression, size_of, unknowns
+
+_WIDTHS = "hakdefcv"
+WORLD = sympy.Symbol("t", positive=True, integer=True)
+
+
+@dataclass(frozen=True)
+class Size:
+    """What one symbol stands for.
+
+    Attributes:
+        value: in this program.
+        meaning: in words.
+        equal_to: what it is written as in the formulas, where the numbers of this program allow:
+            ``h/a`` for the width of a head, ``4*h`` for that of a feed-forward network.
+    """
+
+    value: int
+    meaning: str
+    equal_to: sympy.Expr | None = None
+
+
+@dataclass(frozen=True)
+class ActivationFormula:
+    """Bytes kept for backward on one rank, exactly, as expanded :mod:`sympy` expressions.
+
+    Attributes:
+        blocks: name of a distinct block to what each of its calls adds.
+        tensors: name of a distinct block to each of the tensors that it keeps.
+        total: of the whole model.
+        symbols: by name; those with ``equal_to`` do not occur.
+    """
+
+    blocks: Mapping[str, sympy.Expr]
+    tensors: Mapping[str, tuple[sympy.Expr, ...]]
+    total: sympy.Expr
+    symbols: Mapping[str, Size]
+
+    def value(self, formula: sympy.Expr, **sizes: int) -> int:
+        """Bytes of ``formula`` at the sizes of this program but for ``sizes``, by symbol."""
+        values = {name: size.value for name, size in self.symbols.items()} | sizes
+        return int(
+            formula.xreplace({_symbol(name): sympy.Integer(n) for name, n in values.items()})
+        )
+
+    def widths_only(self, formula: sympy.Expr) -> sympy.Expr:
+        """``formula`` without what has no width in it: row statistics, seeds, single numbers.
+
+        These are the terms that published formulas leave out: at most linear in the tokens, with
+        none of the other sizes.
+        """
+        tokens = {_symbol("b"), _symbol("s"), WORLD}
+        terms = sympy.Add.make_args(sympy.expand(formula))
+        small = [t for t in terms if t.free_symbols <= tokens and _degree(t) < 2]
+        return sympy.Add(*terms) - sympy.Add(*small)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data; formulas as text that ``sympy.sympify`` reads."""
+        sizes = {
+            name: {
+                "value": size.value,
+                "meaning": size.meaning,
+                "equal_to": None if size.equal_to is None else str(size.equal_to),
+            }
+            for name, size in self.symbols.items()
+        }
+        blocks = {name: str(tidy(formula)) for name, formula in self.blocks.items()}
+        return {"blocks": blocks, "total": str(tidy(self.total)), "symbols": sizes}
+
+    def __str__(self) -> str:
+        lines = [f"{name}: {tidy(formula)}" for name, formula in self.blocks.items()]
+        lines.append(f"whole model: {tidy(self.total)}")
+        for name, size in self.symbols.items():
+            written = "" if size.equal_to is None else f", written as {size.equal_to}"
+            lines.append(f"  {name} = {size.value}: {size.meaning}{written}")
+        return "\n".join(lines)
+
+
+def _degree(term: sympy.Expr) -> int:
+    """In the sequence; padded tokens count as tokens."""
+    return int(sympy.degree(term.replace(sympy.ceiling, lambda tokens: tokens), _symbol("s")))
+
+
+def tidy(formula: sympy.Expr) -> sympy.Expr:
+    """For people to read: common factors in front, which no further step of sympy may undo."""
+    return sympy.factor_terms(sympy.expand(formula))
+
+
+def _symbol(name: str) -> sympy.Symbol:
+    return sympy.Symbol(name, positive=True, integer=True)
+
+
+@dataclass(frozen=True)
+class KeptStorage:
+    """What the calls of a block keep at ``position`` of what they save, of one of them.
+
+    ``shared``: see :class:`~sp_compiler.plan.KeptTensor`.
+    """
+
+    position: int
+    storage: Storage
+    shared: Literal["", "shared", "returned"]
+
+
+def activation_formula(
+    compiled: CompiledProgram, memory: StepMemory, kept: Mapping[str, Sequence[KeptStorage]]
+) -> ActivationFormula:
+    """Derive the formulas of what a step keeps.
+
+    Args:
+        memory: of a step of ``compiled``.
+        kept: by name of the block.
+    """
+    formulas = _Formulas(compiled, memory)
+    tensors = {
+        name: tuple(formulas.of(item.storage) for item in items) for name, items in kept.items()
+    }
+    blocks = {
+        name: sympy.expand(
+            sympy.Add(*(f for f, i in zip(tensors[name], items, strict=True) if not i.shared))
+        )
+        for name, items in kept.items()
+    }
+    total = sympy.expand(sympy.Add(*formulas.terms()))
+    sizes = formulas.names.sizes(itertools.chain([total], *tensors.values()))
+    found = ActivationFormula(blocks, tensors, total, sizes)
+    assert found.value(total) == memory.kept_bytes, total
+    return found
+
+
+class _Formulas:
+    """Formulas of the storages that ``compiled`` keeps."""
+
+    def __init__(self, compiled: CompiledProgram, memory: StepMemory) -> None:
+        self.compiled, self.memory = compiled, memory
+        self._shapes = follow_shapes(compiled)
+        self.names = Names(find_roles(compiled, self._shapes), compiled.world)
+        self._found: dict[tuple[str, str], sympy.Expr] = {}
+
+    def of(self, storage: Storage) -> sympy.Expr:
+        """Bytes of ``storage``, which a forward made."""
+        _, index, name = storage.owner
+        region = self.compiled.program.calls[index].region.name
+        if (region, name) not in self._found:
+            self._found[region, name] = self._of(region, name)
+        found = self._found[region, name]
+        assert self.names.value(found) == storage.num_bytes, (storage, found)
+        return found
+
+    def _of(self, region: str, name: str) -> sympy.Expr:
+        graph = self.compiled.regions[region].partitioned.forward
+        (node,) = [node for node in graph.nodes if node.name == name]
+        if node.op == "placeholder":
+            return sympy.Integer(SEED_BYTES)
+        dims = self._shapes.of(region, name)
+        sizes = (self.names.expression(dim) for dim in dims)
+        return sympy.expand(sympy.Mul(node.meta["val"].element_size(), *sizes))
+
+    def _key(self, item: Kept) -> tuple[str, int]:
+        return self.compiled.program.calls[item.call].region.name, item.position
+
+    def terms(self) -> list[sympy.Expr]:
+        """Each storage once, those of repeated blocks times the number of layers."""
+        counts: Counter[tuple[str, int]] = Counter()
+        formulas: dict[tuple[str, int], sympy.Expr] = {}
+        keys = [self._key(item) for item in self.memory.kept]
+        storages = {(key, item.storage) for key, item in zip(keys, self.memory.kept, strict=True)}
+        shared = Counter(key for key, _ in storages)  # 1: all calls keep the same storage
+        seen = set(self.memory.returned)
+        for key, item in zip(keys, self.memory.kept, strict=True):
+            if item.storage in seen:
+                continue
+            seen.add(item.storage)
+            counts[key] += 1
+            formulas[key] = self.of(item.storage)
+        calls = Counter(call.region.name for call in self.compiled.program.calls)
+        return [
+            (count if shared[key] == 1 else self.names.layers(key[0], calls[key[0]], count))
+            * formulas[key]
+            for key, count in counts.items()
+        ]
+
+
+class Names:
+    """Symbols of the unknowns."""
+
+    def __init__(self, roles: Sequence[Role], world: int) -> None:
+        self._written: dict[Atom, sympy.Expr] = {}
+        self._sizes: dict[str, Size] = {}
+        self._regions: dict[str, sympy.Symbol] = {}
+        self._world = world
+        if world > 1:
+            self._sizes["t"] = Size(world, "tensor-parallel ranks")
+        for role in roles:
+            self._name(role)
+        self._relate()
+
+    def expression(self, dim: Dim) -> sympy.Expr:
+        return expression(dim, self._atom, WORLD).xreplace(self._equalities())
+
+    def value(self, formula: sympy.Expr) -> int:
+        values = {_symbol(name): sympy.Integer(size.value) for name, size in self._sizes.items()}
+        return int(formula.xreplace(values))
+
+    def sizes(self, formulas: Iterable[sympy.Expr]) -> dict[str, Size]:
+        """Of the symbols in ``formulas``, and of those that were written otherwise."""
+        used = {str(symbol) for formula in formulas for symbol in formula.free_symbols}
+        return {
+            name: size
+            for name, size in self._sizes.items()
+            if name in used or size.equal_to is not None
+        }
+
+    def layers(self, region: str, calls: int, count: int) -> sympy.Expr:
+        """``count`` of a region's ``calls``, in terms of their number."""
+        if calls == 1 or calls - count > 1:
+            return sympy.Integer(count)
+        if region not in self._regions:
+            meaning = f"layers, calls of {region}"
+            self._regions[region] = self._new("L", calls, meaning)
+        return self._regions[region] - (calls - count)
+
+    def _new(self, letter: str, value: int, meaning: str) -> sympy.Symbol:
+        taken = sum(name.rstrip("0123456789") == letter for name in self._sizes)
+        name = f"{letter}{taken + 1}" if taken else letter
+        self._sizes[name] = Size(value, meaning)
+        return _symbol(name)
+
+    def _name(self, role: Role) -> None:
+        """Give a role its letter, unless it is made of what has names already."""
+        unknown = {sympy.Dummy(positive=True, integer=True): atom for atom in unknowns(role.dim)}
+        unknown = {dummy: atom for dummy, atom in unknown.items() if atom not in self._written}
+        if not unknown:
+            return
+        dummies = {atom: dummy for dummy, atom in unknown.items()}
+        formula = expression(
+            role.dim, lambda atom: dummies.get(atom, self._written.get(atom)), WORLD
+        )
+        dummy, atom = next(iter(unknown.items()))
+        if formula.has(sympy.ceiling) or sympy.diff(formula, dummy).has(dummy):
+            return
+        symbol = self._new(role.letter, size_of(role.dim), MEANINGS[role.letter])
+        factor = sympy.diff(formula, dummy)
+        solution = (symbol - (formula - factor * dummy).expand()) / factor
+        self._written[atom] = solution.xreplace(
+            {other: self._atom(unknown[other]) for other in solution.free_symbols & set(unknown)}
+        )
+
+    def _relate(self) -> None:
+        """Write widths by the hidden width where the numbers allow, as published formulas do."""
+        hidden = self._sizes.get("h")
+        for name, size in list(self._sizes.items()):
+            letter, equal = name.rstrip("0123456789"), None
+            first, heads = self._sizes[letter], self._sizes.get("a")
+            if name != letter and letter in _WIDTHS and size.value == first.value:
+                equal = first.equal_to or _symbol(letter)
+            elif hidden is None:
+                continue
+            elif letter == "d" and heads is not None and size.value * heads.value == hidden.value:
+                equal = _symbol("h") / _symbol("a")
+            elif letter == "f" and size.value % hidden.value == 0:
+                equal = size.value // hidden.value * _symbol("h")
+            if equal is not None:
+                self._sizes[name] = Size(size.value, size.meaning, equal)
+
+    def _equalities(self) -> dict[sympy.Symbol, sympy.Expr]:
+        return {
+            _symbol(name): size.equal_to
+            for name, size in self._sizes.items()
+            if size.equal_to is not None
+        }
+
+    def _atom(self, atom: Atom) -> sympy.Expr:
+        if atom not in self._written:
+            self._written[atom] = self._without_role(atom)
+        return self._written[atom]
+
+    def _without_role(self, atom: Atom) -> sympy.Expr:
+        if atom.hint is not None:
+            whole = expression(atom.hint.dim, self._atom, WORLD)
+            return whole / atom.hint.divided - atom.hint.less
+        if atom.value < 2:
+            return sympy.Integer(atom.value)
+        return self._new("n", atom.value, "a size without a role")

@@ -1,0 +1,165 @@
+"""What the unknowns of a program are, by what is done with them: never by a name or a number."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+from math import prod
+
+import torch
+from torch.fx import Graph, Node
+
+from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.ir.fx import tensor_operands
+from sp_compiler.ir.op_traits import FUSED_ATTENTION, conversion, is_copy, is_view, matmul_factors
+from sp_compiler.ir.program import Region
+from sp_compiler.planning.formula.shapes import Shape, Shapes
+from sp_compiler.planning.formula.sizes import Atom, Dim, Share, resolved, size_of, unknowns
+
+aten = torch.ops.aten
+_sp = torch.ops.sp_compiler
+_SOFTMAX = (aten._softmax.default, aten._safe_softmax.default)
+_LOSS = (aten._log_softmax.default, _sp.vocab_nll.default)
+
+MEANINGS = {
+    "s": "sequence: rows of attention",
+    "b": "batch: first dim of the inputs that is not s",
+    "h": "hidden: width of what one layer hands to the next",
+    "k": "heads of keys and values",
+    "a": "attention heads",
+    "d": "width of a head",
+    "v": "vocabulary, or classes of the loss",
+    "e": "experts",
+    "c": "experts chosen for a token",
+    "f": "feed-forward width: made by one linear and read by another",
+}
+"""Letters of the roles, in the order in which they are given."""
+
+
+@dataclass(frozen=True)
+class Role:
+    letter: str
+    dim: Dim
+
+
+def find_roles(compiled: CompiledProgram, shapes: Shapes) -> list[Role]:
+    """Dims of the whole model that have a role, in the order of :data:`MEANINGS`."""
+    found = [Role("h", dim) for dim in _handed_on(compiled, shapes)]
+    for region in compiled.program.regions:
+        found += _of_region(compiled, region, shapes)
+    found += [
+        Role("b", shape[0])
+        for shape in shapes.inputs.values()
+        if shape and not _is_among(shape[0], [role.dim for role in found if role.letter == "s"])
+    ][:1]
+    order = {letter: position for position, letter in enumerate(MEANINGS)}
+    found = [Role(role.letter, whole(role.dim)) for role in found]
+    return sorted(found, key=lambda r: (order[r.letter], -size_of(r.dim) * (r.letter == "f")))
+
+
+def whole(dim: Dim) -> Dim:
+    """What ``dim`` is on all ranks together."""
+    first, *rest = resolved(dim) or (None,)
+    if first is not None and isinstance(first.meaning, Share):
+        return (*resolved(first.meaning.whole), *rest)
+    return resolved(dim)
+
+
+def _is_among(dim: Dim, others: list[Dim]) -> bool:
+    return any(resolved(dim) == resolved(other) for other in others)
+
+
+def _handed_on(compiled: CompiledProgram, shapes: Shapes) -> Iterator[Dim]:
+    """The last dim of most of what layers take from others."""
+    dims: Counter[Dim] = Counter()
+    for call in compiled.program.calls:
+        forward = compiled.regions[call.region.name].partitioned.forward
+        nodes = zip(forward.find_nodes(op="placeholder"), call.region.placeholders, strict=True)
+        for ref, (node, source) in zip(call.args, nodes, strict=True):
+            shape = shapes.of(call.region.name, node.name)
+            if ref.kind == "call" and source.meta.get("requires_grad") and len(shape) > 1:
+                dims[resolved(shape[-1])] += prod(map(size_of, shape))
+    return iter([dim for dim, _ in dims.most_common(1)])
+
+
+def _of_region(compiled: CompiledProgram, region: Region, shapes: Shapes) -> Iterator[Role]:
+    graph = compiled.regions[region.name].partitioned.forward
+    values, params = shapes.values[region.name], _params(graph, region)
+
+    def shape(node: Node) -> Shape:
+        return values[node.name][0]
+
+    made: set[Atom] = set()  # unknowns in what linears make
+    read: list[Dim] = []
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        operands = list(map(shape, tensor_operands(node)))
+        factors = matmul_factors(node)
+        if node.target in FUSED_ATTENTION:
+            yield from _attention(*operands[:3])
+        elif node.target in _SOFTMAX and (queries := _queries(node, params)) is not None:
+            (scores,) = operands
+            heads = scores[1:-2] if len(scores) > 3 else (resolved(scores[0])[1:],)
+            yield from _core(tuple(chain.from_iterable(heads)), *shape(queries)[-2:])
+            if (attended := _attended(node)) is not None:
+                yield Role("d", shape(attended)[-1])
+        elif node.target in _LOSS:
+            yield Role("v", operands[0][-1])
+        elif node.target is aten.topk.default:
+            yield Role("e", operands[0][-1])
+            yield Role("c", shape(node)[-1])
+        elif factors and factors[1] in params:
+            read.append(shape(factors[0])[-1])
+            made.update(unknowns(shape(node)[-1]))
+    widths = {dim: None for dim in map(whole, read) if made.issuperset(unknowns(dim))}
+    yield from (Role("f", dim) for dim in widths)
+
+
+def _params(graph: Graph, region: Region) -> set[Node]:
+    """Parameters, seen through views, casts and conversions."""
+    kinds = zip(graph.find_nodes(op="placeholder"), region.input_kinds, strict=True)
+    params = {node for node, kind in kinds if kind == "param"}
+    for node in graph.nodes:
+        passes_on = is_view(node) or is_copy(node) or conversion(node) is not None
+        if passes_on and node.args[0] in params:
+            params.add(node)
+    return params
+
+
+def _attention(query: Shape, key: Shape, value: Shape) -> Iterator[Role]:
+    if size_of(key[1]) != size_of(query[1]):
+        yield Role("k", key[1])
+    yield from _core(query[1], query[2], query[3])
+    yield Role("d", value[3])
+
+
+def _core(heads: Dim, rows: Dim, width: Dim) -> Iterator[Role]:
+    factors = whole(heads)
+    yield Role("s", rows)
+    if len(factors) > 1:  # keys and values are repeated for the queries of a group
+        yield Role("k", factors[:1])
+    yield Role("a", heads)
+    yield Role("d", width)
+
+
+def _attended(softmax: Node) -> Node | None:
+    """What ``softmax`` is multiplied by: the values."""
+    queue = list(softmax.users)
+    for node in queue:  # which grows
+        if factors := matmul_factors(node):
+            return factors[1]
+        queue += [user for user in node.users if user not in queue]
+    return None
+
+
+def _queries(softmax: Node, params: set[Node]) -> Node | None:
+    """The first factor of the product of two activations that ``softmax`` is taken of."""
+    queue = [softmax.args[0]]
+    for node in queue:  # which grows
+        if factors := matmul_factors(node):
+            return None if any(factor in params for factor in factors) else factors[0]
+        queue += [source for source in node.all_input_nodes if source not in queue]
+    return None

@@ -1,0 +1,369 @@
+"""Every dim of every value of a compiled program as a product of unknowns.
+
+The sharding rules already say which dims of an operator's operands and results are the same; here
+they are read for that alone, on the forward that one rank runs.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.ir.fx import arguments, conversion, tensor_operands
+from sp_compiler.ir.op_traits import FUSED_ATTENTION
+from sp_compiler.ir.program import Ref
+from sp_compiler.planning.formula.sizes import (
+    Atom,
+    Dim,
+    gathered,
+    joined,
+    parts_of,
+    reshaped,
+    share,
+    size_of,
+    sliced,
+    unify,
+    unknown,
+)
+from sp_compiler.rules.factors import Factor
+from sp_compiler.rules.table import is_pointwise, permutation, rule_for
+
+aten = torch.ops.aten
+_sp = torch.ops.sp_compiler
+
+Shape = tuple[Dim, ...]
+
+
+@dataclass
+class Shapes:
+    """Dims of the values of ``compiled``, one rank's part.
+
+    Attributes:
+        values: region name to node name to the dims of each result of the forward's node.
+        inputs: index of the user's input to its dims.
+    """
+
+    values: dict[str, dict[str, list[Shape]]] = field(default_factory=dict)
+    inputs: dict[int, Shape] = field(default_factory=dict)
+
+    def of(self, region: str, node: str) -> Shape:
+        """Dims of a node with one result."""
+        (shape,) = self.values[region][node]
+        return shape
+
+
+def follow_shapes(compiled: CompiledProgram) -> Shapes:
+    """Walk every distinct forward once, then connect the calls."""
+    shapes = Shapes()
+    stored: dict[tuple[str, str], Shape] = {}
+    for call in compiled.program.calls:
+        forward = compiled.regions[call.region.name].partitioned.forward
+        taken = forward.find_nodes(op="placeholder")
+        given = [
+            _given(compiled, ref, node, shapes, stored)
+            for ref, node in zip(call.args, taken, strict=True)
+        ]
+        if call.region.name not in shapes.values:
+            shapes.values[call.region.name] = _follow(forward, given)
+            continue
+        for ref, shape, node in zip(call.args, given, taken, strict=True):
+            mine = shapes.of(call.region.name, node.name)
+            both = (_whole(item, compiled.placement(ref), compiled.world) for item in (shape, mine))
+            for left, right in zip(*both, strict=True):
+                unify(left, right)
+    return shapes
+
+
+def _given(
+    compiled: CompiledProgram,
+    ref: Ref,
+    node: Node,
+    shapes: Shapes,
+    stored: dict[tuple[str, str], Shape],
+) -> Shape:
+    """Dims of what a call is given for the placeholder ``node``."""
+    if ref.kind == "call":
+        return _output(compiled, ref, shapes)
+    if ref.kind == "input":
+        # A dim of 1 could be larger for another input, in contrast to one of a parameter.
+        sizes = tuple((Atom(size),) for size in node.meta["val"].shape)
+        return shapes.inputs.setdefault(ref.index, sizes)
+    name = compiled.param_name(ref.name) if ref.kind == "param" else ref.name
+    placement = compiled.placement(ref)
+    whole = _whole(_fresh(node.meta["val"]), placement, compiled.world)
+    return _part(stored.setdefault((ref.kind, name), whole), placement, compiled.world)
+
+
+def _output(compiled: CompiledProgram, ref: Ref, shapes: Shapes) -> Shape:
+    region = compiled.program.calls[ref.index].region.name
+    results = compiled.regions[region].partitioned.forward.output_node().args[0]
+    return shapes.of(region, results[ref.output].name)
+
+
+def _whole(shape: Shape, placement: Any, world: int) -> Shape:
+    if placement.kind != "S":
+        return shape
+    return tuple(
+        gathered(dim, world, placement.padding(world)) if position == placement.dim else dim
+        for position, dim in enumerate(shape)
+    )
+
+
+def _part(shape: Shape, placement: Any, world: int) -> Shape:
+    if placement.kind != "S":
+        return shape
+    count = len(placement.segments) if len(set(placement.segments)) == 1 else 1
+    return tuple(
+        share(dim, world, count) if position == placement.dim else dim
+        for position, dim in enumerate(shape)
+    )
+
+
+# One graph.
+
+
+def _follow(graph: Graph, given: Sequence[Shape]) -> dict[str, list[Shape]]:
+    taken = graph.find_nodes(op="placeholder")
+    known = {node.name: [shape] for node, shape in zip(taken, given, strict=True)}
+    for node in graph.nodes:
+        if node.op == "call_function":
+            known[node.name] = _checked(node, _results(node, known))
+    return known
+
+
+def _fresh(value: Any) -> Shape:
+    return tuple(map(unknown, value.shape)) if isinstance(value, Tensor) else ()
+
+
+def _values(node: Node) -> list[Any]:
+    value = node.meta["val"]
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _checked(node: Node, found: Sequence[Shape]) -> list[Shape]:
+    """What was found, and unknowns for what does not have the size that the value has."""
+    results = []
+    for position, value in enumerate(_values(node)):
+        fresh = _fresh(value)
+        shape = found[position] if position < len(found) else fresh
+        if len(shape) != len(fresh):
+            shape = fresh
+        pairs = zip(shape, fresh, strict=True)
+        results.append(tuple(a if size_of(a) == size_of(b) else b for a, b in pairs))
+    return results
+
+
+def _results(node: Node, known: dict[str, list[Shape]]) -> list[Shape]:
+    if node.target is operator.getitem:
+        return [known[node.args[0].name][node.args[1]]]
+    operands = [known[source.name][0] for source in tensor_operands(node)]
+    special = _SPECIAL.get(node.target)
+    if special is not None:
+        return special(node, operands)
+    if node.target in FUSED_ATTENTION:
+        return _attention(node, operands)
+    if is_pointwise(node) or node.target is aten.expand.default:
+        return _elementwise(node, operands)
+    return _by_rule(node, operands)
+
+
+def _by_rule(node: Node, operands: Sequence[Shape]) -> list[Shape]:
+    rule = rule_for(node)
+    if rule is None:
+        return []
+    known: dict[tuple[str, int], Dim] = {}
+    for dims, shape in zip(rule.operands, operands, strict=False):
+        for factors, dim in zip(dims, shape, strict=False):
+            if len(factors) != 1 or factors[0].size != size_of(dim):
+                continue
+            key = (factors[0].name, factors[0].size)
+            if key in known:
+                unify(known[key], dim)
+            known.setdefault(key, dim)
+
+    def of(factor: Factor) -> Dim:
+        return known.setdefault((factor.name, factor.size), unknown(factor.size))
+
+    results = []
+    for dims in rule.results:
+        result = [tuple(atom for factor in dim for atom in of(factor)) for dim in dims]
+        if operands and len(operands[0]) == len(result):  # rules leave out dims of 1
+            pairs = zip(result, operands[0], strict=True)
+            result = [mine or (dim if size_of(dim) == 1 else ()) for mine, dim in pairs]
+        results.append(tuple(result))
+    return results
+
+
+def _elementwise(node: Node, operands: Sequence[Shape]) -> list[Shape]:
+    """Dims aligned from the right; what can only be 1 is broadcast."""
+    shape = []
+    for position in range(-len(node.meta["val"].shape), 0):
+        dims = [s[position] for s in operands if len(s) >= -position and s[position]]
+        size = node.meta["val"].shape[position]
+        dims = [dim for dim in dims if size_of(dim) == size]
+        for other in dims[1:]:
+            unify(dims[0], other)
+        shape.append(dims[0] if dims else unknown(size))
+    return [tuple(shape)]
+
+
+def _permuted(node: Node, operands: Sequence[Shape]) -> list[Shape]:
+    (shape,) = operands
+    return [tuple(shape[dim] for dim in permutation(node, len(shape)))]
+
+
+def _unsqueezed(node: Node, operands: Sequence[Shape]) -> list[Shape]:
+    (shape,) = operands
+    dim = arguments(node)["dim"] % (len(shape) + 1)
+    return [(*shape[:dim], (), *shape[dim:])]
+
+
+def _view(node: Node, operands: Sequence[Shape]) -> list[Shape]:
+    # For a product by batches whatever is left of rows and columns is one dim.
+    batches = any(user.target is aten.bmm.default for user in node.users)
+    return [tuple(reshaped(operands[0], node.meta["val"].shape, to_right=not batches))]
+
+
+def _same(node: Node, operands: Sequence[Shape]) -> list[Shape]:
+    return [operands[0]] * len(_values(node))
+
+
+def _converted(node: Node, operands: Sequence[Shape]) -> list[Shape]:
+    pair, world = conversion(node), arguments(node)["world"]
+    assert pair is not None
+    source, target = pair
+    return [_part(_whole(operands[0], source, world), target, world)]
+
+
+def _product(node: Node, operands: Sequence[Shape]) -> list[Shape]:
+    left, right = operands
+    for pair in [*zip(left[:-2], right[:-2], strict=True), (left[-1], right[-2])]:
+        unify(*pair)
+    return [(*left[:-1], right[-1])]
+
+
+def _linear(node: Node, operands: Sequence[Shape]) -> list[Shape]:
+    left, weight, *bias = operands
+    unify(left[-1], weight[1])
+    for shape in bias:
+        unify(shape[0], weight[0])
+    return [(*left[:-1], weight[0])]
+
+
+def _lookup(node: Node, operands: Sequence[Shape]) -> list[Shape]:
+    weight, ids = operands
+    return [(*ids, weight[1])]
+
+
+def _loss(node: Node, operands: Sequence[Shape]) -> list[Shape]:
+    unify(operands[0][0], operands[1][0])
+    return [operands[1]] * 2
+
+
+def _mean_loss(node: Node, operands: Sequence[Shape]) -> list[Shape]:
+    unify(operands[0][0], operands[1][0])
+    return []
+
+
+def _split(node: Node, operands: Sequence[Shape]) -> list[Shape]:
+    (shape,) = operands
+    dim = arguments(node)["dim"] % len(shape)
+    parts = parts_of(shape[dim], [value.shape[dim] for value in _values(node)])
+    return [(*shape[:dim], part, *shape[dim + 1 :]) for part in parts]
+
+
+def _slice(node: Node, operands: Sequence[Shape]) -> list[Shape]:
+    args, (shape,) = arguments(node), operands
+    dim = args["dim"] % len(shape)
+    size = node.meta["val"].shape[dim]
+    if args["step"] != 1 or size == 0:
+        return []
+    start = args["start"] or 0
+    start += size_of(shape[dim]) if start < 0 else 0
+    part = sliced(shape[dim], start, size)
+    return [(*shape[:dim], part, *shape[dim + 1 :])]
+
+
+def _cat(node: Node, operands: Sequence[Shape]) -> list[Shape]:
+    dim = arguments(node).get("dim", 0) % node.meta["val"].ndim
+    operands = [shape for shape in operands if len(shape) == node.meta["val"].ndim]
+    for other in operands[1:]:
+        for position, pair in enumerate(zip(operands[0], other, strict=True)):
+            if position != dim:
+                unify(*pair)
+    whole = joined([shape[dim] for shape in operands])
+    return [(*operands[0][:dim], whole, *operands[0][dim + 1 :])]
+
+
+def _padded(node: Node, operands: Sequence[Shape]) -> list[Shape]:
+    shape, pads = list(operands[0]), arguments(node)["pad"]
+    for position in range(len(pads) // 2):
+        dim = len(shape) - 1 - position
+        for size in pads[2 * position : 2 * position + 2]:
+            if size > 0:
+                shape[dim] = joined([shape[dim], unknown(size)])
+    return [tuple(shape)]
+
+
+def _attention(node: Node, operands: Sequence[Shape]) -> list[Shape]:
+    """Context (b, a, s, d) and row statistics (b, a, s)."""
+    query, key, value = operands[:3]
+    unify(query[0], key[0])
+    unify(query[3], key[3])
+    unify(key[1], value[1])
+    unify(key[2], value[2])
+    if size_of(query[1]) == size_of(key[1]):
+        unify(query[1], key[1])
+    return [(*query[:3], value[3]), query[:3]]
+
+
+Special = Callable[[Node, Sequence[Shape]], list[Shape]]
+_SPECIAL: dict[Any, Special] = {
+    **dict.fromkeys(
+        (
+            aten.view.default,
+            aten._unsafe_view.default,
+            aten.reshape.default,
+            aten.squeeze.dim,
+            aten.squeeze.dims,
+            aten.squeeze.default,
+        ),
+        _view,
+    ),
+    **dict.fromkeys(
+        (
+            aten._softmax.default,
+            aten._log_softmax.default,
+            aten._safe_softmax.default,
+            aten.cumsum.default,
+            aten.sort.default,
+            aten.sort.stable,
+            aten.zeros_like.default,
+            aten.ones_like.default,
+            aten.full_like.default,
+            aten.empty_like.default,
+        ),
+        _same,
+    ),
+    **dict.fromkeys((aten.permute.default, aten.transpose.int, aten.t.default), _permuted),
+    aten.unsqueeze.default: _unsqueezed,
+    _sp.convert.default: _converted,
+    aten.mm.default: _product,
+    aten.bmm.default: _product,
+    aten.linear.default: _linear,
+    aten.embedding.default: _lookup,
+    _sp.vocab_embedding.default: _lookup,
+    _sp.vocab_nll.default: _loss,
+    aten.nll_loss_forward.default: _mean_loss,
+    aten.split_with_sizes.default: _split,
+    aten.slice.Tensor: _slice,
+    aten.cat.default: _cat,
+    aten.constant_pad_nd.default: _padded,
+}

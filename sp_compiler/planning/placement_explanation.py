@@ -1,0 +1,127 @@
+"""Why parameters are placed as they are: what :meth:`sp_compiler.Plan.explain` returns."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+from sp_compiler.base.units import bytes_text
+from sp_compiler.planning.table_text import table
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to store a parameter or to run an operator, everything else chosen best for it.
+
+    Times are us of one step, forward and backward, of all layers that share the decision, at the
+    plan's nominal number of tokens; they are differences from the way that was chosen.
+
+    Attributes:
+        operands: placements of the operator's tensor operands; () for a way of storing.
+        results: of the operator's results; how the parameter is stored for a way of storing.
+        possible: False where nothing else in the model goes with it; all times are 0 then.
+        more_us: the sum of the three others, never negative: the chosen way is the optimum.
+        communication_us: of collectives and of copies around them.
+        compute_us: of the operators of the whole model.
+        memory_us: price of what every rank holds whole.
+        parameter_bytes: of the parameter on one rank.
+        conversions: what this way converts and the chosen one does not, dearest first.
+    """
+
+    operands: tuple[str, ...]
+    results: tuple[str, ...]
+    chosen: bool
+    possible: bool
+    more_us: float
+    communication_us: float
+    compute_us: float
+    memory_us: float
+    parameter_bytes: int
+    conversions: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class OperatorWays:
+    """An operator that reads the parameter.
+
+    Attributes:
+        operator: name, module and source line.
+        num_calls: layers that run it alike.
+        ways: every strategy that its rule offers here.
+    """
+
+    operator: str
+    num_calls: int
+    ways: tuple[Way, ...]
+
+
+@dataclass(frozen=True)
+class ParameterExplanation:
+    """Why one parameter is placed as it is.
+
+    Attributes:
+        placement: such as "Shard(0)" or "Replicate()"; "" where the forward does not use it.
+        reason: in words.
+        stored: every way to store it that all its readers can take.
+        operators: its readers.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    placement: str
+    reason: str
+    stored: tuple[Way, ...] = ()
+    operators: tuple[OperatorWays, ...] = ()
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why a module's parameters are sharded or not; ``print`` shows tables.
+
+    Attributes:
+        name: what was asked for.
+        tp: number of ranks.
+        parameters: those that the name stands for.
+    """
+
+    name: str
+    tp: int
+    parameters: tuple[ParameterExplanation, ...]
+
+    def to_json(self) -> str:
+        """All numbers as JSON."""
+        return json.dumps(asdict(self), indent=2)
+
+    def __str__(self) -> str:
+        return "\n\n".join(_parameter(item, self.tp) for item in self.parameters)
+
+
+def _parameter(item: ParameterExplanation, tp: int) -> str:
+    ranks = f"{tp} rank{'s' * (tp > 1)}"
+    lines = [f"{item.name} {item.shape} on {ranks}: {item.placement or 'unused'}"]
+    lines.append(f"  {item.reason}")
+    if item.stored:
+        lines += ["  stored:", _ways(item.stored)]
+    for reader in item.operators:
+        calls = f", {reader.num_calls} calls" if reader.num_calls > 1 else ""
+        lines += [f"  {reader.operator}{calls}:", _ways(reader.ways)]
+    return "\n".join(lines)
+
+
+def _ways(ways: tuple[Way, ...]) -> str:
+    head = ("", "way", "us more", "communication", "compute", "memory", "bytes", "converts")
+    return table([head, *map(_way, ways)], "    ")
+
+
+def _way(way: Way) -> tuple[str, ...]:
+    text = ", ".join(way.results)
+    if way.operands:
+        text = f"{', '.join(way.operands)} -> {text}"
+    mark = "*" if way.chosen else ""
+    if not way.possible:
+        return (mark, text, "impossible", "", "", "", "", "")
+    times = (way.more_us, way.communication_us, way.compute_us, way.memory_us)
+    more = f" and {len(way.conversions) - 1} more" if len(way.conversions) > 1 else ""
+    converts = way.conversions[0] + more if way.conversions else ""
+    numbers = (f"{round(time, 1) + 0.0:.1f}".rjust(10) for time in times)
+    return (mark, text, *numbers, bytes_text(way.parameter_bytes), converts)

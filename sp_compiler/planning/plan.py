@@ -1,0 +1,82 @@
+"""The plan as a user has it: the figures of :class:`PlanData`, and the ways to show them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sp_compiler.base.errors import NotCompiledError
+from sp_compiler.planning.data import PlanData
+from sp_compiler.planning.html import page
+from sp_compiler.planning.pipeline_parallel import STATE_BYTES, PipelinePlan, pipeline
+from sp_compiler.planning.placement_explanation import Explanation
+from sp_compiler.planning.report import report
+
+
+@dataclass(frozen=True)
+class Plan(PlanData):
+    """What one training step costs one rank; ``print(plan)`` is a table."""
+
+    def explain(self, name: str) -> Explanation:
+        """Why a module's parameters are, or are not, sharded, and what the other ways would cost.
+
+        The placements are solved again, once for each way, which takes from tenths of a second to
+        seconds.
+
+        >>> print(m.plan.explain("layers.0.attn.o_proj"))
+
+        Args:
+            name: of a parameter, or of a module of the model for all parameters inside it. ``*``
+                stands for anything between two dots, as in hints.
+
+        Raises:
+            ArgumentError: no such name; the message has what is near.
+            NotCompiledError: the plan comes from another process.
+        """
+        if self.explainer is None:
+            raise NotCompiledError(
+                "explain: this plan was copied from another process; ask sp_compiler.plan(...) here"
+            )
+        return self.explainer(name)
+
+    def pipeline(
+        self,
+        stages: int,
+        microbatches: int,
+        *,
+        chunks: int = 1,
+        bytes_per_parameter: float = STATE_BYTES,
+    ) -> PipelinePlan:
+        """What every stage of a pipeline holds, with this plan's input as one microbatch.
+
+        Args:
+            stages: number of pipeline stages, whose numbers of layers differ by one at most.
+            microbatches: of one step.
+            chunks: of layers on every stage; above 1 the schedule is the interleaved one.
+            bytes_per_parameter: of trained parameters, with gradient and optimizer: 18 for Adam in
+                mixed precision with gradients in 32 bits, 16 for everything in float32.
+
+        Raises:
+            ArgumentError: fewer layers than chunks of all stages, numbers that are not positive, an
+                interleaved schedule of microbatches that are no multiple of the stages.
+        """
+        return pipeline(
+            self.calls,
+            self.parameters,
+            stages,
+            microbatches,
+            chunks=chunks,
+            bytes_per_parameter=bytes_per_parameter,
+        )
+
+    def to_html(self, path: str | Path) -> None:
+        """Write a page with the step's memory over time and every kept tensor's bytes; it needs no
+        network to be read."""
+        Path(path).write_text(page(self), encoding="utf-8")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
+        return self
+
+    def __str__(self) -> str:
+        return report(self)

@@ -1,0 +1,130 @@
+"""A plan as text for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from sp_compiler.base.units import bytes_text, parse_bytes
+from sp_compiler.cost.node_cost import Collective
+from sp_compiler.planning.data import BlockPlan, KeptTensor, PlanData, Work
+from sp_compiler.planning.table_text import table
+
+_MAX_SOURCE = 60
+
+
+def report(plan: PlanData) -> str:
+    """Totals, blocks (repeated ones once), fallbacks, compile time."""
+    parts = [
+        f"{plan.model_name} on {plan.tp} tensor-parallel rank{'s' * (plan.tp > 1)}, "
+        f"recompute={plan.options['recompute']}, dropout={plan.options['dropout']}, "
+        f"sequence_parallel={plan.options['sequence_parallel']}",
+        "Memory of one rank\n" + table(_memory(plan)),
+        "One step (forward and backward) of one rank\n" + table(_step(plan)),
+        *_budget(plan),
+        *(_block(block) for block in plan.blocks),
+    ]
+    for title, lines in (("Fallbacks", plan.fallbacks), ("Notes", plan.notes)):
+        if lines:
+            parts.append("\n".join([title, *(f"  {line}" for line in lines)]))
+    if plan.seconds:
+        spent = ", ".join(f"{name} {seconds:.2f}" for name, seconds in plan.seconds.items())
+        parts.append(f"Compiled in {sum(plan.seconds.values()):.2f} s: {spent}")
+    return "\n\n".join(parts)
+
+
+def _memory(plan: PlanData) -> list[tuple[str, str, str]]:
+    whole = f"{bytes_text(plan.replicated_parameter_bytes)} of them on every rank"
+    calls = sum(block.num_calls for block in plan.blocks)
+    rows = [
+        ("parameters", plan.parameter_bytes, whole if plan.tp > 1 else ""),
+        ("gradients", plan.gradient_bytes, ""),
+        ("optimizer", plan.optimizer_bytes, "AdamW, two float32 moments"),
+        ("activations kept", plan.activation_bytes, f"between forward and backward, {calls} calls"),
+        ("activation peak", plan.activation_peak_bytes, "with temporaries and their gradients"),
+        ("returned", plan.returned_bytes, "outputs of the model, in the peak"),
+        ("total", plan.total_bytes, "parameters, gradients, optimizer, activation peak"),
+    ]
+    return [(name, bytes_text(num_bytes), note) for name, num_bytes, note in rows]
+
+
+def _budget(plan: PlanData) -> Iterable[str]:
+    """How the blocks are split where a budget decides."""
+    if plan.options["memory_budget"] is None:
+        return
+    budget = parse_bytes("memory_budget", plan.options["memory_budget"])
+    used = 100 * plan.activation_peak_bytes / budget
+    rows = [
+        (
+            f"{block.num_calls} x {block.name}",
+            f"keeps {bytes_text(block.kept_bytes)} a call",
+            f"computes again for {block.work.recompute_us:.0f} us",
+        )
+        for block in plan.blocks
+    ]
+    yield f"Budget of {bytes_text(budget)}, {used:.1f} % used at the peak\n" + table(rows)
+
+
+def _step(plan: PlanData) -> list[tuple[str, str]]:
+    work = plan.work
+    rows = [
+        ("matrix FLOPs", _flops_text(work)),
+        ("estimated time", f"{plan.step_us / 1e3:.2f} ms, MFU {100 * plan.mfu:.1f} %"),
+        ("  compute", f"{work.compute_us / 1e3:.2f} ms"),
+        ("  of it recompute", f"{work.recompute_us / 1e3:.2f} ms"),
+        ("  communication", f"{work.communication_us / 1e3:.2f} ms"),
+        ("  of it under compute", f"{work.hidden_us / 1e3:.2f} ms"),
+    ]
+    rows += [(f"  {item.kind}", _collective_text(item)) for item in plan.collectives]
+    return rows
+
+
+def _flops_text(work: Work) -> str:
+    extra = work.hardware_flops / work.model_flops - 1 if work.model_flops else 0.0
+    return f"{work.model_flops:.4g} of the model, {100 * extra:.1f} % more are recomputed"
+
+
+def _collective_text(item: Collective) -> str:
+    return f"{item.count} x, {bytes_text(item.num_bytes)}"
+
+
+def _block(block: BlockPlan) -> str:
+    work = block.work
+    lines = [
+        f"{block.name} x {block.num_calls}: {_paths(block)}",
+        f"  keeps {bytes_text(block.kept_bytes)} a call, "
+        f"{work.step_us / 1e3:.2f} ms estimated, "
+        f"{work.communication_us / 1e3:.2f} ms of it communication",
+    ]
+    for name, found in (("forward", block.forward), ("backward", block.backward)):
+        if found:
+            text = "; ".join(f"{item.kind} {_collective_text(item)}" for item in found)
+            lines.append(f"  {name}: {text}")
+    rows = table((_tensor(tensor, block.paths[0]) for tensor in block.kept), "    ")
+    return "\n".join([*lines, rows] if rows else lines)
+
+
+def _paths(block: BlockPlan) -> str:
+    paths = [path or "(outside of layers)" for path in block.paths]
+    if len(paths) > 3:
+        paths = [*paths[:2], "...", paths[-1]]
+    return ", ".join(paths)
+
+
+def _tensor(tensor: KeptTensor, path: str) -> tuple[str, ...]:
+    shape = f"{tensor.dtype}[{', '.join(map(str, tensor.shape))}]"
+    note = {
+        "": "",
+        "shared": ", counted once for all calls",
+        "returned": ", returned by the model: not counted",
+    }
+    source = tensor.line.split("\n")[0].strip()
+    module = tensor.module.removeprefix(path).removeprefix(".")
+    where = " ".join(part for part in (module, tensor.op) if part)
+    return (
+        tensor.name,
+        bytes_text(tensor.num_bytes),
+        shape,
+        where,
+        tensor.reason + note[tensor.shared],
+        source if len(source) <= _MAX_SOURCE else f"{source[: _MAX_SOURCE - 3]}...",
+    )

@@ -1,0 +1,26 @@
+"""Aligned columns of text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+_NUMBER = re.compile(r"([\d.]+ (B|[KMGT]iB))?")
+
+
+def table(rows: Iterable[Sequence[str]], indent: str = "  ") -> str:
+    """Columns aligned: those of sizes to the right, others to the left."""
+    lines = [tuple(row) for row in rows]
+    if not lines:
+        return ""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    right = [all(map(_NUMBER.fullmatch, column)) for column in zip(*lines, strict=True)]
+    texts = (
+        "  ".join(_aligned(*cell) for cell in zip(line, widths, right, strict=True))
+        for line in lines
+    )
+    return "\n".join(f"{indent}{text}".rstrip() for text in texts)
+
+
+def _aligned(cell: str, width: int, right: bool) -> str:
+    return cell.rjust(width) if right else cell.ljust(width)

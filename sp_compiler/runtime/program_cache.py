@@ -1,0 +1,235 @@
+"""Which compiled program a call of the module needs, and the bounded store of programs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from sp_compiler.base.autocast import Autocast, autocast_state
+from sp_compiler.base.warn import warn
+from sp_compiler.ir.symbolic import Sizes
+
+Value = TypeVar("Value")
+# How many programs of open sizes are compiled for calls that differ in their sizes only.
+_MAX_TRIES = 4
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+
+
+class Constant:
+    """A leaf that is no tensor, as part of a key: equal only to the same value of the same type.
+
+    ``1``, ``1.0`` and ``True`` differ. Values need not be hashable: they are hashed by their text.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.text = f"{type(value).__module__}.{type(value).__qualname__}:{_text(value)}"
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Constant) or self.text != other.text:
+            return False
+        return isinstance(self.value, _PLAIN) or _equal(self.value, other.value)
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def _equal(first: Any, second: Any) -> bool:
+    if first is second:
+        return True
+    try:
+        return bool(first == second)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+
+
+def _text(value: Any) -> str:
+    """The same text for equal values on every rank; no addresses."""
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    text = repr(value)
+    return f"{type(value).__qualname__} object" if " at 0x" in text else text
+
+
+@dataclass(frozen=True)
+class CallKey:
+    """What the compiled program depends on.
+
+    Attributes:
+        training: mode of every module, in order.
+        parameters: dtype and ``requires_grad`` of every parameter, in order.
+        autocast: ``(device, dtype)`` of each autocast that is on.
+        leaves: shape, dtype, device and ``requires_grad`` of tensors; other leaves as constants.
+        structure: how the leaves make up the arguments.
+        attributes: (module path, name) and value of what the user set on the model's modules.
+
+    Grad mode is no part of it: a program is compiled with its backward, which is not recorded
+    under ``no_grad``.
+    """
+
+    training: bytes
+    parameters: tuple[tuple[torch.dtype, bool], ...]
+    autocast: Autocast
+    leaves: tuple[Any, ...]
+    structure: Any
+    attributes: tuple[tuple[tuple[str, str], Constant], ...] = ()
+
+    def without_sizes(self) -> CallKey:
+        """The same for all sizes above 1: nothing holds for 0 or 1 and for larger sizes too."""
+        leaves = (
+            (tuple(min(size, 2) for size in leaf[0]), *leaf[1:])
+            if isinstance(leaf, tuple)
+            else leaf
+            for leaf in self.leaves
+        )
+        return replace(self, leaves=tuple(leaves))
+
+    def digest(self) -> str:
+        """The same text for equal keys on every rank and in every process."""
+        parts = (
+            self.training,
+            self.parameters,
+            self.autocast,
+            self.leaves,
+            str(self.structure),
+            self.attributes,
+        )
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+    def parts(self) -> dict[str, str]:
+        """All of it as text, by what a person calls it."""
+        return {
+            "inputs": str(list(self.leaves)),
+            "structure": str(self.structure),
+            "autocast": str(list(self.autocast)),
+            "modules in training mode": _indices(self.training),
+            "dtype and requires_grad of parameters": str(list(self.parameters)),
+            "attributes": str(dict(self.attributes)),
+        }
+
+    def describe(self) -> str:
+        """The part of it that most often changes from call to call."""
+        attributes = f", attributes {dict(self.attributes)}" if self.attributes else ""
+        return f"inputs {list(self.leaves)}, autocast {list(self.autocast)}{attributes}"
+
+
+def call_key(
+    modules: Iterable[nn.Module],
+    parameters: Iterable[Tensor],
+    leaves: Sequence[Any],
+    structure: Any,
+    attributes: Mapping[tuple[str, str], Constant] | None = None,
+) -> CallKey:
+    """The key of a call with these flattened inputs, in the present mode."""
+    return CallKey(
+        bytes(module.training for module in modules),
+        tuple((parameter.dtype, parameter.requires_grad) for parameter in parameters),
+        autocast_state(),
+        tuple(_leaf(leaf) for leaf in leaves),
+        structure,
+        tuple((attributes or {}).items()),
+    )
+
+
+def _indices(flags: bytes) -> str:
+    chosen = [index for index, flag in enumerate(flags) if flag]
+    return "all" if len(chosen) == len(flags) else str(chosen or "none")
+
+
+def _leaf(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return (tuple(leaf.shape), leaf.dtype, leaf.device.type, leaf.requires_grad)
+    return Constant(leaf)
+
+
+@dataclass
+class _Entry(Generic[Value]):
+    """A program; ``alike`` is its key for all sizes above 1, ``sizes`` what it leaves open."""
+
+    value: Value
+    alike: CallKey
+    sizes: Sizes | None
+
+
+class ProgramCache(Generic[Value]):
+    """The last ``size`` programs used; warns once when it has to throw one away.
+
+    A program that leaves sizes open is found by every call that it holds for.
+    """
+
+    def __init__(self, size: int = 16) -> None:
+        self.size = size
+        self._entries: OrderedDict[CallKey, _Entry[Value]] = OrderedDict()
+        self._closed: set[CallKey] = set()
+        self._warned = False
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def mapped(self, function: Callable[[Value], Value]) -> ProgramCache[Value]:
+        """A cache of the same size that holds ``function`` of every program."""
+        result = ProgramCache[Value](self.size)
+        result._closed |= self._closed
+        for key, entry in self._entries.items():
+            result._entries[key] = replace(entry, value=function(entry.value))
+        return result
+
+    def get(self, key: CallKey, leaves: Sequence[Any] = ()) -> Value | None:
+        """The program for a call with these flattened inputs, if there is one."""
+        found = self._entries.get(key)
+        if found is None:
+            for name, entry in reversed(self._alike(key)):
+                if entry.sizes is not None and entry.sizes.rejection(leaves) is None:
+                    key, found = name, entry
+                    break
+        if found is None:
+            return None
+        self._entries.move_to_end(key)
+        return found.value
+
+    def opens(self, key: CallKey, leaves: Sequence[Any]) -> bool:
+        """Whether the program to compile for a call that has none should leave sizes open.
+
+        So it is where another size came before, unless that failed, or several such programs could
+        not help to be specialised: they take longer to compile. Warns what specialised the last.
+        """
+        alike = self._alike(key)
+        tried = [entry.sizes for _, entry in alike if entry.sizes is not None]
+        if tried:
+            warn(
+                f"compiled again, {len(alike) + 1} programs now for inputs that differ in nothing "
+                f"but their sizes ({key.describe()}): the last is specialised, "
+                f"{tried[-1].rejection(leaves)}"
+            )
+        return bool(alike) and len(tried) < _MAX_TRIES and key.without_sizes() not in self._closed
+
+    def put(self, key: CallKey, value: Value, sizes: Sizes | None = None) -> None:
+        """Store the program that was compiled for ``key`` and holds for ``sizes``."""
+        alike = key.without_sizes()
+        if sizes is None and self._alike(key):
+            self._closed.add(alike)
+        self._entries[key] = _Entry(value, alike, sizes)
+        if len(self._entries) <= self.size:
+            return
+        self._entries.popitem(last=False)
+        if not self._warned:
+            self._warned = True
+            warn(
+                f"more than {self.size} different kinds of inputs were compiled (last: "
+                f"{key.describe()}); programs are thrown away and compiled again. Pad inputs to a "
+                "few fixed shapes, and keep Python numbers that change out of the arguments"
+            )
+
+    def _alike(self, key: CallKey) -> list[tuple[CallKey, _Entry[Value]]]:
+        """The entries that differ from ``key`` in sizes above 1 only, the latest last."""
+        alike = key.without_sizes()
+        return [item for item in self._entries.items() if item[1].alike == alike]

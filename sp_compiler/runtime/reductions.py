@@ -1,0 +1,125 @@
+"""Gradients of replicated parameters: reduced together, or put off by ``no_sync``."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from sp_compiler.base.errors import UnsupportedError
+from sp_compiler.ops.communicator import Communicator
+from sp_compiler.runtime.region_call import forbid_double_backward, local_tensor
+
+
+class DeferredGradients:
+    """Gradients of replicated parameters whose reduction waits for a synchronised backward.
+
+    Attributes:
+        enabled: ``True`` while reductions are put off.
+        pending: parameter name to the sum of this rank's unreduced gradients.
+    """
+
+    def __init__(self) -> None:
+        self.enabled = False
+        self.pending: dict[str, Tensor] = {}
+
+    def add(self, name: str, grad: Tensor) -> None:
+        self.pending[name] = self.pending[name] + grad if name in self.pending else grad
+
+    def take(self, name: str, grad: Tensor | None) -> Tensor | None:
+        """``grad`` with what was put off for ``name``."""
+        waiting = self.pending.pop(name, None)
+        if waiting is None or grad is None:
+            return waiting if grad is None else grad
+        return grad + waiting
+
+
+_WATCHED: weakref.WeakKeyDictionary[DeferredGradients, weakref.ref[nn.Module]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def watch_optimizer_steps(deferred: DeferredGradients, module: nn.Module) -> None:
+    """Let optimizer steps on ``module`` raise while gradients are pending: they would be lost."""
+    if not _WATCHED:
+        register_optimizer_step_pre_hook(_refuse_pending)
+    _WATCHED[deferred] = weakref.ref(module)
+
+
+def _refuse_pending(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for deferred, reference in list(_WATCHED.items()):
+        module = reference()
+        if module is None or not deferred.pending:
+            continue
+        ids = {id(parameter) for parameter in module.parameters()}
+        if any(
+            id(p) in ids for param_group in optimizer.param_groups for p in param_group["params"]
+        ):
+            raise UnsupportedError(
+                "optimizer.step() while gradients of replicated parameters are put off by "
+                "no_sync(): run the last microbatch's backward outside of no_sync(), so that they "
+                "are reduced"
+            )
+
+
+class ReplicateParameters(torch.autograd.Function):
+    """Invariant parameters as replicated values; backward reduces their gradients together.
+
+    ``apply(tp, deferred, names, *parameters)``; one all-reduce for each dtype. While ``deferred``
+    is enabled the gradients are put there and the parameters get none.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tp: Communicator,
+        deferred: DeferredGradients,
+        names: tuple[str, ...],
+        *parameters: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.tp, ctx.deferred, ctx.names = tp, deferred, names
+        ctx.specs = tuple(getattr(parameter, "_spec", None) for parameter in parameters)
+        ctx.set_materialize_grads(False)
+        return tuple(local_tensor(parameter).detach() for parameter in parameters)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        with torch.no_grad():
+            if ctx.deferred.enabled:
+                for name, grad in zip(ctx.names, grads, strict=True):
+                    if grad is not None:
+                        ctx.deferred.add(name, grad)
+                return (None, None, None, *[None] * len(grads))
+            whole = [
+                ctx.deferred.take(name, grad) for name, grad in zip(ctx.names, grads, strict=True)
+            ]
+            reduced = reduce_gradients(ctx.tp, whole)
+            results = [
+                DTensor(grad, spec, requires_grad=False)
+                if grad is not None and spec is not None
+                else grad
+                for grad, spec in zip(reduced, ctx.specs, strict=True)
+            ]
+        return (None, None, None, *forbid_double_backward(results, grads))
+
+
+def reduce_gradients(tp: Communicator, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Sums over ranks of partial gradients, in one all-reduce for each dtype."""
+    result: list[Tensor | None] = [None] * len(grads)
+    by_dtype: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
+    for index, grad in enumerate(grads):
+        if grad is not None:
+            by_dtype.setdefault(grad.dtype, []).append((index, grad))
+    for parts in by_dtype.values():
+        flat = torch.cat([part.reshape(-1) for _, part in parts])
+        pieces = tp.all_reduce(flat, "P", "I").split([part.numel() for _, part in parts])
+        for (index, part), piece in zip(parts, pieces, strict=True):
+            # A copy: views would share one version counter and keep the whole bucket alive.
+            result[index] = piece.clone().view(part.shape)
+    return result

@@ -1,0 +1,318 @@
+"""Exact solution of a placement problem by contraction: no search, where few values live at once.
+
+Two vertices of which one reads what the other makes become one table of all pairs of their rows. A
+row is what the rest of the problem can see: which placements it needs of values from outside, and
+in which placements the values that are read outside exist. Of rows that look alike, and of those
+that another row can stand in for at no higher cost, one is kept. A layer of a transformer hands on
+one or two values, so tables stay small and the last one has a single row.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sp_compiler.base.placement import Placement
+from sp_compiler.solve.placement_problem import ConversionCost, Value, Vertex
+
+MAX_PAIRS = 4_000_000
+"""Pairs of rows that one contraction may look at, about a second."""
+_CHEAPEST = 24
+"""How many cheap rows are tried as a stand-in for each dearer one."""
+_MAX_KEY = 1 << 62
+
+State = Any
+"""What a row says of one value. Of a needed one: the set of placements; of a made one: its
+placement and the set of those that it was converted to. A set is a bit mask over placements."""
+
+
+@dataclass
+class _Column:
+    """One value's state in every row: ``states[codes[row]]``."""
+
+    codes: NDArray[np.int64]
+    states: list[State]
+
+    @classmethod
+    def of(cls, states: Iterable[State]) -> _Column:
+        numbers: dict[State, int] = {}
+        codes = [numbers.setdefault(state, len(numbers)) for state in states]
+        return cls(np.array(codes, np.int64), list(numbers))
+
+    def with_each(self, other: _Column, join: Callable[[State, State], State]) -> _Column:
+        """The joint state in every pair of a row of this and one of the other, as a matrix."""
+        small = _Column.of(join(mine, its) for mine in self.states for its in other.states)
+        table = small.codes.reshape(len(self.states), len(other.states))
+        return _Column(table[self.codes[:, None], other.codes], small.states)
+
+    def map(self, change: Callable[[State], State]) -> _Column:
+        small = _Column.of(map(change, self.states))
+        return _Column(small.codes[self.codes], small.states)
+
+    def transposed(self) -> _Column:
+        return _Column(self.codes.T, self.states)
+
+    def at(self, rows: NDArray[np.int64]) -> _Column:
+        used, codes = np.unique(self.codes.ravel()[rows], return_inverse=True)
+        return _Column(codes, [self.states[code] for code in used])
+
+
+@dataclass
+class _Table:
+    """``origin``: for each row the option of ``vertex``, or a row of each of the two ``parts``."""
+
+    needs: dict[Value, _Column]
+    makes: dict[Value, _Column]
+    costs: NDArray[np.float64]
+    origin: NDArray[np.int64]
+    vertex: int = -1
+    parts: tuple[_Table, ...] = ()
+
+    def needed(self, value: Value) -> _Column:
+        nothing = _Column(np.zeros(len(self.costs), np.int64), [0])
+        return self.needs.get(value, nothing)
+
+    def at(self, rows: NDArray[np.int64]) -> _Table:
+        return replace(
+            self,
+            needs={value: column.at(rows) for value, column in self.needs.items()},
+            makes={value: column.at(rows) for value, column in self.makes.items()},
+            costs=self.costs.ravel()[rows],
+            origin=self.origin[rows],
+        )
+
+
+class Contraction:
+    """Contracts one problem; see the module's docstring.
+
+    Args:
+        vertices: every value is made by exactly one vertex, which does not read it.
+        conversion_cost: see :data:`sp_compiler.solve.placement_problem.ConversionCost`.
+    """
+
+    def __init__(self, vertices: Sequence[Vertex], conversion_cost: ConversionCost) -> None:
+        self._conversion_cost = conversion_cost
+        self._placements: list[Placement] = []
+        self._numbers: dict[Placement, int] = {}
+        self._costs: dict[tuple[Value, int, int], float] = {}
+        self._tables = {i: self._leaf(i, vertex) for i, vertex in enumerate(vertices)}
+        self._maker = {value: i for i, table in self._tables.items() for value in table.makes}
+        self._readers: dict[Value, set[int]] = defaultdict(set)
+        for i, table in self._tables.items():
+            for value in table.needs:
+                self._readers[value].add(i)
+        self._edges: dict[tuple[int, int], tuple[int, int]] = {}
+        for i in self._tables:
+            self._measure(i)
+
+    def run(self) -> list[int] | None:
+        """The cheapest choice of options, the first ones where several are; ``None``: too wide.
+
+        Raises:
+            ValueError: no choice satisfies every need.
+        """
+        choices = [0] * len(self._tables)
+        while self._edges:
+            _, pairs, first, second = min((*size, *pair) for pair, size in self._edges.items())
+            if pairs > MAX_PAIRS:
+                return None
+            self._contract(first, second)
+        todo = []
+        for table in self._tables.values():
+            if not len(table.costs):
+                raise ValueError("no choice satisfies every need")
+            todo.append((table, int(table.costs.argmin())))
+        while todo:
+            table, row = todo.pop()
+            if table.parts:
+                todo += zip(table.parts, table.origin[row].tolist(), strict=True)
+            else:
+                choices[table.vertex] = int(table.origin[row, 0])
+        return choices
+
+    def _leaf(self, number: int, vertex: Vertex) -> _Table:
+        needs = list(dict.fromkeys(vertex.needs))
+        found: dict[tuple[State, ...], tuple[float, int]] = {}
+        for index, option in enumerate(vertex.options):
+            masks = dict.fromkeys(needs, 0)
+            for value, placement in zip(vertex.needs, option.needs, strict=True):
+                masks[value] |= 1 << self._number(placement)
+            row = (*masks.values(), *((self._number(placement), 0) for placement in option.makes))
+            # The tiny slope prefers the first of several equal options, on every rank.
+            cost = option.cost_us + 1e-6 * index
+            if row not in found or cost < found[row][0]:
+                found[row] = (cost, index)
+        values = [*needs, *vertex.makes]
+        columns = [_Column.of(row[i] for row in found) for i in range(len(values))]
+        return _Table(
+            dict(zip(needs, columns, strict=False)),
+            dict(zip(vertex.makes, columns[len(needs) :], strict=True)),
+            np.array([cost for cost, _ in found.values()], np.float64),
+            np.array([[index] for _, index in found.values()], np.int64),
+            number,
+        )
+
+    def _number(self, placement: Placement) -> int:
+        if placement not in self._numbers:
+            self._numbers[placement] = len(self._placements)
+            self._placements.append(placement)
+        return self._numbers[placement]
+
+    def _cost(self, value: Value, made: int, mask: int) -> float:
+        """us of converting ``value`` from one placement to all in ``mask``."""
+        mask &= ~(1 << made)
+        if not mask:
+            return 0.0
+        key = (value, made, mask)
+        if key not in self._costs:
+            source = self._placements[made]
+            costs = [self._conversion_cost(value, source, self._placements[t]) for t in _bits(mask)]
+            self._costs[key] = sum(math.inf if cost is None else cost for cost in costs)
+        return self._costs[key]
+
+    # Which pair next: the one after which the fewest values are seen from outside.
+
+    def _measure(self, number: int) -> None:
+        """Weigh the contraction of a table with each that it reads from and each that reads it."""
+        table = self._tables[number]
+        pairs = [(self._maker[value], number) for value in table.needs]
+        pairs += [(number, reader) for value in table.makes for reader in self._readers[value]]
+        for pair in pairs:
+            if pair not in self._edges:
+                self._edges[pair] = self._weight(*pair)
+
+    def _weight(self, first: int, second: int) -> tuple[int, int]:
+        """By how much a contraction widens the wider table, and how many pairs it looks at."""
+        a, b = self._tables[first], self._tables[second]
+        needs, makes = self._interface(first, second)
+        growth = len(needs) + len(makes) - max(len(t.needs) + len(t.makes) for t in (a, b))
+        return growth, len(a.costs) * len(b.costs)
+
+    def _interface(self, first: int, second: int) -> tuple[list[Value], list[Value]]:
+        """Values that the two together need, and those made by them that others read."""
+        a, b, both = self._tables[first], self._tables[second], {first, second}
+        made = a.makes | b.makes
+        needs = [value for value in a.needs | b.needs if value not in made]
+        return needs, [value for value in made if self._readers[value] - both]
+
+    # One contraction.
+
+    def _contract(self, first: int, second: int) -> None:
+        needs, makes = self._interface(first, second)
+        a, b = self._tables.pop(first), self._tables.pop(second)
+        for value in (*a.makes, *b.makes):
+            self._maker.pop(value, None)
+        for value in (*a.needs, *b.needs):
+            self._readers[value] -= {first, second}
+        table = self._pairs(a, b, needs, makes)
+        self._tables[first] = self._without_replaceable(table)
+        self._maker.update(dict.fromkeys(makes, first))
+        for value in needs:
+            self._readers[value].add(first)
+        for pair in [pair for pair in self._edges if not {first, second}.isdisjoint(pair)]:
+            del self._edges[pair]
+        self._measure(first)
+
+    def _mask_needed(self, value: Value) -> int:
+        """Placements in which the remaining tables may read ``value``."""
+        mask = 0
+        for reader in self._readers[value]:
+            for needed in self._tables[reader].needs[value].states:
+                mask |= needed
+        return mask
+
+    def _pairs(
+        self, a: _Table, b: _Table, needs: Sequence[Value], makes: Sequence[Value]
+    ) -> _Table:
+        """The cheapest pair of rows behind each row of the new table, the cheapest row first."""
+        costs = np.add.outer(a.costs, b.costs)
+        needed = {
+            value: a.needed(value).with_each(b.needed(value), operator.or_) for value in needs
+        }
+        made = {}
+        for maker, reader in ((a, b), (b, a)):
+            for value, column in maker.makes.items():
+                joint = column.with_each(reader.needed(value), lambda state, mask: (*state, mask))
+                joint = joint if maker is a else joint.transposed()
+                paid = [self._cost(value, at, mask & ~have) for at, have, mask in joint.states]
+                costs += np.array(paid)[joint.codes]
+                if value in makes:
+                    made[value] = joint.map(_visible(self._mask_needed(value)))
+        cheapest_first = costs.argsort(axis=None, kind="stable")
+        possible = cheapest_first[: np.isfinite(costs).sum()]
+        rows = possible[_first_of_each([*needed.values(), *made.values()], possible)]
+        first, second = np.divmod(rows, len(b.costs))
+        return _Table(
+            {value: column.at(rows) for value, column in needed.items()},
+            {value: made[value].at(rows) for value in makes},
+            costs.ravel()[rows],
+            np.stack([first, second], axis=1),
+            parts=(a, b),
+        )
+
+    def _without_replaceable(self, table: _Table) -> _Table:
+        """Without rows for which a cheaper one can stand in, whatever the rest of the problem does.
+
+        Args:
+            table: the cheapest row first.
+        """
+        makers = {v: self._tables[self._maker[v]].makes[v].states for v in table.needs}
+        seen = {value: self._mask_needed(value) for value in table.makes}
+        kept: list[int] = []
+        rows = np.arange(len(table.costs))
+        while len(rows) and len(kept) < _CHEAPEST:
+            other, rows = int(rows[0]), rows[1:]
+            kept.append(other)
+            # What conversions outside may cost more with the other row.
+            left = table.costs[rows] - table.costs[other]
+            for value, column in table.needs.items():
+                its = column.states[column.codes[other]]
+                more = [
+                    max(self._cost(value, placement, its & ~mine) for placement, _ in makers[value])
+                    for mine in column.states
+                ]
+                left -= np.array(more)[column.codes[rows]]
+            for value, column in table.makes.items():
+                its = column.states[column.codes[other]]
+                more = [self._dearer(value, its, mine, seen[value]) for mine in column.states]
+                left -= np.array(more)[column.codes[rows]]
+            rows = rows[left < 0]
+        return table.at(np.array([*kept, *rows], np.int64))
+
+    def _dearer(self, value: Value, its: State, mine: State, seen: int) -> float:
+        """us by which conversions of ``value`` may cost more where it is made like ``its``."""
+        more = 0.0
+        for target in _bits(seen & ~its[1]) if mine != its else ():
+            bit = 1 << target
+            before = 0.0 if mine[1] & bit else self._cost(value, mine[0], bit)
+            if before < math.inf:
+                more += max(0.0, self._cost(value, its[0], bit) - before)
+        return more
+
+
+def _visible(seen: int) -> Callable[[State], State]:
+    """Of a value's conversions, those in which the rest may read it."""
+    return lambda state: (state[0], (state[1] | state[2]) & seen & ~(1 << state[0]))
+
+
+def _first_of_each(columns: Sequence[_Column], pairs: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Positions in ``pairs`` of the first pair of each joint state, in their order."""
+    keys, size = np.zeros(len(pairs), np.int64), 1
+    for column in columns:
+        if size * len(column.states) > _MAX_KEY:
+            keys = np.unique(keys, return_inverse=True)[1]
+            size = len(pairs)
+        keys = keys * len(column.states) + column.codes.ravel()[pairs]
+        size *= len(column.states)
+    return np.sort(np.unique(keys, return_index=True)[1])
+
+
+def _bits(mask: int) -> list[int]:
+    return [number for number in range(mask.bit_length()) if mask >> number & 1]

@@ -1,0 +1,305 @@
+"""How to split every call of a step so that its peak fits, on plain data; exact.
+
+Calls run forward in order, then backward in the opposite order: the backward of call ``i`` sees
+what calls up to ``i`` keep, its forward what those before it do. A dynamic program over the calls
+carries what is kept so far; of two ways to get there, the one that keeps no less and is no better
+is dropped, and so is what a lower bound shows to end worse than a solution that is known.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sp_compiler.base.storage import Storage
+
+Shared = frozenset[Storage]
+_BEAM = 32
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to split a call.
+
+    Attributes:
+        us: time of its forward and backward.
+        own_bytes: kept by this call alone.
+        shared: kept storages that are some call's results, which others may keep or use.
+        forward_bytes: what the forward holds at most beside its arguments.
+        backward_bytes: the same of the backward.
+    """
+
+    us: float
+    own_bytes: int
+    shared: Shared
+    forward_bytes: int
+    backward_bytes: int
+
+
+@dataclass(frozen=True)
+class Stop:
+    """One call.
+
+    Attributes:
+        ways: to choose from.
+        before: sets of storages that are live when the forward runs, apart from what is kept.
+        after: the same of moments from then on until the backward has run.
+        inside: the same of moments when the backward runs.
+    """
+
+    ways: tuple[Way, ...]
+    before: frozenset[Shared]
+    after: frozenset[Shared]
+    inside: frozenset[Shared]
+
+
+def cheapest(stops: Sequence[Stop], limit_bytes: int) -> list[int] | None:
+    """The way of each call: least time with a peak of at most ``limit_bytes``.
+
+    Of equally fast ones it has the smallest peak. ``None`` where nothing fits. A smaller limit so
+    never leads to a larger peak nor to less time.
+    """
+    guess = _Search(stops, limit_bytes, width=_BEAM).run()
+    best = _Search(stops, limit_bytes, at_most=None if guess is None else _us(stops, guess)).run()
+    smaller = best
+    while smaller is not None:
+        best = smaller
+        smaller = _Search(stops, peak_bytes(stops, best) - 1, at_most=_us(stops, best)).run()
+    return best
+
+
+def smallest(stops: Sequence[Stop]) -> list[int]:
+    """The way of each call with the smallest peak."""
+    found = _Search(stops, None).run()
+    assert found is not None
+    return found
+
+
+def peak_bytes(stops: Sequence[Stop], picks: Sequence[int]) -> int:
+    """The most that is live at once."""
+    return max(need for _, need in needs(stops, picks))
+
+
+def needs(stops: Sequence[Stop], picks: Sequence[int]) -> Iterable[tuple[int, int]]:
+    """(bytes kept by it and before, live bytes) of each call at its worst moment."""
+    own, shared = 0, Shared()
+    for stop, pick in zip(stops, picks, strict=True):
+        way = stop.ways[pick]
+        before = own + _before(stop, way, shared)
+        own, shared = own + way.own_bytes, shared | way.shared
+        kept = own + sum(storage.num_bytes for storage in shared)
+        yield kept, max(before, own + _after(stop, way, shared))
+
+
+def _us(stops: Sequence[Stop], picks: Sequence[int]) -> int:
+    return sum(_units(stop.ways[pick].us) for stop, pick in zip(stops, picks, strict=True))
+
+
+def _units(us: float) -> int:
+    """Whole picoseconds, so that sums in any order are equal."""
+    return round(us * 1e6)
+
+
+def _before(stop: Stop, way: Way, shared: Shared) -> int:
+    return way.forward_bytes + _most(stop.before, shared)
+
+
+def _after(stop: Stop, way: Way, shared: Shared) -> int:
+    inside = way.backward_bytes + _most(stop.inside, shared) if stop.inside else 0
+    return max(inside, _most(stop.after, shared))
+
+
+def _most(live: Iterable[Shared], shared: Shared) -> int:
+    return max((sum(s.num_bytes for s in each | shared) for each in live), default=0)
+
+
+@dataclass
+class _Labels:
+    """Ways through the first calls: arrays of own bytes, of cost, and of where each came from."""
+
+    own: Any
+    cost: Any
+    came: Any
+    """(number of the set of shared storages, row, way) before the last call."""
+
+
+class _Search:
+    """With a limit the cost is time, without one the peak.
+
+    Args:
+        at_most: of time, in picoseconds; what cannot end below is dropped on the way.
+        width: go on with the most promising few alone, which may miss the best.
+    """
+
+    def __init__(
+        self,
+        stops: Sequence[Stop],
+        limit_bytes: int | None,
+        *,
+        at_most: int | None = None,
+        width: int | None = None,
+    ) -> None:
+        self.stops = stops
+        self.limit = limit_bytes
+        self.at_most = at_most
+        self.width = width
+        self.first, self.settled = _lifetimes(stops)
+        self.rest = self._least_needs()
+        self.bound = self._bound(limit_bytes) if limit_bytes is not None else None
+        self.history: list[list[_Labels]] = []
+
+    def run(self) -> list[int] | None:
+        start = _Labels(np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros((1, 3), np.int64))
+        labels = {Shared(): start}
+        for index in range(len(self.stops)):
+            labels = self._step(index, labels)
+            self.history.append(list(labels.values()))
+        # The last row of each costs least.
+        ends = [(found.cost[-1], number) for number, found in enumerate(labels.values())]
+        return self._trace(min(ends)[1]) if ends else None
+
+    def _trace(self, number: int) -> list[int]:
+        picks = []
+        row = -1
+        for labels in reversed(self.history):
+            number, row, pick = labels[number].came[row]
+            picks.append(int(pick))
+        return picks[::-1]
+
+    def _step(self, index: int, labels: dict[Shared, _Labels]) -> dict[Shared, _Labels]:
+        found: dict[Shared, list[_Labels]] = {}
+        stop = self.stops[index]
+        for number, (shared, label) in enumerate(labels.items()):
+            for pick, way in enumerate(stop.ways):
+                joint = shared | way.shared
+                own = label.own + way.own_bytes
+                need = np.maximum(
+                    label.own + _before(stop, way, shared), own + _after(stop, way, joint)
+                )
+                gone = {storage for storage in joint if self.settled[storage] <= index}
+                own = own + sum(storage.num_bytes for storage in gone)
+                if self.limit is None:
+                    cost = np.maximum(label.cost, np.maximum(need, own + self.rest[index + 1]))
+                    rows = np.arange(len(own))
+                else:
+                    cost = label.cost + _units(way.us)
+                    fits = (need <= self.limit) & (own + self.rest[index + 1] <= self.limit)
+                    if self.bound is not None and self.at_most is not None:
+                        fits &= self.bound.total(index + 1, own, cost) <= self.at_most + 1
+                    rows = np.flatnonzero(fits)
+                came = np.stack(
+                    [np.full_like(rows, number), rows, np.full_like(rows, pick)], axis=1
+                )
+                if len(rows):
+                    found.setdefault(joint - gone, []).append(_Labels(own[rows], cost[rows], came))
+        return {
+            shared: self._narrowed(index + 1, _undominated(each)) for shared, each in found.items()
+        }
+
+    def _narrowed(self, index: int, labels: _Labels) -> _Labels:
+        if self.width is None or self.bound is None or len(labels.own) <= self.width:
+            return labels
+        order = np.argsort(self.bound.total(index, labels.own, labels.cost), kind="stable")
+        rows = np.sort(order[: self.width])
+        return _Labels(labels.own[rows], labels.cost[rows], labels.came[rows])
+
+    def _bound(self, limit_bytes: int) -> _Bound:
+        """The best of those that trade memory for time at the rate of some pair of ways."""
+        kept = [
+            [(way.own_bytes + self._for_itself(index, way), _units(way.us)) for way in stop.ways]
+            for index, stop in enumerate(self.stops)
+        ]
+        room = [limit_bytes - rest for rest in self.rest[1:]]
+        pairs = {pair for ways in kept for pair in itertools.combinations(sorted(set(ways)), 2)}
+        rates = {
+            (slow - fast) / (more - less) for (less, slow), (more, fast) in pairs if more > less
+        }
+        bounds = (
+            _Bound.of(kept, room, rate) for rate in sorted({max(0.0, r) for r in rates} | {0.0})
+        )
+        return max(bounds, key=lambda bound: bound.least)
+
+    def _least_needs(self) -> list[int]:
+        """For each call what it and the following need at least beside what is kept before it."""
+        none = Shared()
+        rest = [0]
+        for index in reversed(range(len(self.stops))):
+            stop = self.stops[index]
+            least = min(
+                max(
+                    _before(stop, way, none),
+                    way.own_bytes + _after(stop, way, none),
+                    way.own_bytes + self._for_itself(index, way) + rest[-1],
+                )
+                for way in stop.ways
+            )
+            rest.append(least)
+        return rest[::-1]
+
+    def _for_itself(self, index: int, way: Way) -> int:
+        """Bytes of shared storages that only this call may keep and that die with their users."""
+        return sum(
+            storage.num_bytes
+            for storage in way.shared
+            if self.first[storage] == self.settled[storage] == index
+        )
+
+
+@dataclass
+class _Bound:
+    """A lower bound on the time of all calls, by pricing the bytes kept up to some call.
+
+    ``rest[i]``: priced time of calls from ``i`` on, less the price of all the room there is.
+    """
+
+    rest: Any
+    rate: Any
+    least: float
+
+    @classmethod
+    def of(
+        cls, kept: Sequence[Sequence[tuple[int, int]]], room: Sequence[int], rate: float
+    ) -> _Bound:
+        priced = np.array([min(cost + rate * own for own, cost in ways) for ways in kept])
+        plain = np.array([float(min(cost for _, cost in ways)) for ways in kept])
+        after = np.append(np.cumsum(plain[::-1])[::-1], 0.0)
+        ends = np.cumsum(priced) + after[1:] - rate * np.array(room, dtype=float)
+        end = int(np.argmax(ends))  # the call up to which bytes have a price
+        rest = after.copy()
+        rest[: end + 1] = (
+            np.cumsum(priced[end::-1])[::-1] + after[end + 1] - rate * float(room[end])
+        )
+        rates = np.where(np.arange(len(kept) + 1) <= end, rate, 0.0)
+        return cls(rest, rates, float(ends[end]))
+
+    def total(self, index: int, own: Any, cost: Any) -> Any:
+        """At least the time of all calls after those before ``index`` kept ``own``."""
+        return cost + self.rest[index] + self.rate[index] * own
+
+
+def _lifetimes(stops: Sequence[Stop]) -> tuple[dict[Storage, int], dict[Storage, int]]:
+    """The first call that may keep a storage; the last that may, or sees it live all the same."""
+    first: dict[Storage, int] = {}
+    last: dict[Storage, int] = {}
+    for index, stop in enumerate(stops):
+        for way in stop.ways:
+            first = dict.fromkeys(way.shared, index) | first
+        for live in (*stop.before, *stop.after, *stop.inside, *(way.shared for way in stop.ways)):
+            last.update(dict.fromkeys(live, index))
+    return first, last
+
+
+def _undominated(several: Sequence[_Labels]) -> _Labels:
+    """Sorted by own bytes, the costs falling."""
+    own = np.concatenate([each.own for each in several])
+    cost = np.concatenate([each.cost for each in several])
+    came = np.concatenate([each.came for each in several])
+    order = np.lexsort((cost, own))
+    own, cost, came = own[order], cost[order], came[order]
+    better = np.ones(len(cost), bool)
+    better[1:] = cost[1:] < np.minimum.accumulate(cost)[:-1]
+    return _Labels(own[better], cost[better], came[better])

@@ -1,0 +1,55 @@
+"""The cheapest choice of placements, on plain data; knows no graph and no operator.
+
+Every vertex (an operator, a parameter, a value that crosses regions) runs by exactly one of its
+options. Each (value, placement) that some consumer needs is made once, either because the producer
+makes it or by a conversion from what it makes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sp_compiler.base.errors import SPCompilerError
+from sp_compiler.solve.elimination import Contraction
+from sp_compiler.solve.placement_milp import solve_integer_program
+from sp_compiler.solve.placement_problem import ConversionCost, Vertex, conversions
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Index of the chosen option of each vertex, and the objective in us.
+
+    ``gap``: how much dearer it may be than the best, relative; 0 where it is the best.
+    """
+
+    choices: list[int]
+    cost_us: float
+    gap: float = 0.0
+
+
+def solve(vertices: list[Vertex], conversion_cost: ConversionCost) -> Solution:
+    """The cheapest choice of options, by contraction; by HiGHS where that meets too wide a table.
+
+    Args:
+        vertices: every value is made by exactly one vertex.
+        conversion_cost: us to make a value's second placement from the first; ``None``: impossible.
+
+    Raises:
+        SPCompilerError: no choice satisfies every need.
+    """
+    try:
+        choices, gap = None, 0.0
+        if not any(set(vertex.needs) & set(vertex.makes) for vertex in vertices):
+            choices = Contraction(vertices, conversion_cost).run()
+        if choices is None:
+            choices, gap = solve_integer_program(vertices, conversion_cost)
+    except ValueError as error:
+        raise SPCompilerError(f"no placement satisfies every operator: {error}") from error
+    return Solution(choices, cost_of(vertices, choices, conversion_cost), gap)
+
+
+def cost_of(vertices: list[Vertex], choices: list[int], conversion_cost: ConversionCost) -> float:
+    """The objective of a choice in us."""
+    running = sum(v.options[i].cost_us for v, i in zip(vertices, choices, strict=True))
+    paid = [conversion_cost(*conversion) for conversion in conversions(vertices, choices)]
+    return running + sum(cost for cost in paid if cost is not None)

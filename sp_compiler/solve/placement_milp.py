@@ -1,0 +1,119 @@
+"""Choice of placements as a 0/1 linear program, solved by HiGHS through ``scipy.optimize.milp``."""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_array
+
+from sp_compiler.base.placement import Placement
+from sp_compiler.solve.placement_problem import ConversionCost, Value, Vertex
+
+
+class _Rows:
+    """Sparse constraint rows ``lower <= A x <= upper`` under construction."""
+
+    def __init__(self) -> None:
+        self.data: list[tuple[int, int, float]] = []
+        self.lower: list[float] = []
+        self.upper: list[float] = []
+
+    def add(self, terms: list[tuple[int, float]], lower: float, upper: float) -> None:
+        self.data += [(len(self.lower), column, factor) for column, factor in terms]
+        self.lower.append(lower)
+        self.upper.append(upper)
+
+    def constraint(self, num_columns: int) -> LinearConstraint:
+        rows, columns, factors = zip(*self.data, strict=True)
+        matrix = csr_array((factors, (rows, columns)), shape=(len(self.lower), num_columns))
+        return LinearConstraint(matrix, np.array(self.lower), np.array(self.upper))
+
+
+# Columns of all linear programs of one search together: some ten seconds. A number of steps, not
+# a time, so that every rank comes to the same end.
+_MAX_COLUMNS = 100_000
+_CUT_SHORT = (1, 4)  # scipy's status: a limit was reached, or "other", which that of nodes is
+
+
+def solve_integer_program(
+    vertices: list[Vertex], conversion_cost: ConversionCost
+) -> tuple[list[int], float]:
+    """Index of the chosen option of each vertex, and how much dearer it may be than the best.
+
+    Args:
+        vertices: every value is made by exactly one vertex.
+        conversion_cost: us to make a value's second placement from the first; ``None``: impossible.
+
+    Returns:
+        The choices, and a bound on their relative excess: 0 unless the search was cut short.
+
+    Raises:
+        ValueError: no choice satisfies every need.
+    """
+    columns: list[float] = []
+    first: list[int] = []
+    for vertex in vertices:
+        first.append(len(columns))
+        # The tiny slope makes the first of several equal optima the only one, on every rank.
+        columns += [option.cost_us + 1e-6 * i for i, option in enumerate(vertex.options)]
+    num_binary = len(columns)
+    rows = _Rows()
+    for start, vertex in zip(first, vertices, strict=True):
+        rows.add([(start + i, 1.0) for i in range(len(vertex.options))], 1, 1)
+    made = _placements(vertices, first, make=True)
+    needed = _placements(vertices, first, make=False)
+    for value, wants in needed.items():
+        for target, consumers in wants.items():
+            sources: list[tuple[int, float]] = []
+            for source, makers in made[value].items():
+                cost = 0.0 if source == target else conversion_cost(value, source, target)
+                if cost is None:
+                    continue
+                flow = len(columns)
+                columns.append(cost)
+                sources.append((flow, 1.0))
+                rows.add([(flow, 1.0), *((maker, -1.0) for maker in makers)], -np.inf, 0)
+            for options in consumers:
+                rows.add([*sources, *((option, -1.0) for option in options)], 0, np.inf)
+    integrality = np.zeros(len(columns))
+    integrality[:num_binary] = 1
+    search = functools.partial(
+        milp,
+        np.array(columns),
+        constraints=[rows.constraint(len(columns))],
+        integrality=integrality,
+        bounds=Bounds(0, 1),
+    )
+    options = {"mip_rel_gap": 1e-7}
+    result = search(options={**options, "node_limit": -(-_MAX_COLUMNS // len(columns))})
+    if result.x is None and result.status in _CUT_SHORT:
+        result = search(options=options)
+    if result.x is None:
+        raise ValueError(result.message)
+    choices = [
+        int(np.argmax(result.x[start : start + len(vertex.options)]))
+        for start, vertex in zip(first, vertices, strict=True)
+    ]
+    return choices, float(result.mip_gap) if result.status in _CUT_SHORT else 0.0
+
+
+def _placements(
+    vertices: list[Vertex], first: list[int], *, make: bool
+) -> dict[Value, dict[Placement, list]]:  # type: ignore[type-arg]
+    """Columns of the options that make (a flat list) or need (one list a consumer) a placement."""
+    table: dict[Value, dict[Placement, list]] = defaultdict(lambda: defaultdict(list))  # type: ignore[type-arg]
+    for start, vertex in zip(first, vertices, strict=True):
+        for position, value in enumerate(vertex.makes if make else vertex.needs):
+            chosen: dict[Placement, list[int]] = defaultdict(list)
+            for index, option in enumerate(vertex.options):
+                placements = option.makes if make else option.needs
+                chosen[placements[position]].append(start + index)
+            for placement, options in chosen.items():
+                if make:
+                    table[value][placement] += options
+                else:
+                    table[value][placement].append(options)
+    return table

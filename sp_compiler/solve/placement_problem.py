@@ -1,0 +1,53 @@
+"""The placement problem as plain data: vertices, their options, what a choice of options costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sp_compiler.base.placement import Placement
+
+Value = Any
+"""A hashable name of a value."""
+ConversionCost = Callable[[Any, Placement, Placement], "float | None"]
+"""us to make a value's second placement from the first; ``None``: impossible."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to run a vertex: a placement for each needed and each made value; cost in us."""
+
+    needs: tuple[Placement, ...]
+    makes: tuple[Placement, ...]
+    cost_us: float
+
+
+@dataclass
+class Vertex:
+    """``needs`` and ``makes`` name values, in the order of the options' placements."""
+
+    needs: tuple[Value, ...]
+    makes: tuple[Value, ...]
+    options: list[Option] = field(default_factory=list)
+
+
+Conversion = tuple[Value, Placement, Placement]
+"""A value, how it is made and how it is needed."""
+
+
+def conversions(vertices: Sequence[Vertex], choices: Sequence[int]) -> list[Conversion]:
+    """What is converted when every vertex runs by its chosen option, each once."""
+    chosen = [(v, v.options[i]) for v, i in zip(vertices, choices, strict=True)]
+    made = {
+        value: placement
+        for vertex, option in chosen
+        for value, placement in zip(vertex.makes, option.makes, strict=True)
+    }
+    needed = [
+        (value, made[value], placement)
+        for vertex, option in chosen
+        for value, placement in zip(vertex.needs, option.needs, strict=True)
+        if made[value] != placement
+    ]
+    return list(dict.fromkeys(needed))

@@ -1,0 +1,98 @@
+"""The backend of ``torch.compile(model, backend="sp_compiler", options={"tp": 8})``."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.fx import GraphModule
+
+from sp_compiler.base.errors import ArgumentError
+from sp_compiler.compiler import compile_captured
+from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.ir.hints import Parameters, unmatched
+from sp_compiler.options import CompileOptions
+from sp_compiler.runtime.group import TensorParallelGroup, tensor_parallel_group
+from sp_compiler.torch_compile.compiled_graph import CompiledGraph
+from sp_compiler.torch_compile.dynamo_graph import DynamoGraph
+from sp_compiler.trace.export import capture
+
+_OPTIONS = (*(field.name for field in dataclasses.fields(CompileOptions)), "mesh")
+
+
+def sp_compiler_backend(
+    module: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> CompiledGraph:
+    """What dynamo calls with each graph that it captures.
+
+    Parameters stay the user's own, whole on every rank; the compiled graph reads its shard of them
+    and gives every one its whole gradient, the same on all ranks. All ranks must call the model
+    with the same inputs. ``tp=1``, the default, gives recomputation alone.
+
+    Args:
+        module: torch-level graph with parameters and buffers as inputs.
+        example_inputs: for which dynamo captured it.
+        options: those of :func:`sp_compiler.compile`, except that outputs are always replicated
+            and that hints which match nothing in this graph are warned about and left out.
+        mode: not supported.
+
+    Raises:
+        ArgumentError: unknown options, values that an option does not allow, no process group of
+            the right size. torch wraps it in ``BackendCompilerFailed``.
+    """
+    if mode is not None:
+        raise ArgumentError(f'mode={mode!r}: backend "sp_compiler" has no modes; pass options=')
+    compile_options, group = _parse(dict(options or {}), _device_type(example_inputs))
+
+    def build(model: nn.Module, tensors: Sequence[Tensor]) -> CompiledProgram:
+        captured = capture(model, tensors)
+        return compile_captured(captured, _with_own_hints(compile_options, captured.parameters))
+
+    graph = DynamoGraph.of(module, example_inputs)
+    return CompiledGraph(graph, group, build, options=compile_options.texts())
+
+
+def _with_own_hints(options: CompileOptions, parameters: Parameters) -> CompileOptions:
+    """Without hints for what this graph does not have: another graph of the model may have it."""
+    missing = unmatched(options.hints, parameters)
+    if missing:
+        warnings.warn(
+            f"hints for {', '.join(map(repr, missing))} match nothing in this graph, whose "
+            f"parameters are {', '.join(list(parameters)[:8]) or 'none'}...",
+            stacklevel=2,
+        )
+    kept = {key: hint for key, hint in options.hints.items() if key not in missing}
+    return dataclasses.replace(options, hints=kept)
+
+
+def _parse(options: dict[str, Any], device_type: str) -> tuple[CompileOptions, TensorParallelGroup]:
+    unknown = [name for name in options if name not in _OPTIONS]
+    if unknown:
+        raise ArgumentError(
+            f"options={{{', '.join(f'{name!r}: ...' for name in unknown)}}}: unknown; "
+            f"allowed are {', '.join(_OPTIONS)}"
+        )
+    if options.get("outputs", "replicate") != "replicate":
+        raise ArgumentError(
+            f"outputs={options['outputs']!r}: torch.compile needs whole outputs; expected "
+            "'replicate' (sp_compiler.compile can return sharded ones)"
+        )
+    mesh: DeviceMesh | None = options.pop("mesh", None)
+    checked = CompileOptions(**{**options, "outputs": "replicate"})
+    tp = options.get("tp") if mesh is not None else checked.tp
+    group = tensor_parallel_group(tp, mesh, device_type)
+    return dataclasses.replace(checked, tp=group.world), group
+
+
+def _device_type(example_inputs: Sequence[Any]) -> str:
+    tensors = [value for value in example_inputs if isinstance(value, Tensor)]
+    parameters = [value for value in tensors if isinstance(value, nn.Parameter)]
+    return next((tensor.device.type for tensor in (*parameters, *tensors)), "cpu")

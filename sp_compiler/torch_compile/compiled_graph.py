@@ -1,0 +1,146 @@
+"""A graph of ``torch.compile`` that runs sharded, called with whole parameters on every rank."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from sp_compiler.base.errors import ArgumentError
+from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.ops.dropout_counter import draw_seed
+from sp_compiler.runtime.call_agreement import CallAgreement
+from sp_compiler.runtime.executor import Execution, Executor
+from sp_compiler.runtime.group import TensorParallelGroup
+from sp_compiler.runtime.program_cache import CallKey, ProgramCache, call_key
+from sp_compiler.runtime.rank_checks import CompileAgreement, check_values, checks_enabled
+from sp_compiler.torch_compile.dynamo_graph import BoundInputs, DynamoGraph
+from sp_compiler.torch_compile.whole_parameters import local_parameters
+
+Build = Callable[[nn.Module, Sequence[Tensor]], CompiledProgram]
+_INSTANCES = itertools.count()
+
+
+@dataclass(frozen=True)
+class GraphKey(CallKey):
+    """A call of one dynamo graph; ``structure`` is the graph's fingerprint."""
+
+    def describe(self) -> str:
+        return f"graph {self.structure[:12]}, {super().describe()}"
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """A program, and which outputs of the graph are inputs of it (positions of both)."""
+
+    executor: Executor
+    returned_inputs: dict[int, int]
+
+
+class CompiledGraph:
+    """Called by dynamo's code in place of the graph; compiles for each new kind of inputs.
+
+    Sizes that dynamo left open are fixed here: programs have static shapes, one for each
+    combination that occurs, and the least recently used ones are dropped.
+
+    Args:
+        graph: what dynamo captured.
+        group: where it runs.
+        build: ``build(model, example_inputs)`` compiles; outputs must be replicated.
+        cache_size: how many programs are kept.
+        options: what ``build`` compiles with, by name; every rank must have the same.
+    """
+
+    def __init__(
+        self,
+        graph: DynamoGraph,
+        group: TensorParallelGroup,
+        build: Build,
+        cache_size: int = 16,
+        options: Mapping[str, str] | None = None,
+    ) -> None:
+        self._graph = graph
+        self._group = group
+        self._build = build
+        self._programs = ProgramCache[_Compiled](cache_size)
+        name = f"graph{next(_INSTANCES)}"
+        self._call_agreement = CallAgreement(group, options)
+        self._compile_agreement = CompileAgreement(group, name, options)
+
+    def __call__(self, *args: Any) -> Any:
+        """The graph's outputs, whole on every rank; buffers that it changes are changed.
+
+        Raises:
+            RankMismatchError: the ranks call different graphs or with inputs of different kinds.
+        """
+        bound = self._graph.bind(args)
+        _refuse_distributed(bound)
+        compiled = self._compiled(bound)
+        executor = compiled.executor
+        params = local_parameters(
+            self._group.communicator, bound.params, executor.compiled.param_placements
+        )
+        run = executor.run(params, bound.buffers, bound.tensors, self._seed(executor, bound))
+        _write_back(run, bound)
+        outputs = pytree.tree_unflatten(run.outputs, executor.compiled.program.out_spec)
+        returned = compiled.returned_inputs
+        return tuple(
+            args[returned[index]] if index in returned else out for index, out in enumerate(outputs)
+        )
+
+    def _compiled(self, bound: BoundInputs) -> _Compiled:
+        """The program for these inputs, compiled if need be, on all ranks alike."""
+        key = self._key(bound)
+        self._call_agreement.check(key)
+        if checks_enabled():
+            inputs = [(str(index), value) for index, value in enumerate(bound.values)]
+            check_values(self._group, "input", inputs)
+            check_values(self._group, "parameter", bound.params.items())
+        compiled = self._programs.get(key)
+        if compiled is None:
+            if not self._call_agreement.enabled:
+                self._compile_agreement.check(key)
+            model = self._graph.as_model(bound)
+            with torch.inference_mode(False):
+                program = self._build(model, bound.tensors)
+            executor = Executor(program, self._group.communicator)
+            compiled = _Compiled(executor, model.returned_inputs)
+            self._programs.put(key, compiled)
+        return compiled
+
+    def _key(self, bound: BoundInputs) -> GraphKey:
+        plain = call_key((), bound.params.values(), bound.values, self._graph.fingerprint)
+        return GraphKey(**vars(plain))
+
+    def _seed(self, executor: Executor, bound: BoundInputs) -> Tensor | None:
+        """The dropout seed of this forward, the same on all ranks."""
+        if not executor.needs_seed:
+            return None
+        holders = (*bound.params.values(), *bound.tensors)
+        device = next((tensor.device for tensor in holders), torch.device("cpu"))
+        seed = draw_seed().to(device)
+        if self._group.process_group is not None:
+            dist.broadcast(seed, group=self._group.process_group, group_src=0)
+        return seed
+
+
+def _refuse_distributed(bound: BoundInputs) -> None:
+    for name, tensor in bound.params.items():
+        if isinstance(tensor, DTensor):
+            raise ArgumentError(
+                f"parameter {name!r} is a DTensor; torch.compile with this backend takes whole "
+                "parameters (sp_compiler.compile makes distributed ones)"
+            )
+
+
+@torch.no_grad()
+def _write_back(run: Execution, bound: BoundInputs) -> None:
+    for name, value in run.mutated_buffers.items():
+        bound.buffers[name].copy_(value)

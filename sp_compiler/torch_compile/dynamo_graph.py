@@ -1,0 +1,245 @@
+"""A graph of ``torch.compile`` as a module that can be captured like a user's model."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import traceback as fx_traceback
+
+from sp_compiler.base.errors import UnsupportedError
+from sp_compiler.base.warn import warn
+
+InputKind = Literal["param", "buffer", "number", "value"]
+
+_CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+_INVOKE = torch.ops.higher_order.invoke_subgraph
+# The steps of an expression such as ``L['self']._modules['layers']._modules['0'].weight``.
+_STEP = re.compile(r"\[['\"]?([^\]'\"]+)['\"]?\]|([A-Za-z_]\w*|\d+)")
+_TABLES = ("_modules", "_parameters", "_buffers")
+
+
+@dataclass(frozen=True)
+class BoundInputs:
+    """The arguments of one call: whole parameters and buffers by name, and the other values."""
+
+    params: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    values: list[Any]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [value for value in self.values if isinstance(value, Tensor)]
+
+
+@dataclass(frozen=True)
+class DynamoGraph:
+    """What dynamo hands to a backend; parameters and buffers are among its inputs.
+
+    Attributes:
+        module: calls of torch functions and methods; ``nn_module_stack`` has dotted paths.
+        kinds: of each input, in order; a "number" is a Python float that dynamo passes as a tensor.
+        names: dotted names of parameters and buffers as in the user's model, made unique; those of
+            values are the placeholders'.
+        fingerprint: the same text for equal graphs on every rank.
+    """
+
+    module: GraphModule
+    kinds: tuple[InputKind, ...]
+    names: tuple[str, ...]
+    fingerprint: str
+
+    @classmethod
+    def of(cls, module: GraphModule, example_inputs: Sequence[Any]) -> DynamoGraph:
+        """Read ``module`` while dynamo's notes on it are there; paths are rewritten in place."""
+        nodes = module.graph.find_nodes(op="placeholder")
+        sources = [_source(node) for node in nodes]
+        kinds = tuple(map(_kind, nodes, example_inputs, sources))
+        names = _unique_names(nodes, kinds, sources)
+        for body in module.modules():
+            if isinstance(body, GraphModule):
+                _dot_module_paths(body)
+        _warn_about_checkpointing(module)
+        return cls(module, kinds, names, _fingerprint(module, kinds, names, example_inputs))
+
+    def bind(self, args: Sequence[Any]) -> BoundInputs:
+        """The arguments of a call, told apart."""
+        bound = BoundInputs({}, {}, [])
+        for kind, name, arg in zip(self.kinds, self.names, args, strict=True):
+            if kind == "param":
+                bound.params[name] = arg
+            elif kind == "buffer":
+                bound.buffers[name] = arg
+            else:
+                bound.values.append(arg.item() if kind == "number" else arg)
+        return bound
+
+    def as_model(self, bound: BoundInputs) -> GraphModel:
+        """A module that owns these parameters and buffers; its arguments are ``bound.tensors``."""
+        return GraphModel(self, bound)
+
+
+@dataclass
+class _Seen:
+    """What a run found out; apart, for export undoes assignments to a module's attributes."""
+
+    returned_inputs: dict[int, int] = field(default_factory=dict)
+
+
+class GraphModel(nn.Module):
+    """Runs a dynamo graph node by node, so that a trace of it keeps modules and source lines.
+
+    Outputs that are an input themselves (a buffer changed in place) are returned as ``None``.
+    """
+
+    def __init__(self, graph: DynamoGraph, bound: BoundInputs) -> None:
+        super().__init__()
+        self._sp_seen = _Seen()
+        self._sp_module = (graph.module,)  # in a tuple: not a submodule
+        self._sp_slots: list[tuple[nn.Module, str] | None] = []
+        for kind, name in zip(graph.kinds, graph.names, strict=True):
+            if kind in ("number", "value"):
+                self._sp_slots.append(None)
+                continue
+            path, _, leaf = name.rpartition(".")
+            owner = _submodule(self, path)
+            if kind == "param":
+                owner._parameters[leaf] = bound.params[name]  # type: ignore[assignment]
+            else:
+                owner._buffers[leaf] = bound.buffers[name]
+            self._sp_slots.append((owner, leaf))
+        # Numbers (which dynamo makes inputs when they change) are part of the captured graph.
+        self._sp_values = [None if isinstance(v, Tensor) else (v,) for v in bound.values]
+
+    @property
+    def returned_inputs(self) -> dict[int, int]:
+        """Position of an output that is an input to that of the input; known once it ran."""
+        return self._sp_seen.returned_inputs
+
+    def forward(self, *tensors: Tensor) -> Any:
+        rest = iter(tensors)
+        values = iter([next(rest) if value is None else value[0] for value in self._sp_values])
+        args = [next(values) if slot is None else getattr(*slot) for slot in self._sp_slots]
+        with fx_traceback.preserve_node_meta():
+            outputs = list(_InliningInterpreter(self._sp_module[0]).run(*args))
+        position = {id(arg): index for index, arg in enumerate(args) if isinstance(arg, Tensor)}
+        returned = self._sp_seen.returned_inputs = {
+            index: position[id(out)] for index, out in enumerate(outputs) if id(out) in position
+        }
+        return tuple(None if index in returned else out for index, out in enumerate(outputs))
+
+
+class _InliningInterpreter(Interpreter):
+    """Runs the bodies of checkpointed and marked regions in place of the regions.
+
+    A number that dynamo passes as a tensor is one already.
+    """
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is _CHECKPOINT:
+            return _InliningInterpreter(args[0]).run(*args[1:])
+        if target is _INVOKE:
+            return _InliningInterpreter(args[0]).run(*args[2:])
+        return super().call_function(target, args, kwargs)
+
+    def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target == "item" and not isinstance(args[0], Tensor):
+            return args[0]
+        return super().call_method(target, args, kwargs)
+
+
+def _warn_about_checkpointing(module: GraphModule) -> None:
+    if module.graph.find_nodes(op="call_function", target=_CHECKPOINT):
+        warn(
+            "gradient checkpointing inside the model is ignored: recompute= of sp_compiler governs"
+        )
+
+
+def _submodule(root: nn.Module, path: str) -> nn.Module:
+    """The module at ``path`` below ``root``, made if need be."""
+    for step in path.split(".") if path else ():
+        if step not in root._modules:
+            root._modules[step] = nn.Module()
+        root = root._modules[step]  # type: ignore[assignment]
+    return root
+
+
+def _source(node: Node) -> str:
+    """The expression by which dynamo found an input, such as ``L['self'].weight``."""
+    source = getattr(node, "_dynamo_source", None)
+    if source is None:
+        return node.name
+    name = source.name
+    return str(name() if callable(name) else name)
+
+
+def _kind(node: Node, example: Any, source: str) -> InputKind:
+    if not isinstance(example, Tensor):
+        if not isinstance(example, (bool, int, float, torch.SymInt, torch.SymFloat)):
+            raise UnsupportedError(
+                f"an input of the compiled graph ({source}) is a {type(example).__name__}; tensors "
+                "and numbers are supported"
+            )
+        return "value"
+    if getattr(node.meta.get("grapharg"), "pass_arg_as_tensor", False):
+        return "number"
+    if isinstance(example, nn.Parameter):
+        return "param"
+    return "buffer" if "._buffers[" in source else "value"
+
+
+def _unique_names(
+    nodes: Sequence[Node], kinds: Sequence[InputKind], sources: Sequence[str]
+) -> tuple[str, ...]:
+    """Dotted names; the placeholder's own where one is taken, or is a module of another."""
+    dotted = [
+        dotted_path(source) if kind in ("param", "buffer") else node.name
+        for node, kind, source in zip(nodes, kinds, sources, strict=True)
+    ]
+    taken: set[str] = set()
+    names = []
+    for node, name in zip(nodes, dotted, strict=True):
+        inside = any(other.startswith(f"{name}.") for other in dotted)
+        names.append(node.name if not name or name in taken or inside else name)
+        taken.add(names[-1])
+    return tuple(names)
+
+
+def dotted_path(expression: str) -> str:
+    """``L['self']._modules['layers']._modules['0']._parameters['weight']`` as ``layers.0.weight``.
+
+    The scope (``L`` for locals, ``G`` for globals) and a leading ``self`` are dropped.
+    """
+    steps = [quoted or plain for quoted, plain in _STEP.findall(expression)]
+    if expression[:2] in ("L[", "G["):
+        steps = steps[1:]
+    if steps[:1] == ["self"]:
+        steps = steps[1:]
+    return ".".join(step.replace(".", "_") for step in steps if step not in _TABLES)
+
+
+def _dot_module_paths(module: GraphModule) -> None:
+    for node in module.graph.nodes:
+        stack = node.meta.get("nn_module_stack")
+        if stack:
+            node.meta["nn_module_stack"] = {
+                key: (dotted_path(path), kind) for key, (path, kind) in stack.items()
+            }
+
+
+def _fingerprint(
+    module: GraphModule,
+    kinds: Sequence[InputKind],
+    names: Sequence[str],
+    example_inputs: Sequence[Any],
+) -> str:
+    text = [body.code for body in module.modules() if isinstance(body, GraphModule)]
+    for kind, name, example in zip(kinds, names, example_inputs, strict=True):
+        text.append(f"{kind} {name} {tuple(example.shape) if kind == 'param' else ''}")
+    return hashlib.sha256("\n".join(text).encode()).hexdigest()

@@ -1,0 +1,104 @@
+"""Parameters that stay whole on every rank, of which a compiled program reads one rank's part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sp_compiler.base.placement import Placement
+from sp_compiler.base.shards import join_parts
+from sp_compiler.ops.communicator import Communicator
+from sp_compiler.runtime.region_call import forbid_double_backward
+
+# Large enough for full bandwidth, small enough beside the gradients themselves.
+_BUCKET_BYTES = 64 << 20
+
+
+def local_parameters(
+    tp: Communicator, whole: Mapping[str, Tensor], placements: Mapping[str, Placement]
+) -> dict[str, Tensor]:
+    """Every parameter as the program stores it; the gradient of each is whole on every rank.
+
+    Args:
+        tp: this rank.
+        whole: name to parameter, the same numbers on every rank.
+        placements: name to how the program stores it, ``I`` or sharded.
+    """
+    local = dict(whole)
+    if tp.world == 1:
+        return local
+    sharded = [name for name in whole if name in placements and placements[name].is_sharded]
+    trained = [name for name in sharded if whole[name].requires_grad]
+    for name in sharded:
+        if not whole[name].requires_grad:
+            local[name] = tp.shard(whole[name], "I", str(placements[name]))
+    if trained:
+        where = tuple(placements[name] for name in trained)
+        parts = ShardParameters.apply(tp, where, *[whole[name] for name in trained])
+        local.update(zip(trained, parts, strict=True))
+    return local
+
+
+class ShardParameters(torch.autograd.Function):
+    """I to S for many parameters: this rank's part; backward gathers their gradients.
+
+    ``apply(tp, placements, *parameters)``. Parts are views unless a dim has segments.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, tp: Communicator, placements: tuple[Placement, ...], *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.tp, ctx.placements = tp, placements
+        ctx.set_materialize_grads(False)
+        return tuple(
+            tp.shard(parameter.detach(), "I", str(placement))
+            for parameter, placement in zip(parameters, placements, strict=True)
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        with torch.no_grad():
+            whole = gather_gradients(ctx.tp, grads, ctx.placements)
+        return (None, None, *forbid_double_backward(whole, grads))
+
+
+def gather_gradients(
+    tp: Communicator,
+    grads: Sequence[Tensor | None],
+    placements: Sequence[Placement],
+    bucket_bytes: int = _BUCKET_BYTES,
+) -> list[Tensor | None]:
+    """Whole gradients from every rank's parts, one all-gather for each bucket of one dtype."""
+    result: list[Tensor | None] = [None] * len(grads)
+    for bucket in _buckets(grads, bucket_bytes):
+        flat = torch.cat([grad.reshape(-1) for _, grad in bucket])
+        ranks = tp.all_gather(flat, "S(0)", "I").view(tp.world, -1)
+        sizes = [grad.numel() for _, grad in bucket]
+        for (index, grad), pieces in zip(bucket, ranks.split(sizes, dim=1), strict=True):
+            parts = [piece.view(grad.shape) for piece in pieces]
+            result[index] = join_parts(parts, placements[index])
+    return result
+
+
+def _buckets(
+    grads: Sequence[Tensor | None], bucket_bytes: int
+) -> Iterator[list[tuple[int, Tensor]]]:
+    """Positions and gradients of one dtype, at most ``bucket_bytes`` or a single one."""
+    by_dtype: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
+    for index, grad in enumerate(grads):
+        if grad is not None:
+            by_dtype.setdefault(grad.dtype, []).append((index, grad))
+    for members in by_dtype.values():
+        bucket: list[tuple[int, Tensor]] = []
+        filled = 0
+        for index, grad in members:
+            if bucket and filled + grad.nbytes > bucket_bytes:
+                yield bucket
+                bucket, filled = [], 0
+            bucket.append((index, grad))
+            filled += grad.nbytes
+        yield bucket

@@ -1,0 +1,234 @@
+"""Functions of the model with a backward of their own (``torch.autograd.Function``).
+
+Export would trace through the forward of one and lose its backward. While a model is captured every
+call of one is recorded as the operator ``sp_compiler_function::apply`` instead, whose kernel is
+composite: where a region is differentiated the function itself runs again, and what its forward and
+its backward do is traced as operators like any other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointFunction
+
+from sp_compiler.base.autocast import Autocast, autocast_state, under_autocast
+from sp_compiler.base.errors import UnsupportedError
+from sp_compiler.ir.symbolic import SYMBOLIC
+
+_library = torch.library.Library("sp_compiler_function", "DEF")
+_library.define("apply(Tensor[] inputs, int call) -> Tensor[]")
+_APPLY = torch.autograd.Function.__dict__["apply"]
+
+# What pointwise functions are made of beside the operators that torch says are pointwise.
+_KEEP_SHAPE = frozenset(
+    {
+        "clone",
+        "detach",
+        "alias",
+        "_to_copy",
+        "ones_like",
+        "zeros_like",
+        "full_like",
+        "scalar_tensor",
+    }
+)
+_TENSOR = object()
+# What turns a constant of the code into a tensor.
+_LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+# Two shapes of each rank that share no size: a number made of a size differs between them.
+_PROBES = ((3, 5, 7, 11, 13, 17), (4, 6, 8, 10, 12, 14))
+
+
+@dataclass(eq=False)
+class Call:
+    """One call in a model's forward, without its tensors.
+
+    Attributes:
+        function: the user's class.
+        spec: structure of ``(args, kwargs)``.
+        leaves: those leaves, with ``None`` for each tensor.
+        positions: of the tensors among the leaves.
+        autocast: what was on around the call.
+        returned: what the function returned, with ``_TENSOR`` for tensors, and its structure.
+    """
+
+    function: type[torch.autograd.Function]
+    spec: pytree.TreeSpec
+    leaves: list[Any]
+    positions: list[int]
+    autocast: Autocast = ()
+    returned: tuple[list[Any], pytree.TreeSpec] | None = None
+
+    def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        leaves = list(self.leaves)
+        for position, value in zip(self.positions, inputs, strict=True):
+            leaves[position] = value
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        with under_autocast(self.autocast):
+            result = _APPLY.__get__(None, self.function)(*args, **kwargs)
+        found, spec = pytree.tree_flatten(result)
+        self.returned = [_TENSOR if isinstance(x, Tensor) else x for x in found], spec
+        return [x for x in found if isinstance(x, Tensor)]
+
+    def result(self, outputs: Sequence[Tensor]) -> Any:
+        assert self.returned is not None
+        leaves, spec = self.returned
+        values = iter(outputs)
+        found = [next(values) if leaf is _TENSOR else leaf for leaf in leaves]
+        return pytree.tree_unflatten(found, spec)
+
+
+_CALLS: list[Call] = []
+
+
+def _kernel(inputs: list[Tensor], call: int) -> list[Tensor]:
+    return _CALLS[call].run(inputs)
+
+
+_library.impl("apply", _kernel, "CompositeImplicitAutograd")
+
+
+def function_name(call: int) -> str:
+    """Name of the user's class."""
+    return _CALLS[call].function.__name__
+
+
+@contextlib.contextmanager
+def recorded_functions() -> Iterator[None]:
+    """Calls of autograd functions become operators."""
+    with mock.patch.object(torch.autograd.Function, "apply", classmethod(_record)):
+        yield
+
+
+def _record(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+    if function is CheckpointFunction:  # its backward is that of what it runs
+        return _APPLY.__get__(None, function)(*args, **kwargs)
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    positions = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    inputs = [leaves[index] for index in positions]
+    if any(isinstance(leaf, SYMBOLIC) for leaf in leaves):
+        raise UnsupportedError(f"{function.__name__} is given a size, which cannot stay open")
+    constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    number = number_of(Call(function, spec, constants, positions, autocast_state()))
+    versions = [x._version for x in inputs]
+    with _Watched(function, inputs):
+        outputs = torch.ops.sp_compiler_function.apply(inputs, number)
+    if [x._version for x in inputs] != versions:
+        raise UnsupportedError(
+            f"{function.__name__}, a torch.autograd.Function, writes into its inputs; return new "
+            "tensors instead"
+        )
+    return _CALLS[number].result(outputs)
+
+
+def number_of(call: Call) -> int:
+    """The same for the same call of another layer, so that the layers stay alike."""
+    for number, known in enumerate(_CALLS):
+        if _key(call) == _key(known) and all(map(_is_same, call.leaves, known.leaves)):
+            return number
+    _CALLS.append(call)
+    return len(_CALLS) - 1
+
+
+def _key(call: Call) -> tuple[Any, ...]:
+    return call.function, call.spec, call.positions, call.autocast
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    plain = type(one) is type(other) and isinstance(one, (int, float, str))
+    return one is other or (plain and repr(one) == repr(other))
+
+
+class _Watched(TorchDispatchMode):
+    """Refuses what would be lost: random numbers, which would be drawn again, and tensors that the
+    function is not given, whose gradients nobody would ask for."""
+
+    def __init__(self, function: type, inputs: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._name = f"{function.__name__}, a torch.autograd.Function,"
+        self._known = {id(x): x for x in inputs}  # kept, so that no id is used again
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise UnsupportedError(
+                f"{self._name} draws random numbers ({func}); draw them outside of it, or call "
+                "model.eval()"
+            )
+        used = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if func not in _LIFTS and any(id(x) not in self._known for x in used):
+            raise UnsupportedError(
+                f"{self._name} uses a tensor that it is not given ({func}); pass it to apply()"
+            )
+        result = func(*args, **(kwargs or {}))
+        made = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
+        self._known.update((id(x), x) for x in made)
+        return result
+
+
+@functools.cache
+def is_pointwise_function(call: int, rank: int, dtypes: tuple[torch.dtype, ...]) -> bool:
+    """Whether forward and backward of a recorded call, of operands of one shape, are pointwise.
+
+    Found by tracing both at two shapes: only pointwise operators, on values of that shape or on
+    numbers, and the same ones, so that no number depends on a size.
+    """
+    if rank > len(_PROBES[0]):
+        return False
+    try:
+        first, second = (_traced(_CALLS[call], shape[:rank], dtypes) for shape in _PROBES)
+    except Exception:  # whatever the user's code raises for shapes that are not its own
+        return False
+    return first is not None and first == second
+
+
+def _traced(call: Call, shape: tuple[int, ...], dtypes: Sequence[torch.dtype]) -> str | None:
+    """The code of forward and backward, ``None`` where something is not pointwise."""
+
+    def both(inputs: list[Tensor], tangents: list[Tensor]) -> Any:
+        outputs = call.run(inputs)
+        wanted = [x for x in inputs if x.requires_grad]
+        given = [(y, g) for y, g in zip(outputs, tangents, strict=False) if y.requires_grad]
+        if not wanted or not given:
+            return outputs
+        ends, grads = zip(*given, strict=True)
+        return outputs, torch.autograd.grad(ends, wanted, grads, allow_unused=True)
+
+    def example(dtype: torch.dtype) -> Tensor:
+        x = torch.empty(shape, dtype=dtype, device="meta")
+        return x.requires_grad_(dtype.is_floating_point)
+
+    inputs = [example(dtype) for dtype in dtypes]
+    with torch.no_grad():
+        results = call.run(inputs)
+    tangents = [torch.empty(shape, dtype=x.dtype, device="meta") for x in results]
+    with torch.enable_grad():
+        module = make_fx(both)(inputs, tangents)
+    return module.code if all(x.shape == shape for x in results) and _pointwise(module) else None
+
+
+def _pointwise(module: GraphModule) -> bool:
+    (shape,) = {node.meta["val"].shape for node in module.graph.find_nodes(op="placeholder")}
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            return False  # a tensor of the function's own, of whatever shape
+        if node.op != "call_function":
+            continue
+        target, value = node.target, node.meta.get("val")
+        name = target._schema.name.split("::")[1]
+        if torch.Tag.pointwise not in target.tags and name not in _KEEP_SHAPE:
+            return False
+        if not isinstance(value, Tensor) or value.shape not in (shape, torch.Size()):
+            return False
+    return True

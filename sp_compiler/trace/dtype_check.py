@@ -1,0 +1,91 @@
+"""Dtypes that kernels refuse although fake tensors let them pass, found before anything is changed.
+
+Without this a model that gets inputs of another dtype would be captured, its parameters would be
+placed, and only then a kernel would raise, without a word of the user's model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from sp_compiler.base.errors import CaptureError, node_origin
+from sp_compiler.ir.fx import arguments
+
+_aten = torch.ops.aten
+_NORMS = {
+    _aten.layer_norm.default: ("input", "weight", "bias"),
+    _aten.group_norm.default: ("input", "weight", "bias"),
+    _aten.batch_norm.default: ("input", "weight", "bias", "running_mean", "running_var"),
+}
+# Operator -> the arguments that must have one dtype.
+_ALIKE = {
+    **_NORMS,
+    _aten.linear.default: ("input", "weight", "bias"),
+    _aten.addmm.default: ("self", "mat1", "mat2"),
+    _aten.index_put.default: ("self", "values"),
+    _aten.index_add.default: ("self", "source"),
+    _aten.binary_cross_entropy.default: ("self", "target"),
+}
+_CLASSES = (_aten.cross_entropy_loss.default, _aten.nll_loss_nd.default, _aten.nll_loss.default)
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+def check_dtypes(graph: Graph, inputs: dict[str, Any]) -> None:
+    """Raise where an operator gets dtypes for which it has no kernel.
+
+    Args:
+        graph: as captured.
+        inputs: what the user passed, by name of the argument, for the message.
+
+    Raises:
+        CaptureError: naming the operator, its module and line, what it got and the inputs.
+    """
+    for node in graph.nodes:
+        wrong = _wrong(node)
+        if not wrong:
+            continue
+        given = ", ".join(
+            f"{name} {_name(value)}" for name, value in inputs.items() if isinstance(value, Tensor)
+        )
+        raise CaptureError(
+            f"{node.target} {wrong}\n{node_origin(node)}\n"
+            f"  inputs: {given or 'no tensors'}\n"
+            "  what to do: pass inputs of the dtype that the model computes in, or convert the "
+            "model, as for a call without compiling"
+        )
+
+
+def _wrong(node: Node) -> str:
+    """What an operator gets that it has no kernel for; "" for nothing."""
+    if node.op != "call_function":
+        return ""
+    if node.target in _CLASSES:
+        target = _value(arguments(node)["target"])
+        if target.is_floating_point() or target.dtype in (torch.int64, torch.uint8):
+            return ""
+        return f"takes classes of int64 or uint8, and its target is {_name(target)}"
+    found = {
+        name: value
+        for name in _ALIKE.get(node.target, ())
+        if (value := _value(arguments(node).get(name))) is not None
+    }
+    kinds = {value.dtype for value in found.values()}
+    if node.target in _NORMS and found["input"].dtype in _HALVES:
+        kinds = kinds - {found["input"].dtype} - {torch.float32} | {torch.float32}
+    if len(kinds) < 2:
+        return ""
+    return "takes one dtype, and gets " + ", ".join(
+        f"{name} {_name(value)}" for name, value in found.items()
+    )
+
+
+def _value(argument: Any) -> Any:
+    return argument.meta["val"] if isinstance(argument, Node) else None
+
+
+def _name(value: Tensor) -> str:
+    return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"

@@ -1,0 +1,245 @@
+"""What has to hold, and what is changed for a moment, while a model is exported."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from sp_compiler.base.autocast import explicit_einsum
+from sp_compiler.base.errors import CaptureError, UnsupportedError
+from sp_compiler.base.warn import LIBRARY_FOLDERS, warn
+from sp_compiler.trace.attribute_changes import watched_state
+from sp_compiler.trace.autograd_functions import recorded_functions
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+# What was said already, so that the captures of one model for several shapes say it once.
+_SAID: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+_DATA_DEPENDENT = ("GuardOnDataDependentSymNode", "DataDependentOutputException", "UserError")
+
+
+def check_capturable(model: nn.Module) -> None:
+    """Refuse what export would lose without a word.
+
+    Raises:
+        UnsupportedError: a hook on a module inside the model, or a scripted module.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedError(
+                f"module {name or '(model)'!r} is a ScriptModule; pass an nn.Module"
+            )
+        kinds = [
+            kind
+            for kind in _HOOKS
+            if any(
+                not _is_captured(hook) and not _is_without_effect(hook)
+                for hook in getattr(module, kind).values()
+            )
+        ]
+        if name and kinds:
+            raise UnsupportedError(
+                f"module {name!r} ({type(module).__name__}) has hooks ({', '.join(kinds)}), which "
+                "cannot run inside the compiled model; remove them, or put them on the whole model "
+                "or on parameters"
+            )
+
+
+def _is_captured(hook: Any) -> bool:
+    """Whether a hook is a part of the forward, like those with which transformers collects routers'
+    logits: they stay on the model after its first call."""
+    module = getattr(hook, "__module__", None) or ""
+    return module.partition(".")[0] == "transformers" and not _is_without_effect(hook)
+
+
+def _is_without_effect(hook: Any) -> bool:
+    """True for the hook with which transformers makes embeddings of a checkpointed model require a
+    gradient: it changes no number and no parameter's gradient."""
+    return getattr(hook, "__name__", "") == "make_inputs_require_grads"
+
+
+@contextlib.contextmanager
+def export_context(model: nn.Module, *, use_cache: bool = False) -> Iterator[None]:
+    """The state in which a model is exported; everything is restored on the way out.
+
+    ``use_cache`` says whether the caller asked for a cache, which is refused with a warning.
+
+    The root's own hooks are left to the caller's module; gradients are recorded whatever the mode
+    of the caller; autocast stays as it is.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(_without_hooks(model))
+        stack.enter_context(without_cache(model, asked=use_cache))
+        stack.enter_context(_given_causal_hint())
+        stack.enter_context(recorded_functions())
+        stack.enter_context(explicit_einsum())
+        stack.enter_context(_without_tensor_hooks())
+        stack.enter_context(_without_own_warnings())
+        _warn_about_checkpointing(model)
+        with watched_state(model) as changes:
+            yield
+    if changes:
+        _warn_once(
+            model,
+            "forward changes attributes of the model, and the compiled model will not: "
+            f"{', '.join(f'{name} ({how})' for name, how in changes.items())}. What depends on "
+            "them stays as it is now. Keep state that changes in a tensor of register_buffer, and "
+            "change that in place",
+        )
+
+
+@contextlib.contextmanager
+def _without_hooks(model: nn.Module) -> Iterator[None]:
+    saved = [
+        (module, kind, getattr(module, kind))
+        for module in model.modules()
+        for kind in _HOOKS
+        if getattr(module, kind)
+    ]
+    for module, kind, hooks in saved:
+        captured = {} if module is model else hooks
+        kept = OrderedDict((key, hook) for key, hook in captured.items() if _is_captured(hook))
+        setattr(module, kind, kept)
+    try:
+        yield
+    finally:
+        for module, kind, hooks in saved:
+            setattr(module, kind, hooks)
+
+
+@contextlib.contextmanager
+def without_cache(model: nn.Module, *, asked: bool) -> Iterator[None]:
+    """Force ``config.use_cache`` off: a key/value cache cannot leave a captured graph."""
+    configs = _configs_with(model, "use_cache")
+    if configs or asked:
+        _warn_once(model, "use_cache=True is ignored: a compiled model keeps no cache")
+    for config in configs:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in configs:
+            config.use_cache = True
+
+
+def _configs_with(model: nn.Module, flag: str) -> list[Any]:
+    configs = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, flag, False) is True:
+            configs[id(config)] = config
+    return list(configs.values())
+
+
+def _warn_about_checkpointing(model: nn.Module) -> None:
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        _warn_once(
+            model,
+            "gradient checkpointing set on the model is ignored: recompute= of sp_compiler governs",
+        )
+
+
+def _warn_once(model: nn.Module, message: str) -> None:
+    said = _SAID.setdefault(model, set())
+    if message not in said:
+        said.add(message)
+        warn(message)
+
+
+@contextlib.contextmanager
+def _without_own_warnings() -> Iterator[None]:
+    """Silence what torch's export says about its own code, which no user can mend."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)", FutureWarning)
+        # Said in the user's terms, see watched_state.
+        warnings.filterwarnings("ignore", r"The tensor attributes? .* assigned during export")
+        yield
+
+
+@contextlib.contextmanager
+def _without_tensor_hooks() -> Iterator[None]:
+    """Refuse hooks on tensors, of which a captured graph knows nothing."""
+
+    def refuse(tensor: Any, hook: Any) -> None:
+        raise UnsupportedError(
+            "forward calls Tensor.register_hook, and a hook on a tensor cannot run inside the "
+            "compiled model; write a torch.autograd.Function whose backward does what the hook does"
+        )
+
+    with mock.patch.object(torch.Tensor, "register_hook", refuse):
+        yield
+
+
+@contextlib.contextmanager
+def _given_causal_hint() -> Iterator[None]:
+    """Keep ``nn.TransformerEncoder`` from comparing its mask with a causal one, number by number.
+
+    The mask itself is still used, so only a hint for faster kernels is lost.
+    """
+    module = torch.nn.modules.transformer
+    original = module._detect_is_causal_mask
+    module._detect_is_causal_mask = lambda mask, is_causal=None, size=None: bool(is_causal)
+    try:
+        yield
+    finally:
+        module._detect_is_causal_mask = original
+
+
+def capture_error(model: nn.Module, error: Exception) -> CaptureError | UnsupportedError:
+    """What a user can act on, from an exception that export raised."""
+    where = _user_frame(model, error.__traceback__)
+    if isinstance(error, UnsupportedError):
+        return UnsupportedError(f"{error}\n{where}".rstrip())
+    first_line = (str(error).strip().splitlines() or [""])[0]
+    advice = (
+        "the model's forward must run as it is on the example inputs; run it once without compiling"
+    )
+    if type(error).__name__ in _DATA_DEPENDENT:
+        advice = (
+            "the control flow or a shape depends on the values of a tensor; compute it with tensor "
+            "operations (torch.where), or from shapes and arguments that are not tensors"
+        )
+    if "register a pytree" in str(error) or "register_dataclass" in str(error):
+        advice = (
+            "what goes in and out of forward must be tensors, numbers, strings and None in tuples, "
+            "lists, dicts and ModelOutputs; for a class of your own call "
+            "torch.export.register_dataclass(YourClass) once before compiling. A class that "
+            "registers itself must be imported, and made once, outside of forward: libraries do "
+            "not register while a model is captured"
+        )
+    return CaptureError(
+        f"the model could not be captured as one graph: {type(error).__name__}: {first_line}\n"
+        f"{where}  what to do: {advice}"
+    )
+
+
+def _user_frame(model: nn.Module, trace: TracebackType | None) -> str:
+    """Module path and source line of the innermost frame inside a forward of the user's model."""
+    names = {id(module): name for name, module in model.named_modules()}
+    text = ""
+    for frame, line in traceback.walk_tb(trace):
+        filename = frame.f_code.co_filename
+        first = frame.f_code.co_varnames[:1]  # the name that the user gave to "self"
+        owner = frame.f_locals.get(first[0]) if first else None
+        if filename.startswith(LIBRARY_FOLDERS) or id(owner) not in names:
+            continue
+        source = traceback.FrameSummary(filename, line, frame.f_code.co_name).line
+        path = names[id(owner)] or "(model)"
+        text = f"  module: {path} ({type(owner).__name__})\n    {filename}:{line}: {source}\n"
+    return text

@@ -1,0 +1,368 @@
+"""Capture of a model and its example inputs as one functional graph of composite ATen operators."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.export import Dim, ExportedProgram, ShapesCollection
+from torch.export.graph_signature import InputKind, InputSpec, OutputKind, OutputSpec
+from torch.fx import Graph, GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from sp_compiler.base.autocast import without_autocast
+from sp_compiler.base.errors import CaptureError, UnsupportedError, node_origin
+from sp_compiler.ir.captured import Captured
+from sp_compiler.ir.hints import parameters_of
+from sp_compiler.ir.program import Ref
+from sp_compiler.ir.rewriting import (
+    calls,
+    erase_dead,
+    fake_mode_of,
+    inherit,
+    output_node,
+    refake,
+    set_value,
+)
+from sp_compiler.ir.symbolic import NotSymbolic, inline_sizes, is_open, open_sizes
+from sp_compiler.trace.dtype_check import check_dtypes
+from sp_compiler.trace.environment import capture_error, check_capturable, export_context
+from sp_compiler.trace.functionalize import functionalize
+from sp_compiler.trace.lift_casts import lift_casts_to_float64
+
+_aten = torch.ops.aten
+
+
+def flatten_inputs(
+    args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+) -> tuple[list[Any], pytree.TreeSpec]:
+    """Leaves and structure of a call's inputs; the order of keyword arguments does not matter."""
+    return pytree.tree_flatten((tuple(args), dict(sorted((kwargs or {}).items()))))
+
+
+def input_names(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+) -> list[str]:
+    """What a user calls the leaves of :func:`flatten_inputs`: ``x``, ``batch['ids']``."""
+    paths, _ = pytree.tree_flatten_with_path((tuple(args), dict(sorted((kwargs or {}).items()))))
+    positional = [
+        name
+        for name, parameter in inspect.signature(model.forward).parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    names = []
+    for (_, argument, *inside), _ in paths:
+        key = getattr(argument, "key", getattr(argument, "idx", None))
+        if isinstance(key, int):
+            key = positional[key] if key < len(positional) else f"args[{key}]"
+        names.append(f"{key}{pytree.keystr(tuple(inside))}")
+    return names
+
+
+def capture(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    lift_casts: bool = False,
+    open_dims: bool = False,
+) -> Captured:
+    """Export ``model`` on example inputs, in the mode (train or eval, autocast) that is on now.
+
+    Args:
+        model: unmodified; its parameters may live on the ``meta`` device.
+        args: example positional arguments; of tensors only shape and type matter.
+        kwargs: example keyword arguments.
+        lift_casts: keep everything in float64 in a float64 model (a comparison without the model's
+            own roundings to float32).
+        open_dims: leave the sizes of the inputs' dims open where the model allows it.
+
+    Raises:
+        CaptureError: the forward failed or its control flow depends on data.
+        UnsupportedError: hooks inside the model, operators with subgraphs.
+        NotSymbolic: with ``open_dims``, if the model returns a size.
+    """
+    check_capturable(model)
+    leaves, in_spec = flatten_inputs(args, kwargs)
+    leaves = _as_examples(leaves, model)
+    example_args, example_kwargs = pytree.tree_unflatten(leaves, in_spec)
+    use_cache = example_kwargs.get("use_cache") is True
+    if use_cache:
+        example_kwargs = {**example_kwargs, "use_cache": False}
+    with export_context(model, use_cache=use_cache):
+        try:
+            exported = torch.export.export(
+                model,
+                example_args,
+                example_kwargs,
+                dynamic_shapes=_open_shapes(model, example_args, example_kwargs)
+                if open_dims
+                else None,
+                strict=False,
+            )
+            _unfreeze(exported.graph_module.graph)
+            exported = functionalize(exported)
+        except Exception as error:  # whatever user code or export raises
+            raise capture_error(model, error) from error
+    with without_autocast():
+        captured = _captured(exported, model, in_spec, leaves, lift_casts, open_dims)
+    names = input_names(model, args, kwargs)
+    check_dtypes(captured.module.graph, dict(zip(names, leaves, strict=True)))
+    captured.module.recompile()
+    return captured
+
+
+def _captured(
+    exported: ExportedProgram,
+    model: nn.Module,
+    in_spec: pytree.TreeSpec,
+    leaves: list[Any],
+    lift_casts: bool,
+    open_dims: bool,
+) -> Captured:
+    inline_sizes(exported.graph_module.graph)
+    captured = _from_exported(exported, model, in_spec)
+    captured.parameters = parameters_of(model)
+    if open_dims:
+        _add_sizes(captured, leaves)
+    captured.drop_unused_placeholders()
+    _refuse_subgraphs(captured.module)
+    _make_fake(captured, leaves, model)
+    if lift_casts:
+        lift_casts_to_float64(captured)
+    _forget_strides(captured.module.graph)
+    _propagate(captured.module.graph)
+    return captured
+
+
+def _open_shapes(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    shapes = ShapesCollection()
+    for leaf in pytree.tree_leaves((args, kwargs)):
+        if isinstance(leaf, Tensor):
+            # Nothing holds for 0 or 1 and for larger sizes too.
+            shapes[leaf] = {dim: Dim.AUTO for dim, size in enumerate(leaf.shape) if size > 1}
+    return shapes.dynamic_shapes(model, tuple(args), dict(kwargs))
+
+
+def _unfreeze(graph: Graph) -> None:
+    """Let comparisons of sizes be recorded after the export too."""
+    env = getattr(fake_mode_of(graph), "shape_env", None)
+    if env is not None:
+        env.frozen = False
+
+
+def _add_sizes(captured: Captured, leaves: Sequence[Any]) -> None:
+    """Find the open dims and put a placeholder for each in front of the others."""
+    inputs = {
+        ref.index: node
+        for node, ref in zip(captured.placeholders, captured.refs, strict=True)
+        if ref.kind == "input"
+    }
+    graph = captured.module.graph
+    env = fake_mode_of(graph).shape_env
+    if env is None:
+        raise NotSymbolic("export made no symbols")
+    if any(map(is_open, pytree.tree_leaves(output_node(graph).args))):
+        raise NotSymbolic("the model returns a size as a number")
+    sizes = open_sizes(inputs, leaves, env)
+    first = captured.placeholders[0]
+    refs = []
+    for size in sizes.distinct:
+        with graph.inserting_before(first):
+            node = graph.placeholder(size.name)
+        node.meta = {"val": size.value, "requires_grad": False}
+        refs.append(Ref("size", size.name, size.leaf, size.dim))
+    captured.refs = [*refs, *captured.refs]
+    captured.sizes = sizes if refs else None
+
+
+def _as_examples(leaves: list[Any], model: nn.Module) -> list[Any]:
+    """Leaves on the model's device that export can take.
+
+    Never the caller's own tensors: export leaves marks on them, and reads the ``grad`` of results
+    of a computation. A tensor passed twice is cloned, for export would merge it, and so is one made
+    in inference mode, which could not be recorded for a gradient.
+    """
+    meta = any(parameter.is_meta for parameter in model.parameters())
+    seen: set[int] = set()
+    examples = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            is_new = id(leaf) not in seen and not leaf.is_inference()
+            seen.add(id(leaf))
+            with torch.inference_mode(False):
+                example = leaf.detach() if is_new else leaf.detach().clone()
+                example = example.to("meta") if meta else example
+                leaf = example.requires_grad_(leaf.requires_grad)
+        examples.append(leaf)
+    return examples
+
+
+def _from_exported(
+    exported: ExportedProgram, model: nn.Module, in_spec: pytree.TreeSpec
+) -> Captured:
+    """The exported graph with its signature turned into refs and tied tensors merged."""
+    graph = exported.graph_module.graph
+    canonical = _canonical_names(model)
+    leaf_order = iter(_leaf_order(exported))
+    aliases: dict[str, str] = {}
+    constants: dict[str, Tensor] = {}
+    refs: list[Ref] = []
+    first: dict[Ref, Node] = {}
+    specs = exported.graph_signature.input_specs
+    for node, spec in zip(graph.find_nodes(op="placeholder"), specs, strict=True):
+        ref = _ref_of(spec, canonical, leaf_order)
+        if ref.kind in ("param", "buffer") and ref.name != spec.target:
+            aliases[str(spec.target)] = ref.name
+        if ref.kind == "constant":
+            constants[ref.name] = exported.constants[ref.name]
+        node.replace_all_uses_with(first.setdefault(ref, node))
+        refs.append(ref)
+    mutated = _mutated_last(output_node(graph), exported.graph_signature.output_specs, canonical)
+    captured = Captured(GraphModule(nn.Module(), graph), refs, in_spec, exported.call_spec.out_spec)
+    captured.mutated, captured.aliases, captured.constants = mutated, aliases, constants
+    erase_dead(captured.module.graph)
+    return captured
+
+
+def _canonical_names(model: nn.Module) -> dict[str, str]:
+    """Every name of a parameter or buffer to that in ``model.named_parameters()``, the first."""
+    tensors = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(tensor), name) for name, tensor in tensors}
+
+
+def _leaf_order(exported: ExportedProgram) -> list[int]:
+    """For each input leaf of the exported program its index in :func:`flatten_inputs`."""
+    spec = exported.call_spec.in_spec
+    args, kwargs = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
+    exported_index, _ = flatten_inputs(args, kwargs)
+    order = [0] * len(exported_index)
+    for own, theirs in enumerate(exported_index):
+        order[theirs] = own
+    return order
+
+
+def _ref_of(spec: InputSpec, canonical: dict[str, str], leaf_order: Iterator[int]) -> Ref:
+    target = str(spec.target)
+    if spec.kind is InputKind.PARAMETER:
+        return Ref("param", canonical[target])
+    if spec.kind is InputKind.BUFFER:
+        return Ref("buffer", canonical[target])
+    if spec.kind is InputKind.CONSTANT_TENSOR:
+        return Ref("constant", target)
+    if spec.kind is InputKind.USER_INPUT:
+        return Ref("input", index=next(leaf_order))
+    raise UnsupportedError(
+        f"the model uses an object that cannot be captured: {spec.kind} {target}"
+    )
+
+
+def _mutated_last(
+    output: Node, specs: Sequence[OutputSpec], canonical: dict[str, str]
+) -> list[str]:
+    """Order the returned values: the model's outputs, then mutated buffers; returns their names.
+
+    No gradient flows through what is written into a buffer.
+    """
+    results, written, names = [], [], []
+    for value, spec in zip(output.args[0], specs, strict=True):
+        if spec.kind is OutputKind.USER_OUTPUT:
+            results.append(value)
+        elif spec.kind is OutputKind.BUFFER_MUTATION:
+            with output.graph.inserting_before(output):
+                written.append(output.graph.call_function(_aten.detach.default, (value,)))
+            names.append(canonical[str(spec.target)])
+        else:
+            raise UnsupportedError(
+                f"the forward writes into {spec.target!r} ({spec.kind.name.lower()}); only buffers "
+                "may be written: write into a copy instead"
+            )
+    output.args = ((*results, *written),)
+    return names
+
+
+def _refuse_subgraphs(module: GraphModule) -> None:
+    for node in module.graph.nodes:
+        if node.op == "get_attr" or isinstance(node.target, torch._ops.HigherOrderOperator):
+            raise UnsupportedError(
+                f"operator {node.target} has a subgraph, which sp_compiler cannot shard\n"
+                + node_origin(node)
+            )
+
+
+def _propagate(graph: Graph) -> None:
+    """Compute every value's shape, type and whether it requires a gradient."""
+    mode = fake_mode_of(graph)
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        try:
+            refake(node, mode)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise CaptureError(
+                f"the shape of a value depends on the numbers in a tensor ({node.target}); use "
+                f"masks and torch.where in place of boolean indexing\n{node_origin(node)}"
+            ) from error
+
+
+def _forget_strides(graph: Graph) -> None:
+    """view -> reshape: strides depend on the kernels, which are not those of the export."""
+    for node in calls(graph, _aten.view.default, _aten._unsafe_view.default):
+        node.target = _aten.reshape.default
+
+
+def _make_fake(captured: Captured, leaves: list[Any], model: nn.Module) -> None:
+    """Give every placeholder a value in one new fake mode; the ``meta`` device becomes the CPU."""
+    mode = FakeTensorMode(shape_env=captured.sizes.env if captured.sizes is not None else None)
+    parameters = dict(model.named_parameters())
+    for node, ref in zip(captured.placeholders, captured.refs, strict=True):
+        if ref.kind == "size":
+            continue
+        example = node.meta["val"]
+        device = torch.device("cpu") if example.is_meta else example.device
+        with mode:
+            value = torch.empty_strided(
+                example.shape, example.stride(), dtype=example.dtype, device=device
+            )
+        requires_grad = False
+        if ref.kind == "param":
+            requires_grad = parameters[ref.name].requires_grad
+        elif ref.kind == "input":
+            requires_grad = leaves[ref.index].requires_grad
+        set_value(node, value.requires_grad_(requires_grad))
+    if any(parameter.is_meta for parameter in parameters.values()):
+        _move_to_cpu(captured.module.graph)
+
+
+def _move_to_cpu(graph: Graph) -> None:
+    """Let what was captured on the ``meta`` device run on the CPU."""
+    for node in list(graph.nodes):
+        if node.op == "call_function" and getattr(node.kwargs.get("device"), "type", "") == "meta":
+            node.kwargs = {**node.kwargs, "device": torch.device("cpu")}
+    for node in calls(graph, _aten.histc.default):
+        source = node.args[0]
+        assert isinstance(source, Node)
+        dtype = source.meta["val"].dtype
+        if not dtype.is_floating_point:  # which only accelerators count
+            to = _aten._to_copy.default
+            with graph.inserting_before(node):
+                node.replace_input_with(
+                    source, graph.call_function(to, (source,), {"dtype": torch.float32})
+                )
+            with graph.inserting_after(node):
+                back = graph.call_function(to, (node,), {"dtype": dtype})
+            node.replace_all_uses_with(back, lambda user, back=back: user is not back)
+            for new in (node.args[0], back):
+                inherit(new, node)

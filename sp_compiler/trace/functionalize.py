@@ -1,0 +1,205 @@
+"""An exported graph as functional operators: nothing is written in place, no subgraphs.
+
+``ExportedProgram.run_decompositions`` does that by tracing the graph again, which takes as long as
+the export. Most models write nothing in forward. For them it is enough to inline the subgraphs and
+to replace the few composite operators that may return a view of their operand (``to``,
+``contiguous``, ``chunk`` ...) by what they do to operands of this shape and type.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
+from torch._export.utils import _is_cia_op, _is_preservable_cia_op
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.export import ExportedProgram
+from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
+
+from sp_compiler.ir.rewriting import calls, fake_mode_of, inherit, output_node
+
+_aten = torch.ops.aten
+_SET_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
+_AUTOCAST = torch.ops.higher_order.wrap_with_autocast
+
+
+def functionalize(exported: ExportedProgram) -> ExportedProgram:
+    """``exported``, of ``torch.export.export``, as functional composite operators; changes it.
+
+    What was computed under ``no_grad`` is detached. The nodes keep the module and source line of
+    the user's model.
+    """
+    module = exported.graph_module
+    _prepare_subgraphs(module)
+    if torch._C._is_any_autocast_enabled() or not all(map(_is_simple, _nodes(module))):
+        return exported.run_decompositions({})
+    _inline(module)
+    _decompose_views(module.graph)
+    return exported
+
+
+def _nodes(module: GraphModule) -> Iterator[Node]:
+    """Those of subgraphs too."""
+    for node in module.graph.nodes:
+        yield node
+        if node.op == "get_attr" and isinstance(found := _attribute(module, node), GraphModule):
+            yield from _nodes(found)
+
+
+def _is_simple(node: Node) -> bool:
+    """Whether the node writes nothing, and its value is of plain tensors of fixed size."""
+    for leaf in pytree.tree_leaves(node.meta.get("val")):
+        if isinstance(leaf, Tensor):
+            if type(leaf) is not FakeTensor or leaf._has_symbolic_sizes_strides or leaf.is_conj():
+                return False
+        elif isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
+            return False
+    if node.op != "call_function" or node.target in (operator.getitem, _SET_GRAD):
+        return True
+    return isinstance(node.target, OpOverload) and not node.target._schema.is_mutable
+
+
+def _attribute(module: GraphModule, node: Node) -> Any:
+    return getattr(module, str(node.target), None)
+
+
+def _body(module: GraphModule, node: Node) -> GraphModule:
+    """The subgraph that ``node`` runs."""
+    (attribute,) = [arg for arg in node.args if isinstance(arg, Node) and arg.op == "get_attr"]
+    body = _attribute(module, attribute)
+    assert isinstance(body, GraphModule)
+    return body
+
+
+def _prepare_subgraphs(module: GraphModule) -> None:
+    """Let grad-mode and autocast regions be inlined without losing what they mean.
+
+    ``run_decompositions`` calls the body; it is interpreted node by node, so that the nodes keep
+    the module and source line of the user's model.
+    """
+    for node in calls(module.graph, _SET_GRAD, _AUTOCAST):
+        body = _body(module, node)
+        _prepare_subgraphs(body)
+        if node.target is _SET_GRAD and node.args[0] is False:
+            _detach_outputs(body, node)
+        body.forward = Interpreter(body).run
+
+
+def _detach_outputs(body: GraphModule, region: Node) -> None:
+    output = output_node(body.graph)
+    with body.graph.inserting_before(output):
+        output.args = (
+            tuple(
+                _detached(value, region) if isinstance(value, Node) else value
+                for value in output.args[0]
+            ),
+        )
+    body.recompile()
+
+
+def _detached(value: Node, region: Node) -> Node:
+    node = value.graph.call_function(_aten.detach.default, (value,))
+    for source in (region, value):
+        inherit(node, source)
+    node.meta["val"] = value.meta["val"]
+    return node
+
+
+# Without another trace.
+
+
+def _inline(module: GraphModule) -> None:
+    """Copy the nodes of every subgraph to where it is called."""
+    graph = module.graph
+    for node in calls(graph, _SET_GRAD):
+        body = _body(module, node)
+        _inline(body)
+        _replace(node, body.graph, node.args[2:])
+    for attribute in graph.find_nodes(op="get_attr"):
+        if not attribute.users:
+            graph.erase_node(attribute)
+
+
+def _replace(node: Node, body: Graph, inputs: Any) -> list[Node]:
+    """Put the nodes of ``body``, called with ``inputs``, in the place of ``node``; returns them."""
+    graph, before = node.graph, node.prev
+    values = dict(zip(body.find_nodes(op="placeholder"), inputs, strict=True))
+    with graph.inserting_before(node):
+        results = graph.graph_copy(body, values)
+    if isinstance(results, Node):
+        node.replace_all_uses_with(results)
+    else:
+        for user in list(node.users):
+            assert user.target is operator.getitem
+            user.replace_all_uses_with(results[user.args[1]])
+            graph.erase_node(user)
+    new = []
+    while before.next is not node:
+        before = before.next
+        new.append(before)
+    graph.erase_node(node)
+    return new
+
+
+def _decompose_views(graph: Graph) -> None:
+    """Replace composite operators that ``run_decompositions`` would not leave whole either."""
+    mode = fake_mode_of(graph)
+    bodies: dict[Hashable, Graph] = {}  # of a layer's calls, those of every further layer
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not _is_decomposed(node.target):
+            continue
+        key = _signature(node)
+        if key not in bodies:
+            bodies[key] = _trace(node, mode)
+        for new in _replace(node, bodies[key], node.all_input_nodes):
+            inherit(new, node)
+
+
+def _is_decomposed(target: Any) -> bool:
+    """``reshape`` is not: it is what the compiler makes of views."""
+    return (
+        isinstance(target, OpOverload)
+        and target is not _aten.reshape.default
+        and _is_cia_op(target)
+        and not _is_preservable_cia_op(target)
+    )
+
+
+def _signature(node: Node) -> Hashable:
+    """Equal for calls that do the same to operands of the same shape, strides, type and device."""
+    inputs = node.all_input_nodes
+    arguments = map_arg((node.args, node.kwargs), lambda source: f"%{inputs.index(source)}")
+    return node.target, repr(arguments), tuple(_layout(source.meta["val"]) for source in inputs)
+
+
+def _layout(value: Any) -> Hashable:
+    return tuple(
+        (leaf.shape, leaf.stride(), leaf.storage_offset(), leaf.dtype, leaf.device)
+        if isinstance(leaf, Tensor)
+        else leaf
+        for leaf in pytree.tree_leaves(value)
+    )
+
+
+def _trace(node: Node, mode: FakeTensorMode) -> Graph:
+    """The operators that one call is made of."""
+    inputs = node.all_input_nodes
+
+    def call(*values: Any) -> Any:
+        known = dict(zip(inputs, values, strict=True))
+        args, kwargs = map_arg((node.args, node.kwargs), known.__getitem__)
+        return node.target(*args, **kwargs)
+
+    with mode, enable_python_dispatcher():  # which decomposes in Python, as the export does
+        values = [
+            pytree.tree_map_only(Tensor, Tensor.detach, source.meta["val"]) for source in inputs
+        ]
+        return make_fx(call)(*values).graph

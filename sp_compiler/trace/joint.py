@@ -1,0 +1,387 @@
+"""The joint forward and backward graph of a region.
+
+The only file that touches PyTorch's private ahead-of-time autograd; ``tests/trace/test_joint.py``
+holds the contract it relies on (torch 2.11 to 2.13).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch._functorch._aot_autograd.descriptors import (
+    BackwardTokenAOTInput,
+    BackwardTokenAOTOutput,
+    ForwardTokenAOTInput,
+    ForwardTokenAOTOutput,
+    GradAOTOutput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._subclasses import FakeTensor, FakeTensorMode
+
+from sp_compiler.base.errors import PassError, UnsupportedError, node_origin
+from sp_compiler.ir.fx import carries_gradient
+from sp_compiler.ir.op_traits import RESULT_NAMES
+from sp_compiler.ir.program import Region
+from sp_compiler.ir.rewriting import erase_dead
+from sp_compiler.ir.snapshot import copy_graph
+from sp_compiler.ir.symbolic import inline_sizes, same_shape
+
+aten = torch.ops.aten
+
+_SOURCE = "sp_source"
+_TAKEN = frozenset({"F", "device", "outputs", "saved", "torch", "tp"})
+_TOKEN_INPUTS = (ForwardTokenAOTInput, BackwardTokenAOTInput)
+_TOKEN_OUTPUTS = (ForwardTokenAOTOutput, BackwardTokenAOTOutput)
+_CHECK_ERRORS = aten._linalg_check_errors.default
+_ALIASES = (aten.alias.default, aten.detach.default)
+_COPIES = (aten.clone.default, aten._to_copy.default)
+
+
+@dataclass
+class JointGraph:
+    """Forward and backward of a region in one graph.
+
+    Attributes:
+        graph: placeholders are the region's inputs, named after them, then the tangents; the
+            output is a flat tuple of the region's outputs and one gradient (or None) per input.
+            Every node has ``meta["val"]``; those that come from a region node have
+            ``meta["source"]`` (its name), its ``nn_module_stack`` and ``stack_trace``, backward
+            nodes too; the forward node that is a region node's value has its ``meta["placement"]``.
+        num_inputs: number of region inputs.
+        num_outputs: number of region outputs.
+        tangent_outputs: index of the region output that each tangent belongs to.
+        input_kinds: :data:`~sp_compiler.ir.program.RefKind` of each input.
+    """
+
+    graph: fx.Graph
+    num_inputs: int
+    num_outputs: int
+    tangent_outputs: tuple[int, ...]
+    input_kinds: tuple[str, ...]
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        return self.graph.find_nodes(op="placeholder")
+
+    @property
+    def inputs(self) -> list[fx.Node]:
+        return self.placeholders[: self.num_inputs]
+
+    @property
+    def tangents(self) -> list[fx.Node]:
+        return self.placeholders[self.num_inputs :]
+
+    @property
+    def outputs(self) -> list[fx.Node]:
+        return list(self._results[: self.num_outputs])
+
+    @property
+    def grads(self) -> list[fx.Node | None]:
+        """One per input, None where no gradient flows."""
+        return list(self._results[self.num_outputs :])
+
+    def copy(self) -> JointGraph:
+        """With nodes of its own, whose ``meta`` can be changed."""
+        return replace(self, graph=copy_graph(self.graph))
+
+    @property
+    def _results(self) -> Sequence[Any]:
+        return self.graph.output_node().args[0]
+
+    def backward_nodes(self) -> set[fx.Node]:
+        """Nodes that depend on a tangent, and those that the forward outputs do not need."""
+        forward = ancestors(self.outputs)
+        for node in self.graph.nodes:
+            if node.target is operator.getitem and node.args[0] in forward:
+                forward.add(node)
+        forward.update(self.inputs)
+        return {node for node in self.graph.nodes if node not in forward and node.op != "output"}
+
+
+def ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """``nodes`` and everything they are computed from."""
+    seen: set[fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack.extend(node.all_input_nodes)
+    return seen
+
+
+def trace_joint(region: Region) -> JointGraph:
+    """Differentiate a sharded region.
+
+    Gradients are those of the inputs whose placeholder has ``meta["requires_grad"]``; a region
+    where nothing needs one yields its forward alone. Inputs are taken to be contiguous, tangents
+    have to be. Aliases and copies that copy nothing are dropped.
+
+    Raises:
+        PassError: a placeholder without ``meta["val"]``.
+    """
+    mode = FakeTensorMode(shape_env=_shape_env(region))
+    args = [_fake_input(node, mode) for node in region.placeholders]
+    with contextlib.ExitStack() as stack:
+        if mode.shape_env is not None:
+            stack.enter_context(enable_python_dispatcher())
+        stack.enter_context(fx.traceback.preserve_node_meta())
+        stack.enter_context(mode)
+        traced = aot_export_joint_with_descriptors(stack, _Interpreted(region.module), tuple(args))
+        graph = traced.graph_module.graph
+    joint = _rebuild(graph, region)
+    _drop_no_ops(joint.graph)
+    _copy_provenance(joint, region)
+    return joint
+
+
+class _Interpreted(nn.Module):
+    """Runs a graph node by node, so that every traced node knows which one it came from.
+
+    Each output is copied, so that an output that is an input or a view keeps its own gradient.
+    """
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__()
+        self._run = fx.Interpreter(module, graph=_with_sources(module.graph)).run
+
+    def forward(self, *args: Tensor) -> tuple[Tensor, ...]:
+        outputs = self._run(*args)
+        return tuple(aten.clone.default(x, memory_format=torch.contiguous_format) for x in outputs)
+
+
+def _shape_env(region: Region) -> Any:
+    """Where comparisons of open sizes are recorded; ``None`` where all sizes are fixed."""
+    values = [node.meta.get("val") for node in region.placeholders]
+    sizes = [value for value in values if isinstance(value, torch.SymInt)]
+    return sizes[0].node.shape_env if sizes else None
+
+
+def _with_sources(original: fx.Graph) -> fx.Graph:
+    graph = copy_graph(original)
+    for node in graph.nodes:
+        if node.op == "call_function":
+            node.meta["custom"] = {_SOURCE: node.name}
+    return graph
+
+
+def _fake_input(node: fx.Node, mode: FakeTensorMode) -> Tensor:
+    value = node.meta.get("val")
+    if isinstance(value, torch.SymInt):
+        # The tracer learns of a symbol from a tensor; the placeholder becomes the number again.
+        with mode:
+            return torch.empty((value,), device="cpu")
+    if not isinstance(value, FakeTensor):
+        raise PassError("joint", 'a region input needs meta["val"], a FakeTensor', node)
+    # A trace on the meta device loses most of the backward.
+    device = "cpu" if value.device.type == "meta" else value.device
+    with mode:
+        fake = torch.empty(value.shape, dtype=value.dtype, device=device)
+    return fake.requires_grad_(bool(node.meta.get("requires_grad")) and carries_gradient(fake))
+
+
+def _rebuild(traced: fx.Graph, region: Region) -> JointGraph:
+    """Copy a traced graph into one with this file's order and names; ends PyTorch's conventions."""
+    _drop_effects(traced)
+    placeholders = traced.find_nodes(op="placeholder")
+    inputs = {_input_index(node): node for node in placeholders if not _is_tangent(node)}
+    tangents = {_tangent_index(node): node for node in placeholders if _is_tangent(node)}
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for index, name in enumerate(region.input_names):
+        _copy_placeholder(graph, inputs[index], python_name(name), copies)
+    for index in sorted(tangents):
+        _copy_placeholder(graph, tangents[index], f"grad_out{index}", copies)
+    for node in traced.nodes:
+        if node.op == "call_function":
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            if node.target is operator.getitem:
+                copies[node]._rename(_result_name(node))
+    outputs, grads = _results(traced)
+    num_inputs, num_outputs = len(inputs), len(outputs)
+    results = [outputs[index] for index in range(num_outputs)]
+    results += [grads.get(index) for index in range(num_inputs)]
+    graph.output(tuple(None if node is None else copies[node] for node in results))
+    for node, source in zip(graph.find_nodes(op="placeholder"), region.placeholders, strict=False):
+        if isinstance(source.meta["val"], torch.SymInt):
+            node.meta["val"] = source.meta["val"]
+    inline_sizes(graph)
+    return JointGraph(graph, num_inputs, num_outputs, tuple(sorted(tangents)), region.input_kinds)
+
+
+def _drop_effects(traced: fx.Graph) -> None:
+    """Let factorizations raise for singular matrices themselves, without an operator for it.
+
+    PyTorch 2.13 keeps that operator, which has no result, alive and in order by tokens: inputs and
+    outputs of the graph, in forward and backward each.
+    """
+    for node in list(traced.nodes):
+        if node.target is torch.ops.higher_order.with_effects:
+            token, effect, *args = node.args
+            if effect is not _CHECK_ERRORS:
+                raise UnsupportedError(
+                    f"{effect} is registered as having effects, in an order; a compiled model runs "
+                    "what its outputs need: call it outside of the compiled model\n"
+                    f"{node_origin(node)}"
+                )
+            for part in list(node.users):
+                part.replace_all_uses_with(token)
+                traced.erase_node(part)
+        elif node.target is _CHECK_ERRORS:
+            args = node.args
+        else:
+            continue
+        factorization = args[0].args[0]
+        factorization.update_kwarg("check_errors", True)
+        traced.erase_node(node)
+    output = traced.output_node()
+    returned = zip(output.args[0], output.meta["desc"], strict=True)
+    kept = [(value, desc) for value, desc in returned if not isinstance(desc, _TOKEN_OUTPUTS)]
+    output.args = ([value for value, _ in kept],)
+    output.meta["desc"] = [desc for _, desc in kept]
+    for node in traced.find_nodes(op="placeholder"):
+        if isinstance(node.meta["desc"], _TOKEN_INPUTS):
+            traced.erase_node(node)
+
+
+def _result_name(node: fx.Node) -> str:
+    """Name of one of several results."""
+    source, index = node.args
+    names = RESULT_NAMES.get(source.target, ())
+    return (
+        names[index] if index < len(names) else f"{source.target.__name__.split('.')[0]}_out{index}"
+    )
+
+
+def _copy_placeholder(
+    graph: fx.Graph, node: fx.Node, name: str, copies: dict[fx.Node, fx.Node]
+) -> None:
+    copies[node] = graph.placeholder(name)
+    copies[node].meta = {"val": node.meta["val"]}
+
+
+def _is_tangent(node: fx.Node) -> bool:
+    return isinstance(node.meta["desc"], TangentAOTInput)
+
+
+def _input_index(node: fx.Node) -> int:
+    desc = node.meta["desc"]
+    assert isinstance(desc, PlainAOTInput), desc
+    return desc.idx
+
+
+def _tangent_index(node: fx.Node) -> int:
+    desc = node.meta["desc"].output
+    assert isinstance(desc, PlainAOTOutput), desc
+    return desc.idx
+
+
+def _results(traced: fx.Graph) -> tuple[dict[int, fx.Node], dict[int, fx.Node]]:
+    """Forward outputs by output index and gradients by input index."""
+    node = traced.output_node()
+    outputs: dict[int, fx.Node] = {}
+    grads: dict[int, fx.Node] = {}
+    for value, desc in zip(node.args[0], node.meta["desc"], strict=True):
+        if isinstance(desc, GradAOTOutput):
+            assert isinstance(desc.grad_of, PlainAOTInput), desc
+            grads[desc.grad_of.idx] = value
+        elif desc is not None:  # no descriptor: an input without gradient
+            assert isinstance(desc, PlainAOTOutput), desc
+            outputs[desc.idx] = value
+    return outputs, grads
+
+
+def python_name(name: str) -> str:
+    """A Python identifier close to ``name`` that the generated code uses for nothing else."""
+    text = re.sub(r"\W+", "_", name)
+    taken = text in _TAKEN or text.startswith("aten_") or not text or text[0].isdigit()
+    return f"_{text}" if taken else text
+
+
+def _drop_no_ops(graph: fx.Graph) -> None:
+    """Forget aliases and copies that keep dtype and layout: a functional graph needs none."""
+    for node in list(graph.nodes):
+        if node.target in _ALIASES or (node.target in _COPIES and _copies_nothing(node)):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+    erase_dead(graph)
+
+
+def _copies_nothing(node: fx.Node) -> bool:
+    source, result = node.args[0].meta["val"], node.meta["val"]
+    same = source.dtype == result.dtype and source.device == result.device
+    return same and (source.stride() == result.stride() or _is_output_copy(node))
+
+
+def _is_output_copy(node: fx.Node) -> bool:
+    return _SOURCE not in node.meta.get("custom", {}) and all(
+        user.op == "output" for user in node.users
+    )
+
+
+def _copy_provenance(joint: JointGraph, region: Region) -> None:
+    sources = {node.name: node for node in region.module.graph.nodes}
+    backward = joint.backward_nodes()
+    for node, source in zip(joint.inputs, region.placeholders, strict=True):
+        node.meta["source"] = source.name
+        node.meta["root"] = source.meta.get("source", source.name)
+        _copy_keys(node, source, ("placement", "nn_module_stack", "stack_trace"))
+    values: dict[str, fx.Node] = {}
+    for node in joint.graph.nodes:
+        name = node.meta.pop("custom", {}).get(_SOURCE)
+        if name is None:
+            continue
+        node.meta["source"] = name
+        node.meta["root"] = sources[name].meta.get("source", name)
+        _copy_keys(node, sources[name], ("nn_module_stack", "stack_trace"))
+        if _relabels(sources[name]):
+            node.meta["relabels"] = True
+        if node not in backward and _same_shape(node, sources[name]):
+            values[name] = node
+    for name, node in values.items():
+        _copy_keys(node, sources[name], ("placement",))
+
+
+def _relabels(node: fx.Node) -> bool:
+    """Whether a view leaves one rank's part as it is but changes what it is a part of."""
+    source = node.args[0] if node.args else None
+    if node.target is not aten.reshape.default or not isinstance(source, fx.Node):
+        return False
+    if node.meta.get("placement") == source.meta.get("placement"):
+        return False
+    return _same_shape(node, source) or _is_spread(node) or _is_spread(source)
+
+
+def _is_spread(node: fx.Node) -> bool:
+    """Whether a rank has one element of each segment: rows of heads, one head each, are tokens."""
+    placement = node.meta.get("placement")
+    return bool(placement and placement.segments) and (
+        node.meta["val"].shape[placement.dim] == len(placement.segments)
+    )
+
+
+def _copy_keys(node: fx.Node, source: fx.Node, keys: Sequence[str]) -> None:
+    for key in keys:
+        node.meta.pop(key, None)
+        if key in source.meta:
+            node.meta[key] = source.meta[key]
+
+
+def _same_shape(node: fx.Node, source: fx.Node) -> bool:
+    mine, theirs = node.meta.get("val"), source.meta.get("val")
+    return (
+        isinstance(mine, Tensor)
+        and isinstance(theirs, Tensor)
+        and same_shape(mine.shape, theirs.shape)
+    )

@@ -1,0 +1,307 @@
+"""All ranks of a tensor-parallel group simulated in one process, without a process group.
+
+A :class:`LocalTensor` holds the parts of every rank; an operation on it is done once for each rank,
+and the functional collectives, met on their way to the backend, are done on the parts. Nothing of
+``torch.distributed`` is initialised or changed, so this works beside any default group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
+
+from sp_compiler.base.errors import ArgumentError, RankMismatchError
+from sp_compiler.base.placement import I, Placement
+from sp_compiler.base.shards import join_parts, local_part
+from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.ir.program import Ref
+from sp_compiler.ops.communicator import Communicator
+from sp_compiler.runtime.executor import Executor
+
+_c10d = torch.ops._c10d_functional
+
+
+@contextlib.contextmanager
+def simulated_ranks(world: int) -> Iterator[Communicator]:
+    """A communicator whose tensors are :class:`LocalTensor` and whose rank is one of them.
+
+    >>> whole = torch.ones(2)
+    >>> with simulated_ranks(2) as tp:
+    ...     gather_check(tp.all_reduce(scatter(whole, P, 2), "P", "I"), I)
+    tensor([1., 1.])
+    """
+    if world == 1:
+        yield Communicator(None, 0, 1)
+        return
+    rank = LocalTensor({index: torch.tensor(index) for index in range(world)})
+    with SimulationMode(world):
+        yield Communicator(None, rank, world)
+
+
+def scatter(full: Tensor, placement: Placement, world: int) -> Tensor:
+    """The ranks' parts of ``full``: a :class:`LocalTensor`, a plain tensor when ``world`` is 1.
+
+    A partial sum is the whole on rank 0 and zeros elsewhere. Ranks never share memory.
+
+    Raises:
+        ArgumentError: ``full`` was made while ranks are simulated, so it is no whole tensor.
+    """
+    if isinstance(full, LocalTensor):
+        raise ArgumentError(
+            "scatter() of what is already one part a rank; factories such as torch.randn make such "
+            "tensors while ranks are simulated, so make whole tensors before"
+        )
+    full = full.detach()
+    if world == 1:
+        return full.clone()
+    return LocalTensor({rank: local_part(full, placement, rank, world) for rank in range(world)})
+
+
+def gather_check(local: Tensor, placement: Placement) -> Tensor:
+    """The full tensor behind the ranks' parts; raises where ranks that must agree differ.
+
+    Raises:
+        RankMismatchError: a replicated value that is not bitwise the same on every rank.
+    """
+    if not isinstance(local, LocalTensor):
+        return local.detach().clone()
+    parts = [local._local_tensors[rank] for rank in sorted(local._ranks)]
+    return join_parts(parts, placement)
+
+
+@dataclass(frozen=True)
+class SimulatedStep:
+    """Full tensors after one forward and backward on simulated ranks.
+
+    Attributes:
+        outputs: the flat outputs of the model.
+        grads: parameter name to gradient; ``None`` where no gradient arrived.
+        input_grads: for each flat input its gradient, ``None`` where it has none.
+        mutated_buffers: name to new value.
+    """
+
+    outputs: list[Any]
+    grads: dict[str, Tensor | None]
+    input_grads: list[Tensor | None]
+    mutated_buffers: dict[str, Tensor]
+
+
+def simulate_step(
+    compiled: CompiledProgram,
+    full_params: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    flat_inputs: Sequence[Any],
+    seed: Tensor | None = None,
+    output_grads: Sequence[Tensor | None] | None = None,
+) -> SimulatedStep:
+    """Run a compiled program forward and backward on all ranks in this process.
+
+    Args:
+        compiled: the program, for any world size.
+        full_params: stored name to whole parameter; those with ``requires_grad`` get gradients.
+        buffers: name to buffer.
+        flat_inputs: flattened user inputs, whole tensors.
+        seed: 0-dim int64 dropout seed, needed where the program has dropout.
+        output_grads: gradient of each flat output (``None``: none). Without it: 1 for the first
+            output that is a single number, else ones for every differentiable output; no backward
+            where nothing is differentiable.
+
+    Raises:
+        RankMismatchError: replicated outputs or gradients that differ between ranks.
+    """
+    world, placements = compiled.world, compiled.param_placements
+    with simulated_ranks(world) as tp:
+        params = {
+            name: scatter(value, placements[name], world).requires_grad_(value.requires_grad)
+            for name, value in full_params.items()
+            if name in placements
+        }
+        inputs = [_scatter_input(value, world) for value in flat_inputs]
+        run = Executor(compiled, tp).run(
+            params,
+            {name: scatter(value, I, world) for name, value in buffers.items()},
+            inputs,
+            seed,
+        )
+        refs = compiled.program.outputs
+        _backward(run.outputs, refs, compiled, output_grads)
+        outputs = [
+            gather_check(value, compiled.placement(ref)) if isinstance(ref, Ref) else value
+            for value, ref in zip(run.outputs, refs, strict=True)
+        ]
+        grads = {
+            name: None if value.grad is None else gather_check(value.grad, placements[name])
+            for name, value in params.items()
+        }
+        input_grads = [
+            gather_check(value.grad, I)
+            if isinstance(value, Tensor) and value.grad is not None
+            else None
+            for value in inputs
+        ]
+        mutated = {
+            name: gather_check(value, compiled.placement(compiled.program.mutated_buffers[name]))
+            for name, value in run.mutated_buffers.items()
+        }
+    return SimulatedStep(outputs, grads, input_grads, mutated)
+
+
+def _scatter_input(value: Any, world: int) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return scatter(value, I, world).requires_grad_(value.requires_grad)
+
+
+def _backward(
+    outputs: Sequence[Any],
+    refs: Sequence[Any],
+    compiled: CompiledProgram,
+    output_grads: Sequence[Tensor | None] | None,
+) -> None:
+    roots, tangents = [], []
+    given = output_grads or [None] * len(outputs)
+    for value, ref, grad in zip(outputs, refs, given, strict=True):
+        if not isinstance(value, Tensor) or not value.requires_grad:
+            continue
+        if output_grads is None:
+            tangent = torch.ones_like(value)
+        elif grad is None:
+            continue
+        else:
+            tangent = scatter(grad, compiled.placement(ref).dual, compiled.world)
+        roots.append(value)
+        tangents.append(tangent)
+        if output_grads is None and value.dim() == 0:
+            roots, tangents = [value], [tangent]
+            break
+    if roots:
+        torch.autograd.backward(roots, tangents)
+
+
+class SimulationMode(LocalTensorMode):
+    """:class:`LocalTensorMode` whose functional collectives need no process group.
+
+    Also faster: the random state is not saved and restored around every operation of every rank, as
+    generated code draws no random numbers.
+    """
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: tuple[Any, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "_c10d_functional":
+            return _collective(func, args)
+        if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        values = (*args, *kwargs.values())
+        if not _has_local_tensor(values) and (self._disable or _has_tensor(values)):
+            return func(*args, **kwargs)
+        if func is torch.ops.aten.dim.default or func.overloadpacket is torch.ops.aten.sym_size:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        results = [
+            func(*_on_rank(args, rank), **{key: _on_rank(v, rank) for key, v in kwargs.items()})
+            for rank in sorted(self.ranks)
+        ]
+        if func._schema.is_mutable:
+            return _mutated(func, args, kwargs, results)
+        return _combine(results)
+
+
+def _has_local_tensor(values: Sequence[Any]) -> bool:
+    return any(isinstance(item, LocalTensor) for item in _items(values))
+
+
+def _has_tensor(values: Sequence[Any]) -> bool:
+    return any(isinstance(item, Tensor) for item in _items(values))
+
+
+def _items(values: Sequence[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from value
+        else:
+            yield value
+
+
+def _on_rank(value: Any, rank: int) -> Any:
+    if isinstance(value, LocalTensor):
+        return value._local_tensors[rank]
+    if isinstance(value, (list, tuple)):
+        return type(value)(_on_rank(item, rank) for item in value)
+    return value
+
+
+def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Any]) -> Any:
+    """What an in-place or out= operation returns: the argument that it changed."""
+    if not func._schema.returns:
+        return None
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.is_write:
+            changed = args[position] if position < len(args) else kwargs[argument.name]
+            if isinstance(changed, LocalTensor):
+                changed._sync_meta()
+                return changed
+    return _combine(results)
+
+
+def _combine(results: list[Any]) -> Any:
+    first = results[0]
+    if isinstance(first, Tensor):
+        return LocalTensor(dict(enumerate(results)))
+    if isinstance(first, (list, tuple)):
+        return type(first)(_combine(list(items)) for items in zip(*results, strict=True))
+    if any(result != first for result in results):
+        raise RankMismatchError(
+            f"an operation gave {results} on ranks 0 to {len(results) - 1}; a Python number must "
+            "be the same on every rank"
+        )
+    return first
+
+
+_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda stacked: stacked.sum(0),
+    "avg": lambda stacked: stacked.mean(0),
+    "max": lambda stacked: stacked.amax(0),
+    "min": lambda stacked: stacked.amin(0),
+}
+
+
+def _collective(func: Any, args: tuple[Any, ...]) -> Any:
+    """A functional collective over all simulated ranks."""
+    x = args[0]
+    if func is _c10d.wait_tensor.default:
+        return x
+    if not isinstance(x, LocalTensor):
+        raise ArgumentError(f"{func} on a plain tensor while ranks are simulated; use scatter()")
+    parts = [x._local_tensors[rank] for rank in sorted(x._ranks)]
+    world = len(parts)
+    if func is _c10d.all_gather_into_tensor.default:
+        whole = torch.cat(parts)
+        results = [whole.clone() for _ in parts]
+    elif func is _c10d.all_reduce.default:
+        whole = _REDUCTIONS[args[1]](torch.stack(parts))
+        results = [whole.clone() for _ in parts]
+    elif func is _c10d.reduce_scatter_tensor.default:
+        whole = _REDUCTIONS[args[1]](torch.stack(parts))
+        results = [part.clone() for part in whole.chunk(world)]
+    elif func is _c10d.all_to_all_single.default:
+        sends = [part.split(args[2]) for part in parts]
+        results = [torch.cat([send[rank] for send in sends]) for rank in range(world)]
+    elif func is _c10d.broadcast.default:
+        results = [parts[args[1]].clone() for _ in parts]
+    else:
+        raise ArgumentError(
+            f"{func} is not simulated; there are all_gather_into_tensor, all_reduce, "
+            "reduce_scatter_tensor, all_to_all_single and broadcast"
+        )
+    return LocalTensor(dict(enumerate(results)))

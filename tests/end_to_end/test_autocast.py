@@ -1,0 +1,80 @@
+"""Autocast casts what it casts in eager, once, wherever it is switched on or off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from sp_compiler.compiler import build
+from sp_compiler.options import CompileOptions
+from sp_compiler.verification.simulate import simulate_step
+from tests.helpers.parity import SEED
+
+_WIDTH = 8
+Product = Callable[[Tensor, Tensor], Tensor]
+
+
+class _Matmul(Function):
+    """A product inside of a function of the user's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = (saved.to(grad.dtype) for saved in ctx.saved_tensors)
+        return grad @ weight.mT, x.flatten(0, 1).mT @ grad.flatten(0, 1)
+
+
+_PRODUCTS: dict[str, Product] = {
+    "matmul": lambda x, w: x @ w,
+    "linear": lambda x, w: nn.functional.linear(x, w.mT),
+    "function": lambda x, w: _Matmul.apply(x, w),
+    "einsum": lambda x, w: torch.einsum("btd,df->btf", x, w),
+    "einsum, outer": lambda x, w: torch.einsum("btd,df->btdf", x, w).sum(2),
+    "einsum, sums": lambda x, w: torch.einsum("btd,ef->btf", x, w),
+    "einsum, three": lambda x, w: torch.einsum("btd,de,ef->btf", x, w, w),
+    "einsum, dots": lambda x, w: torch.einsum("...d,df", x, w),
+}
+
+
+class _Model(nn.Module):
+    def __init__(self, product: Product, inside: bool | None) -> None:
+        super().__init__()
+        self.product, self.inside = product, inside
+        self.weight = nn.Parameter(torch.randn(_WIDTH, _WIDTH))
+        self.last = nn.Linear(_WIDTH, _WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self.inside is None:
+            y = self.product(x, self.weight)
+        else:
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.inside):
+                y = self.product(x, self.weight)
+        return self.last(y.float()), y
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(("around", "inside"), [(True, None), (True, False), (False, True)])
+@pytest.mark.parametrize("name", _PRODUCTS)
+def test_as_in_eager(name: str, around: bool, inside: bool | None, tp: int) -> None:
+    """In eager a product that is not to be cast is not; bfloat16 would be off by a percent."""
+    torch.manual_seed(0)
+    model, x = _Model(_PRODUCTS[name], inside), torch.randn(2, 3, _WIDTH)
+    with torch.autocast("cpu", torch.bfloat16, enabled=around):
+        expected = model(x)
+        options = CompileOptions(tp=tp, outputs="replicate")
+        compiled = build(model, (x,), {}, options)
+        step = simulate_step(compiled, dict(model.named_parameters()), {}, [x], SEED)
+    for mine, true in zip(step.outputs, expected, strict=True):
+        assert mine.dtype == true.dtype
+        tolerance = 1e-5 if around and true.dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(mine, true, rtol=tolerance, atol=tolerance)

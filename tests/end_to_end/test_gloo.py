@@ -1,0 +1,262 @@
+"""Whole models through ``sp_compiler.compile`` on real ranks: processes that talk over gloo."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+import sp_compiler
+from sp_compiler import api
+from sp_compiler.base.placement import Placement
+from sp_compiler.base.shards import join_parts
+from sp_compiler.compiler import build
+from tests.helpers import parity
+from tests.helpers.ranks import run_on_ranks
+from tests.models import architectures, zoo
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+_FAST = ("gpt2", "llama", "vit", "lora")
+_OTHERS = tuple(name for name in zoo.names() if name not in _FAST)
+_SIZE = (3, 13)
+_ARCHITECTURES = (
+    "phi3", "bloom", "falcon", "gemma2", "mixtral", "gpt_oss", "mamba", "albert", "t5", "whisper",
+    "swin", "siglip",
+)  # fmt: skip
+_DIVIDING = architectures.size("dividing", 2)
+
+Local = dict[str, tuple[str, Tensor]]
+"""Name to the text of a placement and this rank's part."""
+
+
+def _compile(name: str, *, dropout: float = 0.0, **options: Any) -> Any:
+    """A zoo model for the default group."""
+    return _lifted(zoo.build(name, dropout=dropout), **options)
+
+
+def _lifted(model: nn.Module, **options: Any) -> Any:
+    """Any model for the default group, with its casts to float32 lifted."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    module = sp_compiler.compile(model, tp=world, **options)
+    compile_for = module._sp_build
+
+    def lifted(*args: Any) -> Any:
+        with mock.patch.object(api, "build", functools.partial(build, lift_casts=True)):
+            return compile_for(*args)
+
+    module.__dict__["_sp_build"] = lifted
+    return module
+
+
+def _local(value: Tensor) -> Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _full(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _gradients(module: Any) -> Local:
+    return {
+        name: (str(module._sp_fixed[name]), _local(parameter.grad).clone())
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def _first(output: Any) -> Tensor:
+    return output if isinstance(output, Tensor) else output[0]
+
+
+def _step(module: Any, name: str) -> Tensor:
+    first = _first(module(**zoo.inputs(name, *_SIZE)))
+    first.backward(torch.ones_like(first))
+    return first.detach()
+
+
+# What each rank does.
+
+
+def _models(names: tuple[str, ...]) -> dict[str, tuple[Tensor, Local, str]]:
+    """First output, gradients and a digest of the code of each model."""
+    found = {}
+    for name in names:
+        module = _compile(name)
+        first = _step(module, name)
+        found[name] = (first, _gradients(module), _digest(module))
+    return found
+
+
+def _architectures(names: tuple[str, ...]) -> dict[str, tuple[Tensor, Local, str]]:
+    """The same of architectures that people train."""
+    found = {}
+    with architectures.float64():
+        for name in names:
+            module = _lifted(architectures.build(name, _DIVIDING))
+            first = _first(module(**architectures.inputs(name, _DIVIDING)))
+            first.backward()
+            found[name] = (first.detach(), _gradients(module), _digest(module))
+    return found
+
+
+def _digest(module: Any) -> str:
+    return hashlib.sha256(module.code.encode()).hexdigest()
+
+
+def _train(name: str, steps: int = 10) -> dict[str, Any]:
+    """AdamW with clipping; the norms, losses and whole parameters at the end."""
+    module = _compile(name)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    norms, losses = [], []
+    for step in range(steps):
+        loss = _first(module(**zoo.inputs(name, *_SIZE, seed=step)))
+        loss.backward()
+        norms.append(_full(nn.utils.clip_grad_norm_(module.parameters(), 1.0)).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    state = {key: _full(value).detach().clone() for key, value in module.state_dict().items()}
+    tied = getattr(module, "transformer", None)
+    return {
+        "norms": norms,
+        "losses": losses,
+        "state": state,
+        "tied": tied is None or tied.wte.weight is module.lm_head.weight,
+    }
+
+
+def _outputs() -> dict[tuple[str, str], Any]:
+    """Logits of gpt2 for every setting of ``outputs``, with their local shapes."""
+    found = {}
+    for name in ("gpt2", "gpt2_logits"):
+        for outputs in ("auto", "replicate", "shard"):
+            logits = _compile(name, outputs=outputs)(**zoo.inputs(name, *_SIZE)).logits
+            shard = logits.placements if isinstance(logits, DTensor) else ()
+            found[name, outputs] = (_full(logits).detach(), shard)
+    return found
+
+
+def _twice() -> bool:
+    """Whether two runs with dropout are the same bit for bit."""
+    torch.use_deterministic_algorithms(True)
+    runs = []
+    for _ in range(2):
+        module = _compile("gpt2", dropout=0.1)
+        torch.manual_seed(3)
+        loss = _step(module, "gpt2")
+        runs.append((loss, [part for _, part in _gradients(module).values()]))
+    torch.use_deterministic_algorithms(False)
+    (loss_a, grads_a), (loss_b, grads_b) = runs
+    return torch.equal(loss_a, loss_b) and all(map(torch.equal, grads_a, grads_b))
+
+
+def _everything(names: tuple[str, ...]) -> dict[str, Any]:
+    return {
+        "models": _models(names),
+        "train": {name: _train(name) for name in ("gpt2", "plain_unfused")},
+        "outputs": _outputs(),
+        "twice": _twice(),
+    }
+
+
+# What comes back.
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    """One start of two processes for all fast tests."""
+    return run_on_ranks(2, _everything, _FAST)
+
+
+def _check_model(name: str, results: list[dict[str, tuple[Tensor, Local, str]]]) -> None:
+    _check(parity.case(name, *_SIZE), [result[name] for result in results])
+
+
+def _check(found: parity.Case, results: list[tuple[Tensor, Local, str]]) -> None:
+    firsts, locals_, digests = zip(*results, strict=True)
+    expected = next(item for item in found.outputs if isinstance(item, Tensor))
+    for first in firsts:
+        assert torch.equal(first, firsts[0])
+    assert float((firsts[0] - expected).abs().max()) < 1e-10 * float(expected.abs().max())
+    grads: dict[str, Tensor | None] = {
+        key: join_parts([local[key][1] for local in locals_], Placement.parse(text))
+        for key, (text, _) in locals_[0].items()
+    }
+    assert parity.gradient_error(grads, found.grads) < 1e-10
+    assert len(set(digests)) == 1
+
+
+@pytest.mark.parametrize("name", _FAST)
+def test_models(name: str, ranks: list[dict[str, Any]]) -> None:
+    """Loss and gradients; every rank prints the same code."""
+    _check_model(name, [result["models"] for result in ranks])
+
+
+@pytest.mark.slow
+def test_other_models() -> None:
+    results = run_on_ranks(2, _models, _OTHERS)
+    for name in _OTHERS:
+        _check_model(name, results)
+
+
+@pytest.mark.slow
+def test_architectures() -> None:
+    """A dozen that have little in common."""
+    results = run_on_ranks(2, _architectures, _ARCHITECTURES)
+    for name in _ARCHITECTURES:
+        _check(architectures.case(name, _DIVIDING), [result[name] for result in results])
+
+
+@pytest.mark.slow
+def test_four_ranks() -> None:
+    """llama's two key and value heads are fewer than ranks."""
+    names = ("gpt2", "llama")
+    results = run_on_ranks(4, _models, names)
+    for name in names:
+        _check_model(name, results)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "plain_unfused"])
+def test_training_follows_one_rank(name: str, ranks: list[dict[str, Any]]) -> None:
+    """Ten steps: the true gradient norm, the same losses and whole state, ties kept."""
+    alone = _train(name)
+    for result in ranks:
+        train = result["train"][name]
+        assert train["tied"] == alone["tied"] is True
+        torch.testing.assert_close(train["norms"], alone["norms"], rtol=1e-8, atol=0)
+        torch.testing.assert_close(train["losses"], alone["losses"], rtol=1e-8, atol=0)
+        assert list(train["state"]) == list(alone["state"])
+        torch.testing.assert_close(train["state"], alone["state"], rtol=1e-8, atol=1e-8)
+    assert alone["losses"][-1] != alone["losses"][0]
+
+
+def test_first_norm_is_that_of_the_model(ranks: list[dict[str, Any]]) -> None:
+    model = zoo.build("plain_unfused")
+    _first(model(**zoo.inputs("plain_unfused", *_SIZE, seed=0))).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+    assert ranks[0]["train"]["plain_unfused"]["norms"][0] == pytest.approx(norm, rel=1e-10)
+
+
+@pytest.mark.parametrize("outputs", ["auto", "replicate", "shard"])
+@pytest.mark.parametrize("name", ["gpt2", "gpt2_logits"])
+def test_outputs(name: str, outputs: str, ranks: list[dict[str, Any]]) -> None:
+    """Logits stay sharded by vocabulary beside a loss, or where that is asked for."""
+    found = parity.case(name, *_SIZE)
+    expected = next(v for v in found.outputs if isinstance(v, Tensor) and v.dim() == 3)
+    sharded = outputs == "shard" or (outputs == "auto" and name == "gpt2")
+    for result in ranks:
+        logits, placements = result["outputs"][name, outputs]
+        assert placements == ((Shard(2),) if sharded else ())
+        assert float((logits - expected).abs().max()) < 1e-10 * float(expected.abs().max())
+
+
+def test_runs_are_bitwise_equal(ranks: list[dict[str, Any]]) -> None:
+    assert [result["twice"] for result in ranks] == [True, True]

@@ -1,0 +1,205 @@
+"""Every model, sharded over simulated ranks, against its captured graph on one device."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.helpers import parity
+from tests.models import zoo
+
+_RECOMPUTE = ("none", "attention", "selective", "full")
+_SIZES = ((4, 16), (3, 13))
+_TIGHT = 1e-10
+
+Setting = tuple[tuple[int, int], int, str, bool]
+"""(batch and sequence size, number of ranks, recompute, sequence parallel)."""
+
+Step = tuple[Tensor, dict[str, Tensor | None]]
+"""First output and gradients."""
+
+# Every two values of different columns are together in some row.
+_PAIRWISE: list[Setting] = [
+    ((4, 16), 2, "none", True),
+    ((3, 13), 4, "selective", True),
+    ((4, 16), 4, "attention", False),
+    ((3, 13), 2, "full", False),
+    ((1, 5), 2, "attention", True),
+    ((1, 5), 4, "none", False),
+    ((3, 13), 1, "attention", True),
+    ((4, 16), 4, "full", True),
+    ((4, 16), 1, "selective", False),
+    ((1, 5), 1, "full", True),
+    ((1, 5), 2, "selective", False),
+    ((3, 13), 1, "none", False),
+]
+_ALL: list[Setting] = [
+    *itertools.product(_SIZES, (1,), _RECOMPUTE, (True,)),
+    *itertools.product(_SIZES, (2, 4), _RECOMPUTE, (True, False)),
+]
+# One model of each architecture; the others differ from it in one respect.
+_EVERY_SETTING = ("gpt2", "llama", "bert", "vit", "t5", "plain", "encoder", "lora")
+
+
+def _cases(settings: dict[str, list[Setting]]) -> list[Any]:
+    """Test parameters by model and size, so that neighbours share a capture."""
+    return [
+        pytest.param(name, *setting, id=_label(name, *setting))
+        for name, rows in settings.items()
+        for setting in sorted(rows)
+    ]
+
+
+def _label(name: str, size: tuple[int, int], tp: int, recompute: str, sequence: bool) -> str:
+    return f"{name}-{size[0]}x{size[1]}-tp{tp}-{recompute}-{'sp' if sequence else 'nosp'}"
+
+
+def _two_rows_each() -> dict[str, list[Setting]]:
+    """Two settings for each model, all of them over the zoo; every one for the plain GPT."""
+    rows = len(_PAIRWISE)
+    chosen = {
+        name: [_PAIRWISE[2 * number % rows], _PAIRWISE[(2 * number + 1) % rows]]
+        for number, name in enumerate(zoo.names())
+    }
+    return {**chosen, "plain": _PAIRWISE}
+
+
+def _everything() -> dict[str, list[Setting]]:
+    """All settings; for T5, whose seven regions take longest, at the size that does not divide."""
+    odd = [setting for setting in _ALL if setting[0] == _SIZES[1]]
+    return {name: odd if name == "t5" else _ALL for name in _EVERY_SETTING}
+
+
+_COLUMNS = ("name", "size", "tp", "recompute", "sequence_parallel")
+
+
+def _check(
+    name: str, size: tuple[int, int], tp: int, recompute: str, sequence_parallel: bool
+) -> None:
+    parity.assert_parity(
+        parity.case(name, *size),
+        _TIGHT,
+        tp=tp,
+        recompute=recompute,
+        sequence_parallel=sequence_parallel,
+    )
+
+
+@pytest.mark.parametrize(_COLUMNS, _cases(_two_rows_each()))
+def test_parity(
+    name: str, size: tuple[int, int], tp: int, recompute: str, sequence_parallel: bool
+) -> None:
+    _check(name, size, tp, recompute, sequence_parallel)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(_COLUMNS, _cases(_everything()))
+def test_parity_of_everything(
+    name: str, size: tuple[int, int], tp: int, recompute: str, sequence_parallel: bool
+) -> None:
+    found = parity.case(name, *size)
+    program = parity.compiled_in_turn(
+        found, tp=tp, recompute=recompute, sequence_parallel=sequence_parallel
+    )
+    parity.assert_step(found, program, _TIGHT)
+
+
+def test_pairwise_rows_cover() -> None:
+    columns = list(zip(*_PAIRWISE, strict=True))
+    for first, second in itertools.combinations(range(4), 2):
+        wanted = set(itertools.product(columns[first], columns[second]))
+        assert wanted == {(row[first], row[second]) for row in _PAIRWISE}
+
+
+@pytest.mark.parametrize("tp", [3, 8])
+@pytest.mark.parametrize(
+    "name", ["gpt2", pytest.param("t5", marks=pytest.mark.slow), "llama", "vit", "encoder"]
+)
+def test_what_does_not_divide_is_padded_or_whole(name: str, tp: int) -> None:
+    """Four heads and a width of 32: eight ranks divide only widths, three nothing."""
+    parity.assert_parity(parity.case(name, 2, 7), _TIGHT, tp=tp)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "plain"])
+@pytest.mark.parametrize("size", [(1, 1), (2, 1), (1, 2)])
+def test_smallest_inputs(name: str, size: tuple[int, int]) -> None:
+    """Fewer tokens than ranks. No loss at length 1, which has nothing to predict."""
+    name = name if size[1] > 1 else f"{name}_logits"
+    parity.assert_parity(parity.case(name, *size), _TIGHT, tp=4)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_gradient_of_inputs_embeds(name: str, sequence_parallel: bool) -> None:
+    """It is whole and the same on every rank; the simulation raises where ranks differ."""
+    kwargs = zoo.inputs(name, 3, 13)
+    generator = torch.Generator().manual_seed(5)
+    embeds = torch.randn(3, 13, 32, generator=generator, dtype=torch.float64).requires_grad_()
+    found = parity.make_case(zoo.build(name), {"inputs_embeds": embeds, "labels": kwargs["labels"]})
+    assert [grad is not None for grad in found.input_grads] == [True, False]
+    for tp in (1, 2, 4):
+        parity.assert_parity(found, _TIGHT, tp=tp, sequence_parallel=sequence_parallel)
+
+
+_FAST = ("gpt2", "llama", "vit", "plain")
+_SLOW_OTHERS = [
+    pytest.param(name, marks=() if name in _FAST else pytest.mark.slow) for name in zoo.names()
+]
+
+
+def _against_eager(name: str, dtype: torch.dtype, **options: Any) -> tuple[Step, Step]:
+    """First output and gradients of the unlifted program on ranks, and of the model itself."""
+    model = zoo.build(name, dtype=dtype)
+    kwargs = _inputs(name, dtype)
+    found = parity.make_case(model, kwargs, lift_casts=False)
+    step = parity.simulate(found, parity.compiled(found, **options))
+    for grad, parameter in zip(step.grads.values(), model.parameters(), strict=True):
+        assert grad is None or (grad.dtype, grad.shape) == (dtype, parameter.shape)
+    first = next(item for item in step.outputs if isinstance(item, Tensor))
+    expected, grads = _eager(model, kwargs)
+    assert first.dtype == expected.dtype
+    return (first, step.grads), (expected, grads)
+
+
+def _inputs(name: str, dtype: torch.dtype) -> dict[str, Any]:
+    kwargs = zoo.inputs(name, 3, 13)
+    return {k: v.to(dtype) if v.is_floating_point() else v for k, v in kwargs.items()}
+
+
+def _eager(model: nn.Module, kwargs: dict[str, Any]) -> Step:
+    output = model(**kwargs)
+    first = output if isinstance(output, Tensor) else output[0]
+    first.backward(torch.ones_like(first))
+    return first.detach(), {name: value.grad for name, value in model.named_parameters()}
+
+
+def _error(mine: Step, true: Step, floor: float) -> float:
+    scale = float(true[0].abs().max())
+    first = float((mine[0] - true[0]).abs().max()) / scale
+    return max(first, parity.gradient_error(mine[1], true[1], floor))
+
+
+@pytest.mark.parametrize("name", _SLOW_OTHERS)
+def test_against_eager_in_float64(name: str) -> None:
+    """Without lifted casts: a loss that a model computes in float32 stays so."""
+    mine, eager = _against_eager(name, torch.float64, tp=2)
+    assert _error(mine, eager, 1e-5) < 1e-6
+
+
+@pytest.mark.parametrize("name", _SLOW_OTHERS)
+def test_against_eager_in_float32(name: str) -> None:
+    mine, eager = _against_eager(name, torch.float32, tp=4, recompute="full")
+    assert _error(mine, eager, 1e-2) < 1e-5
+
+
+@pytest.mark.parametrize("name", _SLOW_OTHERS)
+def test_bfloat16(name: str) -> None:
+    """As near to the same parameters in float64 as the model itself is in bfloat16."""
+    mine, eager = _against_eager(name, torch.bfloat16, tp=2)
+    model = zoo.build(name, dtype=torch.bfloat16).double()
+    true = _eager(model, _inputs(name, torch.float64))
+    assert _error(mine, true, 0.1) < 2 * _error(eager, true, 0.1) + 0.02

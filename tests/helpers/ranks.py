@@ -1,0 +1,58 @@
+"""Run a function on several gloo ranks, each a process, and bring the results back."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import multiprocessing
+
+_TIMEOUT = timedelta(minutes=3)
+# Seconds to import, so done once: ranks are forks of a process that does nothing else.
+_PRELOADED = ["tests.models.architectures", "tests.helpers.parity", "tests.models.zoo"]
+
+
+def run_on_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """``function(*args)`` on ``world`` processes with a default gloo group; the results by rank.
+
+    ``function`` is a module's top-level function; its result is saved with ``torch.save``. A
+    collective that waits longer than ``_TIMEOUT`` fails.
+
+    Raises:
+        torch.multiprocessing.ProcessRaisedException: the first rank's error, with its traceback.
+    """
+    multiprocessing.set_forkserver_preload(_PRELOADED)
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.start_processes(
+            _rank, (world, folder, function, args), nprocs=world, start_method="forkserver"
+        )
+        return [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(world)]
+
+
+def _rank(
+    rank: int, world: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world,
+        timeout=_TIMEOUT,
+    )
+    try:
+        torch.save(function(*args), Path(folder, f"{rank}.pt"))
+    finally:
+        dist.destroy_process_group()
+    # Not the interpreter's own exit: gloo's threads sometimes abort the process while it tears down
+    # ("terminate called without an active exception"), after all the work is done.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

@@ -1,0 +1,242 @@
+"""Counter-based dropout: the same for every sharding and code path, and statistically fair."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
+
+from sp_compiler.base.errors import ArgumentError
+from sp_compiler.ops import dropout_counter as module
+from sp_compiler.ops.dropout_counter import call_seed, draw_seed, dropout, dropout_mask
+
+SEED = torch.tensor(-4_611_686_018_427_387_847)
+SHAPE = (4, 8, 12)
+
+
+def _mask(
+    shape: tuple[int, ...],
+    p: float = 0.5,
+    site: int = 0,
+    seed: int | Tensor = SEED,
+    dim: int = 0,
+    world: int = 1,
+    rank: int | Tensor = 0,
+) -> Tensor:
+    seed = torch.as_tensor(seed)
+    return dropout_mask(torch.zeros(shape), seed, p, site, dim, world, rank)
+
+
+def _bits(shape: tuple[int, ...], seed: int | Tensor = SEED, site: int = 0) -> Tensor:
+    return module._Grid(torch.zeros(shape), torch.as_tensor(seed), site, 0, 1, 0).hash_all()
+
+
+def _gather(tensor: Any, world: int, dim: int) -> Tensor:
+    """The parts of all simulated ranks, put together."""
+    return torch.cat([tensor._local_tensors[rank] for rank in range(world)], dim)
+
+
+def _assert_fair(sample: Tensor, p: float = 0.5) -> None:
+    """Each row of ``sample`` (of booleans or bits) is true with frequency ``p``, within 6 sigma."""
+    count, total = sample.sum(-1).double(), sample.shape[-1]
+    sigma = math.sqrt(p * (1 - p) / total)
+    assert ((count / total - p).abs() < 6 * sigma).all()
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("dim", [0, 1, 2, -1])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_shards_put_together_equal_the_whole(dtype: torch.dtype, dim: int, world: int) -> None:
+    x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)).to(dtype)
+    parts = list(enumerate(x.chunk(world, dim)))
+    masks = [dropout_mask(part, SEED, 0.3, 5, dim, world, rank) for rank, part in parts]
+    values = [dropout(part, SEED, 0.3, 5, dim, world, rank) for rank, part in parts]
+    mask = dropout_mask(x, SEED, 0.3, 5, 0, 1, 0)
+    assert torch.equal(torch.cat(masks, dim), mask)
+    assert torch.equal(torch.cat(values, dim), x * mask * (1 / 0.7))
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@pytest.mark.parametrize("world", [2, 4])
+def test_simulated_ranks_get_the_bits_of_real_ones(dim: int, world: int) -> None:
+    x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
+    with LocalTensorMode(world):
+        parts = LocalTensor({r: part.clone() for r, part in enumerate(x.chunk(world, dim))})
+        rank = LocalTensor({r: torch.tensor(r) for r in range(world)})
+        mask = dropout_mask(parts, SEED, 0.3, 5, dim, world, rank)
+        value = dropout(parts, call_seed(SEED, 2), 0.3, 5, dim, world, rank)
+    assert torch.equal(_gather(mask, world, dim), dropout_mask(x, SEED, 0.3, 5, dim, 1, 0))
+    assert torch.equal(
+        _gather(value, world, dim), dropout(x, call_seed(SEED, 2), 0.3, 5, dim, 1, 0)
+    )
+
+
+@pytest.mark.parametrize("block", [1, 5, 12, 30, 1 << 20])
+@pytest.mark.parametrize("dim", [0, 2])
+def test_blocks_do_not_show(block: int, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
+    rank = torch.tensor(3)
+    mask = dropout_mask(x, SEED, 0.3, 5, dim, 4, rank)
+    value = dropout(x, SEED, 0.3, 5, dim, 4, rank)
+    monkeypatch.setattr(module, "_CPU_BLOCK", block)
+    assert torch.equal(dropout_mask(x, SEED, 0.3, 5, dim, 4, 3), mask)
+    assert torch.equal(dropout(x, SEED, 0.3, 5, dim, 4, 3), value)
+
+
+def test_rows_are_counted_over_all_leading_dims() -> None:
+    """A value may be (b, s, h) on one device and flat rows (b * s, h) when sharded."""
+    assert torch.equal(_mask((4, 8, 12)).flatten(0, 1), _mask((32, 12)))
+
+
+@pytest.mark.parametrize("rank", [0, torch.tensor(0)])
+def test_result_is_laid_out_like_the_input(rank: int | Tensor) -> None:
+    x = torch.randn(6, 4, 5).transpose(0, 2)
+    value = dropout(x, SEED, 0.5, 0, 0, 1, rank)
+    mask = dropout_mask(x, SEED, 0.5, 0, 0, 1, rank)
+    assert value.stride() == mask.stride() == x.stride()
+    assert torch.equal(mask, _mask(tuple(x.shape)))
+    assert torch.equal(value, x * mask * 2)
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (3, 0), (1,), (7,)])
+def test_degenerate_shapes(shape: tuple[int, ...]) -> None:
+    x = torch.ones(shape)
+    assert torch.equal(dropout(x, SEED, 0.5, 0, 0, 1, 0), _mask(shape) * 2.0)
+
+
+def test_input_that_requires_grad_is_left_alone() -> None:
+    x = torch.nn.Parameter(torch.ones(8, 8))
+    value = dropout(x, SEED, 0.5, 0, 0, 1, 0)
+    assert not value.requires_grad
+    assert torch.equal(x, torch.ones(8, 8))
+
+
+def test_nothing_is_dropped_at_zero_and_anything_outside_is_refused() -> None:
+    assert _mask((100, 100), p=0.0).all()
+    for p in (-0.1, 1.0, 1.5, math.nan):
+        with pytest.raises(ArgumentError, match="probability"):
+            _mask((2, 2), p=p)
+        with pytest.raises(ArgumentError, match="probability"):
+            dropout(torch.zeros(2, 2), SEED, p, 0, 0, 1, 0)
+
+
+@pytest.mark.parametrize("p", [1e-4, 0.1, 0.5, 0.9])
+def test_drop_rate(p: float) -> None:
+    dropped = ~_mask((512, 512), p=p)
+    _assert_fair(dropped.flatten(), p)
+    if p >= 0.1:  # a row of rare drops is far from normal
+        _assert_fair(dropped, p)
+        _assert_fair(dropped.T, p)
+
+
+def test_probability_resolution() -> None:
+    thresholds = [module._threshold(k * 2.0**-32) for k in (0, 1, 2, 2**31, 2**32 - 1)]
+    assert thresholds == [-(2**31), 1 - 2**31, 2 - 2**31, 0, 2**31 - 1]
+
+
+def test_counts_in_windows_follow_the_binomial_distribution() -> None:
+    """Chi-square of the drops in each run of 16 neighbours, along rows and along columns."""
+    mask = _mask((1024, 1024))
+    expected = torch.tensor([math.comb(16, k) for k in range(17)]).double() / 2**16
+    for direction in (mask, mask.T):
+        drops = direction.reshape(-1, 16).sum(-1)
+        observed = torch.bincount(drops, minlength=17).double()
+        wanted = expected * drops.numel()
+        statistic = ((observed - wanted) ** 2 / wanted).sum()
+        assert statistic < 55  # 16 degrees of freedom: one in 300,000
+
+
+@pytest.mark.parametrize("shift", [(0, 1), (1, 0), (1, 1), (0, 2), (0, 64), (64, 0), (512, 512)])
+def test_neighbours_are_independent(shift: tuple[int, int]) -> None:
+    mask = _mask((1024, 1024))
+    _assert_fair((mask ^ mask.roll(shift, (0, 1))).flatten())
+
+
+def test_pairs_of_rows_and_pairs_of_columns_are_independent() -> None:
+    signs = _mask((512, 512)).double() * 2 - 1
+    for matrix in (signs, signs.T):
+        correlation = matrix @ matrix.T / 512
+        off_diagonal = correlation[~torch.eye(512, dtype=torch.bool)]
+        assert off_diagonal.abs().max() < 6.5 / math.sqrt(512)
+        # The sum of squares over all pairs sees weak structure that no single pair shows.
+        assert abs(off_diagonal.square().mean() * 512 - 1) < 0.03
+
+
+def test_sites_seeds_and_calls_are_independent() -> None:
+    shape = (256, 256)
+    masks = [_mask(shape, site=site) for site in (0, 1, 2)]
+    masks += [_mask(shape, seed=seed) for seed in (0, 1, -1, 1 << 32, 1 << 63 - 1)]
+    masks += [_mask(shape, seed=call_seed(SEED, call)) for call in (0, 1, 2)]
+    for first in range(len(masks)):
+        for second in range(first):
+            _assert_fair((masks[first] ^ masks[second]).flatten())
+
+
+def test_shards_are_independent() -> None:
+    masks = [_mask((128, 128), dim=0, world=4, rank=rank) for rank in range(4)]
+    masks += [_mask((128, 128), dim=1, world=4, rank=rank) for rank in range(1, 4)]
+    for first in range(len(masks)):
+        for second in range(first):
+            _assert_fair((masks[first] ^ masks[second]).flatten())
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_positions_beyond_32_bits_count(dim: int) -> None:
+    """Shards whose offsets differ by multiples of 2^32 rows or columns share nothing."""
+    world = 1 << 40
+    ranks = [0, 1 << 26, 1 << 27, (1 << 39) + (1 << 26)]  # times 64 rows or columns
+    masks = [_mask((64, 64), dim=dim, world=world, rank=rank) for rank in ranks]
+    for first in range(len(masks)):
+        for second in range(first):
+            _assert_fair((masks[first] ^ masks[second]).flatten())
+
+
+def test_wide_rows_agree_across_shardings() -> None:
+    """Columns 2^33 to 2^33 + 128 of a very wide tensor, in shards of 64 and of 32."""
+    whole = _mask((4, 64), dim=1, world=1 << 28, rank=1 << 27)
+    halves = [_mask((4, 32), dim=1, world=1 << 29, rank=(1 << 28) + part) for part in (0, 1)]
+    assert torch.equal(torch.cat(halves, 1), whole)
+
+
+def test_every_bit_of_the_hash_is_fair() -> None:
+    bits = (_bits((256, 256)).flatten() >> torch.arange(32).unsqueeze(1)) & 1
+    _assert_fair(bits)
+
+
+@pytest.mark.parametrize("bit", [0, 1, 31, 32, 62])
+def test_a_flipped_seed_bit_flips_half_of_the_mask(bit: int) -> None:
+    _assert_fair((_mask((256, 256)) ^ _mask((256, 256), seed=SEED ^ (1 << bit))).flatten())
+
+
+def test_call_seeds_are_distinct_and_well_mixed() -> None:
+    seeds = [int(call_seed(torch.tensor(seed), call)) for seed in range(64) for call in range(64)]
+    assert len(set(seeds)) == len(seeds)
+    result = call_seed(SEED, 7)
+    assert result.shape == ()
+    assert result.dtype == torch.int64
+    bits = (torch.tensor(seeds) >> torch.arange(64).unsqueeze(1)) & 1
+    _assert_fair(bits)
+
+
+def test_drawn_seeds_follow_the_default_generator() -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        first, second = draw_seed(), draw_seed()
+        torch.manual_seed(3)
+        assert torch.equal(draw_seed(), first)
+    assert first.shape == ()
+    assert first.dtype == torch.int64
+    assert not torch.equal(first, second)
+
+
+def test_the_stream_is_pinned() -> None:
+    """A change of these numbers breaks resumed training runs: state it in the changelog."""
+    assert _bits((2, 3), seed=0).tolist() == [
+        [1662068832, -369574355, 689636930],
+        [475933576, -107697544, 1376187517],
+    ]
+    assert int(call_seed(torch.tensor(0), 0)) == -6411193824288604561

@@ -1,0 +1,311 @@
+"""What backward does while collectives are on their way: its order, its waits, its numbers."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, Node
+from torch.nn import functional as F
+
+from sp_compiler.base.placement import R, S
+from sp_compiler.check.derive import derive
+from sp_compiler.cost.hardware import collective_us
+from sp_compiler.cost.memory import backward_peak_bytes, step_memory
+from sp_compiler.cost.node_cost import compute_us, elapsed_us, tensor_bytes
+from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.ir.op_traits import is_wait
+from sp_compiler.passes.overlap import overlapped
+from tests.helpers.graph_builder import GraphBuilder, convert
+from tests.helpers.parity import (
+    assert_parity,
+    assert_step,
+    case,
+    compiled,
+    compiled_in_turn,
+    make_case,
+    simulate,
+)
+
+aten = torch.ops.aten
+WORLD = 2
+
+
+class Builder(GraphBuilder):
+    """The backward of a row-parallel linear under sequence parallelism, in pieces."""
+
+    def gather(self, x: Node, name: str) -> Node:
+        return self.call(convert, x, "S(0)", "R", WORLD, name=name)
+
+    def scatter(self, x: Node, name: str) -> Node:
+        return self.call(convert, x, "P", "S(0)", WORLD, name=name)
+
+    def mm(self, a: Node, b: Node, name: str) -> Node:
+        return self.call(aten.mm.default, a, b, name=name)
+
+
+OWN = {1}  # grad_w, of the two results below
+
+
+def linear_backward(width: int = 60) -> Graph:
+    """Gather the tangent; gradients of the weight and the input; scatter; go on.
+
+    What comes first takes ``width`` columns: the peak, if there are many.
+    """
+    b = Builder()
+    x, w, p = b.input("x", 8, 4), b.input("w", 6, 4), b.input("p", width, 6)
+    wide = b.call(aten.exp.default, b.input("z", 4, width), name="wide")
+    whole = b.gather(b.mm(wide, p, "g"), "whole")
+    turned = b.call(aten.t.default, whole, name="turned")
+    grad_w = b.mm(turned, x, "grad_w")
+    grad_x = b.mm(whole, w, "grad_x")
+    part = b.scatter(grad_x, "part")
+    last = b.call(aten.mul.Tensor, part, 2.0, name="last")
+    return b.output(last, grad_w)
+
+
+def text(graph: Graph) -> list[str]:
+    """``name = operator(operands)``, one line a call."""
+    return [
+        f"{node.name} = {node.target.__name__.split('.')[0]}"
+        f"({', '.join(source.name for source in node.all_input_nodes)})"
+        for node in graph.nodes
+        if node.op == "call_function"
+    ]
+
+
+def test_the_gradient_of_a_weight_goes_behind_the_next_collective() -> None:
+    before = linear_backward()
+    as_it_was = str(before)
+    assert text(overlapped(before, OWN)) == [
+        "wide = exp(z)",
+        "g = mm(wide, p)",
+        "whole = convert(g)",
+        "grad_x = mm(whole, w)",
+        "part = convert(grad_x)",
+        "turned = t(whole)",
+        "grad_w = mm(turned, x)",
+        "part_arrived = wait(part)",
+        "last = mul(part_arrived)",
+    ]
+    assert str(before) == as_it_was
+
+
+def test_what_is_computed_again_runs_under_the_gather_before_it() -> None:
+    b = Builder()
+    x, w, g = b.input("x", 8, 6), b.input("w", 6, 6), b.input("g", 4, 6)
+    whole = b.gather(g, "whole")
+    again = b.call(aten.exp.default, x, name="again")
+    grad = b.call(aten.mul.Tensor, whole, again, name="grad")
+    part = b.scatter(b.mm(grad, w, "grad_x"), "part")
+    assert text(overlapped(b.output(part))) == [
+        "whole = convert(g)",
+        "again = exp(x)",
+        "whole_arrived = wait(whole)",
+        "grad = mul(whole_arrived, again)",
+        "grad_x = mm(grad, w)",
+        "part = convert(grad_x)",  # nothing is left to do meanwhile
+    ]
+
+
+def test_all_results_of_an_operator_stay_with_it() -> None:
+    """One of a norm's three gradients leads to the next collective; the others follow it."""
+    b = Builder()
+    g, x, w = b.input("g", 4, 6), b.input("x", 4, 6), b.input("w", 6)
+    mean, rstd = b.input("mean", 4, 1), b.input("rstd", 4, 1)
+    backward = aten.native_layer_norm_backward.default
+    args = (g, x, [6], mean, rstd, w, w, [True, True, True])
+    norm = b.call(backward, *args, name="norm")
+    grad_w = b.call(operator.getitem, norm, 1, name="grad_w")
+    grad_x = b.call(operator.getitem, norm, 0, name="grad_x")
+    scaled = b.call(aten.mul.Tensor, grad_w, 2.0, name="scaled")
+    whole = b.gather(grad_x, "whole")
+    last = b.call(aten.exp.default, whole, name="last")
+    assert [line.split(" = ")[0] for line in text(overlapped(b.output(last, scaled)))] == [
+        "norm",
+        "grad_w",
+        "grad_x",
+        "whole",
+        "scaled",
+        "whole_arrived",
+        "last",
+    ]
+
+
+def unchanged() -> dict[str, Graph]:
+    """Graphs in which nothing can go on meanwhile."""
+    found = {}
+    b = Builder()
+    x, w = b.input("x", 8, 4), b.input("w", 4, 4)
+    found["no collective"] = b.output(b.mm(x, w, "a"), b.mm(x, w, "b"))
+    b = Builder()
+    x, w = b.input("x", 8, 4), b.input("w", 4, 4)
+    part = b.scatter(b.mm(x, w, "a"), "part")
+    found["used at once"] = b.output(b.call(aten.exp.default, part))
+    b = Builder()
+    x = b.input("x", 8, 4)
+    part = b.scatter(b.call(aten.exp.default, x), "part")
+    view = b.call(aten.view.default, part, [2, 2, 4])
+    found["only a view between"] = b.output(b.call(aten.exp.default, view))
+    b = Builder()
+    x, w = b.input("x", 8, 4), b.input("w", 4, 4)
+    first = b.mm(x, w, "first")
+    second = b.mm(first, w, "second")
+    found["all of it is sent"] = b.output(b.call(aten.exp.default, b.scatter(second, "part")))
+    b = Builder()
+    x = b.input("x", 8, 4)
+    mine = b.call(convert, x, "R", "S(0)", WORLD, name="mine")  # no communication
+    found["nothing is sent"] = b.output(b.call(aten.exp.default, x), b.call(aten.exp.default, mine))
+    return found
+
+
+@pytest.mark.parametrize("name", unchanged())
+def test_graphs_without_anything_to_do_meanwhile(name: str) -> None:
+    graph = unchanged()[name]
+    found = overlapped(graph)
+    assert not any(is_wait(node) for node in found.nodes)
+    assert sorted(text(found)) == sorted(text(graph))
+
+
+def test_a_wait_is_typed_as_what_arrives_and_of_nothing_else() -> None:
+    graph = overlapped(linear_backward(), OWN)
+    (wait,) = [node for node in graph.nodes if is_wait(node)]
+    assert derive(wait, [S(0)], WORLD) == [(S(0),)]
+    assert derive(wait, [R], WORLD) == []
+    wait.args = (next(node for node in graph.nodes if node.name == "grad_x"), WORLD)
+    assert derive(wait, [S(0)], WORLD) == []
+
+
+WHOLE, GRAD_X, PART, GRAD_W = 4 * 8 * 6, 4 * 8 * 4, 4 * 4 * 4, 4 * 6 * 4  # bytes
+
+
+def test_what_is_sent_exists_until_it_has_arrived() -> None:
+    """While grad_w is computed, grad_x is on its way."""
+    graph = overlapped(linear_backward(), OWN)
+    (wide, g, *rest) = [node for node in graph.nodes if node.op == "call_function"]
+    g.replace_input_with(wide, graph.find_nodes(op="placeholder")[3])  # no longer the peak
+    graph.erase_node(wide)
+    assert backward_peak_bytes(graph, ()) == WHOLE + GRAD_X + PART + GRAD_W
+    (wait,) = [node for node in rest if is_wait(node)]
+    wait.replace_all_uses_with(wait.args[0])
+    graph.erase_node(wait)
+    assert backward_peak_bytes(graph, ()) == WHOLE + PART + max(GRAD_X, GRAD_W)
+
+
+def test_memory_comes_first() -> None:
+    """Where the peak would rise for it, the weight's gradient stays where it was."""
+    for width in range(1, 80):
+        graph = linear_backward(width)
+        found, before = overlapped(graph, OWN), backward_peak_bytes(graph, OWN)
+        assert backward_peak_bytes(found, OWN) <= before
+        pays = before >= WHOLE + GRAD_X + PART
+        assert any(map(is_wait, found.nodes)) == pays, width
+
+
+@pytest.mark.parametrize("columns", [1, 40])
+def test_what_is_sent_does_not_raise_the_peak(columns: int) -> None:
+    """Where ``again`` is the peak, the gather before it does not go on meanwhile."""
+    b = Builder()
+    g, x, w = b.input("g", 4, 4), b.input("x", 8, columns), b.input("w", columns, 4)
+    scaled = b.call(aten.mul.Tensor, g, 2.0, name="scaled")
+    whole = b.gather(scaled, "whole")
+    again = b.mm(b.call(aten.exp.default, x, name="wide"), w, "again")
+    graph = b.output(b.call(aten.mul.Tensor, whole, again, name="grad"))
+    assert any(map(is_wait, overlapped(graph).nodes)) == (columns == 1)
+    assert backward_peak_bytes(overlapped(graph), ()) == backward_peak_bytes(graph, ())
+
+
+def test_time_under_a_collective_is_counted_once() -> None:
+    graph = overlapped(linear_backward(), OWN)
+    nodes = {node.name: node for node in graph.nodes}
+
+    def link_us(name: str) -> float:
+        ends = (nodes[name], *nodes[name].all_input_nodes)
+        return collective_us(max(tensor_bytes(node.meta["val"]) for node in ends), 1, WORLD)
+
+    kernels = [nodes[name] for name in ("wide", "g", "grad_x", "last")]
+    meanwhile = max(link_us("part"), compute_us(nodes["grad_w"]))
+    expected = link_us("whole") + sum(map(compute_us, kernels)) + meanwhile
+    assert elapsed_us(graph, WORLD) == pytest.approx(expected, rel=1e-12)
+    assert elapsed_us(linear_backward(), WORLD) > elapsed_us(graph, WORLD)
+
+
+def waits(program: CompiledProgram) -> int:
+    """Of all backwards."""
+    return sum(
+        is_wait(node)
+        for region in program.regions.values()
+        for graph in [region.partitioned.step_backward]
+        if graph is not None
+        for node in graph.nodes
+    )
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("name", ["plain", "llama", "t5"])
+def test_gradients_are_those_without_overlap_to_the_last_bit(name: str, recompute: str) -> None:
+    found = case(name, 2, 12)
+    options: dict[str, Any] = {"tp": 2, "sequence_parallel": True, "recompute": recompute}
+    program = compiled_in_turn(found, **options, overlap=True)
+    plain = compiled_in_turn(found, **options, overlap=False)
+    assert_step(found, program)
+    assert waits(program) > 2
+    assert waits(plain) == 0
+    assert ".wait()" not in plain.code
+    first, second = simulate(found, program), simulate(found, plain)
+    assert first.grads.keys() == second.grads.keys()
+    for parameter, grad in first.grads.items():
+        other = second.grads[parameter]
+        assert grad is not None
+        assert other is not None
+        assert torch.equal(grad, other), parameter
+
+
+def test_nothing_waits_on_one_rank() -> None:
+    assert waits(compiled(case("plain", 2, 12), tp=1, recompute="selective")) == 0
+
+
+def test_the_last_region_is_not_fully_recomputed() -> None:
+    """Its backward comes first: the head's product would be computed twice for nothing."""
+    found = case("plain", 2, 12)
+    full = compiled(found, tp=2, sequence_parallel=True, recompute="full")
+    selective = compiled(found, tp=2, sequence_parallel=True, recompute="selective")
+    head = full.program.calls[-1].region.name
+    saved = {name: region.partitioned.saved for name, region in full.regions.items()}
+    assert saved[head] == selective.regions[head].partitioned.saved
+    assert len(saved["Block"]) < len(selective.regions["Block"].partitioned.saved)
+
+
+class Heads(nn.Module):
+    """Two layers alike, then heads for several vocabularies at once."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.heads = nn.ParameterList(torch.randn(size, 8) for size in sizes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        losses = [F.linear(x, head).logsumexp(-1).sum() for head in self.heads]
+        return torch.stack(losses).sum()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("sizes", [(64,), (64, 60, 56, 52)])
+def test_several_heads_are_recomputed_one_at_a_time(tp: int, sizes: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    found = make_case(Heads(*sizes).double(), {"x": torch.randn(2, 8, 8, dtype=torch.float64)})
+    full = assert_parity(found, tp=tp, recompute="full")
+    selective = compiled(found, tp=tp, recompute="selective")
+    last = full.program.calls[-1].region.name
+    assert last not in {call.region.name for call in full.program.calls[:-1]}
+    saved, kept = (p.regions[last].partitioned.saved for p in (full, selective))
+    assert (saved == kept) == (len(sizes) == 1)
+    one_bytes = 2 * 8 * 64 * 8 // tp
+    peaks = [step_memory(program).peak_bytes for program in (full, selective)]
+    if len(sizes) > 1:
+        assert peaks[0] < peaks[1] - one_bytes

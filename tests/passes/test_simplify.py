@@ -1,0 +1,117 @@
+"""Local simplifications: each rule, its near-misses, and that numbers stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from sp_compiler.ir.fx import fake_value
+from sp_compiler.passes.simplify import simplify
+
+aten = torch.ops.aten
+X, Y, B = torch.randn(6, 4).double(), torch.randn(5, 4).double(), torch.randn(5).double()
+
+
+def _biased_and_not(product: Tensor, bias: Tensor) -> Tensor:
+    return (product + bias) * product
+
+
+# name: function of (X, Y, B), operators that are left in order, the rule that fired.
+REWRITES: dict[str, tuple[Callable[..., Tensor], list[str], str]] = {
+    "view of view": (
+        lambda x, y, b: aten.view(aten.view(x, [3, 8]), [2, 12]),
+        ["view"],
+        "view_of_view",
+    ),
+    "view there and back": (
+        lambda x, y, b: aten.view(aten.view(x, [24]), [6, 4]).exp(),
+        ["exp"],
+        "view_of_view",
+    ),
+    "unsafe view of view": (
+        lambda x, y, b: aten._unsafe_view(aten.view(x, [24]), [3, 8]),
+        ["view"],
+        "view_of_view",
+    ),
+    "view to the same shape": (lambda x, y, b: aten.view(x, [6, 4]).exp(), ["exp"], "same_shape"),
+    "expand to the same shape": (lambda x, y, b: x.expand(6, 4).exp(), ["exp"], "same_shape"),
+    "whole slice": (lambda x, y, b: aten.slice(x, 0, 0, 9).exp(), ["exp"], "same_shape"),
+    "t of t": (lambda x, y, b: x.t().t().exp(), ["exp"], "double_transpose"),
+    "transpose twice, dims named otherwise": (
+        lambda x, y, b: x.transpose(0, 1).transpose(-1, -2).exp(),
+        ["exp"],
+        "double_transpose",
+    ),
+    "equal views": (
+        lambda x, y, b: aten.view(x, [24]) * aten.view(x, [24]),
+        ["view", "mul"],
+        "merge_equal_views",
+    ),
+    "sum over kept rows": (
+        lambda x, y, b: aten.view(x.sum([0], True), [4]),
+        ["sum"],
+        "sum_then_squeeze",
+    ),
+    "bias on a product": (lambda x, y, b: torch.mm(x, y.t()) + b, ["linear"], "fuse_bias"),
+    "bias in front": (lambda x, y, b: b + torch.mm(x, y.t()), ["linear"], "fuse_bias"),
+    "bias behind a view": (
+        lambda x, y, b: torch.mm(x, y.t()).view(2, 3, 5) + b,
+        ["linear", "view"],
+        "fuse_bias",
+    ),
+    "bias on a product without transpose": (
+        lambda x, y, b: torch.mm(y, x.reshape(4, 6)[:, :5]) + b,
+        ["view", "slice", "addmm"],
+        "fuse_bias",
+    ),
+    "product with a transpose": (lambda x, y, b: torch.mm(x, y.t()), ["linear"], "linear"),
+}
+NEAR_MISSES: dict[str, Callable[..., Tensor]] = {
+    "another permutation": lambda x, y, b: aten.view(x, [2, 3, 4]).transpose(0, 1).transpose(1, 2),
+    "real expand": lambda x, y, b: b.expand(6, 5).exp(),
+    "product used twice": lambda x, y, b: _biased_and_not(torch.mm(y, y.new_ones(4, 5)), b),
+    "bias of another type": lambda x, y, b: torch.mm(y, y.new_ones(4, 5)) + b.to(torch.float32),
+    "scaled bias": lambda x, y, b: torch.add(torch.mm(y, y.new_ones(4, 5)), b, alpha=2),
+    "column, not bias": lambda x, y, b: torch.mm(y, y.new_ones(4, 5)) + b.view(5, 1),
+    "sum whose dim stays": lambda x, y, b: aten.view(x.sum([0], True), [2, 2]),
+    "split of the bias dim": lambda x, y, b: aten.view(torch.mm(y, y.new_ones(4, 10)), [10, 5]) + b,
+}
+
+
+def _names(graph: fx.Graph) -> list[str]:
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    return [node.target.__name__.split(".")[0] for node in calls]
+
+
+@pytest.mark.parametrize("case", REWRITES)
+def test_rewrites(case: str) -> None:
+    function, expected, rule = REWRITES[case]
+    traced = make_fx(function, tracing_mode="fake")(X, Y, B)
+    counts = simplify(traced.graph)
+    traced.recompile()
+    assert _names(traced.graph) == expected
+    assert counts[rule] > 0
+    torch.testing.assert_close(traced(X, Y, B), function(X, Y, B), rtol=0, atol=1e-14)
+    for node in traced.graph.nodes:
+        if node.op == "call_function":
+            value = fake_value(node.target, node.args, node.kwargs)
+            assert value.shape == node.meta["val"].shape
+
+
+@pytest.mark.parametrize("case", NEAR_MISSES)
+def test_near_misses_stay_as_they_are(case: str) -> None:
+    traced = make_fx(NEAR_MISSES[case], tracing_mode="fake")(X, Y, B)
+    before = str(traced.graph)
+    assert not any(simplify(traced.graph).values())
+    assert str(traced.graph) == before
+
+
+@pytest.mark.parametrize("case", REWRITES)
+def test_a_second_run_does_nothing(case: str) -> None:
+    traced = make_fx(REWRITES[case][0], tracing_mode="fake")(X, Y, B)
+    simplify(traced.graph)
+    assert not any(simplify(traced.graph).values())

@@ -1,0 +1,269 @@
+"""Formulas of what is kept for backward: derived at one size, they must hold at others."""
+
+from __future__ import annotations
+
+import functools
+import json
+import pickle
+from typing import Any
+
+import pytest
+import sympy
+import torch
+
+from sp_compiler.estimate import plan
+from sp_compiler.options import CompileOptions
+from sp_compiler.planning.build import make_plan
+from sp_compiler.planning.formula import ActivationFormula
+from sp_compiler.planning.formula.sizes import (
+    Atom,
+    expression,
+    gathered,
+    joined,
+    parts_of,
+    reshaped,
+    share,
+    size_of,
+    sliced,
+    unify,
+    unknown,
+)
+from sp_compiler.planning.plan import Plan
+from tests.helpers.parity import case, compiled
+from tests.models import architectures, zoo
+
+T = sympy.Symbol("t", positive=True, integer=True)
+
+
+# Sizes.
+
+
+class _Letters:
+    """Names for unknowns in order of appearance."""
+
+    def __init__(self) -> None:
+        self.known: dict[Atom, sympy.Symbol] = {}
+
+    def __call__(self, dim: tuple[Atom, ...]) -> str:
+        def symbol(atom: Atom) -> sympy.Symbol:
+            return self.known.setdefault(atom, sympy.Symbol("uvwxyz"[len(self.known)]))
+
+        return str(expression(dim, symbol, sympy.Symbol("t")))
+
+
+def test_equal_numbers_are_not_the_same_size() -> None:
+    text = _Letters()
+    left, right = unknown(8), unknown(8)
+    assert (text(left), text(right)) == ("u", "v")
+    unify(left, right)
+    assert text(left) == text(right)
+
+
+def test_a_view_finds_factors_and_equality_spreads_them() -> None:
+    """(bs, h) -> (b, s, a, d): h is a*d wherever it occurs."""
+    text = _Letters()
+    rows, hidden = unknown(24), unknown(32)
+    b, s, a, d = reshaped([rows, hidden], (2, 12, 4, 8))
+    assert [text(dim) for dim in (b, s, a, d)] == ["u", "v", "w", "x"]
+    assert (text(rows), text(hidden)) == ("u*v", "w*x")
+    other = unknown(32)
+    unify(other, hidden)
+    assert text(other) == "w*x"
+
+
+def test_a_view_that_cuts_across_factors_makes_unknowns() -> None:
+    dims = [unknown(6), unknown(4)]
+    unify(dims[0], joined([unknown(5), unknown(1)]))  # a sum has no factors
+    first, second = reshaped(dims, (8, 3))
+    assert (size_of(first), size_of(second)) == (8, 3)
+
+
+def test_ranks_divide_the_outer_factor() -> None:
+    text = _Letters()
+    whole = unknown(32)
+    heads, width = reshaped([share(whole, 2)], (2, 8))
+    assert (text(heads), text(width), text(whole)) == ("u/t", "v", "u*v")
+    assert text(gathered(heads, 2)) == "u"
+
+
+def test_one_head_a_rank_is_a_size() -> None:
+    text = _Letters()
+    heads, width = reshaped([share(unknown(32), 4)], (1, 8))
+    assert (text(heads), size_of(heads)) == ("u/t", 1)
+    assert text(reshaped([heads, width], (8,))[0]) == "u*v/t"
+
+
+def test_ranks_divide_each_segment() -> None:
+    text = _Letters()
+    heads, width = reshaped([share(unknown(32), 8, 4)], (4, 1))
+    assert (text(heads), text(width)) == ("u", "v/t")
+
+
+def test_parts_and_what_they_make_together() -> None:
+    text = _Letters()
+    whole = unknown(96)
+    parts = parts_of(share(whole, 2), (16, 16, 16))
+    assert [text(part) for part in parts] == ["u/t", "v/t", "w/t"]
+    assert text(whole) == "u + v + w"
+    assert text(sliced(whole, 32, 64)) == "v + w"
+
+
+def test_padded_rows_are_rounded_up() -> None:
+    text = _Letters()
+    rows = (*unknown(3), *unknown(11))
+    assert text(share(joined([rows, unknown(3)]), 4)) == "ceiling(u*v/t)"
+    assert text(share((*unknown(3), *unknown(12)), 4)) == "w*x/t"
+
+
+# Models.
+
+
+@functools.cache
+def _plan(name: str, tp: int, recompute: str, batch: int = 2, seq: int = 12, **sizes: Any) -> Plan:
+    model = zoo.build(name, dropout=0.1, dtype=torch.bfloat16, **sizes)
+    inputs = zoo.inputs(name, batch, seq)
+    return plan(model, ((), inputs), tp=tp, recompute=recompute)  # type: ignore[arg-type]
+
+
+def _assert_exact(found: Plan) -> ActivationFormula:
+    formula = found.activation_formula
+    assert formula.value(formula.total) == found.activation_bytes
+    for block in found.blocks:
+        assert formula.value(formula.blocks[block.name]) == block.kept_bytes
+        tensors = formula.tensors[block.name]
+        assert [formula.value(text) for text in tensors] == [x.num_bytes for x in block.kept]
+    return formula
+
+
+def _layer(found: Plan, formula: ActivationFormula) -> sympy.Expr:
+    return formula.widths_only(
+        formula.blocks[max(found.blocks, key=lambda block: block.num_calls).name]
+    )
+
+
+def _same(found: sympy.Expr, expected: str) -> bool:
+    symbols = {str(symbol): symbol for symbol in found.free_symbols}
+    return bool(sympy.expand(found - sympy.sympify(expected, symbols)) == 0)
+
+
+GOLDEN = [
+    # model, ranks, recompute, bytes of a layer in bfloat16
+    ("plain", 1, "none", "b*s*(32*h + 4*a*s)"),
+    ("plain", 2, "selective", "20*b*s*h/t"),
+    ("plain", 2, "full", "2*b*s*h/t"),
+    ("llama_gqa8", 2, "selective", "b*s*(8*h + 4*k*h/a + 4*f)/t"),
+    ("bert", 2, "selective", "22*b*s*h/t"),
+    ("bert", 2, "full", "2*b*s*h/t"),
+]
+
+
+@pytest.mark.parametrize(("name", "tp", "recompute", "expected"), GOLDEN)
+def test_bytes_of_a_layer(name: str, tp: int, recompute: str, expected: str) -> None:
+    found = _plan(name, tp, recompute)
+    layer = _layer(found, _assert_exact(found))
+    assert _same(layer, expected), layer
+
+
+OTHER_SIZES = [
+    # model, ranks, recompute, and what else is larger, by field and by symbol
+    (
+        "plain",
+        2,
+        "none",
+        {"hidden_size": 48, "num_heads": 6, "layers": 3},
+        {"h": 48, "a": 6, "L": 3},
+    ),
+    (
+        "llama_gqa8",
+        2,
+        "none",
+        {"intermediate_size": 104, "num_key_value_heads": 2},
+        {"f": 104, "k": 2},
+    ),
+    ("bert", 2, "selective", {}, {}),
+]
+
+
+@pytest.mark.parametrize(("name", "tp", "recompute", "fields", "symbols"), OTHER_SIZES)
+def test_a_formula_holds_at_other_sizes(
+    name: str, tp: int, recompute: str, fields: dict[str, int], symbols: dict[str, int]
+) -> None:
+    """Batch, length and widths change; the formula of the first plan gives the second's bytes."""
+    formula = _plan(name, tp, recompute).activation_formula
+    other = _plan(name, tp, recompute, 4, 18, **fields)
+    assert formula.value(formula.total, b=4, s=18, **symbols) == other.activation_bytes
+    for block in other.blocks:
+        found = formula.value(formula.blocks[block.name], b=4, s=18, **symbols)
+        assert found == block.kept_bytes
+
+
+def test_a_padded_width_is_rounded_up() -> None:
+    """Formulas name it by its true size, and hold at another one."""
+    odd = {"intermediate_size": 103, "vocab_size": 129}
+    formula = _plan("llama_gqa8", 4, "none", **odd).activation_formula
+    assert {formula.symbols[name].value for name in "fv"} == {103, 129}
+    layer = formula.blocks["LlamaDecoderLayer"]
+    assert layer.has(sympy.ceiling(sympy.Symbol("f", positive=True, integer=True) / T))
+    other = _plan("llama_gqa8", 4, "none", **{**odd, "intermediate_size": 105})
+    assert formula.value(formula.total, f=105) == other.activation_bytes
+
+
+def test_a_batch_of_one_is_a_batch() -> None:
+    formula = _plan("plain", 2, "none", batch=1).activation_formula
+    other = _plan("plain", 2, "none", batch=2)
+    assert formula.value(formula.blocks["Block"], b=2) == other.block("Block").kept_bytes
+
+
+@pytest.mark.parametrize("name", zoo.names())
+def test_every_model_has_an_exact_formula(name: str) -> None:
+    """Settings take turns over the models; of some all of them run among the slow tests."""
+    turn = zoo.names().index(name)
+    _check(name, (1, 2, 8)[turn % 3], ("none", "selective", "full", "attention")[turn % 4])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [1, 2, 8])
+@pytest.mark.parametrize("recompute", ["none", "attention", "selective", "full"])
+@pytest.mark.parametrize("name", ["gpt2", "llama_gqa8", "plain"])
+def test_every_setting_has_an_exact_formula(name: str, tp: int, recompute: str) -> None:
+    _check(name, tp, recompute)
+
+
+def _check(name: str, tp: int, recompute: str) -> None:
+    program = compiled(case(name, 2, 12, 0.1), tp=tp, recompute=recompute)
+    options = CompileOptions(tp=tp, recompute=recompute)  # type: ignore[arg-type]
+    _assert_exact(make_plan(program, options))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["mixtral", "qwen2_moe", "deepseek_v3", "swin", "mamba", "deberta_v2", "whisper"]
+)
+def test_every_architecture_has_an_exact_formula(name: str) -> None:
+    tp = 4
+    size = architectures.size("dividing", tp)
+    model, inputs = architectures.build(name, size), architectures.inputs(name, size)
+    _assert_exact(plan(model, ((), inputs), tp=tp))
+
+
+def test_json_has_every_formula() -> None:
+    found = _plan("plain", 2, "selective")
+    data = json.loads(found.to_json())
+    formula = data["activation_formula"]
+    values = {name: size["value"] for name, size in formula["symbols"].items()}
+    assert sympy.sympify(formula["total"]).subs(values) == found.activation_bytes
+    for block in data["blocks"]:
+        for tensor in block["kept"]:
+            assert sympy.sympify(tensor["formula"]).subs(values) == tensor["num_bytes"]
+    assert "h" in values
+    assert formula["symbols"]["d"]["equal_to"] == "h/a"
+
+
+def test_a_copied_plan_has_its_formula() -> None:
+    found = _plan("plain", 2, "selective")
+    assert pickle.loads(pickle.dumps(found)).activation_formula == found.activation_formula
+
+
+def test_what_is_gathered_again_is_kept_as_a_shard() -> None:
+    (block,) = [b for b in _plan("llama_gqa8", 2, "none").blocks if b.num_calls == 2]
+    assert {tensor.policy for tensor in block.kept} == {"keep", "keep the shard"}

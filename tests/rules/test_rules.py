@@ -1,0 +1,193 @@
+"""Every rule with every strategy it offers, on random calls, against the whole operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from sp_compiler.base.errors import PlacementError
+from sp_compiler.rules import table
+from sp_compiler.rules.factors import Dims, Factor, OpRule
+from tests.helpers import op_samples
+from tests.helpers.one_operator import Step, Whole, check, compiled_step, offered
+
+aten = torch.ops.aten
+sp = torch.ops.sp_compiler
+_IN_TABLE = [target for name in table._TABLE for target in op_samples.overloads(name)]
+_ON_CPU = [target for target in _IN_TABLE if target not in op_samples.NEED_GPU]
+_VOCABULARY = [aten.embedding.default, aten.cross_entropy_loss.default]
+_POINTWISE = [target for target in op_samples.pointwise() if target not in _IN_TABLE]
+
+
+def check_all(target: Any, world: int, count: int, step: Step | None = None) -> set[str]:
+    """Kinds of placements that were compared; what fails says for which call and strategy.
+
+    With a ``step`` the check may refuse a strategy for what its backward would have to do: the
+    compiler then runs the operator whole.
+    """
+    kinds: set[str] = set()
+    for call in op_samples.calls(target, world, count):
+        whole = Whole.of(call)
+        for strategy in offered(whole, world):
+            try:
+                check(whole, strategy, world, step)
+            except PlacementError:
+                if step is None:
+                    raise
+                continue
+            except (AssertionError, RuntimeError, ValueError) as error:
+                if step is not None and "derivative for" in str(error):
+                    continue  # PyTorch has none
+                shapes = [tuple(x.shape) for x in call.tensors]
+                ways = (", ".join(map(str, ps)) for ps in (strategy.operands, strategy.results))
+                error.add_note(f"{target} of {shapes} at tp={world}: {' -> '.join(ways)}\n{call}")
+                raise
+            kinds.update(placement.kind for placement in (*strategy.operands, *strategy.results))
+    return kinds
+
+
+@pytest.mark.parametrize("target", [*_ON_CPU, aten.cross_entropy_loss.default], ids=str)
+def test_every_strategy(target: Any) -> None:
+    check_all(target, 2, 4)
+
+
+@pytest.mark.parametrize("target", _POINTWISE, ids=str)
+def test_every_strategy_of_pointwise_operators(target: Any) -> None:
+    check_all(target, 2, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", [*_ON_CPU, *_VOCABULARY, *_POINTWISE], ids=str)
+def test_every_strategy_on_four_ranks(target: Any) -> None:
+    check_all(target, 4, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", [*_ON_CPU, *_VOCABULARY], ids=str)
+def test_every_strategy_in_generated_code(target: Any) -> None:
+    check_all(target, 2, 2, compiled_step)
+
+
+@pytest.mark.parametrize("name", table._TABLE)
+def test_no_rule_is_left_without_a_call(name: str) -> None:
+    targets = op_samples.overloads(name)
+    assert targets, f"{name} is in the table but is no operator on tensors"
+    for target in targets:
+        if target not in op_samples.NEED_GPU:
+            assert list(op_samples.calls(target, 2, 1))
+
+
+def test_every_kind_of_placement_is_offered() -> None:
+    """The comparison would be empty if rules offered nothing."""
+    assert check_all(aten.add.Tensor, 2, 6) == {"R", "I", "P", "S", "T"}
+    assert check_all(aten.linear.default, 2, 6) == {"R", "I", "P", "S", "T"}
+    assert check_all(aten._softmax_backward_data.default, 2, 6) == {"R", "I", "P", "S"}
+
+
+# Rules that lie.
+
+
+def _unblocked(rule: OpRule) -> OpRule:
+    """Says that what is mixed may be sharded."""
+    return _renamed(rule, lambda factor: replace(factor, blocked=False))
+
+
+def _renamed(rule: OpRule, change: Callable[[Factor], Factor]) -> OpRule:
+    def of(tensors: tuple[Dims, ...]) -> tuple[Dims, ...]:
+        return tuple(tuple(tuple(map(change, dim)) for dim in dims) for dims in tensors)
+
+    return replace(rule, operands=of(rule.operands), results=of(rule.results))
+
+
+def _swapped(position: int) -> Callable[[OpRule], OpRule]:
+    """Names two dims of an operand the wrong way round."""
+
+    def change(rule: OpRule) -> OpRule:
+        operands = list(rule.operands)
+        operands[position] = operands[position][::-1]
+        return replace(rule, operands=tuple(operands))
+
+    return change
+
+
+def _linear(*sets: tuple[int, ...]) -> Callable[[OpRule], OpRule]:
+    return lambda rule: replace(rule, linear=sets)
+
+
+def _summed(rule: OpRule) -> OpRule:
+    """Says that what the result lacks is summed over."""
+    rule = _unblocked(rule)
+    of_results = {factor for dims in rule.results for dim in dims for factor in dim}
+    of_operands = {factor for dims in rule.operands for dim in dims for factor in dim}
+    return replace(rule, contracted=tuple(of_operands - of_results), averaged=())
+
+
+def _averaged(rule: OpRule) -> OpRule:
+    """Says that a mean is taken of what the result lacks."""
+    lie = _summed(rule)
+    return replace(lie, contracted=(), averaged=lie.contracted)
+
+
+def _whole_first(rule: OpRule) -> OpRule:
+    """Forgets that the first operand has the factors of the result."""
+    return replace(rule, operands=(tuple(() for _ in rule.operands[0]), *rule.operands[1:]))
+
+
+_LIES: list[tuple[Any, Callable[[OpRule], OpRule]]] = [
+    (aten.linear.default, _swapped(1)),
+    (aten.linear.default, _linear((0, 1))),
+    (aten.mm.default, _swapped(0)),
+    (aten.matmul.default, _linear((0, 1))),
+    (aten.matmul.default, lambda rule: replace(rule, rows="leading")),
+    (aten.gelu.default, _linear((0,))),
+    (aten.mul.Tensor, _linear((0, 1))),
+    (aten.add.Tensor, _linear((0,), (1,))),
+    (aten.add.Tensor, _whole_first),
+    (aten.add.Tensor, lambda rule: replace(rule, rows="relabel")),
+    (aten.softmax.int, _unblocked),
+    (aten.cumsum.default, _unblocked),
+    (aten.layer_norm.default, _unblocked),
+    (aten.mean.dim, _summed),
+    (aten.amax.default, _summed),
+    (aten.amax.default, _averaged),
+    (aten.sum.dim_IntList, _averaged),
+    (aten.embedding.default, _summed),
+    (aten.embedding.default, lambda rule: replace(rule, rows="broadcast")),
+    (aten.transpose.int, _swapped(0)),
+    (aten.slice.Tensor, _unblocked),
+    (aten.flip.default, _unblocked),
+    (aten.roll.default, _unblocked),
+    (aten.cat.default, _unblocked),
+    (aten.constant_pad_nd.default, _unblocked),
+    (aten.constant_pad_nd.default, _linear((0,))),
+    (aten.masked_fill.Scalar, _linear((0,))),
+    (aten.split_with_sizes.default, lambda rule: replace(rule, split=(0, (2, 2)))),
+    (aten.index.Tensor, _summed),
+    (aten.baddbmm.default, lambda rule: replace(rule, rows="leading")),
+    (aten.scaled_dot_product_attention.default, _linear((1,))),
+    (aten._softmax_backward_data.default, _unblocked),
+    (aten.native_layer_norm_backward.default, _unblocked),
+    (aten.embedding_dense_backward.default, _whole_first),
+    (aten.slice_backward.default, _unblocked),
+    (sp.dropout.default, lambda rule: replace(rule, placed=False)),
+]
+
+
+@pytest.mark.parametrize(("target", "lie"), _LIES, ids=lambda part: getattr(part, "__name__", ""))
+def test_a_rule_that_lies_is_found(
+    target: Any, lie: Callable[[OpRule], OpRule], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = target._schema.name
+    true = table._TABLE.get(name, table._pointwise)
+
+    def lying(node: torch.fx.Node) -> OpRule | None:
+        rule = true(node)
+        return None if rule is None else lie(rule)
+
+    monkeypatch.setitem(table._TABLE, name, lying)
+    with pytest.raises((AssertionError, LookupError, RuntimeError, ValueError)):
+        check_all(target, 2, 30)

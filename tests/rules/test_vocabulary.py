@@ -1,0 +1,91 @@
+"""Lookups and losses over a vocabulary: sharded where they can be, else the plan says why not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import sp_compiler
+from sp_compiler.ir.rewriting import calls
+from sp_compiler.passes.sharding.reasons import why_whole
+from sp_compiler.rules.vocabulary import vocabulary_obstacle, vocabulary_strategies
+from tests.helpers import parity
+from tests.passes.normalize.test_normalize import normalized, randn
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+aten = torch.ops.aten
+
+_IDS = torch.tensor([1, 0, 3])
+_WEIGHTS, _PROBABILITIES = randn(8), randn(3, 8).softmax(-1)
+_CASES: list[tuple[Callable[[Tensor], Tensor], tuple[int, ...], str]] = [
+    (lambda x: F.cross_entropy(x, _IDS), (3, 8), ""),
+    (lambda x: F.cross_entropy(x, _IDS, ignore_index=0), (3, 8), ""),
+    (lambda x: F.cross_entropy(x, _IDS), (3, 7), ""),
+    (lambda x: F.cross_entropy(x, _IDS, label_smoothing=0.1), (3, 8), "it smooths the labels"),
+    (lambda x: F.cross_entropy(x, _IDS, weight=_WEIGHTS), (3, 8), "it weighs the classes"),
+    (
+        lambda x: F.cross_entropy(x, _PROBABILITIES),
+        (3, 8),
+        "its targets are probabilities",
+    ),
+    (lambda x: F.cross_entropy(x, _IDS[None]), (1, 8, 3), ""),
+    (lambda x: F.cross_entropy(x, _IDS[0]), (8,), "its logits have 1 dims"),
+    (lambda x: F.embedding(_IDS, x), (8, 4), ""),
+    (lambda x: F.embedding(_IDS, x), (7, 4), ""),
+    (lambda x: F.embedding(_IDS, x, scale_grad_by_freq=True), (8, 4), "it scales gradients"),
+]
+
+
+@pytest.mark.parametrize(("function", "size", "why"), _CASES)
+def test_why_a_vocabulary_is_whole(
+    function: Callable[[Tensor], Tensor], size: tuple[int, ...], why: str
+) -> None:
+    graph = normalized(function, randn(*size, grad=True)).module.graph
+    (node,) = calls(graph, aten.cross_entropy_loss.default, aten.embedding.default)
+    assert vocabulary_obstacle(node).startswith(why)
+    assert bool(vocabulary_obstacle(node)) == bool(why)
+    assert len(vocabulary_strategies(node, 2)) == (not why)
+    if why:
+        text = why_whole(node, None, (node.all_input_nodes[0], 0), 1, 2)
+        assert f"runs whole: {why}" in text
+
+
+class _Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(x), _IDS, label_smoothing=0.1)
+
+
+def test_a_plan_does_not_blame_a_missing_rule() -> None:
+    plan = sp_compiler.plan(_Head(), ((randn(3, 8).float(),), {}), tp=2)
+    (line,) = [line for line in plan.fallbacks if "cross_entropy" in line]
+    assert line.endswith("runs whole on every rank: it smooths the labels")
+
+
+class _ClassesFirst(nn.Module):
+    """Logits as ``torch.nn`` documents them for sequences: classes in dim 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 64)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(x).transpose(1, 2), labels)
+
+
+def test_classes_first_are_sharded() -> None:
+    model = _ClassesFirst().double()
+    labels = torch.tensor([[1, 63, 32], [-100, 0, 31]])
+    compiled = parity.assert_parity(
+        parity.make_case(model, {"x": randn(2, 3, 8), "labels": labels}), tp=2
+    )
+    assert compiled.param_placements["head.weight"].is_sharded
+    nodes = [node for region in compiled.program.regions for node in region.module.graph.nodes]
+    assert any(node.target is torch.ops.sp_compiler.vocab_nll.default for node in nodes)

@@ -1,0 +1,125 @@
+"""Functional graphs without another trace: the same operators as with one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from sp_compiler.passes.normalize import normalize
+from sp_compiler.trace.export import capture
+from tests.models import zoo
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+
+class _Of(nn.Module):
+    """A function of a tensor between two layers."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.function = nn.Linear(8, 8), nn.Linear(8, 8), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.function(self.first(x))).sum()
+
+
+@torch.no_grad()
+def _scale(x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        scale = x.abs().amax(-1, keepdim=True)
+    return scale.to(torch.float32).clamp(min=1e-3)
+
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "views and casts": lambda x: (
+        x.mT.contiguous().chunk(2, -1)[0].flatten().to(x.dtype).view(8, -1).T
+    ),
+    "equal calls": lambda x: x.chunk(2, -1)[0].repeat(1, 2) * x.chunk(2, -1)[1].repeat(1, 2),
+    "one of several results": lambda x: torch.cat([x.unbind(-1)[3][:, None], x[..., 1:]], -1),
+    "regions without gradient": lambda x: x / _scale(x) + x.detach(),
+    "a generator of masks": lambda x: x.masked_fill(torch.ones_like(x).tril().bool(), 0.5),
+}
+WRITING: dict[str, Callable[[Tensor], Tensor]] = {
+    "in place": lambda x: (x * 2).add_(1.0),
+    "through a view": lambda x: _written(x),
+    "a new constant": lambda x: x * torch.tensor([1.0, 2.0] * 4),
+}
+
+
+def _written(x: Tensor) -> Tensor:
+    y = x.clone()
+    y[:, :2].mul_(3.0)
+    return y
+
+
+def _listing(model: nn.Module, *args: Tensor, **kwargs: Tensor) -> list[str]:
+    """Every node: operator, operands by number, shape, whether it requires a gradient, module."""
+    captured = capture(model, args, kwargs)
+    normalize(captured)  # which drops the copies that make a reshape possible
+    numbers: dict[torch.fx.Node, str] = {}
+    lines = []
+    for node in captured.module.graph.nodes:
+        numbers[node] = f"%{len(numbers)}"
+        target = "" if node.op == "placeholder" else str(node.target)
+        operands = torch.fx.node.map_arg((node.args, node.kwargs), numbers.__getitem__)
+        shape = getattr(node.meta.get("val"), "shape", "")
+        stack = list(node.meta.get("nn_module_stack", {}))[-1:]
+        lines.append(f"{target}{operands} {shape} {node.meta.get('requires_grad')} {stack}")
+    return lines
+
+
+def _count_traces(monkeypatch: pytest.MonkeyPatch) -> list[ExportedProgram]:
+    traced, trace = [], ExportedProgram.run_decompositions
+
+    def spy(self: ExportedProgram, *args: object) -> ExportedProgram:
+        traced.append(self)
+        return trace(self, *args)
+
+    monkeypatch.setattr(ExportedProgram, "run_decompositions", spy)
+    return traced
+
+
+def _with_another_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sp_compiler.trace.functionalize._is_simple", lambda node: False)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "vit", "encoder", "peft_llama"])
+def test_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, kwargs = zoo.build(name, dropout=0.1), zoo.inputs(name)
+    traced = _count_traces(monkeypatch)
+    mine = _listing(model, **kwargs)
+    assert not traced
+    _with_another_trace(monkeypatch)
+    assert mine == _listing(model, **kwargs)
+    assert traced
+
+
+@pytest.mark.parametrize("case", FUNCTIONS)
+def test_functions(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = _Of(FUNCTIONS[case]), torch.randn(8, 8)
+    traced = _count_traces(monkeypatch)
+    mine = _listing(model, x)
+    assert not traced
+    _with_another_trace(monkeypatch)
+    assert mine == _listing(model, x)
+
+
+@pytest.mark.parametrize("case", WRITING)
+def test_what_writes_is_traced_again(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    traced = _count_traces(monkeypatch)
+    listing = _listing(_Of(WRITING[case]), torch.randn(8, 8))
+    assert traced
+    assert not any(re.match(r"aten\.\w+_\.", line) for line in listing)
+
+
+def test_autocast_around_the_call_is_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced = _count_traces(monkeypatch)
+    with torch.autocast("cpu", torch.bfloat16):
+        listing = _listing(_Of(torch.tanh), torch.randn(8, 8))
+    assert traced
+    assert any("torch.bfloat16" in line for line in listing)

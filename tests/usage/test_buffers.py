@@ -1,0 +1,139 @@
+"""Buffers: read, written back, kept replicated."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.helpers.users import assert_same_gradients, batch, compiled
+
+
+class Statistics(nn.Module):
+    """A running mean, a counter and a buffer that is left out of checkpoints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("shift", torch.ones(8), persistent=False)
+        self.mean: Tensor
+        self.steps: Tensor
+        self.shift: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.mean.mul_(0.9).add_(0.1 * x.mean(0))
+            self.steps += 1
+        return (self.linear(x - self.mean) + self.shift).square().mean()
+
+
+class Stateful(nn.Module):
+    """Changes its attributes in every way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.count, self.log, self.same = 0, ["start"], [1]
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self.log.append("call")
+        self.same = [1]
+        self.last = x * 2
+        self.fresh = x + 1
+        self.is_set_up = True
+        y: Tensor = self.linear(x) * self.count
+        return y.sum()
+
+
+def test_attributes_that_the_forward_changes_are_named_once() -> None:
+    """They would be fixed without a word; the model itself stays as it was."""
+    outer = nn.Sequential(nn.Linear(8, 8), Stateful()).double()
+    module = compiled(lambda: outer)
+    with pytest.warns(UserWarning, match="forward changes attributes") as caught:
+        module(batch(3)).backward()
+    (warning,) = caught
+    for change in (
+        "1.count (0 -> 1)",
+        "1.log (list of 1 -> list of 2)",
+        "1.last (None -> a tensor)",
+        "1.fresh (None -> a tensor)",
+        "register_buffer",
+    ):
+        assert change in str(warning.message)
+    assert "same" not in str(warning.message)
+    assert "is_set_up" not in str(warning.message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        module(batch(4))
+    inner: Any = outer[1]
+    assert (inner.count, inner.log, inner.last) == (0, ["start"], None)
+    assert not hasattr(inner, "fresh")
+
+
+class Normalised(nn.Module):
+    """Batch normalisation with its own running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.second = nn.Linear(16, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.relu(self.norm(self.first(x)))).square().mean()
+
+
+def _build(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return kind().double()
+
+
+@pytest.mark.parametrize("kind", [Statistics, Normalised])
+def test_mutations_are_written_back(kind: type[nn.Module]) -> None:
+    module: Any = compiled(lambda: _build(kind))
+    model = _build(kind)
+    for seed in range(3):
+        for one in (module, model):
+            one(batch(6, seed=seed)).backward()
+    for one in (module, model):
+        one.eval()
+        one(batch(6)).backward()
+    assert_same_gradients(module, model)
+    torch.testing.assert_close(
+        dict(module.state_dict()), dict(model.state_dict()), rtol=1e-12, atol=1e-14
+    )
+    assert list(module.state_dict()) == list(model.state_dict())
+
+
+def test_buffers_can_be_changed_loaded_and_copied() -> None:
+    module: Any = compiled(lambda: _build(Statistics))
+    model: Any = _build(Statistics)
+    module(batch(6))
+    for one in (module, model):
+        one.steps.fill_(5)
+        one.mean = torch.full((8,), 0.5, dtype=torch.float64)
+        one.shift.zero_()
+    twin = copy.deepcopy(module)
+    torch.testing.assert_close(module(batch(6)), model(batch(6)), rtol=1e-12, atol=0)
+    assert module.steps.item() == 6
+    assert twin.steps.item() == 5
+    torch.testing.assert_close(twin(batch(6)), module.eval()(batch(6)), rtol=1, atol=1)
+    model.load_state_dict(module.state_dict())
+    assert model.steps.item() == 6
+
+
+def test_mutation_without_gradients() -> None:
+    module: Any = compiled(lambda: _build(Statistics))
+    with torch.no_grad():
+        module(batch(6))
+        module(batch(6))
+    assert module.steps.item() == 2

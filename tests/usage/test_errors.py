@@ -1,0 +1,412 @@
+"""What goes wrong in a user's hands: the class of the error, and what its text must say."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import sp_compiler
+from sp_compiler import (
+    ArgumentError,
+    CaptureError,
+    NotCompiledError,
+    SPCompilerError,
+    UnsupportedError,
+)
+from tests.helpers.users import Net, batch, compiled, gradients, net, prepared
+
+
+class Branching(nn.Module):
+    """Its result's sign depends on its numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        if y.sum() > 0:
+            return y
+        return -y
+
+
+class Looping(Branching):
+    """As many layers as the input says."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(int(x[0, 0])):
+            x = self.linear(x)
+        return x
+
+
+class Selecting(Branching):
+    """Returns as many numbers as are positive."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y[y > 0].sum()
+
+
+class Reading(Branching):
+    """Reads a number out of a tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y * y.max().item()
+
+
+class Failing(Branching):
+    """Has a mistake of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise KeyError("my mistake")
+
+
+class Outer(nn.Module):
+    """Holds another module."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "line"),
+    [
+        (Branching, "if y.sum() > 0:"),
+        (Looping, "for _ in range(int(x[0, 0])):"),
+        (Selecting, "return y[y > 0].sum()"),
+        (Reading, "return y * y.max().item()"),
+    ],
+)
+def test_what_depends_on_data_is_named_with_its_line(kind: type[nn.Module], line: str) -> None:
+    module = compiled(lambda: Outer(kind().double()))
+    with pytest.raises(CaptureError, match=r"torch\.where") as caught:
+        module(batch(3))
+    assert line in str(caught.value)
+    assert "module: inner" in str(caught.value)
+
+
+def test_mistakes_of_the_model_are_shown_with_their_line() -> None:
+    module = compiled(lambda: Outer(Failing()))
+    with pytest.raises(CaptureError, match="my mistake") as caught:
+        module(batch(3))
+    assert 'raise KeyError("my mistake")' in str(caught.value)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "said"),
+    [
+        ((batch(),), {"nonsense": 3}, "unexpected keyword argument 'nonsense'.*target"),
+        ((), {}, "missing a required argument: 'x'"),
+        ((batch(), None, 1.0, 2.0), {}, "too many positional arguments"),
+    ],
+)
+def test_arguments_that_the_model_does_not_take(
+    args: tuple[Any, ...], kwargs: dict[str, Any], said: str
+) -> None:
+    module = compiled()
+    with pytest.raises(ArgumentError, match=said):
+        module(*args, **kwargs)
+    with pytest.raises(ArgumentError, match=said):
+        module.prepare(*args, **kwargs)
+
+
+def test_inputs_of_another_kind() -> None:
+    module = compiled()
+    with pytest.raises(CaptureError, match="numpy"):
+        module(np.zeros((4, 8)))
+    with pytest.raises(CaptureError, match=r"blocks\.0"):
+        module(torch.zeros(4, 5, dtype=torch.float64))
+    module(batch())
+
+
+class Classes(Branching):
+    """The loss of a classifier."""
+
+    def forward(self, x: Tensor, target: Tensor | None = None) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y.sum() if target is None else nn.functional.cross_entropy(y, target)
+
+
+_X = torch.ones(2, 8, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("kind", "args", "said"),
+    [
+        (Net, (_X.float(),), r"layer_norm.*input float32 \(2, 8\)[\s\S]*blocks\.0\.norm"),
+        (Classes, (_X.float(),), r"linear.*gets input float32 \(2, 8\), weight float64"),
+        (Classes, (_X.long(),), r"linear.*gets input int64"),
+        (Classes, (_X, torch.zeros(2, dtype=torch.int32)), r"target is int32[\s\S]*target int32"),
+        (lambda: nn.Embedding(4, 8), (torch.zeros(2, 3),), r"Long, Int; but got torch\.float32"),
+        (Net, (_X.to("meta"),), r"same device[\s\S]*blocks\.0"),
+    ],
+)
+def test_inputs_that_no_kernel_takes(
+    kind: Callable[[], nn.Module], args: tuple[Tensor, ...], said: str
+) -> None:
+    """Found before a parameter is placed; a right call goes on."""
+    module = compiled(lambda: kind().double())
+    with pytest.raises(CaptureError, match=said):
+        module(*args)
+    assert module._sp_fixed is None
+    right = torch.zeros(2, dtype=torch.int64) if kind not in (Net, Classes) else _X
+    module(right)
+
+
+def test_norms_in_halves_may_have_float32_weights() -> None:
+    """As mixed precision does it; kernels take that."""
+    module, model = (nn.Sequential(nn.LayerNorm(8), nn.GroupNorm(2, 8)) for _ in range(2))
+    x = torch.randn(2, 8).bfloat16()
+    torch.testing.assert_close(compiled(lambda: module)(x), model(x))
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "said"),
+    [
+        ({"recompute": "auto"}, ArgumentError, "needs a memory_budget"),
+        ({"memory_budget": "40GiB"}, ArgumentError, "memory_budget"),
+        ({"backend": "inductor"}, UnsupportedError, 'backend="eager"'),
+        ({"recompute": "some"}, ArgumentError, "recompute='some': expected one of 'none'"),
+        ({"dropout": "off"}, ArgumentError, "'regenerate', 'stored'"),
+        ({"outputs": "whole"}, ArgumentError, "'replicate', 'shard', 'auto'"),
+        ({"sequence_parallel": 1}, ArgumentError, "True, False"),
+        ({"nominal_tokens": 0}, ArgumentError, "positive int"),
+        ({"tp": 0}, ArgumentError, "positive int"),
+        ({"tp": "8"}, ArgumentError, "positive int"),
+        ({"tp": None}, ArgumentError, "tp=<number of ranks>"),
+        ({"example_inputs": batch()}, ArgumentError, r"expected \(args, kwargs\)"),
+        ({"no_such_option": 1}, TypeError, "no_such_option"),
+    ],
+)
+def test_options(options: dict[str, Any], kind: type[Exception], said: str) -> None:
+    """The model stays whole and can be compiled with better options."""
+    model = net()
+    with pytest.raises(kind, match=said):
+        sp_compiler.compile(model, **{"tp": 1, **options})
+    sp_compiler.compile(model, tp=1)
+
+
+def test_what_is_no_module() -> None:
+    with pytest.raises(ArgumentError, match="function"):
+        sp_compiler.compile(lambda x: x, tp=1)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError, match="ScriptModule"):
+        sp_compiler.compile(_scripted(), tp=1)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def _scripted() -> nn.Module:
+    scripted: nn.Module = torch.jit.script(nn.Linear(2, 2))
+    return scripted
+
+
+def test_no_process_group() -> None:
+    model = net()
+    with pytest.raises(ArgumentError) as caught:
+        sp_compiler.compile(model, tp=2)
+    for advice in (
+        "torchrun --nproc-per-node=2",
+        "init_process_group",
+        "sp_compiler.plan",
+        "verify",
+    ):
+        assert advice in str(caught.value)
+    sp_compiler.compile(model, tp=1)
+
+
+@pytest.fixture
+def four_ranks() -> Any:
+    """A default group of four, of which this process plays one."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("four_ranks")
+def test_a_process_group_of_another_size() -> None:
+    for tp in (2, 8):
+        with pytest.raises(ArgumentError, match=rf"tp={tp}.* has 4 ranks") as caught:
+            sp_compiler.compile(net(), tp=tp)
+        assert "sp_compiler.plan" in str(caught.value)
+    mesh = torch.distributed.init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    with pytest.raises(ArgumentError, match="must be named"):
+        sp_compiler.compile(net(), mesh=mesh)
+    mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    with pytest.raises(ArgumentError, match="the mesh has 2 ranks"):
+        sp_compiler.compile(net(), tp=4, mesh=mesh)
+
+
+def test_optimizers_that_come_too_early() -> None:
+    model = net()
+    early = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ArgumentError, match=r"AdamW.*create it after sp_compiler\.compile"):
+        sp_compiler.compile(model, tp=1)
+    del early
+    module: Any = sp_compiler.compile(model, tp=1)
+    optimizer = torch.optim.AdamW(module.parameters())
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    with pytest.raises(ArgumentError, match=r"AdamW has state.*example_inputs"):
+        module(batch())
+
+
+def test_nothing_compiled_yet() -> None:
+    module = compiled()
+    for name in ("plan", "code", "stages"):
+        with pytest.raises(NotCompiledError, match="call the module once"):
+            getattr(module, name)
+    with pytest.raises(NotCompiledError, match="call the module once"):
+        module.diff("capture", "final")
+
+
+def test_parts_of_the_model_cannot_be_called_alone() -> None:
+    module = compiled()
+    with pytest.raises(UnsupportedError, match=r"blocks\.0.*call the compiled model"):
+        module.blocks[0](batch())
+
+
+def test_a_failed_call_leaves_the_module_usable() -> None:
+    module = compiled()
+    with pytest.raises(CaptureError):
+        module(torch.zeros(4, 5, dtype=torch.float64))
+    module(batch())["loss"].backward()
+    assert set(gradients(module)) == {name for name, _ in Net().named_parameters()}
+
+
+def test_a_model_that_cannot_be_compiled_is_given_back() -> None:
+    model = Outer(Branching().double())
+    weight, before = model.inner.linear.weight, model(batch(3))
+    with pytest.raises(CaptureError):
+        sp_compiler.compile(model, tp=1, example_inputs=((batch(3),), {}))
+    assert torch.equal(model(batch(3)), before)
+    assert model.inner.linear.weight is weight
+    with pytest.raises(CaptureError):
+        sp_compiler.compile(model, tp=1, example_inputs=((batch(3),), {}))
+    module = prepared()
+    with pytest.raises(UnsupportedError, match=r"state_dict\(\)"):
+        module.give_back()
+
+
+def test_every_error_is_one_of_ours() -> None:
+    kinds = [kind for kind in vars(sp_compiler).values() if isinstance(kind, type)]
+    errors = [kind for kind in kinds if re.search("Error$", kind.__name__)]
+    assert len(errors) >= 8
+    assert all(issubclass(kind, SPCompilerError) for kind in errors)
+
+
+def test_parts_of_a_compiled_model() -> None:
+    """They cannot be in two compiled modules: tied weights would come apart without a word."""
+    first, module, tied = net(), net(), net()
+    module.head, tied.head.weight = first.head, first.head.weight
+    whole = compiled(lambda: first)
+    for other in (module, tied):
+        with pytest.raises(ArgumentError, match=r"'head\.weight' belongs to another model"):
+            sp_compiler.compile(other, tp=1)
+    with pytest.raises(ArgumentError, match="module '1' of the model is a compiled module"):
+        compiled(lambda: nn.Sequential(net(), whole))
+
+
+def test_a_model_that_was_given_back_is_free() -> None:
+    """Its parameters can be compiled again, in this model or another."""
+    model = net()
+    with pytest.raises(CaptureError):
+        compiled(lambda: model, example_inputs=((batch(3)[..., :5],), {}))
+    compiled(lambda: model)(batch())["loss"].backward()
+
+
+@dataclasses.dataclass
+class Boxed:
+    """A container that nobody registered."""
+
+    value: Tensor
+
+
+@dataclasses.dataclass
+class Registered:
+    """A container that the user did register."""
+
+    value: Tensor
+
+
+class Boxing(nn.Module):
+    """Takes and returns a dataclass."""
+
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.linear, self.kind = nn.Linear(8, 8), kind
+
+    def forward(self, x: Any) -> Any:
+        return self.kind(self.linear(x.value if isinstance(x, self.kind) else x))
+
+
+def test_classes_that_are_not_registered() -> None:
+    x = torch.ones(2, 8)
+    for argument in (x, Boxed(x)):
+        with pytest.raises(CaptureError, match=r"register_dataclass\(YourClass\)"):
+            compiled(lambda: Boxing(Boxed))(argument)
+    torch.export.register_dataclass(Registered)
+    result = compiled(lambda: Boxing(Registered))(Registered(x))
+    assert type(result) is Registered
+    result.value.sum().backward()
+
+
+class Late(nn.Module):
+    """Defines, as an import inside forward would, a class that registers itself; too late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Any:
+        @dataclasses.dataclass
+        class Result(transformers.utils.ModelOutput):  # type: ignore[misc]
+            y: Tensor | None = None
+
+        return Result(y=self.linear(x))
+
+
+def test_classes_that_are_first_seen_inside_forward() -> None:
+    with pytest.raises(CaptureError, match="imported, and made once, outside of forward"):
+        compiled(Late)(torch.ones(2, 8))
+
+
+@torch.library.custom_op("errors_test::log", mutates_args=())
+def log(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+log.register_fake(torch.empty_like)
+log.register_autograd(lambda ctx, grad: grad)
+
+
+class Logging(Branching):
+    """Calls an operator for what it does besides its result."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return log(self.linear(x))
+
+
+def test_operators_with_effects() -> None:
+    handle = _register_effectful_op(log._opoverload, _EffectType.ORDERED)
+    try:
+        with pytest.raises(UnsupportedError, match=r"errors_test\.log.*effects") as error:
+            compiled(Logging)(torch.ones(2, 8))
+    finally:
+        handle.destroy()
+    assert "return log(self.linear(x))" in str(error.value)

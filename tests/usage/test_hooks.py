@@ -1,0 +1,139 @@
+"""Hooks on parameters, blocks and the whole model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import sp_compiler
+from sp_compiler import UnsupportedError
+from tests.helpers.users import batch, compiled, net, prepared
+
+
+@pytest.fixture
+def module() -> Any:
+    """A compiled module, fresh for each test."""
+    return prepared()
+
+
+def test_parameter_hooks(module: Any) -> None:
+    """A hook that changes the gradient, and one that sees the accumulated one."""
+    model = net()
+    for one in (module, model):
+        weight = one.get_parameter("blocks.0.up.weight")
+        weight.register_hook(lambda grad: 2 * grad)
+        seen: list[Tensor] = []
+        weight.register_post_accumulate_grad_hook(lambda p, seen=seen: seen.append(p.grad.clone()))
+        for _ in range(2):
+            one(batch())["loss"].backward()
+        torch.testing.assert_close(seen[1], 2 * seen[0])
+    torch.testing.assert_close(
+        module.get_parameter("blocks.0.up.weight").grad,
+        model.get_parameter("blocks.0.up.weight").grad,
+        rtol=1e-10,
+        atol=0,
+    )
+
+
+def test_an_optimizer_in_the_backward(module: Any) -> None:
+    """One optimizer per parameter, stepped as soon as its gradient is there."""
+    model = net()
+    for one in (module, model):
+        optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in one.parameters()}
+
+        def step(parameter: Tensor, optimizers: Any = optimizers) -> None:
+            optimizers[parameter].step()
+            optimizers[parameter].zero_grad()
+
+        for parameter in one.parameters():
+            parameter.register_post_accumulate_grad_hook(step)
+        for _ in range(2):
+            one(batch())["loss"].backward()
+    torch.testing.assert_close(
+        dict(module.state_dict()), dict(model.state_dict()), rtol=1e-9, atol=0
+    )
+
+
+def test_hooks_on_the_whole_model(module: Any) -> None:
+    module.register_forward_pre_hook(lambda m, args: (2 * args[0],))
+    module.register_forward_hook(lambda m, args, out: {**out, "extra": 1})
+    x = batch().requires_grad_()
+    out = module(x)
+    out["loss"].backward()
+    assert out["extra"] == 1
+    other = batch().requires_grad_()
+    expected = net()(2 * other)["loss"]
+    expected.backward()
+    torch.testing.assert_close(out["loss"], expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(x.grad, other.grad, rtol=1e-10, atol=0)
+
+
+def _layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+
+def _remember(seen: list[Tensor]) -> Any:
+    """A backward hook that appends the gradients it is given."""
+
+    def hook(module: nn.Module, grad_inputs: Any, grad_outputs: Any) -> None:
+        seen.extend((*grad_inputs, *grad_outputs))
+
+    return hook
+
+
+def test_backward_hooks_on_the_whole_model() -> None:
+    found = []
+    for one in (_layers(), sp_compiler.compile(_layers(), tp=1)):
+        seen: list[Tensor] = []
+        one.register_full_backward_pre_hook(lambda m, grads: (3 * grads[0],))
+        one.register_full_backward_hook(_remember(seen))
+        one(batch().requires_grad_()).square().sum().backward()
+        found.append([*seen, *[parameter.grad for parameter in one.parameters()]])
+    torch.testing.assert_close(found[0], found[1], rtol=1e-10, atol=0)
+
+
+def test_hooks_that_the_model_had_before_move_along() -> None:
+    model, calls = net(), []
+    model.register_forward_hook(lambda *args: calls.append("forward"))
+    module = sp_compiler.compile(model, tp=1)
+    module(batch())
+    assert calls == ["forward"]
+
+
+def test_hooks_on_blocks_run(module: Any) -> None:
+    shapes = []
+    handle = module.blocks[1].register_forward_hook(lambda m, args, out: shapes.append(out.shape))
+    module(batch())
+    handle.remove()
+    module(batch())
+    assert shapes == [(4, 6, 8)]
+
+
+def test_hooks_inside_blocks_raise_before_and_after_compilation(module: Any) -> None:
+    model = net()
+    model.blocks[0].get_submodule("up").register_forward_hook(lambda *args: None)
+    with pytest.raises(UnsupportedError, match=r"blocks\.0\.up.*cannot run"):
+        sp_compiler.compile(model, tp=1)
+    model = net()
+    model.blocks[1].get_submodule("norm").register_full_backward_hook(lambda *args: None)
+    with pytest.raises(UnsupportedError, match=r"blocks\.1\.norm.*_backward_hooks"):
+        sp_compiler.compile(model, tp=1)
+    with pytest.raises(UnsupportedError, match=r"blocks\.0\.up"):
+        module.blocks[0].up.register_forward_pre_hook(lambda *args: None)
+    late = compiled()
+    late.blocks[0].down.register_full_backward_hook(lambda *args: None)
+    with pytest.raises(UnsupportedError, match=r"blocks\.0\.down"):
+        late(batch())
+
+
+def test_hooks_of_parameters_that_exist_before() -> None:
+    """One rank keeps the parameters themselves, and so their hooks."""
+    model, seen = net(), []
+    model.head.weight.register_hook(lambda grad: seen.append(grad))
+    module = sp_compiler.compile(model, tp=1)
+    module(batch())["loss"].backward()
+    assert len(seen) == 1

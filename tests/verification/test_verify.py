@@ -1,0 +1,257 @@
+"""verify(): right models pass, and a pass that was broken on purpose is found and named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.fx import Node
+
+from sp_compiler import compiler as pipeline
+from sp_compiler.base.errors import ArgumentError
+from sp_compiler.base.placement import I, P, Placement, R
+from sp_compiler.codegen import expressions as printer
+from sp_compiler.passes import compile_region
+from sp_compiler.passes.sharding.rewrite import RegionLowering
+from sp_compiler.passes.sharding.shard import problem
+from sp_compiler.rules.strategies import Strategy
+from sp_compiler.verification.verify import VerifyReport, verify
+from tests.helpers.ranks import run_on_ranks
+from tests.models import zoo
+
+aten = torch.ops.aten
+
+
+def _verify(name: str, p: float = 0.0, seq: int = 12, tp: int = 2, **options: Any) -> VerifyReport:
+    model = zoo.build(name, dropout=p, layers=1, dtype=torch.float32)
+    inputs = {
+        key: value.float() if value.is_floating_point() else value
+        for key, value in zoo.inputs(name, 2, seq).items()
+    }
+    return verify(model, ((), inputs), tp=tp, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "p", "seq", "options"),
+    [
+        ("plain", 0.1, 12, {}),
+        ("plain", 0.1, 13, {"dropout": "stored", "recompute": "none"}),  # padded rows
+        ("plain_logits", 0.0, 12, {"sequence_parallel": False, "recompute": "full"}),
+        ("gpt2", 0.1, 12, {"recompute": "attention"}),
+    ],
+)
+def test_right_models_pass(name: str, p: float, seq: int, options: dict[str, Any]) -> None:
+    report = _verify(name, p, seq, **options)
+    assert report.ok, str(report)
+    assert report.first_bad_pass is None
+    assert report.worst < 1e-10
+    assert {row.subject for row in report.table} >= {"model", "Prologue", "Epilogue"}
+    assert [row.stage for row in report.table if row.subject == "model"] == [
+        "capture",
+        "normalize",
+        "outline",
+        "shard",
+        "partition",
+        "codegen",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "bert", "vit", "lora", "encoder"])
+def test_right_models_of_other_kinds_pass(name: str) -> None:
+    report = _verify(name, 0.1, 13)
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("argument", [{}, {"use_cache": True}])
+def test_a_model_that_would_return_a_cache(argument: dict[str, bool]) -> None:
+    """As HuggingFace's are by default: the cache is left out on both sides, and that is said."""
+    model = zoo.build("gpt2", layers=1, dtype=torch.float32)
+    model.config.use_cache = True
+    with pytest.warns(UserWarning, match="keeps no cache") as said:
+        report = verify(model, ((), {**zoo.inputs("gpt2"), **argument}), tp=2)
+    assert report.ok, report
+    assert model.config.use_cache is True
+    assert {warning.filename for warning in said} == {__file__}
+
+
+class _States(nn.Module):
+    """Returns what its layers made, and writes a slice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        states = [x]
+        for layer in self.layers:
+            states.append(layer(states[-1]).tanh())
+        shifted = torch.zeros_like(x)
+        shifted[:, 1:] = states[-1][:, :-1]
+        return [*states, shifted]
+
+
+def test_a_model_that_returns_states_and_writes_slices() -> None:
+    torch.manual_seed(0)
+    report = verify(_States(), ((torch.randn(4, 6, 8),), {}), tp=2)
+    assert report.ok, str(report)
+
+
+def test_model_and_randomness_are_left_as_they_were() -> None:
+    model = zoo.build("plain", dropout=0.1, layers=1, dtype=torch.float32)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    assert verify(model, ((), zoo.inputs("plain"))).ok
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+    for name, value in model.state_dict().items():
+        assert value.dtype == before[name].dtype
+        assert torch.equal(value, before[name])
+    assert not dist.is_initialized()
+
+
+def test_beside_a_default_group_of_another_size() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group = dist.group.WORLD
+        assert _verify("plain").ok
+        assert dist.group.WORLD is group
+    finally:
+        dist.destroy_process_group()
+
+
+def _verified_on_a_rank() -> bool:
+    return _verify("plain", 0.1).ok and dist.get_world_size() == 2
+
+
+@pytest.mark.slow
+def test_on_two_real_ranks() -> None:
+    assert run_on_ranks(2, _verified_on_a_rank) == [True, True]
+
+
+def _without(dropped: Callable[[Placement, Placement], bool]) -> Callable[..., Node]:
+    """``RegionLowering._convert`` that leaves some conversions out, keeping shapes right."""
+    original = RegionLowering._convert
+
+    def convert(self: RegionLowering, value: Any, source: Placement, target: Placement) -> Node:
+        if not dropped(source, target):
+            return original(self, value, source, target)
+        # Without the sum, what is left of P -> S is a slice; of I -> R nothing is.
+        whole = self.made[value][source]
+        return self._convert_node(whole, value, R, target) if target.is_sharded else whole
+
+    return convert
+
+
+def _sharded_at_any_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the typing refuses is not run whole instead."""
+    monkeypatch.setattr(pipeline, "_operator_of", lambda *_: None)
+
+
+def test_a_dropped_reduction_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    dropped = _without(lambda a, b: a == P and b.is_sharded)
+    _sharded_at_any_rate(monkeypatch)
+    monkeypatch.setattr(RegionLowering, "_convert", dropped)
+    report = _verify("plain")
+    assert not report.ok
+    assert report.first_bad_pass == "shard"
+    bad = {row.subject for row in report.table if not row.ok}
+    assert {"Block", "model"} <= bad
+    assert report.table[3].stage == "check"  # the typing refuses it too
+    assert "WRONG since pass 'shard'" in str(report)
+
+
+def test_a_dropped_i_to_r_is_found_though_the_loss_is_right(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _sharded_at_any_rate(monkeypatch)
+    monkeypatch.setattr(RegionLowering, "_convert", _without(lambda a, b: (a, b) == (I, R)))
+    report = _verify("plain", sequence_parallel=False)
+    assert not report.ok
+    assert report.first_bad_pass == "shard"
+    (row,) = [row for row in report.table if row.subject == "Block" and row.stage == "shard"]
+    assert not row.ok
+    assert "gradient" in row.where or "replicated value differs" in row.message
+
+
+def test_a_wrong_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lookup in a part of the vocabulary taken for the whole embedding."""
+    original = problem.vocabulary_strategies
+
+    def wrong(node: Node, world: int) -> list[Strategy]:
+        found = original(node, world)
+        return [replace(s, results=(I,)) if s.results == (P,) else s for s in found]
+
+    _sharded_at_any_rate(monkeypatch)
+    monkeypatch.setattr(problem, "vocabulary_strategies", wrong)
+    report = _verify("plain")
+    assert report.first_bad_pass == "shard"
+    assert not report.ok
+    assert "Prologue" in {row.subject for row in report.table if not row.ok}
+
+
+def test_a_broken_normalisation_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = pipeline.normalize
+
+    def broken(captured: Any, dropout: Any) -> None:
+        original(captured, dropout=dropout)
+        for node in captured.module.graph.nodes:
+            if node.target is aten.layer_norm.default:
+                node.args = (*node.args[:4], 0.5, *node.args[5:])
+        captured.module.recompile()
+
+    monkeypatch.setattr(pipeline, "normalize", broken)
+    report = _verify("plain")
+    assert report.first_bad_pass == "normalize"
+    assert [row.stage for row in report.table if not row.ok][:2] == ["normalize", "outline"]
+
+
+def test_a_broken_simplification_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = compile_region.simplify
+
+    def broken(graph: Any) -> None:
+        original(graph)
+        for node in graph.nodes:
+            if node.target is aten.gelu_backward.default:
+                node.args = (node.args[0], node.args[0])
+
+    monkeypatch.setattr(compile_region, "simplify", broken)
+    report = _verify("plain")
+    assert report.first_bad_pass == "partition"
+    bad = {(row.stage, row.subject) for row in report.table if not row.ok}
+    assert bad == {
+        (stage, subject) for stage in ("partition", "codegen") for subject in ("model", "Block")
+    }
+    (worst,) = [r for r in report.table if (r.stage, r.subject) == ("codegen", "Block")]
+    assert worst.where.startswith("gradient of")
+
+
+def test_a_broken_printer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(printer.INFIX, aten.add.Tensor, "-")
+    report = _verify("plain")
+    assert report.first_bad_pass == "codegen"
+
+
+def test_report_is_data_too() -> None:
+    report = _verify("plain")
+    data = json.loads(report.to_json())
+    assert data["ok"] is True
+    assert data["first_bad_pass"] is None
+    assert len(data["table"]) == len(report.table)
+    assert str(report).count("\n") == len(report.table)
+
+
+def test_arguments() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    with pytest.raises(ArgumentError, match="meta"):
+        verify(model, ((torch.zeros(2, 4),), {}))
+    with pytest.raises(ArgumentError, match="args, kwargs"):
+        verify(nn.Linear(4, 4), torch.zeros(2, 4))  # type: ignore[arg-type]

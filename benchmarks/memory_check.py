@@ -66,10 +66,10 @@ def case(name: str) -> parity.Case:
 
 def measure(found: parity.Case, program: CompiledProgram) -> tuple[int, int]:
     """Bytes that a rank keeps after the forward, and the most that it holds in a step."""
-    world, placed = program.world, program.param_placements
-    group = dist.group.WORLD if world > 1 else None
+    world_size, placed = program.world_size, program.param_placements
+    group = dist.group.WORLD if world_size > 1 else None
     params = {
-        name: local_part(value.detach(), placed[name], 0, world)
+        name: local_part(value.detach(), placed[name], 0, world_size)
         .clone()
         .requires_grad_(value.requires_grad)
         for name, value in found.params.items()
@@ -79,7 +79,7 @@ def measure(found: parity.Case, program: CompiledProgram) -> tuple[int, int]:
     constants = program.program.constants
     outside = [*params.values(), *found.buffers.values(), *constants.values(), *inputs]
     with PeakRecorder() as recorder:
-        run = Executor(program, Communicator(group, 0, world)).run(
+        run = Executor(program, Communicator(group, 0, world_size)).run(
             params, found.buffers, found.inputs, parity.SEED
         )
         outputs = [value for value in run.outputs if isinstance(value, Tensor)]

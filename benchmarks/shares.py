@@ -10,7 +10,7 @@ from sp_compiler.ir.program import Program
 
 def flops_share(whole: Program, compiled: CompiledProgram) -> float:
     """Of the forward's matrix products in ``whole``, the part that ranks share; 1 where none is."""
-    return _share(_flops(whole), _flops(compiled.program), compiled.world)
+    return _share(_flops(whole), _flops(compiled.program), compiled.world_size)
 
 
 def kept_bytes(compiled: CompiledProgram) -> float:
@@ -20,7 +20,7 @@ def kept_bytes(compiled: CompiledProgram) -> float:
 
 def kept_share(compiled: CompiledProgram, alone: float) -> float:
     """Of the ``alone`` bytes that one rank keeps for backward, the part that ranks share."""
-    return _share(alone, kept_bytes(compiled), compiled.world)
+    return _share(alone, kept_bytes(compiled), compiled.world_size)
 
 
 def parameter_share(compiled: CompiledProgram) -> float:
@@ -33,16 +33,18 @@ def parameter_share(compiled: CompiledProgram) -> float:
                 continue
             name = compiled.param_name(ref.name)
             is_sharded = compiled.param_placements[name].is_sharded
-            sizes[name] = tensor_bytes(node.meta["val"]) * (compiled.world if is_sharded else 1)
+            sizes[name] = tensor_bytes(node.meta["val"]) * (
+                compiled.world_size if is_sharded else 1
+            )
             if is_sharded:
                 sharded.add(name)
     total = sum(sizes.values())
     return sum(sizes[name] for name in sharded) / total if total else 1.0
 
 
-def _share(whole: float, local: float, world: int) -> float:
-    """The sharded part f of ``whole`` where ``local == whole * (1 - f + f / world)``."""
-    return (whole - local) / (whole * (1 - 1 / world)) if whole else 1.0
+def _share(whole: float, local: float, world_size: int) -> float:
+    """The sharded part f of ``whole`` where ``local == whole * (1 - f + f / world_size)``."""
+    return (whole - local) / (whole * (1 - 1 / world_size)) if whole else 1.0
 
 
 def _flops(program: Program) -> float:

@@ -99,12 +99,16 @@ def main() -> None:
     ids = batch(text, 0)
     eager = observe(copy.deepcopy(model), ids)
     trainers = {
-        world: Trainer(compiled(copy.deepcopy(model), world, ids, console)) for world in (1, 2)
+        world_size: Trainer(compiled(copy.deepcopy(model), world_size, ids, console))
+        for world_size in (1, 2)
     }
     before = sample(trainers[2].model)
     train(trainers, text, console)
     after = sample(trainers[2].model)
-    reports = {0: eager, **{world: observe(t.model, ids) for world, t in trainers.items()}}
+    reports = {
+        0: eager,
+        **{world_size: observe(t.model, ids) for world_size, t in trainers.items()},
+    }
 
     console.print(memory_table(trainers[2].model, reports))
     console.print(collectives_table(trainers[2].model, reports[2]))
@@ -152,12 +156,12 @@ def learning_rate(step: int) -> float:
     return min(1.0, (step + 1) / 20) * (1.0 - 0.9 * step / STEPS)
 
 
-def compiled(model: torch.nn.Module, world: int, ids: Tensor, console: Console) -> Any:
-    """``model`` compiled for ``world`` ranks: the one line that a user adds."""
+def compiled(model: torch.nn.Module, world_size: int, ids: Tensor, console: Console) -> Any:
+    """``model`` compiled for ``world_size`` ranks: the one line that a user adds."""
     inputs: tuple[tuple[()], dict[str, Tensor]] = ((), {"input_ids": ids, "labels": ids})
     with Stopwatch() as watch:
-        result = sp_compiler.compile(model, tp=world, example_inputs=inputs)
-    console.print(f"compiled for tp={world} in {watch.ms / 1e3:.1f} s")
+        result = sp_compiler.compile(model, tp=world_size, example_inputs=inputs)
+    console.print(f"compiled for tp={world_size} in {watch.ms / 1e3:.1f} s")
     return result
 
 
@@ -170,7 +174,7 @@ def train(trainers: dict[int, Trainer], text: Tensor, console: Console) -> None:
             for trainer in trainers.values():
                 trainer.step(ids, seed=step)
             if step % 10 == 9 or step == 0:
-                one, two = (trainers[world].losses[-1] for world in (1, 2))
+                one, two = (trainers[world_size].losses[-1] for world_size in (1, 2))
                 console.print(
                     f"step {step + 1:4d}   loss at tp=2 {two:.6f}   at tp=1 {one:.6f}   "
                     f"difference {abs(two - one):.1e}"
@@ -237,7 +241,7 @@ def mib(num_bytes: float) -> str:
 
 def time_table(trainers: dict[int, Trainer]) -> Table:
     """Median times; both ranks run the tp=1 model at once, one core each."""
-    table = Table("ms, median", *(f"tp={world}" for world in trainers), title="step time")
+    table = Table("ms, median", *(f"tp={world_size}" for world_size in trainers), title="step time")
     for name, values in (
         ("forward + backward", [t.step_ms for t in trainers.values()]),
         ("clip + AdamW", [t.optimizer_ms for t in trainers.values()]),

@@ -212,7 +212,7 @@ def _works_between(nodes: Collection[Node]) -> bool:
 
 
 def _wait_for(graph: Graph, started: Node) -> Node:
-    name, world = f"{started.name}_arrived", started.args[3]
-    node = graph.create_node("call_function", _wait, (started, world), name=name)
+    name, world_size = f"{started.name}_arrived", started.args[3]
+    node = graph.create_node("call_function", _wait, (started, world_size), name=name)
     node.meta = {**started.meta, "origin": "overlap"}
     return node

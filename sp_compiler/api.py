@@ -89,7 +89,7 @@ def compile(
         raise ArgumentError(f"model={type(model).__name__}: expected a torch.nn.Module")
     group = tensor_parallel_group(tp, mesh, device_type_of(model))
     options = CompileOptions(
-        tp=group.world,
+        tp=group.world_size,
         sequence_parallel=sequence_parallel,
         recompute=recompute,
         memory_budget=memory_budget,

@@ -28,7 +28,7 @@ from sp_compiler.ir.compiled_program import CompiledProgram, LossBackward
 from sp_compiler.ir.concretize import AtHints, at_hints
 from sp_compiler.ir.hints import wishes_of
 from sp_compiler.ir.program import Program, Ref, Region
-from sp_compiler.ir.snapshot import Stage, copy_graph, program_calls
+from sp_compiler.ir.snapshot import Snapshot, copy_graph, program_calls
 from sp_compiler.options import CompileOptions
 from sp_compiler.passes.compile_region import compile_region, differentiate
 from sp_compiler.passes.memory.budget import (
@@ -121,7 +121,7 @@ def compile_captured(
 ) -> CompiledProgram:
     """Everything after the capture; ``captured`` is normalised in place."""
     clock = _Clock({"capture": capture_s})
-    exported = Stage("export", {"model": copy_graph(captured.module.graph)})
+    exported = Snapshot("export", {"model": copy_graph(captured.module.graph)})
     program = to_program(captured, options, clock)
     compiled = compile_program(program, options, fixed=fixed)
     compiled.stages = {"export": exported, **compiled.stages}
@@ -270,8 +270,8 @@ class _ShardedProgram:
         self._hints = AtHints(program.sizes)
         self._sharded = shard(program, options, fixed, whole)
         self._stages = {
-            "capture": Stage.of_program("capture", program),
-            "shard": Stage.of_program("shard", self._sharded.program),
+            "capture": Snapshot.of_program("capture", program),
+            "shard": Snapshot.of_program("shard", self._sharded.program),
         }
         clock.lap("shard")
         for region in self._sharded.program.regions if checked else ():
@@ -315,7 +315,7 @@ class _ShardedProgram:
             origins = {name: c.region.name for name, c in zip(found.names, calls, strict=True)}
             for name, before in (("capture", self._original), ("shard", self._sharded.program)):
                 names = found.names[: len(before.calls)]  # sharding puts calls behind the others
-                stages[name] = Stage.of_program(name, rename_regions(before, names))
+                stages[name] = Snapshot.of_program(name, rename_regions(before, names))
         clock.lap("compile_regions")
         for compiled in regions if self._checked else ():
             region, tangents = compiled.region, compiled.joint.tangent_outputs
@@ -324,7 +324,7 @@ class _ShardedProgram:
                 check_partitioned(region, parts, tangents, options.tp)
         clock.lap("check_partitioned")
         _write_tags(regions)
-        stages["final"] = Stage.of_program("final", program)
+        stages["final"] = Snapshot.of_program("final", program)
         stages["split"] = _split_stage(program, regions)
         source = module_source([region.text for region in regions])
         namespace = load(source)
@@ -400,7 +400,7 @@ def _write_tags(regions: Sequence[CompiledRegion]) -> None:
                 node.meta["recompute"] = tags[node.name]
 
 
-def _split_stage(program: Program, regions: Sequence[CompiledRegion]) -> Stage:
+def _split_stage(program: Program, regions: Sequence[CompiledRegion]) -> Snapshot:
     graphs = {}
     for compiled in regions:
         parts = compiled.partitioned
@@ -409,7 +409,7 @@ def _split_stage(program: Program, regions: Sequence[CompiledRegion]) -> Stage:
             graphs[f"{compiled.region.name}.backward"] = copy_graph(parts.backward)
         if parts.loss is not None:
             graphs[f"{compiled.region.name}.loss_backward"] = copy_graph(parts.loss.backward)
-    return Stage("split", graphs, program_calls(program))
+    return Snapshot("split", graphs, program_calls(program))
 
 
 class _Clock:

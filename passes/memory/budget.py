@@ -50,7 +50,7 @@ Ways = Mapping[str, Sequence[Variant]]
 
 
 def ways_to_split(
-    program: Program, joints: Mapping[str, JointGraph], cuts: Mapping[str, Cut], world: int
+    program: Program, joints: Mapping[str, JointGraph], cuts: Mapping[str, Cut], world_size: int
 ) -> Ways:
     """The ways for every region of ``program``, whatever the budget.
 
@@ -58,14 +58,14 @@ def ways_to_split(
         program: sharded.
         joints: of each region, by name; their tags are overwritten.
         cuts: what is wanted of each region, by name.
-        world: number of tensor-parallel ranks.
+        world_size: number of tensor-parallel ranks.
     """
     returned = {
         name: frozenset(ref.output for ref in _returned(program) if _name(program, ref) == name)
         for name in cuts
     }
     return {
-        name: variants(joint, world, how=cuts[name], free=returned[name])
+        name: variants(joint, world_size, how=cuts[name], free=returned[name])
         for name, joint in joints.items()
     }
 
@@ -74,7 +74,7 @@ def compile_under_budget(
     program: Program,
     joints: Mapping[str, JointGraph],
     found: Ways,
-    world: int,
+    world_size: int,
     budget_bytes: int,
 ) -> Budgeted:
     """Split every call of ``program``, which is left as it is.
@@ -83,13 +83,13 @@ def compile_under_budget(
         program: sharded.
         joints: of each region, by name; their tags are overwritten.
         found: see :func:`ways_to_split`.
-        world: number of tensor-parallel ranks.
+        world_size: number of tensor-parallel ranks.
         budget_bytes: what the peak of activations on a rank may be.
 
     Raises:
         ArgumentError: the budget is too small; the message has the least that would do.
     """
-    calls = stops(_in_the_first_way(program, joints, found, world), found)
+    calls = stops(_in_the_first_way(program, joints, found, world_size), found)
     picks = cheapest(calls, budget_bytes)
     if picks is None:
         raise ArgumentError(_too_small(program, calls, budget_bytes))
@@ -129,7 +129,7 @@ def _in_the_first_way(
     program: Program,
     joints: Mapping[str, JointGraph],
     found: Ways,
-    world: int,
+    world_size: int,
 ) -> CompiledProgram:
     regions = {
         region.name: emit(region, joints[region.name], first.partitioned)
@@ -140,7 +140,7 @@ def _in_the_first_way(
         program,
         {name: region.code for name, region in regions.items()},
         {},
-        world,
+        world_size,
         differentiable={name: region.differentiable for name, region in regions.items()},
         regions=regions,
     )

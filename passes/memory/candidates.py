@@ -36,21 +36,21 @@ class Variant:
     Attributes:
         tags: of every forward node of the joint graph.
         partitioned: cut by the tags.
-        us: estimated time of its forward and backward.
+        time_us: estimated time of its forward and backward.
         forward_peak_bytes: what the forward holds at most beside its arguments.
         backward_peak_bytes: the same of the backward.
     """
 
     tags: Mapping[Node, Tag]
     partitioned: Partitioned
-    us: float
+    time_us: float
     forward_peak_bytes: int
     backward_peak_bytes: int
 
 
 def variants(
     joint: JointGraph,
-    world: int,
+    world_size: int,
     *,
     how: Cut,
     free: frozenset[int],
@@ -58,18 +58,21 @@ def variants(
     """Split ``joint``, whose tags are overwritten; the one that keeps least comes first.
 
     Args:
-        world: number of tensor-parallel ranks.
+        world_size: number of tensor-parallel ranks.
         how: what the program wants of each of them.
         free: outputs of the region that exist until backward anyway: the model returns them.
     """
     found: dict[tuple[str, ...], Variant] = {}
-    for tags in (*_solved(joint, world, free), *(_policy(joint, policy) for policy in POLICIES)):
+    for tags in (
+        *_solved(joint, world_size, free),
+        *(_policy(joint, policy) for policy in POLICIES),
+    ):
         write_tags(joint, tags)
         parts = cut(joint, how)
         names = tuple(sorted(tensor.name for tensor in parts.saved))
         if names not in found:
-            found[names] = _measured(tags, parts, world, how.own_parameters)
-    return sorted(found.values(), key=lambda v: (v.partitioned.kept_bytes, v.us))
+            found[names] = _measured(tags, parts, world_size, how.own_parameters)
+    return sorted(found.values(), key=lambda v: (v.partitioned.kept_bytes, v.time_us))
 
 
 def write_tags(joint: JointGraph, tags: Mapping[Node, Tag]) -> None:
@@ -88,30 +91,30 @@ def _policy(joint: JointGraph, policy: Policy) -> dict[Node, Tag]:
 
 
 def _measured(
-    tags: Mapping[Node, Tag], parts: Partitioned, world: int, own_parameters: frozenset[int]
+    tags: Mapping[Node, Tag], parts: Partitioned, world_size: int, own_parameters: frozenset[int]
 ) -> Variant:
     graph = parts.step_backward
-    us, peak_bytes = elapsed_us(parts.forward, world), 0
+    time_us, peak_bytes = elapsed_us(parts.forward, world_size), 0
     if graph is not None:
-        us += elapsed_us(graph, world)
+        time_us += elapsed_us(graph, world_size)
         peak_bytes = backward_peak_bytes(graph, own_parameters)
-    return Variant(tags, parts, us, function_peak_bytes(parts.forward), peak_bytes)
+    return Variant(tags, parts, time_us, function_peak_bytes(parts.forward), peak_bytes)
 
 
-def _us(node: Node, world: int) -> float:
+def _us(node: Node, world_size: int) -> float:
     if node.op != "call_function":
         return 0.0
-    return compute_us(node) + collectives_us(node_collectives(node), world)
+    return compute_us(node) + collectives_us(node_collectives(node), world_size)
 
 
-def _solved(joint: JointGraph, world: int, free: frozenset[int]) -> list[dict[Node, Tag]]:
-    nodes, values = problem(joint, world, free)
+def _solved(joint: JointGraph, world_size: int, free: frozenset[int]) -> list[dict[Node, Tag]]:
+    nodes, values = problem(joint, world_size, free)
     tags = []
     for choice in frontier(values):
         kept = {nodes[index] for index in choice.kept}
         tags.append(
             {
-                node: _tag(node, kept, value.us)
+                node: _tag(node, kept, value.time_us)
                 for node, value in zip(nodes, values, strict=True)
                 if node.op == "call_function"
             }
@@ -119,9 +122,9 @@ def _solved(joint: JointGraph, world: int, free: frozenset[int]) -> list[dict[No
     return tags
 
 
-def _tag(node: Node, kept: set[Node], us: float) -> Tag:
+def _tag(node: Node, kept: set[Node], time_us: float) -> Tag:
     if node in kept or has_inner_communication(node):
-        return "save", f"worth its memory: {us:.3g} us to compute again"
+        return "save", f"worth its memory: {time_us:.3g} us to compute again"
     return "recompute", "cheaper than its memory"
 
 
@@ -137,7 +140,7 @@ def _forward_values(joint: JointGraph) -> list[Node]:
 
 
 def problem(
-    joint: JointGraph, world: int, free: frozenset[int] = frozenset()
+    joint: JointGraph, world_size: int, free: frozenset[int] = frozenset()
 ) -> tuple[list[Node], list[Value]]:
     """What to keep of ``joint``, for the solver, and the node that each value stands for."""
     nodes = _forward_values(joint)
@@ -148,7 +151,7 @@ def problem(
         Value(
             parents=tuple(position[p] for p in node.all_input_nodes if p in position),
             num_bytes=0 if node in costless else _own_bytes(node),
-            us=_us(node, world),
+            time_us=_us(node, world_size),
             needed=node in needed,
             can_keep=base(node) is node and isinstance(node.meta["val"], Tensor),
             can_repeat=node.op == "call_function" and not has_inner_communication(node),

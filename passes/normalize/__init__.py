@@ -195,7 +195,7 @@ def _refuse_random(graph: Graph) -> None:
 
 
 def _replace_dropout(captured: Captured, stored: bool) -> None:
-    """``native_dropout(x, p, True)[0]`` -> ``dropout(x, seed, p, site, dim=0, world=1)``.
+    """``native_dropout(x, p, True)[0]`` -> ``dropout(x, seed, p, site, dim=0, world_size=1)``.
 
     Stored: ``native_dropout_backward(x, dropout_mask(x, seed, p, site, 0, 1), 1 / (1 - p))``, which
     is the product with the mask and has a derivative.

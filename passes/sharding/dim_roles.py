@@ -171,7 +171,7 @@ def residual_stream(program: Program, facts: dict[int, RegionValues]) -> dict[Va
     return found
 
 
-def label_dims(region: Region, facts: RegionValues, world: int) -> None:
+def label_dims(region: Region, facts: RegionValues, world_size: int) -> None:
     """Fill ``tokens``, ``features`` and ``segmentations`` by following factors to a fixed point."""
     _seed(region, facts)
     changed = True
@@ -179,7 +179,7 @@ def label_dims(region: Region, facts: RegionValues, world: int) -> None:
         changed = False
         for node, rule in facts.rules.items():
             if rule is not None:
-                changed |= _propagate(node, rule, facts, world)
+                changed |= _propagate(node, rule, facts, world_size)
 
 
 def _seed(region: Region, facts: RegionValues) -> None:
@@ -213,7 +213,7 @@ def _seed_rows(facts: RegionValues, value: Value) -> None:
         facts.add_tokens(value, rank - 1)
 
 
-def _propagate(node: Node, rule: OpRule, facts: RegionValues, world: int) -> bool:
+def _propagate(node: Node, rule: OpRule, facts: RegionValues, world_size: int) -> bool:
     places = list(_places(node, rule))
     before = len(facts.tokens) + len(facts.features) + _count(facts)
     for table in (facts.tokens, facts.features):
@@ -224,7 +224,7 @@ def _propagate(node: Node, rule: OpRule, facts: RegionValues, world: int) -> boo
                 if marks and (table is facts.features or shape_of(value)[d] != 1):
                     table[value, d] = None
     _pick_tokens(node, facts)
-    _demand(node, rule, facts, world, _marked(places, facts.tokens))
+    _demand(node, rule, facts, world_size, _marked(places, facts.tokens))
     return len(facts.tokens) + len(facts.features) + _count(facts) != before
 
 
@@ -261,12 +261,14 @@ def _places(node: Node, rule: OpRule) -> Iterator[tuple[Value, Dims]]:
         yield value, dims
 
 
-def _demand(node: Node, rule: OpRule, facts: RegionValues, world: int, tokens: set[str]) -> None:
+def _demand(
+    node: Node, rule: OpRule, facts: RegionValues, world_size: int, tokens: set[str]
+) -> None:
     """Carry from results back to operands in which parts a dim will be cut."""
     operands = [value_of(operand) for operand in tensor_operands(node)]
     if rule.split is not None:
         dim, sizes = rule.split
-        if all(size % world == 0 for size in sizes):
+        if all(size % world_size == 0 for size in sizes):
             facts.segmentations.setdefault((operands[0], dim), {})[sizes] = None
     wanted: dict[Factor, dict[tuple[int, ...], None]] = {}
     features: set[str] = set()
@@ -279,7 +281,7 @@ def _demand(node: Node, rule: OpRule, facts: RegionValues, world: int, tokens: s
             if len(factors) == 1:
                 found = wanted.get(factors[0], {})
             else:
-                inner = _inner_cut(factors, world, tokens)
+                inner = _inner_cut(factors, world_size, tokens)
                 found = {parts_at(factors, factor): None for factor in inner}
                 features.update(factor.name for factor in inner)
             if found:
@@ -291,12 +293,14 @@ def _demand(node: Node, rule: OpRule, facts: RegionValues, world: int, tokens: s
                 facts.features[value, d] = None
 
 
-def _inner_cut(dim: tuple[Factor, ...], world: int, tokens: set[str]) -> list[Factor]:
+def _inner_cut(dim: tuple[Factor, ...], world_size: int, tokens: set[str]) -> list[Factor]:
     """Factors along which a fused dim may be cut inside: those that divide and are not tokens.
 
     (3 h) of q, k, v and (b a) of a batch's heads are cut along h and a.
     """
-    return [f for f in dim[1:] if f.size % world == 0 and not f.blocked and f.name not in tokens]
+    return [
+        f for f in dim[1:] if f.size % world_size == 0 and not f.blocked and f.name not in tokens
+    ]
 
 
 def parts_at(dim: tuple[Factor, ...], factor: Factor) -> tuple[int, ...]:

@@ -206,7 +206,7 @@ class _Question:
         for vertex, choice in zip(self.vertices, choices, strict=True):
             if key in vertex.makes:
                 made = vertex.options[choice].makes[vertex.makes.index(key)]
-                return bytes_of(key[1]) // (self.builder.world if made.is_sharded else 1)
+                return bytes_of(key[1]) // (self.builder.world_size if made.is_sharded else 1)
         raise AssertionError(key)
 
     def _extra(self, choices: list[int]) -> list[Conversion]:
@@ -275,7 +275,11 @@ class _Question:
             if taken[choices[number]] == target and source not in taken:
                 i, value = key
                 return why_whole(
-                    node, self.builder.facts[i].rules[node], value, source.dim, self.builder.world
+                    node,
+                    self.builder.facts[i].rules[node],
+                    value,
+                    source.dim,
+                    self.builder.world_size,
                 )
         return ""
 

@@ -94,7 +94,7 @@ class ProblemBuilder:
     Args:
         program: unsharded.
         facts: by ``id(region)``, see :mod:`sp_compiler.passes.sharding.dim_roles`.
-        world: number of ranks.
+        world_size: number of ranks.
         sequence_parallel: whether values may be sharded by token rows.
         nominal_tokens: the placements are priced as if this many tokens were in a batch.
         output_placements: allowed placements of the model's output ``i`` beside I.
@@ -106,7 +106,7 @@ class ProblemBuilder:
         program: Program,
         facts: dict[int, RegionValues],
         *,
-        world: int,
+        world_size: int,
         sequence_parallel: bool,
         nominal_tokens: int,
         shard_outputs: Callable[[int], bool],
@@ -117,7 +117,7 @@ class ProblemBuilder:
         self.regions = program.regions
         self.index = {id(region): i for i, region in enumerate(self.regions)}
         self.facts = [facts[id(region)] for region in self.regions]
-        self.world = world
+        self.world_size = world_size
         self.sequence_parallel = sequence_parallel
         self.whole: dict[Value, None] = {} if sequence_parallel else residual_stream(program, facts)
         self.shard_outputs = shard_outputs
@@ -153,7 +153,7 @@ class ProblemBuilder:
             wire = bytes_of(value) * 2 / H100.link_bytes_per_us
             return wire * self.num_calls[i] if (source, target) == (I, R) else None
         size = bytes_of(value) * self._scale_of(i, value)
-        cost = conversion_us(size, source, target, self.world, needs_grad=needs_grad)
+        cost = conversion_us(size, source, target, self.world_size, needs_grad=needs_grad)
         return None if cost is None else cost * self.num_calls[i]
 
     # Sizes as they would be in a batch of the nominal number of tokens.
@@ -214,7 +214,7 @@ class ProblemBuilder:
     ) -> list[Strategy]:
         facts, rule = self.facts[i], self.facts[i].rules[node]
         offers = Offers(
-            self.world,
+            self.world_size,
             lambda factor: rule is not None and self._shardable(i, rule, operands, results, factor),
             lambda factor: self._segmentations(i, rule, operands, results, factor) if rule else (),
             [facts.num_rows(value) for value in operands],
@@ -227,7 +227,7 @@ class ProblemBuilder:
             ),
         )
         found = strategies(rule, len(operands), len(results), offers)
-        return found + vocabulary_strategies(node, self.world)
+        return found + vocabulary_strategies(node, self.world_size)
 
     def _is_parameter(self, i: int) -> Callable[[Node], bool]:
         return lambda node: node.op == "placeholder" and self._kind(i, node) == "param"
@@ -271,7 +271,7 @@ class ProblemBuilder:
             dividing = [
                 part.name
                 for part in dim
-                if part.size % self.world == 0 and part.name not in of_tokens
+                if part.size % self.world_size == 0 and part.name not in of_tokens
             ]
             outermost = len(dim) == 1 or dividing[:1] == [factor.name]
             if not outermost and parts_at(dim, factor) not in demanded.get((value, d), {}):
@@ -297,10 +297,10 @@ class ProblemBuilder:
         placed = zip((*operands, *results), (*strategy.operands, *strategy.results), strict=True)
         for value, placement in placed:
             size = bytes_of(value) * self._scale_of(i, value)
-            total += size / self.world if placement.is_sharded else size
+            total += size / self.world_size if placement.is_sharded else size
             cut |= placement.is_sharded
         flops = product_flops(node) * self._scale_of(i, results[0])
-        cost = operator_us(flops / self.world if cut else flops, total)
+        cost = operator_us(flops / self.world_size if cut else flops, total)
         return cost * self.num_calls[i]
 
     # Parameters, values that cross regions, outputs.
@@ -342,8 +342,8 @@ class ProblemBuilder:
             shape, ways = shape_of(keys[0][1]), dict.fromkeys(map(placement_text, offered))
             wanted = wish.allowed[1:].index(True)
             raise ArgumentError(
-                f"{wish} cannot be met on {self.world} ranks: parameter {name!r} {shape} can be "
-                f"{' or '.join(ways)}; {self.why_not_sharded(keys, wanted)}"
+                f"{wish} cannot be met on {self.world_size} ranks: parameter {name!r} {shape} can "
+                f"be {' or '.join(ways)}; {self.why_not_sharded(keys, wanted)}"
             )
         return allowed
 
@@ -365,14 +365,14 @@ class ProblemBuilder:
                 taken = [option.needs[position] for option in vertex.options]
                 if (i, value) in keys and not any(p.kind == "S" and p.dim == dim for p in taken):
                     _, node = subject
-                    return why_whole(node, self.facts[i].rules[node], value, dim, self.world)
+                    return why_whole(node, self.facts[i].rules[node], value, dim, self.world_size)
         return "its readers do not agree on a way"
 
     def _replicated_cost(self, param: Value) -> float:
         """Price of a parameter that every rank holds; what is small beside a matrix is cheap."""
         size = bytes_of(param)
         share = size / self._largest_matrix_bytes()
-        held_twice = size * (self.world - 1) / self.world
+        held_twice = size * (self.world_size - 1) / self.world_size
         return held_twice * share * H100.replicated_byte_us
 
     def _largest_matrix_bytes(self) -> int:
@@ -430,7 +430,7 @@ class ProblemBuilder:
         kept = sum(
             bytes_of(value) * self._scale_of(i, value) * self.num_calls[i] for i, value in outs
         )
-        kept *= (self.world - 1) / self.world * H100.kept_byte_us
+        kept *= (self.world_size - 1) / self.world_size * H100.kept_byte_us
         options = [
             Option((p,) * len(outs), (p,) * len(ins), 0.0 if p.is_sharded else kept)
             for p in allowed
@@ -448,7 +448,7 @@ class ProblemBuilder:
             allowed = [I]
             if self.shard_outputs(index):
                 dims, shape = self._feature_dims(i, value), shape_of(value)
-                allowed += [shard_of(shape[dim], dim, self.world) for dim in dims]
+                allowed += [shard_of(shape[dim], dim, self.world_size) for dim in dims]
             options = [Option((p,), (), 0.0) for p in allowed]
             self.problem.add(("output", index), Vertex(((i, value),), (), options))
 

@@ -18,7 +18,7 @@ def operator_text(node: Node) -> str:
     return f"{node.target}{f' in {where}' if where else ''}{f' ({line})' if line else ''}"
 
 
-def why_whole(node: Node, rule: OpRule | None, value: Value, dim: int, world: int) -> str:
+def why_whole(node: Node, rule: OpRule | None, value: Value, dim: int, world_size: int) -> str:
     """Why ``node`` does not take its operand ``value`` sharded on ``dim``."""
     if rule is None and has_vocabulary(node):
         obstacle = vocabulary_obstacle(node) or f"it is not sharded on dim {dim}"
@@ -27,16 +27,16 @@ def why_whole(node: Node, rule: OpRule | None, value: Value, dim: int, world: in
         return f"there is no sharding rule for {operator_text(node)}"
     operands = [value_of(operand) for operand in tensor_operands(node)]
     factors = rule.operands[operands.index(value)][dim]
-    return f"{operator_text(node)} {_why_dim_whole(factors, dim, world)}"
+    return f"{operator_text(node)} {_why_dim_whole(factors, dim, world_size)}"
 
 
-def _why_dim_whole(factors: Dim, dim: int, world: int) -> str:
+def _why_dim_whole(factors: Dim, dim: int, world_size: int) -> str:
     if not factors:
         return f"has dim {dim} of size 1"
     if any(factor.blocked for factor in factors):
         return f"needs dim {dim} whole on every rank"
     outer = factors[0].size
-    if outer % world:
+    if outer % world_size:
         sizes = " x ".join(str(factor.size) for factor in factors)
-        return f"has {sizes} along dim {dim}, and {outer} does not divide by {world}"
+        return f"has {sizes} along dim {dim}, and {outer} does not divide by {world_size}"
     return f"has no way to run with dim {dim} sharded"

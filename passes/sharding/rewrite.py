@@ -59,7 +59,7 @@ class RegionLowering:
         chosen: the strategy of every active operator.
         inputs: placement of each placeholder.
         outputs: placement that each output must have.
-        world: number of ranks.
+        world_size: number of ranks.
     """
 
     def __init__(
@@ -69,14 +69,14 @@ class RegionLowering:
         chosen: dict[Node, Strategy],
         inputs: list[Placement],
         outputs: list[Placement],
-        world: int,
+        world_size: int,
     ) -> None:
         self.region = region
         self.active = active
         self.chosen = chosen
         self.inputs = inputs
         self.outputs = outputs
-        self.world = world
+        self.world_size = world_size
         self.graph = Graph()
         self.made: dict[Value, dict[Placement, Node]] = {}
         self.produced: dict[Value, Placement] = {}
@@ -181,7 +181,9 @@ class RegionLowering:
         if placement.is_replicated or placement.kind == "P":
             placement = R
         local = [
-            list(p.local_shape(shape_of(value), self.world)) if p.is_sharded else shape_of(value)
+            list(p.local_shape(shape_of(value), self.world_size))
+            if p.is_sharded
+            else shape_of(value)
             for value, p in zip(results_of(node), strategy.results, strict=True)
         ]
         if self._is_reshape(node, strategy):
@@ -195,7 +197,7 @@ class RegionLowering:
             return self._local_groups(node, args)
         if node.target in (sp.dropout.default, sp.dropout_mask.default) and placement.is_sharded:
             dim = 0 if placement.kind == "T" else placement.dim
-            return (*args[:4], dim, self.world), {}
+            return (*args[:4], dim, self.world_size), {}
         return args, kwargs
 
     def _local_groups(
@@ -226,7 +228,9 @@ class RegionLowering:
     def _vocabulary_embedding(self, node: Node, values: dict[str, Any]) -> Node:
         weight, ids = values["weight"], values["indices"]
         num_rows = arguments(node)["weight"].meta["val"].shape[0]
-        rows = self._emit(sp.vocab_embedding.default, (weight, ids, num_rows, self.world), {}, node)
+        rows = self._emit(
+            sp.vocab_embedding.default, (weight, ids, num_rows, self.world_size), {}, node
+        )
         padding = values["padding_idx"]
         if padding < 0:
             return rows
@@ -239,7 +243,7 @@ class RegionLowering:
     def _vocabulary_loss(self, node: Node, values: dict[str, Any]) -> Node:
         logits, target, ignore = values["self"], values["target"], values["ignore_index"]
         classes = arguments(node)["self"].meta["val"].shape[1]
-        nll_args = (logits, target, ignore, classes, self.world)
+        nll_args = (logits, target, ignore, classes, self.world_size)
         pair = self._emit(sp.vocab_nll.default, nll_args, {}, node)
         nll = self._emit(operator.getitem, (pair, 0), {}, node)
         if values["reduction"] == 0:
@@ -279,7 +283,7 @@ class RegionLowering:
         if target.kind == "T":
             x = self._to_rows(x, shape, target.dim, like)
         text = (str(local_placement(source)), str(local_placement(target)))
-        new = self._emit(sp.convert.default, (x, *text, self.world), {}, like)
+        new = self._emit(sp.convert.default, (x, *text, self.world_size), {}, like)
         new.meta["placement"] = local_placement(target)
         return self._from_rows(new, shape, source.dim, like) if source.kind == "T" else new
 
@@ -293,19 +297,19 @@ class RegionLowering:
             x = self._emit(aten.reshape.default, (x, [rows, *rest]), {}, like)
         if not self._may_need_padding(rows):
             return x
-        return self._emit(sp.pad_rows.default, (x, self.world), {}, like)
+        return self._emit(sp.pad_rows.default, (x, self.world_size), {}, like)
 
     def _from_rows(self, x: Node, shape: tuple[int, ...], num_dims: int, like: Node) -> Node:
         rows = math.prod(shape[:num_dims])
         if self._may_need_padding(rows):
-            x = self._emit(sp.cut_rows.default, (x, rows, self.world), {}, like)
+            x = self._emit(sp.cut_rows.default, (x, rows, self.world_size), {}, like)
         if num_dims != 1:
             x = self._emit(aten.reshape.default, (x, list(shape)), {}, like)
         return x
 
     def _may_need_padding(self, rows: int) -> bool:
         """Always for an open number of rows, so that one program serves those that divide too."""
-        return is_open(rows) or bool(rows % self.world)
+        return is_open(rows) or bool(rows % self.world_size)
 
     # Bookkeeping.
 
@@ -335,7 +339,7 @@ class RegionLowering:
             return shape
         if placement.segments and sum(placement.segments) != shape[placement.dim]:
             raise PassError("shard", f"{placement} does not cut {shape}", value[0])
-        return placement.local_shape(shape, self.world)
+        return placement.local_shape(shape, self.world_size)
 
     def _made(self, value: Value, placement: Placement, new: Node) -> None:
         shape, expected = shape_of(value), self._part_of(value, placement)

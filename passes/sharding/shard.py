@@ -122,7 +122,7 @@ def placement_problem(
     builder = ProblemBuilder(
         program,
         facts,
-        world=options.tp,
+        world_size=options.tp,
         sequence_parallel=options.sequence_parallel,
         nominal_tokens=options.nominal_tokens,
         shard_outputs=lambda index: (
@@ -206,7 +206,7 @@ def _lowered(
     inputs: list[Placement],
     outputs: list[Placement],
     hints: AtHints,
-    world: int,
+    world_size: int,
 ) -> Region:
     """Rewrite ``region`` as was decided on its twin with the example's sizes."""
     active = {(hints.twin(node), index) for node, index in facts.active}
@@ -218,7 +218,7 @@ def _lowered(
         for value, placement in zip(values, (*strategy.operands, *strategy.results), strict=True):
             if placement.segments:  # which are of the example's sizes, whatever their sum is
                 pin(shape_of(value)[placement.dim])
-    return RegionLowering(region, active, strategies, inputs, outputs, world).run()
+    return RegionLowering(region, active, strategies, inputs, outputs, world_size).run()
 
 
 def _may_shard(program: Program, index: int, options: CompileOptions) -> bool:
@@ -320,14 +320,14 @@ class _Assembly:
         problem: Problem,
         choices: list[int],
         hints: AtHints,
-        world: int,
+        world_size: int,
     ) -> None:
         self.opened = opened
         self.hints = hints
         self.program = program
         self.facts = facts
         self.problem = problem
-        self.world = world
+        self.world_size = world_size
         self.strategies: dict[Node, Strategy] = {}
         self.placed: dict[tuple, Placement] = {}  # type: ignore[type-arg]
         for vertex, subject, found, choice in zip(
@@ -367,7 +367,7 @@ class _Assembly:
         chosen = {node: self.strategies[node] for node in facts.rules}
         inputs = [self._input(i, position, region) for position in range(len(region.input_kinds))]
         outputs = [self._output(i, k) for k in range(len(region.outputs))]
-        return _lowered(source, facts, chosen, inputs, outputs, self.hints, self.world)
+        return _lowered(source, facts, chosen, inputs, outputs, self.hints, self.world_size)
 
     def _input(self, i: int, position: int, region: Region) -> Placement:
         node = region.placeholders[position]

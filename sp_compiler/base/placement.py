@@ -65,30 +65,32 @@ class Placement:
         """True where every rank holds the same numbers (R and I differ only in their gradient)."""
         return self.kind in ("R", "I")
 
-    def padding(self, world: int) -> int:
+    def padding(self, world_size: int) -> int:
         """Number of elements behind the true ones of ``dim``, over all ranks together."""
-        return -self.segments[0] % world if len(self.segments) == 1 else 0
+        return -self.segments[0] % world_size if len(self.segments) == 1 else 0
 
-    def local_shape(self, shape: tuple[int, ...], world: int) -> tuple[int, ...]:
+    def local_shape(self, shape: tuple[int, ...], world_size: int) -> tuple[int, ...]:
         """Shape of one rank's part of a global ``shape``; a "T" is rounded up to whole rows."""
         if self.kind == "S":
-            size = shape[self.dim] + self.padding(world)
+            size = shape[self.dim] + self.padding(world_size)
             parts = self.segments if len(self.segments) > 1 else (size,)
-            if any(part % world for part in parts):
-                raise ValueError(f"{self} does not divide dim {self.dim} of {shape} by {world}")
-            return (*shape[: self.dim], size // world, *shape[self.dim + 1 :])
+            if any(part % world_size for part in parts):
+                raise ValueError(
+                    f"{self} does not divide dim {self.dim} of {shape} by {world_size}"
+                )
+            return (*shape[: self.dim], size // world_size, *shape[self.dim + 1 :])
         if self.kind == "T":
             rows = 1
             for size in shape[: self.dim]:
                 rows *= size
-            return ((rows + world - 1) // world, *shape[self.dim :])
+            return ((rows + world_size - 1) // world_size, *shape[self.dim :])
         return shape
 
-    def global_shape(self, shape: tuple[int, ...], world: int) -> tuple[int, ...]:
+    def global_shape(self, shape: tuple[int, ...], world_size: int) -> tuple[int, ...]:
         """Inverse of :meth:`local_shape` (but of a "T"): what ``shape`` is a part of."""
         if self.kind != "S":
             return shape
-        size = shape[self.dim] * world - self.padding(world)
+        size = shape[self.dim] * world_size - self.padding(world_size)
         return (*shape[: self.dim], size, *shape[self.dim + 1 :])
 
 
@@ -102,9 +104,9 @@ def S(dim: int, segments: tuple[int, ...] = ()) -> Placement:
     return Placement("S", dim, segments)
 
 
-def shard_of(size: int, dim: int, world: int) -> Placement:
-    """A dim of ``size`` sharded as one part, padded where it does not divide by ``world``."""
-    return S(dim, (size,)) if size % world else S(dim)
+def shard_of(size: int, dim: int, world_size: int) -> Placement:
+    """A dim of ``size`` sharded as one part, padded where it does not divide by ``world_size``."""
+    return S(dim, (size,)) if size % world_size else S(dim)
 
 
 def T(num_dims: int) -> Placement:

@@ -11,21 +11,21 @@ from sp_compiler.base.errors import RankMismatchError
 from sp_compiler.base.placement import Placement
 
 
-def local_part(full: Tensor, placement: Placement, rank: int, world: int) -> Tensor:
+def local_part(full: Tensor, placement: Placement, rank: int, world_size: int) -> Tensor:
     """A copy of what ``rank`` holds of ``full``, padding included.
 
     Raises:
-        ValueError: a dim or a segment does not divide by ``world``.
+        ValueError: a dim or a segment does not divide by ``world_size``.
     """
     if placement.kind in ("R", "I"):
         return full.clone()
     if placement.kind == "P":
         return full.clone() if rank == 0 else torch.zeros_like(full)
     dim = placement.dim
-    placement.local_shape(tuple(full.shape), world)
-    full = padded(full, placement, world)
+    placement.local_shape(tuple(full.shape), world_size)
+    full = padded(full, placement, world_size)
     segments = placement.segments if len(placement.segments) > 1 else (full.shape[dim],)
-    parts = [part.chunk(world, dim)[rank] for part in full.split(segments, dim)]
+    parts = [part.chunk(world_size, dim)[rank] for part in full.split(segments, dim)]
     return torch.cat(parts, dim) if len(parts) > 1 else parts[0].clone()
 
 
@@ -49,9 +49,9 @@ def join_parts(parts: Sequence[Tensor], placement: Placement) -> Tensor:
     return torch.cat([piece[index] for index in range(len(sizes)) for piece in pieces], dim)
 
 
-def padded(full: Tensor, placement: Placement, world: int) -> Tensor:
+def padded(full: Tensor, placement: Placement, world_size: int) -> Tensor:
     """``full`` with zeros behind it where ``placement`` is padded."""
-    missing = placement.padding(world)
+    missing = placement.padding(world_size)
     dim = placement.dim
     return enlarged(full, dim, full.shape[dim] + missing) if missing else full
 
@@ -63,9 +63,9 @@ def enlarged(x: Tensor, dim: int, size: int) -> Tensor:
     return result
 
 
-def without_padding(full: Tensor, placement: Placement, world: int) -> Tensor:
+def without_padding(full: Tensor, placement: Placement, world_size: int) -> Tensor:
     """Inverse of :func:`padded`, a view."""
-    if not placement.padding(world):
+    if not placement.padding(world_size):
         return full
     return full.narrow(placement.dim, 0, placement.segments[0])
 

@@ -31,7 +31,7 @@ _MAKE_DIMS = (aten.unsqueeze.default, aten.reshape.default, aten.view.default)
 _EXPANDS = (aten.expand.default, aten.broadcast_to.default)
 
 
-def derive(node: Node, operands: Sequence[Placement], world: int) -> list[Results]:
+def derive(node: Node, operands: Sequence[Placement], world_size: int) -> list[Results]:
     """Every placement that the results may be said to have; none: the operator is refused.
 
     More than one only where they tell the same truth: a constant is the same on every rank, and a
@@ -45,7 +45,7 @@ def derive(node: Node, operands: Sequence[Placement], world: int) -> list[Result
     num_results = len(local_shapes(node))
     if node.target in FILLED:
         return _constant(node)
-    declared = opaque_strategies(node, world)
+    declared = opaque_strategies(node, world_size)
     if declared is not None:
         return _matching(declared, operands, num_results)
     if draws(node):
@@ -56,18 +56,18 @@ def derive(node: Node, operands: Sequence[Placement], world: int) -> list[Result
         (shape,) = local_shapes(node)
         found += [(S(dim),) for dim, size in enumerate(shape or ()) if size == 1]
     if not replicated or node.target in _EXPANDS:
-        found += _sharded(node, operands, world)
+        found += _sharded(node, operands, world_size)
     return sorted(dict.fromkeys(found), key=_num_segments)
 
 
-def allowed(node: Node, operands: Sequence[Placement], world: int) -> list[Strategy]:
+def allowed(node: Node, operands: Sequence[Placement], world_size: int) -> list[Strategy]:
     """What ``node`` could do with operands of these shapes, for the text of a refusal."""
-    declared = opaque_strategies(node, world)
+    declared = opaque_strategies(node, world_size)
     if declared is not None:
         return declared
     found = [] if draws(node) else [Strategy((R,) * len(operands), (R,))]
-    for shadow, _ in _shadows(node, operands, world):
-        found += _offered(shadow, operands, world)
+    for shadow, _ in _shadows(node, operands, world_size):
+        found += _offered(shadow, operands, world_size)
     return list(dict.fromkeys(map(_valued, found)))
 
 
@@ -83,13 +83,13 @@ def _constant(node: Node) -> list[Results]:
     return [(R,), *shards, *([(P,)] if value == 0 else [])]
 
 
-def _sharded(node: Node, operands: Sequence[Placement], world: int) -> list[Results]:
+def _sharded(node: Node, operands: Sequence[Placement], world_size: int) -> list[Results]:
     local = local_shapes(node)
     found: list[Results] = []
-    for shadow, shapes in _shadows(node, operands, world):
-        for results in _matching(_offered(shadow, operands, world), operands, len(local)):
+    for shadow, shapes in _shadows(node, operands, world_size):
+        for results in _matching(_offered(shadow, operands, world_size), operands, len(local)):
             if all(
-                part is None or (shape is not None and _part(shape, placement, world) == part)
+                part is None or (shape is not None and _part(shape, placement, world_size) == part)
                 for part, shape, placement in zip(local, shapes, results, strict=True)
             ):
                 found.append(results)
@@ -97,25 +97,25 @@ def _sharded(node: Node, operands: Sequence[Placement], world: int) -> list[Resu
 
 
 def _shadows(
-    node: Node, operands: Sequence[Placement], world: int
+    node: Node, operands: Sequence[Placement], world_size: int
 ) -> Iterator[tuple[Node, list[Shape | None]]]:
     """Copies of ``node`` on whole tensors, with the global shapes of their results."""
     values = [
-        _whole(operand.meta["val"], placement, world)
+        _whole(operand.meta["val"], placement, world_size)
         for operand, placement in zip(tensor_operands(node), operands, strict=True)
     ]
     try:
-        candidates = list(result_shapes(node, values, operands, world))
+        candidates = list(result_shapes(node, values, operands, world_size))
     except (AssertionError, IndexError, NotImplementedError, RuntimeError, ValueError):
         return  # these shapes do not go together
     for shapes in candidates:
         yield _shadow(node, values, shapes), shapes
 
 
-def _whole(value: Any, placement: Placement, world: int) -> Any:
+def _whole(value: Any, placement: Placement, world_size: int) -> Any:
     if not isinstance(value, Tensor):
         return value
-    shape = global_shape(value.shape, placement, world)
+    shape = global_shape(value.shape, placement, world_size)
     return torch.empty(shape, dtype=value.dtype, device="meta")
 
 
@@ -144,7 +144,7 @@ def _shadow(node: Node, values: Sequence[Any], shapes: Sequence[Shape | None]) -
     return shadow
 
 
-def _offered(shadow: Node, operands: Sequence[Placement], world: int) -> list[Strategy]:
+def _offered(shadow: Node, operands: Sequence[Placement], world_size: int) -> list[Strategy]:
     try:
         rule = rule_for(shadow)
     except (ArgumentError, RuntimeError):  # these shapes do not go together
@@ -154,7 +154,7 @@ def _offered(shadow: Node, operands: Sequence[Placement], world: int) -> list[St
     claim = shadow.meta.get("placement", R)  # of a dim that only the result has
     segments = list(dict.fromkeys(p.segments for p in (*operands, claim) if p.segments))
     offers = Offers(
-        world=world,
+        world_size=world_size,
         shardable=lambda factor: True,
         segmentations=lambda factor: segments,
         operand_rows=(),
@@ -163,17 +163,17 @@ def _offered(shadow: Node, operands: Sequence[Placement], world: int) -> list[St
     )
     found = strategies(rule, len(rule.operands), len(rule.results), offers)
     found = [strategy for strategy in found if strategy.lowering == "itself"]
-    return [*found, *_joined(shadow, rule, world)]
+    return [*found, *_joined(shadow, rule, world_size)]
 
 
-def _joined(shadow: Node, rule: OpRule, world: int) -> list[Strategy]:
+def _joined(shadow: Node, rule: OpRule, world_size: int) -> list[Strategy]:
     """Parts that are sharded on the dim along which they are put together: one segment each."""
     if shadow.target is not aten.cat.default:
         return []
     dim = arguments(shadow)["dim"] % shadow.meta["val"].dim()
     parts = [operand.meta["val"] for operand in tensor_operands(shadow)]
     sizes = tuple(part.shape[dim] for part in parts if part.dim() > dim)
-    if len(sizes) < len(parts) or any(size % world for size in sizes):
+    if len(sizes) < len(parts) or any(size % world_size for size in sizes):
         return []
     return [Strategy((S(dim),) * len(sizes), (S(dim, sizes),))]
 
@@ -194,8 +194,8 @@ def _valued(strategy: Strategy) -> Strategy:
     return Strategy(tuple(map(as_value, strategy.operands)), tuple(map(as_value, strategy.results)))
 
 
-def _part(shape: Shape, placement: Placement, world: int) -> Shape | None:
+def _part(shape: Shape, placement: Placement, world_size: int) -> Shape | None:
     try:
-        return placement.local_shape(shape, world)
+        return placement.local_shape(shape, world_size)
     except (ValueError, IndexError):
         return None

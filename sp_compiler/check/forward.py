@@ -37,7 +37,7 @@ _ATTENTION = aten.scaled_dot_product_attention.default
 _CUTS = (aten.split_with_sizes.default, aten.slice.Tensor)
 
 
-def check_forward(region: Region, world: int) -> CheckReport:
+def check_forward(region: Region, world_size: int) -> CheckReport:
     """Refuse a sharded region whose forward mixes placements that do not go together.
 
     What ``spmd_types`` cannot read is typed by the rule table instead and listed in the report.
@@ -46,9 +46,9 @@ def check_forward(region: Region, world: int) -> CheckReport:
         PlacementError: names the operator, the module and line it came from, what was expected and
             what was found.
     """
-    if world == 1:
+    if world_size == 1:
         return CheckReport()
-    return _Checker(region, world).run()
+    return _Checker(region, world_size).run()
 
 
 class _Unreadable(Exception):
@@ -56,10 +56,10 @@ class _Unreadable(Exception):
 
 
 class _Checker:
-    def __init__(self, region: Region, world: int) -> None:
+    def __init__(self, region: Region, world_size: int) -> None:
         self.region = region
-        self.world = world
-        self.axis = MeshAxis(_make_axis_layout((world,), (1,)))
+        self.world_size = world_size
+        self.axis = MeshAxis(_make_axis_layout((world_size,), (1,)))
         self.values: dict[Node, Any] = {}
         self.report = CheckReport()
 
@@ -89,7 +89,7 @@ class _Checker:
             self.values[node] = self.values[node.args[0]][node.args[1]]
         elif node.target in FILLED:
             self._fill(node)
-        elif opaque_strategies(node, self.world) is not None:
+        elif opaque_strategies(node, self.world_size) is not None:
             self._declare(node)
         else:
             self._type(node)
@@ -146,8 +146,8 @@ class _Checker:
         if source.segments or target.segments:
             raise _Unreadable("spmd_types knows no segments")
         x = self.values[node.args[0]]
-        before = global_shape(x.shape, source, self.world)
-        after = global_shape(node.meta["val"].shape, target, self.world)
+        before = global_shape(x.shape, source, self.world_size)
+        after = global_shape(node.meta["val"].shape, target, self.world_size)
         return reshape(x, before, after, target)
 
     # What spmd_types does not type itself.
@@ -186,7 +186,7 @@ class _Checker:
 
     def _choices(self, node: Node, operands: Sequence[Placement]) -> list[Results]:
         with spmd.no_typecheck():
-            return derive(node, operands, self.world)
+            return derive(node, operands, self.world_size)
 
     def _choose(self, node: Node, choices: Sequence[Results]) -> Placement:
         if not choices:

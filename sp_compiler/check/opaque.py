@@ -30,7 +30,7 @@ def as_value(placement: Placement) -> Placement:
     return placement
 
 
-def opaque_strategies(node: Node, world: int) -> list[Strategy] | None:
+def opaque_strategies(node: Node, world_size: int) -> list[Strategy] | None:
     """Every way to run ``node``; ``None`` where it is not one of the compiler's operators.
 
     An empty list: its own arguments contradict each other.
@@ -38,12 +38,12 @@ def opaque_strategies(node: Node, world: int) -> list[Strategy] | None:
     found = _DECLARED.get(node.target)
     if found is None:
         return None
-    if found is not _dropout and arguments(node)["world"] != world:
+    if found is not _dropout and arguments(node)["world_size"] != world_size:
         return []
-    return found(node, world)
+    return found(node, world_size)
 
 
-def _convert(node: Node, world: int) -> list[Strategy]:
+def _convert(node: Node, world_size: int) -> list[Strategy]:
     pair = conversion(node)
     assert pair is not None
     source, target = map(as_value, pair)
@@ -52,20 +52,20 @@ def _convert(node: Node, world: int) -> list[Strategy]:
     return [Strategy((source,), (target,))]
 
 
-def _dropout(node: Node, world: int) -> list[Strategy]:
+def _dropout(node: Node, world_size: int) -> list[Strategy]:
     """Whole tensors drop the same elements on every rank; a shard is told where it lies."""
     args = arguments(node)
     found = []
-    if args["world"] == 1:
+    if args["world_size"] == 1:
         is_mask = node.target is sp.dropout_mask.default
         found += [Strategy((R, R), (R,)), Strategy((P, R), (R if is_mask else P,))]
-    if args["world"] == world:
+    if args["world_size"] == world_size:
         shard = S(args["dim"] % max(1, node.meta["val"].dim()))
         found.append(Strategy((shard, R), (shard,)))
     return found
 
 
-def _wait(node: Node, world: int) -> list[Strategy]:
+def _wait(node: Node, world_size: int) -> list[Strategy]:
     """What has arrived is what was sent for."""
     pair = conversion(arguments(node)["x"])
     if pair is None:
@@ -74,24 +74,24 @@ def _wait(node: Node, world: int) -> list[Strategy]:
     return [Strategy((arrived,), (arrived,))]
 
 
-def _rows(node: Node, world: int) -> list[Strategy]:
+def _rows(node: Node, world_size: int) -> list[Strategy]:
     """Whole values; the padding of a partial sum adds up to the padding of the sum."""
     return [Strategy((R,), (R,)), Strategy((P,), (P,))]
 
 
-def _vocab_embedding(node: Node, world: int) -> list[Strategy]:
+def _vocab_embedding(node: Node, world_size: int) -> list[Strategy]:
     return [Strategy((S(0), R), (P,))]
 
 
-def _vocab_embedding_backward(node: Node, world: int) -> list[Strategy]:
+def _vocab_embedding_backward(node: Node, world_size: int) -> list[Strategy]:
     return [Strategy((R, R), (S(0),))]
 
 
-def _vocab_nll(node: Node, world: int) -> list[Strategy]:
+def _vocab_nll(node: Node, world_size: int) -> list[Strategy]:
     return [Strategy((S(1), R), (R, R))]
 
 
-def _vocab_nll_backward(node: Node, world: int) -> list[Strategy]:
+def _vocab_nll_backward(node: Node, world_size: int) -> list[Strategy]:
     return [Strategy((R, S(1), R, R), (S(1),))]
 
 

@@ -30,7 +30,7 @@ Types = dict[Node, list[Results]]
 
 
 def check_partitioned(
-    region: Region, partitioned: Partitioned, tangent_outputs: Sequence[int], world: int
+    region: Region, partitioned: Partitioned, tangent_outputs: Sequence[int], world_size: int
 ) -> CheckReport:
     """Refuse a forward or backward that would compute wrong numbers.
 
@@ -38,7 +38,7 @@ def check_partitioned(
         region: sharded; its input and output placements are the contract.
         partitioned: the graphs that are about to be printed and run.
         tangent_outputs: index of the region output that each tangent belongs to.
-        world: number of ranks.
+        world_size: number of ranks.
 
     Raises:
         PlacementError: names the operator, the module and line it came from, what was expected and
@@ -46,16 +46,16 @@ def check_partitioned(
     """
     report = CheckReport()
     types = _seed(partitioned.forward, region.input_placements)
-    _walk(partitioned.forward, types, world, report)
+    _walk(partitioned.forward, types, world_size, report)
     results = partitioned.forward.output_node().args[0]
     outputs = results[: partitioned.num_outputs]
     for index, (node, placement) in enumerate(zip(outputs, region.output_placements, strict=True)):
         _require(node, types, placement, f"output {index} of {region.name}")
     saved = [types[node] for node in results[partitioned.num_outputs :]]
     if partitioned.backward is not None:
-        _check_backward(region, partitioned.backward, tangent_outputs, saved, world, report)
+        _check_backward(region, partitioned.backward, tangent_outputs, saved, world_size, report)
     if (loss := partitioned.loss) is not None:
-        _check_backward(region, loss.backward, [loss.output], saved, world, report)
+        _check_backward(region, loss.backward, [loss.output], saved, world_size, report)
     return report
 
 
@@ -64,7 +64,7 @@ def _check_backward(
     graph: Graph,
     tangent_outputs: Sequence[int],
     saved: Sequence[list[Results]],
-    world: int,
+    world_size: int,
     report: CheckReport,
 ) -> None:
     placeholders = graph.find_nodes(op="placeholder")
@@ -72,7 +72,7 @@ def _check_backward(
     tangents = placeholders[len(saved) :]
     for node, index in zip(tangents, tangent_outputs, strict=True):
         types[node] = [(as_value(region.output_placements[index].dual),)]
-    _walk(graph, types, world, report)
+    _walk(graph, types, world_size, report)
     grads = graph.output_node().args[0]
     for name, placement, grad in zip(
         region.input_names, region.input_placements, grads, strict=True
@@ -89,7 +89,7 @@ def _seed(graph: Graph, placements: Sequence[Placement]) -> Types:
     }
 
 
-def _walk(graph: Graph, types: Types, world: int, report: CheckReport) -> None:
+def _walk(graph: Graph, types: Types, world_size: int, report: CheckReport) -> None:
     for node in graph.nodes:
         if node.op != "call_function":
             continue
@@ -97,12 +97,12 @@ def _walk(graph: Graph, types: Types, world: int, report: CheckReport) -> None:
             source, index = node.args
             types[node] = list(dict.fromkeys((results[index],) for results in types[source]))
         else:
-            types[node] = _derive(node, types, world)
+            types[node] = _derive(node, types, world_size)
         _require_claim(node, types)
         report.checked += 1
 
 
-def _derive(node: Node, types: Types, world: int) -> list[Results]:
+def _derive(node: Node, types: Types, world_size: int) -> list[Results]:
     operands = tensor_operands(node)
     options = [[results[0] for results in types[operand]] for operand in operands]
     segments = {placement.segments for choices in options for placement in choices}
@@ -113,9 +113,9 @@ def _derive(node: Node, types: Types, world: int) -> list[Results]:
     found: dict[Results, None] = {}
     for placements in itertools.product(*options):
         if _same_choice(operands, placements):
-            found.update(dict.fromkeys(derive(node, placements, world)))
+            found.update(dict.fromkeys(derive(node, placements, world_size)))
     if not found:
-        _refuse(node, operands, [choices[0] for choices in options], world)
+        _refuse(node, operands, [choices[0] for choices in options], world_size)
     return list(found)
 
 
@@ -128,7 +128,7 @@ def _same_choice(operands: Sequence[Node], placements: Sequence[Placement]) -> b
 
 
 def _refuse(
-    node: Node, operands: Sequence[Node], placements: Sequence[Placement], world: int
+    node: Node, operands: Sequence[Node], placements: Sequence[Placement], world_size: int
 ) -> None:
     got = ", ".join(
         f"{operand.name} {_describe(operand, placement)}"
@@ -136,7 +136,7 @@ def _refuse(
     )
     ways = [
         f"({', '.join(map(str, way.operands))}) -> {', '.join(map(str, way.results))}"
-        for way in allowed(node, placements, world)
+        for way in allowed(node, placements, world_size)
     ]
     message = f"{node.target} of {got or 'nothing'} would give wrong numbers"
     if getattr(node.target, "namespace", "aten") not in ("aten", "sp_compiler"):

@@ -22,11 +22,11 @@ aten = torch.ops.aten
 Shape = tuple[int, ...]
 
 
-def global_shape(shape: Sequence[int], placement: Placement, world: int) -> Shape:
+def global_shape(shape: Sequence[int], placement: Placement, world_size: int) -> Shape:
     """:meth:`Placement.global_shape`; what lacks the dim is no part of anything."""
     if placement.dim >= len(shape):
         return tuple(shape)
-    return placement.global_shape(tuple(shape), world)
+    return placement.global_shape(tuple(shape), world_size)
 
 
 def local_shapes(node: Node) -> list[Shape | None]:
@@ -37,7 +37,7 @@ def local_shapes(node: Node) -> list[Shape | None]:
 
 
 def result_shapes(
-    node: Node, operands: Sequence[Any], placements: Sequence[Placement], world: int
+    node: Node, operands: Sequence[Any], placements: Sequence[Placement], world_size: int
 ) -> Iterator[list[Shape | None]]:
     """Every global shape that the results can have.
 
@@ -47,7 +47,7 @@ def result_shapes(
     """
     sized = _SIZED.get(node.target)
     if sized is not None:
-        yield from sized(node, operands, placements, world)
+        yield from sized(node, operands, placements, world_size)
     elif is_pointwise(node):
         yield [tuple(torch.broadcast_shapes(*_shapes(operands)))]
     else:
@@ -71,26 +71,26 @@ def _run(node: Node, operands: Sequence[Any]) -> list[Shape | None]:
     return [tuple(item.shape) if isinstance(item, Tensor) else None for item in results]
 
 
-def _scaled(shape: Shape, world: int) -> Iterator[Shape]:
-    """``shape`` with each dim in turn ``world`` times as large."""
+def _scaled(shape: Shape, world_size: int) -> Iterator[Shape]:
+    """``shape`` with each dim in turn ``world_size`` times as large."""
     for dim, size in enumerate(shape):
-        yield (*shape[:dim], size * world, *shape[dim + 1 :])
+        yield (*shape[:dim], size * world_size, *shape[dim + 1 :])
 
 
 def _reshaped(
-    node: Node, operands: Sequence[Any], placements: Sequence[Placement], world: int
+    node: Node, operands: Sequence[Any], placements: Sequence[Placement], world_size: int
 ) -> Iterator[list[Shape | None]]:
     (local,) = local_shapes(node)
     assert local is not None
     if not placements[0].is_sharded:
         yield [local]
         return
-    for shape in _scaled(local, world):
+    for shape in _scaled(local, world_size):
         yield [shape]
 
 
 def _expanded(
-    node: Node, operands: Sequence[Any], placements: Sequence[Placement], world: int
+    node: Node, operands: Sequence[Any], placements: Sequence[Placement], world_size: int
 ) -> Iterator[list[Shape | None]]:
     """Copies of a replicated value may also be seen as the parts of a longer row of copies."""
     (local,) = local_shapes(node)
@@ -105,14 +105,14 @@ def _expanded(
     if placements[0].is_replicated:
         for dim, size in enumerate(local):
             if dim < offset or source[dim - offset] == 1:
-                yield [(*local[:dim], size * world, *local[dim + 1 :])]
+                yield [(*local[:dim], size * world_size, *local[dim + 1 :])]
 
 
 def _split(
-    node: Node, operands: Sequence[Any], placements: Sequence[Placement], world: int
+    node: Node, operands: Sequence[Any], placements: Sequence[Placement], world_size: int
 ) -> Iterator[list[Shape | None]]:
     dim = arguments(node)["dim"] % operands[0].dim()
-    scale = world if placements[0].is_sharded and placements[0].dim == dim else 1
+    scale = world_size if placements[0].is_sharded and placements[0].dim == dim else 1
     shape = tuple(operands[0].shape)
     yield [
         (*shape[:dim], local[dim] * scale, *shape[dim + 1 :])
@@ -122,7 +122,7 @@ def _split(
 
 
 def _sliced_backward(
-    node: Node, operands: Sequence[Any], placements: Sequence[Placement], world: int
+    node: Node, operands: Sequence[Any], placements: Sequence[Placement], world_size: int
 ) -> Iterator[list[Shape | None]]:
     args = arguments(node)
     sizes, grad = list(args["input_sizes"]), list(operands[0].shape)
@@ -133,14 +133,14 @@ def _sliced_backward(
 
 
 def _convolution_backward(
-    node: Node, operands: Sequence[Any], placements: Sequence[Placement], world: int
+    node: Node, operands: Sequence[Any], placements: Sequence[Placement], world_size: int
 ) -> Iterator[list[Shape | None]]:
     _, image, weight = _shapes(operands)
     yield [image, weight, weight[:1]]
 
 
 def _convolved(
-    node: Node, operands: Sequence[Any], placements: Sequence[Placement], world: int
+    node: Node, operands: Sequence[Any], placements: Sequence[Placement], world_size: int
 ) -> Iterator[list[Shape | None]]:
     """The groups of channels among the arguments are those of one rank."""
     (local,) = local_shapes(node)

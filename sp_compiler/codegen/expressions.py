@@ -169,7 +169,7 @@ class Printer:
     def _communicator_call(self, node: Node) -> str:
         method = node.target.__name__.partition(".")[0]
         args = list(node.args)
-        if "world" not in inspect.signature(getattr(Communicator, method)).parameters:
+        if "world_size" not in inspect.signature(getattr(Communicator, method)).parameters:
             args.pop()
         return f"tp.{method}({', '.join(map(self.value, args))})"
 

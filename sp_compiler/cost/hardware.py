@@ -53,16 +53,18 @@ def _kind(placement: Placement) -> str:
     return "S" if placement.kind == "T" else placement.kind
 
 
-def collective_us(num_bytes: float, times: int, world: int, hardware: Hardware = H100) -> float:
+def collective_us(
+    num_bytes: float, times: int, world_size: int, hardware: Hardware = H100
+) -> float:
     """Time of a collective over ``num_bytes``, of the whole value, crossing the link ``times``."""
-    if times == 0 or world == 1:
+    if times == 0 or world_size == 1:
         return 0.0
-    wire = num_bytes * times * (world - 1) / world
+    wire = num_bytes * times * (world_size - 1) / world_size
     return hardware.latency_us * times + wire / hardware.link_bytes_per_us
 
 
 def conversion_us(
-    num_bytes: float, source: Placement, target: Placement, world: int, *, needs_grad: bool
+    num_bytes: float, source: Placement, target: Placement, world_size: int, *, needs_grad: bool
 ) -> float | None:
     """Time of a conversion and of its gradient.
 
@@ -71,15 +73,15 @@ def conversion_us(
     pair = (_kind(source), _kind(target))
     if pair == ("S", "S"):
         # Through the whole value: gathered and cut, forward and backward.
-        once = conversion_us(num_bytes, source, Placement("I"), world, needs_grad=needs_grad)
-        again = conversion_us(num_bytes, Placement("I"), target, world, needs_grad=needs_grad)
+        once = conversion_us(num_bytes, source, Placement("I"), world_size, needs_grad=needs_grad)
+        again = conversion_us(num_bytes, Placement("I"), target, world_size, needs_grad=needs_grad)
         return (once or 0.0) + (again or 0.0)
     if pair not in _WIRE and pair not in _LOCAL:
         return None
-    total = collective_us(num_bytes, _WIRE.get(pair, 0), world)
+    total = collective_us(num_bytes, _WIRE.get(pair, 0), world_size)
     if needs_grad:
         back = (_kind(target.dual), _kind(source.dual))
-        total += collective_us(num_bytes, _WIRE.get(back, 0), world)
+        total += collective_us(num_bytes, _WIRE.get(back, 0), world_size)
     # Parts of an inner dim are copied into place, those of the outermost are not.
     inner = any(p.kind == "S" and (p.dim or p.segments) for p in (source, target))
     copies = 4.0 if inner else 0.0

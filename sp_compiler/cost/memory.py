@@ -217,7 +217,7 @@ class Step:
         )
         self.partial: dict[str, Storage] = {}
         self.replicated: dict[str, Tensor] = {}
-        self.own_parameters = self.program.own_parameters(compiled.world)
+        self.own_parameters = self.program.own_parameters(compiled.world_size)
         self.peaks: dict[tuple[str, str, frozenset[int]], int] = {}
 
     def run(self) -> StepMemory:
@@ -312,7 +312,7 @@ class Step:
             if storage is not None and ref.kind in ("call", "input"):
                 self._accumulate(ref, storage)
             elif storage is not None and ref.kind == "param":
-                if placement.kind == "R" and self.compiled.world > 1:
+                if placement.kind == "R" and self.compiled.world_size > 1:
                     self._hold([storage])  # until all of them are reduced, at the end of backward
                     self.replicated[ref.name] = grad.meta["val"]
                 self._collect(ref.name, storage)

@@ -134,12 +134,12 @@ def _source(node: Node) -> Node:
     return source
 
 
-def collectives_us(found: list[Collective], world: int, hardware: Hardware = H100) -> float:
+def collectives_us(found: list[Collective], world_size: int, hardware: Hardware = H100) -> float:
     """Time of collectives that nothing hides."""
     total = 0.0
     for item in found:
         each = item.num_bytes / max(1, item.count)
-        total += item.count * collective_us(each, _LINK_CROSSINGS[item.kind], world, hardware)
+        total += item.count * collective_us(each, _LINK_CROSSINGS[item.kind], world_size, hardware)
     return total
 
 
@@ -154,7 +154,7 @@ def compute_us(node: Node, hardware: Hardware = H100) -> float:
     return kernel_us(flops, read + tensor_bytes(node.meta["val"]), hardware)
 
 
-def elapsed_us(graph: Graph, world: int, hardware: Hardware = H100) -> float:
+def elapsed_us(graph: Graph, world_size: int, hardware: Hardware = H100) -> float:
     """Time of a generated function, with collectives one after another beside the kernels.
 
     One that has been started goes on until its ``wait``; any other holds everything up.
@@ -164,7 +164,7 @@ def elapsed_us(graph: Graph, world: int, hardware: Hardware = H100) -> float:
     for node in graph.nodes:
         found = node_collectives(node)
         if found:
-            link_free = max(now, link_free) + collectives_us(found, world, hardware)
+            link_free = max(now, link_free) + collectives_us(found, world_size, hardware)
             if is_started(node):
                 arrival[node] = link_free
             else:

@@ -23,7 +23,7 @@ class Split(Protocol):
     @property
     def partitioned(self) -> Partitioned: ...
     @property
-    def us(self) -> float: ...
+    def time_us(self) -> float: ...
     @property
     def forward_peak_bytes(self) -> int: ...
     @property
@@ -59,7 +59,7 @@ def stops(compiled: CompiledProgram, splits: Mapping[str, Sequence[Split]]) -> l
 def _way(split: Split, kept: set[Storage], made: set[Storage | None], idle: bool) -> Way:
     own = 0 if idle else sum(storage.num_bytes for storage in kept - made)
     return Way(
-        us=0.0 if idle else split.us,
+        time_us=0.0 if idle else split.time_us,
         own_bytes=own,
         shared=frozenset() if idle else frozenset(kept & made),
         forward_bytes=split.forward_peak_bytes,

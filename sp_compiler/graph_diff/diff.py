@@ -21,7 +21,7 @@ from sp_compiler.graph_diff.subsequences import longest_increasing
 from sp_compiler.ir.fx import is_collective
 from sp_compiler.ir.op_traits import conversion
 from sp_compiler.ir.program import Program
-from sp_compiler.ir.snapshot import FORWARD, Stage, region_of
+from sp_compiler.ir.snapshot import FORWARD, Snapshot, region_of
 from sp_compiler.ir.text import (
     meta_text,
     render_arguments,
@@ -30,7 +30,7 @@ from sp_compiler.ir.text import (
     render_target,
 )
 
-Comparable: TypeAlias = Graph | GraphModule | Program | Stage
+Comparable: TypeAlias = Graph | GraphModule | Program | Snapshot
 
 
 def diff(a: Comparable, b: Comparable) -> GraphDiff:
@@ -53,19 +53,19 @@ def diff(a: Comparable, b: Comparable) -> GraphDiff:
     return GraphDiff(tuple(sections), tuple(_call_changes(first, second)))
 
 
-def _as_stage(value: Any, other: Any) -> Stage:
-    if isinstance(value, Stage):
+def _as_stage(value: Any, other: Any) -> Snapshot:
+    if isinstance(value, Snapshot):
         return value
     if isinstance(value, Program):
-        return Stage.of_program("", value)
+        return Snapshot.of_program("", value)
     graph = value.graph if isinstance(value, GraphModule) else value
     if not isinstance(graph, Graph):
         raise ArgumentError(
             f"cannot compare a {type(value).__name__}; "
-            "expected a Graph, GraphModule, Program or Stage"
+            "expected a Graph, GraphModule, Program or Snapshot"
         )
-    if not isinstance(other, Stage | Program):
-        return Stage("", {"": graph})
+    if not isinstance(other, Snapshot | Program):
+        return Snapshot("", {"": graph})
     stage = _as_stage(other, None)
     regions = list(dict.fromkeys(map(region_of, stage.graphs)))
     if len(regions) != 1:
@@ -73,7 +73,7 @@ def _as_stage(value: Any, other: Any) -> Stage:
             f"cannot compare a single graph with {len(regions)} regions ({', '.join(regions)}); "
             "compare it with one of their graphs, or give the whole stage or program"
         )
-    return Stage("", {regions[0]: graph}, stage.calls)
+    return Snapshot("", {regions[0]: graph}, stage.calls)
 
 
 def _pairs(
@@ -105,7 +105,7 @@ def _summary(graph: Graph | None) -> Summary:
     return Summary(len(calls), tuple(ops.most_common()), tuple(collectives.most_common()))
 
 
-def _call_changes(first: Stage, second: Stage) -> Iterator[tuple[str, str, str]]:
+def _call_changes(first: Snapshot, second: Snapshot) -> Iterator[tuple[str, str, str]]:
     """(path, before, after) of calls that only one side has, or whose arguments changed."""
     if first.calls == second.calls:
         wirings = zip(first.calls, first.wiring, second.wiring, strict=False)

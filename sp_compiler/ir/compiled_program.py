@@ -54,7 +54,7 @@ class CompiledProgram:
         codes: region name to its compiled code.
         param_placements: parameter name to how it is stored, ``I`` or sharded. A region that uses
             an ``I`` parameter as ``R`` returns a partial sum as its gradient.
-        world: number of tensor-parallel ranks.
+        world_size: number of tensor-parallel ranks.
         differentiable: region name to, for each output, whether a gradient flows through it;
             read from the region's graph where not given.
         loss_backwards: name of the region with the model's loss to its backward from that alone;
@@ -71,7 +71,7 @@ class CompiledProgram:
     program: Program
     codes: dict[str, RegionCode]
     param_placements: dict[str, Placement]
-    world: int
+    world_size: int
     differentiable: dict[str, tuple[bool, ...]] = field(default_factory=dict)
     loss_backwards: dict[str, LossBackward] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)

@@ -118,11 +118,11 @@ class Program:
         """The layers that ``region`` stands for, one for each call; "" outside of layers."""
         return [call.path for call in self.calls if call.region is region]
 
-    def own_parameters(self, world: int) -> list[frozenset[int]]:
+    def own_parameters(self, world_size: int) -> list[frozenset[int]]:
         """For each call the positions of parameters whose gradient it computes once and for all.
 
         Other parameters' gradients are temporary: parts of those that several calls use, until they
-        are added up, and of replicated parameters on ``world`` ranks, until they are reduced.
+        are added up, and of replicated parameters on ``world_size`` ranks, until they are reduced.
         """
         uses = Counter(
             ref.name for call in self.calls for ref in set(call.args) if ref.kind == "param"
@@ -133,7 +133,7 @@ class Program:
                 for index, ref in enumerate(call.args)
                 if ref.kind == "param"
                 and uses[ref.name] == 1
-                and (world == 1 or call.region.input_placements[index] != R)
+                and (world_size == 1 or call.region.input_placements[index] != R)
             )
             for call in self.calls
         ]

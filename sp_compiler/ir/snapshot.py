@@ -12,7 +12,7 @@ FORWARD, BACKWARD, LOSS_BACKWARD = ".forward", ".backward", ".loss_backward"
 
 
 @dataclass(frozen=True)
-class Stage:
+class Snapshot:
     """Graphs after one pass.
 
     Attributes:
@@ -30,7 +30,7 @@ class Stage:
     wiring: list[str] = field(default_factory=list)
 
     @classmethod
-    def of_program(cls, name: str, program: Program) -> Stage:
+    def of_program(cls, name: str, program: Program) -> Snapshot:
         """Copies of the region graphs of ``program``."""
         graphs = {region.name: copy_graph(region.module.graph) for region in program.regions}
         return cls(

@@ -21,7 +21,7 @@ from sp_compiler.graph_diff.diff import diff
 from sp_compiler.graph_diff.report import GraphDiff
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.program import Ref
-from sp_compiler.ir.snapshot import Stage
+from sp_compiler.ir.snapshot import Snapshot
 from sp_compiler.module.grad_scaler import check_sharded_gradients_first
 from sp_compiler.module.module_tree import Invocation, Layout, MirrorModule, fill_mirror
 from sp_compiler.module.optimizer_state import show_true_state
@@ -148,7 +148,7 @@ class DistributedModule(MirrorModule):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DistributedModule:
         super()._apply(fn, recurse)
         for parameter, placement, group in self._sp_stored():
-            make_room(parameter, placement, group.world)
+            make_room(parameter, placement, group.world_size)
         return self
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
@@ -226,7 +226,7 @@ class DistributedModule(MirrorModule):
         return self._latest("code").code
 
     @property
-    def stages(self) -> dict[str, Stage]:
+    def stages(self) -> dict[str, Snapshot]:
         """What the latest compilation made of the model, pass by pass.
 
         ``"export"``: the one graph that was exported; ``"capture"``: the same, normalised and cut
@@ -262,7 +262,7 @@ class DistributedModule(MirrorModule):
         Raises:
             UnsupportedError: several ranks and no ``state_dict=`` of whole weights.
         """
-        if self._sp_layout.group.communicator.world > 1 and kwargs.get("state_dict") is None:
+        if self._sp_layout.group.communicator.world_size > 1 and kwargs.get("state_dict") is None:
             raise UnsupportedError(
                 "save_pretrained() on several ranks needs whole weights: pass state_dict=state, "
                 f"where state = {_WHOLE_STATE}, which all ranks must call"
@@ -321,7 +321,7 @@ class DistributedModule(MirrorModule):
     def _refuse_empty(self, leaves: list[Any], names: list[str]) -> None:
         """Raise for an empty batch that would decide how parameters are sharded: not at all."""
         tensors = [(n, v) for n, v in zip(names, leaves, strict=True) if isinstance(v, Tensor)]
-        if self._sp_layout.group.world == 1 or any(value.numel() for _, value in tensors):
+        if self._sp_layout.group.world_size == 1 or any(value.numel() for _, value in tensors):
             return
         for name, value in tensors:
             raise ArgumentError(
@@ -428,10 +428,10 @@ class DistributedModule(MirrorModule):
         if mesh is None or not placement.is_sharded:
             return value
         group = self._sp_layout.group
-        sizes = placement.global_shape(tuple(value.shape), group.world)
+        sizes = placement.global_shape(tuple(value.shape), group.world_size)
         whole = torch.empty(sizes, device="meta")
         return DTensor.from_local(
-            without_rank_padding(value, placement, group.rank, group.world),
+            without_rank_padding(value, placement, group.rank, group.world_size),
             mesh,
             [Shard(placement.dim)],
             run_check=False,

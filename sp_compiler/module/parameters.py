@@ -86,7 +86,7 @@ def place(parameter: nn.Parameter, placement: Placement, group: TensorParallelGr
     whole = distributed._local_tensor
     if tuple(whole.shape) != tuple(parameter.shape):
         raise ArgumentError("a parameter can be placed only once")
-    distributed._local_tensor = stored_part(whole, placement, group.rank, group.world)
+    distributed._local_tensor = stored_part(whole, placement, group.rank, group.world_size)
     distributed._spec = tensor_spec(group.mesh, parameter.shape, whole.dtype, placement)
 
 
@@ -99,7 +99,9 @@ def to_true_chunk(parameter: DTensor, placement: Placement, group: TensorParalle
     whole = group.communicator.all_gather(parameter._local_tensor, str(placement), "I")
     plain = S(placement.dim)
     spec = tensor_spec(parameter.device_mesh, parameter.shape, whole.dtype, plain)
-    return DTensor(local_part(whole, plain, group.rank, group.world), spec, requires_grad=False)
+    return DTensor(
+        local_part(whole, plain, group.rank, group.world_size), spec, requires_grad=False
+    )
 
 
 @torch.no_grad()
@@ -113,7 +115,7 @@ def from_loaded(
         value = value.full_tensor()
     if value.shape != parameter.shape:
         return value
-    local = stored_part(value, placement, group.rank, group.world)
+    local = stored_part(value, placement, group.rank, group.world_size)
     spec = tensor_spec(parameter.device_mesh, parameter.shape, value.dtype, placement)
     return DTensor(local, spec, requires_grad=False)
 

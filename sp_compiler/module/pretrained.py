@@ -55,7 +55,7 @@ class Checkpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
 
-    def part(self, name: str, placement: Placement, rank: int, world: int) -> Tensor:
+    def part(self, name: str, placement: Placement, rank: int, world_size: int) -> Tensor:
         """A copy of what ``rank`` holds of the tensor; nothing else is read from the file."""
         source = self._slice(name)
         shape = tuple(source.get_shape())
@@ -65,7 +65,7 @@ class Checkpoint:
         before = (slice(None),) * placement.dim
         pieces = [
             source[(*before, slice(start, stop))]
-            for start, stop in _own_ranges(shape[placement.dim], placement, rank, world)
+            for start, stop in _own_ranges(shape[placement.dim], placement, rank, world_size)
         ]
         # A slice may share the memory of the whole tensor as it is mapped from the file.
         return torch.cat(pieces, placement.dim)
@@ -81,12 +81,12 @@ class Checkpoint:
 
 
 def _own_ranges(
-    size: int, placement: Placement, rank: int, world: int
+    size: int, placement: Placement, rank: int, world_size: int
 ) -> Iterator[tuple[int, int]]:
     """Start and end of what ``rank`` holds of each segment of a dim of ``size``."""
     start = 0
     for segment in placement.segments or (size,):
-        length = -(-segment // world)
+        length = -(-segment // world_size)
         first, last = rank * length, (rank + 1) * length
         yield start + min(first, segment), start + min(last, segment)
         start += segment
@@ -132,10 +132,10 @@ def load_pretrained(module: MirrorModule, path: str | Path) -> list[str]:
         found = _match(module, checkpoint, prefix, path)
         for stored, entry in found:
             placement = layout.placements.get(entry.names[0], I)
-            part = checkpoint.part(stored, placement, layout.group.rank, layout.group.world)
+            part = checkpoint.part(stored, placement, layout.group.rank, layout.group.world_size)
             _fill(entry.tensor, part, device)
             if isinstance(entry.tensor, DTensor):
-                make_room(entry.tensor, placement, layout.group.world)
+                make_room(entry.tensor, placement, layout.group.world_size)
         used = {stored for stored, _ in found}
         unused = [name for name in checkpoint.names() if name not in used]
     _make_buffers(module, device)

@@ -48,26 +48,26 @@ class Communicator:
     """Typed collectives and rank-dependent operators on one rank's tensors.
 
     Args:
-        group: the tensor-parallel process group; ``None`` when ``world`` is 1.
+        group: the tensor-parallel process group; ``None`` when ``world_size`` is 1.
         rank: this rank in the group: an int, or a 0-dim int64 tensor that differs by rank where
             several ranks are simulated in one process.
-        world: number of ranks.
+        world_size: number of ranks.
     """
 
-    def __init__(self, group: ProcessGroup | None, rank: int | Tensor, world: int) -> None:
+    def __init__(self, group: ProcessGroup | None, rank: int | Tensor, world_size: int) -> None:
         self.group_name = group.group_name if group is not None else ""
         self.rank = rank
-        self.world = world
+        self.world_size = world_size
 
     # Conversions between placements. ``src`` and ``dst`` are placement texts.
 
     def all_gather(self, x: Tensor, src: str, dst: str) -> Tensor:
         """S(dim) -> R or I: every rank's part, in rank order; contiguous."""
-        return x if self.world == 1 else self.start_all_gather(x, src, dst).wait()
+        return x if self.world_size == 1 else self.start_all_gather(x, src, dst).wait()
 
     def reduce_scatter(self, x: Tensor, src: str, dst: str) -> Tensor:
         """P -> S(dim): this rank's part of the sum over ranks."""
-        return x if self.world == 1 else self.start_reduce_scatter(x, src, dst).wait()
+        return x if self.world_size == 1 else self.start_reduce_scatter(x, src, dst).wait()
 
     def all_reduce(self, x: Tensor, src: str, dst: str) -> Tensor:
         """P -> I or R: the sum over ranks."""
@@ -75,24 +75,24 @@ class Communicator:
 
     def start_all_gather(self, x: Tensor, src: str, dst: str) -> Pending:
         """:meth:`all_gather` of more than one rank that goes on until it is waited for."""
-        source, world = Placement.parse(src), self.world
+        source, world_size = Placement.parse(src), self.world_size
         with _BelowAutograd():
             sent = x.contiguous()
-            ranks = _c10d.all_gather_into_tensor(sent, world, self.group_name)
-        if source.dim == 0 and len(source.segments) < 2 and not source.padding(world):
+            ranks = _c10d.all_gather_into_tensor(sent, world_size, self.group_name)
+        if source.dim == 0 and len(source.segments) < 2 and not source.padding(world_size):
             return Pending(ranks, sent)
-        return Pending(ranks, sent, lambda arrived: _whole(arrived, source, world))
+        return Pending(ranks, sent, lambda arrived: _whole(arrived, source, world_size))
 
     def start_reduce_scatter(self, x: Tensor, src: str, dst: str) -> Pending:
         """:meth:`reduce_scatter` of more than one rank that goes on until it is waited for."""
         target = Placement.parse(dst)
-        ranks = _to_rank_major(x, target, self.world)
+        ranks = _to_rank_major(x, target, self.world_size)
         if target.dim:
-            ranks = ranks.unflatten(target.dim, (self.world, -1))
+            ranks = ranks.unflatten(target.dim, (self.world_size, -1))
             ranks = ranks.movedim(target.dim, 0).flatten(0, 1)
         ranks = ranks.contiguous()
         with _BelowAutograd():
-            part = _c10d.reduce_scatter_tensor(ranks, "sum", self.world, self.group_name)
+            part = _c10d.reduce_scatter_tensor(ranks, "sum", self.world_size, self.group_name)
         return Pending(part, ranks)
 
     def start_all_reduce(self, x: Tensor, src: str, dst: str, op: str = "sum") -> Pending:
@@ -103,7 +103,7 @@ class Communicator:
     def shard(self, x: Tensor, src: str, dst: str) -> Tensor:
         """R or I -> S(dim): a copy of this rank's part, which does not keep the whole alive."""
         target = Placement.parse(dst)
-        part = self._rank_slice(_to_rank_major(x, target, self.world), target.dim)
+        part = self._rank_slice(_to_rank_major(x, target, self.world_size), target.dim)
         return part.clone(memory_format=torch.contiguous_format)
 
     def embed(self, x: Tensor, src: str, dst: str) -> Tensor:
@@ -111,22 +111,22 @@ class Communicator:
         source = Placement.parse(src)
         size = x.shape[source.dim]
         parts = x.unsqueeze(source.dim)
-        mine = torch.arange(self.world, device=x.device) == self.rank
+        mine = torch.arange(self.world_size, device=x.device) == self.rank
         mine = mine.view(-1, *[1] * (x.dim() - source.dim))
         whole = torch.where(mine, parts, torch.zeros((), dtype=x.dtype, device=x.device))
         whole = whole.flatten(source.dim, source.dim + 1)
-        assert whole.shape[source.dim] == size * self.world
-        return _from_rank_major(whole, source, self.world)
+        assert whole.shape[source.dim] == size * self.world_size
+        return _from_rank_major(whole, source, self.world_size)
 
     # Rows of tokens where their number may not divide by the number of ranks.
 
     def pad_rows(self, x: Tensor) -> Tensor:
         """Copies of the last row behind ``x``; ``x`` itself where there is nothing to do."""
-        missing = -x.shape[0] % self.world
+        missing = -x.shape[0] % self.world_size
         return torch.cat([x, x[-1:].expand(missing, *x.shape[1:])]) if missing else x
 
     def pad_rows_with_zeros(self, x: Tensor) -> Tensor:
-        missing = -x.shape[0] % self.world
+        missing = -x.shape[0] % self.world_size
         return torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x
 
     def cut_rows(self, x: Tensor, rows: int) -> Tensor:
@@ -185,22 +185,26 @@ class Communicator:
         return result.scatter_add_(-1, local.unsqueeze(-1), -(grad * mine).unsqueeze(-1))
 
     def dropout_mask(
-        self, x: Tensor, seed: Tensor, p: float, site: int, dim: int, world: int
+        self, x: Tensor, seed: Tensor, p: float, site: int, dim: int, world_size: int
     ) -> Tensor:
-        return _dropout.dropout_mask(x, seed, p, site, dim, world, self.rank)
+        return _dropout.dropout_mask(x, seed, p, site, dim, world_size, self.rank)
 
-    def dropout(self, x: Tensor, seed: Tensor, p: float, site: int, dim: int, world: int) -> Tensor:
-        return _dropout.dropout(x, seed, p, site, dim, world, self.rank)
+    def dropout(
+        self, x: Tensor, seed: Tensor, p: float, site: int, dim: int, world_size: int
+    ) -> Tensor:
+        return _dropout.dropout(x, seed, p, site, dim, world_size, self.rank)
 
     def _all_reduce(self, x: Tensor, op: str) -> Tensor:
-        return x if self.world == 1 else self.start_all_reduce(x, "P", "I", op).wait()
+        return x if self.world_size == 1 else self.start_all_reduce(x, "P", "I", op).wait()
 
     def _rank_slice(self, x: Tensor, dim: int) -> Tensor:
-        size = x.shape[dim] // self.world
+        size = x.shape[dim] // self.world_size
         if isinstance(self.rank, int):
             return x.narrow(dim, self.rank * size, size)
         rank = self.rank.reshape(1)
-        return x.unflatten(dim, (self.world, size)).index_select(dim, rank).flatten(dim, dim + 1)
+        return (
+            x.unflatten(dim, (self.world_size, size)).index_select(dim, rank).flatten(dim, dim + 1)
+        )
 
     def _require_inside(self, ids: Tensor, size: int, what: str) -> None:
         """Refuse what is no index at all; on a GPU as torch does, at some later time.
@@ -208,7 +212,7 @@ class Communicator:
         Raises:
             IndexError: an id is negative or not below ``size``.
         """
-        if self.world == 1 or not isinstance(self.rank, int) or not ids.numel():
+        if self.world_size == 1 or not isinstance(self.rank, int) or not ids.numel():
             return  # torch's own operators look; simulated ranks hold ids that were looked at
         if ids.device.type == "cpu":
             low, high = (int(bound) for bound in ids.aminmax())
@@ -221,7 +225,7 @@ class Communicator:
     def _padding_columns(self, logits: Tensor, classes: int) -> Tensor | None:
         """Which of this rank's columns are none of the ``classes``; ``None`` where no rank's is."""
         columns = logits.shape[-1]
-        if columns * self.world == classes:
+        if columns * self.world_size == classes:
             return None
         return torch.arange(columns, device=logits.device) + self.rank * columns >= classes
 
@@ -232,32 +236,33 @@ class Communicator:
         return torch.where(mine, local, torch.zeros_like(local)), mine
 
 
-def _whole(ranks: Tensor, source: Placement, world: int) -> Tensor:
+def _whole(ranks: Tensor, source: Placement, world_size: int) -> Tensor:
     """All ranks' parts, one behind the other on dim 0, put together on their dim."""
     if source.dim:
-        ranks = ranks.unflatten(0, (world, -1)).movedim(0, source.dim)
+        ranks = ranks.unflatten(0, (world_size, -1)).movedim(0, source.dim)
         # Flattening parts of size 1 gives a view, which fused attention would misread.
         ranks = ranks.flatten(source.dim, source.dim + 1)
-        ranks = without_padding(ranks, source, world).contiguous()
-    return _from_rank_major(ranks, source, world)
+        ranks = without_padding(ranks, source, world_size).contiguous()
+    return _from_rank_major(ranks, source, world_size)
 
 
-def _to_rank_major(x: Tensor, placement: Placement, world: int) -> Tensor:
+def _to_rank_major(x: Tensor, placement: Placement, world_size: int) -> Tensor:
     """Reorder a segmented dim so that what belongs to one rank is contiguous; pad where asked."""
     if len(placement.segments) < 2:
-        return padded(x, placement, world)
+        return padded(x, placement, world_size)
     pieces = [
-        part.chunk(world, placement.dim) for part in x.split(placement.segments, placement.dim)
+        part.chunk(world_size, placement.dim) for part in x.split(placement.segments, placement.dim)
     ]
-    return torch.cat([piece[rank] for rank in range(world) for piece in pieces], placement.dim)
+    return torch.cat([piece[rank] for rank in range(world_size) for piece in pieces], placement.dim)
 
 
-def _from_rank_major(x: Tensor, placement: Placement, world: int) -> Tensor:
+def _from_rank_major(x: Tensor, placement: Placement, world_size: int) -> Tensor:
     """Inverse of :func:`_to_rank_major`."""
     if len(placement.segments) < 2:
-        return without_padding(x, placement, world)
-    sizes = [size // world for size in placement.segments]
-    ranks = [part.split(sizes, placement.dim) for part in x.chunk(world, placement.dim)]
+        return without_padding(x, placement, world_size)
+    sizes = [size // world_size for size in placement.segments]
+    ranks = [part.split(sizes, placement.dim) for part in x.chunk(world_size, placement.dim)]
     return torch.cat(
-        [ranks[rank][part] for part in range(len(sizes)) for rank in range(world)], placement.dim
+        [ranks[rank][part] for part in range(len(sizes)) for rank in range(world_size)],
+        placement.dim,
     )

@@ -35,23 +35,23 @@ _HASH_SECOND = 0xD35A2D97 - (1 << 32)
 
 @torch.no_grad()
 def dropout_mask(
-    x: Tensor, seed: Tensor, p: float, site: int, dim: int, world: int, rank: int | Tensor
+    x: Tensor, seed: Tensor, p: float, site: int, dim: int, world_size: int, rank: int | Tensor
 ) -> Tensor:
     """Bool mask, shaped and laid out like ``x``: True where the element survives.
 
     Args:
-        x: one rank's part of a tensor that is sharded on ``dim`` over ``world`` ranks.
+        x: one rank's part of a tensor that is sharded on ``dim`` over ``world_size`` ranks.
         seed: 0-dim int64.
         p: probability of dropping an element, in [0, 1), met to 2^-32.
         site: number of this dropout among those that share ``seed``.
-        dim: the sharded dimension; of no meaning where ``world`` is 1.
+        dim: the sharded dimension; of no meaning where ``world_size`` is 1.
         rank: this rank; a 0-dim int64 tensor where it must not be read on the host.
 
     Raises:
         ArgumentError: ``p`` is outside [0, 1).
     """
     mask = torch.empty_like(x, dtype=torch.bool)
-    grid = _Grid(x, seed, site, dim, world, rank)
+    grid = _Grid(x, seed, site, dim, world_size, rank)
     threshold = _threshold(p)
     if not _is_plain(x, seed, rank):
         return mask.copy_((grid.hash_all() >= threshold).view(x.shape))
@@ -66,14 +66,14 @@ def dropout_mask(
 
 @torch.no_grad()
 def dropout(
-    x: Tensor, seed: Tensor, p: float, site: int, dim: int, world: int, rank: int | Tensor
+    x: Tensor, seed: Tensor, p: float, site: int, dim: int, world_size: int, rank: int | Tensor
 ) -> Tensor:
     """``x * dropout_mask(x, ...) * (1 / (1 - p))``, bit for bit, with no mask in memory.
 
     Arguments as of :func:`dropout_mask`. It is linear in ``x`` and its own gradient.
     """
     result = torch.empty_like(x)
-    grid = _Grid(x, seed, site, dim, world, rank)
+    grid = _Grid(x, seed, site, dim, world_size, rank)
     threshold, scale = _threshold(p), 1 / (1 - p)
     if not _is_plain(x, seed, rank):
         survives = (grid.hash_all() >= threshold).view(x.shape)
@@ -111,7 +111,7 @@ class _Grid:
     """Keys of the rows and numbers of the columns of ``x`` as (all other dims, last dim)."""
 
     def __init__(
-        self, x: Tensor, seed: Tensor, site: int, dim: int, world: int, rank: int | Tensor
+        self, x: Tensor, seed: Tensor, site: int, dim: int, world_size: int, rank: int | Tensor
     ) -> None:
         sizes = tuple(x.shape) or (1,)
         dim %= len(sizes)
@@ -119,12 +119,12 @@ class _Grid:
         self.shape = (prod(sizes[:-1]), sizes[-1])
         rows, columns = (torch.arange(size, device=x.device) for size in self.shape)
         self.num_columns = sizes[-1]
-        if world > 1 and dim == len(sizes) - 1:
-            self.num_columns *= world
+        if world_size > 1 and dim == len(sizes) - 1:
+            self.num_columns *= world_size
             columns = columns + rank * sizes[-1]
-        elif world > 1:
+        elif world_size > 1:
             inner = prod(sizes[dim:-1])
-            outer = torch.arange(prod(sizes[:dim]), device=x.device) * (inner * world)
+            outer = torch.arange(prod(sizes[:dim]), device=x.device) * (inner * world_size)
             part = torch.arange(inner, device=x.device) + rank * inner
             rows = (outer.unsqueeze(1) + part).flatten()
         key = _mix64(_mix64(seed) + _mix64(torch.full_like(seed, site)))

@@ -57,11 +57,11 @@ def make_plan(compiled: CompiledProgram, options: CompileOptions, model_name: st
     sizes = _parameters(compiled)
     bucket = _gradient_reduction(compiled, sizes)
     work = sum((block.work.times(block.num_calls) for block in blocks), Work())
-    work += Work(communication_us=collectives_us(list(bucket), compiled.world))
+    work += Work(communication_us=collectives_us(list(bucket), compiled.world_size))
     trained = [size for size in sizes.values() if size.trained]
     return Plan(
         model_name=model_name or "model",
-        tp=compiled.world,
+        tp=compiled.world_size,
         options=options.to_dict(),
         parameter_bytes=sum(size.num_bytes for size in sizes.values()),
         replicated_parameter_bytes=sum(s.num_bytes for s in sizes.values() if s.replicated),
@@ -92,10 +92,10 @@ def make_plan(compiled: CompiledProgram, options: CompileOptions, model_name: st
 def _block(compiled: CompiledProgram, region: Region, kept: Sequence[KeptStorage]) -> BlockPlan:
     parts = compiled.regions[region.name].partitioned
     gathered = _gathered_again(parts)
-    work = _work(parts.forward, compiled.world)
+    work = _work(parts.forward, compiled.world_size)
     backward: tuple[Collective, ...] = ()
     if parts.step_backward is not None:
-        work += _work(parts.step_backward, compiled.world)
+        work += _work(parts.step_backward, compiled.world_size)
         backward = _collectives(parts.step_backward)
     return BlockPlan(
         name=region.name,
@@ -165,7 +165,7 @@ def _collectives(graph: Graph) -> tuple[Collective, ...]:
     return merged(item for node in graph.nodes for item in node_collectives(node))
 
 
-def _work(graph: Graph, world: int) -> Work:
+def _work(graph: Graph, world_size: int) -> Work:
     total = Work()
     for node in graph.nodes:
         if node.op != "call_function":
@@ -178,9 +178,9 @@ def _work(graph: Graph, world: int) -> Work:
             hardware_flops=hardware,
             compute_us=time_us,
             recompute_us=time_us if recomputed else 0.0,
-            communication_us=collectives_us(node_collectives(node), world),
+            communication_us=collectives_us(node_collectives(node), world_size),
         )
-    hidden_us = total.compute_us + total.communication_us - elapsed_us(graph, world)
+    hidden_us = total.compute_us + total.communication_us - elapsed_us(graph, world_size)
     return total + Work(hidden_us=hidden_us)
 
 
@@ -203,7 +203,7 @@ def _calls(
             return forward_bytes
         return max(forward_bytes, backward_peak_bytes(parts.step_backward, own_parameters))
 
-    own_parameters = compiled.program.own_parameters(compiled.world)
+    own_parameters = compiled.program.own_parameters(compiled.world_size)
     for index, call in enumerate(compiled.program.calls):
         names = (compiled.param_name(ref.name) for ref in call.args if ref.kind == "param")
         yield CallPlan(
@@ -246,7 +246,7 @@ def _parameters(compiled: CompiledProgram) -> dict[str, _Size]:
                 value.numel(),
                 str(value.dtype),
                 bool(node.meta.get("requires_grad")),
-                compiled.param_placements[name].is_replicated and compiled.world > 1,
+                compiled.param_placements[name].is_replicated and compiled.world_size > 1,
                 used.kind == "R" or (before is not None and before.reduced),
             )
     return found
@@ -258,7 +258,7 @@ def _gradient_reduction(
     """One all-reduce for each dtype of the parameters that are stored I and used as R."""
     buckets: dict[str, int] = {}
     for size in sizes.values():
-        if size.reduced and size.trained and compiled.world > 1:
+        if size.reduced and size.trained and compiled.world_size > 1:
             buckets[size.dtype] = buckets.get(size.dtype, 0) + size.num_bytes
     if not buckets:
         return ()

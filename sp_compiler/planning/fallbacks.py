@@ -25,11 +25,11 @@ _PRODUCTS = frozenset(
 
 def fallbacks(compiled: CompiledProgram) -> Iterator[str]:
     """One line each, parameters first; nothing for one rank."""
-    if compiled.world == 1:
+    if compiled.world_size == 1:
         return
     yield from _parameters(compiled)
     for region in compiled.program.regions:
-        yield from _operators(region, compiled.world)
+        yield from _operators(region, compiled.world_size)
 
 
 def _parameters(compiled: CompiledProgram) -> Iterator[str]:
@@ -47,16 +47,18 @@ def _parameters(compiled: CompiledProgram) -> Iterator[str]:
             shape = "x".join(map(str, node.meta["val"].shape))
             wish = compiled.program.wishes.get(name)
             asked = str(wish) if wish and not any(wish.allowed[1:]) else ""
-            lines.setdefault(f"({shape}) {asked or _why(node, compiled.world)}", []).append(name)
+            lines.setdefault(f"({shape}) {asked or _why(node, compiled.world_size)}", []).append(
+                name
+            )
     for reason, names in lines.items():
         others = f" and {len(names) - 1} more like it" if len(names) > 1 else ""
         yield f"parameter {names[0]}{others} is replicated: {reason}"
 
 
-def _why(node: Node, world: int) -> str:
+def _why(node: Node, world_size: int) -> str:
     shape = node.meta["val"].shape
-    if all(size % world for size in shape):
-        return f"no dim divides by {world}, nor does padding one pay"
+    if all(size % world_size for size in shape):
+        return f"no dim divides by {world_size}, nor does padding one pay"
     for user in node.users:
         if user.op == "call_function" and _has_no_rule(user):
             return f"no sharding rule for {user.target}"
@@ -66,7 +68,7 @@ def _why(node: Node, world: int) -> str:
     return f"sharding its {size} elements costs more time than it saves memory"
 
 
-def _operators(region: Region, world: int) -> Iterator[str]:
+def _operators(region: Region, world_size: int) -> Iterator[str]:
     """Operators on activations without a rule, and matrix products of whole factors."""
     lines: dict[str, int] = {}
     active = _active(region)
@@ -81,7 +83,7 @@ def _operators(region: Region, world: int) -> Iterator[str]:
             shapes = " x ".join(str(tuple(factor.meta["val"].shape)) for factor in factors)
             line = (
                 f"{where} runs whole on every rank: no way to shard {shapes} "
-                f"over {world} ranks divides, or none pays"
+                f"over {world_size} ranks divides, or none pays"
             )
         else:
             continue

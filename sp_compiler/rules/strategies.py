@@ -32,7 +32,7 @@ class Offers:
     """What the graph around an operator lets its rule offer.
 
     Attributes:
-        world: number of ranks.
+        world_size: number of ranks.
         shardable: whether a factor may be sharded as a feature (heads, width, vocabulary).
         segmentations: the part sizes, if any, in which a factor's dim is cut further on.
         may_pad: whether a factor that does not divide may be sharded with padding behind it.
@@ -40,7 +40,7 @@ class Offers:
         sequence_parallel: whether values may be sharded by rows at all.
     """
 
-    world: int
+    world_size: int
     shardable: Callable[[Factor], bool]
     segmentations: Callable[[Factor], Sequence[tuple[int, ...]]]
     operand_rows: Sequence[int]
@@ -64,15 +64,15 @@ def strategies(
     found += _partial(rule)
     for factor in _factors(rule):
         parts = () if rule.placed else tuple(offers.segmentations(factor))
-        odd = factor.size > 1 and factor.size % offers.world
+        odd = factor.size > 1 and factor.size % offers.world_size
         if odd and not rule.placed and offers.may_pad(factor):
             parts = (*parts, (factor.size,))
         for segments in (*([()] if offers.shardable(factor) else []), *parts):
-            candidate = _shard_factor(rule, factor, segments, offers.world)
+            candidate = _shard_factor(rule, factor, segments, offers.world_size)
             found += [candidate] if candidate else []
     if rule.split is not None:
         dim, sizes = rule.split
-        if all(size % offers.world == 0 for size in sizes):
+        if all(size % offers.world_size == 0 for size in sizes):
             found.append(Strategy((S(dim, sizes),), (S(dim),) * num_results))
     if offers.sequence_parallel:
         candidate = _shard_rows(rule, offers)
@@ -101,10 +101,10 @@ def _factors(rule: OpRule) -> list[Factor]:
 
 
 def _shard_factor(
-    rule: OpRule, factor: Factor, segments: tuple[int, ...], world: int
+    rule: OpRule, factor: Factor, segments: tuple[int, ...], world_size: int
 ) -> Strategy | None:
-    operands = [_placement_of(dims, factor, segments, world) for dims in rule.operands]
-    results = [_placement_of(dims, factor, segments, world) for dims in rule.results]
+    operands = [_placement_of(dims, factor, segments, world_size) for dims in rule.operands]
+    results = [_placement_of(dims, factor, segments, world_size) for dims in rule.results]
     if None in operands or None in results:
         return None
     averaged = factor in rule.averaged
@@ -114,7 +114,7 @@ def _shard_factor(
         return None
     if segments and not _segments_agree(operands, results):
         return None
-    if factor.size == world and all(placement == R for placement in operands):
+    if factor.size == world_size and all(placement == R for placement in operands):
         # A dim that only the result has, cut to size 1: nothing in the traced graph would show the
         # sum over it that its gradient needs.
         return None
@@ -128,7 +128,7 @@ def _segments_agree(operands: list[Placement | None], results: list[Placement | 
 
 
 def _placement_of(
-    dims: Dims, factor: Factor, segments: tuple[int, ...], world: int
+    dims: Dims, factor: Factor, segments: tuple[int, ...], world_size: int
 ) -> Placement | None:
     """Placement of a tensor when ``factor`` is sharded; R without it, ``None`` if impossible."""
     for position, dim in enumerate(dims):
@@ -142,10 +142,10 @@ def _placement_of(
         for item in dim:
             size *= item.size
         if segments:
-            divides = len(segments) == 1 or not any(s % world for s in segments)
+            divides = len(segments) == 1 or not any(s % world_size for s in segments)
             fits = len(dim) == 1 and sum(segments) == size and divides
             return S(position, segments) if fits else None
-        if mine.size % world:
+        if mine.size % world_size:
             return None
         return S(position, (size // outer,) * outer if outer > 1 else ())
     return R

@@ -13,13 +13,13 @@ _aten = torch.ops.aten
 _RESULTS = {_aten.embedding.default: P, _aten.cross_entropy_loss.default: I}
 
 
-def vocabulary_strategies(node: Node, world: int) -> list[Strategy]:
+def vocabulary_strategies(node: Node, world_size: int) -> list[Strategy]:
     """The one way over a sharded vocabulary, where ``node`` has it."""
     if not has_vocabulary(node) or vocabulary_obstacle(node):
         return []
     dim = 0 if node.target is _aten.embedding.default else 1
     size = tensor_operands(node)[0].meta["val"].shape[dim]
-    sharded = shard_of(size, dim, world)
+    sharded = shard_of(size, dim, world_size)
     return [Strategy((sharded, R), (_RESULTS[node.target],), lowering="vocabulary")]
 
 

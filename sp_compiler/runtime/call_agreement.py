@@ -58,7 +58,7 @@ class CallAgreement:
         with _disable_current_modes():  # it is no part of the step that a mode may be watching
             if self._everyone_has(self._number(key)):
                 return
-            parts: list[dict[str, str]] = [{}] * self._group.world
+            parts: list[dict[str, str]] = [{}] * self._group.world_size
             mine = {**key.parts(), **self._options}
             dist.all_gather_object(parts, mine, group=self._group.process_group)
         raise mismatch(parts)
@@ -67,7 +67,7 @@ class CallAgreement:
         process_group = self._group.process_group
         assert process_group is not None
         mine = torch.tensor([number])
-        everyone = torch.empty(self._group.world, dtype=torch.int64)
+        everyone = torch.empty(self._group.world_size, dtype=torch.int64)
         try:
             process_group._allgather_base(everyone, mine).wait(self.timeout)
         except RuntimeError as error:  # which class depends on the backend

@@ -55,9 +55,10 @@ class Executor:
         call_block: BlockCall | None = None,
         deferred: DeferredGradients | None = None,
     ) -> None:
-        if compiled.world != tp.world:
+        if compiled.world_size != tp.world_size:
             raise ArgumentError(
-                f"the program was compiled for {compiled.world} ranks, the group has {tp.world}"
+                f"the program was compiled for {compiled.world_size} ranks, "
+                f"the group has {tp.world_size}"
             )
         self.compiled = compiled
         self.tp = tp
@@ -69,7 +70,7 @@ class Executor:
                 compiled.differentiable[region.name],
                 tp,
                 compiled.loss_backwards.get(region.name),
-                _padded_inputs(region, tp.world),
+                _padded_inputs(region, tp.world_size),
             )
             for region in compiled.program.regions
         }
@@ -143,7 +144,7 @@ class Executor:
 
     def _replicate(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Invariant parameters as replicated values, through one function for all of them."""
-        if self.tp.world == 1 or not torch.is_grad_enabled():
+        if self.tp.world_size == 1 or not torch.is_grad_enabled():
             return {}
         names = [name for name in self._replicated if params[name].requires_grad]
         if not names:
@@ -154,12 +155,12 @@ class Executor:
         return dict(zip(names, values, strict=True))
 
 
-def _padded_inputs(region: Region, world: int) -> dict[int, Placement]:
+def _padded_inputs(region: Region, world_size: int) -> dict[int, Placement]:
     kinds = zip(region.input_kinds, region.input_placements, strict=True)
     return {
         index: placement
         for index, (kind, placement) in enumerate(kinds)
-        if kind == "param" and placement.padding(world)
+        if kind == "param" and placement.padding(world_size)
     }
 
 

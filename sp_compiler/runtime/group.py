@@ -39,8 +39,8 @@ class TensorParallelGroup:
         return rank
 
     @property
-    def world(self) -> int:
-        return self.communicator.world
+    def world_size(self) -> int:
+        return self.communicator.world_size
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -82,14 +82,14 @@ def _world_of_size(tp: int) -> int:
         raise ArgumentError(
             f"tp={tp} needs a process group of {tp} ranks and there is none; " + _HOW.format(tp=tp)
         )
-    world = dist.get_world_size()
-    if world != tp:
+    world_size = dist.get_world_size()
+    if world_size != tp:
         raise ArgumentError(
-            f"tp={tp}, but the default process group has {world} ranks; with more ranks than tp "
-            f'pass mesh=init_device_mesh(..., mesh_dim_names=("dp", "{_AXIS}")); else '
+            f"tp={tp}, but the default process group has {world_size} ranks; with more ranks than "
+            f'tp pass mesh=init_device_mesh(..., mesh_dim_names=("dp", "{_AXIS}")); else '
             + _HOW.format(tp=tp)
         )
-    return world
+    return world_size
 
 
 def _tp_axis(mesh: DeviceMesh) -> DeviceMesh:

@@ -17,15 +17,15 @@ from sp_compiler.base.placement import Placement
 from sp_compiler.base.shards import enlarged, local_part
 
 
-def stored_part(full: Tensor, placement: Placement, rank: int, world: int) -> Tensor:
+def stored_part(full: Tensor, placement: Placement, rank: int, world_size: int) -> Tensor:
     """What ``rank`` stores of ``full``: its part without padding."""
-    part = local_part(full, placement, rank, world)
-    return without_rank_padding(part, placement, rank, world).contiguous()
+    part = local_part(full, placement, rank, world_size)
+    return without_rank_padding(part, placement, rank, world_size).contiguous()
 
 
-def without_rank_padding(part: Tensor, placement: Placement, rank: int, world: int) -> Tensor:
+def without_rank_padding(part: Tensor, placement: Placement, rank: int, world_size: int) -> Tensor:
     """The true elements of one rank's padded part, a view."""
-    if not placement.padding(world):
+    if not placement.padding(world_size):
         return part
     size = part.shape[placement.dim]
     true = min(max(placement.segments[0] - rank * size, 0), size)
@@ -33,32 +33,36 @@ def without_rank_padding(part: Tensor, placement: Placement, rank: int, world: i
 
 
 @torch.no_grad()
-def make_room(parameter: DTensor, placement: Placement, world: int) -> None:
+def make_room(parameter: DTensor, placement: Placement, world_size: int) -> None:
     """Give a parameter whose local part was exchanged room for its padding again."""
     local = parameter._local_tensor
-    if placement.padding(world) and not placement.dim and not _has_room(local, placement, world):
-        whole = enlarged(local, 0, _padded_shape(local, placement, world)[0])
+    if (
+        placement.padding(world_size)
+        and not placement.dim
+        and not _has_room(local, placement, world_size)
+    ):
+        whole = enlarged(local, 0, _padded_shape(local, placement, world_size)[0])
         parameter._local_tensor = whole.narrow(0, 0, local.shape[0])
 
 
-def padded_part(chunk: Tensor, placement: Placement, world: int) -> Tensor:
+def padded_part(chunk: Tensor, placement: Placement, world_size: int) -> Tensor:
     """A rank's ``chunk`` with its padding: a view where the storage has it, else a copy."""
-    shape = _padded_shape(chunk, placement, world)
+    shape = _padded_shape(chunk, placement, world_size)
     if tuple(chunk.shape) == shape:
         return chunk
-    if _has_room(chunk, placement, world):
+    if _has_room(chunk, placement, world_size):
         strides = [math.prod(shape[position + 1 :]) for position in range(len(shape))]
         return torch.as_strided(chunk, shape, strides)
     return enlarged(chunk, placement.dim, shape[placement.dim])
 
 
-def _has_room(chunk: Tensor, placement: Placement, world: int) -> bool:
-    size = math.prod(_padded_shape(chunk, placement, world)) * chunk.element_size()
+def _has_room(chunk: Tensor, placement: Placement, world_size: int) -> bool:
+    size = math.prod(_padded_shape(chunk, placement, world_size)) * chunk.element_size()
     fits = chunk.untyped_storage().nbytes() == size and not chunk.storage_offset()
     return fits and not placement.dim and chunk.is_contiguous()
 
 
-def _padded_shape(chunk: Tensor, placement: Placement, world: int) -> tuple[int, ...]:
+def _padded_shape(chunk: Tensor, placement: Placement, world_size: int) -> tuple[int, ...]:
     dim = placement.dim
     full = (*chunk.shape[:dim], placement.segments[0], *chunk.shape[dim + 1 :])
-    return placement.local_shape(full, world)
+    return placement.local_shape(full, world_size)

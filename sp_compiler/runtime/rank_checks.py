@@ -57,7 +57,7 @@ class CompileAgreement:
         mine = {"": digest(key, self._options), **key.parts(), **self._options}
         store.set(f"{prefix}/{self._group.rank}", json.dumps(mine))
         everyone: list[dict[str, str]] = []
-        for rank in range(self._group.world):
+        for rank in range(self._group.world_size):
             try:
                 store.wait([f"{prefix}/{rank}"], self._timeout)
             except RuntimeError as error:  # which class depends on the store
@@ -104,7 +104,7 @@ def check_values(group: TensorParallelGroup, what: str, named: Iterable[tuple[st
     if group.process_group is None:
         return
     mine = [(name, _digest(value)) for name, value in named]
-    everyone: list[Any] = [None] * group.world
+    everyone: list[Any] = [None] * group.world_size
     dist.all_gather_object(everyone, mine, group=group.process_group)
     for rank, theirs in enumerate(everyone):
         if theirs == everyone[0]:

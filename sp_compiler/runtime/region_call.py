@@ -74,7 +74,7 @@ class RegionRunner:
         """This rank's part of each input, padding included."""
         found = [local_tensor(value) for value in inputs]
         for index, placement in self.padded.items():
-            found[index] = padded_part(found[index], placement, self.tp.world)
+            found[index] = padded_part(found[index], placement, self.tp.world_size)
         return found
 
     def without_padding(self, index: int, grad: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ class RegionRunner:
         if placement is None:
             return grad
         assert isinstance(self.tp.rank, int)
-        return without_rank_padding(grad, placement, self.tp.rank, self.tp.world)
+        return without_rank_padding(grad, placement, self.tp.rank, self.tp.world_size)
 
 
 class RegionFunction(torch.autograd.Function):
@@ -193,7 +193,7 @@ def _save(ctx: Any, saved: Sequence[Any], locals_: Sequence[Any], owners: Sequen
 def _saved(ctx: Any) -> tuple[Any, ...]:
     values = [local_tensor(value) for value in ctx.saved_tensors]
     for position, placement in ctx.padded.items():
-        values[position] = padded_part(values[position], placement, ctx.runner.tp.world)
+        values[position] = padded_part(values[position], placement, ctx.runner.tp.world_size)
     for index, other in ctx.others.items():
         values.insert(index, other)
     return tuple(values)

@@ -26,14 +26,14 @@ class Way:
     """One way to split a call.
 
     Attributes:
-        us: time of its forward and backward.
+        time_us: time of its forward and backward.
         own_bytes: kept by this call alone.
         shared: kept storages that are some call's results, which others may keep or use.
         forward_bytes: what the forward holds at most beside its arguments.
         backward_bytes: the same of the backward.
     """
 
-    us: float
+    time_us: float
     own_bytes: int
     shared: Shared
     forward_bytes: int
@@ -96,12 +96,12 @@ def needs(stops: Sequence[Stop], picks: Sequence[int]) -> Iterable[tuple[int, in
 
 
 def _us(stops: Sequence[Stop], picks: Sequence[int]) -> int:
-    return sum(_units(stop.ways[pick].us) for stop, pick in zip(stops, picks, strict=True))
+    return sum(_units(stop.ways[pick].time_us) for stop, pick in zip(stops, picks, strict=True))
 
 
-def _units(us: float) -> int:
+def _units(time_us: float) -> int:
     """Whole picoseconds, so that sums in any order are equal."""
-    return round(us * 1e6)
+    return round(time_us * 1e6)
 
 
 def _before(stop: Stop, way: Way, shared: Shared) -> int:
@@ -186,7 +186,7 @@ class _Search:
                     cost = np.maximum(label.cost, np.maximum(need, own + self.rest[index + 1]))
                     rows = np.arange(len(own))
                 else:
-                    cost = label.cost + _units(way.us)
+                    cost = label.cost + _units(way.time_us)
                     fits = (need <= self.limit) & (own + self.rest[index + 1] <= self.limit)
                     if self.bound is not None and self.at_most is not None:
                         fits &= self.bound.total(index + 1, own, cost) <= self.at_most + 1
@@ -210,7 +210,10 @@ class _Search:
     def _bound(self, limit_bytes: int) -> _Bound:
         """The best of those that trade memory for time at the rate of some pair of ways."""
         kept = [
-            [(way.own_bytes + self._for_itself(index, way), _units(way.us)) for way in stop.ways]
+            [
+                (way.own_bytes + self._for_itself(index, way), _units(way.time_us))
+                for way in stop.ways
+            ]
             for index, stop in enumerate(self.stops)
         ]
         room = [limit_bytes - rest for rest in self.rest[1:]]

@@ -30,7 +30,7 @@ class Value:
         parents: positions of the values that it is computed from; those that are always there
             (parameters, the user's inputs) are left out.
         num_bytes: of its storage, 0 where another value owns it.
-        us: time to compute it again.
+        time_us: time to compute it again.
         needed: whether backward reads it.
         can_keep: whether it may be kept; a view may not, its base may.
         can_repeat: whether it may be computed again.
@@ -38,7 +38,7 @@ class Value:
 
     parents: tuple[int, ...]
     num_bytes: int
-    us: float
+    time_us: float
     needed: bool = False
     can_keep: bool = True
     can_repeat: bool = True
@@ -50,7 +50,7 @@ class Choice:
 
     kept: frozenset[int]
     num_bytes: int
-    us: float
+    time_us: float
 
 
 def evaluate(values: Sequence[Value], kept: frozenset[int]) -> Choice | None:
@@ -70,7 +70,9 @@ def evaluate(values: Sequence[Value], kept: frozenset[int]) -> Choice | None:
         repeated.add(index)
         stack.extend(values[index].parents)
     num_bytes = sum(values[index].num_bytes for index in found)
-    return Choice(frozenset(found), num_bytes, sum(values[index].us for index in sorted(repeated)))
+    return Choice(
+        frozenset(found), num_bytes, sum(values[index].time_us for index in sorted(repeated))
+    )
 
 
 def cheapest(values: Sequence[Value], limit_bytes: int) -> Choice | None:
@@ -96,20 +98,20 @@ def frontier(values: Sequence[Value], steps: int = _STEPS) -> list[Choice]:
         limit = small.num_bytes + (fast.num_bytes - small.num_bytes) * step // steps
         found.add(program.solve(limit_bytes=limit) or small)
     best: list[Choice] = []
-    for choice in sorted(found, key=lambda item: (item.num_bytes, item.us, sorted(item.kept))):
-        if not best or choice.us < best[-1].us:
+    for choice in sorted(found, key=lambda item: (item.num_bytes, item.time_us, sorted(item.kept))):
+        if not best or choice.time_us < best[-1].time_us:
             best.append(choice)
     return best
 
 
 def _corners(program: _Program, small: Choice, fast: Choice) -> set[Choice]:
     """Corners of the hull between two choices."""
-    slope = (small.us - fast.us) / (fast.num_bytes - small.num_bytes)
+    slope = (small.time_us - fast.time_us) / (fast.num_bytes - small.num_bytes)
     between = program.solve(us_per_byte=slope)
     assert between is not None
 
     def height(choice: Choice) -> float:
-        return choice.us + slope * choice.num_bytes
+        return choice.time_us + slope * choice.num_bytes
 
     beyond = height(between) < height(small) * (1 - 1e-9)
     if not beyond or not small.num_bytes < between.num_bytes < fast.num_bytes:
@@ -127,15 +129,15 @@ class _Program:
         self.values = values
         self.count = len(values)
         self.num_bytes = np.array([value.num_bytes for value in values], dtype=float)
-        self.us = np.array([value.us for value in values])
+        self.time_us = np.array([value.time_us for value in values])
         self.largest_bytes = max(1.0, self.num_bytes.max(initial=0.0))
-        self.longest_us = max(1e-9, self.us.max(initial=0.0))
+        self.longest_us = max(1e-9, self.time_us.max(initial=0.0))
 
     def solve(self, limit_bytes: int | None = None, us_per_byte: float = 0.0) -> Choice | None:
         """The least time, plus ``us_per_byte`` for what is kept; infinite: the least bytes."""
         if not self.count:
             return Choice(frozenset(), 0, 0.0)
-        sizes, times = self.num_bytes / self.largest_bytes, self.us / self.longest_us
+        sizes, times = self.num_bytes / self.largest_bytes, self.time_us / self.longest_us
         if np.isinf(us_per_byte):
             cost = np.concatenate([sizes, _TIE * times])
         else:

@@ -89,7 +89,7 @@ def _parse(options: dict[str, Any], device_type: str) -> tuple[CompileOptions, T
     checked = CompileOptions(**{**options, "outputs": "replicate"})
     tp = options.get("tp") if mesh is not None else checked.tp
     group = tensor_parallel_group(tp, mesh, device_type)
-    return dataclasses.replace(checked, tp=group.world), group
+    return dataclasses.replace(checked, tp=group.world_size), group
 
 
 def _device_type(example_inputs: Sequence[Any]) -> str:

@@ -28,7 +28,7 @@ def local_parameters(
         placements: name to how the program stores it, ``I`` or sharded.
     """
     local = dict(whole)
-    if tp.world == 1:
+    if tp.world_size == 1:
         return local
     sharded = [name for name in whole if name in placements and placements[name].is_sharded]
     trained = [name for name in sharded if whole[name].requires_grad]
@@ -76,7 +76,7 @@ def gather_gradients(
     result: list[Tensor | None] = [None] * len(grads)
     for bucket in _buckets(grads, bucket_bytes):
         flat = torch.cat([grad.reshape(-1) for _, grad in bucket])
-        ranks = tp.all_gather(flat, "S(0)", "I").view(tp.world, -1)
+        ranks = tp.all_gather(flat, "S(0)", "I").view(tp.world_size, -1)
         sizes = [grad.numel() for _, grad in bucket]
         for (index, grad), pieces in zip(bucket, ranks.split(sizes, dim=1), strict=True):
             parts = [piece.view(grad.shape) for piece in pieces]

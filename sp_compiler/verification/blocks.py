@@ -115,22 +115,22 @@ def _check(
 
 def _errors(whole: Region, name: str, compiled: CompiledProgram, data: _Data) -> dict[str, float]:
     region = compiled.regions[name].region
-    code, world = compiled.codes[name], compiled.world
+    code, world_size = compiled.codes[name], compiled.world_size
     places, kinds = region.input_placements, region.output_placements
     inputs = [
-        _rows(value, node, placement, world, pad=1.0) if isinstance(value, Tensor) else value
+        _rows(value, node, placement, world_size, pad=1.0) if isinstance(value, Tensor) else value
         for value, node, placement in zip(data.inputs, region.placeholders, places, strict=True)
     ]
-    tangents = _tangents(region, data, world)
-    with simulated_ranks(world) as tp, torch.no_grad():
+    tangents = _tangents(region, data, world_size)
+    with simulated_ranks(world_size) as tp, torch.no_grad():
         found, saved = code.forward(
-            tp, *[scatter(v, p, world) for v, p in zip(inputs, places, strict=True)]
+            tp, *[scatter(v, p, world_size) for v, p in zip(inputs, places, strict=True)]
         )
         grads: Sequence[Any] = [None] * len(inputs)
         flows = compiled.differentiable[name]
         if any(flows):
             parts = [
-                scatter(tangent, placement.dual, world)
+                scatter(tangent, placement.dual, world_size)
                 for tangent, placement, flow in zip(tangents, kinds, flows, strict=True)
                 if flow
             ]
@@ -151,26 +151,28 @@ def _errors(whole: Region, name: str, compiled: CompiledProgram, data: _Data) ->
     return errors | {f"gradient of {name}": error for name, error in of_grads.items()}
 
 
-def _tangents(region: Region, data: _Data, world: int) -> list[Tensor]:
+def _tangents(region: Region, data: _Data, world_size: int) -> list[Tensor]:
     """For each output of the sharded region; nothing flows into one that is returned again."""
     given = zip(data.tangents, region.outputs, region.output_placements, strict=False)
-    found = [_rows(tangent, node, place, world, pad=0.0) for tangent, node, place in given]
+    found = [_rows(tangent, node, place, world_size, pad=0.0) for tangent, node, place in given]
     for node, placement in list(zip(region.outputs, region.output_placements, strict=True))[
         len(found) :
     ]:
         value = node.meta["val"]
-        shape = placement.global_shape(tuple(value.shape), world)
+        shape = placement.global_shape(tuple(value.shape), world_size)
         found.append(torch.zeros(shape, dtype=value.dtype))
     return found
 
 
-def _rows(value: Tensor, node: Node, placement: Placement, world: int, *, pad: float) -> Tensor:
+def _rows(
+    value: Tensor, node: Node, placement: Placement, world_size: int, *, pad: float
+) -> Tensor:
     """``value`` as the sharded region knows it: tokens flattened to rows, padded with ``pad``."""
     local = tuple(node.meta["val"].shape)
-    if placement.kind != "S" or placement.dim or placement.padding(world):
+    if placement.kind != "S" or placement.dim or placement.padding(world_size):
         return value
     rows = value.reshape(-1, *local[1:]) if len(local) < value.dim() else value
-    missing = local[0] * world - rows.shape[0]
+    missing = local[0] * world_size - rows.shape[0]
     if missing <= 0:
         return rows
     return torch.cat([rows, rows.new_full((missing, *rows.shape[1:]), pad)])

@@ -127,7 +127,7 @@ def _call(tp: Communicator, name: str, args: Sequence[Any]) -> Any:
     if name == "wait":
         return args[0]  # of a collective that was not only started
     method = getattr(tp, name)
-    takes_world = "world" in inspect.signature(method).parameters
+    takes_world = "world_size" in inspect.signature(method).parameters
     return method(*(args if takes_world else args[:-1]))
 
 
@@ -141,7 +141,9 @@ class _Convert(torch.autograd.Function):
     """The gradient is converted from the dual of the destination to the dual of the source."""
 
     @staticmethod
-    def forward(ctx: Any, tp: Communicator, x: Tensor, src: str, dst: str, world: int) -> Tensor:
+    def forward(
+        ctx: Any, tp: Communicator, x: Tensor, src: str, dst: str, world_size: int
+    ) -> Tensor:
         ctx.tp, ctx.src, ctx.dst = tp, src, dst
         converted = _convert(tp, x, src, dst)
         return x.view_as(x) if converted is x else converted
@@ -155,7 +157,7 @@ class _Convert(torch.autograd.Function):
 
 class _PadRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tp: Communicator, x: Tensor, world: int) -> Tensor:
+    def forward(ctx: Any, tp: Communicator, x: Tensor, world_size: int) -> Tensor:
         ctx.tp, ctx.rows = tp, x.shape[0]
         return tp.pad_rows(x.view_as(x))
 
@@ -166,7 +168,7 @@ class _PadRows(torch.autograd.Function):
 
 class _CutRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tp: Communicator, x: Tensor, rows: int, world: int) -> Tensor:
+    def forward(ctx: Any, tp: Communicator, x: Tensor, rows: int, world_size: int) -> Tensor:
         ctx.tp = tp
         return tp.cut_rows(x, rows)
 
@@ -178,7 +180,7 @@ class _CutRows(torch.autograd.Function):
 class _VocabEmbedding(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tp: Communicator, weight: Tensor, ids: Tensor, num_rows: int, world: int
+        ctx: Any, tp: Communicator, weight: Tensor, ids: Tensor, num_rows: int, world_size: int
     ) -> Tensor:
         ctx.tp, ctx.num_rows = tp, weight.shape[0]
         ctx.save_for_backward(ids)
@@ -195,7 +197,7 @@ class _VocabNll(torch.autograd.Function):
     def forward(
         ctx: Any, tp: Communicator, logits: Tensor, target: Tensor, *rest: int
     ) -> tuple[Tensor, Tensor]:
-        nll, logsumexp = tp.vocab_nll(logits, target, *rest[:-1])  # without the world
+        nll, logsumexp = tp.vocab_nll(logits, target, *rest[:-1])  # without the world_size
         ctx.tp, ctx.rest = tp, rest[:-1]
         ctx.mark_non_differentiable(logsumexp)
         ctx.save_for_backward(logits, target, logsumexp)

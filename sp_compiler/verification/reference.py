@@ -121,8 +121,8 @@ class _ReferenceInterpreter(SizedInterpreter):
         if target is _sp.dropout.default:
             return _Dropout.apply(*args)
         if target is _sp.dropout_mask.default:
-            x, seed, p, site, dim, world = args
-            return dropout_mask(x, seed, p, site, dim, world, rank=0)
+            x, seed, p, site, dim, world_size = args
+            return dropout_mask(x, seed, p, site, dim, world_size, rank=0)
         if target is torch.ops.aten.copy.default:  # which has no derivative
             x, source = args[:2]
             return source.to(x.dtype).expand(x.shape).clone()
@@ -134,12 +134,12 @@ class _Dropout(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, seed: Tensor, p: float, site: int, dim: int, world: int
+        ctx: Any, x: Tensor, seed: Tensor, p: float, site: int, dim: int, world_size: int
     ) -> Tensor:
-        ctx.args = (seed, p, site, dim, world)
-        return dropout(x, seed, p, site, dim, world, rank=0)
+        ctx.args = (seed, p, site, dim, world_size)
+        return dropout(x, seed, p, site, dim, world_size, rank=0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        seed, p, site, dim, world = ctx.args
-        return dropout(grad, seed, p, site, dim, world, rank=0), None, None, None, None, None
+        seed, p, site, dim, world_size = ctx.args
+        return dropout(grad, seed, p, site, dim, world_size, rank=0), None, None, None, None, None

@@ -28,7 +28,7 @@ _c10d = torch.ops._c10d_functional
 
 
 @contextlib.contextmanager
-def simulated_ranks(world: int) -> Iterator[Communicator]:
+def simulated_ranks(world_size: int) -> Iterator[Communicator]:
     """A communicator whose tensors are :class:`LocalTensor` and whose rank is one of them.
 
     >>> whole = torch.ones(2)
@@ -36,16 +36,16 @@ def simulated_ranks(world: int) -> Iterator[Communicator]:
     ...     gather_check(tp.all_reduce(scatter(whole, P, 2), "P", "I"), I)
     tensor([1., 1.])
     """
-    if world == 1:
+    if world_size == 1:
         yield Communicator(None, 0, 1)
         return
-    rank = LocalTensor({index: torch.tensor(index) for index in range(world)})
-    with SimulationMode(world):
-        yield Communicator(None, rank, world)
+    rank = LocalTensor({index: torch.tensor(index) for index in range(world_size)})
+    with SimulationMode(world_size):
+        yield Communicator(None, rank, world_size)
 
 
-def scatter(full: Tensor, placement: Placement, world: int) -> Tensor:
-    """The ranks' parts of ``full``: a :class:`LocalTensor`, a plain tensor when ``world`` is 1.
+def scatter(full: Tensor, placement: Placement, world_size: int) -> Tensor:
+    """The ranks' parts of ``full``: a :class:`LocalTensor`, a plain tensor on one rank.
 
     A partial sum is the whole on rank 0 and zeros elsewhere. Ranks never share memory.
 
@@ -58,9 +58,11 @@ def scatter(full: Tensor, placement: Placement, world: int) -> Tensor:
             "tensors while ranks are simulated, so make whole tensors before"
         )
     full = full.detach()
-    if world == 1:
+    if world_size == 1:
         return full.clone()
-    return LocalTensor({rank: local_part(full, placement, rank, world) for rank in range(world)})
+    return LocalTensor(
+        {rank: local_part(full, placement, rank, world_size) for rank in range(world_size)}
+    )
 
 
 def gather_check(local: Tensor, placement: Placement) -> Tensor:
@@ -115,17 +117,17 @@ def simulate_step(
     Raises:
         RankMismatchError: replicated outputs or gradients that differ between ranks.
     """
-    world, placements = compiled.world, compiled.param_placements
-    with simulated_ranks(world) as tp:
+    world_size, placements = compiled.world_size, compiled.param_placements
+    with simulated_ranks(world_size) as tp:
         params = {
-            name: scatter(value, placements[name], world).requires_grad_(value.requires_grad)
+            name: scatter(value, placements[name], world_size).requires_grad_(value.requires_grad)
             for name, value in full_params.items()
             if name in placements
         }
-        inputs = [_scatter_input(value, world) for value in flat_inputs]
+        inputs = [_scatter_input(value, world_size) for value in flat_inputs]
         run = Executor(compiled, tp).run(
             params,
-            {name: scatter(value, I, world) for name, value in buffers.items()},
+            {name: scatter(value, I, world_size) for name, value in buffers.items()},
             inputs,
             seed,
         )
@@ -152,10 +154,10 @@ def simulate_step(
     return SimulatedStep(outputs, grads, input_grads, mutated)
 
 
-def _scatter_input(value: Any, world: int) -> Any:
+def _scatter_input(value: Any, world_size: int) -> Any:
     if not isinstance(value, Tensor):
         return value
-    return scatter(value, I, world).requires_grad_(value.requires_grad)
+    return scatter(value, I, world_size).requires_grad_(value.requires_grad)
 
 
 def _backward(
@@ -174,7 +176,7 @@ def _backward(
         elif grad is None:
             continue
         else:
-            tangent = scatter(grad, compiled.placement(ref).dual, compiled.world)
+            tangent = scatter(grad, compiled.placement(ref).dual, compiled.world_size)
         roots.append(value)
         tangents.append(tangent)
         if output_grads is None and value.dim() == 0:
@@ -284,7 +286,7 @@ def _collective(func: Any, args: tuple[Any, ...]) -> Any:
     if not isinstance(x, LocalTensor):
         raise ArgumentError(f"{func} on a plain tensor while ranks are simulated; use scatter()")
     parts = [x._local_tensors[rank] for rank in sorted(x._ranks)]
-    world = len(parts)
+    world_size = len(parts)
     if func is _c10d.all_gather_into_tensor.default:
         whole = torch.cat(parts)
         results = [whole.clone() for _ in parts]
@@ -293,10 +295,10 @@ def _collective(func: Any, args: tuple[Any, ...]) -> Any:
         results = [whole.clone() for _ in parts]
     elif func is _c10d.reduce_scatter_tensor.default:
         whole = _REDUCTIONS[args[1]](torch.stack(parts))
-        results = [part.clone() for part in whole.chunk(world)]
+        results = [part.clone() for part in whole.chunk(world_size)]
     elif func is _c10d.all_to_all_single.default:
         sends = [part.split(args[2]) for part in parts]
-        results = [torch.cat([send[rank] for send in sends]) for rank in range(world)]
+        results = [torch.cat([send[rank] for send in sends]) for rank in range(world_size)]
     elif func is _c10d.broadcast.default:
         results = [parts[args[1]].clone() for _ in parts]
     else:

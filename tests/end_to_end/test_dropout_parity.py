@@ -82,14 +82,14 @@ def _masks(monkeypatch: pytest.MonkeyPatch, tp: int) -> list[Mask]:
     apply = Communicator.dropout
 
     def spy(
-        self: Communicator, x: Tensor, seed: Tensor, p: float, site: int, dim: int, world: int
+        self: Communicator, x: Tensor, seed: Tensor, p: float, site: int, dim: int, world_size: int
     ) -> Tensor:
         assert p == _P
-        kept = self.dropout_mask(x, seed, p, site, dim, world)
+        kept = self.dropout_mask(x, seed, p, site, dim, world_size)
         parts = kept._local_tensors if isinstance(kept, LocalTensor) else {0: kept}
         seeds = seed._local_tensors[0] if isinstance(seed, LocalTensor) else seed
         drawn.append((site, int(seeds), [parts[rank] for rank in sorted(parts)]))
-        return apply(self, x, seed, p, site, dim, world)
+        return apply(self, x, seed, p, site, dim, world_size)
 
     monkeypatch.setattr(Communicator, "dropout", spy)
     parity.simulate(found, program)

@@ -44,8 +44,8 @@ def _compile(name: str, *, dropout: float = 0.0, **options: Any) -> Any:
 
 def _lifted(model: nn.Module, **options: Any) -> Any:
     """Any model for the default group, with its casts to float32 lifted."""
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    module = sp_compiler.compile(model, tp=world, **options)
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    module = sp_compiler.compile(model, tp=world_size, **options)
     compile_for = module._sp_build
 
     def lifted(*args: Any) -> Any:

@@ -18,7 +18,7 @@ from sp_compiler.base.placement import Placement
 from sp_compiler.graph_diff.diff import diff
 from sp_compiler.graph_diff.report import Change, GraphDiff
 from sp_compiler.ir.program import Call, Program, Ref, Region
-from sp_compiler.ir.snapshot import Stage, copy_graph
+from sp_compiler.ir.snapshot import Snapshot, copy_graph
 from tests.helpers.graph_builder import GraphBuilder, aten, convert
 
 
@@ -109,9 +109,9 @@ f32[4, 4] @ S(0) #save  << reduce_scatter >>
     collectives: all_gather"""
 
 
-def _final_stage() -> Stage:
+def _final_stage() -> Snapshot:
     graphs = {"Block.forward": _forward(), "Block.backward": _backward()}
-    return Stage("final", graphs, [(f"h.{layer}", "Block") for layer in range(48)])
+    return Snapshot("final", graphs, [(f"h.{layer}", "Block") for layer in range(48)])
 
 
 @pytest.mark.parametrize("sources", [True, False])
@@ -129,14 +129,14 @@ def test_nothing_differs_from_itself(make: Callable[[], Any]) -> None:
 
 
 def test_captured_against_final_forward_and_backward() -> None:
-    captured = Stage("capture", {"Block": _captured()}, _final_stage().calls)
+    captured = Snapshot("capture", {"Block": _captured()}, _final_stage().calls)
     assert str(diff(captured, _final_stage())) == FINAL_GOLDEN
     assert str(diff(_captured(), _final_stage())) == FINAL_GOLDEN
     assert str(diff(GraphModule({}, _captured()), _final_stage())) == FINAL_GOLDEN
 
 
 def test_the_other_way_round_removes() -> None:
-    result = diff(_final_stage(), Stage("capture", {"Block": _captured()}, _final_stage().calls))
+    result = diff(_final_stage(), Snapshot("capture", {"Block": _captured()}, _final_stage().calls))
     kinds = {section.name: section.kind for section in result.sections}
     assert kinds == {"Block": "changed", "Block.backward": "removed"}
     removed = [entry for entry in result.entries if entry.kind == "removed"]
@@ -315,8 +315,8 @@ def test_the_wiring_between_calls_is_compared() -> None:
 
 def test_another_region_in_a_layer_shows() -> None:
     graphs = {"A": _unary(), "B": _unary()}
-    first = Stage("", graphs, [("h.0", "A"), ("h.1", "A"), ("h.2", "B")])
-    second = Stage("", graphs, [("h.0", "A"), ("h.1", "B"), ("h.2", "B"), ("h.3", "B")])
+    first = Snapshot("", graphs, [("h.0", "A"), ("h.1", "A"), ("h.2", "B")])
+    second = Snapshot("", graphs, [("h.0", "A"), ("h.1", "B"), ("h.2", "B"), ("h.3", "B")])
     result = diff(first, second)
     assert result.calls == (("h.1", "A", "B"), ("h.3", "", "B"))
     assert str(result) == "~ call h.1: A -> B\n~ call h.3: none -> B"
@@ -325,7 +325,7 @@ def test_another_region_in_a_layer_shows() -> None:
 def test_what_cannot_be_compared_is_refused() -> None:
     with pytest.raises(ArgumentError, match="cannot compare a str"):
         diff("graph", _captured())  # type: ignore[arg-type]
-    two = Stage("", {"A": _unary(), "B": _unary()})
+    two = Snapshot("", {"A": _unary(), "B": _unary()})
     with pytest.raises(ArgumentError, match=r"2 regions \(A, B\)"):
         diff(_captured(), two)
 

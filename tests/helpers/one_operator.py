@@ -133,22 +133,22 @@ def _region(call: Call) -> tuple[Region, Node]:
     return Region("Operator", module, tuple(kinds), names), node
 
 
-def offered(whole: Whole, world: int) -> list[Strategy]:
+def offered(whole: Whole, world_size: int) -> list[Strategy]:
     """Every strategy that the rule of the operator offers in any graph around it."""
     node, rule = whole.node, rule_for(whole.node)
     num_operands, num_results = len(tensor_operands(node)), len(results_of(node))
     found: list[Strategy] = []
     for operand_rows, result_rows in _row_counts(rule):
         offers = Offers(
-            world,
+            world_size,
             lambda factor: True,
-            lambda factor: _cuts(factor, world),
+            lambda factor: _cuts(factor, world_size),
             operand_rows,
             result_rows,
             may_pad=lambda factor: may_pad(node, lambda operand: operand.op == "placeholder"),
         )
         found += strategies(rule, num_operands, num_results, offers)
-    found += vocabulary_strategies(node, world)
+    found += vocabulary_strategies(node, world_size)
     if whole.call.is_traced:
         found = [way for way in found if all(p.kind != "T" for p in way.operands)]
     floating = [x.meta["val"].is_floating_point() for x in tensor_operands(node)]
@@ -181,10 +181,12 @@ def _leading(dims: Dims, count: int) -> list[Factor]:
     return [factor for dim in dims[:count] for factor in dim]
 
 
-def _cuts(factor: Factor, world: int) -> Sequence[tuple[int, ...]]:
+def _cuts(factor: Factor, world_size: int) -> Sequence[tuple[int, ...]]:
     """Two equal segments and two unequal ones."""
     cuts = [(factor.size // 2, factor.size // 2), (factor.size // 3, 2 * (factor.size // 3))]
-    return [cut for cut in cuts if sum(cut) == factor.size and all(n % world == 0 for n in cut)]
+    return [
+        cut for cut in cuts if sum(cut) == factor.size and all(n % world_size == 0 for n in cut)
+    ]
 
 
 Run = Callable[[Communicator, list[Any], list[Any]], tuple[list[Any], list[Any]]]
@@ -192,7 +194,7 @@ Run = Callable[[Communicator, list[Any], list[Any]], tuple[list[Any], list[Any]]
 Step = Callable[[Region, int], Run]
 
 
-def check(whole: Whole, strategy: Strategy, world: int, step: Step | None = None) -> None:
+def check(whole: Whole, strategy: Strategy, world_size: int, step: Step | None = None) -> None:
     """Compare the operator on its parts with the whole one.
 
     Raises:
@@ -200,19 +202,19 @@ def check(whole: Whole, strategy: Strategy, world: int, step: Step | None = None
         SPCompilerError: shapes or placements that do not go together, or ranks that disagree.
     """
     prepare = _traced_step if whole.call.is_traced else _lowered_step
-    run = prepare(whole, strategy, world, step)
+    run = prepare(whole, strategy, world_size, step)
     generator = torch.Generator().manual_seed(2)
     # Weights have zeros in their padding, other operands anything.
     is_linear = whole.call.target is torch.ops.aten.linear.default
     inputs = [
-        _scatter(x, placement, world, generator, zeros=is_linear and position > 0)
+        _scatter(x, placement, world_size, generator, zeros=is_linear and position > 0)
         for position, (x, placement) in enumerate(zip(whole.inputs, strategy.operands, strict=True))
     ]
     tangents = [
-        None if x is None else _scatter(x, placement.dual, world, generator, zeros=True)
+        None if x is None else _scatter(x, placement.dual, world_size, generator, zeros=True)
         for x, placement in zip(whole.tangents, strategy.results, strict=False)
     ]
-    with simulated_ranks(world) as tp:
+    with simulated_ranks(world_size) as tp:
         outputs, grads = run(tp, inputs, tangents)
     # Results that a rule leaves out are whole.
     results = (*strategy.results, *[R] * (len(whole.outputs) - len(strategy.results)))
@@ -229,7 +231,7 @@ def check(whole: Whole, strategy: Strategy, world: int, step: Step | None = None
         torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
 
 
-def lower(whole: Whole, strategy: Strategy, world: int) -> Region:
+def lower(whole: Whole, strategy: Strategy, world_size: int) -> Region:
     """The region of one rank, its inputs and outputs placed as the strategy places them."""
     node = whole.node
     facts = RegionValues(rules={node: rule_for(node)})
@@ -237,34 +239,35 @@ def lower(whole: Whole, strategy: Strategy, world: int) -> Region:
     facts.active.update(dict.fromkeys([*values, *results_of(node)]))
     chosen = {node: strategy}
     inputs, outputs = list(strategy.operands), list(strategy.results)
-    return RegionLowering(whole.region, facts.active, chosen, inputs, outputs, world).run()
+    return RegionLowering(whole.region, facts.active, chosen, inputs, outputs, world_size).run()
 
 
-def _lowered_step(whole: Whole, strategy: Strategy, world: int, step: Step | None) -> Run:
+def _lowered_step(whole: Whole, strategy: Strategy, world_size: int, step: Step | None) -> Run:
     """The operator as sharding lowers it; what the table offers, both checkers accept."""
-    region = lower(whole, strategy, world)
-    check_forward(region, world)
+    region = lower(whole, strategy, world_size)
+    check_forward(region, world_size)
     for node in region.module.graph.nodes:
         if node.name == whole.node.name:
-            _check_derived(node, strategy, world)
+            _check_derived(node, strategy, world_size)
     if step is None:
         step = compiled_step if _is_opaque(region) else eager_step
-    return step(region, world)
+    return step(region, world_size)
 
 
-def _traced_step(whole: Whole, strategy: Strategy, world: int, step: Step | None) -> Run:
+def _traced_step(whole: Whole, strategy: Strategy, world_size: int, step: Step | None) -> Run:
     """The operator called on parts; sizes among its arguments are those of its results."""
     local = [
-        p.local_shape(tuple(x.shape), world) if p.is_sharded else tuple(x.shape)
+        p.local_shape(tuple(x.shape), world_size) if p.is_sharded else tuple(x.shape)
         for x, p in zip(whole.outputs, strategy.results, strict=False)
     ]
     sizes: dict[str, Any] = {"input_sizes": local[0], "bias_sizes": local[-1]}
     parts = [
-        local_part(x, p, 0, world) for x, p in zip(whole.inputs, strategy.operands, strict=True)
+        local_part(x, p, 0, world_size)
+        for x, p in zip(whole.inputs, strategy.operands, strict=True)
     ]
     if whole.call.target is torch.ops.aten.convolution_backward.default:
         sizes["groups"] = parts[1].shape[1] // parts[2].shape[1]
-    _check_derived(_region(whole.call.on(parts, **sizes))[1], strategy, world)
+    _check_derived(_region(whole.call.on(parts, **sizes))[1], strategy, world_size)
 
     def run(
         tp: Communicator, inputs: list[Any], tangents: list[Any]
@@ -277,12 +280,12 @@ def _traced_step(whole: Whole, strategy: Strategy, world: int, step: Step | None
     return run
 
 
-def _check_derived(node: Node, strategy: Strategy, world: int) -> None:
+def _check_derived(node: Node, strategy: Strategy, world_size: int) -> None:
     operands, results = (
         tuple(as_value(local_placement(placement)) for placement in placements)
         for placements in (strategy.operands, strategy.results)
     )
-    found = [derived[: len(results)] for derived in derive(node, operands, world)]
+    found = [derived[: len(results)] for derived in derive(node, operands, world_size)]
     assert results in found, f"{node.format_node()}: {operands} -> {results} is refused"
 
 
@@ -292,7 +295,7 @@ def _is_opaque(region: Region) -> bool:
     )
 
 
-def eager_step(region: Region, world: int) -> Run:
+def eager_step(region: Region, world_size: int) -> Run:
     """Node by node, differentiated by autograd."""
 
     def run(
@@ -308,11 +311,13 @@ def eager_step(region: Region, world: int) -> Run:
     return run
 
 
-def compiled_step(region: Region, world: int) -> Run:
+def compiled_step(region: Region, world_size: int) -> Run:
     """The generated code, as it would run in a model."""
     compiled = compile_region(region, recompute="none")
     flows = compiled.differentiable
-    check_partitioned(compiled.region, compiled.partitioned, compiled.joint.tangent_outputs, world)
+    check_partitioned(
+        compiled.region, compiled.partitioned, compiled.joint.tangent_outputs, world_size
+    )
 
     def run(
         tp: Communicator, inputs: list[Any], tangents: list[Any]
@@ -351,26 +356,28 @@ def _random_like(x: Tensor, generator: torch.Generator) -> Tensor:
 def _scatter(
     x: Tensor,
     placement: Placement,
-    world: int,
+    world_size: int,
     generator: torch.Generator,
     *,
     zeros: bool = False,
 ) -> Tensor:
     """One part a rank. All parts of a sum are dense; padding is 0 or anything."""
     if placement.kind == "P" and x.is_floating_point():
-        parts = [_random_like(x, generator) for _ in range(world - 1)]
+        parts = [_random_like(x, generator) for _ in range(world_size - 1)]
         parts.append(x - sum(parts))
         return LocalTensor(dict(enumerate(parts)))
     if placement.kind == "T":
         x = x.reshape(math.prod(x.shape[: placement.dim]), *x.shape[placement.dim :])
-        padding = x[-1:].expand(-len(x) % world, *x.shape[1:])
+        padding = x[-1:].expand(-len(x) % world_size, *x.shape[1:])
         x = torch.cat([x, torch.zeros_like(padding) if zeros else padding])
         placement = local_placement(placement)
-    if placement.padding(world) and not zeros:
+    if placement.padding(world_size) and not zeros:
         padding = x.narrow(placement.dim, 0, 1)
-        padding = padding.repeat_interleave(placement.padding(world), placement.dim)
+        padding = padding.repeat_interleave(placement.padding(world_size), placement.dim)
         x, placement = torch.cat([x, padding], placement.dim), S(placement.dim)
-    return LocalTensor({rank: local_part(x, placement, rank, world) for rank in range(world)})
+    return LocalTensor(
+        {rank: local_part(x, placement, rank, world_size) for rank in range(world_size)}
+    )
 
 
 def _join(local: Tensor, placement: Placement, shape: tuple[int, ...]) -> Tensor:

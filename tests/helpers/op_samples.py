@@ -30,14 +30,14 @@ Args = list[Any]
 class Draw:
     """Random sizes, most of them multiples of the number of ranks, and tensors."""
 
-    def __init__(self, seed: str, world: int) -> None:
+    def __init__(self, seed: str, world_size: int) -> None:
         number = zlib.crc32(seed.encode())
         self.random = random.Random(number)
         self.generator = torch.Generator().manual_seed(number)
-        self.world = world
+        self.world_size = world_size
 
     def size(self) -> int:
-        return self.random.choice((1, 5, *(self.world * n for n in (1, 2, 3, 4, 6))))
+        return self.random.choice((1, 5, *(self.world_size * n for n in (1, 2, 3, 4, 6))))
 
     def shape(self, lowest: int = 1, highest: int = 3) -> Shape:
         return tuple(self.size() for _ in range(self.random.randint(lowest, highest)))
@@ -57,7 +57,7 @@ class Draw:
 
     def parts(self, size: int) -> list[int]:
         """Sizes that add up to ``size``."""
-        cut = self.random.randint(1, max(1, size // self.world)) * self.world
+        cut = self.random.randint(1, max(1, size // self.world_size)) * self.world_size
         return [cut, size - cut] if cut < size else [size]
 
     def one_of(self, *values: Any) -> Any:
@@ -128,11 +128,11 @@ def pointwise() -> list[Any]:
     return found
 
 
-def calls(target: Any, world: int, count: int) -> Iterator[Call]:
+def calls(target: Any, world_size: int, count: int) -> Iterator[Call]:
     """``count`` random calls, the same in every run."""
     special = _SPECIAL.get(str(target), _SPECIAL.get(target._schema.name))
     for number in range(count):
-        draw = Draw(f"{target} {number}", world)
+        draw = Draw(f"{target} {number}", world_size)
         if special is not None:
             args = special(draw)
             kwargs = args.pop() if isinstance(args[-1], dict) else {}
@@ -238,7 +238,7 @@ def _added_product(draw: Draw, batch: Shape) -> Args:
 
 def _convolution(draw: Draw, num_dims: int = 1) -> Args:
     batch, groups = draw.size(), draw.one_of(1, 1, 2)
-    channels, out = groups * draw.one_of(1, 3), groups * draw.world * draw.one_of(1, 2)
+    channels, out = groups * draw.one_of(1, 3), groups * draw.world_size * draw.one_of(1, 2)
     image = draw.numbers(batch, channels, *[6 + n for n in range(num_dims)])
     weight = draw.numbers(out, channels // groups, *[2] * num_dims)
     bias = draw.one_of(None, draw.numbers(out))
@@ -274,7 +274,7 @@ def _heads(draw: Draw) -> tuple[Tensor, Tensor, Tensor]:
 def _attention(draw: Draw) -> Args:
     query, key, value = _heads(draw)
     if draw.one_of(True, False):
-        groups = max(1, query.shape[1] // draw.one_of(1, 2, 2 * draw.world))
+        groups = max(1, query.shape[1] // draw.one_of(1, 2, 2 * draw.world_size))
         if query.shape[1] % groups == 0:
             key, value = key[:, :groups].clone(), value[:, :groups].clone()
     scores = (*query.shape[:3], key.shape[2])
@@ -338,7 +338,7 @@ def _rms_norm_backward(draw: Draw) -> Args:
 def _reshape(draw: Draw) -> Args:
     """Another way to cut the same elements, perhaps with dims of size 1."""
     shape = draw.shape(1, 4)
-    atoms = [f for size in shape for f in draw.one_of([size], _split_size(size, draw.world))]
+    atoms = [f for size in shape for f in draw.one_of([size], _split_size(size, draw.world_size))]
     result, start = [], 0
     while start < len(atoms):
         end = draw.random.randint(start + 1, len(atoms))
@@ -347,8 +347,8 @@ def _reshape(draw: Draw) -> Args:
     return [draw.numbers(*shape), result]
 
 
-def _split_size(size: int, world: int) -> list[int]:
-    return [size // world, world] if size % world == 0 else [size]
+def _split_size(size: int, world_size: int) -> list[int]:
+    return [size // world_size, world_size] if size % world_size == 0 else [size]
 
 
 def _flatten(draw: Draw) -> Args:
@@ -360,7 +360,7 @@ def _flatten(draw: Draw) -> Args:
 def _unflatten(draw: Draw) -> Args:
     shape = draw.shape()
     dim = draw.dim(len(shape))
-    return [draw.numbers(*shape), dim, _split_size(shape[dim], draw.world)]
+    return [draw.numbers(*shape), dim, _split_size(shape[dim], draw.world_size)]
 
 
 def _permute(draw: Draw) -> Args:
@@ -447,7 +447,7 @@ def _cat_with_nothing(draw: Draw) -> Args:
 
 def _stack(draw: Draw) -> Args:
     shape = draw.shape()
-    return [[draw.numbers(*shape) for _ in range(draw.world)], draw.dim(len(shape) + 1)]
+    return [[draw.numbers(*shape) for _ in range(draw.world_size)], draw.dim(len(shape) + 1)]
 
 
 def _padding(draw: Draw, shape: Shape) -> list[int]:

@@ -19,8 +19,8 @@ _TIMEOUT = timedelta(minutes=3)
 _PRELOADED = ["tests.models.architectures", "tests.helpers.parity", "tests.models.zoo"]
 
 
-def run_on_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """``function(*args)`` on ``world`` processes with a default gloo group; the results by rank.
+def run_on_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Run ``function(*args)`` on ``world_size`` processes of a gloo group; the results by rank.
 
     ``function`` is a module's top-level function; its result is saved with ``torch.save``. A
     collective that waits longer than ``_TIMEOUT`` fails.
@@ -31,20 +31,25 @@ def run_on_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[A
     multiprocessing.set_forkserver_preload(_PRELOADED)
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.start_processes(
-            _rank, (world, folder, function, args), nprocs=world, start_method="forkserver"
+            _rank,
+            (world_size, folder, function, args),
+            nprocs=world_size,
+            start_method="forkserver",
         )
-        return [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(world)]
+        return [
+            torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(world_size)
+        ]
 
 
 def _rank(
-    rank: int, world: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]
+    rank: int, world_size: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",
         rank=rank,
-        world_size=world,
+        world_size=world_size,
         timeout=_TIMEOUT,
     )
     try:

@@ -144,14 +144,16 @@ def is_identity(node: Node) -> bool:
 
 def drop(node: Node) -> None:
     """Replace a conversion by something of the right shape that does not communicate."""
-    x, world = node.args[0], node.args[3]
+    x, world_size = node.args[0], node.args[3]
     have, want = x.meta["val"].shape, node.meta["val"].shape
     dim = next((d for d, (a, b) in enumerate(zip(have, want, strict=True)) if a != b), None)
     with node.graph.inserting_before(node):
         if dim is None:
             new = x
         elif have[dim] < want[dim]:
-            new = emit(node.graph, aten.cat.default, ([x] * world, dim), like=node, origin="test")
+            new = emit(
+                node.graph, aten.cat.default, ([x] * world_size, dim), like=node, origin="test"
+            )
         else:
             args = (x, dim, 0, want[dim])
             new = emit(node.graph, aten.slice.Tensor, args, like=node, origin="test")
@@ -161,7 +163,7 @@ def drop(node: Node) -> None:
 def misplace(node: Node) -> bool:
     """Convert along another dim, reshaped to the right shape; False where no dim is named."""
     shape = tuple(node.meta["val"].shape)
-    x, *texts, world = node.args
+    x, *texts, world_size = node.args
     wrong = [
         text.translate(str.maketrans("01", "10")).partition("|")[0].rstrip(")") for text in texts
     ]
@@ -169,7 +171,7 @@ def misplace(node: Node) -> bool:
     if len(shape) != 2 or wrong == texts:
         return False
     with node.graph.inserting_before(node):
-        new = emit(node.graph, convert.default, (x, *wrong, world), like=node, origin="test")
+        new = emit(node.graph, convert.default, (x, *wrong, world_size), like=node, origin="test")
         new = emit(node.graph, aten.reshape.default, (new, shape), like=node, origin="test")
     _replace(node, new)
     return True

@@ -104,8 +104,8 @@ def _region(
     )
 
 
-def handmade(world: int, layers: int = 2) -> CompiledProgram:
-    """The program of :class:`Model` for ``world`` ranks."""
+def handmade(world_size: int, layers: int = 2) -> CompiledProgram:
+    """The program of :class:`Model` for ``world_size`` ranks."""
     enter = _region("Enter", ["input", "buffer"], "x steps", [I, I], [S(0), I])
     block = _region(
         "Block",
@@ -136,6 +136,6 @@ def handmade(world: int, layers: int = 2) -> CompiledProgram:
         program,
         {"Enter": EnterCode(), "Block": BlockCode(), "Leave": LeaveCode()},
         placements,
-        world,
+        world_size,
         differentiable={"Enter": (True, False), "Block": (True,), "Leave": (True, True)},
     )

@@ -28,32 +28,32 @@ class FusedModel(nn.Module):
 
 
 class FusedCode:
-    def __init__(self, placement: str, world: int, p: float) -> None:
+    def __init__(self, placement: str, world_size: int, p: float) -> None:
         self.placement = placement
-        self.world = world
+        self.world_size = world_size
         self.p = p
 
     def _drop(self, tp: Any, x: Tensor, seed: Tensor) -> Tensor:
-        return tp.dropout(x, seed, self.p, 0, 1, self.world) if self.p else x
+        return tp.dropout(x, seed, self.p, 0, 1, self.world_size) if self.p else x
 
     def forward(self, tp: Any, weight: Tensor, x: Tensor, seed: Tensor) -> Any:
         columns = self.placement.replace("S(0", "S(1")
         whole = tp.all_gather(x @ weight.t(), columns, "I")
         y = self._drop(tp, tp.shard(whole, "I", "S(1)"), seed)
         total = tp.all_reduce((y * y).sum(), "P", "I")
-        return (total / (y.numel() * self.world), y), (x, y, seed)
+        return (total / (y.numel() * self.world_size), y), (x, y, seed)
 
     def backward(
         self, tp: Any, saved: Any, grad_loss: Tensor, grad_y: Tensor
     ) -> tuple[Tensor | None, ...]:
         x, y, seed = saved
-        grad = grad_y + y * (2 / (y.numel() * self.world)) * grad_loss
+        grad = grad_y + y * (2 / (y.numel() * self.world_size)) * grad_loss
         columns = self.placement.replace("S(0", "S(1")
         whole = tp.all_gather(self._drop(tp, grad, seed), "S(1)", "I")
         return tp.shard(whole, "I", columns).t() @ x, None, None
 
 
-def handmade_fused(segments: tuple[int, ...], world: int, p: float = 0.0) -> CompiledProgram:
+def handmade_fused(segments: tuple[int, ...], world_size: int, p: float = 0.0) -> CompiledProgram:
     where = S(0, segments)
     region = Region(
         "Fused",
@@ -73,8 +73,8 @@ def handmade_fused(segments: tuple[int, ...], world: int, p: float = 0.0) -> Com
     )
     return CompiledProgram(
         program,
-        {"Fused": FusedCode(str(where), world, p)},
+        {"Fused": FusedCode(str(where), world_size, p)},
         {"fused.weight": where},
-        world,
+        world_size,
         differentiable={"Fused": (True, True)},
     )

@@ -30,8 +30,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 class Builder:
     """Counts compilations and looks at the model as the compiler would."""
 
-    def __init__(self, world: int) -> None:
-        self.world = world
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
         self.seen: list[dict[str, Any]] = []
 
     def __call__(
@@ -51,7 +51,7 @@ class Builder:
                 "keys": list(kwargs),
             }
         )
-        return handmade(self.world)
+        return handmade(self.world_size)
 
 
 def _model() -> Any:
@@ -63,18 +63,18 @@ def _input() -> Tensor:
     return torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-def _compiled(world: int) -> tuple[Any, Builder]:
-    builder = Builder(world)
-    return DistributedModule(_model(), tensor_parallel_group(world), builder), builder
+def _compiled(world_size: int) -> tuple[Any, Builder]:
+    builder = Builder(world_size)
+    return DistributedModule(_model(), tensor_parallel_group(world_size), builder), builder
 
 
 def _full(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def _train(world: int, foreach: bool | None = None) -> dict[str, Any]:
+def _train(world_size: int, foreach: bool | None = None) -> dict[str, Any]:
     """Three AdamW steps with clipping and a schedule; optimizer made before the first call."""
-    module, _ = _compiled(world)
+    module, _ = _compiled(world_size)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, foreach=foreach)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     norms, losses = [], []

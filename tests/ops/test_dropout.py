@@ -24,20 +24,20 @@ def _mask(
     site: int = 0,
     seed: int | Tensor = SEED,
     dim: int = 0,
-    world: int = 1,
+    world_size: int = 1,
     rank: int | Tensor = 0,
 ) -> Tensor:
     seed = torch.as_tensor(seed)
-    return dropout_mask(torch.zeros(shape), seed, p, site, dim, world, rank)
+    return dropout_mask(torch.zeros(shape), seed, p, site, dim, world_size, rank)
 
 
 def _bits(shape: tuple[int, ...], seed: int | Tensor = SEED, site: int = 0) -> Tensor:
     return module._Grid(torch.zeros(shape), torch.as_tensor(seed), site, 0, 1, 0).hash_all()
 
 
-def _gather(tensor: Any, world: int, dim: int) -> Tensor:
+def _gather(tensor: Any, world_size: int, dim: int) -> Tensor:
     """The parts of all simulated ranks, put together."""
-    return torch.cat([tensor._local_tensors[rank] for rank in range(world)], dim)
+    return torch.cat([tensor._local_tensors[rank] for rank in range(world_size)], dim)
 
 
 def _assert_fair(sample: Tensor, p: float = 0.5) -> None:
@@ -47,31 +47,31 @@ def _assert_fair(sample: Tensor, p: float = 0.5) -> None:
     assert ((count / total - p).abs() < 6 * sigma).all()
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("dim", [0, 1, 2, -1])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_shards_put_together_equal_the_whole(dtype: torch.dtype, dim: int, world: int) -> None:
+def test_shards_put_together_equal_the_whole(dtype: torch.dtype, dim: int, world_size: int) -> None:
     x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)).to(dtype)
-    parts = list(enumerate(x.chunk(world, dim)))
-    masks = [dropout_mask(part, SEED, 0.3, 5, dim, world, rank) for rank, part in parts]
-    values = [dropout(part, SEED, 0.3, 5, dim, world, rank) for rank, part in parts]
+    parts = list(enumerate(x.chunk(world_size, dim)))
+    masks = [dropout_mask(part, SEED, 0.3, 5, dim, world_size, rank) for rank, part in parts]
+    values = [dropout(part, SEED, 0.3, 5, dim, world_size, rank) for rank, part in parts]
     mask = dropout_mask(x, SEED, 0.3, 5, 0, 1, 0)
     assert torch.equal(torch.cat(masks, dim), mask)
     assert torch.equal(torch.cat(values, dim), x * mask * (1 / 0.7))
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
-@pytest.mark.parametrize("world", [2, 4])
-def test_simulated_ranks_get_the_bits_of_real_ones(dim: int, world: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_simulated_ranks_get_the_bits_of_real_ones(dim: int, world_size: int) -> None:
     x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
-    with LocalTensorMode(world):
-        parts = LocalTensor({r: part.clone() for r, part in enumerate(x.chunk(world, dim))})
-        rank = LocalTensor({r: torch.tensor(r) for r in range(world)})
-        mask = dropout_mask(parts, SEED, 0.3, 5, dim, world, rank)
-        value = dropout(parts, call_seed(SEED, 2), 0.3, 5, dim, world, rank)
-    assert torch.equal(_gather(mask, world, dim), dropout_mask(x, SEED, 0.3, 5, dim, 1, 0))
+    with LocalTensorMode(world_size):
+        parts = LocalTensor({r: part.clone() for r, part in enumerate(x.chunk(world_size, dim))})
+        rank = LocalTensor({r: torch.tensor(r) for r in range(world_size)})
+        mask = dropout_mask(parts, SEED, 0.3, 5, dim, world_size, rank)
+        value = dropout(parts, call_seed(SEED, 2), 0.3, 5, dim, world_size, rank)
+    assert torch.equal(_gather(mask, world_size, dim), dropout_mask(x, SEED, 0.3, 5, dim, 1, 0))
     assert torch.equal(
-        _gather(value, world, dim), dropout(x, call_seed(SEED, 2), 0.3, 5, dim, 1, 0)
+        _gather(value, world_size, dim), dropout(x, call_seed(SEED, 2), 0.3, 5, dim, 1, 0)
     )
 
 
@@ -177,8 +177,8 @@ def test_sites_seeds_and_calls_are_independent() -> None:
 
 
 def test_shards_are_independent() -> None:
-    masks = [_mask((128, 128), dim=0, world=4, rank=rank) for rank in range(4)]
-    masks += [_mask((128, 128), dim=1, world=4, rank=rank) for rank in range(1, 4)]
+    masks = [_mask((128, 128), dim=0, world_size=4, rank=rank) for rank in range(4)]
+    masks += [_mask((128, 128), dim=1, world_size=4, rank=rank) for rank in range(1, 4)]
     for first in range(len(masks)):
         for second in range(first):
             _assert_fair((masks[first] ^ masks[second]).flatten())
@@ -187,9 +187,9 @@ def test_shards_are_independent() -> None:
 @pytest.mark.parametrize("dim", [0, 1])
 def test_positions_beyond_32_bits_count(dim: int) -> None:
     """Shards whose offsets differ by multiples of 2^32 rows or columns share nothing."""
-    world = 1 << 40
+    world_size = 1 << 40
     ranks = [0, 1 << 26, 1 << 27, (1 << 39) + (1 << 26)]  # times 64 rows or columns
-    masks = [_mask((64, 64), dim=dim, world=world, rank=rank) for rank in ranks]
+    masks = [_mask((64, 64), dim=dim, world_size=world_size, rank=rank) for rank in ranks]
     for first in range(len(masks)):
         for second in range(first):
             _assert_fair((masks[first] ^ masks[second]).flatten())
@@ -197,8 +197,8 @@ def test_positions_beyond_32_bits_count(dim: int) -> None:
 
 def test_wide_rows_agree_across_shardings() -> None:
     """Columns 2^33 to 2^33 + 128 of a very wide tensor, in shards of 64 and of 32."""
-    whole = _mask((4, 64), dim=1, world=1 << 28, rank=1 << 27)
-    halves = [_mask((4, 32), dim=1, world=1 << 29, rank=(1 << 28) + part) for part in (0, 1)]
+    whole = _mask((4, 64), dim=1, world_size=1 << 28, rank=1 << 27)
+    halves = [_mask((4, 32), dim=1, world_size=1 << 29, rank=(1 << 28) + part) for part in (0, 1)]
     assert torch.equal(torch.cat(halves, 1), whole)
 
 

@@ -211,19 +211,19 @@ def test_a_weight_that_is_no_parameter_is_not_padded() -> None:
 @pytest.mark.parametrize("placement", [S(0, (7,)), S(1, (5,)), S(0, (2,))], ids=str)
 def test_a_chunk_has_room_for_its_padding(placement: Placement) -> None:
     whole = torch.arange(35.0).view(7, 5).narrow(placement.dim, 0, placement.segments[0])
-    world, parts = 4, []
-    for rank in range(world):
-        chunk = stored_part(whole, placement, rank, world)
+    world_size, parts = 4, []
+    for rank in range(world_size):
+        chunk = stored_part(whole, placement, rank, world_size)
         parts.append(chunk)
         assert chunk.is_contiguous()  # kernels of fused optimizers take that for granted
         chunk += 1  # as an optimizer does
-        seen = padded_part(chunk, placement, world)
+        seen = padded_part(chunk, placement, world_size)
         shared = seen.untyped_storage().data_ptr() == chunk.untyped_storage().data_ptr()
         assert shared or placement.dim
         assert seen.sum() == chunk.sum(), "the padding was written to"
-        copied = padded_part(chunk.clone(), placement, world)
+        copied = padded_part(chunk.clone(), placement, world_size)
         assert torch.equal(copied, seen)
-        assert seen.shape[placement.dim] == -(-placement.segments[0] // world)
+        assert seen.shape[placement.dim] == -(-placement.segments[0] // world_size)
     assert torch.equal(torch.cat(parts, placement.dim), whole + 1)
 
 
@@ -247,9 +247,9 @@ def _adam(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def _on_ranks(folder: str) -> dict[str, Any]:
-    world = dist.get_world_size()
+    world_size = dist.get_world_size()
     found: dict[str, Any] = {}
-    module = sp_compiler.compile(_model(), tp=world, example_inputs=((), _inputs()))
+    module = sp_compiler.compile(_model(), tp=world_size, example_inputs=((), _inputs()))
     optimizer = _adam(module)
     found["losses"] = _train(module, optimizer, range(3))
     weight = module.down.weight
@@ -262,7 +262,7 @@ def _on_ranks(folder: str) -> dict[str, Any]:
 
     model_state, optimizer_state = get_state_dict(module, optimizer)
     checkpoint.save({"m": model_state, "o": optimizer_state}, checkpoint_id=f"{folder}/steps")
-    resumed = sp_compiler.compile(_model(), tp=world, example_inputs=((), _inputs()))
+    resumed = sp_compiler.compile(_model(), tp=world_size, example_inputs=((), _inputs()))
     new = _adam(resumed)
     model_state, optimizer_state = get_state_dict(resumed, new)
     # Loaded in place.
@@ -273,7 +273,7 @@ def _on_ranks(folder: str) -> dict[str, Any]:
 
     with torch.device("meta"):
         empty = _model(tied=False)
-    read = sp_compiler.compile(empty, tp=world, example_inputs=((), _inputs()))
+    read = sp_compiler.compile(empty, tp=world_size, example_inputs=((), _inputs()))
     read.load_pretrained(f"{folder}/model.safetensors")
     found["read"] = read(**_inputs())["loss"].item()
     found["room"] = [_room(read)]

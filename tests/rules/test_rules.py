@@ -23,18 +23,18 @@ _VOCABULARY = [aten.embedding.default, aten.cross_entropy_loss.default]
 _POINTWISE = [target for target in op_samples.pointwise() if target not in _IN_TABLE]
 
 
-def check_all(target: Any, world: int, count: int, step: Step | None = None) -> set[str]:
+def check_all(target: Any, world_size: int, count: int, step: Step | None = None) -> set[str]:
     """Kinds of placements that were compared; what fails says for which call and strategy.
 
     With a ``step`` the check may refuse a strategy for what its backward would have to do: the
     compiler then runs the operator whole.
     """
     kinds: set[str] = set()
-    for call in op_samples.calls(target, world, count):
+    for call in op_samples.calls(target, world_size, count):
         whole = Whole.of(call)
-        for strategy in offered(whole, world):
+        for strategy in offered(whole, world_size):
             try:
-                check(whole, strategy, world, step)
+                check(whole, strategy, world_size, step)
             except PlacementError:
                 if step is None:
                     raise
@@ -44,7 +44,9 @@ def check_all(target: Any, world: int, count: int, step: Step | None = None) -> 
                     continue  # PyTorch has none
                 shapes = [tuple(x.shape) for x in call.tensors]
                 ways = (", ".join(map(str, ps)) for ps in (strategy.operands, strategy.results))
-                error.add_note(f"{target} of {shapes} at tp={world}: {' -> '.join(ways)}\n{call}")
+                error.add_note(
+                    f"{target} of {shapes} at tp={world_size}: {' -> '.join(ways)}\n{call}"
+                )
                 raise
             kinds.update(placement.kind for placement in (*strategy.operands, *strategy.results))
     return kinds

@@ -51,7 +51,7 @@ def _forwards(draw: st.DrawFn) -> list[Value]:
             Value(
                 parents=tuple(sorted(parents)),
                 num_bytes=draw(st.sampled_from([0, 2, 8, 8, 64, 1000])) * 12345,
-                us=draw(st.sampled_from([0.0, 0.5, 1.0, 3.0, 100.0])),
+                time_us=draw(st.sampled_from([0.0, 0.5, 1.0, 3.0, 100.0])),
                 needed=draw(st.booleans()),
                 can_keep=draw(st.integers(0, 5)) > 0,
                 can_repeat=draw(st.integers(0, 5)) > 0,
@@ -72,15 +72,17 @@ def _subsets(values: Sequence[Value]) -> list[Choice]:
 def _assert_solved(values: Sequence[Value]) -> None:
     every = _subsets(values)
     for limit in sorted({0, *(choice.num_bytes for choice in every)})[:12]:
-        fitting = [(c.us, c.num_bytes) for c in every if c.num_bytes <= limit]
+        fitting = [(c.time_us, c.num_bytes) for c in every if c.num_bytes <= limit]
         found = cheapest_kept(values, limit)
         if not fitting:
             assert found is None
             continue
         assert found is not None
-        assert (found.us, found.num_bytes) == pytest.approx(min(fitting), rel=1e-9)
+        assert (found.time_us, found.num_bytes) == pytest.approx(min(fitting), rel=1e-9)
     for choice in frontier(values):
-        assert not any(c.us < choice.us and c.num_bytes <= choice.num_bytes for c in every)
+        assert not any(
+            c.time_us < choice.time_us and c.num_bytes <= choice.num_bytes for c in every
+        )
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
@@ -149,7 +151,7 @@ def _steps(draw: st.DrawFn) -> list[Stop]:
 
 
 def _us(stops: Sequence[Stop], picks: Sequence[int]) -> float:
-    return sum(stop.ways[pick].us for stop, pick in zip(stops, picks, strict=True))
+    return sum(stop.ways[pick].time_us for stop, pick in zip(stops, picks, strict=True))
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

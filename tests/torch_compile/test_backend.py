@@ -321,7 +321,7 @@ def test_dotted_paths(expression: str, path: str) -> None:
 class _Ranks:
     """Stands for the communicator of rank 0 of two whose gradients are each other's negative."""
 
-    world = 2
+    world_size = 2
 
     def __init__(self) -> None:
         self.gathered: list[int] = []

@@ -31,7 +31,7 @@ def _run(joint: JointGraph, *args: Tensor) -> tuple[Tensor | None, ...]:
 def test_mlp_joint_graph_computes_outputs_and_gradients() -> None:
     region = region_of(Mlp(4).double(), torch.randn(3, 4, dtype=torch.float64))
     joint = trace_joint(region)
-    for node in joint.graph.nodes:  # world 1: every conversion is the identity
+    for node in joint.graph.nodes:  # world_size 1: every conversion is the identity
         if node.target is sp.convert.default:
             node.replace_all_uses_with(node.args[0])
     joint.graph.eliminate_dead_code()

@@ -19,27 +19,27 @@ PADDED = [S(0, (5,)), S(1, (7,)), S(1, (1,))]
 _WHOLE = torch.arange(96, dtype=torch.float64).view(8, 12)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("placement", LAYOUTS, ids=str)
-def test_scatter_then_gather_gives_the_whole(placement: Placement, world: int) -> None:
-    with simulated_ranks(world):
-        assert torch.equal(gather_check(scatter(_WHOLE, placement, world), placement), _WHOLE)
+def test_scatter_then_gather_gives_the_whole(placement: Placement, world_size: int) -> None:
+    with simulated_ranks(world_size):
+        assert torch.equal(gather_check(scatter(_WHOLE, placement, world_size), placement), _WHOLE)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("placement", [*LAYOUTS[3:], *PADDED], ids=str)
-def test_communicator_works_on_simulated_ranks(placement: Placement, world: int) -> None:
+def test_communicator_works_on_simulated_ranks(placement: Placement, world_size: int) -> None:
     text, whole = str(placement), _WHOLE
     if placement in PADDED:
         whole = whole.narrow(placement.dim, 0, placement.segments[0])
-    with simulated_ranks(world) as tp:
-        parts = scatter(whole, placement, world)
-        sums = scatter(whole, P, world)
+    with simulated_ranks(world_size) as tp:
+        parts = scatter(whole, placement, world_size)
+        sums = scatter(whole, P, world_size)
         assert torch.equal(gather_check(tp.all_gather(parts, text, "R"), R), whole)
         assert torch.equal(gather_check(tp.reduce_scatter(sums, "P", text), placement), whole)
         assert torch.equal(gather_check(tp.all_reduce(sums, "P", "I"), I), whole)
         assert torch.equal(
-            gather_check(tp.shard(scatter(whole, I, world), "I", text), placement), whole
+            gather_check(tp.shard(scatter(whole, I, world_size), "I", text), placement), whole
         )
         assert torch.equal(gather_check(tp.embed(parts, text, "P"), P), whole)
 
@@ -63,15 +63,15 @@ def test_nothing_of_torch_distributed_is_touched() -> None:
         assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_whole_program_equals_the_model(world: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_whole_program_equals_the_model(world_size: int) -> None:
     torch.manual_seed(0)
     model = Model().double()
     x = torch.randn(8, 4, dtype=torch.float64, requires_grad=True)
     expected = model(x)
     expected["loss"].backward()
     step = simulate_step(
-        handmade(world), dict(model.named_parameters()), {"steps": torch.tensor(6)}, [x]
+        handmade(world_size), dict(model.named_parameters()), {"steps": torch.tensor(6)}, [x]
     )
     torch.testing.assert_close(step.outputs[0], expected["loss"].detach(), rtol=1e-13, atol=0)
     torch.testing.assert_close(step.outputs[1], expected["last"].detach(), rtol=1e-13, atol=1e-15)

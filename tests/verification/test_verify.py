@@ -185,8 +185,8 @@ def test_a_wrong_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lookup in a part of the vocabulary taken for the whole embedding."""
     original = problem.vocabulary_strategies
 
-    def wrong(node: Node, world: int) -> list[Strategy]:
-        found = original(node, world)
+    def wrong(node: Node, world_size: int) -> list[Strategy]:
+        found = original(node, world_size)
         return [replace(s, results=(I,)) if s.results == (P,) else s for s in found]
 
     _sharded_at_any_rate(monkeypatch)

@@ -151,7 +151,7 @@ class _Formulas:
     def __init__(self, compiled: CompiledProgram, memory: StepMemory) -> None:
         self.compiled, self.memory = compiled, memory
         self._shapes = follow_shapes(compiled)
-        self.names = Names(find_roles(compiled, self._shapes), compiled.world)
+        self.names = Names(find_roles(compiled, self._shapes), compiled.world_size)
         self._found: dict[tuple[str, str], sympy.Expr] = {}
 
     def of(self, storage: Storage) -> sympy.Expr:
@@ -201,13 +201,13 @@ class _Formulas:
 class Names:
     """Symbols of the unknowns."""
 
-    def __init__(self, roles: Sequence[Role], world: int) -> None:
+    def __init__(self, roles: Sequence[Role], world_size: int) -> None:
         self._written: dict[Atom, sympy.Expr] = {}
         self._sizes: dict[str, Size] = {}
         self._regions: dict[str, sympy.Symbol] = {}
-        self._world = world
-        if world > 1:
-            self._sizes["t"] = Size(world, "tensor-parallel ranks")
+        self._world = world_size
+        if world_size > 1:
+            self._sizes["t"] = Size(world_size, "tensor-parallel ranks")
         for role in roles:
             self._name(role)
         self._relate()

@@ -75,7 +75,9 @@ def follow_shapes(compiled: CompiledProgram) -> Shapes:
             continue
         for ref, shape, node in zip(call.args, given, taken, strict=True):
             mine = shapes.of(call.region.name, node.name)
-            both = (_whole(item, compiled.placement(ref), compiled.world) for item in (shape, mine))
+            both = (
+                _whole(item, compiled.placement(ref), compiled.world_size) for item in (shape, mine)
+            )
             for left, right in zip(*both, strict=True):
                 unify(left, right)
     return shapes
@@ -97,8 +99,8 @@ def _given(
         return shapes.inputs.setdefault(ref.index, sizes)
     name = compiled.param_name(ref.name) if ref.kind == "param" else ref.name
     placement = compiled.placement(ref)
-    whole = _whole(_fresh(node.meta["val"]), placement, compiled.world)
-    return _part(stored.setdefault((ref.kind, name), whole), placement, compiled.world)
+    whole = _whole(_fresh(node.meta["val"]), placement, compiled.world_size)
+    return _part(stored.setdefault((ref.kind, name), whole), placement, compiled.world_size)
 
 
 def _output(compiled: CompiledProgram, ref: Ref, shapes: Shapes) -> Shape:
@@ -107,21 +109,23 @@ def _output(compiled: CompiledProgram, ref: Ref, shapes: Shapes) -> Shape:
     return shapes.of(region, results[ref.output].name)
 
 
-def _whole(shape: Shape, placement: Any, world: int) -> Shape:
+def _whole(shape: Shape, placement: Any, world_size: int) -> Shape:
     if placement.kind != "S":
         return shape
     return tuple(
-        gathered(dim, world, placement.padding(world)) if position == placement.dim else dim
+        gathered(dim, world_size, placement.padding(world_size))
+        if position == placement.dim
+        else dim
         for position, dim in enumerate(shape)
     )
 
 
-def _part(shape: Shape, placement: Any, world: int) -> Shape:
+def _part(shape: Shape, placement: Any, world_size: int) -> Shape:
     if placement.kind != "S":
         return shape
     count = len(placement.segments) if len(set(placement.segments)) == 1 else 1
     return tuple(
-        share(dim, world, count) if position == placement.dim else dim
+        share(dim, world_size, count) if position == placement.dim else dim
         for position, dim in enumerate(shape)
     )
 
@@ -236,10 +240,10 @@ def _same(node: Node, operands: Sequence[Shape]) -> list[Shape]:
 
 
 def _converted(node: Node, operands: Sequence[Shape]) -> list[Shape]:
-    pair, world = conversion(node), arguments(node)["world"]
+    pair, world_size = conversion(node), arguments(node)["world_size"]
     assert pair is not None
     source, target = pair
-    return [_part(_whole(operands[0], source, world), target, world)]
+    return [_part(_whole(operands[0], source, world_size), target, world_size)]
 
 
 def _product(node: Node, operands: Sequence[Shape]) -> list[Shape]:

@@ -56,7 +56,7 @@ class Share:
     """
 
     whole: Dim
-    world: int
+    world_size: int
     segments: int = 1
 
 
@@ -89,35 +89,35 @@ def _factors(atom: Atom) -> Dim:
     if isinstance(atom.meaning, Product):
         return resolved(atom.meaning.dim)
     if isinstance(atom.meaning, Share):
-        world, segments = atom.meaning.world, atom.meaning.segments
+        world_size, segments = atom.meaning.world_size, atom.meaning.segments
         factors = resolved(atom.meaning.whole)
         sizes = [*itertools.accumulate((f.value for f in factors), operator.mul, initial=1)]
         # Ranks divide the outermost factor, that of a segment where there are several.
         position = sizes.index(segments) if segments in sizes[:-1] else -1
-        if len(factors) > 1 and position >= 0 and factors[position].value % world == 0:
-            divided = share((factors[position],), world)
+        if len(factors) > 1 and position >= 0 and factors[position].value % world_size == 0:
+            divided = share((factors[position],), world_size)
             atom.meaning = Product((*factors[:position], *divided, *factors[position + 1 :]))
             return resolved(atom.meaning.dim)
     return (atom,)
 
 
-def share(whole: Dim, world: int, segments: int = 1) -> Dim:
+def share(whole: Dim, world_size: int, segments: int = 1) -> Dim:
     """One rank's part of a dim that is sharded."""
-    return (Atom(-(-size_of(whole) // world), Share(whole, world, segments)),)
+    return (Atom(-(-size_of(whole) // world_size), Share(whole, world_size, segments)),)
 
 
-def gathered(dim: Dim, world: int, padding: int = 0) -> Dim:
+def gathered(dim: Dim, world_size: int, padding: int = 0) -> Dim:
     """The dim that ``dim`` is one rank's part of, ``padding`` less than all parts together."""
     factors = resolved(dim)
     if not factors:
-        return unknown(world)
+        return unknown(world_size)
     for position, atom in enumerate(factors):
         if isinstance(atom.meaning, Share):
             return (*factors[:position], *atom.meaning.whole, *factors[position + 1 :])
     first, *rest = factors
-    whole = Atom(first.value * world - padding)
+    whole = Atom(first.value * world_size - padding)
     if first.meaning is None:
-        first.meaning = Share((whole,), world)
+        first.meaning = Share((whole,), world_size)
     return (whole, *rest)
 
 
@@ -215,7 +215,7 @@ def _split(atom: Atom, inner: int) -> Dim:
     if isinstance(atom.meaning, Share) and atom.meaning.segments == 1:
         cut = cut_inner(atom.meaning.whole, inner)
         if cut is not None:
-            atom.meaning = Product((*share(cut[0], atom.meaning.world), *cut[1]))
+            atom.meaning = Product((*share(cut[0], atom.meaning.world_size), *cut[1]))
             return resolved((atom,))
     return ()
 
@@ -294,9 +294,9 @@ def parts_of(dim: Dim, sizes: Sequence[int]) -> list[Dim]:
     if len(factors) == 1:
         (atom,) = factors
         if isinstance(atom.meaning, Share):
-            world = atom.meaning.world
-            whole = parts_of(atom.meaning.whole, [size * world for size in sizes])
-            return [share(part, world) for part in whole]
+            world_size = atom.meaning.world_size
+            whole = parts_of(atom.meaning.whole, [size * world_size for size in sizes])
+            return [share(part, world_size) for part in whole]
         if atom.meaning is None:
             atom.meaning = Sum(tuple(map(unknown, sizes)))
         if isinstance(atom.meaning, Sum) and [*map(size_of, atom.meaning.parts)] == [*sizes]:
@@ -331,20 +331,20 @@ def sliced(dim: Dim, start: int, size: int) -> Dim:
 Symbols = Callable[[Atom], sympy.Expr]
 
 
-def expression(dim: Dim, symbol: Symbols, world: sympy.Expr) -> sympy.Expr:
+def expression(dim: Dim, symbol: Symbols, world_size: sympy.Expr) -> sympy.Expr:
     """``dim`` in symbols; ``symbol`` says what an unknown is called."""
-    return sympy.Mul(*(_atom_expression(atom, symbol, world) for atom in resolved(dim)))
+    return sympy.Mul(*(_atom_expression(atom, symbol, world_size) for atom in resolved(dim)))
 
 
-def _atom_expression(atom: Atom, symbol: Symbols, world: sympy.Expr) -> sympy.Expr:
+def _atom_expression(atom: Atom, symbol: Symbols, world_size: sympy.Expr) -> sympy.Expr:
     match atom.meaning:
         case Sum(parts):
-            return sympy.Add(*(expression(part, symbol, world) for part in parts))
+            return sympy.Add(*(expression(part, symbol, world_size) for part in parts))
         case Share(whole, ranks):
             rows = _without_padding(whole, ranks)
             if rows is not None:
-                return sympy.ceiling(expression(rows, symbol, world) / world)
-            part = expression(whole, symbol, world) / world
+                return sympy.ceiling(expression(rows, symbol, world_size) / world_size)
+            part = expression(whole, symbol, world_size) / world_size
             return sympy.ceiling(part) if size_of(whole) % ranks else part
         case _:
             return symbol(atom)

@@ -28,8 +28,8 @@ from sp_compiler.cost.memory import backward_peak_bytes, peak_in_order
 from sp_compiler.cost.node_cost import tensor_bytes
 from sp_compiler.ir.concretize import AtHints
 from sp_compiler.ir.forward_backward import Partitioned
-from sp_compiler.ir.fx import conversion, is_collective
-from sp_compiler.ir.op_traits import base, is_part, is_view
+from sp_compiler.ir.fx import is_collective
+from sp_compiler.ir.op_traits import base, collective_of, is_part, is_view
 from sp_compiler.ir.symbolic import Sizes
 
 _wait = torch.ops.sp_compiler.wait.default
@@ -199,7 +199,7 @@ def _waits(order: Sequence[Node], at_rest: Collection[Node]) -> dict[Node, list[
     waits: dict[Node, list[Node]] = {}
     for node in order:
         users = [user for user in node.users if user in position]
-        if conversion(node) is None or not is_collective(node) or not users or node in at_rest:
+        if collective_of(node) is None or not users or node in at_rest:
             continue
         first = min(users, key=position.__getitem__)
         if _works_between(order[position[node] + 1 : position[first]]):

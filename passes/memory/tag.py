@@ -32,16 +32,18 @@ import torch
 from torch.fx import Node
 
 from sp_compiler.base.errors import ArgumentError
-from sp_compiler.ir.fx import carries_gradient
+from sp_compiler.ir.fx import carries_gradient, placements_of
 from sp_compiler.ir.op_traits import (
     FUSED_ATTENTION,
     NARROWING_VIEWS,
     base,
-    conversion,
+    collective_of,
+    conversion_of,
     has_inner_communication,
     is_cast,
     is_copy,
     is_dropout_mask,
+    is_identity,
     is_part,
     is_view,
     matmul_factors,
@@ -122,7 +124,7 @@ def _from_params(joint: JointGraph, forward: list[Node]) -> set[Node]:
     kinds = zip(joint.inputs, joint.input_kinds, strict=True)
     known = {node for node, kind in kinds if kind in ("param", "buffer", "constant")}
     for node in forward:
-        passes_on = is_view(node) or is_copy(node) or conversion(node) is not None
+        passes_on = is_view(node) or is_copy(node) or placements_of(node) is not None
         if passes_on and node.args[0] in known:
             known.add(node)
     return known
@@ -171,12 +173,12 @@ def _always(node: Node, facts: AttentionFacts) -> Tag | None:
         return "recompute", "constant"
     if has_inner_communication(node):
         return "save", "its collectives are not repeated"
-    method = conversion(node)
-    if method == "":
+    if is_identity(node):
         return "recompute", "the same tensor under another placement"
-    if method == "all_gather":
+    if collective_of(node) == "all_gather":
         return "recompute", "gathered again from the kept shard"
-    if method == "shard" or is_view(node):
+    conversion = conversion_of(node)
+    if (conversion is not None and conversion.method == "shard") or is_view(node):
         return "recompute", "view of a kept tensor"
     if node in facts.from_params:
         return "recompute", "cast of a parameter"
@@ -202,7 +204,7 @@ def _selective(node: Node, facts: AttentionFacts) -> Tag:
         return "recompute", "attention core"
     if node in facts.linears:
         return "save", "result of a linear"
-    if conversion(node) in ("reduce_scatter", "all_reduce"):
+    if collective_of(node) in ("reduce_scatter", "all_reduce"):
         return "save", "result of a reduction over ranks"
     if node in facts.contexts or node.target in FUSED_ATTENTION or _copies_context(node, facts):
         return "save", "result of attention"

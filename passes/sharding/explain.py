@@ -17,6 +17,7 @@ from sp_compiler.base.placement import Placement
 from sp_compiler.ir.hints import named_or_inside, near, placement_text
 from sp_compiler.ir.op_traits import is_view
 from sp_compiler.ir.program import Program
+from sp_compiler.ops.convert import conversion_between
 from sp_compiler.options import CompileOptions
 from sp_compiler.passes.sharding.dim_roles import WholeNode, bytes_of
 from sp_compiler.passes.sharding.problem import Key
@@ -30,17 +31,6 @@ from sp_compiler.planning.placement_explanation import (
 )
 from sp_compiler.solve.placement import solve
 from sp_compiler.solve.placement_problem import Conversion, conversions
-
-_COLLECTIVES = {
-    ("S", "R"): "all-gather",
-    ("S", "I"): "all-gather",
-    ("S", "S"): "all-gather and slice",
-    ("P", "S"): "reduce-scatter",
-    ("P", "I"): "all-reduce",
-    ("I", "R"): "all-reduce of the gradient",
-    ("I", "S"): "slice, and all-gather of the gradient",
-    ("R", "S"): "slice",
-}
 
 
 def explain(
@@ -217,14 +207,12 @@ class _Question:
 
     def _conversion_text(self, conversion: Conversion) -> str:
         (_, (node, _)), source, target = conversion
-        kinds = (
-            "S" if source.is_sharded else source.kind,
-            "S" if target.is_sharded else target.kind,
-        )
+        row = conversion_between(source, target)
+        what = "all-gather and slice" if row is None else row.text
         where = module_path(node)
         of = f"{node.name} in {where}" if where else node.name
         price = f"{self._price(conversion):.1f} us"
-        return f"{_COLLECTIVES[kinds]} of {of} ({source} to {target}), {price}"
+        return f"{what} of {of} ({source} to {target}), {price}"
 
     # In words.
 

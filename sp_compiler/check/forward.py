@@ -27,7 +27,7 @@ from sp_compiler.check.opaque import as_value, opaque_strategies
 from sp_compiler.check.report import CheckReport
 from sp_compiler.check.shapes import global_shape
 from sp_compiler.check.torch_functions import COMMUNICATE, RESHAPES, UNKNOWN_LINEAR, call, reshape
-from sp_compiler.ir.fx import arguments, carries_gradient, conversion, tensor_operands
+from sp_compiler.ir.fx import arguments, carries_gradient, placements_of, tensor_operands
 from sp_compiler.ir.op_traits import FILLED
 from sp_compiler.ir.program import Region
 
@@ -160,7 +160,7 @@ class _Checker:
     def _declare(self, node: Node) -> None:
         """One of the compiler's own operators: its declared types are trusted."""
         found = self._placements(node)
-        pair = conversion(node)
+        pair = placements_of(node)
         if pair is not None:
             self._require_operand(node, pair[0])
             results: Sequence[Placement] = [pair[1]]

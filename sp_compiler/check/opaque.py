@@ -11,14 +11,11 @@ import torch
 from torch.fx import Node
 
 from sp_compiler.base.placement import P, Placement, R, S
-from sp_compiler.ir.fx import arguments, conversion
+from sp_compiler.ir.fx import arguments, placements_of
+from sp_compiler.ops.convert import conversion_between
 from sp_compiler.rules.strategies import Strategy
 
 sp = torch.ops.sp_compiler
-
-_IMPLEMENTED = frozenset(
-    {"SR", "SP", "PS", "PR", "RS", "RR"}  # kinds of source and destination, I counted as R
-)
 
 
 def as_value(placement: Placement) -> Placement:
@@ -44,11 +41,11 @@ def opaque_strategies(node: Node, world_size: int) -> list[Strategy] | None:
 
 
 def _convert(node: Node, world_size: int) -> list[Strategy]:
-    pair = conversion(node)
+    pair = placements_of(node)
     assert pair is not None
-    source, target = map(as_value, pair)
-    if source.kind + target.kind not in _IMPLEMENTED:
+    if conversion_between(*pair) is None:
         return []
+    source, target = map(as_value, pair)
     return [Strategy((source,), (target,))]
 
 
@@ -67,7 +64,7 @@ def _dropout(node: Node, world_size: int) -> list[Strategy]:
 
 def _wait(node: Node, world_size: int) -> list[Strategy]:
     """What has arrived is what was sent for."""
-    pair = conversion(arguments(node)["x"])
+    pair = placements_of(arguments(node)["x"])
     if pair is None:
         return []
     arrived = as_value(pair[1])

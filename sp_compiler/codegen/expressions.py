@@ -17,9 +17,10 @@ from torch.fx import Node
 
 from sp_compiler.base.errors import PassError
 from sp_compiler.ir.fx import arguments
-from sp_compiler.ir.op_traits import CONVERSIONS, conversion, is_started
+from sp_compiler.ir.op_traits import conversion_of, is_started
 from sp_compiler.ir.symbolic import SYMBOLIC, hint, is_open, plain, text
 from sp_compiler.ops.communicator import Communicator
+from sp_compiler.ops.convert import CONVERSIONS
 
 aten = torch.ops.aten
 
@@ -175,14 +176,12 @@ class Printer:
 
     def _convert(self, node: Node) -> str:
         x, source, target, _ = node.args
-        try:
-            method = conversion(node)
-        except KeyError as error:
+        conversion = conversion_of(node)
+        if conversion is None:
             known = ", ".join(f"{a} -> {b}" for a, b in CONVERSIONS)
             message = f"no conversion {source} -> {target}; have {known}"
-            raise PassError("codegen", message, node) from error
-        if is_started(node):
-            method = f"start_{method}"
+            raise PassError("codegen", message, node)
+        method = f"start_{conversion.method}" if is_started(node) else conversion.method
         return f'tp.{method}({x}, src="{source}", dst="{target}")' if method else str(x)
 
     def _wait(self, node: Node) -> str:

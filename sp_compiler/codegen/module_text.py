@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 from sp_compiler.base.errors import module_path
 from sp_compiler.codegen.expressions import Printer, describe
 from sp_compiler.ir.forward_backward import Partitioned
-from sp_compiler.ir.op_traits import base, conversion
+from sp_compiler.ir.op_traits import base, is_identity
 from sp_compiler.ir.program import Region
 from sp_compiler.ir.symbolic import symbol_of
 from sp_compiler.trace.joint import JointGraph
@@ -244,7 +244,7 @@ class _Body:
             target, result = ", ".join(names), parts[min(parts)]
             target += "," if len(names) == 1 else ""
         notes = [describe(result, self._printer)]
-        if conversion(node) == "":
+        if is_identity(node):
             notes.append(f"{node.args[1]} -> {node.args[2]}")
         text = " ".join(note for note in notes if note)
         lines = _split_call(f"{target} = {self._printer.expression(node)}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sp_compiler.base.placement import Placement
+from sp_compiler.ops.convert import conversion_between
 
 
 @dataclass(frozen=True)
@@ -39,19 +40,6 @@ class Hardware:
 
 H100 = Hardware()
 
-# How many times the whole value's bytes (t-1)/t cross the link.
-_WIRE = {
-    ("S", "R"): 1,
-    ("S", "I"): 1,
-    ("P", "S"): 1,
-    ("P", "I"): 2,
-}
-_LOCAL = {("I", "R"), ("I", "S"), ("R", "S")}
-
-
-def _kind(placement: Placement) -> str:
-    return "S" if placement.kind == "T" else placement.kind
-
 
 def collective_us(
     num_bytes: float, times: int, world_size: int, hardware: Hardware = H100
@@ -70,18 +58,19 @@ def conversion_us(
 
     ``None`` for a conversion that the typing does not have (nothing turns R into I).
     """
-    pair = (_kind(source), _kind(target))
-    if pair == ("S", "S"):
+    if source.is_sharded and target.is_sharded:
         # Through the whole value: gathered and cut, forward and backward.
         once = conversion_us(num_bytes, source, Placement("I"), world_size, needs_grad=needs_grad)
         again = conversion_us(num_bytes, Placement("I"), target, world_size, needs_grad=needs_grad)
         return (once or 0.0) + (again or 0.0)
-    if pair not in _WIRE and pair not in _LOCAL:
+    forward = conversion_between(source, target)
+    if forward is None or not forward.offered:
         return None
-    total = collective_us(num_bytes, _WIRE.get(pair, 0), world_size)
+    total = collective_us(num_bytes, forward.link_crossings, world_size)
     if needs_grad:
-        back = (_kind(target.dual), _kind(source.dual))
-        total += collective_us(num_bytes, _WIRE.get(back, 0), world_size)
+        backward = conversion_between(target.dual, source.dual)
+        assert backward is not None  # of every conversion that is offered there is a gradient
+        total += collective_us(num_bytes, backward.link_crossings, world_size)
     # Parts of an inner dim are copied into place, those of the outermost are not.
     inner = any(p.kind == "S" and (p.dim or p.segments) for p in (source, target))
     copies = 4.0 if inner else 0.0

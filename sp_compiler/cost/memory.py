@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from sp_compiler.base.placement import Placement
 from sp_compiler.base.storage import Storage
 from sp_compiler.cost.node_cost import tensor_bytes
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.forward_backward import Partitioned
-from sp_compiler.ir.op_traits import base, conversion, is_part, is_wait
+from sp_compiler.ir.fx import placements_of
+from sp_compiler.ir.op_traits import base, collective_of, is_part, is_wait
 from sp_compiler.ir.program import Call, Ref
 from sp_compiler.ops.dropout_counter import scratch_bytes
 
@@ -164,8 +164,10 @@ def _scratch_bytes(node: Node) -> int:
 
 def _copied_bytes(node: Node) -> int:
     """What a collective copies to bring each rank's part together on dim 0, or back."""
-    kind, x = conversion(node), node.all_input_nodes[0].meta["val"]
-    source, target = (Placement.parse(str(text)) for text in node.args[1:3])
+    kind, x = collective_of(node), node.all_input_nodes[0].meta["val"]
+    placements = placements_of(node)
+    assert placements is not None
+    source, target = placements
     if kind == "all_gather" and (source.dim or len(source.segments) > 1):
         return tensor_bytes(node.meta["val"])
     if kind == "reduce_scatter":

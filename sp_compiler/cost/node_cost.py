@@ -13,17 +13,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from sp_compiler.cost.hardware import H100, Hardware, collective_us, kernel_us
-from sp_compiler.ir.fx import tensor_operands
-from sp_compiler.ir.op_traits import FUSED_ATTENTION, conversion, is_started, is_view, is_wait
+from sp_compiler.ir.fx import placements_of, tensor_operands
+from sp_compiler.ir.op_traits import FUSED_ATTENTION, collective_of, is_started, is_view, is_wait
+from sp_compiler.ops.convert import LINK_CROSSINGS
 
 _aten = torch.ops.aten
 _sp = torch.ops.sp_compiler
-_LINK_CROSSINGS = {
-    # Communicator method -> how many times the whole value's bytes (t-1)/t cross the link
-    "all_gather": 1,
-    "reduce_scatter": 1,
-    "all_reduce": 2,
-}
 _ATTENTION_BACKWARDS = frozenset(
     {
         _aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
@@ -121,8 +116,8 @@ def node_collectives(node: Node) -> list[Collective]:
         rows = tensor_bytes(node.meta["val"][0])
         # The maximum of each row; then its sum of exponentials with the target's logit.
         return [Collective("all_reduce", 2, rows + 2 * rows)]
-    kind = conversion(node)
-    if kind not in _LINK_CROSSINGS:
+    kind = collective_of(node)
+    if kind is None:
         return []
     whole = max(tensor_bytes(value) for value in (node.meta["val"], _source(node).meta["val"]))
     return [Collective(kind, 1, whole)]
@@ -139,13 +134,13 @@ def collectives_us(found: list[Collective], world_size: int, hardware: Hardware 
     total = 0.0
     for item in found:
         each = item.num_bytes / max(1, item.count)
-        total += item.count * collective_us(each, _LINK_CROSSINGS[item.kind], world_size, hardware)
+        total += item.count * collective_us(each, LINK_CROSSINGS[item.kind], world_size, hardware)
     return total
 
 
 def compute_us(node: Node, hardware: Hardware = H100) -> float:
     """Roofline time of ``node`` run as a kernel of its own; 0 for views and conversions."""
-    if node.op != "call_function" or is_view(node) or conversion(node) is not None:
+    if node.op != "call_function" or is_view(node) or placements_of(node) is not None:
         return 0.0
     if isinstance(node.meta["val"], (list, tuple)) and is_view(next(iter(node.users), node)):
         return 0.0

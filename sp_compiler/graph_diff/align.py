@@ -27,7 +27,7 @@ from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from sp_compiler.graph_diff.subsequences import longest_common
-from sp_compiler.ir.fx import arguments, conversion, tensor_operands
+from sp_compiler.ir.fx import arguments, placements_of, tensor_operands
 from sp_compiler.ir.text import render_target, render_value
 
 _Key = Callable[[Node], str]
@@ -171,8 +171,8 @@ class Alignment:
                 self._match_sequence(old, new, key)
                 old = [node for node in old if node not in self.forth]
                 new = [node for node in new if self._is_inserted(node)]
-            old = [node for node in old if conversion(node) is None]
-            new = [node for node in new if conversion(node) is None]
+            old = [node for node in old if placements_of(node) is None]
+            new = [node for node in new if placements_of(node) is None]
             if len(old) == 1 and new:
                 self._match_expansion(old[0], new)
 

@@ -19,7 +19,7 @@ from sp_compiler.graph_diff.align import Alignment
 from sp_compiler.graph_diff.report import Change, Entry, Field, GraphDiff, Kind, Section, Summary
 from sp_compiler.graph_diff.subsequences import longest_increasing
 from sp_compiler.ir.fx import is_collective
-from sp_compiler.ir.op_traits import conversion
+from sp_compiler.ir.op_traits import collective_of
 from sp_compiler.ir.program import Program
 from sp_compiler.ir.snapshot import FORWARD, Snapshot, region_of
 from sp_compiler.ir.text import (
@@ -146,7 +146,7 @@ def _entry(kind: Kind, node: Node, changes: tuple[Change, ...] = ()) -> Entry:
 def _collective(node: Node) -> str:
     if not is_collective(node):
         return ""
-    return conversion(node) or render_target(node).rpartition(".")[2]
+    return collective_of(node) or render_target(node).rpartition(".")[2]
 
 
 def _removed_before(alignment: Alignment) -> dict[Node | None, list[Node]]:

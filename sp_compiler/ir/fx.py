@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 import sp_compiler.ops.operators  # noqa: F401 - registers the operators
 from sp_compiler.base.placement import Placement
+from sp_compiler.ops.convert import conversion_between
 
 
 def arguments(node: Node) -> dict[str, Any]:
@@ -87,7 +88,7 @@ def emit(
     return node
 
 
-def conversion(node: Node) -> tuple[Placement, Placement] | None:
+def placements_of(node: Node) -> tuple[Placement, Placement] | None:
     """(source, destination) of a placement conversion, ``None`` for any other node."""
     if node.target is not torch.ops.sp_compiler.convert.default:
         return None
@@ -98,8 +99,8 @@ def is_collective(node: Node) -> bool:
     """Whether the node communicates: gather, scatter, reduction, or vocabulary-parallel loss."""
     if node.target is torch.ops.sp_compiler.vocab_nll.default:
         return True
-    pair = conversion(node)
-    if pair is None:
+    placements = placements_of(node)
+    if placements is None:
         return False
-    source, target = pair
-    return source.kind == "P" or (source.is_sharded and target.kind != "P")
+    conversion = conversion_between(*placements)
+    return conversion is not None and conversion.link_crossings > 0

@@ -8,8 +8,8 @@ import torch
 from torch.fx import Node
 
 import sp_compiler.ops.operators  # noqa: F401 - registers torch.ops.sp_compiler
-from sp_compiler.base.placement import Placement
-from sp_compiler.ir.fx import arguments
+from sp_compiler.ir.fx import arguments, placements_of
+from sp_compiler.ops.convert import Conversion, conversion_between
 
 aten = torch.ops.aten
 _sp = torch.ops.sp_compiler
@@ -73,31 +73,24 @@ FILLED = {
     aten.scalar_tensor.default: "s",
 }
 COPIES = frozenset({aten.clone.default, aten._to_copy.default})
-CONVERSIONS = {
-    # (source kind, destination kind) -> Communicator method; "" is the same tensor on every rank
-    ("S", "R"): "all_gather",
-    ("S", "I"): "all_gather",
-    ("P", "S"): "reduce_scatter",
-    ("P", "I"): "all_reduce",
-    ("P", "R"): "all_reduce",
-    ("R", "S"): "shard",
-    ("I", "S"): "shard",
-    ("S", "P"): "embed",
-    ("I", "R"): "",
-    ("R", "I"): "",
-}
 
 
-def conversion(node: Node) -> str | None:
-    """Communicator method of a ``convert`` node ("" for an identity); None for other nodes.
+def conversion_of(node: Node) -> Conversion | None:
+    """What a ``convert`` node does; ``None`` for other nodes, and where nothing implements it."""
+    placements = placements_of(node)
+    return None if placements is None else conversion_between(*placements)
 
-    Raises:
-        KeyError: a conversion between kinds that no operation implements.
-    """
-    if node.target is not _sp.convert.default:
-        return None
-    source, target = (Placement.parse(str(text)) for text in node.args[1:3])
-    return CONVERSIONS[source.kind, target.kind]
+
+def collective_of(node: Node) -> str | None:
+    """The collective that a conversion is: ``"all_gather"``, ``"reduce_scatter"``..."""
+    conversion = conversion_of(node)
+    return conversion.method if conversion is not None and conversion.link_crossings else None
+
+
+def is_identity(node: Node) -> bool:
+    """A conversion that leaves every rank's tensor as it is; only the gradient may change."""
+    conversion = conversion_of(node)
+    return conversion is not None and not conversion.method
 
 
 def is_wait(node: Node) -> bool:
@@ -116,7 +109,7 @@ def is_view(node: Node) -> bool:
         return False
     if node.target is operator.getitem:
         return is_view(node.args[0])
-    if node.target in _OTHER_VIEWS or conversion(node) == "":
+    if node.target in _OTHER_VIEWS or is_identity(node):
         return True
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.arguments:

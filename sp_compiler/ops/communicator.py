@@ -106,7 +106,7 @@ class Communicator:
         part = self._rank_slice(_to_rank_major(x, target, self.world_size), target.dim)
         return part.clone(memory_format=torch.contiguous_format)
 
-    def embed(self, x: Tensor, src: str, dst: str) -> Tensor:
+    def zero_pad_to_partial(self, x: Tensor, src: str, dst: str) -> Tensor:
         """S(dim) -> P: this rank's part in place, zeros elsewhere (the gradient of R -> S)."""
         source = Placement.parse(src)
         size = x.shape[source.dim]

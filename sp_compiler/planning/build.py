@@ -30,7 +30,7 @@ from sp_compiler.cost.node_cost import (
 )
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.forward_backward import Partitioned, SavedTensor
-from sp_compiler.ir.op_traits import conversion, is_view
+from sp_compiler.ir.op_traits import collective_of, is_view
 from sp_compiler.ir.program import Region
 from sp_compiler.options import CompileOptions
 from sp_compiler.planning.data import (
@@ -134,7 +134,7 @@ def _gathered_again(parts: Partitioned) -> set[str]:
     return {
         node.name
         for node in parts.step_backward.find_nodes(op="placeholder")
-        if any(conversion(user) == "all_gather" for user in _through_views(node))
+        if any(collective_of(user) == "all_gather" for user in _through_views(node))
     }
 
 

@@ -18,10 +18,10 @@ from torch.fx import Graph, GraphModule
 from sp_compiler.base.placement import Placement
 from sp_compiler.ir.forward_backward import Partitioned
 from sp_compiler.ir.fx import carries_gradient
-from sp_compiler.ir.op_traits import CONVERSIONS
 from sp_compiler.ir.program import Region
 from sp_compiler.ir.symbolic import SizedInterpreter
 from sp_compiler.ops.communicator import Communicator
+from sp_compiler.ops.convert import CONVERSIONS
 
 
 class ShardedCode:
@@ -132,7 +132,7 @@ def _call(tp: Communicator, name: str, args: Sequence[Any]) -> Any:
 
 
 def _convert(tp: Communicator, x: Tensor, src: str, dst: str) -> Tensor:
-    method = CONVERSIONS[Placement.parse(src).kind, Placement.parse(dst).kind]
+    method = CONVERSIONS[Placement.parse(src).kind, Placement.parse(dst).kind].method
     converted: Tensor = getattr(tp, method)(x, src, dst) if method else x
     return converted
 

@@ -13,7 +13,7 @@ from torch.fx import Node
 from sp_compiler.base.errors import PlacementError
 from sp_compiler.base.placement import Placement
 from sp_compiler.check import check_forward, check_partitioned
-from sp_compiler.ir.fx import conversion
+from sp_compiler.ir.fx import placements_of
 from sp_compiler.ir.program import Program, Region
 from sp_compiler.options import CompileOptions
 from sp_compiler.passes.compile_region import compile_region
@@ -169,7 +169,7 @@ def test_refuses_every_broken_conversion_of_gpt2(gpt2: Program, sequence_paralle
                     continue
                 error = refuses(check_forward, broken, WORLD)
                 assert error or refuses(check_compiled, broken), f"missed {original}"
-                pair = conversion(original)
+                pair = placements_of(original)
                 assert pair is not None
                 kinds.add(pair[0].kind + pair[1].kind)
     assert {"PS", "SR"} <= kinds if sequence_parallel else {"PI", "IR"} <= kinds

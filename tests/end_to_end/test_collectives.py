@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 from torch.nn import functional as F
 
 from sp_compiler.ir.compiled_program import CompiledProgram
-from sp_compiler.ir.op_traits import conversion, has_inner_communication, is_view
+from sp_compiler.ir.op_traits import collective_of, has_inner_communication, is_view
 from sp_compiler.verification import simulate
 from tests.helpers import parity
 from tests.helpers.collective_counts import (
@@ -50,7 +50,7 @@ def _count(graph: Graph | None) -> collections.Counter[str]:
     """Collectives of a graph; a vocabulary-parallel loss is "VL", two small all-reduces inside."""
     found: collections.Counter[str] = collections.Counter()
     for node in graph.nodes if graph is not None else ():
-        method = conversion(node)
+        method = collective_of(node)
         if method in _SHORT:
             found[_SHORT[method]] += 1
         if has_inner_communication(node):
@@ -165,7 +165,7 @@ def test_collectives_on_rows_copy_nothing(name: str) -> None:
         parts = compiled.partitioned
         for graph in (parts.forward, parts.backward):
             for node in graph.nodes if graph is not None else ():
-                if conversion(node) in ("all_gather", "reduce_scatter"):
+                if collective_of(node) in ("all_gather", "reduce_scatter"):
                     _assert_plain(node, ELSEWHERE.get(name, {}).get(region, ()))
 
 

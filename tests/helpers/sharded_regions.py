@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from sp_compiler.base.placement import Placement
 from sp_compiler.ir.forward_backward import Partitioned
-from sp_compiler.ir.fx import conversion, emit
+from sp_compiler.ir.fx import emit, placements_of
 from sp_compiler.ir.program import Region
 from sp_compiler.ir.snapshot import copy_graph
 from tests.helpers.regions import region_of
@@ -133,12 +133,12 @@ BLOCKS: dict[str, Callable[[bool], Region]] = {
 
 
 def conversions(graph: Graph) -> list[Node]:
-    return [node for node in graph.nodes if conversion(node) is not None]
+    return [node for node in graph.nodes if placements_of(node) is not None]
 
 
 def is_identity(node: Node) -> bool:
     """Whether the conversion changes no number on any rank."""
-    source, target = conversion(node)  # type: ignore[misc]
+    source, target = placements_of(node)  # type: ignore[misc]
     return bool(source.is_replicated and target.is_replicated)
 
 

@@ -41,7 +41,7 @@ def test_communicator_works_on_simulated_ranks(placement: Placement, world_size:
         assert torch.equal(
             gather_check(tp.shard(scatter(whole, I, world_size), "I", text), placement), whole
         )
-        assert torch.equal(gather_check(tp.embed(parts, text, "P"), P), whole)
+        assert torch.equal(gather_check(tp.zero_pad_to_partial(parts, text, "P"), P), whole)
 
 
 def test_replicated_values_that_differ_are_refused() -> None:

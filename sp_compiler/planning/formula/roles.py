@@ -12,8 +12,8 @@ import torch
 from torch.fx import Graph, Node
 
 from sp_compiler.ir.compiled_program import CompiledProgram
-from sp_compiler.ir.fx import tensor_operands
-from sp_compiler.ir.op_traits import FUSED_ATTENTION, conversion, is_copy, is_view, matmul_factors
+from sp_compiler.ir.fx import placements_of, tensor_operands
+from sp_compiler.ir.op_traits import FUSED_ATTENTION, is_copy, is_view, matmul_factors
 from sp_compiler.ir.program import Region
 from sp_compiler.planning.formula.shapes import Shape, Shapes
 from sp_compiler.planning.formula.sizes import Atom, Dim, Share, resolved, size_of, unknowns
@@ -123,7 +123,7 @@ def _params(graph: Graph, region: Region) -> set[Node]:
     kinds = zip(graph.find_nodes(op="placeholder"), region.input_kinds, strict=True)
     params = {node for node, kind in kinds if kind == "param"}
     for node in graph.nodes:
-        passes_on = is_view(node) or is_copy(node) or conversion(node) is not None
+        passes_on = is_view(node) or is_copy(node) or placements_of(node) is not None
         if passes_on and node.args[0] in params:
             params.add(node)
     return params

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from sp_compiler.ir.compiled_program import CompiledProgram
-from sp_compiler.ir.fx import arguments, conversion, tensor_operands
+from sp_compiler.ir.fx import arguments, placements_of, tensor_operands
 from sp_compiler.ir.op_traits import FUSED_ATTENTION
 from sp_compiler.ir.program import Ref
 from sp_compiler.planning.formula.sizes import (
@@ -240,7 +240,7 @@ def _same(node: Node, operands: Sequence[Shape]) -> list[Shape]:
 
 
 def _converted(node: Node, operands: Sequence[Shape]) -> list[Shape]:
-    pair, world_size = conversion(node), arguments(node)["world_size"]
+    pair, world_size = placements_of(node), arguments(node)["world_size"]
     assert pair is not None
     source, target = pair
     return [_part(_whole(operands[0], source, world_size), target, world_size)]

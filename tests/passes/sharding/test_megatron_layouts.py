@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 from benchmarks.shares import flops_share, parameter_share
-from sp_compiler.ir.fx import conversion
+from sp_compiler.ir.fx import placements_of
 from tests.helpers import parity
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -234,7 +234,7 @@ def test_heads_stay_apart(model: type[nn.Module], tp: int, batch: int) -> None:
     """Nothing is gathered between the projections, whether or not the ranks divide the batch."""
     compiled = parity.assert_parity(_case(model(), batch), tp=tp)
     nodes = [node for region in compiled.program.regions for node in region.module.graph.nodes]
-    pairs = [conversion(node) for node in nodes]
+    pairs = [placements_of(node) for node in nodes]
     assert [str(pair[0]) for pair in pairs if pair and pair[0].kind != "I"] == ["P"]
 
 
@@ -247,7 +247,7 @@ def test_one_sum_over_the_ranks(model: type[nn.Module], tp: int) -> None:
     assert parameter_share(compiled) == 1.0
     assert flops_share(found.program, compiled) == pytest.approx(1.0)
     nodes = [node for region in compiled.program.regions for node in region.module.graph.nodes]
-    pairs = [conversion(node) for node in nodes]
+    pairs = [placements_of(node) for node in nodes]
     assert [str(pair[0]) for pair in pairs if pair and pair[0].kind != "I"] == ["P"]
 
 
@@ -265,7 +265,7 @@ def test_a_mean_over_all_heads_moves_a_number_a_row(tp: int) -> None:
     compiled = parity.assert_parity(_case(NormedOverHeads()), tp=tp)
     assert parameter_share(compiled) == 1.0
     nodes = [node for region in compiled.program.regions for node in region.module.graph.nodes]
-    moved = [node for node in nodes if (pair := conversion(node)) and pair[0].kind != "I"]
+    moved = [node for node in nodes if (pair := placements_of(node)) and pair[0].kind != "I"]
     widths = [node.meta["val"].shape[-1] for node in moved]
     assert sorted(widths) == [1, 1, 1, 1, _HIDDEN]  # of queries, of keys, of the output
 

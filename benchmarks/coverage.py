@@ -32,7 +32,7 @@ from tests.helpers import parity
 from tests.models import architectures
 
 _ROOT = Path(__file__).parents[1]
-FLOORS = _ROOT / "tests" / "coverage_floors.json"
+FLOORS = _ROOT / "tests" / "end_to_end" / "coverage_floors.json"
 PAGE = _ROOT / "docs" / "coverage.md"
 Floors = dict[str, dict[str, dict[str, dict[str, Any]]]]
 """What was measured, by architecture, configuration and number of ranks."""

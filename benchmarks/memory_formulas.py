@@ -20,8 +20,9 @@ from torch import nn
 
 from benchmarks.models import PAPER_SETUPS, PlainGPT
 from sp_compiler.estimate import plan
+from sp_compiler.planning.data import BlockPlan
 from sp_compiler.planning.formula import tidy
-from sp_compiler.planning.plan import BlockPlan, Plan
+from sp_compiler.planning.plan import Plan
 
 PAGE = Path(__file__).parents[1] / "docs" / "memory.md"
 TP, BATCH, LENGTH = 8, 2, 2048

@@ -16,7 +16,8 @@ import torch
 
 from benchmarks.models import PAPER_SETUPS, PlainGPT
 from sp_compiler.estimate import plan
-from sp_compiler.planning.plan import BlockPlan, Plan
+from sp_compiler.planning.data import BlockPlan
+from sp_compiler.planning.plan import Plan
 
 T = 8
 TOLERANCE = 1e-3

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from sp_compiler.base.placement import Placement
 from sp_compiler.ir.compiled_program import CompiledProgram
-from sp_compiler.passes.sharding.shard import problem
+from sp_compiler.passes.sharding import problem
 from tests.helpers import parity
 from tests.models.random_models import RandomModel, Recipe, recipes
 

@@ -18,8 +18,8 @@ from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.placement import I, P, Placement, R
 from sp_compiler.codegen import expressions as printer
 from sp_compiler.passes import compile_region
+from sp_compiler.passes.sharding import problem
 from sp_compiler.passes.sharding.rewrite import RegionLowering
-from sp_compiler.passes.sharding.shard import problem
 from sp_compiler.rules.strategies import Strategy
 from sp_compiler.verification.verify import VerifyReport, verify
 from tests.helpers.ranks import run_on_ranks

@@ -300,7 +300,8 @@ def test_modes_of_torch_compile_are_refused() -> None:
 
 def test_entry_point_names_the_backend() -> None:
     setup = Path(__file__).parents[2].joinpath("setup.py").read_text(encoding="utf-8")
-    (target,) = re.findall(r'"torch_dynamo_backends": \["sp_compiler = ([\w.]+:\w+)"\]', setup)
+    pattern = r'"torch_dynamo_backends": \[\s*"sp_compiler = ([\w.]+:\w+)"\s*\]'
+    (target,) = re.findall(pattern, setup)
     assert target == f"{sp_compiler_backend.__module__}:{sp_compiler_backend.__name__}"
 
 

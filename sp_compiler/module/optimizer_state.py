@@ -13,19 +13,20 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from sp_compiler.base.placement import Placement
+from sp_compiler.module.module_tree import MirrorModule
 from sp_compiler.module.parameters import from_loaded, to_true_chunk
 from sp_compiler.runtime.group import TensorParallelGroup
 
 _Stored = tuple[DTensor, Placement, TensorParallelGroup]
-_MODULES: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_MODULES: weakref.WeakSet[MirrorModule] = weakref.WeakSet()
 
 
-def show_true_state(module: nn.Module) -> None:
+def show_true_state(module: MirrorModule) -> None:
     """Do so for every optimizer of ``module``, a compiled one over several ranks."""
     if not _MODULES:
         _wrap()
@@ -92,7 +93,7 @@ def _converted_entry(
 def _stored() -> dict[int, _Stored]:
     """The parameters of all compiled modules, and how they are stored, by ``id``."""
     return {
-        id(parameter): (parameter, placement, group)
+        id(parameter): (parameter, placement, module._sp_state.group)
         for module in _MODULES
-        for parameter, placement, group in module._sp_stored()  # type: ignore[operator]
+        for parameter, placement in module._sp_state.stored()
     }

@@ -74,7 +74,7 @@ def distributed_parameter(parameter: nn.Parameter, group: TensorParallelGroup) -
 
 
 @torch.no_grad()
-def place(parameter: nn.Parameter, placement: Placement, group: TensorParallelGroup) -> None:
+def place(parameter: Tensor, placement: Placement, group: TensorParallelGroup) -> None:
     """Turn a replicated DTensor, in place, into one placed as ``placement``.
 
     The object stays the same one, so optimizers, hooks and ties that hold it stay right; only its

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any, NoReturn
 
@@ -81,10 +81,14 @@ class Original:
         self._install(mirror, lambda parameter: torch.empty_like(_plain(parameter), device="meta"))
         model.forward = _raise_taken
 
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """The model's own forward, which is hidden while the model sleeps."""
+        return self._own_forward or MethodType(type(self.model).forward, self.model)
+
     def check_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raise :class:`ArgumentError` for arguments that the model's forward does not take."""
-        forward = self._own_forward or MethodType(type(self.model).forward, self.model)
-        signature = inspect.signature(forward)
+        signature = inspect.signature(self.forward)
         try:
             signature.bind(*args, **kwargs)
         except TypeError as error:

@@ -23,7 +23,7 @@ class SignedForward:
         if module is None:
             return self._function
         bound = functools.partial(self._function, module)
-        bound.__signature__ = module._sp_signature  # type: ignore[attr-defined]
+        bound.__signature__ = module._sp_state.signature  # type: ignore[attr-defined]
         return bound
 
 

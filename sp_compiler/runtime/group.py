@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.ops.communicator import Communicator
+from sp_compiler.ops.dropout_counter import draw_seed
 
 _AXIS = "tp"
 _HOW = (
@@ -97,6 +99,14 @@ def _tp_axis(mesh: DeviceMesh) -> DeviceMesh:
     if _AXIS not in names:
         raise ArgumentError(f'mesh has the axes {names}; one of them must be named "{_AXIS}"')
     return mesh[_AXIS] if len(names) > 1 else mesh
+
+
+def forward_seed(group: TensorParallelGroup, device: torch.device) -> Tensor:
+    """The dropout seed of one forward, the same on all ranks: that of rank 0's generator."""
+    seed = draw_seed().to(device)
+    if group.process_group is not None:
+        dist.broadcast(seed, group=group.process_group, group_src=0)
+    return seed
 
 
 def device_type_of(module: torch.nn.Module) -> str:

@@ -8,19 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.ir.compiled_program import CompiledProgram
-from sp_compiler.ops.dropout_counter import draw_seed
-from sp_compiler.runtime.call_agreement import CallAgreement
 from sp_compiler.runtime.executor import Execution, Executor
-from sp_compiler.runtime.group import TensorParallelGroup
+from sp_compiler.runtime.group import TensorParallelGroup, forward_seed
 from sp_compiler.runtime.program_cache import CallKey, ProgramCache, call_key
-from sp_compiler.runtime.rank_checks import CompileAgreement, check_values, checks_enabled
+from sp_compiler.runtime.rank_checks import RankAgreement, check_values, checks_enabled
 from sp_compiler.torch_compile.dynamo_graph import BoundInputs, DynamoGraph
 from sp_compiler.torch_compile.whole_parameters import local_parameters
 
@@ -70,9 +67,7 @@ class CompiledGraph:
         self._group = group
         self._build = build
         self._programs = ProgramCache[_Compiled](cache_size)
-        name = f"graph{next(_INSTANCES)}"
-        self._call_agreement = CallAgreement(group, options)
-        self._compile_agreement = CompileAgreement(group, name, options)
+        self._agreement = RankAgreement(group, f"graph{next(_INSTANCES)}", options)
 
     def __call__(self, *args: Any) -> Any:
         """The graph's outputs, whole on every rank; buffers that it changes are changed.
@@ -87,7 +82,12 @@ class CompiledGraph:
         params = local_parameters(
             self._group.communicator, bound.params, executor.compiled.param_placements
         )
-        run = executor.run(params, bound.buffers, bound.tensors, self._seed(executor, bound))
+        seed = None
+        if executor.needs_seed:
+            tensors = (*bound.params.values(), *bound.tensors)
+            device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+            seed = forward_seed(self._group, device)
+        run = executor.run(params, bound.buffers, bound.tensors, seed)
         _write_back(run, bound)
         outputs = pytree.tree_unflatten(run.outputs, executor.compiled.program.out_spec)
         returned = compiled.returned_inputs
@@ -98,15 +98,14 @@ class CompiledGraph:
     def _compiled(self, bound: BoundInputs) -> _Compiled:
         """The program for these inputs, compiled if need be, on all ranks alike."""
         key = self._key(bound)
-        self._call_agreement.check(key)
+        self._agreement.check_call(key)
         if checks_enabled():
             inputs = [(str(index), value) for index, value in enumerate(bound.values)]
             check_values(self._group, "input", inputs)
             check_values(self._group, "parameter", bound.params.items())
         compiled = self._programs.get(key)
         if compiled is None:
-            if not self._call_agreement.enabled:
-                self._compile_agreement.check(key)
+            self._agreement.check_compilation(key)
             model = self._graph.as_model(bound)
             with torch.inference_mode(False):
                 program = self._build(model, bound.tensors)
@@ -118,17 +117,6 @@ class CompiledGraph:
     def _key(self, bound: BoundInputs) -> GraphKey:
         plain = call_key((), bound.params.values(), bound.values, self._graph.fingerprint)
         return GraphKey(**vars(plain))
-
-    def _seed(self, executor: Executor, bound: BoundInputs) -> Tensor | None:
-        """The dropout seed of this forward, the same on all ranks."""
-        if not executor.needs_seed:
-            return None
-        holders = (*bound.params.values(), *bound.tensors)
-        device = next((tensor.device for tensor in holders), torch.device("cpu"))
-        seed = draw_seed().to(device)
-        if self._group.process_group is not None:
-            dist.broadcast(seed, group=self._group.process_group, group_src=0)
-        return seed
 
 
 def _refuse_distributed(bound: BoundInputs) -> None:

@@ -230,14 +230,14 @@ def test_hooks_of_layers_see_no_sizes() -> None:
 
 def test_the_first_size_keeps_its_own_program() -> None:
     module = users.compiled(example_inputs=((users.batch(4, 6),), {}))
-    assert module._sp_latest.program.sizes is None
+    assert module._sp_state.latest.program.sizes is None
     module(users.batch(4, 7))
-    assert module._sp_latest.program.sizes is not None
-    opened = module._sp_latest
+    assert module._sp_state.latest.program.sizes is not None
+    opened = module._sp_state.latest
     module(users.batch(4, 6))
-    assert module._sp_latest is not opened
+    assert module._sp_state.latest is not opened
     module(users.batch(3, 9))
-    assert module._sp_latest is opened
+    assert module._sp_state.latest is opened
 
 
 def _twice(kind: Callable[[], nn.Module], **options: Any) -> tuple[Any, nn.Module]:
@@ -301,7 +301,7 @@ def test_a_memory_budget_is_kept_for_each_size() -> None:
     module, model = _twice(users.Net, recompute="auto", memory_budget="1MiB")
     for shape in ((2, 4), (2, 5), (3, 6)):
         _same_step(module, model, users.batch(*shape))
-        assert module._sp_latest.program.sizes is None
+        assert module._sp_state.latest.program.sizes is None
     assert users.num_compiled(module) == 3
 
 
@@ -358,7 +358,7 @@ def test_a_size_of_one_is_a_program_of_its_own() -> None:
     module, model = users.compiled(), users.net()
     for shape in ((2, 4), (2, 5), (3, 7)):
         _same_step(module, model, users.batch(*shape))
-    opened = module._sp_latest
+    opened = module._sp_state.latest
     for shape in ((1, 5), (1, 9), (1, 7)):
         _same_step(module, model, users.batch(*shape))
     assert users.num_compiled(module) == 4

@@ -46,13 +46,13 @@ def _lifted(model: nn.Module, **options: Any) -> Any:
     """Any model for the default group, with its casts to float32 lifted."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     module = sp_compiler.compile(model, tp=world_size, **options)
-    compile_for = module._sp_build
+    compile_for = module._sp_state.build
 
     def lifted(*args: Any) -> Any:
         with mock.patch.object(api, "build", functools.partial(build, lift_casts=True)):
             return compile_for(*args)
 
-    module.__dict__["_sp_build"] = lifted
+    module._sp_state.build = lifted
     return module
 
 
@@ -66,7 +66,7 @@ def _full(value: Tensor) -> Tensor:
 
 def _gradients(module: Any) -> Local:
     return {
-        name: (str(module._sp_fixed[name]), _local(parameter.grad).clone())
+        name: (str(module._sp_state.fixed[name]), _local(parameter.grad).clone())
         for name, parameter in module.named_parameters()
         if parameter.grad is not None
     }

@@ -92,4 +92,4 @@ def assert_same_gradients(first: nn.Module, second: nn.Module, rtol: float = 1e-
 
 def num_compiled(module: Any) -> int:
     """How many programs the module keeps."""
-    return len(module._sp_cache)
+    return len(module._sp_state.programs)

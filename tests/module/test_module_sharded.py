@@ -209,7 +209,7 @@ def _alone() -> Any:
     module = _compiled(_EQUAL)
     module(_input())
     if dist.get_rank() == 0:
-        module._sp_calls.timeout = timedelta(seconds=1)
+        module._sp_state.agreement.timeout = timedelta(seconds=1)
         with pytest.raises(RankMismatchError, match="rank 0 calls the module"):
             module(_input()[:2])
     else:

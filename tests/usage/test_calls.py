@@ -144,7 +144,7 @@ def test_whether_an_input_requires_a_gradient_is_part_of_the_key() -> None:
 def test_churn_warns_once_and_stays_bounded() -> None:
     module, model = compiled(lambda: nn.Linear(8, 2).double()), nn.Linear(8, 2).double()
     model.load_state_dict(module.state_dict())
-    module._sp_cache.size = 2
+    module._sp_state.programs.size = 2
     for shape in ((1,), (1, 2)):
         module(batch(*shape))
     with pytest.warns(UserWarning, match="more than 2 different kinds of inputs"):

@@ -164,7 +164,7 @@ def test_inputs_that_no_kernel_takes(
     module = compiled(lambda: kind().double())
     with pytest.raises(CaptureError, match=said):
         module(*args)
-    assert module._sp_fixed is None
+    assert module._sp_state.fixed is None
     right = torch.zeros(2, dtype=torch.int64) if kind not in (Net, Classes) else _X
     module(right)
 

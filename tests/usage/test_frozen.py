@@ -37,7 +37,7 @@ class Frozen(nn.Module):
 
 
 def _region(module: Any, name: str) -> Any:
-    return module._sp_latest.regions[name]
+    return module._sp_state.latest.regions[name]
 
 
 def test_requires_grad_may_change_between_calls() -> None:
@@ -107,7 +107,7 @@ def test_frozen_weights_have_no_weight_gradient_gemm(lora: Any) -> None:
 
 
 def _blocks(lora: Any) -> list[str]:
-    return list(dict.fromkeys(c.region.name for c in lora._sp_latest.program.calls if c.path))
+    return list(dict.fromkeys(c.region.name for c in lora._sp_state.latest.program.calls if c.path))
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])

@@ -517,7 +517,7 @@ def _options() -> Any:
         with pytest.raises(RankMismatchError, match=f"rank 1: {name}="):
             sp_compiler.compile(net(), tp=2, example_inputs=((batch(4),), {}), **options)
         # As on accelerators, where ranks agree through the store, and only to compile.
-        module._sp_calls.enabled = False
+        module._sp_state.agreement.every_call = False
         with pytest.raises(RankMismatchError, match=f"rank 1: {name}="):
             module(batch(4))
     hints: list[tuple[str, Any]] = [("head", Replicate()), ("blocks.*.up", Shard(0))]

@@ -94,12 +94,12 @@ def test_a_step_from_the_loss_makes_no_zeros(monkeypatch: pytest.MonkeyPatch) ->
     ids = zoo.inputs("gpt2")["input_ids"]
     module = sp_compiler.compile(zoo.build("gpt2", layers=1), tp=1)
     output = module(ids, labels=ids)
-    (name,) = module._sp_latest.loss_backwards
+    (name,) = module._sp_state.latest.loss_backwards
 
     def general(*_: Any) -> Any:
         raise NotImplementedError("takes a tangent of the logits too")
 
-    monkeypatch.setattr(module._sp_latest.codes[name], "backward", general)
+    monkeypatch.setattr(module._sp_state.latest.codes[name], "backward", general)
     output.loss.backward(retain_graph=True)
     with pytest.raises(NotImplementedError, match="of the logits too"):
         (output.loss + output.logits.mean()).backward()

@@ -1,0 +1,140 @@
+"""Programs for the calls of a compiled module: found or compiled, and the parameters placed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from sp_compiler.base.errors import ArgumentError
+from sp_compiler.base.placement import Placement
+from sp_compiler.module.module_tree import MirrorModule
+from sp_compiler.module.parameters import optimizers_of, place
+from sp_compiler.module.state import ModuleState
+from sp_compiler.runtime.executor import Executor
+from sp_compiler.runtime.program_cache import call_key
+from sp_compiler.runtime.rank_checks import check_values, checks_enabled
+from sp_compiler.runtime.region_call import local_tensor
+from sp_compiler.trace.export import input_names
+
+
+def executor_for(state: ModuleState, leaves: list[Any], structure: pytree.TreeSpec) -> Executor:
+    """The program for these flattened inputs, compiled if need be, on all ranks alike."""
+    key = call_key(
+        state.modules.values(),
+        state.parameters.values(),
+        leaves,
+        structure,
+        state.layout.attributes,
+    )
+    if checks_enabled():
+        check_values(state.group, "the kind of call", [("", key.digest())])
+        check_values(state.group, "input", [(str(i), leaf) for i, leaf in enumerate(leaves)])
+    state.agreement.check_call(key)
+    executor = state.programs.get(key, leaves)
+    if executor is None:
+        state.agreement.check_compilation(key)
+        # Parameters that are placed under inference_mode could never be trained.
+        with torch.inference_mode(False):
+            open_dims = state.programs.opens(key, leaves)
+            executor = _compile(state, leaves, structure, open_dims)
+        state.programs.put(key, executor, executor.compiled.program.sizes)
+    state.latest = executor.compiled
+    return executor
+
+
+def require_data(state: ModuleState) -> None:
+    """Raise while a parameter or a buffer is on the meta device.
+
+    Raises:
+        ArgumentError: naming the first of them.
+    """
+    # Every call asks, and what has data keeps it.
+    if state.has_data:
+        return
+    tensors = itertools.chain(state.parameters.items(), state.buffers.items())
+    missing = [name for name, value in tensors if value.is_meta]
+    if missing:
+        raise ArgumentError(
+            f"{len(missing)} parameters or buffers have no data ({', '.join(missing[:3])}...): "
+            "the model was built on the meta device; call module.load_pretrained(path), "
+            "module.load_state_dict(..., assign=True), or module.to_empty(device=...) and fill "
+            "them, before the first call"
+        )
+    state.has_data = True
+
+
+def _compile(
+    state: ModuleState, leaves: list[Any], structure: pytree.TreeSpec, open_dims: bool
+) -> Executor:
+    if state.fixed is None:
+        _refuse_optimizer_state(state)
+    args, kwargs = pytree.tree_unflatten(leaves, structure)
+    state.original.check_arguments(args, kwargs)
+    with state.original.awake(state.root) as model:
+        if state.fixed is None:
+            _refuse_empty(state, leaves, input_names(model, args, kwargs))
+        compiled = state.build(model, args, kwargs, state.fixed, open_dims)
+    _place(state, compiled.param_placements)
+    blocks = frozenset(call.path for call in compiled.program.calls if call.path)
+    state.layout.blocks = blocks | (state.layout.blocks or frozenset())
+    # Hooks could be put anywhere until now, for nobody knew what would be a block.
+    for module in state.root.modules():
+        if isinstance(module, MirrorModule):
+            module.require_runnable_hooks()
+    return state.executor(compiled)
+
+
+def _refuse_optimizer_state(state: ModuleState) -> None:
+    """Raise where placing the parameters would leave an optimizer with state of other shapes."""
+    for optimizer, has_state in optimizers_of(state.root.parameters()):
+        if has_state:
+            raise ArgumentError(
+                f"{type(optimizer).__name__} has state for parameters that are not placed yet "
+                "(it stepped, or state was loaded, before the first call); pass example_inputs "
+                "to sp_compiler.compile, or call the module once before"
+            )
+
+
+def _refuse_empty(state: ModuleState, leaves: list[Any], names: list[str]) -> None:
+    """Raise for an empty batch that would decide how parameters are sharded: not at all."""
+    tensors = [(n, v) for n, v in zip(names, leaves, strict=True) if isinstance(v, Tensor)]
+    if state.group.world_size == 1 or any(value.numel() for _, value in tensors):
+        return
+    for name, value in tensors:
+        raise ArgumentError(
+            f"{name} has shape {tuple(value.shape)}, with no elements: the first call decides "
+            "how parameters are sharded and needs a batch of the usual size; skip the empty "
+            "one, or pass example_inputs to sp_compiler.compile"
+        )
+
+
+def _place(state: ModuleState, placements: Mapping[str, Placement]) -> None:
+    """Fix the placements of parameters that have none yet; others must stay."""
+    fixed = dict(state.fixed or {})
+    parameters = state.parameters
+    fresh = [name for name in placements if name not in fixed]
+    if checks_enabled():
+        named = [(name, local_tensor(parameters[name])) for name in fresh]
+        check_values(state.group, "parameter", named)
+    for name in placements:
+        if name in fixed and fixed[name] != placements[name]:
+            raise ArgumentError(
+                f"parameter {name!r} is stored {fixed[name]}, and was compiled as "
+                f"{placements[name]}"
+            )
+    placed = {id(parameters[name]): placements[name] for name in fresh}
+    for name in fresh:
+        place(parameters[name], placements[name], state.group)
+    # Programs know a tied parameter by one name; checkpoints ask for it by all of them.
+    state.layout.placements.update(
+        (name, placed[id(parameter)])
+        for name, parameter in parameters.items()
+        if id(parameter) in placed
+    )
+    fixed.update(placements)
+    state.fixed = fixed

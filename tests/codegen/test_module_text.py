@@ -17,13 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from sp_compiler.base.errors import PassError
-from sp_compiler.base.placement import R, S
 from sp_compiler.codegen.expressions import FUNCTIONS, METHODS
 from sp_compiler.codegen.module_text import CompiledRegion, load, module_source
 from sp_compiler.ir.program import Region
 from sp_compiler.passes.compile_region import compile_region
 from sp_compiler.passes.memory.tag import Policy
-from tests.codegen.goldens import check_golden
 from tests.helpers.regions import TP1, Mlp, gpt_region, random_inputs, reference, region_of, sp
 
 ROOT = Path(__file__).parents[2]
@@ -170,17 +168,6 @@ def test_saved_tuple_is_what_the_accounting_says() -> None:
     total = sum(x.untyped_storage().nbytes() for x in kept)
     assert total == compiled.partitioned.kept_bytes
     assert given.isdisjoint(x.untyped_storage().data_ptr() for x in kept)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_text_of_a_small_region(policy: Policy) -> None:
-    region = region_of(Mlp(4), torch.randn(3, 4), name="MlpBlock")
-    for node in region.module.graph.nodes:
-        node.meta["placement"] = R if node.target is sp.convert.default else S(0)
-    paths = [f"h.{layer}" for layer in range(6)]
-    check_golden(
-        f"mlp_{policy}.py.txt", compile_region(region, recompute=policy, paths=paths).source
-    )
 
 
 _PRINT = """

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from sp_compiler.base.errors import ArgumentError, SPCompilerError
+from sp_compiler.base.errors import ArgumentError, PassError, SPCompilerError
 from sp_compiler.base.placement import I, Placement, R
 from sp_compiler.ir.concretize import AtHints
 from sp_compiler.ir.fx import tensor_operands
@@ -67,7 +67,12 @@ def shard(
         options: ``tp``, ``sequence_parallel``, ``nominal_tokens``, ``outputs`` are read.
         fixed: storage placements that an earlier compilation gave to the parameters.
         whole: operators that run whole on every rank, whatever their rule says.
+
+    Raises:
+        PassError: the program is sharded already: its shapes are those of one rank.
     """
+    if any(region.input_placements for region in program.regions):
+        raise PassError("shard", "the program is sharded already; shard what outline() returned")
     # What is decided is decided for the example's sizes; what is made of it has the open ones.
     hints = AtHints(program.sizes)
     if options.tp == 1:

@@ -1,0 +1,258 @@
+"""The sharding pass alone: its rewrite as text, near-misses, counts, metadata and numbers."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
+
+from sp_compiler import PassError
+from sp_compiler.base.placement import I, Placement, R, S
+from sp_compiler.ir.compiled_program import CompiledProgram, RegionCode
+from sp_compiler.ir.fx import is_collective
+from sp_compiler.ir.program import Program
+from sp_compiler.ir.text import render
+from sp_compiler.options import CompileOptions
+from sp_compiler.passes.sharding.shard import Sharded, shard
+from sp_compiler.planning.build import make_plan
+from sp_compiler.verification.interpret import ShardedCode
+from tests.goldens import check_golden
+from tests.helpers import parity
+
+RANKS = 2
+WIDTH = 8
+
+
+class Mlp(nn.Module):
+    """A residual perceptron; its hidden dim is what one rank can have a part of."""
+
+    def __init__(self, hidden: int = 16, bias: bool = False) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH, bias=False)
+        self.up = nn.Linear(WIDTH, hidden, bias=bias)
+        self.down = nn.Linear(hidden, WIDTH, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.relu(self.up(self.norm(x))))
+
+
+class Tied(nn.Module):
+    """One parameter used twice, by its rows and by its columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(2 * WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x @ self.table.T) @ self.table
+
+
+class ThreeHeads(nn.Module):
+    """Attention between the three heads of each token, which no two ranks can share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 6, bias=False), nn.Linear(6, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.up(x).unflatten(-1, (3, 2))
+        return self.down((heads @ heads.transpose(-1, -2) @ heads).flatten(-2))
+
+
+class ThreeGroups(nn.Module):
+    """A convolution of three channels, each by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(3, 3, 3, padding=1, groups=3, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.conv(x[:, :3]))
+
+
+class Inverse(nn.Module):
+    """An operator without a sharding rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x) @ torch.linalg.inv(self.weight)
+
+
+class Layers(nn.Module):
+    """Two layers, which share a region; between them the tokens are sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.layers = nn.ModuleList([Mlp(8 * WIDTH), Mlp(8 * WIDTH)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+REWRITTEN: dict[str, Any] = {
+    "mlp": Mlp,
+    "biased_mlp": functools.partial(Mlp, bias=True),
+    "padded_mlp": functools.partial(Mlp, hidden=15),
+    "tied": Tied,
+    "layers": Layers,
+}
+NEAR_MISSES: dict[str, tuple[Any, str]] = {
+    "three heads": (ThreeHeads, "up.weight is replicated: (6x8) what it is multiplied with is"),
+    "three groups": (ThreeGroups, "no dim divides by 2, nor does padding one pay"),
+    "no rule": (Inverse, "weight is replicated: (8x8) no sharding rule for aten.linalg_inv"),
+}
+
+
+@functools.cache
+def case(model: Any, batch: int = 2) -> parity.Case:
+    torch.manual_seed(0)
+    return parity.make_case(model().double(), {"x": torch.randn(batch, 4, WIDTH).double()})
+
+
+def sharded(found: parity.Case, **options: Any) -> Sharded:
+    return shard(found.program, CompileOptions(tp=RANKS, **options))
+
+
+def text(program: Program) -> str:
+    parts = [f"{region.name}:\n{render(region.module)}" for region in program.regions]
+    return "\n\n".join(parts)
+
+
+def collectives(program: Program) -> list[tuple[str, str]]:
+    """(source, destination) of each in a call, in the order in which they run."""
+    nodes = [node for call in program.calls for node in call.region.module.graph.nodes]
+    return [(node.args[1], node.args[2]) for node in nodes if is_collective(node)]
+
+
+@pytest.mark.parametrize("name", REWRITTEN)
+def test_text_before_and_after(name: str) -> None:
+    found = case(REWRITTEN[name])
+    before = text(found.program)
+    after = text(sharded(found).program)
+    assert text(found.program) == before, "the input is left as it is"
+    check_golden(f"sharding/{name}.txt", f"{before}\n\n===== on {RANKS} ranks\n\n{after}")
+
+
+_SUM = [("P", "I")]
+
+
+@pytest.mark.parametrize("name", REWRITTEN.keys() - {"layers"})
+def test_one_sum_over_the_ranks(name: str) -> None:
+    """Alone, a perceptron has nothing before and after it that could be sharded by tokens."""
+    assert collectives(sharded(case(REWRITTEN[name])).program) == _SUM
+
+
+def test_layers_exchange_tokens() -> None:
+    """Each gathers its tokens and scatters its sum; what the model returns is gathered once."""
+    found = collectives(sharded(case(Layers)).program)
+    assert found == [("S(0)", "R"), ("P", "S(0)")] * 2 + [("S(0)", "I")]
+    assert collectives(sharded(case(Layers), sequence_parallel=False).program) == _SUM * 2
+
+
+def test_placements_of_parameters() -> None:
+    assert sharded(case(REWRITTEN["biased_mlp"])).param_placements == {
+        "norm.weight": I,
+        "up.weight": S(0),
+        "up.bias": S(0),
+        "down.weight": S(1),
+        "down.bias": I,  # added once, after the sum over the ranks
+    }
+    assert sharded(case(Tied)).param_placements == {"table": S(0)}
+    padded = sharded(case(REWRITTEN["padded_mlp"])).param_placements
+    assert padded["up.weight"].local_shape((15, WIDTH), RANKS) == (8, WIDTH)
+
+
+@pytest.mark.parametrize("name", REWRITTEN)
+def test_every_node_has_its_value_and_placement(name: str) -> None:
+    for region in sharded(case(REWRITTEN[name])).program.regions:
+        region.module.graph.lint()
+        for node in region.module.graph.nodes:
+            if node.op == "output":
+                continue
+            assert all(isinstance(leaf, Tensor) for leaf in tree_leaves(node.meta["val"]))
+            assert "requires_grad" in node.meta
+            assert node.op != "placeholder" or isinstance(node.meta["placement"], Placement)
+        placements = [node.meta["placement"] for node in region.placeholders]
+        assert list(region.input_placements) == placements
+
+
+@pytest.mark.parametrize("name", NEAR_MISSES)
+def test_near_misses_stay_and_say_why(name: str) -> None:
+    model, reason = NEAR_MISSES[name]
+    found = case(model)
+    result = sharded(found, sequence_parallel=False)
+    assert set(result.param_placements.values()) == {I}
+    assert not collectives(result.program)
+    (before,), (after,) = found.program.regions, result.program.regions
+    assert render(after.module, metas=["val"]) == render(before.module, metas=["val"])
+    assert {node.meta["placement"] for node in after.module.graph.nodes if node.op != "output"} <= {
+        I,
+        R,
+    }
+    options = CompileOptions(tp=RANKS, sequence_parallel=False)
+    plan = make_plan(parity.compiled(found, tp=RANKS, sequence_parallel=False), options)
+    assert any(reason in fallback for fallback in plan.fallbacks), plan.fallbacks
+
+
+def test_one_rank_converts_nothing() -> None:
+    found = case(Mlp)
+    result = shard(found.program, CompileOptions(tp=1))
+    assert not collectives(result.program)
+    assert render(result.program.regions[0].module, metas=["val"]) == render(
+        found.program.regions[0].module, metas=["val"]
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, RANKS])
+def test_a_sharded_program_is_refused(ranks: int) -> None:
+    options = CompileOptions(tp=ranks)
+    once = shard(case(Mlp).program, options)
+    with pytest.raises(PassError, match=r"\[shard\] .*sharded already"):
+        shard(once.program, options)
+
+
+def on_ranks(result: Sharded, program: Program | None = None) -> CompiledProgram:
+    """The regions as autograd runs them, without any later pass."""
+    program = program or result.program
+    codes: dict[str, RegionCode] = {
+        region.name: ShardedCode(region, [bool(n.meta["requires_grad"]) for n in region.outputs])
+        for region in program.regions
+    }
+    return CompiledProgram(program, codes, result.param_placements, RANKS)
+
+
+@pytest.mark.parametrize("batch", [2, 3])
+@pytest.mark.parametrize("name", REWRITTEN)
+def test_numbers(name: str, batch: int) -> None:
+    found = case(REWRITTEN[name], batch)
+    parity.assert_step(found, on_ranks(sharded(found)), tolerance=1e-12)
+
+
+@pytest.mark.parametrize("name", REWRITTEN)
+def test_the_same_check_fails_without_the_rewrite(name: str) -> None:
+    found = case(REWRITTEN[name])
+    result = sharded(found, sequence_parallel=False)
+    parity.assert_step(found, on_ranks(result), tolerance=1e-12)
+    originals = {region.name: region.module for region in found.program.regions}
+    calls = [
+        replace(
+            call,
+            region=replace(call.region, module=originals.get(call.region.name, call.region.module)),
+        )
+        for call in result.program.calls
+    ]
+    with pytest.raises((AssertionError, RuntimeError)):
+        parity.assert_step(found, on_ranks(result, replace(result.program, calls=calls)))

@@ -24,25 +24,12 @@ from sp_compiler.ir.program import Region
 from sp_compiler.ir.rewriting import erase_dead
 from sp_compiler.ir.symbolic import SYMBOLIC, is_open
 from sp_compiler.passes.sharding.dim_roles import Value, results_of, shape_of, value_of
+from sp_compiler.rules.registry import LocalCall
 from sp_compiler.rules.strategies import Strategy
-from sp_compiler.rules.table import is_pointwise
+from sp_compiler.rules.table import is_pointwise, local_call
 
 aten = torch.ops.aten
 sp = torch.ops.sp_compiler
-
-# Operators that only relabel elements: a value in rows form keeps its local layout. All but the
-# first name sizes, or leave out what has size 1, which is another on one rank.
-_RESHAPES = (
-    aten.unsqueeze.default,
-    aten.reshape.default,
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.flatten.using_ints,
-    aten.unflatten.int,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.squeeze.default,
-)
 
 
 def local_placement(placement: Placement) -> Placement:
@@ -159,55 +146,17 @@ class RegionLowering:
         elif strategy.lowering == "sum":
             new = self._mean(node, args)
         else:
-            args, kwargs = self._local_arguments(node, strategy, args, kwargs)
-            target = aten.reshape.default if self._is_reshape(node, strategy) else node.target
+            call = LocalCall(
+                node,
+                arguments(node) | dict(zip(arguments(node), args, strict=False)) | kwargs,
+                strategy.operands,
+                strategy.results,
+                tuple(map(self._part_of, results_of(node), strategy.results)),
+                self.world_size,
+            )
+            target, args, kwargs = local_call(call, args, kwargs)
             new = self._emit(target, args, kwargs, node, name=node.name)
         self._results(node, new, strategy.results)
-
-    def _is_reshape(self, node: Node, strategy: Strategy) -> bool:
-        """Whether the local operator only relabels; so does moving a row dim of size 1."""
-        placement = strategy.results[0]
-        if placement.kind == "T" and node.target is aten.transpose.int:
-            rank = len(shape_of((node, 0)))
-            rows = max(placement.dim, strategy.operands[0].dim)
-            return any(dim % rank < rows for dim in node.args[1:])
-        return placement.is_sharded and node.target in _RESHAPES[placement.kind != "T" :]
-
-    def _local_arguments(
-        self, node: Node, strategy: Strategy, args: Any, kwargs: Any
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Replace sizes among the arguments by those of one rank."""
-        placement = strategy.results[0]
-        if placement.is_replicated or placement.kind == "P":
-            placement = R
-        local = [
-            list(p.local_shape(shape_of(value), self.world_size))
-            if p.is_sharded
-            else shape_of(value)
-            for value, p in zip(results_of(node), strategy.results, strict=True)
-        ]
-        if self._is_reshape(node, strategy):
-            return (args[0], list(local[0])), {}
-        if node.target is aten.expand.default:
-            return (args[0], list(local[0])), {}
-        if node.target is aten.split_with_sizes.default:
-            dim = arguments(node)["dim"]
-            return (args[0], [shape[dim] for shape in local], dim), {}
-        if "groups" in arguments(node):
-            return self._local_groups(node, args)
-        if node.target in (sp.dropout.default, sp.dropout_mask.default) and placement.is_sharded:
-            dim = 0 if placement.kind == "T" else placement.dim
-            return (*args[:4], dim, self.world_size), {}
-        return args, kwargs
-
-    def _local_groups(
-        self, node: Node, args: tuple[Any, ...]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A convolution over the groups of channels that one rank has."""
-        values = {**arguments(node), **dict(zip(arguments(node), args, strict=False))}
-        image, weight = (values[name].meta["val"].shape for name in ("input", "weight"))
-        values["groups"] = image[1] // weight[1]
-        return tuple(values.values()), {}
 
     def _without_rows(self, node: Node, operand: Node, rank: int) -> Node:
         """Drop the leading size-1 dims of a broadcast operand where the rows are flattened."""

@@ -14,7 +14,14 @@ from torch.utils._pytree import tree_map_only
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.placement import P, Placement, R, S
 from sp_compiler.check.opaque import as_value, opaque_strategies
-from sp_compiler.check.shapes import Shape, global_shape, local_shapes, result_shapes
+from sp_compiler.check.shapes import (
+    NO_SUCH_CALL,
+    GlobalCall,
+    Shape,
+    global_calls,
+    global_shape,
+    local_shapes,
+)
 from sp_compiler.ir.fx import arguments, tensor_operands
 from sp_compiler.ir.op_traits import FILLED, draws
 from sp_compiler.rules.factors import OpRule
@@ -105,11 +112,11 @@ def _shadows(
         for operand, placement in zip(tensor_operands(node), operands, strict=True)
     ]
     try:
-        candidates = list(result_shapes(node, values, operands, world_size))
-    except (AssertionError, IndexError, NotImplementedError, RuntimeError, ValueError):
-        return  # these shapes do not go together
-    for shapes in candidates:
-        yield _shadow(node, values, shapes), shapes
+        calls = list(global_calls(node, values, operands, world_size))
+    except NO_SUCH_CALL:
+        return
+    for call in calls:
+        yield _shadow(node, values, call), call.shapes
 
 
 def _whole(value: Any, placement: Placement, world_size: int) -> Any:
@@ -119,7 +126,7 @@ def _whole(value: Any, placement: Placement, world_size: int) -> Any:
     return torch.empty(shape, dtype=value.dtype, device="meta")
 
 
-def _shadow(node: Node, values: Sequence[Any], shapes: Sequence[Shape | None]) -> Node:
+def _shadow(node: Node, values: Sequence[Any], call: GlobalCall) -> Node:
     graph = Graph()
     operands = iter(values)
 
@@ -128,7 +135,7 @@ def _shadow(node: Node, values: Sequence[Any], shapes: Sequence[Shape | None]) -
         new.meta["val"] = next(operands)
         return new
 
-    args, kwargs = tree_map_only(Node, placeholder, (node.args, node.kwargs))
+    args, kwargs = tree_map_only(Node, placeholder, (call.args, call.kwargs))
     shadow = graph.call_function(node.target, args, kwargs)
     value = node.meta["val"]
     locals_ = value if isinstance(value, (tuple, list)) else [value]
@@ -136,7 +143,7 @@ def _shadow(node: Node, values: Sequence[Any], shapes: Sequence[Shape | None]) -
         torch.empty(shape or (), dtype=item.dtype, device="meta")
         if isinstance(item, Tensor)
         else item
-        for item, shape in zip(locals_, shapes, strict=True)
+        for item, shape in zip(locals_, call.shapes, strict=True)
     ]
     shadow.meta["val"] = wholes if isinstance(value, (tuple, list)) else wholes[0]
     if "placement" in node.meta:

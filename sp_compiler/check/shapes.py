@@ -6,7 +6,10 @@ results follow by running the operator without data, except where an argument is
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,10 +19,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from sp_compiler.base.placement import Placement
 from sp_compiler.ir.fx import arguments
-from sp_compiler.rules.table import is_pointwise
+from sp_compiler.rules.table import is_pointwise, row_of
 
 aten = torch.ops.aten
 Shape = tuple[int, ...]
+NO_SUCH_CALL = (AssertionError, IndexError, NotImplementedError, RuntimeError, ValueError)
+"""What an operator raises of shapes that do not go together."""
 
 
 def global_shape(shape: Sequence[int], placement: Placement, world_size: int) -> Shape:
@@ -36,10 +41,24 @@ def local_shapes(node: Node) -> list[Shape | None]:
     return [tuple(item.shape) if isinstance(item, Tensor) else None for item in values]
 
 
-def result_shapes(
+@dataclass(frozen=True)
+class GlobalCall:
+    """A call that one rank's call may be a part of.
+
+    Attributes:
+        args, kwargs: those of the node, with the sizes of the unsharded call.
+        shapes: of the unsharded results; ``None`` for a result that is no tensor.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    shapes: list[Shape | None]
+
+
+def global_calls(
     node: Node, operands: Sequence[Any], placements: Sequence[Placement], world_size: int
-) -> Iterator[list[Shape | None]]:
-    """Every global shape that the results can have.
+) -> Iterator[GlobalCall]:
+    """Every call on unsharded tensors of which ``node`` can be one rank's.
 
     Args:
         operands: what the operand nodes hold: a meta tensor of the global shape, or no tensor.
@@ -47,26 +66,63 @@ def result_shapes(
     """
     sized = _SIZED.get(node.target)
     if sized is not None:
-        yield from sized(node, operands, placements, world_size)
+        for shapes in sized(node, operands, placements, world_size):
+            yield GlobalCall(node.args, node.kwargs, shapes)
     elif is_pointwise(node):
-        yield [tuple(torch.broadcast_shapes(*_shapes(operands)))]
+        shape = tuple(torch.broadcast_shapes(*_shapes(operands)))
+        yield GlobalCall(node.args, node.kwargs, [shape])
     else:
-        yield _run(node, operands)
+        for args, kwargs in _global_arguments(node, world_size):
+            # A size that does not fit the operands is refused by the operator itself.
+            with contextlib.suppress(*NO_SUCH_CALL):
+                yield GlobalCall(args, kwargs, _run(node.target, args, kwargs, operands))
+
+
+def _global_arguments(
+    node: Node, world_size: int
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Arguments of ``node`` with each size that a shard changes as it is and as all ranks have it.
+
+    Which is meant the operator and its rule say: with sizes of a part, the shapes do not fit.
+    """
+    row = row_of(node)
+    named = [] if row is None else [n for n in row.local_arguments if n in arguments(node)]
+    candidates = [_sizes(arguments(node)[name], world_size) for name in named]
+    for sizes in itertools.product(*candidates):
+        args, kwargs = list(node.args), dict(node.kwargs)
+        for position, argument in enumerate(node.target._schema.arguments):
+            if argument.name not in named:
+                continue
+            size = sizes[named.index(argument.name)]
+            if position < len(args):
+                args[position] = size
+            else:
+                kwargs[argument.name] = size
+        yield tuple(args), kwargs
+
+
+def _sizes(local: Any, world_size: int) -> list[Any]:
+    """One rank's size or shape, and what it may be a part of."""
+    if isinstance(local, int):
+        return [local, local * world_size]
+    return [local, *map(list, _scaled(local, world_size))]
 
 
 def _shapes(operands: Sequence[Any]) -> list[Shape]:
     return [tuple(operand.shape) for operand in operands if isinstance(operand, Tensor)]
 
 
-def _run(node: Node, operands: Sequence[Any]) -> list[Shape | None]:
-    leaves, spec = tree_flatten((node.args, node.kwargs))
+def _run(
+    target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[Any]
+) -> list[Shape | None]:
+    leaves, spec = tree_flatten((args, kwargs))
     values = iter(operands)
     args, kwargs = tree_unflatten(
         [next(values) if isinstance(leaf, Node) else leaf for leaf in leaves], spec
     )
     if "device" in kwargs:
         kwargs = {**kwargs, "device": torch.device("meta")}
-    result = node.target(*args, **kwargs)
+    result = target(*args, **kwargs)
     results = result if isinstance(result, (tuple, list)) else [result]
     return [tuple(item.shape) if isinstance(item, Tensor) else None for item in results]
 
@@ -139,16 +195,6 @@ def _convolution_backward(
     yield [image, weight, weight[:1]]
 
 
-def _convolved(
-    node: Node, operands: Sequence[Any], placements: Sequence[Placement], world_size: int
-) -> Iterator[list[Shape | None]]:
-    """The groups of channels among the arguments are those of one rank."""
-    (local,) = local_shapes(node)
-    image, weight = _shapes(operands)[:2]
-    assert local is not None
-    yield [(image[0], weight[0], *local[2:])]
-
-
 _Sized = Callable[[Node, Sequence[Any], Sequence[Placement], int], Iterator[list[Shape | None]]]
 _SIZED: dict[object, _Sized] = {
     **dict.fromkeys(
@@ -171,16 +217,4 @@ _SIZED: dict[object, _Sized] = {
     aten.slice_backward.default: _sliced_backward,
     aten.select_backward.default: _sliced_backward,
     aten.convolution_backward.default: _convolution_backward,
-    **dict.fromkeys(
-        (
-            aten.convolution.default,
-            aten.conv1d.default,
-            aten.conv2d.default,
-            aten.conv3d.default,
-            aten.conv1d.padding,
-            aten.conv2d.padding,
-            aten.conv3d.padding,
-        ),
-        _convolved,
-    ),
 }

@@ -1,3 +1,1 @@
-"""The sharding rules: one table from ATen operator to the factors of its dimensions."""
-
-from sp_compiler.rules import backward as backward  # registers its rows
+"""Sharding rules: from an operator to the placements under which it may run."""

@@ -15,8 +15,8 @@ import torch
 from torch.fx import Node
 
 from sp_compiler.base.errors import ArgumentError
-from sp_compiler.rules import table
 from sp_compiler.rules.factors import Dims, Factor, OpRule
+from sp_compiler.rules.registry import ROWS, Row
 
 _TENSOR = re.compile(r"^(\.\.\.)?([A-Za-z]*)$")
 
@@ -66,14 +66,14 @@ def rule(
     """
     schema = _schema(op)
     signature = _Signature.parse(schema, text, whole, linear)
-    known = table._TABLE.get(schema.name)
-    if known is not None and not isinstance(getattr(known, "__self__", None), _Signature):
+    known = ROWS.get(schema.name)
+    if known is not None and not isinstance(getattr(known.factors, "__self__", None), _Signature):
         raise ArgumentError(
             f"op={schema.name!r} has a sharding rule of sp_compiler's own, which stays; drop this "
             "call, or put what should be split in another way into an operator of your own "
             "(torch.library.custom_op)"
         )
-    table._TABLE[schema.name] = signature.rule_for
+    ROWS[schema.name] = Row(signature.rule_for)
 
 
 def _schema(op: Any) -> torch.FunctionSchema:

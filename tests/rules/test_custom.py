@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 import sp_compiler
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.placement import I, S
-from sp_compiler.rules import table
+from sp_compiler.rules.registry import ROWS
 from tests.helpers import parity
 from tests.helpers.one_operator import Call, Whole, check, offered
 
@@ -95,8 +96,11 @@ center.register_autograd(lambda ctx, grad: center(grad))
 
 
 @pytest.fixture(autouse=True)
-def table_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "_TABLE", dict(table._TABLE))
+def table_as_it_was() -> Iterator[None]:
+    rows = dict(ROWS)
+    yield
+    ROWS.clear()
+    ROWS.update(rows)
 
 
 class Model(nn.Module):

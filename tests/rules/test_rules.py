@@ -10,14 +10,15 @@ import pytest
 import torch
 
 from sp_compiler.base.errors import PlacementError
-from sp_compiler.rules import table
 from sp_compiler.rules.factors import Dims, Factor, OpRule
+from sp_compiler.rules.families.elementwise import pointwise
+from sp_compiler.rules.registry import ROWS, Row
 from tests.helpers import op_samples
 from tests.helpers.one_operator import Step, Whole, check, compiled_step, offered
 
 aten = torch.ops.aten
 sp = torch.ops.sp_compiler
-_IN_TABLE = [target for name in table._TABLE for target in op_samples.overloads(name)]
+_IN_TABLE = [target for name in ROWS for target in op_samples.overloads(name)]
 _ON_CPU = [target for target in _IN_TABLE if target not in op_samples.NEED_GPU]
 _VOCABULARY = [aten.embedding.default, aten.cross_entropy_loss.default]
 _POINTWISE = [target for target in op_samples.pointwise() if target not in _IN_TABLE]
@@ -74,7 +75,7 @@ def test_every_strategy_in_generated_code(target: Any) -> None:
     check_all(target, 2, 2, compiled_step)
 
 
-@pytest.mark.parametrize("name", table._TABLE)
+@pytest.mark.parametrize("name", ROWS)
 def test_no_rule_is_left_without_a_call(name: str) -> None:
     targets = op_samples.overloads(name)
     assert targets, f"{name} is in the table but is no operator on tensors"
@@ -184,12 +185,12 @@ def test_a_rule_that_lies_is_found(
     target: Any, lie: Callable[[OpRule], OpRule], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = target._schema.name
-    true = table._TABLE.get(name, table._pointwise)
+    true = ROWS.get(name, Row(pointwise))
 
     def lying(node: torch.fx.Node) -> OpRule | None:
-        rule = true(node)
+        rule = true.factors(node)
         return None if rule is None else lie(rule)
 
-    monkeypatch.setitem(table._TABLE, name, lying)
+    monkeypatch.setitem(ROWS, name, replace(true, factors=lying))
     with pytest.raises((AssertionError, LookupError, RuntimeError, ValueError)):
         check_all(target, 2, 30)

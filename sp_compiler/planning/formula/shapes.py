@@ -33,7 +33,8 @@ from sp_compiler.planning.formula.sizes import (
     unknown,
 )
 from sp_compiler.rules.factors import Factor
-from sp_compiler.rules.table import is_pointwise, permutation, rule_for
+from sp_compiler.rules.families.views import permutation
+from sp_compiler.rules.table import is_pointwise, rule_for
 
 aten = torch.ops.aten
 _sp = torch.ops.sp_compiler

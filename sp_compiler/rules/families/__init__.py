@@ -1,0 +1,1 @@
+"""Rows of the rule table, by family of operators."""

@@ -1,0 +1,138 @@
+"""Rules of elementwise operators and of their gradients."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from sp_compiler.ir.fx import arguments, tensor_operands
+from sp_compiler.rules.factors import (
+    OpRule,
+    broadcast,
+    numbered,
+)
+from sp_compiler.rules.registry import (
+    FIRST_OPERAND,
+    LocalCall,
+    operand_shapes,
+    result_shapes,
+    rule,
+    shape_of,
+)
+from sp_compiler.trace.autograd_functions import is_pointwise_function
+
+# In which sets of operands an operator is jointly linear, so that partial sums pass through it.
+_ADDITIVE = {"add", "sub"}
+_UNARY_LINEAR = {
+    "neg",
+    "_to_copy",
+    "to",
+    "clone",
+    "contiguous",
+    "dropout",
+    "native_dropout_backward",
+}
+
+
+def _linear_sets(node: Node, count: int) -> tuple[tuple[int, ...], ...]:
+    name = node.target._schema.name.split("::")[1]
+    if name in _ADDITIVE and count == 2:
+        return ((0, 1),)
+    if name == "mul":
+        return tuple((position,) for position in range(count))
+    if name == "div" and not arguments(node).get("rounding_mode"):
+        return ((0,),)
+    if name == "where" and count == 3:
+        return ((1, 2),)
+    if name in _UNARY_LINEAR and _keeps_floating(node):
+        return ((0,),)
+    return ()
+
+
+def _keeps_floating(node: Node) -> bool:
+    operand, result = tensor_operands(node)[0].meta["val"], node.meta["val"]
+    return bool(operand.dtype.is_floating_point and result.dtype.is_floating_point)
+
+
+# Those without PyTorch's tag, which serves all others.
+@rule(
+    *("aten::clone", "aten::contiguous", "aten::_to_copy", "aten::to", "aten::where"),
+    *("aten::native_dropout_backward", "aten::log_sigmoid", "aten::floor_divide"),
+)
+def pointwise(node: Node) -> OpRule | None:
+    shapes, results = operand_shapes(node), result_shapes(node)
+    if len(results) != 1:
+        return None
+    dims = numbered(results[0])
+    operands = tuple(broadcast(shape, dims, results[0]) for shape in shapes)
+    linear = _linear_sets(node, len(shapes))
+    return OpRule(operands, (dims,), linear=linear, rows="broadcast")
+
+
+def _placed_dim(call: LocalCall) -> int:
+    """The sharded dim of a part, from which it counts its place in the global tensor."""
+    placement = call.results[0]
+    if placement.kind == "T":
+        return 0
+    return placement.dim if placement.is_sharded else call.arguments["dim"]
+
+
+def _placed_ranks(call: LocalCall) -> int:
+    return call.world_size if call.results[0].is_sharded else call.arguments["world_size"]
+
+
+@rule(
+    "sp_compiler::dropout",
+    "sp_compiler::dropout_mask",
+    local_arguments={"dim": _placed_dim, "world_size": _placed_ranks},
+)
+def _dropout(node: Node) -> OpRule:
+    (shape,) = result_shapes(node)
+    dims = numbered(shape)
+    linear = ((0,),) if node.target is torch.ops.sp_compiler.dropout.default else ()
+    return OpRule((dims, ()), (dims,), linear=linear, rows="broadcast", placed=True)
+
+
+@rule("sp_compiler_function::apply")
+def _autograd_function(node: Node) -> OpRule | None:
+    shapes, results = operand_shapes(node), result_shapes(node)
+    dtypes = tuple(operand.meta["val"].dtype for operand in tensor_operands(node))
+    if len({*shapes, *results}) != 1 or not is_pointwise_function(
+        arguments(node)["call"], len(shapes[0]), dtypes
+    ):
+        return None
+    dims = numbered(shapes[0])
+    return OpRule((dims,) * len(shapes), (dims,) * len(results), rows="broadcast")
+
+
+@rule(
+    *(
+        f"aten::{name}_backward"
+        for name in (
+            *("gelu", "silu", "tanh", "sigmoid", "threshold", "elu", "softplus", "leaky_relu"),
+            *("hardtanh", "mish", "hardswish", "hardsigmoid"),
+        )
+    )
+)
+def _pointwise_backward(node: Node) -> OpRule:
+    dims = numbered(shape_of(node))
+    operands = tuple(
+        broadcast(shape_of(operand), dims, shape_of(node)) for operand in tensor_operands(node)
+    )
+    return OpRule(operands, (dims,), linear=FIRST_OPERAND)
+
+
+@rule("aten::detach", "aten::alias", "aten::lift_fresh_copy")
+def _same(node: Node) -> OpRule:
+    dims = numbered(shape_of(node))
+    return OpRule((dims,), (dims,), linear=FIRST_OPERAND)
+
+
+@rule("aten::masked_fill")
+def _masked_fill(node: Node) -> OpRule:
+    shape = shape_of(node)
+    dims = numbered(shape)
+    operands = tuple(broadcast(shape_of(operand), dims, shape) for operand in tensor_operands(node))
+    value = arguments(node)["value"]
+    is_zero = not isinstance(value, Node) and value == 0
+    return OpRule(operands, (dims,), linear=FIRST_OPERAND if is_zero else ())

@@ -1,0 +1,213 @@
+"""Rules of lookups, slices, joins and indices, and of their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from sp_compiler.ir.fx import arguments, tensor_operands
+from sp_compiler.rules.factors import (
+    Dims,
+    OpRule,
+    broadcast,
+    named,
+    numbered,
+    private,
+)
+from sp_compiler.rules.registry import (
+    FIRST_OPERAND,
+    LocalCall,
+    operand_shapes,
+    positive_dim,
+    result_shapes,
+    rule,
+    shape_of,
+)
+
+aten = torch.ops.aten
+
+
+@rule("aten::embedding")
+def _embedding(node: Node) -> OpRule:
+    weight, ids = operand_shapes(node)
+    by_frequency = arguments(node)["scale_grad_by_freq"]
+    dims = private(ids, "d") if by_frequency else numbered(ids)
+    hidden = named(weight[1:], "h")
+    return OpRule(((*private(weight[:1], "v"), *hidden), dims), ((*dims, *hidden),))
+
+
+@rule("aten::embedding_dense_backward")
+def _embedding_backward(node: Node) -> OpRule:
+    grad, ids = (shape_of(operand) for operand in tensor_operands(node))
+    by_frequency = arguments(node)["scale_grad_by_freq"]
+    dims = private(ids, "d") if by_frequency else numbered(ids)
+    hidden = named(grad[-1:], "h")
+    tokens = tuple(factor for dim in dims for factor in dim)
+    table = (*private(shape_of(node)[:1], "v"), *hidden)
+    return OpRule(((*dims, *hidden), dims), (table,), contracted=tokens, linear=FIRST_OPERAND)
+
+
+@rule(
+    "aten::slice", "aten::select", "aten::index_select", "aten::narrow", "aten::flip", "aten::roll"
+)
+def _slice(node: Node) -> OpRule | None:
+    shapes, results = operand_shapes(node), result_shapes(node)
+    shape, result, args = shapes[0], results[0], arguments(node)
+    if len(shapes) != 1:
+        return None
+    dims_arg = args.get("dim", args.get("dims", 0))
+    touched = {
+        positive_dim(dim, len(shape))
+        for dim in ([dims_arg] if isinstance(dims_arg, int) else dims_arg)
+    }
+    if node.target is aten.roll.default and not dims_arg:
+        touched = set(range(len(shape)))  # it rolls the flattened tensor
+    dims = numbered(shape, blocked=sorted(touched))
+    dropped = touched if len(result) < len(shape) else set()
+    kept = tuple(dim for position, dim in enumerate(dims) if position not in dropped)
+    return OpRule((dims,), (kept,), linear=((0,),))
+
+
+@rule("aten::slice_backward", "aten::select_backward")
+def _slice_backward(node: Node) -> OpRule:
+    shape, grad = shape_of(node), shape_of(tensor_operands(node)[0])
+    dim = arguments(node)["dim"] % len(shape)
+    dims = numbered(shape, blocked=(dim,))
+    operand = dims if len(grad) == len(shape) else (*dims[:dim], *dims[dim + 1 :])
+    return OpRule((operand,), (dims,), linear=FIRST_OPERAND)
+
+
+@rule("aten::slice_scatter", "aten::select_scatter")
+def _put(node: Node) -> OpRule:
+    """One tensor with a part of it replaced by another."""
+    (shape, part) = operand_shapes(node)
+    dim = positive_dim(arguments(node)["dim"], len(shape))
+    whole = numbered(shape, blocked=(dim,))
+    own = private(part[dim : dim + 1], "p") if len(part) == len(shape) else ()
+    return OpRule((whole, (*whole[:dim], *own, *whole[dim + 1 :])), (whole,), linear=((0, 1),))
+
+
+@rule("aten::gather")
+def _gather(node: Node) -> OpRule:
+    shape, index = operand_shapes(node)
+    dims = _aligned(shape, index, positive_dim(arguments(node)["dim"], len(shape)))
+    return OpRule(dims, dims[1:], linear=FIRST_OPERAND)
+
+
+@rule("aten::scatter", "aten::scatter_add")
+def _scatter(node: Node) -> OpRule:
+    """Linear in the tensor and what is put or added into it together."""
+    shape, index, *source = operand_shapes(node)
+    whole, part = _aligned(shape, index, positive_dim(arguments(node)["dim"], len(shape)))
+    same = [part if shape == index else private(shape, "s") for shape in source]
+    linear = ((0, 2),) if source and "reduce" not in arguments(node) else ()
+    return OpRule((whole, part, *same), (whole,), linear=linear)
+
+
+def _aligned(shape: tuple[int, ...], index: tuple[int, ...], dim: int) -> tuple[Dims, Dims]:
+    """Dims of a tensor and of indices into its ``dim``; the others go together if alike."""
+    alike = [d for d in range(len(shape)) if d != dim and shape[d] == index[d]]
+    blocked = [d for d in range(len(shape)) if d not in alike]
+    whole, own = numbered(shape, blocked=blocked), private(index, "i")
+    return whole, tuple(whole[d] if d in alike else own[d] for d in range(len(shape)))
+
+
+def _local_split_sizes(call: LocalCall) -> list[int]:
+    dim = call.arguments["dim"]
+    return [shape[dim] for shape in call.result_shapes]
+
+
+@rule("aten::unbind")
+@rule("aten::split_with_sizes", local_arguments={"split_sizes": _local_split_sizes})
+def _split(node: Node) -> OpRule:
+    (shape,), results = operand_shapes(node), result_shapes(node)
+    dim = positive_dim(arguments(node).get("dim", 0), len(shape))
+    dims = numbered(shape, blocked=(dim,))
+    if len(results[0]) < len(shape):
+        result = tuple(item for position, item in enumerate(dims) if position != dim)
+        return OpRule((dims,), (result,) * len(results), linear=((0,),))
+    sizes = tuple(result[dim] for result in results)
+    return OpRule((dims,), (dims,) * len(results), linear=((0,),), split=(dim, sizes))
+
+
+@rule("aten::cat", "aten::stack")
+def _cat(node: Node) -> OpRule:
+    """``cat`` passes over empty vectors, whatever the rank of the others."""
+    shapes, (result,) = operand_shapes(node), result_shapes(node)
+    dim = positive_dim(arguments(node).get("dim", 0), len(result))
+    whole = numbered(result, blocked=(dim,))
+    part = whole if node.target is aten.cat.default else (*whole[:dim], *whole[dim + 1 :])
+    operands = tuple(private(s, "e") if s == (0,) else part for s in shapes)
+    everything = tuple(range(len(shapes)))
+    return OpRule(operands, (whole,), linear=(everything,))
+
+
+@rule("aten::constant_pad_nd", "aten::pad")
+def _pad(node: Node) -> OpRule:
+    """What is cut from one side and added to the other keeps its size and yet moves."""
+    (shape,) = operand_shapes(node)
+    pairs = len(arguments(node)["pad"]) // 2
+    dims = numbered(shape, blocked=range(len(shape) - pairs, len(shape)))
+    linear = () if arguments(node).get("value") else ((0,),)
+    return OpRule((dims,), (dims,), linear=linear)
+
+
+@rule("aten::tril", "aten::triu")
+def _triangle(node: Node) -> OpRule:
+    shape = shape_of(node)
+    dims = numbered(shape, blocked=(len(shape) - 2, len(shape) - 1))
+    return OpRule((dims,), (dims,), linear=FIRST_OPERAND)
+
+
+def _indexed(rank: int, indices: Sequence[Any]) -> list[int] | None:
+    """Dims that index tensors pick from, if they are adjacent (else the result is transposed)."""
+    dims = [dim for dim, index in enumerate(indices) if index is not None]
+    adjacent = bool(dims) and dims == list(range(dims[0], dims[-1] + 1))
+    return dims if adjacent and len(indices) <= rank else None
+
+
+def _index_dims(node: Node, source: tuple[int, ...]) -> tuple[Dims, Dims, list[Dims]] | None:
+    """Dims of the indexed tensor, of what is picked from it, and of each index tensor."""
+    indices = arguments(node)["indices"]
+    dims = _indexed(len(source), indices)
+    if dims is None or any(index.meta["val"].dtype == torch.bool for index in indices if index):
+        return None
+    shapes = [shape_of(index) for index in indices if index is not None]
+    picked_shape = tuple(torch.broadcast_shapes(*shapes))
+    picked = private(picked_shape, "p")
+    whole = numbered(source, blocked=dims)
+    result = (*whole[: dims[0]], *picked, *whole[dims[-1] + 1 :])
+    return whole, result, [broadcast(shape, picked, picked_shape) for shape in shapes]
+
+
+@rule("aten::index")
+def _index(node: Node) -> OpRule | None:
+    found = _index_dims(node, shape_of(tensor_operands(node)[0]))
+    if found is None:
+        return None
+    whole, result, indices = found
+    return OpRule((whole, *indices), (result,), linear=FIRST_OPERAND, rows="fixed")
+
+
+@rule("aten::index_put", "aten::_unsafe_index_put")
+def _index_put(node: Node) -> OpRule | None:
+    """Linear in the tensor and the values together where the values are added."""
+    found = _index_dims(node, shape_of(node))
+    args = arguments(node)
+    if found is None or not args["accumulate"]:
+        return None
+    whole, result, indices = found
+    values = args["values"]
+    put = broadcast(shape_of(values), result, _index_result_shape(node, shape_of(node)))
+    last = len(indices) + 1
+    return OpRule((whole, *indices, put), (whole,), linear=((0, last),), rows="fixed")
+
+
+def _index_result_shape(node: Node, source: tuple[int, ...]) -> tuple[int, ...]:
+    indices = arguments(node)["indices"]
+    dims = [dim for dim, index in enumerate(indices) if index is not None]
+    shapes = [shape_of(index) for index in indices if index is not None]
+    return (*source[: dims[0]], *torch.broadcast_shapes(*shapes), *source[dims[-1] + 1 :])

@@ -1,0 +1,103 @@
+"""Rules of what is done to each row alone: norms, softmax, sorting, and their gradients."""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from sp_compiler.ir.fx import arguments
+from sp_compiler.rules.factors import (
+    Dims,
+    OpRule,
+    broadcast,
+    numbered,
+    private,
+)
+from sp_compiler.rules.registry import (
+    FIRST_OPERAND,
+    dims_by_name,
+    operand_shapes,
+    positive_dim,
+    result_shapes,
+    result_values,
+    rule,
+    shape_of,
+)
+
+
+@rule("aten::layer_norm", "aten::rms_norm")
+def _layer_norm(node: Node) -> OpRule | None:
+    shapes, results = operand_shapes(node), result_shapes(node)
+    if len(results) != 1:
+        return None
+    normalized = len(arguments(node)["normalized_shape"])
+    rank = len(shapes[0])
+    dims = numbered(shapes[0], blocked=range(rank - normalized, rank))
+    affine = tuple(broadcast(shape, dims, shapes[0]) for shape in shapes[1:])
+    return OpRule((dims, *affine), (dims,))
+
+
+@rule(
+    *("aten::softmax", "aten::_softmax", "aten::log_softmax", "aten::_log_softmax", "aten::cumsum"),
+    *("aten::topk", "aten::sort"),
+)
+def _softmax(node: Node) -> OpRule:
+    """Whatever happens along one dim, which may get another size, happens for each row alone."""
+    (shape,) = operand_shapes(node)
+    dim = positive_dim(arguments(node)["dim"], len(shape))
+    dims = numbered(shape, blocked=(dim,))
+    results = tuple(
+        (*dims[:dim], *private(result[dim : dim + 1], "r"), *dims[dim + 1 :])
+        for result in result_shapes(node)
+    )
+    return OpRule((dims,), results, linear=FIRST_OPERAND if "cumsum" in str(node.target) else ())
+
+
+@rule("aten::_softmax_backward_data", "aten::_log_softmax_backward_data")
+def _softmax_backward(node: Node) -> OpRule:
+    shape = shape_of(node)
+    dims = numbered(shape, blocked=(arguments(node)["dim"] % max(1, len(shape)),))
+    return OpRule((dims, dims), (dims,), linear=FIRST_OPERAND)
+
+
+@rule("aten::_safe_softmax")
+def _safe_softmax(node: Node) -> OpRule:
+    shape = shape_of(node)
+    dims = numbered(shape, blocked=(arguments(node)["dim"] % max(1, len(shape)),))
+    return OpRule((dims,), (dims,))
+
+
+def _normalised(node: Node) -> tuple[Dims, int]:
+    """Dims of the input of a norm, the normalised ones blocked, and how many come before those."""
+    shape = shape_of(arguments(node)["input"])
+    num_rows = len(shape) - len(arguments(node)["normalized_shape"])
+    return numbered(shape, blocked=range(num_rows, len(shape))), num_rows
+
+
+def _norm_operands(node: Node, dims: Dims, num_rows: int) -> tuple[Dims, ...]:
+    statistics = (*dims[:num_rows], *[()] * (len(dims) - num_rows))
+
+    def of(name: str, operand: Node) -> Dims:
+        if name in ("mean", "rstd"):
+            return statistics
+        return dims[num_rows:] if name in ("weight", "bias") else dims
+
+    return dims_by_name(node, of)
+
+
+@rule("aten::native_layer_norm", "aten::_fused_rms_norm")
+def _norm(node: Node) -> OpRule:
+    """Results: the normalised input and one or two statistics a row."""
+    dims, num_rows = _normalised(node)
+    statistics = (*dims[:num_rows], *[()] * (len(dims) - num_rows))
+    results = (dims, *[statistics] * (len(result_values(node)) - 1))
+    return OpRule(_norm_operands(node, dims, num_rows), results)
+
+
+@rule("aten::native_layer_norm_backward", "aten::_fused_rms_norm_backward")
+def _norm_backward(node: Node) -> OpRule:
+    """Results: the gradients of the input, and of weight and bias summed over the rows."""
+    dims, num_rows = _normalised(node)
+    results = (dims, *[dims[num_rows:]] * (len(result_values(node)) - 1))
+    rows = tuple(factor for dim in dims[:num_rows] for factor in dim)
+    operands = _norm_operands(node, dims, num_rows)
+    return OpRule(operands, results, contracted=rows, linear=FIRST_OPERAND)

@@ -1,0 +1,186 @@
+"""Rules of matrix products and convolutions, and of their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.fx import Node
+
+from sp_compiler.ir.fx import arguments, tensor_operands
+from sp_compiler.rules.factors import (
+    Dim,
+    Dims,
+    Factor,
+    OpRule,
+    broadcast,
+    named,
+    numbered,
+    private,
+)
+from sp_compiler.rules.registry import (
+    FIRST_OPERAND,
+    LocalCall,
+    operand_shapes,
+    result_shapes,
+    rule,
+    shape_of,
+)
+
+aten = torch.ops.aten
+
+
+@rule("aten::linear")
+def _linear(node: Node) -> OpRule | None:
+    """With a bias the inner dim cannot be sharded: every rank would add the bias."""
+    x, weight, *bias = operand_shapes(node)
+    if len(weight) != 2:
+        return None
+    dims = (*numbered(x[:-1]), *named(weight[1:], "i"))
+    out, inner = Factor("o", weight[0]), Factor("i", weight[1])
+    operands: tuple[Dims, ...] = (dims, ((out,), (inner,)))
+    results = ((*dims[:-1], (out,)),)
+    if bias:
+        return OpRule((*operands, ((out,),)), results, linear=((0, 2), (1, 2)))
+    return OpRule(operands, results, contracted=(inner,), linear=((0,), (1,)))
+
+
+@rule("aten::mm", "aten::bmm", "aten::matmul")
+def _matmul(node: Node) -> OpRule | None:
+    left, right = operand_shapes(node)
+    if len(left) < 2 or len(right) < 2:
+        return None
+    (result,) = result_shapes(node)
+    batch = numbered(result[:-2])
+    inner = Factor("k", left[-1])
+    m, n = named(left[-2:-1], "m")[0], named(right[-1:], "n")[0]
+    operands = (
+        (*broadcast(left[:-2], batch, result[:-2]), m, (inner,)),
+        (*broadcast(right[:-2], batch, result[:-2]), (inner,), n),
+    )
+    return OpRule(
+        operands,
+        ((*batch, m, n),),
+        contracted=(inner,),
+        linear=((0,), (1,)),
+        rows="leading" if len(right) == 2 else "fixed",
+    )
+
+
+@rule("aten::baddbmm")
+def _baddbmm(node: Node) -> OpRule:
+    bias, left, _right = operand_shapes(node)
+    (result,) = result_shapes(node)
+    dims = named(result, "bmn")
+    inner = Factor("k", left[-1])
+    operands = (
+        broadcast(bias, dims, result),
+        (dims[0], dims[1], (inner,)),
+        (dims[0], (inner,), dims[2]),
+    )
+    return OpRule(operands, (dims,), rows="fixed")
+
+
+@rule("aten::addmm")
+def _addmm(node: Node) -> OpRule:
+    """The inner dim cannot be sharded: every rank would add the bias."""
+    bias, left, _ = (shape_of(operand) for operand in tensor_operands(node))
+    result = shape_of(node)
+    dims = named(result, "mn")
+    inner = Factor("k", left[1])
+    operands = (broadcast(bias, dims, result), (dims[0], (inner,)), ((inner,), dims[1]))
+    return OpRule(operands, (dims,), linear=((0, 1), (0, 2)))
+
+
+@rule("aten::_grouped_mm", "transformers::grouped_mm_fallback")
+def _grouped_mm(node: Node) -> OpRule | None:
+    """Rows sorted by expert times a matrix an expert: ``(s, k) @ (e, k, n) -> (s, n)``.
+
+    And the gradient of those matrices, ``(k, s) @ (s, n) -> (e, k, n)``. The experts themselves are
+    not cut: which rows belong to one depends on the numbers.
+    """
+    shapes = operand_shapes(node)
+    if [len(shape) for shape in shapes] == [2, 2, 1]:
+        left, right = Factor("k", shapes[0][0]), Factor("n", shapes[1][1])
+        s, e = private(shapes[1][:1], "s")[0], private(shapes[2], "e")[0]
+        of_weight = (e, (left,), (right,))
+        parts = (((left,), s), (s, (right,)), (e,))
+        return OpRule(parts, (of_weight,), linear=((0,), (1,)), rows="fixed")
+    if [len(shape) for shape in shapes] != [2, 3, 1]:
+        return None
+    rows, weight, _ = shapes
+    inner, out = Factor("k", rows[1]), Factor("n", weight[2])
+    s, e = private(rows[:1], "s")[0], private(weight[:1], "e")[0]
+    operands = ((s, (inner,)), (e, (inner,), (out,)), (e,))
+    return OpRule(operands, ((s, (out,)),), contracted=(inner,), linear=((0,), (1,)), rows="fixed")
+
+
+@rule("transformers::grouped_mm_fallback_backward")
+def _grouped_mm_backward(node: Node) -> OpRule:
+    """Results: the gradients of rows and weights, of which a cut dim makes one partial."""
+    rows, weight, _, _ = operand_shapes(node)
+    inner, out = Factor("k", rows[1]), Factor("n", weight[2])
+    s, e = private(rows[:1], "s")[0], private(weight[:1], "e")[0]
+    grad_rows, grad_weight = (s, (inner,)), (e, (inner,), (out,))
+    operands = (grad_rows, grad_weight, (e,), (s, (out,)))
+    results = (grad_rows, grad_weight)
+    return OpRule(operands, results, contracted=(out,), linear=((3,),), rows="fixed")
+
+
+def _local_groups(call: LocalCall) -> int:
+    """The groups of channels that one rank has."""
+    if call.arguments.get("transposed", False):
+        return call.arguments["groups"]  # runs replicated, and has its weight's dims swapped
+    return call.shape("input")[1] // call.shape("weight")[1]
+
+
+@rule(
+    *("aten::convolution", "aten::conv1d", "aten::conv2d", "aten::conv3d"),
+    local_arguments={"groups": _local_groups},
+)
+def _convolution(node: Node) -> OpRule | None:
+    """Output channels may be sharded, or, where channels are in groups, the groups."""
+    shapes, (result,) = operand_shapes(node), result_shapes(node)
+    if arguments(node).get("transposed", False) or len(result) != len(shapes[1]):
+        return None
+    batch = named(shapes[0][:1], "b")
+    channels, out = _convolution_channels(shapes[0], shapes[1])
+    operands: tuple[Dims, ...] = (
+        (*batch, channels, *private(shapes[0][2:], "x")),
+        (out, *private(shapes[1][1:], "w")),
+    )
+    if len(shapes) == 3:
+        operands += ((out,),)
+    return OpRule(operands, ((*batch, out, *private(result[2:], "y")),), rows="fixed")
+
+
+def _convolution_channels(image: Sequence[int], weight: Sequence[int]) -> tuple[Dim, Dim]:
+    """Factors of the channels of a convolution's input and output.
+
+    The number of groups follows from the shapes; that among the arguments may be one rank's.
+    """
+    groups = image[1] // weight[1]
+    if groups == 1:
+        return private(image[1:2], "c")[0], (Factor("o", weight[0]),)
+    inner = private((weight[1],), "c")[0]
+    outer = private((weight[0] // groups,), "o")[0]
+    return (Factor("g", groups), *inner), (Factor("g", groups), *outer)
+
+
+@rule("aten::convolution_backward")
+def _convolution_backward(node: Node) -> OpRule | None:
+    args = arguments(node)
+    if args["transposed"]:
+        return None
+    grad, image, weight = (shape_of(args[name]) for name in ("grad_output", "input", "weight"))
+    batch = named(grad[:1], "b")
+    channels, out = _convolution_channels(image, weight)
+    image_dims = (*batch, channels, *private(image[2:], "x"))
+    weight_dims = (out, *private(weight[1:], "w"))
+    summed = out if image[1] == weight[1] else ()
+    return OpRule(
+        ((*batch, out, *private(grad[2:], "y")), image_dims, weight_dims),
+        (image_dims, weight_dims, (out,)),
+        contracted=(*(factor for dim in batch for factor in dim), *summed),
+        linear=FIRST_OPERAND,
+    )

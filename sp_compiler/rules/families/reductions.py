@@ -1,0 +1,59 @@
+"""Rules of reductions."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from sp_compiler.ir.fx import arguments
+from sp_compiler.rules.factors import (
+    Dims,
+    OpRule,
+    numbered,
+)
+from sp_compiler.rules.families.elementwise import pointwise
+from sp_compiler.rules.registry import (
+    FIRST_OPERAND,
+    operand_shapes,
+    positive_dim,
+    result_shapes,
+    rule,
+)
+
+
+@rule("aten::max", "aten::min")
+def _extreme(node: Node) -> OpRule | None:
+    """Of two tensors, or along one dim or all."""
+    return pointwise(node) if "other" in arguments(node) else _reduction(node)
+
+
+@rule(
+    "aten::sum", "aten::mean", "aten::amax", "aten::amin", "aten::linalg_vector_norm", "aten::var"
+)
+def _reduction(node: Node) -> OpRule | None:
+    (shape,), results = operand_shapes(node), result_shapes(node)
+    args = arguments(node)
+    name = node.target._schema.name
+    is_sum, is_mean = name == "aten::sum", name == "aten::mean"
+    dims_arg = args.get("dim")
+    dims_arg = [dims_arg] if isinstance(dims_arg, int) else dims_arg
+    reduced = {positive_dim(dim, len(shape)) for dim in dims_arg or range(len(shape))}
+    # A dim of size 1 is blocked even in a sum: flattened to rows it would be gone.
+    blocked = [dim for dim in sorted(reduced) if not (is_sum or is_mean) or shape[dim] == 1]
+    dims = numbered(shape, blocked=blocked)
+    keep = bool(args.get("keepdim", False))
+    result: Dims = tuple(
+        () if dim in reduced else factors
+        for dim, factors in enumerate(dims)
+        if keep or dim not in reduced
+    )
+    gone = tuple(f for dim in sorted(reduced) for f in dims[dim] if not f.blocked)
+    # A mean adds up in float32 what would overflow as a sum.
+    may_sum = is_mean and node.meta["val"].dtype != torch.float16
+    return OpRule(
+        (dims,),
+        (result,) * len(results),
+        contracted=gone if is_sum else (),
+        averaged=gone if may_sum else (),
+        linear=FIRST_OPERAND if is_sum or is_mean else (),
+    )

@@ -1,0 +1,96 @@
+"""Rules of operators that only relabel elements. All are linear."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from sp_compiler.rules.factors import (
+    OpRule,
+    Rows,
+    broadcast,
+    numbered,
+    private,
+    reshaped,
+)
+from sp_compiler.rules.registry import (
+    LocalCall,
+    operand_shapes,
+    result_shapes,
+    rule,
+)
+
+aten = torch.ops.aten
+
+
+def _of_a_part(call: LocalCall) -> bool:
+    return call.results[0].is_sharded
+
+
+def _of_rows(call: LocalCall) -> bool:
+    """A dim of a part in rows form has another position than in the unsharded tensor."""
+    return call.results[0].kind == "T"
+
+
+# What names sizes, or leaves out what has size 1, which is another dim on one rank.
+@rule(
+    *("aten::reshape", "aten::view", "aten::_unsafe_view", "aten::flatten", "aten::unflatten"),
+    "aten::squeeze",
+    is_reshape=_of_a_part,
+)
+@rule("aten::unsqueeze", is_reshape=_of_rows)
+def reshape(node: Node) -> OpRule | None:
+    if node.target is aten.view.dtype:
+        return None  # other bits, perhaps of another size
+    (shape,), (result,) = operand_shapes(node), result_shapes(node)
+    if 0 in shape:
+        return None  # sizes do not tell which dim became which
+    operand_dims, result_dims = reshaped(shape, result)
+    return OpRule((operand_dims,), (result_dims,), linear=((0,),), rows="relabel")
+
+
+def _moves_a_row_dim(call: LocalCall) -> bool:
+    """Whether a row dim of size 1 is moved, which a part in rows form does not have."""
+    placement = call.results[0]
+    if placement.kind != "T":
+        return False
+    rank = len(result_shapes(call.node)[0])
+    rows = max(placement.dim, call.operands[0].dim)
+    return any(dim % rank < rows for dim in call.node.args[1:])
+
+
+@rule("aten::t", "aten::permute", "aten::movedim", "aten::numpy_T")
+@rule("aten::transpose", is_reshape=_moves_a_row_dim)
+def _permute(node: Node) -> OpRule:
+    (shape,) = operand_shapes(node)
+    order = permutation(node, len(shape))
+    dims = numbered(shape)
+    result = tuple(dims[dim] for dim in order)
+    rows: Rows = "relabel" if node.target is aten.transpose.int else "fixed"
+    return OpRule((dims,), (result,), linear=((0,),), rows=rows)
+
+
+def permutation(node: Node, rank: int) -> list[int]:
+    """Source dim of each result dim, found by permuting a shape whose sizes are all distinct."""
+    # Asked of the operator itself, which knows each overload's way to say the order.
+    probe = torch.empty(tuple(range(1, rank + 1)), device="meta")
+    result = node.target(probe, *node.args[1:], **node.kwargs)
+    return [size - 1 for size in result.shape]
+
+
+@rule("aten::view_as_real", "aten::view_as_complex")
+def _complex_view(node: Node) -> OpRule:
+    """Real and imaginary part of a number are never apart."""
+    shapes = [*operand_shapes(node), *result_shapes(node)]
+    dims = numbered(min(shapes, key=len))
+    operand, result = (
+        dims if len(shape) == len(dims) else (*dims, *private(shape[-1:], "c")) for shape in shapes
+    )
+    return OpRule((operand,), (result,), linear=((0,),))
+
+
+@rule("aten::expand", local_arguments={"size": lambda call: list(call.result_shapes[0])})
+def _expand(node: Node) -> OpRule:
+    (shape,), (result,) = operand_shapes(node), result_shapes(node)
+    dims = numbered(result)
+    return OpRule((broadcast(shape, dims, result),), (dims,), linear=((0,),))

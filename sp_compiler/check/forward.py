@@ -26,10 +26,11 @@ from sp_compiler.check.derive import Results, derive
 from sp_compiler.check.opaque import as_value, opaque_strategies
 from sp_compiler.check.report import CheckReport
 from sp_compiler.check.shapes import global_shape
-from sp_compiler.check.torch_functions import COMMUNICATE, RESHAPES, UNKNOWN_LINEAR, call, reshape
+from sp_compiler.check.torch_functions import RESHAPES, UNKNOWN_LINEAR, call, is_spelled, reshape
 from sp_compiler.ir.fx import arguments, carries_gradient, placements_of, tensor_operands
 from sp_compiler.ir.op_traits import FILLED
 from sp_compiler.ir.program import Region
+from sp_compiler.rules.table import has_local_arguments
 
 aten = torch.ops.aten
 sp = torch.ops.sp_compiler
@@ -124,8 +125,9 @@ class _Checker:
         if P in placements and name in UNKNOWN_LINEAR:
             raise _Unreadable("spmd_types does not know that it is linear")
         sharded = [placement for placement in placements if placement.is_sharded]
-        if sharded and name in COMMUNICATE:
-            raise _Unreadable("spmd_types would communicate to type it")
+        # DTensor, which spmd_types asks, would take one rank's sizes for those of all.
+        if sharded and has_local_arguments(node) and not is_spelled(node):
+            raise _Unreadable("sizes among its arguments are those of one rank")
         if any(p.dim > 1 for p in sharded) and node.target is _ATTENTION:
             raise _Unreadable("spmd_types does not see the causal mask")
         claim = node.meta.get("placement", R)

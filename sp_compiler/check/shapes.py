@@ -103,6 +103,8 @@ def _global_arguments(
 
 def _sizes(local: Any, world_size: int) -> list[Any]:
     """One rank's size or shape, and what it may be a part of."""
+    if local is None:
+        return [None]
     if isinstance(local, int):
         return [local, local * world_size]
     return [local, *map(list, _scaled(local, world_size))]
@@ -177,24 +179,6 @@ def _split(
     ]
 
 
-def _sliced_backward(
-    node: Node, operands: Sequence[Any], placements: Sequence[Placement], world_size: int
-) -> Iterator[list[Shape | None]]:
-    args = arguments(node)
-    sizes, grad = list(args["input_sizes"]), list(operands[0].shape)
-    dim = args["dim"] % len(sizes)
-    if len(grad) < len(sizes):
-        grad.insert(dim, 1)
-    yield [(*grad[:dim], sizes[dim], *grad[dim + 1 :])]
-
-
-def _convolution_backward(
-    node: Node, operands: Sequence[Any], placements: Sequence[Placement], world_size: int
-) -> Iterator[list[Shape | None]]:
-    _, image, weight = _shapes(operands)
-    yield [image, weight, weight[:1]]
-
-
 _Sized = Callable[[Node, Sequence[Any], Sequence[Placement], int], Iterator[list[Shape | None]]]
 _SIZED: dict[object, _Sized] = {
     **dict.fromkeys(
@@ -214,7 +198,4 @@ _SIZED: dict[object, _Sized] = {
     aten.expand.default: _expanded,
     aten.broadcast_to.default: _expanded,
     aten.split_with_sizes.default: _split,
-    aten.slice_backward.default: _sliced_backward,
-    aten.select_backward.default: _sliced_backward,
-    aten.convolution_backward.default: _convolution_backward,
 }

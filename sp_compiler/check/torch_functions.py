@@ -28,8 +28,11 @@ UNKNOWN_LINEAR = frozenset(
     | {"aten::view_as_real"}
 )
 """Linear operators that ``spmd_types`` does not know to be linear: it refuses partial sums."""
-COMMUNICATE = frozenset({"aten::convolution", "aten::conv1d", "aten::conv2d", "aten::conv3d"})
-"""Operators on shards that DTensor, which ``spmd_types`` asks, would run with communication."""
+
+
+def is_spelled(node: Node) -> bool:
+    """Whether the call is written so that its sizes fit a shard."""
+    return node.target._schema.name in _SPELLED
 
 
 def call(node: Node, values: dict[Node, Any]) -> Any:

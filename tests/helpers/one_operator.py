@@ -21,7 +21,7 @@ from sp_compiler.base.shards import join_parts, local_part
 from sp_compiler.check import check_forward, check_partitioned
 from sp_compiler.check.derive import derive
 from sp_compiler.check.opaque import as_value
-from sp_compiler.ir.fx import tensor_operands
+from sp_compiler.ir.fx import arguments, tensor_operands
 from sp_compiler.ir.op_traits import FUSED_ATTENTION
 from sp_compiler.ir.program import RefKind, Region
 from sp_compiler.ops.communicator import Communicator
@@ -31,8 +31,9 @@ from sp_compiler.passes.sharding.dim_roles import RegionValues, results_of
 from sp_compiler.passes.sharding.rewrite import RegionLowering, local_placement
 from sp_compiler.rules.factors import Dims, Factor, OpRule
 from sp_compiler.rules.padding import may_pad
+from sp_compiler.rules.registry import LocalCall
 from sp_compiler.rules.strategies import Offers, Strategy, strategies
-from sp_compiler.rules.table import rule_for
+from sp_compiler.rules.table import row_of, rule_for
 from sp_compiler.rules.vocabulary import vocabulary_strategies
 from sp_compiler.verification.simulate import simulated_ranks
 from tests.helpers.regions import Reference
@@ -260,13 +261,11 @@ def _traced_step(whole: Whole, strategy: Strategy, world_size: int, step: Step |
         p.local_shape(tuple(x.shape), world_size) if p.is_sharded else tuple(x.shape)
         for x, p in zip(whole.outputs, strategy.results, strict=False)
     ]
-    sizes: dict[str, Any] = {"input_sizes": local[0], "bias_sizes": local[-1]}
     parts = [
         local_part(x, p, 0, world_size)
         for x, p in zip(whole.inputs, strategy.operands, strict=True)
     ]
-    if whole.call.target is torch.ops.aten.convolution_backward.default:
-        sizes["groups"] = parts[1].shape[1] // parts[2].shape[1]
+    sizes = _local_sizes(whole, parts, strategy, local, world_size)
     _check_derived(_region(whole.call.on(parts, **sizes))[1], strategy, world_size)
 
     def run(
@@ -278,6 +277,32 @@ def _traced_step(whole: Whole, strategy: Strategy, world_size: int, step: Step |
         return [x for x in results if isinstance(x, Tensor)], [None] * len(inputs)
 
     return run
+
+
+def _local_sizes(
+    whole: Whole,
+    parts: Sequence[Tensor],
+    strategy: Strategy,
+    results: Sequence[tuple[int, ...]],
+    world_size: int,
+) -> dict[str, Any]:
+    """Size arguments of one rank's call, as its row has them."""
+    row = row_of(whole.node)
+    if row is None:
+        return {}
+    local = dict(zip(tensor_operands(whole.node), parts, strict=True))
+    graph = Graph()
+
+    def part(node: Node) -> Node:
+        new = graph.placeholder(node.name)
+        new.meta["val"] = local[node]
+        return new
+
+    values = tree_map_only(Node, part, arguments(whole.node))
+    call = LocalCall(
+        whole.node, values, strategy.operands, strategy.results, tuple(results), world_size
+    )
+    return {name: of(call) for name, of in row.local_arguments.items()}
 
 
 def _check_derived(node: Node, strategy: Strategy, world_size: int) -> None:

@@ -71,7 +71,10 @@ def _slice(node: Node) -> OpRule | None:
     return OpRule((dims,), (kept,), linear=((0,),))
 
 
-@rule("aten::slice_backward", "aten::select_backward")
+@rule(
+    *("aten::slice_backward", "aten::select_backward"),
+    local_arguments={"input_sizes": lambda call: list(call.result_shapes[0])},
+)
 def _slice_backward(node: Node) -> OpRule:
     shape, grad = shape_of(node), shape_of(tensor_operands(node)[0])
     dim = arguments(node)["dim"] % len(shape)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from torch.fx import Node
 
 from sp_compiler.ir.fx import arguments
@@ -9,11 +11,14 @@ from sp_compiler.rules.factors import (
     Dims,
     OpRule,
     broadcast,
+    named,
     numbered,
     private,
 )
 from sp_compiler.rules.registry import (
     FIRST_OPERAND,
+    LocalArguments,
+    LocalCall,
     dims_by_name,
     operand_shapes,
     positive_dim,
@@ -34,6 +39,50 @@ def _layer_norm(node: Node) -> OpRule | None:
     dims = numbered(shapes[0], blocked=range(rank - normalized, rank))
     affine = tuple(broadcast(shape, dims, shapes[0]) for shape in shapes[1:])
     return OpRule((dims, *affine), (dims,))
+
+
+def _num_groups(call: LocalCall) -> int:
+    """The groups of channels that one rank has."""
+    arg = "num_groups" if "num_groups" in call.arguments else "group"
+    channels = shape_of(arguments(call.node)["input"])[1]
+    return call.arguments[arg] * call.shape("input")[1] // channels
+
+
+_LOCAL_GROUPS: LocalArguments = {
+    "N": lambda call: call.shape("input")[0],
+    "C": lambda call: call.shape("input")[1],
+    "group": _num_groups,
+    "HxW": lambda call: math.prod(call.shape("input")[2:]),
+}
+
+
+@rule("aten::group_norm", local_arguments={"num_groups": _num_groups})
+@rule("aten::native_group_norm", "aten::native_group_norm_backward", local_arguments=_LOCAL_GROUPS)
+def _group_norm(node: Node) -> OpRule:
+    """Channels may be sharded by groups.
+
+    Results of the native form: the normalised input and two statistics per sample and group. Of its
+    backward: the gradients of the input, and of weight and bias summed over everything else.
+    """
+    args = arguments(node)
+    shape = shape_of(args["input"])
+    num_groups = args["num_groups"] if "num_groups" in args else args["group"]
+    batch = named(shape[:1], "b")
+    groups = named((num_groups,), "g")
+    channels = (*groups[0], *private((shape[1] // num_groups,), "c")[0])
+    image, statistics = (*batch, channels, *private(shape[2:], "x")), (*batch, *groups)
+
+    def dims(name: str, operand: Node) -> Dims:
+        if name in ("mean", "rstd"):
+            return statistics
+        return (channels,) if name in ("weight", "bias") else image
+
+    operands = dims_by_name(node, dims)
+    if "grad_out" in args:
+        results = (image, (channels,), (channels,))
+        return OpRule(operands, results, contracted=batch[0], linear=FIRST_OPERAND, rows="fixed")
+    others = [statistics] * (len(result_values(node)) - 1)
+    return OpRule(operands, (image, *others), rows="fixed")
 
 
 @rule(

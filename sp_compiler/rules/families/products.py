@@ -167,7 +167,13 @@ def _convolution_channels(image: Sequence[int], weight: Sequence[int]) -> tuple[
     return (Factor("g", groups), *inner), (Factor("g", groups), *outer)
 
 
-@rule("aten::convolution_backward")
+@rule(
+    "aten::convolution_backward",
+    local_arguments={
+        "bias_sizes": lambda call: list(call.result_shapes[2]),
+        "groups": _local_groups,
+    },
+)
 def _convolution_backward(node: Node) -> OpRule | None:
     args = arguments(node)
     if args["transposed"]:

@@ -1,0 +1,97 @@
+"""Calls of products and convolutions."""
+
+from __future__ import annotations
+
+import torch
+import transformers.integrations.moe  # noqa: F401 - registers the grouped product
+
+from tests.helpers.op_samples.draw import Args, Draw, Sample, Shape
+
+aten = torch.ops.aten
+
+
+def _linear(draw: Draw) -> Args:
+    *lead, inner = draw.shape(1)
+    out = draw.size()
+    bias = draw.one_of([], [draw.numbers(out)])
+    return [draw.numbers(*lead, inner), draw.numbers(out, inner), *bias]
+
+
+def _product(draw: Draw, batch: Shape, other: Shape | None = None) -> Args:
+    m, k, n = draw.size(), draw.size(), draw.size()
+    return [draw.numbers(*batch, m, k), draw.numbers(*(batch if other is None else other), k, n)]
+
+
+def _matmul(draw: Draw) -> Args:
+    batch = draw.shape(0, 2)
+    batches = [batch, draw.narrower(batch) if batch else ()]
+    draw.random.shuffle(batches)
+    return _product(draw, *batches)
+
+
+def _added_product(draw: Draw, batch: Shape) -> Args:
+    left, right = _product(draw, batch)
+    result = (*batch, left.shape[-2], right.shape[-1])
+    return [draw.numbers(*draw.narrower(result)), left, right]
+
+
+def _convolution(draw: Draw, num_dims: int = 1) -> Args:
+    batch, groups = draw.size(), draw.one_of(1, 1, 2)
+    channels, out = groups * draw.one_of(1, 3), groups * draw.world_size * draw.one_of(1, 2)
+    image = draw.numbers(batch, channels, *[6 + n for n in range(num_dims)])
+    weight = draw.numbers(out, channels // groups, *[2] * num_dims)
+    bias = draw.one_of(None, draw.numbers(out))
+    settings = [[stride] * num_dims for stride in (draw.one_of(1, 2), draw.one_of(0, 1), 1)]
+    return [image, weight, bias, *settings, groups]
+
+
+def _any_convolution(draw: Draw) -> Args:
+    *args, groups = _convolution(draw, draw.one_of(1, 2, 3))
+    return [*args, False, [0] * len(args[3]), groups]
+
+
+def _convolution_padding(draw: Draw, num_dims: int) -> Args:
+    image, weight, bias, stride, _, dilation, groups = _convolution(draw, num_dims)
+    return [image, weight, bias, stride, "valid", dilation, groups]
+
+
+def _convolution_backward(draw: Draw) -> Args:
+    args = _any_convolution(draw)
+    grad = torch.ops.aten.convolution(*args)
+    image, weight, _, *settings = args
+    sizes = [len(weight)]
+    return [draw.numbers(*grad.shape), image, weight, sizes, *settings, [True] * 3]
+
+
+def _grouped_product(draw: Draw) -> Args:
+    """Rows sorted by expert, a matrix an expert, and where the rows of each end."""
+    rows, experts, inner, out = draw.size(), draw.size(), draw.size(), draw.size()
+    ends = draw.ids(rows + 1, experts).sort().values
+    ends[-1] = rows
+    factors = [draw.numbers(rows, inner), draw.numbers(experts, inner, out)]
+    return [*factors, ends.to(torch.int32)]
+
+
+def _grouped_product_backward(draw: Draw) -> Args:
+    rows, weight, ends = _grouped_product(draw)
+    return [rows, weight, ends, draw.numbers(len(rows), weight.shape[2])]
+
+
+SAMPLES: dict[str, Sample] = {
+    "aten::linear": _linear,
+    "aten::mm": lambda draw: _product(draw, ()),
+    "aten::bmm": lambda draw: _product(draw, (draw.size(),)),
+    "aten::matmul": _matmul,
+    "aten::addmm": lambda draw: _added_product(draw, ()),
+    "aten::baddbmm": lambda draw: _added_product(draw, (draw.size(),)),
+    "aten::convolution": _any_convolution,
+    "aten::conv1d": lambda draw: _convolution(draw, 1),
+    "aten::conv2d": lambda draw: _convolution(draw, 2),
+    "aten::conv3d": lambda draw: _convolution(draw, 3),
+    "aten.conv1d.padding": lambda draw: _convolution_padding(draw, 1),
+    "aten.conv2d.padding": lambda draw: _convolution_padding(draw, 2),
+    "aten.conv3d.padding": lambda draw: _convolution_padding(draw, 3),
+    "aten::convolution_backward": _convolution_backward,
+    "transformers::grouped_mm_fallback": _grouped_product,
+    "transformers::grouped_mm_fallback_backward": _grouped_product_backward,
+}

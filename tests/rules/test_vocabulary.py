@@ -14,7 +14,7 @@ from sp_compiler.ir.rewriting import calls
 from sp_compiler.passes.sharding.reasons import why_whole
 from sp_compiler.rules.vocabulary import vocabulary_obstacle, vocabulary_strategies
 from tests.helpers import parity
-from tests.passes.normalize.test_normalize import normalized, randn
+from tests.helpers.normalized import normalized, randn
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 aten = torch.ops.aten

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from sp_compiler.base.errors import module_path
 from sp_compiler.ir.rewriting import calls, is_getitem
-from tests.passes.normalize.test_normalize import body, captured_from, normalized, outputs, randn
+from tests.helpers.normalized import body, captured_from, normalized, outputs, randn
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 

@@ -1,0 +1,155 @@
+"""Fused attention: masks that are known, and the explicit core."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sp_compiler.ir.fx import arguments
+from sp_compiler.ir.rewriting import calls
+from sp_compiler.passes.normalize import normalize
+from sp_compiler.trace.export import capture
+from tests.helpers.normalized import body, normalized, outputs, randn
+from tests.models import zoo
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+aten = torch.ops.aten
+sp = torch.ops.sp_compiler
+
+
+def _bool_mask(rows: int, columns: int) -> Tensor:
+    """Random, with one row that forbids everything."""
+    mask = randn(rows, columns) > -0.5
+    mask[1] = False
+    return mask
+
+
+ATTENTION: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "scale": {"scale": 0.7},
+    "bool": {"attn_mask": _bool_mask(6, 6)},
+    "float": {"attn_mask": randn(2, 1, 6, 6)},
+    "grouped": {"enable_gqa": True, "is_causal": True},
+}
+
+
+@pytest.mark.parametrize("case", ATTENTION)
+def test_explicit_attention_computes_what_the_fused_one_does(case: str) -> None:
+    options = dict(ATTENTION[case])
+    mask = options.pop("attn_mask", None)
+    kv_heads = 2 if case == "grouped" else 4
+    tensors = [randn(2, heads, 6, 8, grad=True) for heads in (4, kv_heads, kv_heads)]
+    tensors[2] = (tensors[2].detach() * 2 + 1).requires_grad_()
+    args = [*tensors, *([mask] if mask is not None else [])]
+
+    def attention(*args: Tensor, p: float = 0.5) -> Tensor:
+        query, key, value, *given = args
+        allowed = given[0] if given else None
+        return F.scaled_dot_product_attention(query, key, value, allowed, p, **options)
+
+    captured = normalized(attention, *args)
+    graph = captured.module.graph
+    assert not list(calls(graph, aten.scaled_dot_product_attention.default))
+    (dropout,) = calls(graph, sp.dropout.default)
+    assert dropout.meta["val"].shape == (2, 4, 6, 6)
+    dropout.replace_all_uses_with(dropout.args[0])
+    captured.module.recompile()
+    (result,) = outputs(captured, *args)
+    expected = attention(*args, p=0.0)
+    torch.testing.assert_close(result, expected, rtol=1e-13, atol=1e-13)
+    gradient = randn(*expected.shape)
+    wanted = torch.autograd.grad(expected, tensors, gradient)
+    got = torch.autograd.grad(result, tensors, gradient)
+    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+
+
+def _with_mask(make: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: F.scaled_dot_product_attention(x, x, x, make(x))
+
+
+def _causal(x: Tensor) -> Tensor:
+    positions = torch.arange(x.shape[-2])
+    return (positions[None] <= positions[:, None]).expand(x.shape[0], 1, -1, -1)
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments"),
+    [
+        (_causal, "None, 0.0, True"),
+        (lambda x: torch.ones(6, 6, dtype=torch.bool), "None, 0.0, False"),
+        (lambda x: torch.zeros(6, 6, dtype=x.dtype), "None, 0.0, False"),
+        (lambda x: x.new_full((6, 6), -math.inf).triu(1), "None, 0.0, True"),
+    ],
+)
+def test_known_masks_are_folded(make: Callable[[Tensor], Tensor], arguments: str) -> None:
+    x = randn(2, 3, 6, 4)
+    captured = normalized(_with_mask(make), x)
+    assert body(captured) == [
+        f"%1 = aten.scaled_dot_product_attention(%0, %0, %0, {arguments}) : f64[2, 3, 6, 4]",
+        "output(%1)",
+    ]
+    expected = _with_mask(make)(x)
+    torch.testing.assert_close(outputs(captured, x)[0], expected, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: _causal(x) & (torch.arange(6) != 2),
+        lambda x: _causal(x).tril(-1) | (x[0, 0, :, :1] > 0),
+        lambda x: torch.zeros(6, 6, dtype=x.dtype) + 0.5,
+    ],
+    ids=["not causal", "depends on an input", "a bias"],
+)
+def test_other_masks_stay(make: Callable[[Tensor], Tensor]) -> None:
+    captured = normalized(_with_mask(make), randn(2, 3, 6, 4))
+    (attention,) = calls(captured.module.graph, aten.scaled_dot_product_attention.default)
+    assert arguments(attention)["attn_mask"] is not None
+
+
+def _corner(offset: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Attention with fewer queries than keys, whose triangle starts at the given column."""
+
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        mask = torch.ones(4, 6, dtype=torch.bool).tril(offset)
+        return F.scaled_dot_product_attention(query, key, value, mask)
+
+    return attention
+
+
+@pytest.mark.parametrize(("offset", "is_causal"), [(0, True), (2, False), (1, False)])
+def test_only_a_triangle_at_the_top_left_is_causal(offset: int, is_causal: bool) -> None:
+    """As fused attention aligns it; at the bottom right it is what a cache of keys needs."""
+    args = randn(2, 3, 4, 8), randn(2, 3, 6, 8), randn(2, 3, 6, 8)
+    captured = normalized(_corner(offset), *args)
+    (attention,) = calls(captured.module.graph, aten.scaled_dot_product_attention.default)
+    assert arguments(attention)["is_causal"] is is_causal
+    assert (arguments(attention)["attn_mask"] is None) is is_causal
+    expected = _corner(offset)(*args)
+    torch.testing.assert_close(outputs(captured, *args)[0], expected, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("lowest", [-1.0, -1e4, -1e300])
+def test_a_soft_triangle_stays(lowest: float) -> None:
+    """What is added to forbidden scores is no more than a number, unless it is the lowest."""
+    x = randn(2, 3, 6, 4)
+    attend = _with_mask(lambda x: x.new_full((6, 6), lowest).triu(1))
+    captured = normalized(attend, x)
+    (attention,) = calls(captured.module.graph, aten.scaled_dot_product_attention.default)
+    assert arguments(attention)["attn_mask"] is not None
+    assert torch.equal(outputs(captured, x)[0], attend(x))
+
+
+def test_layers_share_one_causal_mask() -> None:
+    captured = capture(zoo.build("gpt2", dropout=0.1), (), zoo.inputs("gpt2"))
+    normalize(captured)
+    (mask,) = calls(captured.module.graph, aten.tril.default)
+    assert len(mask.users) == 2
+    assert "nn_module_stack" not in mask.meta

@@ -124,7 +124,7 @@ def test_losses_of_rows_of_which_one_is_ignored() -> None:
 @pytest.mark.parametrize("padding", [0, 1, 6, 11, -1])
 def test_a_padding_token_of_either_rank_has_no_gradient(padding: int) -> None:
     model = _Language(F.cross_entropy, padding_idx=padding)
-    hints = {"tokens.weight": Shard(0)}
+    hints: dict[str, Hint] = {"tokens.weight": Shard(0)}
     compiled = _parity(model, hints, ids=_IDS, labels=_LABELS)
     assert compiled.param_placements["tokens.weight"] == S(0)
 

@@ -30,7 +30,7 @@ from benchmarks.performance import RESULTS, save
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.shards import local_part
 from sp_compiler.base.units import bytes_text
-from sp_compiler.cost.memory import step_memory
+from sp_compiler.cost.step_memory import step_memory
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ops.communicator import Communicator
 from sp_compiler.runtime.executor import Executor

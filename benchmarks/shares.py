@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sp_compiler.cost.memory import step_memory
 from sp_compiler.cost.node_cost import product_flops, tensor_bytes
+from sp_compiler.cost.step_memory import step_memory
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.program import Program
 

@@ -14,7 +14,7 @@ from sp_compiler.compiler import build
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.hints import Hint, parameters_of, wishes_of
 from sp_compiler.module.distributed_module import DistributedModule
-from sp_compiler.options import Backend, CompileOptions, Dropout, Outputs, Recompute
+from sp_compiler.options import Backend, CompileOptions, Dropout, Outputs
 from sp_compiler.runtime.group import device_type_of, tensor_parallel_group
 
 
@@ -25,7 +25,7 @@ def compile(
     mesh: DeviceMesh | None = None,
     example_inputs: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None,
     sequence_parallel: bool = True,
-    recompute: Recompute = "selective",
+    recompute: str = "selective",
     memory_budget: int | str | None = None,
     dropout: Dropout = "regenerate",
     overlap: bool = True,

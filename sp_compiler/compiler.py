@@ -22,7 +22,7 @@ from sp_compiler.base.errors import PlacementError, module_path, source_line
 from sp_compiler.base.placement import Placement
 from sp_compiler.base.warn import warn
 from sp_compiler.check import check_forward, check_partitioned
-from sp_compiler.codegen.module_text import CompiledRegion, load, module_source
+from sp_compiler.codegen.module_text import CompiledRegion, emit, load, module_source
 from sp_compiler.ir.captured import Captured
 from sp_compiler.ir.compiled_program import CompiledProgram, LossBackward
 from sp_compiler.ir.concretize import AtHints, at_hints
@@ -32,12 +32,12 @@ from sp_compiler.ir.snapshot import Snapshot, copy_graph, program_calls
 from sp_compiler.options import CompileOptions
 from sp_compiler.passes.compile_region import compile_region, differentiate
 from sp_compiler.passes.memory.budget import (
-    Ways,
-    compile_under_budget,
+    Candidates,
+    candidates_of,
     rename_regions,
-    ways_to_split,
+    split_under_budget,
 )
-from sp_compiler.passes.memory.cut import Cut
+from sp_compiler.passes.memory.partition import SplitOptions
 from sp_compiler.passes.normalize import normalize
 from sp_compiler.passes.outline import outline
 from sp_compiler.passes.sharding.explain import explain
@@ -285,20 +285,27 @@ class _ShardedProgram:
         return {region.name: differentiate(region) for region in self._sharded.program.regions}
 
     @cached_property
-    def _cuts(self) -> dict[str, Cut]:
+    def _split_options(self) -> dict[str, SplitOptions]:
         program, options = self._sharded.program, self._options
         own_parameters = program.own_parameters(options.tp)
         overlap = options.overlap and options.tp > 1
-        cuts = {}
+        found = {}
         for region in program.regions:
             pairs = zip(program.calls, own_parameters, strict=True)
             own = frozenset.intersection(*(own for call, own in pairs if call.region is region))
-            cuts[region.name] = Cut(_loss_output(program, region), own, overlap, program.sizes)
-        return cuts
+            found[region.name] = SplitOptions(
+                _loss_output(program, region),
+                own,
+                overlap,
+                program.sizes,
+                _runs_last(program, region),
+            )
+        return found
 
     @cached_property
-    def _ways(self) -> Ways:
-        return ways_to_split(self._sharded.program, self._joints, self._cuts, self._options.tp)
+    def _ways(self) -> Candidates:
+        program, tp = self._sharded.program, self._options.tp
+        return candidates_of(program, self._joints, self._split_options, tp)
 
     def finish(self, options: CompileOptions) -> CompiledProgram:
         clock = _Clock(dict(self._seconds))
@@ -307,10 +314,15 @@ class _ShardedProgram:
         if options.budget_bytes is None:
             regions = [self._compile(region, options) for region in program.regions]
         else:
-            found = compile_under_budget(
+            found = split_under_budget(
                 program, self._joints, self._ways, options.tp, options.budget_bytes
             )
-            program, regions = found.program, list(found.regions)
+            program = found.program
+            regions = [
+                emit(region, split.joint, split.partitioned, program.paths(region))
+                for region in program.regions
+                for split in (found.regions[region.name],)
+            ]
             calls = self._sharded.program.calls
             origins = {name: c.region.name for name, c in zip(found.names, calls, strict=True)}
             for name, before in (("capture", self._original), ("shard", self._sharded.program)):
@@ -355,9 +367,8 @@ class _ShardedProgram:
             region,
             recompute=options.recompute,
             joint=self._joints[region.name],
-            how=self._cuts[region.name],
+            options=self._split_options[region.name],
             paths=program.paths(region),
-            runs_last=_runs_last(program, region),
         )
 
 

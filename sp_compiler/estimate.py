@@ -10,7 +10,7 @@ from torch import nn
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.compiler import build
 from sp_compiler.ir.hints import Hint, parameters_of, wishes_of
-from sp_compiler.options import Backend, CompileOptions, Dropout, Outputs, Recompute
+from sp_compiler.options import Backend, CompileOptions, Dropout, Outputs
 from sp_compiler.planning.plan import Plan
 
 ExampleInputs = tuple[tuple[Any, ...], Mapping[str, Any]]
@@ -22,7 +22,7 @@ def plan(
     tp: int = 8,
     *,
     sequence_parallel: bool = True,
-    recompute: Recompute = "selective",
+    recompute: str = "selective",
     memory_budget: int | str | None = None,
     dropout: Dropout = "regenerate",
     overlap: bool = True,

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from sp_compiler.base.errors import ArgumentError, UnsupportedError
 from sp_compiler.base.units import parse_bytes
 from sp_compiler.ir.hints import Hint, checked_hints, hint_text
 
-Recompute = Literal["none", "attention", "selective", "full", "auto"]
+_POLICIES = Path(__file__).parent / "passes" / "memory" / "policies"
+# By their files' names, for options are known to every pass and so may import none.
+_NAMES = [module.name for module in pkgutil.iter_modules([str(_POLICIES)])]
+RECOMPUTE = (*sorted(_NAMES, key=lambda name: (name != "none", name)), "auto")
+"""Values of ``recompute``: the name of a policy's file, or "auto", under a memory budget."""
 Dropout = Literal["regenerate", "stored"]
 Backend = Literal["eager", "inductor"]
 Outputs = Literal["replicate", "shard", "auto"]
@@ -27,7 +33,7 @@ class CompileOptions:
 
     tp: int = 1
     sequence_parallel: bool = True
-    recompute: Recompute = "selective"
+    recompute: str = "selective"
     memory_budget: int | str | None = None
     dropout: Dropout = "regenerate"
     overlap: bool = True
@@ -37,7 +43,7 @@ class CompileOptions:
     hints: Mapping[str, Hint] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _check_choice("recompute", self.recompute, get_args(Recompute))
+        _check_choice("recompute", self.recompute, RECOMPUTE)
         _check_choice("dropout", self.dropout, get_args(Dropout))
         _check_choice("backend", self.backend, get_args(Backend))
         _check_choice("outputs", self.outputs, get_args(Outputs))

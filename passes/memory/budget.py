@@ -20,87 +20,104 @@ from torch.fx import GraphModule
 
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.units import UNITS, bytes_text
-from sp_compiler.codegen.module_text import CompiledRegion, emit
-from sp_compiler.cost.step_walk import stops
-from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.cost.budget_problem import budget_problem
+from sp_compiler.ir.forward_backward import Partitioned
 from sp_compiler.ir.program import Call, Program, Ref, Region
 from sp_compiler.ir.snapshot import copy_graph
-from sp_compiler.passes.memory.candidates import Variant, variants, write_tags
-from sp_compiler.passes.memory.cut import Cut
-from sp_compiler.solve.memory_budget import Stop, cheapest, needs, peak_bytes, smallest
+from sp_compiler.passes.memory.candidates import Candidate, candidates
+from sp_compiler.passes.memory.partition import SplitOptions
+from sp_compiler.passes.memory.tag import write_tags
+from sp_compiler.solve.memory_budget import CallSplits, cheapest, needs, peak_bytes, smallest
 from sp_compiler.trace.joint import JointGraph
 
 
 @dataclass(frozen=True)
-class Budgeted:
+class SplitRegion:
+    """A region that is cut: its joint graph with the tags that it was cut by, and the parts."""
+
+    joint: JointGraph
+    partitioned: Partitioned
+
+
+@dataclass(frozen=True)
+class SplitProgram:
     """A program that fits.
 
     Attributes:
         names: of the region of each call.
-        regions: compiled, in order of first use.
+        regions: how each region is cut, by name, in order of first use.
     """
 
     program: Program
     names: tuple[str, ...]
-    regions: tuple[CompiledRegion, ...]
+    regions: Mapping[str, SplitRegion]
 
 
-Ways = Mapping[str, Sequence[Variant]]
+Candidates = Mapping[str, Sequence[Candidate]]
 """In which ways each region, by name, can be split."""
 
 
-def ways_to_split(
-    program: Program, joints: Mapping[str, JointGraph], cuts: Mapping[str, Cut], world_size: int
-) -> Ways:
-    """The ways for every region of ``program``, whatever the budget.
+def candidates_of(
+    program: Program,
+    joints: Mapping[str, JointGraph],
+    options: Mapping[str, SplitOptions],
+    world_size: int,
+) -> Candidates:
+    """The ways to split every region of ``program``, whatever the budget.
 
     Args:
         program: sharded.
         joints: of each region, by name; their tags are overwritten.
-        cuts: what is wanted of each region, by name.
+        options: what is wanted of each region, by name.
         world_size: number of tensor-parallel ranks.
     """
-    returned = {
-        name: frozenset(ref.output for ref in _returned(program) if _name(program, ref) == name)
-        for name in cuts
-    }
+    returned: dict[str, set[int]] = {name: set() for name in joints}
+    for ref in program.outputs:
+        if isinstance(ref, Ref) and ref.kind == "call":
+            returned[program.calls[ref.index].region.name].add(ref.output)
     return {
-        name: variants(joint, world_size, how=cuts[name], free=returned[name])
+        name: candidates(joint, world_size, options=options[name], free=frozenset(returned[name]))
         for name, joint in joints.items()
     }
 
 
-def compile_under_budget(
+def split_under_budget(
     program: Program,
     joints: Mapping[str, JointGraph],
-    found: Ways,
+    ways: Candidates,
     world_size: int,
     budget_bytes: int,
-) -> Budgeted:
+) -> SplitProgram:
     """Split every call of ``program``, which is left as it is.
 
     Args:
         program: sharded.
         joints: of each region, by name; their tags are overwritten.
-        found: see :func:`ways_to_split`.
+        ways: see :func:`candidates_of`.
         world_size: number of tensor-parallel ranks.
         budget_bytes: what the peak of activations on a rank may be.
 
     Raises:
         ArgumentError: the budget is too small; the message has the least that would do.
     """
-    calls = stops(_in_the_first_way(program, joints, found, world_size), found)
+    differentiable = {
+        name: tuple(output in joint.tangent_outputs for output in range(joint.num_outputs))
+        for name, joint in joints.items()
+    }
+    calls = budget_problem(program, ways, differentiable, world_size)
     picks = cheapest(calls, budget_bytes)
     if picks is None:
         raise ArgumentError(_too_small(program, calls, budget_bytes))
     picks = _in_order(program, calls, picks)
-    chosen = [
-        found[call.region.name][pick] for call, pick in zip(program.calls, picks, strict=True)
-    ]
-    names = _names(program, found, chosen)
-    split = rename_regions(program, names)
-    originals = [joints[call.region.name] for call in program.calls]
-    return Budgeted(split, names, _emitted(split, originals, chosen))
+    chosen = [ways[call.region.name][pick] for call, pick in zip(program.calls, picks, strict=True)]
+    names = _names(program, ways, chosen)
+    regions: dict[str, SplitRegion] = {}
+    for name, call, candidate in zip(names, program.calls, chosen, strict=True):
+        if name not in regions:
+            joint = joints[call.region.name]
+            write_tags(joint, candidate.tags)
+            regions[name] = SplitRegion(joint.copy(), candidate.partitioned)
+    return SplitProgram(rename_regions(program, names), names, regions)
 
 
 def rename_regions(program: Program, names: Sequence[str]) -> Program:
@@ -117,88 +134,46 @@ def rename_regions(program: Program, names: Sequence[str]) -> Program:
     return replace(program, calls=calls)
 
 
-def _returned(program: Program) -> list[Ref]:
-    return [ref for ref in program.outputs if isinstance(ref, Ref) and ref.kind == "call"]
-
-
-def _name(program: Program, ref: Ref) -> str:
-    return program.calls[ref.index].region.name
-
-
-def _in_the_first_way(
-    program: Program,
-    joints: Mapping[str, JointGraph],
-    found: Ways,
-    world_size: int,
-) -> CompiledProgram:
-    regions = {
-        region.name: emit(region, joints[region.name], first.partitioned)
-        for region in program.regions
-        for first in found[region.name][:1]
-    }
-    return CompiledProgram(
-        program,
-        {name: region.code for name, region in regions.items()},
-        {},
-        world_size,
-        differentiable={name: region.differentiable for name, region in regions.items()},
-        regions=regions,
-    )
-
-
-def _in_order(program: Program, calls: Sequence[Stop], picks: list[int]) -> list[int]:
+def _in_order(program: Program, calls: Sequence[CallSplits], picks: list[int]) -> list[int]:
     """The same ways in the order that the top of this file says, unless that raises the peak."""
     ordered = list(picks)
     for region in program.regions:
         places = [
             index
             for index, call in enumerate(program.calls)
-            if call.region is region and len(calls[index].ways) > 1
+            if call.region is region and len(calls[index].splits) > 1
         ]
         ways = sorted(
             (picks[index] for index in places),
-            key=lambda pick: (-calls[places[0]].ways[pick].backward_bytes, pick),
+            key=lambda pick: (-calls[places[0]].splits[pick].backward_bytes, pick),
         )
         for index, pick in zip(places, ways, strict=True):
             ordered[index] = pick
     return ordered if peak_bytes(calls, ordered) <= peak_bytes(calls, picks) else picks
 
 
-def _names(program: Program, found: Ways, chosen: Sequence[Variant]) -> tuple[str, ...]:
+def _names(program: Program, ways: Candidates, chosen: Sequence[Candidate]) -> tuple[str, ...]:
     """Of the region of each call; the region's own where all its calls are split alike."""
     names: dict[int, str] = {}
     taken = {region.name for region in program.regions}
     for region in program.regions:
-        mine = [
-            variant
-            for call, variant in zip(program.calls, chosen, strict=True)
+        used = {
+            id(candidate): candidate
+            for call, candidate in zip(program.calls, chosen, strict=True)
             if call.region is region
-        ]
-        different = list({id(variant): variant for variant in mine}.values())
-        most = max(variant.partitioned.kept_bytes for variant in found[region.name])
-        for variant in different:
-            percent = round(100 * variant.partitioned.kept_bytes / max(1, most))
-            name = region.name if len(different) == 1 else f"{region.name}Keep{percent}"
-            while len(different) > 1 and name in taken:
+        }
+        most = max(candidate.partitioned.kept_bytes for candidate in ways[region.name])
+        for key, candidate in used.items():
+            percent = round(100 * candidate.partitioned.kept_bytes / max(1, most))
+            name = region.name if len(used) == 1 else f"{region.name}Keep{percent}"
+            while len(used) > 1 and name in taken:  # two that round to the same percentage
                 name += "x"
             taken.add(name)
-            names[id(variant)] = name
-    return tuple(names[id(variant)] for variant in chosen)
+            names[key] = name
+    return tuple(names[id(candidate)] for candidate in chosen)
 
 
-def _emitted(
-    program: Program, joints: Sequence[JointGraph], chosen: Sequence[Variant]
-) -> tuple[CompiledRegion, ...]:
-    done: dict[str, CompiledRegion] = {}
-    for call, joint, variant in zip(program.calls, joints, chosen, strict=True):
-        if call.region.name not in done:
-            paths = program.paths(call.region)
-            write_tags(joint, variant.tags)
-            done[call.region.name] = emit(call.region, joint.copy(), variant.partitioned, paths)
-    return tuple(done.values())
-
-
-def _too_small(program: Program, calls: Sequence[Stop], budget_bytes: int) -> str:
+def _too_small(program: Program, calls: Sequence[CallSplits], budget_bytes: int) -> str:
     peaks = list(needs(calls, smallest(calls)))
     index = max(range(len(peaks)), key=lambda i: peaks[i][1])
     kept, peak = peaks[index]

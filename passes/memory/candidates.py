@@ -23,14 +23,15 @@ from sp_compiler.cost.node_cost import (
 )
 from sp_compiler.ir.forward_backward import Partitioned
 from sp_compiler.ir.op_traits import base, has_inner_communication
-from sp_compiler.passes.memory.cut import Cut, cut
-from sp_compiler.passes.memory.tag import POLICIES, Policy, Tag, tag_recompute
-from sp_compiler.solve.recompute_frontier import Value, frontier
+from sp_compiler.passes.memory.partition import SplitOptions, split
+from sp_compiler.passes.memory.recompute_policy import Tag
+from sp_compiler.passes.memory.tag import POLICIES, tag_recompute, write_tags
+from sp_compiler.solve.recompute_frontier import ForwardValue, frontier
 from sp_compiler.trace.joint import JointGraph, ancestors
 
 
 @dataclass(frozen=True)
-class Variant:
+class Candidate:
     """One way to split a region.
 
     Attributes:
@@ -48,40 +49,35 @@ class Variant:
     backward_peak_bytes: int
 
 
-def variants(
+def candidates(
     joint: JointGraph,
     world_size: int,
     *,
-    how: Cut,
+    options: SplitOptions,
     free: frozenset[int],
-) -> list[Variant]:
+) -> list[Candidate]:
     """Split ``joint``, whose tags are overwritten; the one that keeps least comes first.
 
     Args:
         world_size: number of tensor-parallel ranks.
-        how: what the program wants of each of them.
+        options: what the program wants of each of them.
         free: outputs of the region that exist until backward anyway: the model returns them.
     """
-    found: dict[tuple[str, ...], Variant] = {}
+    distinct: dict[tuple[str, ...], Candidate] = {}
     for tags in (
         *_solved(joint, world_size, free),
-        *(_policy(joint, policy) for policy in POLICIES),
+        *(_tags_of(joint, policy) for policy in POLICIES),
     ):
         write_tags(joint, tags)
-        parts = cut(joint, how)
+        parts = split(joint, options)
         names = tuple(sorted(tensor.name for tensor in parts.saved))
-        if names not in found:
-            found[names] = _measured(tags, parts, world_size, how.own_parameters)
-    return sorted(found.values(), key=lambda v: (v.partitioned.kept_bytes, v.time_us))
+        # What one saves decides the rest: of equal ones the first has the better reasons.
+        if names not in distinct:
+            distinct[names] = _measured(tags, parts, world_size, options.own_parameters)
+    return sorted(distinct.values(), key=lambda each: (each.partitioned.kept_bytes, each.time_us))
 
 
-def write_tags(joint: JointGraph, tags: Mapping[Node, Tag]) -> None:
-    """Put ``tags`` on the nodes of ``joint``."""
-    for node, tag in tags.items():
-        node.meta["recompute"], node.meta["recompute_reason"] = tag
-
-
-def _policy(joint: JointGraph, policy: Policy) -> dict[Node, Tag]:
+def _tags_of(joint: JointGraph, policy: str) -> dict[Node, Tag]:
     tag_recompute(joint, policy)
     return {
         node: (node.meta["recompute"], node.meta["recompute_reason"])
@@ -92,13 +88,13 @@ def _policy(joint: JointGraph, policy: Policy) -> dict[Node, Tag]:
 
 def _measured(
     tags: Mapping[Node, Tag], parts: Partitioned, world_size: int, own_parameters: frozenset[int]
-) -> Variant:
+) -> Candidate:
     graph = parts.step_backward
     time_us, peak_bytes = elapsed_us(parts.forward, world_size), 0
     if graph is not None:
         time_us += elapsed_us(graph, world_size)
         peak_bytes = backward_peak_bytes(graph, own_parameters)
-    return Variant(tags, parts, time_us, function_peak_bytes(parts.forward), peak_bytes)
+    return Candidate(tags, parts, time_us, function_peak_bytes(parts.forward), peak_bytes)
 
 
 def _us(node: Node, world_size: int) -> float:
@@ -141,14 +137,14 @@ def _forward_values(joint: JointGraph) -> list[Node]:
 
 def problem(
     joint: JointGraph, world_size: int, free: frozenset[int] = frozenset()
-) -> tuple[list[Node], list[Value]]:
+) -> tuple[list[Node], list[ForwardValue]]:
     """What to keep of ``joint``, for the solver, and the node that each value stands for."""
     nodes = _forward_values(joint)
     position = {node: index for index, node in enumerate(nodes)}
     needed = _needed(joint)
     costless = {base(joint.outputs[index]) for index in free}
     values = [
-        Value(
+        ForwardValue(
             parents=tuple(position[p] for p in node.all_input_nodes if p in position),
             num_bytes=0 if node in costless else _own_bytes(node),
             time_us=_us(node, world_size),

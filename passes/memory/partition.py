@@ -1,7 +1,7 @@
 """Cut a tagged joint graph into a forward and a backward; mechanical, the tags decide.
 
 Walking back from the gradients, a forward value tagged ``"save"`` and an input of the region end
-the walk and are handed from forward to backward; one tagged ``"recompute"`` is computed again in
+the walk and are handed from forward to backward; one tagged ``"recompute"`` is recomputed in
 backward just before its first use. A saved view saves the tensor that owns its storage.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,9 +20,73 @@ from sp_compiler.base.errors import PassError, module_path, source_line
 from sp_compiler.ir.forward_backward import LossPart, Partitioned, SavedTensor
 from sp_compiler.ir.op_traits import base
 from sp_compiler.ir.snapshot import copy_graph
-from sp_compiler.ir.symbolic import hint, symbol_of, symbols_in
+from sp_compiler.ir.symbolic import Sizes, hint, symbol_of, symbols_in
+from sp_compiler.passes.memory.tag import POLICIES, tag_recompute
 from sp_compiler.passes.memory.zero_tangents import drop_zero_tangents
+from sp_compiler.passes.overlap import overlap_backward
 from sp_compiler.trace.joint import JointGraph, ancestors
+
+
+@dataclass(frozen=True)
+class SplitOptions:
+    """What the program wants of a region's forward and backward.
+
+    Attributes:
+        loss_output: the output that is the model's loss, see :func:`partition`.
+        own_parameters: see :meth:`sp_compiler.ir.program.Program.own_parameters`.
+        overlap: whether backward works while collectives are on their way.
+        sizes: what the program leaves open.
+        runs_last: whether backward starts with the region.
+    """
+
+    loss_output: int | None = None
+    own_parameters: frozenset[int] = frozenset()
+    overlap: bool = False
+    sizes: Sizes | None = None
+    runs_last: bool = False
+
+
+def split(joint: JointGraph, options: SplitOptions) -> Partitioned:
+    """Cut ``joint``, which is tagged and left as it is, and schedule its backward."""
+    parts = partition(joint, options.loss_output)
+    if not options.overlap:
+        return parts
+    return overlap_backward(parts, options.own_parameters, options.sizes)
+
+
+def split_by_policy(joint: JointGraph, policy: str, options: SplitOptions) -> Partitioned:
+    """Tag ``joint`` for a named policy, or what the policy leaves the last region to, and cut it.
+
+    Raises:
+        ArgumentError: a policy that does not exist.
+    """
+    tag_recompute(joint, policy)
+    parts = split(joint, options)
+    other = POLICIES[policy].last_region if options.runs_last else ""
+    if not other:
+        return parts
+    tag_recompute(joint, other)
+    saving = split(joint, options)
+    if _meet(saving.saved, parts.step_backward):
+        return saving
+    tag_recompute(joint, policy)
+    return parts
+
+
+def _meet(saved: Sequence[SavedTensor], backward: Graph | None) -> bool:
+    """Whether those of ``saved`` that ``backward`` recomputes exist all at the same time.
+
+    The results of several heads, one used up before the next is made, do not.
+    """
+    if backward is None:
+        return True
+    nodes = list(backward.nodes)
+    made, used = {node: position for position, node in enumerate(nodes)}, dict[Node, int]()
+    for position, node in enumerate(nodes):
+        used.update((base(source), position) for source in node.all_input_nodes)
+    names = {tensor.name for tensor in saved}
+    again = [node for node in used if node.meta.get("recomputed") and node.name in names]
+    return not again or max(map(made.__getitem__, again)) < min(map(used.__getitem__, again))
 
 
 def partition(joint: JointGraph, loss_output: int | None = None) -> Partitioned:

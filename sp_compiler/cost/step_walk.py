@@ -1,115 +1,251 @@
-"""What is live at every moment of a step whatever its calls keep, and what each way to split adds.
+"""Walk through one training step: which storages come into being and die, in order.
 
-Made of the same walk as :mod:`sp_compiler.cost.memory`, so that a sum over the right entries is the
-peak of the plan, to the byte.
+Parameters, their gradients, buffers, constants and the user's inputs are not activations and do not
+count. The model's outputs do, and so does what becomes a gradient: a part of the gradient of a
+parameter that several calls use, until it is added to the others, and gradients of replicated
+parameters, until they are reduced together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.fx import Node
 
 from sp_compiler.base.storage import Storage
-from sp_compiler.cost.memory import Frame, Phase, Step
-from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.cost.memory import owned_bytes
+from sp_compiler.cost.node_cost import tensor_bytes
 from sp_compiler.ir.forward_backward import Partitioned
-from sp_compiler.solve.memory_budget import Stop, Way
+from sp_compiler.ir.op_traits import base
+from sp_compiler.ir.program import Call, Program, Ref
+
+SEED_BYTES = 8
+Phase = Literal["forward", "backward"]
 
 
-class Split(Protocol):
-    """One way to split a region: :class:`sp_compiler.passes.memory.candidates.Variant`."""
+@dataclass(frozen=True)
+class Event:
+    """One thing that happens in a step.
 
-    @property
-    def partitioned(self) -> Partitioned: ...
-    @property
-    def time_us(self) -> float: ...
-    @property
-    def forward_peak_bytes(self) -> int: ...
-    @property
-    def backward_peak_bytes(self) -> int: ...
-
-
-def stops(compiled: CompiledProgram, splits: Mapping[str, Sequence[Split]]) -> list[Stop]:
-    """One for each call, with a way for each split of its region.
-
-    A call that no gradient reaches has one way, the first.
-
-    Args:
-        compiled: its regions are split in the first way.
-        splits: by region name.
+    Attributes:
+        kind: a function runs, storages are held once more, or they are held once less.
+        phase: of the function that runs, or that ran last.
+        call: of that function.
+        storages: what is held or released, with repetitions.
+        saved: whether they are what ``call`` saves for its backward.
     """
-    idle = _Walk(compiled, frozenset()).finish().idle
-    walk = _Walk(compiled, frozenset(idle)).finish()
-    made = {storage for frame in walk.frames for storage in frame.outputs}
-    found = []
-    for index, call in enumerate(compiled.program.calls):
-        choices = splits[call.region.name]
-        ways = [
-            _way(split, walk.kept(index, split.partitioned), made, index in idle)
-            for split in (choices[:1] if index in idle else choices)
-        ]
-        seen = walk.seen[index]
-        found.append(
-            Stop(tuple(ways), frozenset(seen.before), frozenset(seen.after), frozenset(seen.inside))
-        )
-    return found
+
+    kind: Literal["run", "hold", "release"]
+    phase: Phase
+    call: int
+    storages: tuple[Storage, ...] = ()
+    saved: bool = False
 
 
-def _way(split: Split, kept: set[Storage], made: set[Storage | None], idle: bool) -> Way:
-    own = 0 if idle else sum(storage.num_bytes for storage in kept - made)
-    return Way(
-        time_us=0.0 if idle else split.time_us,
-        own_bytes=own,
-        shared=frozenset() if idle else frozenset(kept & made),
-        forward_bytes=split.forward_peak_bytes,
-        backward_bytes=split.backward_peak_bytes,
-    )
+class Holders:
+    """Storages and how many hold each; one lives while anything holds it."""
+
+    def __init__(self) -> None:
+        self.live_bytes = 0
+        self._count: Counter[Storage] = Counter()
+
+    def apply(self, event: Event) -> None:
+        """Hold or release what ``event`` says."""
+        for storage in event.storages:
+            if event.kind == "hold":
+                self.live_bytes += 0 if self._count[storage] else storage.num_bytes
+                self._count[storage] += 1
+            else:
+                self._count[storage] -= 1
+                self.live_bytes -= 0 if self._count[storage] else storage.num_bytes
+
+    def live(self) -> frozenset[Storage]:
+        """Storages that something holds."""
+        return frozenset(storage for storage, count in self._count.items() if count)
 
 
 @dataclass
-class _Seen:
-    """Sets of live storages, as in :class:`sp_compiler.solve.memory_budget.Stop`."""
+class Frame:
+    """Storages of one call, ``None`` where the value is no activation."""
 
-    before: set[frozenset[Storage]] = field(default_factory=set)
-    after: set[frozenset[Storage]] = field(default_factory=set)
-    inside: set[frozenset[Storage]] = field(default_factory=set)
+    outputs: list[Storage | None] = field(default_factory=list)
+    saved: list[Storage | None] = field(default_factory=list)
 
 
-class _Walk(Step):
-    """A step in which nothing is kept for backward but by the calls ``holding``."""
+class StepWalk:
+    """The events of one step of a program.
 
-    def __init__(self, compiled: CompiledProgram, holding: frozenset[int]) -> None:
-        super().__init__(compiled)
-        self.holding = holding
-        self.idle = set(range(len(self.program.calls)))
-        self.seen = [_Seen() for _ in self.program.calls]
+    Backward starts from the first output that is a single number, else from all outputs.
 
-    def finish(self) -> _Walk:
-        self.run()
-        return self
+    Args:
+        program: sharded.
+        partitioned: forward and backward of each region, by name.
+        differentiable: by region name, for each output whether a gradient flows through it.
+        world_size: number of tensor-parallel ranks.
+    """
 
-    def kept(self, index: int, parts: Partitioned) -> set[Storage]:
-        """What call ``index`` keeps, split like ``parts``."""
-        return {storage for storage in self._frame(index, parts).saved if storage is not None}
+    def __init__(
+        self,
+        program: Program,
+        partitioned: Mapping[str, Partitioned],
+        differentiable: Mapping[str, Sequence[bool]],
+        world_size: int,
+    ) -> None:
+        self.program = program
+        self.frames: list[Frame] = []
+        self.returned: frozenset[Storage] = frozenset()
+        self._partitioned = partitioned
+        self._differentiable = differentiable
+        self._world_size = world_size
+        self._now: tuple[Phase, int] = ("forward", 0)
+        self._grads: dict[tuple[int, int], Storage] = {}
+        self._parts_to_come = Counter(
+            ref.name for call in program.calls for ref in set(call.args) if ref.kind == "param"
+        )
+        self._partial: dict[str, Storage] = {}
+        self._replicated: dict[str, Tensor] = {}
 
-    def _enter(self, index: int, kind: Phase, extra_bytes: int) -> None:
-        super()._enter(index, kind, extra_bytes)
-        if kind == "backward":
-            self.idle.discard(index)
-            self.seen[index].inside.add(self._live())
-        else:
-            self.seen[index].before.add(self._live())
+    def events(self) -> Iterator[Event]:
+        """Walk once; fills ``frames`` and ``returned``."""
+        calls = self.program.calls
+        dead = self.program.last_uses()
+        for index, call in enumerate(calls):
+            yield self._run("forward", index)
+            frame = self.frame(index, self._partitioned[call.region.name])
+            self.frames.append(frame)
+            yield self._hold(frame.outputs)
+            yield self._hold(frame.saved, saved=True)
+            for done in dead[index]:
+                yield self._release(self.frames[done].outputs)
+        leaves = [leaf for leaf in self.program.outputs if isinstance(leaf, Ref)]
+        self.returned = frozenset(filter(None, map(self._storage, leaves)))
+        flowing = [ref for ref in leaves if ref.kind == "call" and self._flows(ref)]
+        numbers = [ref for ref in flowing if self._value(ref).dim() == 0]
+        for ref in numbers[:1] or flowing:
+            start = Storage(("backward", -1, str(ref)), tensor_bytes(self._value(ref)))
+            yield self._hold([start])  # whoever called backward holds it
+            yield from self._accumulate(ref, start)
+        for index in reversed(range(len(calls))):
+            yield from self._backward(index, calls[index])
+        yield from self._reduce()
 
-    def _reach(self) -> None:
-        self.seen[self.timeline[-1].call].after.add(self._live())
+    def frame(self, index: int, parts: Partitioned) -> Frame:
+        """Storages that call ``index`` makes and saves if it is split like ``parts``."""
+        call = self.program.calls[index]
+        placeholders = parts.forward.find_nodes(op="placeholder")
+        arguments = dict(zip(placeholders, map(self._storage, call.args), strict=True))
+        for node, ref in zip(placeholders, call.args, strict=True):
+            if ref.kind == "seed":
+                arguments[node] = Storage(("forward", index, node.name), SEED_BYTES)
+        results = parts.forward.output_node().args[0]
+        storages = [_resolve(node, arguments, ("forward", index)) for node in results]
+        return Frame(storages[: parts.num_outputs], storages[parts.num_outputs :])
 
-    def _live(self) -> frozenset[Storage]:
-        return frozenset(storage for storage, count in self.holders.items() if count)
+    def _storage(self, ref: Ref) -> Storage | None:
+        return self.frames[ref.index].outputs[ref.output] if ref.kind == "call" else None
 
-    def _keep(self, index: int, frame: Frame) -> None:
-        if index in self.holding:
-            super()._keep(index, frame)
+    def _flows(self, ref: Ref) -> bool:
+        return self._differentiable[self.program.calls[ref.index].region.name][ref.output]
 
-    def _drop(self, index: int, frame: Frame) -> None:
-        pass
+    def _value(self, ref: Ref) -> Tensor:
+        value: Tensor = self.program.calls[ref.index].region.outputs[ref.output].meta["val"]
+        return value
+
+    # Backward.
+
+    def _backward(self, index: int, call: Call) -> Iterator[Event]:
+        parts, frame = self._partitioned[call.region.name], self.frames[index]
+        graph = parts.step_backward
+        refs = [Ref("call", index=index, output=k) for k in range(parts.num_outputs)]
+        refs = [ref for ref in refs if self._flows(ref)]
+        if parts.loss is not None:  # a step starts from the loss: no other gradient comes here
+            refs = [ref for ref in refs if ref.output == parts.loss.output]
+        tangents = [self._grads.pop((ref.index, ref.output), None) for ref in refs]
+        if graph is None or not any(tangents):
+            return  # no gradient arrives: what the call saved stays
+        for position, ref in enumerate(refs):
+            if tangents[position] is None:  # the runtime makes zeros
+                zeros = Storage(("backward", index, str(ref)), tensor_bytes(self._value(ref)))
+                tangents[position] = zeros
+                yield self._hold([zeros])
+        yield self._run("backward", index)
+        names = graph.find_nodes(op="placeholder")
+        known = dict(zip(names, [*frame.saved, *tangents], strict=True))
+        grads = graph.output_node().args[0]
+        for grad, ref, placement in zip(
+            grads, call.args, call.region.input_placements, strict=True
+        ):
+            storage = None if grad is None else _resolve(grad, known, ("backward", index))
+            if storage is not None and ref.kind in ("call", "input"):
+                yield from self._accumulate(ref, storage)
+            elif storage is not None and ref.kind == "param":
+                if placement.kind == "R" and self._world_size > 1:
+                    yield self._hold([storage])  # until all are reduced, at the end of backward
+                    self._replicated[ref.name] = grad.meta["val"]
+                yield from self._collect(ref.name, storage)
+        yield self._release(tangents)
+        yield self._release(frame.saved, saved=True)
+
+    def _accumulate(self, ref: Ref, storage: Storage) -> Iterator[Event]:
+        """Add a second gradient of one value to the first."""
+        key = (ref.index, ref.output if ref.kind == "call" else -1)
+        yield self._hold([storage])
+        before = self._grads.get(key)
+        if before is not None:
+            total = Storage(("backward", storage.owner[1], f"sum {ref}"), storage.num_bytes)
+            yield self._hold([total])
+            yield self._release([before, storage])
+            storage = total
+        self._grads[key] = storage
+
+    def _collect(self, name: str, part: Storage) -> Iterator[Event]:
+        """Add a part of the gradient of a parameter; the last sum is the gradient itself."""
+        self._parts_to_come[name] -= 1
+        before, is_last = self._partial.pop(name, None), not self._parts_to_come[name]
+        if before is None and is_last:
+            return
+        yield self._hold([part])
+        if before is None:
+            self._partial[name] = part
+            return
+        if not is_last:
+            total = Storage(("backward", part.owner[1], f"sum {name}"), part.num_bytes)
+            self._partial[name] = total
+            yield self._hold([total])
+        yield self._release([before, part])
+
+    def _reduce(self) -> Iterator[Event]:
+        """Put gradients of replicated parameters together and reduce them, a dtype at a time."""
+        sizes: Counter[torch.dtype] = Counter()
+        for grad in self._replicated.values():
+            sizes[grad.dtype] += tensor_bytes(grad)
+        if sizes:
+            # Twice: what is sent, and what arrives.
+            yield self._hold([Storage(("backward", -1, "bucket"), 2 * max(sizes.values()))])
+
+    # Events.
+
+    def _run(self, phase: Phase, index: int) -> Event:
+        self._now = (phase, index)
+        return Event("run", phase, index)
+
+    def _hold(self, storages: Iterable[Storage | None], *, saved: bool = False) -> Event:
+        return Event("hold", *self._now, tuple(filter(None, storages)), saved)
+
+    def _release(self, storages: Iterable[Storage | None], *, saved: bool = False) -> Event:
+        return Event("release", *self._now, tuple(filter(None, storages)), saved)
+
+
+def _resolve(
+    node: Node, known: Mapping[Node, Storage | None], where: tuple[Phase, int]
+) -> Storage | None:
+    """The storage behind ``node``: one that came in, or one that the function made."""
+    owner = base(node)
+    if owner.op == "placeholder":
+        return known[owner]
+    return Storage((*where, owner.name), owned_bytes(owner))

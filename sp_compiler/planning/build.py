@@ -9,15 +9,8 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-from sp_compiler.cost.memory import (
-    SEED_BYTES,
-    Kept,
-    StepMemory,
-    Storage,
-    backward_peak_bytes,
-    function_peak_bytes,
-    step_memory,
-)
+from sp_compiler.base.storage import Storage
+from sp_compiler.cost.memory import backward_peak_bytes, function_peak_bytes
 from sp_compiler.cost.node_cost import (
     Collective,
     collectives_us,
@@ -28,6 +21,8 @@ from sp_compiler.cost.node_cost import (
     node_flops,
     tensor_bytes,
 )
+from sp_compiler.cost.step_memory import Kept, StepMemory, step_memory
+from sp_compiler.cost.step_walk import SEED_BYTES
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.forward_backward import Partitioned, SavedTensor
 from sp_compiler.ir.op_traits import collective_of, is_view

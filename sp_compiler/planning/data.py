@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any, Literal
 
 from sp_compiler.cost.hardware import H100
-from sp_compiler.cost.memory import Moment
 from sp_compiler.cost.node_cost import Collective, merged
+from sp_compiler.cost.step_memory import Moment
 from sp_compiler.planning.formula import ActivationFormula
 from sp_compiler.planning.placement_explanation import Explanation
 

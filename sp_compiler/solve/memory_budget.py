@@ -1,8 +1,8 @@
 """How to split every call of a step so that its peak fits, on plain data; exact.
 
 Calls run forward in order, then backward in the opposite order: the backward of call ``i`` sees
-what calls up to ``i`` keep, its forward what those before it do. A dynamic program over the calls
-carries what is kept so far; of two ways to get there, the one that keeps no less and is no better
+what calls up to ``i`` save, its forward what those before it do. A dynamic program over the calls
+carries what is saved so far; of two ways to get there, the one that saves no less and is no better
 is dropped, and so is what a lower bound shows to end worse than a solution that is known.
 """
 
@@ -22,13 +22,13 @@ _BEAM = 32
 
 
 @dataclass(frozen=True)
-class Way:
+class Split:
     """One way to split a call.
 
     Attributes:
         time_us: time of its forward and backward.
-        own_bytes: kept by this call alone.
-        shared: kept storages that are some call's results, which others may keep or use.
+        own_bytes: saved by this call alone.
+        shared: saved storages that are some call's results, which others may save or use.
         forward_bytes: what the forward holds at most beside its arguments.
         backward_bytes: the same of the backward.
     """
@@ -41,62 +41,62 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Stop:
+class CallSplits:
     """One call.
 
     Attributes:
-        ways: to choose from.
-        before: sets of storages that are live when the forward runs, apart from what is kept.
+        splits: to choose from.
+        before: sets of storages that are live when the forward runs, apart from what is saved.
         after: the same of moments from then on until the backward has run.
         inside: the same of moments when the backward runs.
     """
 
-    ways: tuple[Way, ...]
+    splits: tuple[Split, ...]
     before: frozenset[Shared]
     after: frozenset[Shared]
     inside: frozenset[Shared]
 
 
-def cheapest(stops: Sequence[Stop], limit_bytes: int) -> list[int] | None:
-    """The way of each call: least time with a peak of at most ``limit_bytes``.
+def cheapest(calls: Sequence[CallSplits], limit_bytes: int) -> list[int] | None:
+    """Return the split of each call: least time with a peak of at most ``limit_bytes``.
 
     Of equally fast ones it has the smallest peak. ``None`` where nothing fits. A smaller limit so
     never leads to a larger peak nor to less time.
     """
-    guess = _Search(stops, limit_bytes, width=_BEAM).run()
-    best = _Search(stops, limit_bytes, at_most=None if guess is None else _us(stops, guess)).run()
+    guess = _Search(calls, limit_bytes, width=_BEAM).run()
+    best = _Search(calls, limit_bytes, at_most=None if guess is None else _us(calls, guess)).run()
     smaller = best
     while smaller is not None:
         best = smaller
-        smaller = _Search(stops, peak_bytes(stops, best) - 1, at_most=_us(stops, best)).run()
+        smaller = _Search(calls, peak_bytes(calls, best) - 1, at_most=_us(calls, best)).run()
     return best
 
 
-def smallest(stops: Sequence[Stop]) -> list[int]:
-    """The way of each call with the smallest peak."""
-    found = _Search(stops, None).run()
+def smallest(calls: Sequence[CallSplits]) -> list[int]:
+    """Return the split of each call with the smallest peak."""
+    found = _Search(calls, None).run()
     assert found is not None
     return found
 
 
-def peak_bytes(stops: Sequence[Stop], picks: Sequence[int]) -> int:
+def peak_bytes(calls: Sequence[CallSplits], picks: Sequence[int]) -> int:
     """The most that is live at once."""
-    return max(need for _, need in needs(stops, picks))
+    return max(need for _, need in needs(calls, picks))
 
 
-def needs(stops: Sequence[Stop], picks: Sequence[int]) -> Iterable[tuple[int, int]]:
+def needs(calls: Sequence[CallSplits], picks: Sequence[int]) -> Iterable[tuple[int, int]]:
     """(bytes kept by it and before, live bytes) of each call at its worst moment."""
     own, shared = 0, Shared()
-    for stop, pick in zip(stops, picks, strict=True):
-        way = stop.ways[pick]
-        before = own + _before(stop, way, shared)
-        own, shared = own + way.own_bytes, shared | way.shared
+    for call, pick in zip(calls, picks, strict=True):
+        split = call.splits[pick]
+        before = own + _before(call, split, shared)
+        own, shared = own + split.own_bytes, shared | split.shared
         kept = own + sum(storage.num_bytes for storage in shared)
-        yield kept, max(before, own + _after(stop, way, shared))
+        yield kept, max(before, own + _after(call, split, shared))
 
 
-def _us(stops: Sequence[Stop], picks: Sequence[int]) -> int:
-    return sum(_units(stop.ways[pick].time_us) for stop, pick in zip(stops, picks, strict=True))
+def _us(calls: Sequence[CallSplits], picks: Sequence[int]) -> int:
+    return sum(_units(call.splits[pick].time_us) for call, pick in zip(calls, picks, strict=True))
 
 
 def _units(time_us: float) -> int:
@@ -104,13 +104,13 @@ def _units(time_us: float) -> int:
     return round(time_us * 1e6)
 
 
-def _before(stop: Stop, way: Way, shared: Shared) -> int:
-    return way.forward_bytes + _most(stop.before, shared)
+def _before(call: CallSplits, split: Split, shared: Shared) -> int:
+    return split.forward_bytes + _most(call.before, shared)
 
 
-def _after(stop: Stop, way: Way, shared: Shared) -> int:
-    inside = way.backward_bytes + _most(stop.inside, shared) if stop.inside else 0
-    return max(inside, _most(stop.after, shared))
+def _after(call: CallSplits, split: Split, shared: Shared) -> int:
+    inside = split.backward_bytes + _most(call.inside, shared) if call.inside else 0
+    return max(inside, _most(call.after, shared))
 
 
 def _most(live: Iterable[Shared], shared: Shared) -> int:
@@ -124,30 +124,30 @@ class _Labels:
     own: Any
     cost: Any
     came: Any
-    """(number of the set of shared storages, row, way) before the last call."""
+    """(number of the set of shared storages, row, split) before the last call."""
 
 
 class _Search:
     """With a limit the cost is time, without one the peak.
 
     Args:
-        at_most: of time, in picoseconds; what cannot end below is dropped on the way.
+        at_most: of time, in picoseconds; what cannot end below is dropped on the split.
         width: go on with the most promising few alone, which may miss the best.
     """
 
     def __init__(
         self,
-        stops: Sequence[Stop],
+        calls: Sequence[CallSplits],
         limit_bytes: int | None,
         *,
         at_most: int | None = None,
         width: int | None = None,
     ) -> None:
-        self.stops = stops
+        self.calls = calls
         self.limit = limit_bytes
         self.at_most = at_most
         self.width = width
-        self.first, self.settled = _lifetimes(stops)
+        self.first, self.settled = _lifetimes(calls)
         self.rest = self._least_needs()
         self.bound = self._bound(limit_bytes) if limit_bytes is not None else None
         self.history: list[list[_Labels]] = []
@@ -155,7 +155,7 @@ class _Search:
     def run(self) -> list[int] | None:
         start = _Labels(np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros((1, 3), np.int64))
         labels = {Shared(): start}
-        for index in range(len(self.stops)):
+        for index in range(len(self.calls)):
             labels = self._step(index, labels)
             self.history.append(list(labels.values()))
         # The last row of each costs least.
@@ -172,13 +172,13 @@ class _Search:
 
     def _step(self, index: int, labels: dict[Shared, _Labels]) -> dict[Shared, _Labels]:
         found: dict[Shared, list[_Labels]] = {}
-        stop = self.stops[index]
+        call = self.calls[index]
         for number, (shared, label) in enumerate(labels.items()):
-            for pick, way in enumerate(stop.ways):
-                joint = shared | way.shared
-                own = label.own + way.own_bytes
+            for pick, split in enumerate(call.splits):
+                joint = shared | split.shared
+                own = label.own + split.own_bytes
                 need = np.maximum(
-                    label.own + _before(stop, way, shared), own + _after(stop, way, joint)
+                    label.own + _before(call, split, shared), own + _after(call, split, joint)
                 )
                 gone = {storage for storage in joint if self.settled[storage] <= index}
                 own = own + sum(storage.num_bytes for storage in gone)
@@ -186,7 +186,7 @@ class _Search:
                     cost = np.maximum(label.cost, np.maximum(need, own + self.rest[index + 1]))
                     rows = np.arange(len(own))
                 else:
-                    cost = label.cost + _units(way.time_us)
+                    cost = label.cost + _units(split.time_us)
                     fits = (need <= self.limit) & (own + self.rest[index + 1] <= self.limit)
                     if self.bound is not None and self.at_most is not None:
                         fits &= self.bound.total(index + 1, own, cost) <= self.at_most + 1
@@ -208,13 +208,13 @@ class _Search:
         return _Labels(labels.own[rows], labels.cost[rows], labels.came[rows])
 
     def _bound(self, limit_bytes: int) -> _Bound:
-        """The best of those that trade memory for time at the rate of some pair of ways."""
+        """The best of those that trade memory for time at the rate of some pair of splits."""
         kept = [
             [
-                (way.own_bytes + self._for_itself(index, way), _units(way.time_us))
-                for way in stop.ways
+                (split.own_bytes + self._for_itself(index, split), _units(split.time_us))
+                for split in call.splits
             ]
-            for index, stop in enumerate(self.stops)
+            for index, call in enumerate(self.calls)
         ]
         room = [limit_bytes - rest for rest in self.rest[1:]]
         pairs = {pair for ways in kept for pair in itertools.combinations(sorted(set(ways)), 2)}
@@ -230,24 +230,24 @@ class _Search:
         """For each call what it and the following need at least beside what is kept before it."""
         none = Shared()
         rest = [0]
-        for index in reversed(range(len(self.stops))):
-            stop = self.stops[index]
+        for index in reversed(range(len(self.calls))):
+            call = self.calls[index]
             least = min(
                 max(
-                    _before(stop, way, none),
-                    way.own_bytes + _after(stop, way, none),
-                    way.own_bytes + self._for_itself(index, way) + rest[-1],
+                    _before(call, split, none),
+                    split.own_bytes + _after(call, split, none),
+                    split.own_bytes + self._for_itself(index, split) + rest[-1],
                 )
-                for way in stop.ways
+                for split in call.splits
             )
             rest.append(least)
         return rest[::-1]
 
-    def _for_itself(self, index: int, way: Way) -> int:
+    def _for_itself(self, index: int, split: Split) -> int:
         """Bytes of shared storages that only this call may keep and that die with their users."""
         return sum(
             storage.num_bytes
-            for storage in way.shared
+            for storage in split.shared
             if self.first[storage] == self.settled[storage] == index
         )
 
@@ -284,14 +284,19 @@ class _Bound:
         return cost + self.rest[index] + self.rate[index] * own
 
 
-def _lifetimes(stops: Sequence[Stop]) -> tuple[dict[Storage, int], dict[Storage, int]]:
+def _lifetimes(calls: Sequence[CallSplits]) -> tuple[dict[Storage, int], dict[Storage, int]]:
     """The first call that may keep a storage; the last that may, or sees it live all the same."""
     first: dict[Storage, int] = {}
     last: dict[Storage, int] = {}
-    for index, stop in enumerate(stops):
-        for way in stop.ways:
-            first = dict.fromkeys(way.shared, index) | first
-        for live in (*stop.before, *stop.after, *stop.inside, *(way.shared for way in stop.ways)):
+    for index, call in enumerate(calls):
+        for split in call.splits:
+            first = dict.fromkeys(split.shared, index) | first
+        for live in (
+            *call.before,
+            *call.after,
+            *call.inside,
+            *(split.shared for split in call.splits),
+        ):
             last.update(dict.fromkeys(live, index))
     return first, last
 

@@ -23,7 +23,7 @@ _TIE = 1e-8  # part of the longest time (or largest size) that breaks ties of th
 
 
 @dataclass(frozen=True)
-class Value:
+class ForwardValue:
     """One value of the forward, after its parents.
 
     Attributes:
@@ -53,7 +53,7 @@ class Choice:
     time_us: float
 
 
-def evaluate(values: Sequence[Value], kept: frozenset[int]) -> Choice | None:
+def evaluate(values: Sequence[ForwardValue], kept: frozenset[int]) -> Choice | None:
     """What keeping ``kept`` costs, ``None`` where something must be repeated that cannot be."""
     found: set[int] = set()
     repeated: set[int] = set()
@@ -75,7 +75,7 @@ def evaluate(values: Sequence[Value], kept: frozenset[int]) -> Choice | None:
     )
 
 
-def cheapest(values: Sequence[Value], limit_bytes: int) -> Choice | None:
+def cheapest(values: Sequence[ForwardValue], limit_bytes: int) -> Choice | None:
     """The choice of least time that keeps at most ``limit_bytes``; of equal ones the smallest.
 
     ``None`` where nothing fits.
@@ -83,7 +83,7 @@ def cheapest(values: Sequence[Value], limit_bytes: int) -> Choice | None:
     return _Program(values).solve(limit_bytes=limit_bytes)
 
 
-def frontier(values: Sequence[Value], steps: int = _STEPS) -> list[Choice]:
+def frontier(values: Sequence[ForwardValue], steps: int = _STEPS) -> list[Choice]:
     """Choices from the smallest to the fastest, none of them worse than another in both.
 
     All corners of the convex hull of (bytes, time), which is what a mixture of many equal blocks is
@@ -125,7 +125,7 @@ class _Program:
     The second are whole by themselves once the first are.
     """
 
-    def __init__(self, values: Sequence[Value]) -> None:
+    def __init__(self, values: Sequence[ForwardValue]) -> None:
         self.values = values
         self.count = len(values)
         self.num_bytes = np.array([value.num_bytes for value in values], dtype=float)

@@ -19,7 +19,7 @@ from sp_compiler.ir.captured import Captured
 from sp_compiler.ir.compiled_program import CompiledProgram, LossBackward, RegionCode
 from sp_compiler.ir.hints import Hint
 from sp_compiler.ir.op_traits import draws
-from sp_compiler.options import CompileOptions, Dropout, Outputs, Recompute
+from sp_compiler.options import CompileOptions, Dropout, Outputs
 from sp_compiler.trace.environment import without_cache
 from sp_compiler.trace.export import capture, flatten_inputs
 from sp_compiler.verification.blocks import check_blocks
@@ -46,7 +46,7 @@ def verify(
     tp: int = 2,
     *,
     sequence_parallel: bool = True,
-    recompute: Recompute = "selective",
+    recompute: str = "selective",
     memory_budget: int | str | None = None,
     dropout: Dropout = "regenerate",
     outputs: Outputs = "auto",

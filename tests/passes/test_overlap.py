@@ -14,8 +14,9 @@ from torch.nn import functional as F
 from sp_compiler.base.placement import R, S
 from sp_compiler.check.derive import derive
 from sp_compiler.cost.hardware import collective_us
-from sp_compiler.cost.memory import backward_peak_bytes, step_memory
+from sp_compiler.cost.memory import backward_peak_bytes
 from sp_compiler.cost.node_cost import compute_us, elapsed_us, tensor_bytes
+from sp_compiler.cost.step_memory import step_memory
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.op_traits import is_wait
 from sp_compiler.passes.overlap import overlapped

@@ -19,7 +19,8 @@ from benchmarks.measure import PeakRecorder, Recorder
 from benchmarks.models import GPTConfig, PlainGPT
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.shards import local_part
-from sp_compiler.cost.memory import backward_peak_bytes, function_peak_bytes, step_memory
+from sp_compiler.cost.memory import backward_peak_bytes, function_peak_bytes
+from sp_compiler.cost.step_memory import step_memory
 from sp_compiler.estimate import plan
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.fx import fake_value

@@ -19,7 +19,7 @@ from benchmarks.measure import Recorder
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.storage import Storage
 from sp_compiler.base.units import parse_bytes
-from sp_compiler.cost.memory import step_memory
+from sp_compiler.cost.step_memory import step_memory
 from sp_compiler.estimate import plan
 from sp_compiler.graph_diff.diff import diff
 from sp_compiler.ir.compiled_program import CompiledProgram
@@ -30,8 +30,8 @@ from sp_compiler.passes.memory.candidates import problem
 from sp_compiler.planning.build import make_plan
 from sp_compiler.planning.plan import Plan
 from sp_compiler.runtime.executor import Executor
-from sp_compiler.solve.memory_budget import Stop, Way, cheapest, peak_bytes, smallest
-from sp_compiler.solve.recompute_frontier import Choice, Value, evaluate, frontier
+from sp_compiler.solve.memory_budget import CallSplits, Split, cheapest, peak_bytes, smallest
+from sp_compiler.solve.recompute_frontier import Choice, ForwardValue, evaluate, frontier
 from sp_compiler.solve.recompute_frontier import cheapest as cheapest_kept
 from sp_compiler.trace.joint import JointGraph
 from sp_compiler.verification.verify import verify
@@ -43,12 +43,12 @@ from tests.models import zoo
 
 
 @st.composite
-def _forwards(draw: st.DrawFn) -> list[Value]:
+def _forwards(draw: st.DrawFn) -> list[ForwardValue]:
     values = []
     for index in range(draw(st.integers(2, 8))):
         parents = draw(st.sets(st.integers(0, index - 1), max_size=2)) if index else set()
         values.append(
-            Value(
+            ForwardValue(
                 parents=tuple(sorted(parents)),
                 num_bytes=draw(st.sampled_from([0, 2, 8, 8, 64, 1000])) * 12345,
                 time_us=draw(st.sampled_from([0.0, 0.5, 1.0, 3.0, 100.0])),
@@ -60,7 +60,7 @@ def _forwards(draw: st.DrawFn) -> list[Value]:
     return values
 
 
-def _subsets(values: Sequence[Value]) -> list[Choice]:
+def _subsets(values: Sequence[ForwardValue]) -> list[Choice]:
     """What every allowed set of kept values costs."""
     keepable = [index for index, value in enumerate(values) if value.can_keep]
     sets = itertools.chain.from_iterable(
@@ -69,7 +69,7 @@ def _subsets(values: Sequence[Value]) -> list[Choice]:
     return [found for each in sets if (found := evaluate(values, frozenset(each))) is not None]
 
 
-def _assert_solved(values: Sequence[Value]) -> None:
+def _assert_solved(values: Sequence[ForwardValue]) -> None:
     every = _subsets(values)
     for limit in sorted({0, *(choice.num_bytes for choice in every)})[:12]:
         fitting = [(c.time_us, c.num_bytes) for c in every if c.num_bytes <= limit]
@@ -87,7 +87,7 @@ def _assert_solved(values: Sequence[Value]) -> None:
 
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(_forwards())
-def test_choices_are_those_of_brute_force(values: list[Value]) -> None:
+def test_choices_are_those_of_brute_force(values: list[ForwardValue]) -> None:
     _assert_solved(values)
 
 
@@ -119,7 +119,7 @@ def test_a_block_of_up_to_fourteen_candidates_is_solved_like_brute_force() -> No
 
 
 @st.composite
-def _steps(draw: st.DrawFn) -> list[Stop]:
+def _steps(draw: st.DrawFn) -> list[CallSplits]:
     rng = draw(st.randoms(use_true_random=False))
     calls = range(rng.randint(1, 5))
     results = [
@@ -131,9 +131,9 @@ def _steps(draw: st.DrawFn) -> list[Stop]:
         return frozenset(rng.sample(there, rng.randint(0, min(most, len(there)))))
 
     return [
-        Stop(
+        CallSplits(
             tuple(
-                Way(
+                Split(
                     rng.choice([0.0, 1.0, 2.0, 5.0, 5.0]),
                     rng.choice([0, 3, 7, 20]),
                     some(index, 2),
@@ -150,22 +150,22 @@ def _steps(draw: st.DrawFn) -> list[Stop]:
     ]
 
 
-def _us(stops: Sequence[Stop], picks: Sequence[int]) -> float:
-    return sum(stop.ways[pick].time_us for stop, pick in zip(stops, picks, strict=True))
+def _us(calls: Sequence[CallSplits], picks: Sequence[int]) -> float:
+    return sum(call.splits[pick].time_us for call, pick in zip(calls, picks, strict=True))
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(_steps())
-def test_assignments_are_those_of_brute_force(stops: list[Stop]) -> None:
+def test_assignments_are_those_of_brute_force(calls: list[CallSplits]) -> None:
     every = [
-        (_us(stops, picks), peak_bytes(stops, picks))
-        for picks in itertools.product(*(range(len(stop.ways)) for stop in stops))
+        (_us(calls, picks), peak_bytes(calls, picks))
+        for picks in itertools.product(*(range(len(call.splits)) for call in calls))
     ]
-    assert peak_bytes(stops, smallest(stops)) == min(peak for _, peak in every)
+    assert peak_bytes(calls, smallest(calls)) == min(peak for _, peak in every)
     for limit in range(20, 200, 15):
         best = min((each for each in every if each[1] <= limit), default=None)
-        picks = cheapest(stops, limit)
-        assert (picks and (_us(stops, picks), peak_bytes(stops, picks))) == best
+        picks = cheapest(calls, limit)
+        assert (picks and (_us(calls, picks), peak_bytes(calls, picks))) == best
 
 
 # Whole models.

@@ -11,7 +11,8 @@ from typing import Any, Literal
 import sympy
 
 from sp_compiler.base.storage import Storage
-from sp_compiler.cost.memory import SEED_BYTES, Kept, StepMemory
+from sp_compiler.cost.step_memory import Kept, StepMemory
+from sp_compiler.cost.step_walk import SEED_BYTES
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.planning.formula.roles import MEANINGS, Role, find_roles
 from sp_compiler.planning.formula.shapes import follow_shapes

@@ -13,8 +13,9 @@ from torch.fx import Node
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.ir.forward_backward import SavedTensor
 from sp_compiler.ir.program import Region
+from sp_compiler.passes.memory.forward_facts import forward_facts
 from sp_compiler.passes.memory.partition import partition
-from sp_compiler.passes.memory.tag import attention_facts, tag_recompute
+from sp_compiler.passes.memory.tag import tag_recompute
 from sp_compiler.passes.simplify import simplify
 from sp_compiler.trace.joint import JointGraph, trace_joint
 from tests.helpers.regions import Mlp, gpt_region, region_of, sp
@@ -39,7 +40,7 @@ KEPT = {
 def tagged(region: Region, policy: str) -> JointGraph:
     joint = trace_joint(region)
     simplify(joint.graph)
-    tag_recompute(joint, policy)  # type: ignore[arg-type]
+    tag_recompute(joint, policy)
     return joint
 
 
@@ -116,7 +117,7 @@ def test_gathered_values_and_views_are_never_kept(policy: str) -> None:
 def test_unknown_policy_is_refused() -> None:
     joint = trace_joint(region_of(Mlp(4), torch.randn(3, 4)))
     with pytest.raises(ArgumentError, match="recompute='some': expected one of none, attention"):
-        tag_recompute(joint, "some")  # type: ignore[arg-type]
+        tag_recompute(joint, "some")
 
 
 class _Function(nn.Module):
@@ -172,7 +173,7 @@ def test_where_the_attention_core_is(case: str) -> None:
     function, num_scores, num_contexts = CORES[case]
     joint = trace_joint(region_of(_Function(function), torch.randn(2, 8, 4)))
     simplify(joint.graph)
-    facts = attention_facts(joint)
+    facts = forward_facts(joint)
     assert len([n for n in facts.core if n.target is aten.bmm.default]) == num_scores
     assert len(facts.contexts) == num_contexts
 

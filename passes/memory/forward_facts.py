@@ -1,0 +1,109 @@
+"""What the forward nodes of a joint graph are to recompute policies, by how values flow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from sp_compiler.ir.fx import carries_gradient, placements_of
+from sp_compiler.ir.op_traits import (
+    NARROWING_VIEWS,
+    base,
+    is_cast,
+    is_copy,
+    is_view,
+    matmul_factors,
+    view_chain,
+)
+from sp_compiler.trace.joint import JointGraph, ancestors
+
+_EXPANDS = (torch.ops.aten.expand.default,)
+
+
+@dataclass(frozen=True)
+class ForwardFacts:
+    """Sets of forward nodes.
+
+    Attributes:
+        constants: what no input of the region goes into.
+        from_params: parameters, buffers and constants seen through views, casts and conversions.
+        linears: matrix products with such a factor.
+        core: from the product of two activations (the scores) up to the product that uses it.
+        contexts: products of what comes from a score product with an activation.
+    """
+
+    constants: frozenset[Node]
+    from_params: frozenset[Node]
+    linears: frozenset[Node]
+    core: frozenset[Node]
+    contexts: frozenset[Node]
+
+    def copies_context(self, node: Node) -> bool:
+        """Whether ``node`` merges the heads: a full copy that costs no more than the context."""
+        return (
+            is_copy(node)
+            and not is_cast(node)
+            and base(node.args[0]) in self.contexts
+            and all(view.target not in NARROWING_VIEWS for view in view_chain(node.args[0]))
+            and not expands(node)
+        )
+
+
+def expands(copy: Node) -> bool:
+    """Whether ``copy`` writes elements out that its source has once."""
+    return any(view.target in _EXPANDS for view in view_chain(copy.args[0]))
+
+
+def forward_facts(joint: JointGraph) -> ForwardFacts:
+    """Find linears and attention cores; no name and no size is looked at."""
+    backward = joint.backward_nodes()
+    forward = [
+        node for node in joint.graph.nodes if node.op == "call_function" and node not in backward
+    ]
+    kinds = dict(zip(joint.inputs, joint.input_kinds, strict=True))
+    from_params = {n for n, kind in kinds.items() if kind in ("param", "buffer", "constant")}
+    # What descends from a linear or from a differentiable value of another region is an activation.
+    activations = {
+        node
+        for node, kind in kinds.items()
+        if kind == "call" and carries_gradient(node.meta["val"])
+    }
+    constants: set[Node] = set()
+    linears: set[Node] = set()
+    for node in forward:
+        parents = node.all_input_nodes
+        if all(parent in constants for parent in parents):
+            constants.add(node)
+        passes_on = is_view(node) or is_copy(node) or placements_of(node) is not None
+        if passes_on and node.args[0] in from_params:
+            from_params.add(node)
+        if any(factor in from_params for factor in matmul_factors(node) or ()):
+            linears.add(node)
+        if node in linears or any(parent in activations for parent in parents):
+            activations.add(node)
+    core, contexts = _cores(forward, linears, activations)
+    sets = (constants, from_params, linears, core, contexts)
+    return ForwardFacts(*map(frozenset, sets))
+
+
+def _cores(
+    forward: Sequence[Node], linears: set[Node], activations: set[Node]
+) -> tuple[set[Node], set[Node]]:
+    """The attention cores and the products that end them."""
+    inside: set[Node] = set()
+    contexts: set[Node] = set()
+    for node in forward:
+        if node in linears:
+            continue
+        factors = matmul_factors(node)
+        descends = any(parent in inside for parent in node.all_input_nodes)
+        if factors and descends:
+            contexts.add(node)
+        elif descends or (factors and all(factor in activations for factor in factors)):
+            inside.add(node)
+    # Descendants of scores that no context needs (a loss on the scores) are not of the core.
+    used = ancestors(sorted(contexts, key=forward.index))
+    return {node for node in inside if node in used}, contexts

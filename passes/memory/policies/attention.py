@@ -1,0 +1,19 @@
+"""Recompute the attention core, as Korthikanti et al. 2022 do; save the rest."""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from sp_compiler.passes.memory.forward_facts import ForwardFacts
+from sp_compiler.passes.memory.policies import none
+from sp_compiler.passes.memory.recompute_policy import RecomputePolicy, Tag
+
+
+def decide(node: Node, facts: ForwardFacts) -> Tag:
+    """Recompute scores, softmax and what lies between, up to the context."""
+    if node in facts.core:
+        return "recompute", "attention core"
+    return none.decide(node, facts)
+
+
+POLICY = RecomputePolicy(decide, saved_sbh=32)

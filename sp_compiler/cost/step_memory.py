@@ -1,0 +1,91 @@
+"""Memory of one training step: what is live while each call runs, and what is saved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+from sp_compiler.base.storage import Storage
+from sp_compiler.cost.memory import backward_peak_bytes, function_peak_bytes
+from sp_compiler.cost.step_walk import Holders, Phase, StepWalk
+from sp_compiler.ir.compiled_program import CompiledProgram
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a call keeps until its backward; ``position`` is that in its ``Partitioned.saved``."""
+
+    call: int
+    position: int
+    storage: Storage
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The most that exists while one call runs its forward or its backward, of all calls."""
+
+    phase: Phase
+    call: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Memory of one training step on one rank.
+
+    Attributes:
+        kept: every (call, saved tensor) whose storage some call made, in order of the calls.
+        returned: storages of the model's outputs.
+        timeline: what exists while each call runs, in the order of the step.
+    """
+
+    kept: tuple[Kept, ...]
+    returned: frozenset[Storage]
+    timeline: tuple[Moment, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that exists at once."""
+        return max((moment.num_bytes for moment in self.timeline), default=0)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes alive between forward and backward: each storage once, without what is returned."""
+        storages = {item.storage for item in self.kept} - self.returned
+        return sum(storage.num_bytes for storage in storages)
+
+
+def step_memory(compiled: CompiledProgram) -> StepMemory:
+    """Follow every storage through the forward and the backward of ``compiled``."""
+    partitioned = {name: region.partitioned for name, region in compiled.regions.items()}
+    walk = StepWalk(compiled.program, partitioned, compiled.differentiable, compiled.world_size)
+    own_parameters = compiled.program.own_parameters(compiled.world_size)
+
+    @cache
+    def peak_bytes(name: str, phase: Phase, own: frozenset[int]) -> int:
+        """The most that the function holds; calls of a region share one answer."""
+        parts = partitioned[name]
+        if phase == "forward":
+            return function_peak_bytes(parts.forward)
+        assert parts.step_backward is not None
+        return backward_peak_bytes(parts.step_backward, own)
+
+    holders = Holders()
+    timeline: list[Moment] = []
+    for event in walk.events():
+        if event.kind == "run":
+            name, own = compiled.program.calls[event.call].region.name, own_parameters[event.call]
+            live_bytes = holders.live_bytes + peak_bytes(name, event.phase, own)
+            timeline.append(Moment(event.phase, event.call, live_bytes))
+            continue
+        holders.apply(event)
+        if event.kind == "hold":  # more may live after a function than while it ran
+            last = timeline[-1]
+            timeline[-1] = replace(last, num_bytes=max(last.num_bytes, holders.live_bytes))
+    kept = tuple(
+        Kept(index, position, storage)
+        for index, frame in enumerate(walk.frames)
+        for position, storage in enumerate(frame.saved)
+        if storage is not None
+    )
+    return StepMemory(kept, walk.returned, tuple(timeline))

@@ -1,6 +1,6 @@
 """Cut a flat graph into the program's regions: one distinct region for all layers that are alike.
 
-What is outside layers (:mod:`sp_compiler.ir.provenance`) is glue. Layers whose graphs are equal,
+What is outside layers (:mod:`sp_compiler.base.provenance`) is glue. Layers whose graphs are equal,
 down to shapes, types and what requires a gradient, share one region.
 """
 
@@ -17,12 +17,12 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 import sp_compiler.ops.operators  # noqa: F401 - registers the operators
-from sp_compiler.base.errors import module_path
+from sp_compiler.base.provenance import OUTSIDE, Layer, layer_of, module_path
 from sp_compiler.ir.captured import Captured
+from sp_compiler.ir.fx import is_call, is_getitem
 from sp_compiler.ir.hints import Wish
 from sp_compiler.ir.program import Call, Program, Ref, RefKind, Region
-from sp_compiler.ir.provenance import OUTSIDE, Layer, layer_of
-from sp_compiler.ir.rewriting import is_call, is_getitem
+from sp_compiler.ir.rewriting import copy_call
 from sp_compiler.ir.symbolic import same_shape, symbol_of, symbols_in
 
 _sp = torch.ops.sp_compiler
@@ -222,10 +222,8 @@ def _draft_region(
         if is_call(node, *_DROPOUTS):
             args = (*args[:3], site, *args[4:])
             site += 1
-        copies[node] = graph.create_node(
-            "call_function", node.target, args, map_arg(node.kwargs, copies.__getitem__),
-            name=_value_name(node),
-        )  # fmt: skip
+        kwargs = map_arg(node.kwargs, copies.__getitem__)
+        copies[node] = copy_call(graph, node, args, kwargs, _value_name(node))
         copies[node].meta = _meta(node)
     graph.output(tuple(copies[node] for node in outputs))
     kinds = tuple(refs[node].kind for node in inputs)

@@ -28,8 +28,9 @@ from sp_compiler.cost.memory import backward_peak_bytes, peak_in_order
 from sp_compiler.cost.node_cost import tensor_bytes
 from sp_compiler.ir.concretize import AtHints
 from sp_compiler.ir.forward_backward import Partitioned
-from sp_compiler.ir.fx import is_collective
+from sp_compiler.ir.fx import ancestors, is_collective
 from sp_compiler.ir.op_traits import base, collective_of, is_part, is_view
+from sp_compiler.ir.rewriting import make_call
 from sp_compiler.ir.symbolic import Sizes
 
 _wait = torch.ops.sp_compiler.wait.default
@@ -72,7 +73,7 @@ def _schedule(
     """The order, and collectives by the node that waits for them; ``None``: nothing would."""
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     limit_bytes = backward_peak_bytes(graph, own_parameters)
-    at_once, at_rest = _needed_by_collectives(nodes), set[Node]()
+    at_once, at_rest = ancestors(filter(is_collective, nodes)), set[Node]()
     while True:
         order = _order(nodes, at_once)
         waits = _waits(order, at_rest)
@@ -84,7 +85,8 @@ def _schedule(
         culprits = _put_off_beyond(moment, nodes, order, at_once)
         sent = _under_way(moment, order, waits)
         if culprits:
-            at_once |= _with_operands(max(culprits, key=_operand_bytes))
+            needed = ancestors([max(culprits, key=_operand_bytes)])
+            at_once.update(node for node in needed if node.op == "call_function")
         elif sent:
             at_rest |= sent
         else:
@@ -161,29 +163,10 @@ def _order(nodes: Sequence[Node], at_once: Collection[Node]) -> list[Node]:
     return list(order)
 
 
-def _with_operands(node: Node) -> set[Node]:
-    """``node`` and all that it is computed from."""
-    found, stack = set[Node](), [node]
-    while stack:
-        node = stack.pop()
-        if node.op == "call_function" and node not in found:
-            found.add(node)
-            stack += node.all_input_nodes
-    return found
-
-
 def _operand_bytes(node: Node) -> int:
     """Bytes that exist for ``node``."""
     owners = {base(source) for source in node.all_input_nodes}
     return sum(tensor_bytes(o.meta["val"]) for o in owners if o.op != "placeholder")
-
-
-def _needed_by_collectives(nodes: Sequence[Node]) -> set[Node]:
-    needed: set[Node] = set()
-    for node in reversed(nodes):
-        if is_collective(node) or any(user in needed for user in node.users):
-            needed.add(node)
-    return needed
 
 
 def _comes_with_others(node: Node) -> bool:
@@ -213,6 +196,5 @@ def _works_between(nodes: Collection[Node]) -> bool:
 
 def _wait_for(graph: Graph, started: Node) -> Node:
     name, world_size = f"{started.name}_arrived", started.args[3]
-    node = graph.create_node("call_function", _wait, (started, world_size), name=name)
-    node.meta = {**started.meta, "origin": "overlap"}
-    return node
+    args, meta = (started, world_size), started.meta
+    return make_call(graph, _wait, args, like=started, origin="overlap", name=name, meta=meta)

@@ -18,17 +18,20 @@ from torch._dynamo import config as dynamo_config
 from torch.fx import Node
 
 from sp_compiler.base.autocast import without_autocast
-from sp_compiler.base.errors import PlacementError, module_path, source_line
+from sp_compiler.base.errors import PlacementError
 from sp_compiler.base.placement import Placement
+from sp_compiler.base.provenance import module_path, source_line
 from sp_compiler.base.warn import warn
 from sp_compiler.check import check_forward, check_partitioned
 from sp_compiler.codegen.module_text import CompiledRegion, emit, load, module_source
 from sp_compiler.ir.captured import Captured
 from sp_compiler.ir.compiled_program import CompiledProgram, LossBackward
 from sp_compiler.ir.concretize import AtHints, at_hints
+from sp_compiler.ir.fx import operands, reach
 from sp_compiler.ir.hints import wishes_of
 from sp_compiler.ir.program import Program, Ref, Region
-from sp_compiler.ir.snapshot import Snapshot, copy_graph, program_calls
+from sp_compiler.ir.rewriting import copy_graph
+from sp_compiler.ir.snapshot import Snapshot, program_calls
 from sp_compiler.options import CompileOptions
 from sp_compiler.passes.compile_region import compile_region, differentiate
 from sp_compiler.passes.memory.budget import (
@@ -233,12 +236,10 @@ def _operator_of(
         for node in region.module.graph.nodes
         if region.name == error.region and node.op == "call_function"
     }
-    queue = [error.node] if error.node is not None else []
-    for node in queue:  # which grows
+    for node in reach([error.node] if error.node is not None else [], operands):
         name = node.meta.get("root", node.meta.get("source"))
         if name in known and (error.region, name) not in whole:
             return known[name]
-        queue += [source for source in node.all_input_nodes if source not in queue]
     return None
 
 

@@ -23,7 +23,7 @@ from sp_compiler.base.units import UNITS, bytes_text
 from sp_compiler.cost.budget_problem import budget_problem
 from sp_compiler.ir.forward_backward import Partitioned
 from sp_compiler.ir.program import Call, Program, Ref, Region
-from sp_compiler.ir.snapshot import copy_graph
+from sp_compiler.ir.rewriting import copy_graph
 from sp_compiler.passes.memory.candidates import Candidate, candidates
 from sp_compiler.passes.memory.partition import SplitOptions
 from sp_compiler.passes.memory.tag import write_tags

@@ -22,12 +22,13 @@ from sp_compiler.cost.node_cost import (
     tensor_bytes,
 )
 from sp_compiler.ir.forward_backward import Partitioned
+from sp_compiler.ir.fx import ancestors
 from sp_compiler.ir.op_traits import base, has_inner_communication
 from sp_compiler.passes.memory.partition import SplitOptions, split
 from sp_compiler.passes.memory.recompute_policy import Tag
 from sp_compiler.passes.memory.tag import POLICIES, tag_recompute, write_tags
 from sp_compiler.solve.recompute_frontier import ForwardValue, frontier
-from sp_compiler.trace.joint import JointGraph, ancestors
+from sp_compiler.trace.joint import JointGraph
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from sp_compiler.ir.fx import carries_gradient, placements_of
+from sp_compiler.ir.fx import ancestors, carries_gradient, placements_of
 from sp_compiler.ir.op_traits import (
     NARROWING_VIEWS,
     base,
@@ -18,7 +18,7 @@ from sp_compiler.ir.op_traits import (
     matmul_factors,
     view_chain,
 )
-from sp_compiler.trace.joint import JointGraph, ancestors
+from sp_compiler.trace.joint import JointGraph
 
 _EXPANDS = (torch.ops.aten.expand.default,)
 

@@ -16,15 +16,17 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from sp_compiler.base.errors import PassError, module_path, source_line
+from sp_compiler.base.errors import PassError
+from sp_compiler.base.provenance import module_path, source_line
 from sp_compiler.ir.forward_backward import LossPart, Partitioned, SavedTensor
+from sp_compiler.ir.fx import ancestors, descendants
 from sp_compiler.ir.op_traits import base
-from sp_compiler.ir.snapshot import copy_graph
+from sp_compiler.ir.rewriting import copy_graph
 from sp_compiler.ir.symbolic import Sizes, hint, symbol_of, symbols_in
 from sp_compiler.passes.memory.tag import POLICIES, tag_recompute
 from sp_compiler.passes.memory.zero_tangents import drop_zero_tangents
 from sp_compiler.passes.overlap import overlap_backward
-from sp_compiler.trace.joint import JointGraph, ancestors
+from sp_compiler.trace.joint import JointGraph
 
 
 @dataclass(frozen=True)
@@ -118,25 +120,12 @@ def _saved_nodes(joint: JointGraph, grads: Sequence[Node], backward: set[Node]) 
     for node in joint.graph.nodes:
         if node.op == "call_function" and node not in backward and _tag(node) == "save":
             ends.add(base(node))
-    walked = _walk_back(grads, ends)
+    walked = ancestors(grads, ends)
     found = walked & ends
     sizes = [node for node in joint.inputs if symbol_of(node) is not None]
     symbols = symbols_in([*(walked - ends), *joint.tangents]) if sizes else set()
     found |= {node for node in sizes if symbol_of(node) in symbols}
     return [node for node in joint.graph.nodes if node in found]
-
-
-def _walk_back(nodes: Sequence[Node], ends: set[Node]) -> set[Node]:
-    """``nodes`` and what they are computed from, up to and including ``ends``."""
-    seen: set[Node] = set()
-    stack = list(nodes)
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            if node not in ends:
-                stack.extend(node.all_input_nodes)
-    return seen
 
 
 def _tag(node: Node) -> str:
@@ -159,12 +148,13 @@ def _forward_graph(joint: JointGraph, saved: Sequence[Node]) -> Graph:
 def _backward_graph(joint: JointGraph, saved: Sequence[Node]) -> Graph:
     order = {node: index for index, node in enumerate(joint.graph.nodes)}
     grads = [node for node in joint.grads if node is not None]
-    needed = _walk_back(grads, set(saved)) & _on_tangents(joint)
+    needed = ancestors(grads, set(saved)) & descendants(joint.tangents)
     graph = Graph()
     copies = {node: _placeholder(graph, node) for node in [*saved, *joint.tangents]}
     # The gradients come last for those that no tangent reaches.
     for node in [*sorted(needed, key=order.__getitem__), *grads]:
-        for pending in sorted(_missing(node, copies), key=order.__getitem__):
+        missing = ancestors([node], copies).difference(copies)
+        for pending in sorted(missing, key=order.__getitem__):
             copies[pending] = graph.node_copy(pending, copies.__getitem__)
             copies[pending].meta["recomputed"] = pending not in needed
     graph.output(tuple(None if node is None else copies[node] for node in joint.grads))
@@ -179,19 +169,6 @@ def _loss_backward(backward: Graph, tangent_outputs: Sequence[int], loss_output:
     ]
     drop_zero_tangents(graph, tangents, others)
     return graph
-
-
-def _on_tangents(joint: JointGraph) -> set[Node]:
-    depends = set(joint.tangents)
-    for node in joint.graph.nodes:
-        if any(parent in depends for parent in node.all_input_nodes):
-            depends.add(node)
-    return depends
-
-
-def _missing(node: Node, copies: dict[Node, Node]) -> set[Node]:
-    """``node`` and what it still needs, unless it is there."""
-    return {found for found in _walk_back([node], set(copies)) if found not in copies}
 
 
 def _placeholder(graph: Graph, node: Node) -> Node:

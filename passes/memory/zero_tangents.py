@@ -24,7 +24,7 @@ from torch.fx import Graph, Node
 
 from sp_compiler.ir.fx import arguments, tensor_operands
 from sp_compiler.ir.op_traits import FILLED
-from sp_compiler.ir.rewriting import erase_dead
+from sp_compiler.ir.rewriting import erase_dead, make_call
 from sp_compiler.ir.symbolic import same_shape
 
 aten = torch.ops.aten
@@ -90,12 +90,12 @@ def _other_summand(node: Node, nothing: set[Node]) -> Node | None:
 
 def _zeros(before: Node, value: Tensor, like: Node) -> Node:
     with before.graph.inserting_before(before):
-        made = before.graph.call_function(
+        return make_call(
+            before.graph,
             aten.zeros.default,
             (list(value.shape),),
             {"dtype": value.dtype, "device": value.device},
+            like=like,
+            origin="zero_tangents",
+            meta={"val": value},
         )
-    kept = ("nn_module_stack", "stack_trace")
-    made.meta = {key: like.meta[key] for key in kept if key in like.meta}
-    made.meta["val"] = value
-    return made

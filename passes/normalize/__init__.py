@@ -22,23 +22,19 @@ import torch
 from torch.fx import Graph, Node
 
 import sp_compiler.ops.operators  # noqa: F401 - registers the operators
-from sp_compiler.base.errors import UnsupportedError, node_origin
+from sp_compiler.base.errors import UnsupportedError
+from sp_compiler.base.provenance import layer_of, node_origin
 from sp_compiler.ir.captured import Captured
-from sp_compiler.ir.fx import arguments
+from sp_compiler.ir.fx import arguments, calls, is_call, is_getitem, shape_of
 from sp_compiler.ir.op_traits import draws
 from sp_compiler.ir.program import Ref
-from sp_compiler.ir.provenance import layer_of
 from sp_compiler.ir.rewriting import (
-    calls,
     erase_dead,
     fake_mode_of,
     insert_call,
-    is_call,
-    is_getitem,
     replace_call,
     replace_with,
     set_value,
-    shape_of,
 )
 from sp_compiler.ir.symbolic import same_shape
 from sp_compiler.passes.normalize.attention import explicit_attention, fold_attention_masks

@@ -12,15 +12,9 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from sp_compiler.ir.fx import arguments
+from sp_compiler.ir.fx import arguments, calls, is_getitem, shape_of
 from sp_compiler.ir.op_traits import draws
-from sp_compiler.ir.rewriting import (
-    calls,
-    insert_call,
-    is_getitem,
-    replace_with,
-    shape_of,
-)
+from sp_compiler.ir.rewriting import insert_call, replace_with
 from sp_compiler.ir.symbolic import Binding, Sizes, evaluate
 
 _ORIGIN = "normalize"

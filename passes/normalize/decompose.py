@@ -9,15 +9,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from sp_compiler.ir.fx import arguments, carries_gradient
-from sp_compiler.ir.rewriting import (
-    calls,
-    insert_call,
-    is_call,
-    replace_call,
-    replace_with,
-    shape_of,
-)
+from sp_compiler.ir.fx import arguments, calls, carries_gradient, is_call, shape_of
+from sp_compiler.ir.rewriting import insert_call, replace_call, replace_with
 from sp_compiler.ir.symbolic import same_shape
 from sp_compiler.passes.normalize.einsum import contract
 

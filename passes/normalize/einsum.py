@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from sp_compiler.ir.rewriting import insert_call, shape_of
+from sp_compiler.ir.fx import shape_of
+from sp_compiler.ir.rewriting import insert_call
 from sp_compiler.ir.symbolic import same_shape
 from sp_compiler.passes.normalize.views import move
 

@@ -8,14 +8,8 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves
 
-from sp_compiler.ir.rewriting import (
-    calls,
-    insert_call,
-    is_call,
-    replace_call,
-    replace_with,
-    shape_of,
-)
+from sp_compiler.ir.fx import calls, is_call, shape_of
+from sp_compiler.ir.rewriting import insert_call, replace_call, replace_with
 from sp_compiler.ir.symbolic import is_open, same_shape
 
 _ORIGIN = "normalize"

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from sp_compiler.ir.fx import arguments
-from sp_compiler.ir.provenance import layer_of
-from sp_compiler.ir.rewriting import calls, insert_call, is_call, is_getitem, replace_with, shape_of
+from sp_compiler.base.provenance import layer_of
+from sp_compiler.ir.fx import arguments, calls, is_call, is_getitem, shape_of
+from sp_compiler.ir.rewriting import insert_call, replace_with
 from sp_compiler.ir.symbolic import same_shape
 
 # An operator and its arguments after the first.

@@ -12,8 +12,9 @@ from dataclasses import replace
 
 from torch.fx import Node
 
-from sp_compiler.base.errors import ArgumentError, SPCompilerError, module_path
+from sp_compiler.base.errors import ArgumentError, SPCompilerError
 from sp_compiler.base.placement import Placement
+from sp_compiler.base.provenance import module_path
 from sp_compiler.ir.hints import named_or_inside, near, placement_text
 from sp_compiler.ir.op_traits import is_view
 from sp_compiler.ir.program import Program

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from sp_compiler.base.errors import module_path, source_line
+from sp_compiler.base.provenance import module_path, source_line
 from sp_compiler.ir.fx import tensor_operands
 from sp_compiler.passes.sharding.dim_roles import Value, value_of
 from sp_compiler.rules.factors import Dim, OpRule

@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from sp_compiler.base.errors import PassError
 from sp_compiler.base.placement import I, Placement, R, S
-from sp_compiler.ir.fx import arguments, emit
+from sp_compiler.ir.fx import arguments
 from sp_compiler.ir.program import Region
-from sp_compiler.ir.rewriting import erase_dead
+from sp_compiler.ir.rewriting import erase_dead, make_call
 from sp_compiler.ir.symbolic import SYMBOLIC, is_open
 from sp_compiler.passes.sharding.dim_roles import Value, results_of, shape_of, value_of
 from sp_compiler.rules.registry import LocalCall
@@ -270,7 +270,7 @@ class RegionLowering:
         like: Node,
         name: str | None = None,
     ) -> Node:
-        return emit(self.graph, target, args, kwargs, like=like, origin="shard", name=name)
+        return make_call(self.graph, target, args, kwargs, like=like, origin="shard", name=name)
 
     def _results(self, node: Node, new: Node, placements: tuple[Placement, ...]) -> None:
         values = results_of(node)

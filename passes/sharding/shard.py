@@ -19,7 +19,7 @@ from sp_compiler.ir.concretize import AtHints
 from sp_compiler.ir.fx import tensor_operands
 from sp_compiler.ir.hints import hint_text, wishes_of
 from sp_compiler.ir.program import Call, Program, Ref, RefKind, Region
-from sp_compiler.ir.snapshot import copy_graph
+from sp_compiler.ir.rewriting import copy_graph
 from sp_compiler.ir.symbolic import pin, symbol_of, symbols_in
 from sp_compiler.options import CompileOptions
 from sp_compiler.passes.sharding.dim_roles import (

@@ -5,12 +5,9 @@ Every message says what was wrong, what was allowed, where in the user's model, 
 
 from __future__ import annotations
 
-import os
-import re
-from typing import TYPE_CHECKING
+from torch.fx import Node
 
-if TYPE_CHECKING:
-    from torch.fx import Node
+from sp_compiler.base.provenance import node_origin
 
 
 class SPCompilerError(Exception):
@@ -60,34 +57,3 @@ class PlacementError(PassError):
 
 class RankMismatchError(SPCompilerError, RuntimeError):
     """The ranks of one tensor-parallel group disagree on what to run."""
-
-
-def node_origin(node: Node) -> str:
-    """Module path and source line of the user's model that ``node`` came from, for error texts."""
-    path = module_path(node)
-    trace = (node.meta.get("stack_trace") or "").strip().splitlines()
-    line = "\n    ".join(part.strip() for part in trace[-2:])
-    return f"  module: {path or '(model)'}\n    {line}".rstrip()
-
-
-def source_line(node: Node) -> str:
-    """The line of the user's model behind ``node``, as "file.py:12 code"; "" where unknown.
-
-    The innermost frame that is not PyTorch's own.
-    """
-    trace = node.meta.get("stack_trace") or ""
-    frames = re.findall(r'File "(.+)", line (\d+), in .*\n\s*(.*)', trace)
-    users = [frame for frame in frames if f"{os.sep}torch{os.sep}" not in frame[0]]
-    if not frames:
-        return ""
-    file, number, code = (users or frames)[-1]
-    return f"{os.path.basename(file)}:{number} {code.strip()}"
-
-
-def module_path(node: Node) -> str:
-    """Dotted path of the innermost module of the user's model that produced ``node``; "" at top."""
-    stack = node.meta.get("nn_module_stack") or {}
-    path = ""
-    for entry in stack.values():
-        path = entry[0]
-    return path.split("@")[0].removeprefix("L['self']").lstrip(".")

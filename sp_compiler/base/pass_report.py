@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from sp_compiler.base.errors import source_line
+from sp_compiler.base.provenance import source_line
 
 if TYPE_CHECKING:
     from torch.fx import Node

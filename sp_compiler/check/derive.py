@@ -24,6 +24,7 @@ from sp_compiler.check.shapes import (
 )
 from sp_compiler.ir.fx import arguments, tensor_operands
 from sp_compiler.ir.op_traits import FILLED, draws
+from sp_compiler.ir.rewriting import make_call
 from sp_compiler.rules.factors import OpRule
 from sp_compiler.rules.strategies import Offers, Strategy, strategies
 from sp_compiler.rules.table import rule_for
@@ -136,7 +137,7 @@ def _shadow(node: Node, values: Sequence[Any], call: GlobalCall) -> Node:
         return new
 
     args, kwargs = tree_map_only(Node, placeholder, (call.args, call.kwargs))
-    shadow = graph.call_function(node.target, args, kwargs)
+
     value = node.meta["val"]
     locals_ = value if isinstance(value, (tuple, list)) else [value]
     wholes = [
@@ -145,10 +146,10 @@ def _shadow(node: Node, values: Sequence[Any], call: GlobalCall) -> Node:
         else item
         for item, shape in zip(locals_, call.shapes, strict=True)
     ]
-    shadow.meta["val"] = wholes if isinstance(value, (tuple, list)) else wholes[0]
+    meta = {"val": wholes if isinstance(value, (tuple, list)) else wholes[0]}
     if "placement" in node.meta:
-        shadow.meta["placement"] = node.meta["placement"]
-    return shadow
+        meta["placement"] = node.meta["placement"]
+    return make_call(graph, node.target, args, kwargs, like=node, origin="check", meta=meta)
 
 
 def _offered(shadow: Node, operands: Sequence[Placement], world_size: int) -> list[Strategy]:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from sp_compiler.base.errors import module_path
+from sp_compiler.base.provenance import module_path
 from sp_compiler.codegen.expressions import Printer, describe
 from sp_compiler.ir.forward_backward import Partitioned
 from sp_compiler.ir.op_traits import base, is_identity

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
+from sp_compiler.ir.fx import output_node
 from sp_compiler.ir.hints import Parameters
 from sp_compiler.ir.program import Ref
-from sp_compiler.ir.rewriting import output_node
 from sp_compiler.ir.symbolic import Sizes
 
 

@@ -1,18 +1,16 @@
-"""Helpers to read and write FX graphs, shared by all passes."""
+"""Helpers that read FX graphs, shared by all passes; nothing here changes a graph."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+import operator
+import re
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dispatch.python import enable_python_dispatcher
-from torch._guards import detect_fake_mode
-from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, Node
-from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils._pytree import tree_iter
 
 import sp_compiler.ops.operators  # noqa: F401 - registers the operators
 from sp_compiler.base.placement import Placement
@@ -43,49 +41,90 @@ def tensor_operands(node: Node) -> list[Node]:
     return [leaf for leaf in tree_iter((node.args, node.kwargs)) if isinstance(leaf, Node)]
 
 
-def fake_value(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Result of calling ``target`` on the ``meta["val"]`` of its node arguments; no data moves."""
-    args, kwargs = tree_map_only(Node, lambda node: node.meta["val"], (args, kwargs))
-    mode = detect_fake_mode((args, kwargs))
-    if mode is None:
-        return target(*args, **kwargs)
-    with running_fakes(mode), torch.no_grad():
-        return target(*args, **kwargs)
+def is_call(node: object, *targets: Any) -> bool:
+    """True where ``node`` is a call of one of ``targets`` (operator overloads, by identity)."""
+    return (
+        isinstance(node, Node)
+        and node.op == "call_function"
+        and any(node.target is target for target in targets)
+    )
 
 
-@contextlib.contextmanager
-def running_fakes(mode: FakeTensorMode) -> Iterator[None]:
-    """Operators run without data; with open sizes none of them may ask for a size."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mode)
-        if mode.shape_env is not None:
-            stack.enter_context(enable_python_dispatcher())
-        yield
+def is_getitem(node: object) -> bool:
+    """True where ``node`` picks one result of an operator with several."""
+    return is_call(node, operator.getitem)
 
 
-def emit(
-    graph: Graph,
-    target: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any] | None = None,
-    *,
-    like: Node,
-    origin: str,
-    name: str | None = None,
-) -> Node:
-    """Append a call to ``graph`` whose meta says what it computes and where it came from.
+def calls(graph: Graph, *targets: Any) -> Iterator[Node]:
+    """Calls of ``targets`` in graph order; the graph may be edited while iterating."""
+    for node in list(graph.nodes):
+        if is_call(node, *targets):
+            yield node
 
-    ``like`` gives the user's module, source line and ``requires_grad``; ``origin`` is the pass;
-    ``name`` is what the node is called if it is free.
-    """
-    node = graph.create_node("call_function", target, args, kwargs or {}, name)
-    for key in ("nn_module_stack", "stack_trace", "requires_grad"):
-        if key in like.meta:
-            node.meta[key] = like.meta[key]
-    node.meta["origin"] = origin
-    node.meta["source"] = like.meta.get("source", like.name)
-    node.meta["val"] = fake_value(target, args, kwargs or {})
+
+def output_node(graph: Graph) -> Node:
+    """The one output node of ``graph``."""
+    (node,) = graph.find_nodes(op="output")
     return node
+
+
+def base_name(node: Node) -> str:
+    """The node's name without the number that made it unique."""
+    return re.sub(r"(_\d+)+$", "", node.name) or node.name
+
+
+def shape_of(node: Node) -> tuple[int, ...]:
+    """Static shape of the tensor that ``node`` returns."""
+    return tuple(node.meta["val"].shape)
+
+
+def reach(
+    nodes: Iterable[Node],
+    following: Callable[[Node], Iterable[Node]],
+    stop: Container[Node] = (),
+) -> dict[Node, None]:
+    """``nodes`` and all that a walk from them meets, nearest first; an ordered set.
+
+    The only walk over a graph that is not a sweep in graph order. Breadth first, so that a caller
+    that looks for one node finds the nearest; a dict, because what is decided on the way must not
+    depend on the order of a set.
+
+    Args:
+        nodes: where the walk starts.
+        following: the neighbours of a node, such as its operands or its users.
+        stop: nodes that are met but not walked through.
+    """
+    # networkx would need a copy of the graph for each walk; these run thousands of times.
+    met = dict.fromkeys(nodes)
+    queue = list(met)
+    for node in queue:  # which grows
+        if node in stop:
+            continue
+        for other in following(node):
+            if other not in met:
+                met[other] = None
+                queue.append(other)
+    return met
+
+
+def operands(node: Node) -> list[Node]:
+    """Nodes that ``node`` is computed from, each once; for :func:`reach`."""
+    return node.all_input_nodes
+
+
+def users(node: Node) -> Iterable[Node]:
+    """Nodes that use ``node``, each once; for :func:`reach`."""
+    return node.users
+
+
+def ancestors(nodes: Iterable[Node], stop: Container[Node] = ()) -> set[Node]:
+    """``nodes`` and everything they are computed from, up to and including those in ``stop``."""
+    return set(reach(nodes, operands, stop))
+
+
+def descendants(nodes: Iterable[Node]) -> set[Node]:
+    """``nodes`` and everything that is computed from them, the output node included."""
+    return set(reach(nodes, users))
 
 
 def placements_of(node: Node) -> tuple[Placement, Placement] | None:

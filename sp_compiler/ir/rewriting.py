@@ -1,152 +1,104 @@
-"""Rewriting of whole-model graphs in place, with every new node's metadata right.
+"""Helpers that write FX graphs: every call node of sp_compiler is made here, metadata included.
 
-Metadata kept by these helpers: ``val`` (FakeTensor without gradient, or a tuple of them),
-``requires_grad`` (whether a gradient flows to the node in training), ``nn_module_stack`` and
-``stack_trace`` (copied from the node that a new one stands for) and ``origin`` (the pass that made
-the node).
+==================  =============================================================================
+meta key            what the makers write
+==================  =============================================================================
+``val``             FakeTensor without gradient, or a tuple of them
+``requires_grad``   whether a gradient flows to the node in training
+``nn_module_stack``  of the node that the new one stands for
+``stack_trace``     likewise
+``source``          name of the node that the new one stands for, in the graph before the pass
+``origin``          name of the pass that made the node
+==================  =============================================================================
 """
 
 from __future__ import annotations
 
-import operator
-import re
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from sp_compiler.ir.fx import carries_gradient, running_fakes
+from sp_compiler.ir.fx import carries_gradient
 
-_INHERITED = ("nn_module_stack", "stack_trace", "torch_fn")
+_INHERITED = ("nn_module_stack", "stack_trace", "requires_grad")
 
-
-def is_call(node: object, *targets: Any) -> bool:
-    """True where ``node`` is a call of one of ``targets`` (operator overloads, by identity)."""
-    return (
-        isinstance(node, Node)
-        and node.op == "call_function"
-        and any(node.target is target for target in targets)
-    )
-
-
-def calls(graph: Graph, *targets: Any) -> Iterator[Node]:
-    """Calls of ``targets`` in graph order; the graph may be edited while iterating."""
-    for node in list(graph.nodes):
-        if is_call(node, *targets):
-            yield node
-
-
+# One record per fake mode, which is one per capture: it goes when the capture goes.
 _KNOWN_RESULTS: WeakKeyDictionary[FakeTensorMode, dict[str, tuple[Any, bool]]] = WeakKeyDictionary()
 
 
-def output_node(graph: Graph) -> Node:
-    """The one output node of ``graph``."""
-    (node,) = graph.find_nodes(op="output")
-    return node
+def make_call(
+    graph: Graph,
+    target: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    like: Node,
+    origin: str,
+    name: str | None = None,
+    meta: Mapping[str, Any] | None = None,
+) -> Node:
+    """Call ``target`` at the insertion point of ``graph``; returns the new node.
 
-
-def base_name(node: Node) -> str:
-    """The node's name without the number that made it unique."""
-    return re.sub(r"(_\d+)+$", "", node.name) or node.name
-
-
-def shape_of(node: Node) -> tuple[int, ...]:
-    """Static shape of the tensor that ``node`` returns."""
-    return tuple(node.meta["val"].shape)
-
-
-def fake_mode_of(graph: Graph) -> FakeTensorMode:
-    """The fake mode under which every ``val`` of ``graph`` lives; a new one for an empty graph."""
-    for node in graph.nodes:
-        for leaf in pytree.tree_leaves(node.meta.get("val")):
-            if isinstance(leaf, torch.Tensor):
-                return leaf.fake_mode  # type: ignore[attr-defined]
-    return FakeTensorMode()
-
-
-def refake(node: Node, mode: FakeTensorMode | None = None) -> None:
-    """Run the operator of ``node`` on fakes; writes ``val`` and ``requires_grad``.
-
-    Autograd itself says whether the result requires a gradient, so that non-differentiable
-    operators need no table. Equal calls, which every further layer has, are run once.
+    Args:
+        graph: the graph, whose nodes have ``meta["val"]``.
+        target: operator overload.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        like: node that the new one stands for: gives the user's module and source line, and
+            ``requires_grad``.
+        origin: name of the pass.
+        name: wish for the node's name; the operator's by default.
+        meta: what the caller knows better, such as ``val``, or wants besides.
     """
-    mode = mode or fake_mode_of(node.graph)
-    known = _KNOWN_RESULTS.setdefault(mode, {})
-    call = _signature(node)
-    if call not in known:
-        args, kwargs = map_arg((node.args, dict(node.kwargs)), _differentiable_fake)
-        with running_fakes(mode), torch.enable_grad():
-            set_value(node, node.target(*args, **kwargs))
-        known[call] = (node.meta["val"], node.meta["requires_grad"])
-    node.meta["val"], node.meta["requires_grad"] = known[call]
-    node.meta.pop("tensor_meta", None)
-
-
-def _signature(node: Node) -> str:
-    """Everything that the result of a call on fakes depends on."""
-
-    def describe(operand: Node) -> str:
-        leaves = pytree.tree_leaves(operand.meta["val"])
-        fakes = [
-            (tuple(x.shape), x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor) else x
-            for x in leaves
-        ]
-        return f"<{fakes} {operand.meta['requires_grad']}>"
-
-    return f"{node.target} {map_arg((node.args, dict(node.kwargs)), describe)}"
-
-
-def set_value(node: Node, value: Any) -> None:
-    """Record ``value`` (fake tensors that may require a gradient) as the result of ``node``."""
-    leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-    node.meta["requires_grad"] = any(leaf.requires_grad for leaf in leaves)
-    node.meta["val"] = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, value)
-    node.meta.pop("tensor_meta", None)
+    node = graph.create_node("call_function", target, args, dict(kwargs or {}), name)
+    node.meta = {
+        **{key: like.meta[key] for key in _INHERITED if key in like.meta},
+        **(meta or {}),
+        "origin": origin,
+        "source": like.meta.get("source", like.name),
+    }
+    if "val" not in node.meta:
+        node.meta["val"] = fake_value(target, args, kwargs or {})
+    return node
 
 
 def insert_call(
     anchor: Node,
     target: Callable[..., Any],
     args: tuple[Any, ...],
-    kwargs: dict[str, Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
     *,
     origin: str,
     name: str | None = None,
 ) -> Node:
-    """A new call in front of ``anchor``, with the source location of ``anchor`` and its own value.
+    """Call ``target`` in front of ``anchor``, which it stands for or serves.
 
-    Args:
-        anchor: node that the new call stands for or serves.
-        target: operator overload.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        origin: name of the pass, kept in ``meta["origin"]``.
-        name: wish for the node's name; the operator's by default.
+    As :func:`make_call`, but for graphs that autograd has yet to differentiate: whether the result
+    requires a gradient follows from the operands and not from ``anchor``.
     """
-    name = name or target.__name__.split(".")[0]
+    val, requires_grad = differentiable_result(fake_mode_of(anchor.graph), target, args, kwargs)
     with anchor.graph.inserting_before(anchor):
-        node = anchor.graph.create_node("call_function", target, args, kwargs or {}, name=name)
-    inherit(node, anchor)
-    node.meta["origin"] = origin
-    refake(node)
-    return node
-
-
-def inherit(node: Node, other: Node) -> None:
-    """Give ``node`` the module and the source line of ``other``."""
-    node.meta.update({key: other.meta[key] for key in _INHERITED if key in other.meta})
+        return make_call(
+            anchor.graph, target, args, kwargs, like=anchor, origin=origin,
+            name=name or target.__name__.split(".")[0],
+            meta={"val": val, "requires_grad": requires_grad},
+        )  # fmt: skip
 
 
 def replace_call(
     node: Node,
     target: Callable[..., Any],
     args: tuple[Any, ...],
-    kwargs: dict[str, Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
     *,
     origin: str,
     name: str | None = None,
@@ -173,17 +125,117 @@ def erase_dead(graph: Graph) -> int:
     return num_erased
 
 
+def inherit(node: Node, like: Node) -> None:
+    """Give ``node``, which another tracer made, the module and source line of ``like``."""
+    keys = ("nn_module_stack", "stack_trace")
+    node.meta.update({key: like.meta[key] for key in keys if key in like.meta})
+
+
+def copy_graph(graph: Graph) -> Graph:
+    """A copy with the same node names and the same meta entries."""
+    copy = Graph()
+    copies: dict[Node, Node] = {}
+    for node in graph.nodes:
+        copies[node] = copy.node_copy(node, copies.__getitem__)
+    return copy
+
+
+def copy_call(graph: Graph, node: Node, args: Any, kwargs: Any, name: str) -> Node:
+    """The call ``node`` on operands of another graph, under another name, with the same meta.
+
+    ``Graph.node_copy`` would take the name of ``node`` first, and number later nodes differently.
+    """
+    copy = graph.create_node("call_function", node.target, args, kwargs, name)
+    copy.meta = dict(node.meta)
+    return copy
+
+
+# Values without data.
+
+
+@contextlib.contextmanager
+def running_fakes(mode: FakeTensorMode) -> Iterator[None]:
+    """Operators run without data; with open sizes none of them may ask for a size."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mode)
+        if mode.shape_env is not None:
+            stack.enter_context(enable_python_dispatcher())
+        yield
+
+
+def fake_value(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Result of calling ``target`` on the ``meta["val"]`` of its node arguments; no data moves."""
+    args, kwargs = pytree.tree_map_only(Node, lambda node: node.meta["val"], (args, dict(kwargs)))
+    mode = detect_fake_mode((args, kwargs))
+    if mode is None:
+        return target(*args, **kwargs)
+    with running_fakes(mode), torch.no_grad():
+        return target(*args, **kwargs)
+
+
+def fake_mode_of(graph: Graph) -> FakeTensorMode:
+    """The fake mode under which every ``val`` of ``graph`` lives; a new one for an empty graph."""
+    for node in graph.nodes:
+        for leaf in pytree.tree_leaves(node.meta.get("val")):
+            if isinstance(leaf, torch.Tensor):
+                return leaf.fake_mode  # type: ignore[attr-defined]
+    return FakeTensorMode()
+
+
+def differentiable_result(
+    mode: FakeTensorMode, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
+) -> tuple[Any, bool]:
+    """Value of a call on fakes, and whether it requires a gradient.
+
+    Autograd itself says so: non-differentiable operators need no table. Equal calls, which every
+    further layer has, are run once.
+    """
+    known = _KNOWN_RESULTS.setdefault(mode, {})
+    kwargs = dict(kwargs or {})
+    call = f"{target} {map_arg((args, kwargs), _described)}"
+    if call not in known:
+        args, kwargs = map_arg((args, kwargs), _differentiable_fake)
+        with running_fakes(mode), torch.enable_grad():
+            known[call] = _without_gradient(target(*args, **kwargs))
+    return known[call]
+
+
+def refake(node: Node, mode: FakeTensorMode | None = None) -> None:
+    """Run the operator of ``node`` on fakes again; writes ``val`` and ``requires_grad``."""
+    mode = mode or fake_mode_of(node.graph)
+    _record(node, *differentiable_result(mode, node.target, node.args, node.kwargs))
+
+
+def set_value(node: Node, value: Any) -> None:
+    """Record ``value`` (fake tensors that may require a gradient) as the result of ``node``."""
+    _record(node, *_without_gradient(value))
+
+
+def _record(node: Node, value: Any, requires_grad: bool) -> None:
+    node.meta["val"], node.meta["requires_grad"] = value, requires_grad
+    node.meta.pop("tensor_meta", None)  # torch's own record, of the value before
+
+
+def _without_gradient(value: Any) -> tuple[Any, bool]:
+    """``value`` detached, and whether it required a gradient."""
+    leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    detached = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, value)
+    return detached, any(leaf.requires_grad for leaf in leaves)
+
+
+def _described(operand: Node) -> str:
+    """Everything of ``operand`` that the result of a call on fakes depends on."""
+    fakes = [
+        (tuple(x.shape), x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor) else x
+        for x in pytree.tree_leaves(operand.meta["val"])
+    ]
+    return f"<{fakes} {operand.meta['requires_grad']}>"
+
+
 def _differentiable_fake(node: Node) -> Any:
     requires_grad = node.meta["requires_grad"]
-    return pytree.tree_map_only(
-        torch.Tensor, lambda leaf: _leaf(leaf, requires_grad), node.meta["val"]
-    )
 
+    def leaf(fake: torch.Tensor) -> torch.Tensor:
+        return fake.detach().requires_grad_(requires_grad and carries_gradient(fake))
 
-def _leaf(fake: torch.Tensor, requires_grad: bool) -> torch.Tensor:
-    return fake.detach().requires_grad_(requires_grad and carries_gradient(fake))
-
-
-def is_getitem(node: object) -> bool:
-    """True where ``node`` picks one result of an operator with several."""
-    return is_call(node, operator.getitem)
+    return pytree.tree_map_only(torch.Tensor, leaf, node.meta["val"])

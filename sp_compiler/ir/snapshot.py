@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from torch.fx import Graph
 
 from sp_compiler.ir.program import Call, Program, Ref
+from sp_compiler.ir.rewriting import copy_graph
 
 FORWARD, BACKWARD, LOSS_BACKWARD = ".forward", ".backward", ".loss_backward"
 
@@ -53,15 +54,6 @@ def region_of(graph_name: str) -> str:
     for suffix in (FORWARD, LOSS_BACKWARD, BACKWARD):
         graph_name = graph_name.removesuffix(suffix)
     return graph_name
-
-
-def copy_graph(graph: Graph) -> Graph:
-    """A copy with the same node names and the same meta entries."""
-    copy = Graph()
-    copies: dict[object, object] = {}
-    for node in graph.nodes:
-        copies[node] = copy.node_copy(node, copies.__getitem__)
-    return copy
 
 
 def _call_text(call: Call) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from sp_compiler.base.errors import module_path
+from sp_compiler.base.provenance import module_path
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.fx import arguments, carries_gradient, tensor_operands
 from sp_compiler.ir.op_traits import MATMULS, is_view

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from sp_compiler.base.errors import CaptureError, node_origin
+from sp_compiler.base.errors import CaptureError
+from sp_compiler.base.provenance import node_origin
 from sp_compiler.ir.fx import arguments
 
 _aten = torch.ops.aten

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -19,19 +20,13 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from sp_compiler.base.autocast import without_autocast
-from sp_compiler.base.errors import CaptureError, UnsupportedError, node_origin
+from sp_compiler.base.errors import CaptureError, UnsupportedError
+from sp_compiler.base.provenance import node_origin
 from sp_compiler.ir.captured import Captured
+from sp_compiler.ir.fx import calls, output_node
 from sp_compiler.ir.hints import parameters_of
 from sp_compiler.ir.program import Ref
-from sp_compiler.ir.rewriting import (
-    calls,
-    erase_dead,
-    fake_mode_of,
-    inherit,
-    output_node,
-    refake,
-    set_value,
-)
+from sp_compiler.ir.rewriting import erase_dead, fake_mode_of, make_call, refake, set_value
 from sp_compiler.ir.symbolic import NotSymbolic, inline_sizes, is_open, open_sizes
 from sp_compiler.trace.dtype_check import check_dtypes
 from sp_compiler.trace.environment import capture_error, check_capturable, export_context
@@ -282,7 +277,11 @@ def _mutated_last(
             results.append(value)
         elif spec.kind is OutputKind.BUFFER_MUTATION:
             with output.graph.inserting_before(output):
-                written.append(output.graph.call_function(_aten.detach.default, (value,)))
+                detach, meta = _aten.detach.default, {"val": value.meta["val"]}
+                graph = output.graph
+                written.append(
+                    make_call(graph, detach, (value,), like=value, origin="capture", meta=meta)
+                )
             names.append(canonical[str(spec.target)])
         else:
             raise UnsupportedError(
@@ -357,12 +356,9 @@ def _move_to_cpu(graph: Graph) -> None:
         dtype = source.meta["val"].dtype
         if not dtype.is_floating_point:  # which only accelerators count
             to = _aten._to_copy.default
+            cast = functools.partial(make_call, graph, to, like=node, origin="capture")
             with graph.inserting_before(node):
-                node.replace_input_with(
-                    source, graph.call_function(to, (source,), {"dtype": torch.float32})
-                )
+                node.replace_input_with(source, cast((source,), {"dtype": torch.float32}))
             with graph.inserting_after(node):
-                back = graph.call_function(to, (node,), {"dtype": dtype})
+                back = cast((node,), {"dtype": dtype})
             node.replace_all_uses_with(back, lambda user, back=back: user is not back)
-            for new in (node.args[0], back):
-                inherit(new, node)

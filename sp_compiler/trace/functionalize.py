@@ -24,7 +24,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from sp_compiler.ir.rewriting import calls, fake_mode_of, inherit, output_node
+from sp_compiler.ir.fx import calls, output_node
+from sp_compiler.ir.rewriting import fake_mode_of, inherit, make_call
 
 _aten = torch.ops.aten
 _SET_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
@@ -106,11 +107,11 @@ def _detach_outputs(body: GraphModule, region: Node) -> None:
 
 
 def _detached(value: Node, region: Node) -> Node:
-    node = value.graph.call_function(_aten.detach.default, (value,))
-    for source in (region, value):
-        inherit(node, source)
-    node.meta["val"] = value.meta["val"]
-    return node
+    like = value if "nn_module_stack" in value.meta else region  # a placeholder has no module
+    meta = {"val": value.meta["val"]}
+    return make_call(
+        value.graph, _aten.detach.default, (value,), like=like, origin="capture", meta=meta
+    )
 
 
 # Without another trace.

@@ -29,12 +29,12 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses import FakeTensor, FakeTensorMode
 
-from sp_compiler.base.errors import PassError, UnsupportedError, node_origin
-from sp_compiler.ir.fx import carries_gradient
+from sp_compiler.base.errors import PassError, UnsupportedError
+from sp_compiler.base.provenance import node_origin
+from sp_compiler.ir.fx import ancestors, carries_gradient
 from sp_compiler.ir.op_traits import RESULT_NAMES
 from sp_compiler.ir.program import Region
-from sp_compiler.ir.rewriting import erase_dead
-from sp_compiler.ir.snapshot import copy_graph
+from sp_compiler.ir.rewriting import copy_graph, erase_dead
 from sp_compiler.ir.symbolic import inline_sizes, same_shape
 
 aten = torch.ops.aten
@@ -107,18 +107,6 @@ class JointGraph:
                 forward.add(node)
         forward.update(self.inputs)
         return {node for node in self.graph.nodes if node not in forward and node.op != "output"}
-
-
-def ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """``nodes`` and everything they are computed from."""
-    seen: set[fx.Node] = set()
-    stack = list(nodes)
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            stack.extend(node.all_input_nodes)
-    return seen
 
 
 def trace_joint(region: Region) -> JointGraph:

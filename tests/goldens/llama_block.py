@@ -7,9 +7,9 @@ import functools
 import torch
 from torch.fx import Graph
 
+from sp_compiler.base.provenance import layer_of
 from sp_compiler.compiler import build
 from sp_compiler.ir.compiled_program import CompiledProgram
-from sp_compiler.ir.provenance import layer_of
 from sp_compiler.ir.snapshot import Snapshot, region_of
 from sp_compiler.ir.text import render, render_node
 from sp_compiler.options import CompileOptions, Recompute

@@ -18,7 +18,8 @@ from sp_compiler.base.placement import Placement
 from sp_compiler.graph_diff.diff import diff
 from sp_compiler.graph_diff.report import Change, GraphDiff
 from sp_compiler.ir.program import Call, Program, Ref, Region
-from sp_compiler.ir.snapshot import Snapshot, copy_graph
+from sp_compiler.ir.rewriting import copy_graph
+from sp_compiler.ir.snapshot import Snapshot
 from tests.helpers.graph_builder import GraphBuilder, aten, convert
 
 

@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 
 import sp_compiler.ops.operators  # noqa: F401 - registers sp_compiler::convert
 from sp_compiler.base.placement import Placement
-from sp_compiler.ir.fx import fake_value
+from sp_compiler.ir.rewriting import fake_value
 
 aten = torch.ops.aten
 convert = torch.ops.sp_compiler.convert.default

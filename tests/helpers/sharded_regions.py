@@ -12,9 +12,9 @@ from torch.fx import Graph, GraphModule, Node
 
 from sp_compiler.base.placement import Placement
 from sp_compiler.ir.forward_backward import Partitioned
-from sp_compiler.ir.fx import emit, placements_of
+from sp_compiler.ir.fx import placements_of
 from sp_compiler.ir.program import Region
-from sp_compiler.ir.snapshot import copy_graph
+from sp_compiler.ir.rewriting import copy_graph, make_call
 from tests.helpers.regions import region_of
 
 WORLD = 2
@@ -151,12 +151,12 @@ def drop(node: Node) -> None:
         if dim is None:
             new = x
         elif have[dim] < want[dim]:
-            new = emit(
+            new = make_call(
                 node.graph, aten.cat.default, ([x] * world_size, dim), like=node, origin="test"
             )
         else:
             args = (x, dim, 0, want[dim])
-            new = emit(node.graph, aten.slice.Tensor, args, like=node, origin="test")
+            new = make_call(node.graph, aten.slice.Tensor, args, like=node, origin="test")
     _replace(node, new)
 
 
@@ -171,8 +171,10 @@ def misplace(node: Node) -> bool:
     if len(shape) != 2 or wrong == texts:
         return False
     with node.graph.inserting_before(node):
-        new = emit(node.graph, convert.default, (x, *wrong, world_size), like=node, origin="test")
-        new = emit(node.graph, aten.reshape.default, (new, shape), like=node, origin="test")
+        new = make_call(
+            node.graph, convert.default, (x, *wrong, world_size), like=node, origin="test"
+        )
+        new = make_call(node.graph, aten.reshape.default, (new, shape), like=node, origin="test")
     _replace(node, new)
     return True
 

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 from sp_compiler.ir.captured import Captured
+from sp_compiler.ir.fx import calls
 from sp_compiler.ir.program import Program, Ref
-from sp_compiler.ir.rewriting import calls
 from sp_compiler.ir.text import render
 from sp_compiler.passes.normalize import normalize
 from sp_compiler.passes.outline import outline

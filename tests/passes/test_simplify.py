@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from sp_compiler.ir.fx import fake_value
+from sp_compiler.ir.rewriting import fake_value
 from sp_compiler.passes.simplify import simplify
 
 aten = torch.ops.aten

@@ -23,7 +23,7 @@ from sp_compiler.cost.memory import backward_peak_bytes, function_peak_bytes
 from sp_compiler.cost.step_memory import step_memory
 from sp_compiler.estimate import plan
 from sp_compiler.ir.compiled_program import CompiledProgram
-from sp_compiler.ir.fx import fake_value
+from sp_compiler.ir.rewriting import fake_value
 from sp_compiler.ops.communicator import Communicator
 from sp_compiler.options import CompileOptions
 from sp_compiler.planning.build import make_plan

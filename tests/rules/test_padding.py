@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 import sp_compiler
 from sp_compiler.base.placement import Placement, R, S
-from sp_compiler.ir.rewriting import calls
+from sp_compiler.ir.fx import calls
 from sp_compiler.ops.communicator import Communicator
 from sp_compiler.rules.padding import POINTWISE, RELABELLING
 from sp_compiler.runtime.padding import padded_part, stored_part

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import sp_compiler
-from sp_compiler.ir.rewriting import calls
+from sp_compiler.ir.fx import calls
 from sp_compiler.passes.sharding.reasons import why_whole
 from sp_compiler.rules.vocabulary import vocabulary_obstacle, vocabulary_strategies
 from tests.helpers import parity

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from sp_compiler.base.errors import CaptureError, UnsupportedError
 from sp_compiler.ir.captured import Captured
+from sp_compiler.ir.fx import is_call
 from sp_compiler.ir.program import Ref
-from sp_compiler.ir.rewriting import is_call
 from sp_compiler.trace.export import capture, flatten_inputs
 from sp_compiler.verification.reference import ReferenceResult, run_captured
 from tests.models import architectures, zoo

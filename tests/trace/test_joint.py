@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 
-from sp_compiler.base.errors import PassError, module_path
+from sp_compiler.base.errors import PassError
 from sp_compiler.base.placement import R, S
+from sp_compiler.base.provenance import module_path
 from sp_compiler.trace.joint import JointGraph, python_name, trace_joint
 from tests.helpers.regions import Mlp, gpt_region, random_inputs, reference, region_of, sp
 

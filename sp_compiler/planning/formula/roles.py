@@ -12,7 +12,7 @@ import torch
 from torch.fx import Graph, Node
 
 from sp_compiler.ir.compiled_program import CompiledProgram
-from sp_compiler.ir.fx import placements_of, tensor_operands
+from sp_compiler.ir.fx import operands, placements_of, reach, tensor_operands, users
 from sp_compiler.ir.op_traits import FUSED_ATTENTION, is_copy, is_view, matmul_factors
 from sp_compiler.ir.program import Region
 from sp_compiler.planning.formula.shapes import Shape, Shapes
@@ -147,19 +147,15 @@ def _core(heads: Dim, rows: Dim, width: Dim) -> Iterator[Role]:
 
 def _attended(softmax: Node) -> Node | None:
     """What ``softmax`` is multiplied by: the values."""
-    queue = list(softmax.users)
-    for node in queue:  # which grows
+    for node in reach(softmax.users, users):
         if factors := matmul_factors(node):
             return factors[1]
-        queue += [user for user in node.users if user not in queue]
     return None
 
 
 def _queries(softmax: Node, params: set[Node]) -> Node | None:
     """The first factor of the product of two activations that ``softmax`` is taken of."""
-    queue = [softmax.args[0]]
-    for node in queue:  # which grows
+    for node in reach([softmax.args[0]], operands):
         if factors := matmul_factors(node):
             return None if any(factor in params for factor in factors) else factors[0]
-        queue += [source for source in node.all_input_nodes if source not in queue]
     return None

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sp_compiler.ir.fx import arguments
-from sp_compiler.ir.rewriting import calls
+from sp_compiler.ir.fx import arguments, calls
 from sp_compiler.passes.normalize import normalize
 from sp_compiler.trace.export import capture
 from tests.helpers.normalized import body, normalized, outputs, randn

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sp_compiler.base.errors import module_path
-from sp_compiler.ir.rewriting import calls, is_getitem
+from sp_compiler.base.provenance import module_path
+from sp_compiler.ir.fx import calls, is_getitem
 from tests.helpers.normalized import body, captured_from, normalized, outputs, randn
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sp_compiler.ir.rewriting import calls
+from sp_compiler.ir.fx import calls
 from tests.helpers.normalized import body, normalized, outputs, randn
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")

@@ -1,0 +1,73 @@
+"""Where in the user's model a node came from: its layer, its module, its source line."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+_INDEXED = re.compile(r"(^|\.)\d+$")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One use of a layer: the outermost module in an indexed container (a path ending in ``.N``).
+
+    Attributes:
+        key: tells repeated calls of one module apart.
+        path: of the module in the model; "" for everything outside layers.
+        class_name: of the module.
+    """
+
+    key: str = ""
+    path: str = ""
+    class_name: str = ""
+
+
+OUTSIDE = Layer()
+
+
+def layer_of(node: Node) -> Layer:
+    """The layer that ``node`` was captured in, or :data:`OUTSIDE`."""
+    for key, (path, module_class) in (node.meta.get("nn_module_stack") or {}).items():
+        path = path.split("@")[0]
+        name = module_class if isinstance(module_class, str) else module_class.__name__
+        name = name.rsplit(".", 1)[-1]
+        if name == "ParametrizationList":  # a container of what computes a weight
+            return OUTSIDE
+        if _INDEXED.search(path):
+            return Layer(str(key), path, name)
+    return OUTSIDE
+
+
+def node_origin(node: Node) -> str:
+    """Module path and source line of the user's model that ``node`` came from, for error texts."""
+    path = module_path(node)
+    trace = (node.meta.get("stack_trace") or "").strip().splitlines()
+    line = "\n    ".join(part.strip() for part in trace[-2:])
+    return f"  module: {path or '(model)'}\n    {line}".rstrip()
+
+
+def source_line(node: Node) -> str:
+    """The line of the user's model behind ``node``, as "file.py:12 code"; "" where unknown.
+
+    The innermost frame that is not PyTorch's own.
+    """
+    trace = node.meta.get("stack_trace") or ""
+    frames = re.findall(r'File "(.+)", line (\d+), in .*\n\s*(.*)', trace)
+    users = [frame for frame in frames if f"{os.sep}torch{os.sep}" not in frame[0]]
+    if not frames:
+        return ""
+    file, number, code = (users or frames)[-1]
+    return f"{os.path.basename(file)}:{number} {code.strip()}"
+
+
+def module_path(node: Node) -> str:
+    """Dotted path of the innermost module of the user's model that produced ``node``; "" at top."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = ""
+    for entry in stack.values():
+        path = entry[0]
+    return path.split("@")[0].removeprefix("L['self']").lstrip(".")

@@ -41,6 +41,7 @@ setup(
     package_data={"sp_compiler": ["py.typed", "planning/plan_page.html"]},
     install_requires=[
         "jinja2>=3.1",
+        "networkx>=2.5.1",
         "numpy>=1.26",
         "rich>=13",
         "safetensors>=0.4",

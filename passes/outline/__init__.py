@@ -1,0 +1,80 @@
+"""Cut a flat graph into the program's regions: one distinct region for all layers that are alike.
+
+What is outside layers (:mod:`sp_compiler.base.provenance`) is glue. Layers whose graphs are equal,
+down to shapes, types and what requires a gradient, share one region; so do layers that compute the
+same in another order, such as keys before queries in every other layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch.fx import Node
+
+from sp_compiler.ir.captured import Captured
+from sp_compiler.ir.hints import Wish
+from sp_compiler.ir.program import Call, Program, Ref, Region
+from sp_compiler.passes.outline.distinct import DistinctRegions, asked_of_inputs
+from sp_compiler.passes.outline.draft import draft_region
+from sp_compiler.passes.outline.pieces import Piece, pieces_of
+
+
+def outline(captured: Captured, wishes: Mapping[str, Wish] | None = None) -> Program:
+    """The program of a normalised capture; ``captured`` itself stays as it is.
+
+    Every call's arguments come from parameters, buffers, constants, user inputs, the seed and
+    earlier calls. A value that a piece only passes on is not an output of it.
+
+    Args:
+        captured: normalised.
+        wishes: by parameter; layers whose parameters must be placed differently are kept apart.
+    """
+    wishes = dict(wishes or {})
+    pieces = pieces_of(captured.module.graph)
+    refs = dict(zip(captured.placeholders, captured.refs, strict=True))
+    last_uses = _outputs_of_pieces(pieces)
+    distinct = DistinctRegions()
+    program_calls = []
+    for index, piece in enumerate(pieces):
+        draft, inputs = draft_region(piece, refs, last_uses[index])
+        use = distinct.use_of(draft, asked_of_inputs(inputs, refs, wishes))
+        args = tuple(refs[inputs[position]] for position in use.inputs)
+        program_calls.append(Call(use.region, piece.layer.path, args))
+        for node, position in zip(last_uses[index], use.outputs, strict=True):
+            refs[node] = Ref("call", index=index, output=position)
+    _make_names_unique(distinct.regions)
+    outputs = [refs[leaf] if isinstance(leaf, Node) else leaf for leaf in captured.outputs]
+    mutated = {name: refs[node] for name, node in captured.mutated_buffers.items()}
+    return Program(
+        program_calls,
+        outputs,
+        captured.out_spec,
+        mutated,
+        dict(captured.aliases),
+        dict(captured.constants),
+        list(captured.notes),
+        captured.parameters,
+        wishes,
+        captured.sizes,
+    )
+
+
+def _outputs_of_pieces(pieces: list[Piece]) -> list[list[Node]]:
+    """For each piece the nodes that later pieces or the model's outputs use, in order."""
+    outputs = []
+    for piece in pieces:
+        inside = set(piece.nodes)
+        outputs.append([n for n in piece.nodes if any(user not in inside for user in n.users)])
+    return outputs
+
+
+def _make_names_unique(regions: Iterable[Region]) -> None:
+    """Number the second and later regions of the same name: ``Block``, ``Block2``."""
+    taken: set[str] = set()
+    for region in regions:
+        name, count = region.name, 1
+        while name in taken:
+            count += 1
+            name = f"{region.name}{count}"
+        taken.add(name)
+        region.name = name

@@ -1,0 +1,138 @@
+"""Which pieces are one region: those that are equal, or equal up to the order of their nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from sp_compiler.ir.fx import is_call
+from sp_compiler.ir.graph_theory import Candidate, isomorphism
+from sp_compiler.ir.hints import Wish
+from sp_compiler.ir.op_traits import draws
+from sp_compiler.ir.program import Ref, Region
+from sp_compiler.passes.outline.draft import DROPOUTS, Draft
+
+
+@dataclass(frozen=True)
+class Use:
+    """How a piece is a use of a region: which of the piece's values are which of the region's.
+
+    Attributes:
+        region: what the piece computes.
+        inputs: for each placeholder of ``region`` its position among the inputs of the piece.
+        outputs: for each output of the piece its position among those of ``region``.
+    """
+
+    region: Region
+    inputs: Sequence[int]
+    outputs: Sequence[int]
+
+
+class DistinctRegions:
+    """The regions found so far; what is equal to one of them becomes a use of it."""
+
+    def __init__(self) -> None:
+        self.regions: list[Region] = []
+        self._uses: dict[str, Use] = {}
+        self._candidates: list[tuple[Candidate, Draft, Region]] = []
+
+    def use_of(self, draft: Draft, asked: Mapping[int, tuple[bool, ...]]) -> Use:
+        """The region of ``draft``, by its text or else by isomorphism; a new one if there is none.
+
+        ``asked``: what the user's hints allow of inputs, by position; no other region will do.
+        """
+        text = f"{_canonical_text(draft)}\n{asked}"
+        if text not in self._uses:
+            # Only layers that equal no earlier one in order come here: a few of a model.
+            candidate = Candidate(draft.graph, _labels(draft, asked).__getitem__)
+            use = self._reordered_use(candidate, draft)
+            if use is None:
+                region = draft.finish()
+                use = Use(region, range(len(draft.inputs)), range(len(draft.outputs)))
+                self.regions.append(region)
+                self._candidates.append((candidate, draft, region))
+            self._uses[text] = use
+        return self._uses[text]
+
+    def _reordered_use(self, candidate: Candidate, draft: Draft) -> Use | None:
+        for known, other, region in self._candidates:
+            twins = isomorphism(known, candidate)
+            if twins is not None:
+                theirs = [twins[node] for node in draft.inputs]
+                outputs = {node: position for position, node in enumerate(other.outputs)}
+                return Use(
+                    region,
+                    [theirs.index(node) for node in other.inputs],
+                    [outputs[twins[node]] for node in draft.outputs],
+                )
+        return None
+
+
+def _canonical_text(draft: Draft) -> str:
+    """Everything that must agree for two pieces to be one region, as text."""
+    number = {node: index for index, node in enumerate(draft.graph.nodes)}
+    lines = [" ".join(draft.input_kinds)]
+    for node in draft.graph.nodes:
+        args, kwargs = map_arg((node.args, node.kwargs), lambda n: _Numbered(number[n]))
+        target = node.target if node.op == "call_function" else ""
+        lines.append(f"{node.op} {target} {args} {dict(sorted(kwargs.items()))} {_type_text(node)}")
+    return "\n".join(lines)
+
+
+def _labels(draft: Draft, asked: Mapping[int, tuple[bool, ...]]) -> dict[Node, str]:
+    """Everything about each node but its operands that must agree for two pieces to be one region.
+
+    Parameters and buffers go by their names in the layer, for a layer's weights of one shape must
+    not change places in what a person reads. Dropouts are told apart by what they are used for: the
+    number of its site makes a mask distinct, and all that uses it has the number of the region.
+    Other random numbers come from torch's generator: they are drawn in order.
+    """
+    labels = {}
+    for position, node in enumerate(draft.inputs):
+        kind = draft.input_kinds[position]
+        name = draft.input_names[position] if kind in ("param", "buffer") else ""
+        labels[node] = f"{kind} {name} {asked.get(position)} {_type_text(node)}"
+    num_drawn = 0
+    for node in draft.graph.nodes:
+        if node.op != "call_function":
+            continue
+        args, kwargs = map_arg((node.args, node.kwargs), lambda operand: _Numbered(0))
+        if is_call(node, *DROPOUTS):
+            args = (*args[:3], *args[4:])
+        turn = num_drawn if draws(node) else None
+        num_drawn += turn is not None
+        call = f"{node.target} {args} {dict(sorted(kwargs.items()))}"
+        labels[node] = f"{call} {turn} {_type_text(node)}"
+    return labels
+
+
+def asked_of_inputs(
+    inputs: list[Node], refs: dict[Node, Ref], wishes: Mapping[str, Wish]
+) -> dict[int, tuple[bool, ...]]:
+    names = [refs[node].name if refs[node].kind == "param" else "" for node in inputs]
+    return {i: wishes[name].allowed for i, name in enumerate(names) if name in wishes}
+
+
+@dataclass(frozen=True)
+class _Numbered:
+    """Stands for a node in the canonical text."""
+
+    index: int
+
+    def __repr__(self) -> str:
+        return f"%{self.index}"
+
+
+def _type_text(node: Node) -> str:
+    if node.op == "output":
+        return ""
+    value = node.meta["val"]
+    values = value if isinstance(value, (tuple, list)) else [value]
+    types = [
+        f"{v.dtype}{list(v.shape)}@{v.device}" if isinstance(v, Tensor) else str(v) for v in values
+    ]
+    return f"{types} grad={node.meta['requires_grad']}"

@@ -1,0 +1,143 @@
+"""A piece as a region's graph, its values named as in the user's model."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+import sp_compiler.ops.operators  # noqa: F401 - registers the operators
+from sp_compiler.base.provenance import module_path
+from sp_compiler.ir.fx import is_call
+from sp_compiler.ir.program import Ref, RefKind, Region
+from sp_compiler.ir.rewriting import copy_call
+from sp_compiler.ir.symbolic import same_shape, symbol_of, symbols_in
+from sp_compiler.passes.outline.pieces import Piece
+
+_sp = torch.ops.sp_compiler
+DROPOUTS = (_sp.dropout.default, _sp.dropout_mask.default)
+_WITH_WEIGHT = (
+    torch.ops.aten.linear.default,
+    torch.ops.aten.matmul.default,
+    torch.ops.aten.layer_norm.default,
+    torch.ops.aten.embedding.default,
+)
+# Order of a region's placeholders.
+_KIND_ORDER: tuple[RefKind, ...] = ("param", "buffer", "constant", "input", "call", "seed", "size")
+_KEPT_META = ("val", "requires_grad", "nn_module_stack", "stack_trace", "origin")
+
+
+@dataclass
+class Draft:
+    """A region whose graph is not a module yet, which most repeated layers never need."""
+
+    name: str
+    graph: Graph
+    input_kinds: tuple[RefKind, ...]
+    input_names: tuple[str, ...]
+
+    def finish(self) -> Region:
+        self.graph.lint()
+        module = GraphModule(torch.nn.Module(), self.graph)
+        return Region(self.name, module, self.input_kinds, self.input_names)
+
+    @property
+    def inputs(self) -> list[Node]:
+        return self.graph.find_nodes(op="placeholder")
+
+    @property
+    def outputs(self) -> list[Node]:
+        return list(self.graph.output_node().args[0])
+
+
+def draft_region(
+    piece: Piece, refs: dict[Node, Ref], outputs: list[Node]
+) -> tuple[Draft, list[Node]]:
+    """The region of one piece and the nodes of the flat graph that are its inputs, in order."""
+    inputs = _inputs_of(piece, refs)
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    names = []
+    for node in inputs:
+        name = _input_name(refs[node], piece.layer.path)
+        copies[node] = graph.placeholder(_identifier(name) or _carried_name(node, outputs))
+        copies[node].target = copies[node].name
+        copies[node].meta = _meta(node, keys=("val", "requires_grad"))
+        names.append(name or copies[node].name)
+    site = 0
+    for node in piece.nodes:
+        args = map_arg(node.args, copies.__getitem__)
+        if is_call(node, *DROPOUTS):
+            args = (*args[:3], site, *args[4:])
+            site += 1
+        kwargs = map_arg(node.kwargs, copies.__getitem__)
+        copies[node] = copy_call(graph, node, args, kwargs, _value_name(node))
+        copies[node].meta = _meta(node)
+    graph.output(tuple(copies[node] for node in outputs))
+    kinds = tuple(refs[node].kind for node in inputs)
+    return Draft(piece.name, graph, kinds, tuple(names)), inputs
+
+
+def _inputs_of(piece: Piece, refs: dict[Node, Ref]) -> list[Node]:
+    """Values from outside, ordered by kind and then by first use."""
+    inside = set(piece.nodes)
+    used = dict.fromkeys(n for node in piece.nodes for n in node.all_input_nodes if n not in inside)
+    sizes = [node for node, ref in refs.items() if ref.kind == "size"]
+    symbols = symbols_in([*used, *piece.nodes]) if sizes else set()
+    used |= {node: None for node in sizes if symbol_of(node) in symbols}
+    return sorted(used, key=lambda node: _KIND_ORDER.index(refs[node].kind))
+
+
+def _input_name(ref: Ref, path: str) -> str:
+    """Name inside the layer of a parameter or buffer; "" for values, which have none."""
+    if ref.kind in ("param", "buffer"):
+        return ref.name.removeprefix(f"{path}.")
+    return ref.name
+
+
+def _carried_name(node: Node, outputs: list[Node]) -> str:
+    """A value from elsewhere: ``hidden`` where the region returns one like it."""
+    value = node.meta["val"]
+    if not isinstance(value, Tensor):
+        return node.name
+    alike = any(
+        same_shape(value.shape, out.meta["val"].shape) and value.dtype is out.meta["val"].dtype
+        for out in outputs
+    )
+    return "hidden" if alike and node.op == "call_function" else _value_name(node)
+
+
+def _meta(node: Node, keys: tuple[str, ...] = _KEPT_META) -> dict[str, Any]:
+    return {key: node.meta[key] for key in keys if key in node.meta}
+
+
+def _value_name(node: Node) -> str:
+    """What the value is called in its region; numbered afresh where several have one name.
+
+    Results of a module's own weight are named after the module (``c_attn``), others after the
+    operator.
+    """
+    module = module_path(node).rsplit(".", 1)[-1]
+    if module.isidentifier() and _applies_weight(node):
+        return module
+    if is_call(node, torch.ops.aten.reshape.default):
+        return "reshape"
+    return re.sub(r"(_\d+)+$", "", node.name).lstrip("_") or "value"
+
+
+def _applies_weight(node: Node) -> bool:
+    """True for products with, norms by and lookups in a parameter, and for adding a bias to one."""
+    weights = [arg for arg in node.all_input_nodes if arg.op == "placeholder"]
+    if is_call(node, torch.ops.aten.add.Tensor):
+        source = node.args[0]
+        return bool(weights) and isinstance(source, Node) and is_call(source, *_WITH_WEIGHT)
+    return bool(weights) and is_call(node, *_WITH_WEIGHT)
+
+
+def _identifier(name: str) -> str:
+    return re.sub(r"\W", "_", name)

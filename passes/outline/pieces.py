@@ -1,0 +1,109 @@
+"""A flat graph as pieces: runs of nodes of one layer, and the glue between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torch.fx import Graph, Node
+
+from sp_compiler.base.provenance import OUTSIDE, Layer, layer_of
+from sp_compiler.ir.fx import is_getitem
+
+
+@dataclass
+class Piece:
+    """Consecutive nodes that become one call."""
+
+    layer: Layer
+    nodes: list[Node] = field(default_factory=list)
+    name: str = ""
+
+
+def pieces_of(graph: Graph) -> list[Piece]:
+    """Consecutive runs of one layer.
+
+    Glue that needs no layer's result goes to the front, or, where only one later piece of glue uses
+    it, there.
+    """
+    nodes = [node for unit in _units(graph.nodes) for node in unit]
+    layers = _layers(nodes)
+    after_layer: set[Node] = set()
+    early, rest = [], []
+    for node in nodes:
+        if layers[node] is not OUTSIDE or not after_layer.isdisjoint(node.all_input_nodes):
+            after_layer.add(node)
+            rest.append(node)
+        else:
+            early.append(node)
+    pieces = [Piece(OUTSIDE, early)]
+    for node, layer in zip(rest, _with_enclosed_glue([layers[node] for node in rest]), strict=True):
+        if pieces[-1].layer != layer:
+            pieces.append(Piece(layer))
+        pieces[-1].nodes.append(node)
+    for piece in pieces[1:]:
+        if piece.layer is OUTSIDE:
+            _sink(pieces[0], piece)
+    pieces = [piece for piece in pieces if piece.nodes]
+    _name_pieces(pieces)
+    return pieces
+
+
+def _units(nodes: Iterable[Node]) -> list[list[Node]]:
+    """Each operator with the parts of its results: a list of tensors cannot leave a region."""
+    units: dict[Node, list[Node]] = {}
+    for node in nodes:
+        if is_getitem(node):
+            units[node.args[0]].append(node)
+        elif node.op == "call_function":
+            units[node] = [node]
+    return list(units.values())
+
+
+def _layers(nodes: list[Node]) -> dict[Node, Layer]:
+    """Layer of each node; the parts of a split belong where the split does."""
+    layers: dict[Node, Layer] = {}
+    for node in nodes:
+        layers[node] = layers[node.args[0]] if is_getitem(node) else layer_of(node)
+    return layers
+
+
+def _with_enclosed_glue(layers: list[Layer]) -> list[Layer]:
+    """Glue between two pieces of the same layer joins that layer."""
+    following = OUTSIDE
+    next_layer = []
+    for layer in reversed(layers):
+        following = following if layer is OUTSIDE else layer
+        next_layer.append(following)
+    previous, joined = OUTSIDE, []
+    for layer, after in zip(layers, reversed(next_layer), strict=True):
+        previous = previous if layer is OUTSIDE else layer
+        joined.append(previous if layer is OUTSIDE and previous == after else layer)
+    return joined
+
+
+def _sink(first: Piece, last: Piece) -> None:
+    """Move nodes of ``first`` that only ``last`` uses to the front of ``last``."""
+    targets = set(last.nodes)
+    kept: list[list[Node]] = []
+    sunk: list[list[Node]] = []
+    for unit in reversed(_units(first.nodes)):
+        users = {user for node in unit for user in node.users}.difference(unit)
+        if users and targets.issuperset(users):
+            targets.update(unit)
+            sunk.append(unit)
+        else:
+            kept.append(unit)
+    first.nodes = [node for unit in reversed(kept) for node in unit]
+    last.nodes = [*(node for unit in reversed(sunk) for node in unit), *last.nodes]
+
+
+def _name_pieces(pieces: list[Piece]) -> None:
+    last = len(pieces) - 1
+    for index, piece in enumerate(pieces):
+        if piece.layer is not OUTSIDE:
+            piece.name = piece.layer.class_name
+        elif last == 0:
+            piece.name = "Model"
+        else:
+            piece.name = {0: "Prologue", last: "Epilogue"}.get(index, "Glue")

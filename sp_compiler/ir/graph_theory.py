@@ -1,0 +1,120 @@
+"""FX graphs as graphs of networkx: for users, and to find graphs that are equal up to their order.
+
+networkx is imported where it is needed: the usual compilation asks it nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch.fx import Graph, Node
+from torch.utils._pytree import tree_iter
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+
+def as_networkx(
+    nodes: Iterable[Node],
+    key: Callable[[Node], Hashable],
+    attributes: Callable[[Node], Mapping[str, Any]],
+) -> nx.MultiDiGraph:
+    """The graph of ``nodes``: an edge from each operand to each use of it.
+
+    Args:
+        nodes: of one FX graph, in order; operands that are not among them are left out.
+        key: the name of a node in the result.
+        attributes: what the result says of a node.
+
+    Returns:
+        Edges have ``position``: which operand of the user it is, as positional and then keyword
+        arguments list them; ``x * x`` has two edges.
+    """
+    import networkx as nx
+
+    result = nx.MultiDiGraph()
+    for node in nodes:
+        result.add_node(key(node), **attributes(node))
+        for position, operand in enumerate(_operands(node)):
+            if key(operand) in result:
+                result.add_edge(key(operand), key(node), position=position)
+    return result
+
+
+def _operands(node: Node) -> list[Node]:
+    """Operands in an order that does not depend on the one in which keywords were given."""
+    leaves = tree_iter((node.args, dict(sorted(node.kwargs.items()))))
+    return [leaf for leaf in leaves if isinstance(leaf, Node)]
+
+
+class Candidate:
+    """A graph that is compared with others up to the order of its nodes.
+
+    Args:
+        graph: its outputs count as a set: whoever uses them follows the isomorphism.
+        label: everything about a node but its operands that must be equal. Two nodes with one label
+            have to be interchangeable as far as their label says: whatever has an order of its own,
+            such as random draws, has its position in the label.
+    """
+
+    def __init__(self, graph: Graph, label: Callable[[Node], str]) -> None:
+        self.nodes = [node for node in graph.nodes if node.op != "output"]
+        returned = set(graph.output_node().all_input_nodes)
+        self.labels = {node: f"{label(node)} {node in returned}" for node in self.nodes}
+        self.key = frozenset(Counter(self.labels.values()).items())
+        """Equal for isomorphic graphs, and cheap: what is compared first."""
+
+    def colors(self) -> dict[Node, Hashable]:
+        """Node to all that its ancestors and descendants say of it, equal under isomorphisms.
+
+        One sweep down and one up, which tells nearly all nodes of a model's layer apart: those that
+        are left are what a search has to try.
+        """
+        down: dict[Node, Hashable] = {}
+        for node in self.nodes:
+            down[node] = hash((self.labels[node], *(down[source] for source in _operands(node))))
+        uses: dict[Node, list[tuple[Hashable, int]]] = {node: [] for node in self.nodes}
+        both: dict[Node, Hashable] = {}
+        for node in reversed(self.nodes):
+            both[node] = hash((down[node], *sorted(uses[node])))
+            for position, source in enumerate(_operands(node)):
+                uses[source].append((both[node], position))
+        return both
+
+
+def isomorphism(first: Candidate, second: Candidate) -> dict[Node, Node] | None:
+    """Node of ``second`` to the node of ``first`` that computes the same; ``None``: there is none.
+
+    Arguments keep their places: nothing is taken to be commutative.
+    """
+    if first.key != second.key:
+        return None
+    colors = first.colors(), second.colors()
+    if Counter(colors[0].values()) != Counter(colors[1].values()):
+        return None
+    import networkx as nx
+
+    matcher = nx.isomorphism.MultiDiGraphMatcher(
+        _compared(second, colors[1]),
+        _compared(first, colors[0]),
+        node_match=lambda one, other: one == other,
+        edge_match=lambda one, other: _positions(one) == _positions(other),
+    )
+    return next(matcher.isomorphisms_iter(), None)
+
+
+def _compared(candidate: Candidate, colors: Mapping[Node, Hashable]) -> nx.MultiDiGraph:
+    """What the matcher compares: equal hashes are no proof, so labels and edges once more."""
+    return as_networkx(
+        candidate.nodes,
+        lambda node: node,
+        lambda node: {"label": candidate.labels[node], "color": colors[node]},
+    )
+
+
+def _positions(edges: Mapping[Any, Mapping[str, int]]) -> list[int]:
+    """Which operands all the edges between two nodes are."""
+    return sorted(itertools.chain.from_iterable(edge.values() for edge in edges.values()))

@@ -21,19 +21,19 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-import torch
 from torch.fx import Graph, Node
 
 from sp_compiler.cost.memory import backward_peak_bytes, peak_in_order
 from sp_compiler.cost.node_cost import tensor_bytes
 from sp_compiler.ir.concretize import AtHints
 from sp_compiler.ir.forward_backward import Partitioned
-from sp_compiler.ir.fx import ancestors, is_collective
-from sp_compiler.ir.op_traits import base, collective_of, is_part, is_view
+from sp_compiler.ir.fx import ancestors
+from sp_compiler.ir.op_traits import base, collective_of, is_collective, is_part, is_view
 from sp_compiler.ir.rewriting import make_call
 from sp_compiler.ir.symbolic import Sizes
+from sp_compiler.ops.convert import WAIT
 
-_wait = torch.ops.sp_compiler.wait.default
+_wait = WAIT.overload
 
 
 def overlap_backward(

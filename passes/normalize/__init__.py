@@ -21,7 +21,6 @@ from typing import Literal
 import torch
 from torch.fx import Graph, Node
 
-import sp_compiler.ops.operators  # noqa: F401 - registers the operators
 from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.base.provenance import layer_of, node_origin
 from sp_compiler.ir.captured import Captured
@@ -37,6 +36,7 @@ from sp_compiler.ir.rewriting import (
     set_value,
 )
 from sp_compiler.ir.symbolic import same_shape
+from sp_compiler.ops.dropout import DROPOUT, DROPOUT_MASK
 from sp_compiler.passes.normalize.attention import explicit_attention, fold_attention_masks
 from sp_compiler.passes.normalize.decompose import canonical_spelling
 from sp_compiler.passes.normalize.fused_projections import split_packed, split_slices
@@ -45,7 +45,6 @@ from sp_compiler.passes.normalize.views import keep_token_order, shorten_view_ch
 
 _ORIGIN = "normalize"
 _aten = torch.ops.aten
-_sp = torch.ops.sp_compiler
 _RESHAPES = (
     _aten.reshape.default,
     _aten.view.default,
@@ -209,14 +208,12 @@ def _replace_dropout(captured: Captured, stored: bool) -> None:
         else:
             args = (x, _seed(captured), p, 0, 0, 1)
             if stored:
-                drawn = insert_call(result, _sp.dropout_mask.default, args, origin=_ORIGIN)
+                drawn = insert_call(result, DROPOUT_MASK.overload, args, origin=_ORIGIN)
                 applied = (x, drawn, 1 / (1 - float(p)))
                 apply = _aten.native_dropout_backward.default
                 replace_call(result, apply, applied, origin=_ORIGIN, name="dropout")
             else:
-                drawn = replace_call(
-                    result, _sp.dropout.default, args, origin=_ORIGIN, name="dropout"
-                )
+                drawn = replace_call(result, DROPOUT.overload, args, origin=_ORIGIN, name="dropout")
             # Numbered only now, so that all calls are alike to the fakes.
             drawn.update_arg(3, site)
             site += 1

@@ -11,16 +11,15 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-import sp_compiler.ops.operators  # noqa: F401 - registers the operators
 from sp_compiler.base.provenance import module_path
 from sp_compiler.ir.fx import is_call
 from sp_compiler.ir.program import Ref, RefKind, Region
 from sp_compiler.ir.rewriting import copy_call
 from sp_compiler.ir.symbolic import same_shape, symbol_of, symbols_in
+from sp_compiler.ops.dropout import DROPOUT, DROPOUT_MASK
 from sp_compiler.passes.outline.pieces import Piece
 
-_sp = torch.ops.sp_compiler
-DROPOUTS = (_sp.dropout.default, _sp.dropout_mask.default)
+DROPOUTS = (DROPOUT.overload, DROPOUT_MASK.overload)
 _WITH_WEIGHT = (
     torch.ops.aten.linear.default,
     torch.ops.aten.matmul.default,

@@ -17,6 +17,7 @@ from torch.fx import Node
 
 from sp_compiler.ir.fx import carries_gradient, tensor_operands
 from sp_compiler.ir.program import Program, Region
+from sp_compiler.ops.registry import operator_of
 from sp_compiler.rules.factors import Dims, Factor, OpRule
 from sp_compiler.rules.table import is_pointwise, rule_for
 
@@ -138,14 +139,18 @@ def activate(program: Program, whole: Collection[WholeNode] = ()) -> dict[int, R
 
 def _shardable(node: Node) -> list[Value]:
     """Differentiable results and dropout masks; every rank has other numbers whole."""
-    is_mask = node.target is torch.ops.sp_compiler.dropout_mask.default
-    return [value for value in results_of(node) if is_mask or carries_gradient(_fake(value))]
+    placed = _is_placed(node)
+    return [value for value in results_of(node) if placed or carries_gradient(_fake(value))]
 
 
 def is_elementwise(node: Node) -> bool:
     """Pointwise operators and dropout, whose masks follow the element's place in the whole."""
-    own = (torch.ops.sp_compiler.dropout.default, torch.ops.sp_compiler.dropout_mask.default)
-    return node.target in own or is_pointwise(node)
+    return _is_placed(node) or is_pointwise(node)
+
+
+def _is_placed(node: Node) -> bool:
+    ours = operator_of(node.target)
+    return ours is not None and ours.placed
 
 
 def residual_stream(program: Program, facts: dict[int, RegionValues]) -> dict[Value, None]:

@@ -23,13 +23,15 @@ from sp_compiler.ir.fx import arguments
 from sp_compiler.ir.program import Region
 from sp_compiler.ir.rewriting import erase_dead, make_call
 from sp_compiler.ir.symbolic import SYMBOLIC, is_open
+from sp_compiler.ops.convert import CONVERT
+from sp_compiler.ops.rows import CUT_ROWS, PAD_ROWS
+from sp_compiler.ops.vocabulary import VOCAB_EMBEDDING, VOCAB_NLL
 from sp_compiler.passes.sharding.dim_roles import Value, results_of, shape_of, value_of
 from sp_compiler.rules.registry import LocalCall
 from sp_compiler.rules.strategies import Strategy
 from sp_compiler.rules.table import is_pointwise, local_call
 
 aten = torch.ops.aten
-sp = torch.ops.sp_compiler
 
 
 def local_placement(placement: Placement) -> Placement:
@@ -178,7 +180,7 @@ class RegionLowering:
         weight, ids = values["weight"], values["indices"]
         num_rows = arguments(node)["weight"].meta["val"].shape[0]
         rows = self._emit(
-            sp.vocab_embedding.default, (weight, ids, num_rows, self.world_size), {}, node
+            VOCAB_EMBEDDING.overload, (weight, ids, num_rows, self.world_size), {}, node
         )
         padding = values["padding_idx"]
         if padding < 0:
@@ -193,7 +195,7 @@ class RegionLowering:
         logits, target, ignore = values["self"], values["target"], values["ignore_index"]
         classes = arguments(node)["self"].meta["val"].shape[1]
         nll_args = (logits, target, ignore, classes, self.world_size)
-        pair = self._emit(sp.vocab_nll.default, nll_args, {}, node)
+        pair = self._emit(VOCAB_NLL.overload, nll_args, {}, node)
         nll = self._emit(operator.getitem, (pair, 0), {}, node)
         if values["reduction"] == 0:
             return nll
@@ -232,7 +234,7 @@ class RegionLowering:
         if target.kind == "T":
             x = self._to_rows(x, shape, target.dim, like)
         text = (str(local_placement(source)), str(local_placement(target)))
-        new = self._emit(sp.convert.default, (x, *text, self.world_size), {}, like)
+        new = self._emit(CONVERT.overload, (x, *text, self.world_size), {}, like)
         new.meta["placement"] = local_placement(target)
         return self._from_rows(new, shape, source.dim, like) if source.kind == "T" else new
 
@@ -246,12 +248,12 @@ class RegionLowering:
             x = self._emit(aten.reshape.default, (x, [rows, *rest]), {}, like)
         if not self._may_need_padding(rows):
             return x
-        return self._emit(sp.pad_rows.default, (x, self.world_size), {}, like)
+        return self._emit(PAD_ROWS.overload, (x, self.world_size), {}, like)
 
     def _from_rows(self, x: Node, shape: tuple[int, ...], num_dims: int, like: Node) -> Node:
         rows = math.prod(shape[:num_dims])
         if self._may_need_padding(rows):
-            x = self._emit(sp.cut_rows.default, (x, rows, self.world_size), {}, like)
+            x = self._emit(CUT_ROWS.overload, (x, rows, self.world_size), {}, like)
         if num_dims != 1:
             x = self._emit(aten.reshape.default, (x, list(shape)), {}, like)
         return x

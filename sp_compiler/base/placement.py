@@ -112,3 +112,12 @@ def shard_of(size: int, dim: int, world_size: int) -> Placement:
 def T(num_dims: int) -> Placement:
     """The first ``num_dims`` dimensions flattened, padded and sharded."""
     return Placement("T", num_dims)
+
+
+def as_value(placement: Placement) -> Placement:
+    """What the numbers are: R and I are the same, and one segment is none."""
+    if placement.is_replicated:
+        return R
+    if placement.kind == "S" and len(placement.segments) == 1:
+        return S(placement.dim)
+    return placement

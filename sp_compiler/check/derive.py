@@ -12,8 +12,7 @@ from torch.fx import Graph, Node
 from torch.utils._pytree import tree_map_only
 
 from sp_compiler.base.errors import ArgumentError
-from sp_compiler.base.placement import P, Placement, R, S
-from sp_compiler.check.opaque import as_value, opaque_strategies
+from sp_compiler.base.placement import P, Placement, R, S, as_value
 from sp_compiler.check.shapes import (
     NO_SUCH_CALL,
     GlobalCall,
@@ -25,6 +24,7 @@ from sp_compiler.check.shapes import (
 from sp_compiler.ir.fx import arguments, tensor_operands
 from sp_compiler.ir.op_traits import FILLED, draws
 from sp_compiler.ir.rewriting import make_call
+from sp_compiler.ops.registry import operator_of
 from sp_compiler.rules.factors import OpRule
 from sp_compiler.rules.strategies import Offers, Strategy, strategies
 from sp_compiler.rules.table import rule_for
@@ -48,12 +48,12 @@ def derive(node: Node, operands: Sequence[Placement], world_size: int) -> list[R
 
     Args:
         operands: placements of the tensor operands as values, see
-            :func:`~sp_compiler.check.opaque.as_value`.
+            :func:`~sp_compiler.base.placement.as_value`.
     """
     num_results = len(local_shapes(node))
     if node.target in FILLED:
         return _constant(node)
-    declared = opaque_strategies(node, world_size)
+    declared = declared_strategies(node, world_size)
     if declared is not None:
         return _matching(declared, operands, num_results)
     if draws(node):
@@ -68,11 +68,26 @@ def derive(node: Node, operands: Sequence[Placement], world_size: int) -> list[R
     return sorted(dict.fromkeys(found), key=_num_segments)
 
 
+def declared_strategies(node: Node, world_size: int) -> list[Strategy] | None:
+    """Every way to run one of our own operators; ``None`` for any other.
+
+    What our operators declare is trusted, so each has numeric tests of its own. An empty list: the
+    arguments contradict each other.
+    """
+    ours = operator_of(node.target)
+    if ours is None:
+        return None
+    args = arguments(node)
+    if not ours.takes_world_size and args["world_size"] != world_size:
+        return []
+    return [Strategy(*typing) for typing in ours.typings(args, world_size)]
+
+
 def allowed(node: Node, operands: Sequence[Placement], world_size: int) -> list[Strategy]:
     """What ``node`` could do with operands of these shapes, for the text of a refusal."""
-    declared = opaque_strategies(node, world_size)
+    declared = declared_strategies(node, world_size)
     if declared is not None:
-        return declared
+        return list(map(_valued, declared))
     found = [] if draws(node) else [Strategy((R,) * len(operands), (R,))]
     for shadow, _ in _shadows(node, operands, world_size):
         found += _offered(shadow, operands, world_size)

@@ -21,9 +21,8 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.fx import Node
 
 from sp_compiler.base.errors import PlacementError
-from sp_compiler.base.placement import I, P, Placement, R, S
-from sp_compiler.check.derive import Results, derive
-from sp_compiler.check.opaque import as_value, opaque_strategies
+from sp_compiler.base.placement import I, P, Placement, R, S, as_value
+from sp_compiler.check.derive import Results, declared_strategies, derive
 from sp_compiler.check.report import CheckReport
 from sp_compiler.check.shapes import global_shape
 from sp_compiler.check.torch_functions import RESHAPES, UNKNOWN_LINEAR, call, is_spelled, reshape
@@ -33,7 +32,6 @@ from sp_compiler.ir.program import Region
 from sp_compiler.rules.table import has_local_arguments
 
 aten = torch.ops.aten
-sp = torch.ops.sp_compiler
 _ATTENTION = aten.scaled_dot_product_attention.default
 _CUTS = (aten.split_with_sizes.default, aten.slice.Tensor)
 
@@ -90,7 +88,7 @@ class _Checker:
             self.values[node] = self.values[node.args[0]][node.args[1]]
         elif node.target in FILLED:
             self._fill(node)
-        elif opaque_strategies(node, self.world_size) is not None:
+        elif declared_strategies(node, self.world_size) is not None:
             self._declare(node)
         else:
             self._type(node)
@@ -169,10 +167,17 @@ class _Checker:
             if not self._choices(node, [as_value(pair[0])]):
                 raise PlacementError("check", f"no conversion {pair[0]} -> {pair[1]}", node)
         else:
-            choices = self._choices(node, self._operands(node))
-            if not choices:
+            operands = tuple(self._operands(node))
+            fitting = [
+                way.results
+                for way in declared_strategies(node, self.world_size) or ()
+                if tuple(map(as_value, way.operands)) == operands
+            ]
+            if not fitting:
                 raise PlacementError("check", self._refusal(node, None), node)
-            results = [self._gradient_kind(node, kind, found) for kind in choices[0]]
+            results = [
+                kind if kind == I else self._gradient_kind(node, kind, found) for kind in fitting[0]
+            ]
             self.report.trusted.append((node, "declared by the compiler's own operator"))
         self._stamp(node, results)
 
@@ -206,8 +211,6 @@ class _Checker:
         """R or I for a value that is only known to be replicated."""
         if not placement.is_replicated:
             return placement
-        if node.target is sp.vocab_nll.default:
-            return I
         return R if R in operands else I
 
     def _stamp(self, node: Node, placements: Sequence[Placement]) -> None:

@@ -15,9 +15,8 @@ from collections.abc import Sequence
 from torch.fx import Graph, Node
 
 from sp_compiler.base.errors import PlacementError
-from sp_compiler.base.placement import Placement, R, S
+from sp_compiler.base.placement import Placement, R, S, as_value
 from sp_compiler.check.derive import Results, allowed, derive
-from sp_compiler.check.opaque import as_value
 from sp_compiler.check.report import CheckReport
 from sp_compiler.ir.forward_backward import Partitioned
 from sp_compiler.ir.fx import tensor_operands

@@ -7,7 +7,6 @@ module under a name that starts with ``aten_``.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,8 +18,8 @@ from sp_compiler.base.errors import PassError
 from sp_compiler.ir.fx import arguments
 from sp_compiler.ir.op_traits import conversion_of, is_started
 from sp_compiler.ir.symbolic import SYMBOLIC, hint, is_open, plain, text
-from sp_compiler.ops.communicator import Communicator
 from sp_compiler.ops.convert import CONVERSIONS
+from sp_compiler.ops.registry import operator_of
 
 aten = torch.ops.aten
 
@@ -168,11 +167,10 @@ class Printer:
         return f"({text})" if is_open(value) and not text.isidentifier() else text
 
     def _communicator_call(self, node: Node) -> str:
-        method = node.target.__name__.partition(".")[0]
-        args = list(node.args)
-        if "world_size" not in inspect.signature(getattr(Communicator, method)).parameters:
-            args.pop()
-        return f"tp.{method}({', '.join(map(self.value, args))})"
+        ours = operator_of(node.target)
+        assert ours is not None
+        args = ", ".join(map(self.value, ours.method_arguments(node.args)))
+        return f"tp.{ours.name}({args})"
 
     def _convert(self, node: Node) -> str:
         x, source, target, _ = node.args

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-import torch
 from torch.fx import Graph, Node
 
 from sp_compiler.cost.node_cost import tensor_bytes
-from sp_compiler.ir.fx import placements_of
-from sp_compiler.ir.op_traits import base, collective_of, is_part, is_wait
-from sp_compiler.ops.dropout_counter import scratch_bytes
-
-_sp = torch.ops.sp_compiler
+from sp_compiler.ir.fx import arguments
+from sp_compiler.ir.op_traits import base, is_part, is_wait
+from sp_compiler.ops.registry import operator_of
 
 
 def function_peak_bytes(graph: Graph) -> int:
@@ -94,28 +91,9 @@ def _function_peak(
 
 
 def _scratch_bytes(node: Node) -> int:
-    """What the operator makes inside itself, beside its result."""
-    if node.target is _sp.convert.default:
-        return _copied_bytes(node)
-    if node.target not in (_sp.dropout.default, _sp.dropout_mask.default):
-        return 0
-    x = node.args[0]
-    assert isinstance(x, Node)
-    return scratch_bytes(x.meta["val"], mask=node.target is _sp.dropout_mask.default)
-
-
-def _copied_bytes(node: Node) -> int:
-    """What a collective copies to bring each rank's part together on dim 0, or back."""
-    kind, x = collective_of(node), node.all_input_nodes[0].meta["val"]
-    placements = placements_of(node)
-    assert placements is not None
-    source, target = placements
-    if kind == "all_gather" and (source.dim or len(source.segments) > 1):
-        return tensor_bytes(node.meta["val"])
-    if kind == "reduce_scatter":
-        copies = bool(target.dim) + (len(target.segments) > 1)
-        return copies * tensor_bytes(x)
-    return 0
+    """What the operator makes inside itself, beside its result: known of ours alone."""
+    ours = operator_of(node.target)
+    return 0 if ours is None else ours.scratch_bytes(arguments(node), node.meta["val"])
 
 
 def _made(node: Node) -> list[Node]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,9 +15,9 @@ from sp_compiler.cost.hardware import H100, Hardware, collective_us, kernel_us
 from sp_compiler.ir.fx import placements_of, tensor_operands
 from sp_compiler.ir.op_traits import FUSED_ATTENTION, collective_of, is_started, is_view, is_wait
 from sp_compiler.ops.convert import LINK_CROSSINGS
+from sp_compiler.ops.registry import Collective, operator_of
 
 _aten = torch.ops.aten
-_sp = torch.ops.sp_compiler
 _ATTENTION_BACKWARDS = frozenset(
     {
         _aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
@@ -40,21 +39,6 @@ _PRODUCTS = {
     ),
     **dict.fromkeys(("aten::addmm", "aten::baddbmm"), 1),
 }
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One kind of communication.
-
-    Attributes:
-        kind: "all_gather", "reduce_scatter" or "all_reduce".
-        count: how often.
-        num_bytes: of the whole tensors: what a gather yields, a scatter takes, a reduction reduces.
-    """
-
-    kind: str
-    count: int
-    num_bytes: int
 
 
 def tensor_bytes(value: object) -> int:
@@ -112,15 +96,12 @@ def _attention_product(node: Node, first: int) -> int:
 
 def node_collectives(node: Node) -> list[Collective]:
     """What ``node`` communicates: nothing in general."""
-    if node.target is _sp.vocab_nll.default:
-        rows = tensor_bytes(node.meta["val"][0])
-        # The maximum of each row; then its sum of exponentials with the target's logit.
-        return [Collective("all_reduce", 2, rows + 2 * rows)]
     kind = collective_of(node)
-    if kind is None:
-        return []
-    whole = max(tensor_bytes(value) for value in (node.meta["val"], _source(node).meta["val"]))
-    return [Collective(kind, 1, whole)]
+    if kind is not None:
+        whole = max(tensor_bytes(value) for value in (node.meta["val"], _source(node).meta["val"]))
+        return [Collective(kind, 1, whole)]
+    ours = operator_of(node.target)
+    return [] if ours is None or ours.collectives is None else [*ours.collectives(node.meta["val"])]
 
 
 def _source(node: Node) -> Node:

@@ -18,8 +18,7 @@ from sp_compiler.base.errors import ArgumentError
 from sp_compiler.graph_diff.align import Alignment
 from sp_compiler.graph_diff.report import Change, Entry, Field, GraphDiff, Kind, Section, Summary
 from sp_compiler.graph_diff.subsequences import longest_increasing
-from sp_compiler.ir.fx import is_collective
-from sp_compiler.ir.op_traits import collective_of
+from sp_compiler.ir.op_traits import collective_of, is_collective
 from sp_compiler.ir.program import Program
 from sp_compiler.ir.snapshot import FORWARD, Snapshot, region_of
 from sp_compiler.ir.text import (

@@ -7,14 +7,12 @@ import re
 from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_iter
 
-import sp_compiler.ops.operators  # noqa: F401 - registers the operators
 from sp_compiler.base.placement import Placement
-from sp_compiler.ops.convert import conversion_between
+from sp_compiler.ops.convert import CONVERT
 
 
 def arguments(node: Node) -> dict[str, Any]:
@@ -129,17 +127,6 @@ def descendants(nodes: Iterable[Node]) -> set[Node]:
 
 def placements_of(node: Node) -> tuple[Placement, Placement] | None:
     """(source, destination) of a placement conversion, ``None`` for any other node."""
-    if node.target is not torch.ops.sp_compiler.convert.default:
+    if node.target is not CONVERT.overload:
         return None
     return Placement.parse(node.args[1]), Placement.parse(node.args[2])
-
-
-def is_collective(node: Node) -> bool:
-    """Whether the node communicates: gather, scatter, reduction, or vocabulary-parallel loss."""
-    if node.target is torch.ops.sp_compiler.vocab_nll.default:
-        return True
-    placements = placements_of(node)
-    if placements is None:
-        return False
-    conversion = conversion_between(*placements)
-    return conversion is not None and conversion.link_crossings > 0

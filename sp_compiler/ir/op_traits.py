@@ -7,12 +7,12 @@ import operator
 import torch
 from torch.fx import Node
 
-import sp_compiler.ops.operators  # noqa: F401 - registers torch.ops.sp_compiler
 from sp_compiler.ir.fx import arguments, placements_of
-from sp_compiler.ops.convert import Conversion, conversion_between
+from sp_compiler.ops.convert import WAIT, Conversion, conversion_between
+from sp_compiler.ops.dropout import DROPOUT_MASK
+from sp_compiler.ops.registry import OPERATORS, operator_of
 
 aten = torch.ops.aten
-_sp = torch.ops.sp_compiler
 
 MATMULS = {
     # operator -> positions of the two factors
@@ -43,10 +43,13 @@ NARROWING_VIEWS = frozenset(
         aten.unbind.int,
         aten.diagonal.default,
         aten.as_strided.default,
-        _sp.cut_rows.default,
+        *(ours.overload for ours in OPERATORS.values() if ours.view == "part"),
     }
 )
-_OTHER_VIEWS = (aten._unsafe_view.default, _sp.cut_rows.default, _sp.wait.default)
+# Views that their schemas do not tell.
+_OTHER_VIEWS = frozenset(
+    {aten._unsafe_view.default, *(ours.overload for ours in OPERATORS.values() if ours.view)}
+)
 RESULT_NAMES = {
     # operators with several results, as the generated code calls them
     aten.native_layer_norm.default: ("norm", "mean", "rstd"),
@@ -57,7 +60,7 @@ RESULT_NAMES = {
         "grad_key",
         "grad_value",
     ),
-    _sp.vocab_nll.default: ("nll", "logsumexp"),
+    **{ours.overload: ours.result_names for ours in OPERATORS.values() if ours.result_names},
 }
 FILLED = {
     # operator that makes a constant -> the value, or the name of the argument that holds it
@@ -87,6 +90,11 @@ def collective_of(node: Node) -> str | None:
     return conversion.method if conversion is not None and conversion.link_crossings else None
 
 
+def is_collective(node: Node) -> bool:
+    """Whether the node communicates: as a conversion, or inside."""
+    return collective_of(node) is not None or has_inner_communication(node)
+
+
 def is_identity(node: Node) -> bool:
     """A conversion that leaves every rank's tensor as it is; only the gradient may change."""
     conversion = conversion_of(node)
@@ -95,7 +103,7 @@ def is_identity(node: Node) -> bool:
 
 def is_wait(node: Node) -> bool:
     """Where a collective that was started before has arrived."""
-    return node.target is _sp.wait.default
+    return node.target is WAIT.overload
 
 
 def is_started(node: Node) -> bool:
@@ -158,12 +166,13 @@ def draws(node: Node) -> bool:
 
 
 def is_dropout_mask(node: Node) -> bool:
-    return node.target is _sp.dropout_mask.default
+    return node.target is DROPOUT_MASK.overload
 
 
 def has_inner_communication(node: Node) -> bool:
     """Operators that communicate inside; re-running one would repeat the collectives."""
-    return node.target is _sp.vocab_nll.default
+    ours = operator_of(node.target)
+    return ours is not None and ours.collectives is not None
 
 
 def matmul_factors(node: Node) -> tuple[Node, Node] | None:

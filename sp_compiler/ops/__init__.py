@@ -1,0 +1,10 @@
+"""Operators of the compiler's own, one file each; every module of this folder is imported here.
+
+So a new operator is a new file, with no list to enter it in.
+"""
+
+import importlib
+import pkgutil
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")

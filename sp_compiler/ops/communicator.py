@@ -1,8 +1,13 @@
-"""The object ``tp`` of the generated code: this rank, its group, and what needs them."""
+"""The object ``tp`` of the generated code: this rank, its group, and typed collectives.
+
+The kernels of our operators are methods of it too: :mod:`sp_compiler.ops.registry` adds them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -10,7 +15,6 @@ from torch.distributed import ProcessGroup
 
 from sp_compiler.base.placement import Placement
 from sp_compiler.base.shards import padded, without_padding
-from sp_compiler.ops import dropout_counter as _dropout
 
 _c10d = torch.ops._c10d_functional
 # The generated code differentiates itself, so the collectives' own autograd kernels, which are
@@ -45,7 +49,7 @@ class Pending:
 
 
 class Communicator:
-    """Typed collectives and rank-dependent operators on one rank's tensors.
+    """Typed collectives on one rank's tensors, and the kernels of our operators.
 
     Args:
         group: the tensor-parallel process group; ``None`` when ``world_size`` is 1.
@@ -71,7 +75,7 @@ class Communicator:
 
     def all_reduce(self, x: Tensor, src: str, dst: str) -> Tensor:
         """P -> I or R: the sum over ranks."""
-        return self._all_reduce(x, "sum")
+        return self.reduce(x, "sum")
 
     def start_all_gather(self, x: Tensor, src: str, dst: str) -> Pending:
         """:meth:`all_gather` of more than one rank that goes on until it is waited for."""
@@ -118,83 +122,8 @@ class Communicator:
         assert whole.shape[source.dim] == size * self.world_size
         return _from_rank_major(whole, source, self.world_size)
 
-    # Rows of tokens where their number may not divide by the number of ranks.
-
-    def pad_rows(self, x: Tensor) -> Tensor:
-        """Copies of the last row behind ``x``; ``x`` itself where there is nothing to do."""
-        missing = -x.shape[0] % self.world_size
-        return torch.cat([x, x[-1:].expand(missing, *x.shape[1:])]) if missing else x
-
-    def pad_rows_with_zeros(self, x: Tensor) -> Tensor:
-        missing = -x.shape[0] % self.world_size
-        return torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x
-
-    def cut_rows(self, x: Tensor, rows: int) -> Tensor:
-        """The first ``rows`` rows, a view."""
-        return x.narrow(0, 0, rows)
-
-    # Operators whose result depends on the rank.
-
-    def vocab_embedding(self, weight: Tensor, ids: Tensor, num_rows: int) -> Tensor:
-        self._require_inside(ids, num_rows, "an embedding of {} rows")
-        local, mine = self._local_ids(ids, weight.shape[0])
-        return torch.nn.functional.embedding(local, weight).where(mine.unsqueeze(-1), 0)
-
-    def vocab_embedding_backward(self, grad: Tensor, ids: Tensor, num_rows: int) -> Tensor:
-        local, mine = self._local_ids(ids, num_rows)
-        grad = (grad * mine.unsqueeze(-1)).reshape(-1, grad.shape[-1])
-        return grad.new_zeros(num_rows, grad.shape[-1]).index_add_(0, local.reshape(-1), grad)
-
-    def vocab_nll(
-        self, logits: Tensor, target: Tensor, ignore_index: int, classes: int
-    ) -> tuple[Tensor, Tensor]:
-        wanted = torch.where(target == ignore_index, torch.zeros_like(target), target)
-        self._require_inside(wanted, classes, "a loss over {} classes, as target")
-        padding = self._padding_columns(logits, classes)
-        known = logits if padding is None else logits.masked_fill(padding, -torch.inf)
-        peak = self._all_reduce(known.amax(-1), "max")
-        del known
-        local, mine = self._local_ids(target, logits.shape[-1])
-        # Selected, not multiplied: a logit of another class may be infinite.
-        picked = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1).where(mine, 0)
-        exponents = logits - peak.unsqueeze(-1)
-        if padding is not None:
-            exponents.masked_fill_(padding, -torch.inf)
-        total = exponents.exp_().sum(-1)
-        del exponents
-        total, picked = self._all_reduce(torch.stack([total, picked]), "sum").unbind()
-        logsumexp = total.log() + peak
-        nll = torch.where(target == ignore_index, torch.zeros_like(picked), logsumexp - picked)
-        return nll, logsumexp
-
-    def vocab_nll_backward(
-        self,
-        grad: Tensor,
-        logits: Tensor,
-        target: Tensor,
-        logsumexp: Tensor,
-        ignore_index: int,
-        classes: int,
-    ) -> Tensor:
-        grad = torch.where(target == ignore_index, torch.zeros_like(grad), grad)
-        local, mine = self._local_ids(target, logits.shape[-1])
-        result = (logits - logsumexp.unsqueeze(-1)).exp_().mul_(grad.unsqueeze(-1))
-        padding = self._padding_columns(logits, classes)
-        if padding is not None:
-            result.masked_fill_(padding, 0)
-        return result.scatter_add_(-1, local.unsqueeze(-1), -(grad * mine).unsqueeze(-1))
-
-    def dropout_mask(
-        self, x: Tensor, seed: Tensor, p: float, site: int, dim: int, world_size: int
-    ) -> Tensor:
-        return _dropout.dropout_mask(x, seed, p, site, dim, world_size, self.rank)
-
-    def dropout(
-        self, x: Tensor, seed: Tensor, p: float, site: int, dim: int, world_size: int
-    ) -> Tensor:
-        return _dropout.dropout(x, seed, p, site, dim, world_size, self.rank)
-
-    def _all_reduce(self, x: Tensor, op: str) -> Tensor:
+    def reduce(self, x: Tensor, op: str) -> Tensor:
+        """The "sum" or the "max" over ranks, on every rank."""
         return x if self.world_size == 1 else self.start_all_reduce(x, "P", "I", op).wait()
 
     def _rank_slice(self, x: Tensor, dim: int) -> Tensor:
@@ -206,34 +135,26 @@ class Communicator:
             x.unflatten(dim, (self.world_size, size)).index_select(dim, rank).flatten(dim, dim + 1)
         )
 
-    def _require_inside(self, ids: Tensor, size: int, what: str) -> None:
-        """Refuse what is no index at all; on a GPU as torch does, at some later time.
 
-        Raises:
-            IndexError: an id is negative or not below ``size``.
-        """
-        if self.world_size == 1 or not isinstance(self.rank, int) or not ids.numel():
-            return  # torch's own operators look; simulated ranks hold ids that were looked at
-        if ids.device.type == "cpu":
-            low, high = (int(bound) for bound in ids.aminmax())
-            if low < 0 or high >= size:
-                wrong = low if low < 0 else high
-                raise IndexError(f"index {wrong} is out of range for {what.format(size)}")
-        else:
-            torch._assert_async(((ids >= 0) & (ids < size)).all())
+_CURRENT: ContextVar[Communicator | None] = ContextVar("communicator", default=None)
 
-    def _padding_columns(self, logits: Tensor, classes: int) -> Tensor | None:
-        """Which of this rank's columns are none of the ``classes``; ``None`` where no rank's is."""
-        columns = logits.shape[-1]
-        if columns * self.world_size == classes:
-            return None
-        return torch.arange(columns, device=logits.device) + self.rank * columns >= classes
 
-    def _local_ids(self, ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-        """Row numbers in this rank's part of the vocabulary (0: elsewhere), and which are here."""
-        local = ids - self.rank * num_rows
-        mine = (local >= 0) & (local < num_rows)
-        return torch.where(mine, local, torch.zeros_like(local)), mine
+@contextlib.contextmanager
+def running_on(tp: Communicator | None) -> Iterator[None]:
+    """Our operators, where torch's dispatcher runs them, are of the ranks behind ``tp``.
+
+    For graphs that are interpreted; the generated code holds its communicator.
+    """
+    token = _CURRENT.set(tp)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+def current_communicator() -> Communicator | None:
+    """The one of the innermost :func:`running_on`; ``None`` outside of any, as while tracing."""
+    return _CURRENT.get()
 
 
 def _whole(ranks: Tensor, source: Placement, world_size: int) -> Tensor:

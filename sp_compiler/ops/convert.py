@@ -1,10 +1,26 @@
-"""Conversions between placements: the one table of what each does, costs and is called."""
+"""Conversions between placements: what each does, costs and is called, and the operators for it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from sp_compiler.base.placement import Placement
+from sp_compiler.ops.communicator import Communicator
+from sp_compiler.ops.registry import (
+    Arguments,
+    Gradient,
+    Operator,
+    Typing,
+    operator_of,
+    register,
+)
+
+_sp = torch.ops.sp_compiler
 
 LINK_CROSSINGS = {
     # A ring moves (t-1)/t of the global value's bytes a number of times over the link; an
@@ -60,3 +76,107 @@ def conversion_between(source: Placement, target: Placement) -> Conversion | Non
     """
     kinds = ["S" if placement.is_sharded else placement.kind for placement in (source, target)]
     return CONVERSIONS.get((kinds[0], kinds[1]))
+
+
+# The operator ``convert``.
+
+
+def convert(tp: Communicator, x: Tensor, src: str, dst: str) -> Tensor:
+    """The value ``x``, placed as ``src``, placed as ``dst``; shapes are those of one rank."""
+    conversion = conversion_between(Placement.parse(src), Placement.parse(dst))
+    assert conversion is not None, f"no conversion {src} -> {dst}"  # the checks refuse it
+    converted: Tensor = getattr(tp, conversion.method)(x, src, dst) if conversion.method else x
+    return converted
+
+
+def _fake_converted(x: Tensor, src: str, dst: str, world_size: int) -> Tensor:
+    source, target = Placement.parse(src), Placement.parse(dst)
+    shape = list(source.global_shape(tuple(x.shape), world_size))
+    if target.kind == "S":  # a wrong conversion is for the checks to refuse, not for its shape
+        shape[target.dim] = (shape[target.dim] + target.padding(world_size)) // world_size
+    return x.new_empty(shape)
+
+
+def _save_placements(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.src, ctx.dst, ctx.world_size = inputs
+
+
+def _backward_of_convert(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    source, target = (Placement.parse(text).dual for text in (ctx.dst, ctx.src))
+    grad = _sp.convert(grad.contiguous(), str(source), str(target), ctx.world_size)
+    return grad, None, None, None
+
+
+def _placements(args: Arguments) -> tuple[Placement, Placement]:
+    return Placement.parse(str(args["src"])), Placement.parse(str(args["dst"]))
+
+
+def _type_convert(args: Arguments, world_size: int) -> Sequence[Typing]:
+    source, target = _placements(args)
+    return [((source,), (target,))] if conversion_between(source, target) is not None else []
+
+
+def _bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+def _copied_bytes(args: Arguments, result: Tensor) -> int:
+    """What a collective copies to bring each rank's part together on dim 0, or back."""
+    source, target = _placements(args)
+    conversion = conversion_between(source, target)
+    method = "" if conversion is None else conversion.method
+    if method == "all_gather" and (source.dim or len(source.segments) > 1):
+        return _bytes(result)
+    if method == "reduce_scatter":
+        copies = bool(target.dim) + (len(target.segments) > 1)
+        return copies * _bytes(args["x"].meta["val"])
+    return 0
+
+
+CONVERT = register(
+    Operator(
+        name="convert",
+        schema="(Tensor x, str src, str dst, SymInt world_size) -> Tensor",
+        kernel=convert,
+        fake=_fake_converted,
+        typings=_type_convert,
+        gradient=Gradient(_save_placements, _backward_of_convert),
+        scratch_bytes=_copied_bytes,
+    )
+)
+
+
+# The operator ``wait``.
+
+
+def wait(tp: Communicator, x: Tensor) -> Tensor:
+    """``x``, a :func:`convert` that the generated code has only started, when it has arrived.
+
+    A graph that is interpreted starts nothing: what it waits for is there.
+    """
+    return x
+
+
+def _fake_waited(x: Tensor, world_size: int) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _type_wait(args: Arguments, world_size: int) -> Sequence[Typing]:
+    """What has arrived is what was sent for."""
+    sent = args["x"]
+    if operator_of(sent.target) is not CONVERT:
+        return []
+    arrived = Placement.parse(sent.args[2])
+    return [((arrived,), (arrived,))]
+
+
+WAIT = register(
+    Operator(
+        name="wait",
+        schema="(Tensor x, SymInt world_size) -> Tensor",
+        kernel=wait,
+        fake=_fake_waited,
+        typings=_type_wait,
+        view="all",
+    )
+)

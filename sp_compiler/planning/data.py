@@ -9,8 +9,9 @@ from functools import partial
 from typing import Any, Literal
 
 from sp_compiler.cost.hardware import H100
-from sp_compiler.cost.node_cost import Collective, merged
+from sp_compiler.cost.node_cost import merged
 from sp_compiler.cost.step_memory import Moment
+from sp_compiler.ops.registry import Collective
 from sp_compiler.planning.formula import ActivationFormula
 from sp_compiler.planning.placement_explanation import Explanation
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from sp_compiler.base.units import bytes_text, parse_bytes
-from sp_compiler.cost.node_cost import Collective
+from sp_compiler.ops.registry import Collective
 from sp_compiler.planning.data import BlockPlan, KeptTensor, PlanData, Work
 from sp_compiler.planning.table_text import table
 

@@ -20,7 +20,7 @@ from sp_compiler.base.placement import Placement
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.program import Call, Ref, Region
 from sp_compiler.ops.communicator import Communicator
-from sp_compiler.ops.dropout_counter import call_seed
+from sp_compiler.ops.dropout import call_seed
 from sp_compiler.runtime.reductions import DeferredGradients, ReplicateParameters
 from sp_compiler.runtime.region_call import RegionRunner
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.ops.communicator import Communicator
-from sp_compiler.ops.dropout_counter import draw_seed
+from sp_compiler.ops.dropout import draw_seed
 
 _AXIS = "tp"
 _HOW = (

@@ -19,7 +19,7 @@ from sp_compiler.base.errors import SPCompilerError
 from sp_compiler.base.placement import Placement
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.program import Program, Region
-from sp_compiler.verification.reference import run_graph
+from sp_compiler.verification.interpret import run_graph
 from sp_compiler.verification.report import Comparison, gradient_errors, output_errors
 from sp_compiler.verification.simulate import gather_check, scatter, simulated_ranks
 

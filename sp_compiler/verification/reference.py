@@ -9,19 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.fx import GraphModule
 
-import sp_compiler.ops.operators  # noqa: F401 - registers the operators
-from sp_compiler.base.autocast import without_autocast
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.ir.captured import Captured
 from sp_compiler.ir.program import Program, Ref
-from sp_compiler.ir.symbolic import SizedInterpreter
-from sp_compiler.ops.dropout_counter import call_seed, dropout, dropout_mask
-
-_sp = torch.ops.sp_compiler
+from sp_compiler.ops.dropout import call_seed
+from sp_compiler.verification.interpret import run_graph
 
 
 @dataclass
@@ -106,40 +100,3 @@ class _Sources:
             return self.seed if call_index is None else call_seed(self.seed, call_index)
         named = {"param": self.params, "buffer": self.buffers, "constant": self.constants}
         return named[ref.kind][ref.name]
-
-
-@without_autocast()
-def run_graph(module: GraphModule, values: Sequence[Any]) -> tuple[Any, ...]:
-    """What a graph of whole tensors returns."""
-    return _ReferenceInterpreter(module).run(*values)
-
-
-class _ReferenceInterpreter(SizedInterpreter):
-    """Gives the opaque dropout operators their meaning on one rank."""
-
-    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if target is _sp.dropout.default:
-            return _Dropout.apply(*args)
-        if target is _sp.dropout_mask.default:
-            x, seed, p, site, dim, world_size = args
-            return dropout_mask(x, seed, p, site, dim, world_size, rank=0)
-        if target is torch.ops.aten.copy.default:  # which has no derivative
-            x, source = args[:2]
-            return source.to(x.dtype).expand(x.shape).clone()
-        return super().call_function(target, args, kwargs)
-
-
-class _Dropout(torch.autograd.Function):
-    """Dropout is linear and its own gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, seed: Tensor, p: float, site: int, dim: int, world_size: int
-    ) -> Tensor:
-        ctx.args = (seed, p, site, dim, world_size)
-        return dropout(x, seed, p, site, dim, world_size, rank=0)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        seed, p, site, dim, world_size = ctx.args
-        return dropout(grad, seed, p, site, dim, world_size, rank=0), None, None, None, None, None

@@ -22,6 +22,7 @@ from sp_compiler.base.shards import join_parts, local_part
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.program import Ref
 from sp_compiler.ops.communicator import Communicator
+from sp_compiler.ops.registry import operator_of
 from sp_compiler.runtime.executor import Executor
 
 _c10d = torch.ops._c10d_functional
@@ -203,6 +204,12 @@ class SimulationMode(LocalTensorMode):
         kwargs = kwargs or {}
         if func.namespace == "_c10d_functional":
             return _collective(func, args)
+        ours = operator_of(func)
+        if ours is not None:
+            # A kernel speaks to all ranks, so it sees the parts of all of them at once. This mode
+            # is off while it dispatches, and a mode cannot be entered twice.
+            with SimulationMode(len(self.ranks)):
+                return ours.run(*args)
         if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
             return super().__torch_dispatch__(func, types, args, kwargs)
         values = (*args, *kwargs.values())

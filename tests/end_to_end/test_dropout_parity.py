@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed._local_tensor import LocalTensor
 
 from sp_compiler.ops.communicator import Communicator
+from sp_compiler.ops.dropout import dropout, dropout_mask
 from tests.helpers import parity
 
 _P = 0.1
@@ -79,17 +80,16 @@ def _masks(monkeypatch: pytest.MonkeyPatch, tp: int) -> list[Mask]:
     found = parity.case("gpt2", 8, 32, _P)
     program = parity.compiled(found, tp=tp, recompute="none")
     drawn: list[Mask] = []
-    apply = Communicator.dropout
 
     def spy(
         self: Communicator, x: Tensor, seed: Tensor, p: float, site: int, dim: int, world_size: int
     ) -> Tensor:
         assert p == _P
-        kept = self.dropout_mask(x, seed, p, site, dim, world_size)
+        kept = dropout_mask(self, x, seed, p, site, dim, world_size)
         parts = kept._local_tensors if isinstance(kept, LocalTensor) else {0: kept}
         seeds = seed._local_tensors[0] if isinstance(seed, LocalTensor) else seed
         drawn.append((site, int(seeds), [parts[rank] for rank in sorted(parts)]))
-        return apply(self, x, seed, p, site, dim, world_size)
+        return dropout(self, x, seed, p, site, dim, world_size)
 
     monkeypatch.setattr(Communicator, "dropout", spy)
     parity.simulate(found, program)

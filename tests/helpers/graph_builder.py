@@ -8,7 +8,6 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, Node
 
-import sp_compiler.ops.operators  # noqa: F401 - registers sp_compiler::convert
 from sp_compiler.base.placement import Placement
 from sp_compiler.ir.rewriting import fake_value
 

@@ -16,11 +16,10 @@ from torch.distributed._local_tensor import LocalTensor
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from sp_compiler.base.placement import Placement, R, S
+from sp_compiler.base.placement import Placement, R, S, as_value
 from sp_compiler.base.shards import join_parts, local_part
 from sp_compiler.check import check_forward, check_partitioned
 from sp_compiler.check.derive import derive
-from sp_compiler.check.opaque import as_value
 from sp_compiler.ir.fx import arguments, tensor_operands
 from sp_compiler.ir.op_traits import FUSED_ATTENTION
 from sp_compiler.ir.program import RefKind, Region
@@ -208,11 +207,11 @@ def check(whole: Whole, strategy: Strategy, world_size: int, step: Step | None =
     # Weights have zeros in their padding, other operands anything.
     is_linear = whole.call.target is torch.ops.aten.linear.default
     inputs = [
-        _scatter(x, placement, world_size, generator, zeros=is_linear and position > 0)
+        scatter(x, placement, world_size, generator, zeros=is_linear and position > 0)
         for position, (x, placement) in enumerate(zip(whole.inputs, strategy.operands, strict=True))
     ]
     tangents = [
-        None if x is None else _scatter(x, placement.dual, world_size, generator, zeros=True)
+        None if x is None else scatter(x, placement.dual, world_size, generator, zeros=True)
         for x, placement in zip(whole.tangents, strategy.results, strict=False)
     ]
     with simulated_ranks(world_size) as tp:
@@ -226,9 +225,9 @@ def check(whole: Whole, strategy: Strategy, world_size: int, step: Step | None =
         (*outputs, *grads), true, kept, shapes, strict=True
     ):
         if expected is None:
-            assert mine is None or not _join(mine, placement, shape).any()
+            assert mine is None or not join(mine, placement, shape).any()
             continue
-        found = torch.zeros_like(expected) if mine is None else _join(mine, placement, shape)
+        found = torch.zeros_like(expected) if mine is None else join(mine, placement, shape)
         torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
 
 
@@ -378,7 +377,7 @@ def _random_like(x: Tensor, generator: torch.Generator) -> Tensor:
     return torch.randn(x.shape, dtype=x.dtype, generator=generator)
 
 
-def _scatter(
+def scatter(
     x: Tensor,
     placement: Placement,
     world_size: int,
@@ -405,7 +404,7 @@ def _scatter(
     )
 
 
-def _join(local: Tensor, placement: Placement, shape: tuple[int, ...]) -> Tensor:
+def join(local: Tensor, placement: Placement, shape: tuple[int, ...]) -> Tensor:
     """The whole value, without padding."""
     assert isinstance(local, LocalTensor)
     parts = [local._local_tensors[rank].detach() for rank in sorted(local._ranks)]

@@ -11,11 +11,29 @@ from torch import Tensor
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 
 from sp_compiler.base.errors import ArgumentError
-from sp_compiler.ops import dropout_counter as module
-from sp_compiler.ops.dropout_counter import call_seed, draw_seed, dropout, dropout_mask
+from sp_compiler.base.placement import P, Placement, R, S
+from sp_compiler.check.derive import declared_strategies
+from sp_compiler.ops import dropout as module
+from sp_compiler.ops.communicator import Communicator
+from sp_compiler.ops.dropout import call_seed, draw_seed
+from tests.helpers.own_operators import Case, assert_right, node_of
 
 SEED = torch.tensor(-4_611_686_018_427_387_847)
 SHAPE = (4, 8, 12)
+
+
+def dropout_mask(
+    x: Tensor, seed: Tensor, p: float, site: int, dim: int, world_size: int, rank: int | Tensor
+) -> Tensor:
+    tp = Communicator(None, rank, world_size)
+    return module.dropout_mask(tp, x, seed, p, site, dim, world_size)
+
+
+def dropout(
+    x: Tensor, seed: Tensor, p: float, site: int, dim: int, world_size: int, rank: int | Tensor
+) -> Tensor:
+    tp = Communicator(None, rank, world_size)
+    return module.dropout(tp, x, seed, p, site, dim, world_size)
 
 
 def _mask(
@@ -240,3 +258,44 @@ def test_the_stream_is_pinned() -> None:
         [475933576, -107697544, 1376187517],
     ]
     assert int(call_seed(torch.tensor(0), 0)) == -6411193824288604561
+
+
+# As operators.
+
+_P, _SITE = 0.3, 5
+_X = torch.randn(SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+_PLACED = [(R, R, 1), (P, P, 1), *[(S(dim), S(dim), 0) for dim in range(3)]]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(("operand", "result", "told"), _PLACED, ids=str)
+def test_dropout_and_its_gradient(
+    operand: Placement, result: Placement, told: int, world_size: int
+) -> None:
+    """``told``: number of ranks in the call; 0: all there are."""
+    kept = dropout_mask(_X, SEED, _P, _SITE, 0, 1, 0).double() * (1 / (1 - _P))
+    rest = (_P, _SITE, operand.dim, told or world_size)
+    case = Case(module.DROPOUT, lambda x, seed: x * kept, [_X, SEED], rest, (operand, R), (result,))
+    assert_right(case, world_size)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(("operand", "result", "told"), [(R, R, 1), (P, R, 1), *_PLACED[2:]])
+def test_mask_of_any_placement(
+    operand: Placement, result: Placement, told: int, world_size: int
+) -> None:
+    """A partial sum has the mask of the sum, the same on every rank."""
+    kept = dropout_mask(_X, SEED, _P, _SITE, 0, 1, 0)
+    rest = (_P, _SITE, operand.dim, told or world_size)
+    case = Case(
+        module.DROPOUT_MASK, lambda x, seed: kept, [_X, SEED], rest, (operand, R), (result,)
+    )
+    assert_right(case, world_size)
+
+
+@pytest.mark.parametrize(("placement", "told"), [("S(0)", 1), ("R", 2), ("S(1)", 2)])
+def test_a_call_for_another_placement_is_not_declared(placement: str, told: int) -> None:
+    """A shard as if replicated, a replicated value as a shard, a shard of another dim."""
+    node = node_of(module.DROPOUT, [_X, SEED], (_P, _SITE, 0, told))
+    ways = declared_strategies(node, 2) or ()
+    assert Placement.parse(placement) not in [way.operands[0] for way in ways]

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 import sp_compiler
 from sp_compiler.base.placement import Placement, R, S
 from sp_compiler.ir.fx import calls
-from sp_compiler.ops.communicator import Communicator
+from sp_compiler.ops import vocabulary
 from sp_compiler.rules.padding import POINTWISE, RELABELLING
 from sp_compiler.runtime.padding import padded_part, stored_part
 from tests.helpers import parity
@@ -128,7 +128,7 @@ def test_logits_of_minus_infinity(vocabulary: int) -> None:
 def test_a_loss_that_counts_the_padding_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     found = parity.make_case(_model(), _inputs())
     program = parity.compiled(found, tp=4)
-    monkeypatch.setattr(Communicator, "_padding_columns", lambda *_: None)
+    monkeypatch.setattr(vocabulary, "padding_columns", lambda *_: None)
     assert parity.output_error(parity.simulate(found, program), found) > 1e-6
 
 

@@ -15,13 +15,13 @@ from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.fx import operands, placements_of, reach, tensor_operands, users
 from sp_compiler.ir.op_traits import FUSED_ATTENTION, is_copy, is_view, matmul_factors
 from sp_compiler.ir.program import Region
+from sp_compiler.ops.vocabulary import VOCAB_NLL
 from sp_compiler.planning.formula.shapes import Shape, Shapes
 from sp_compiler.planning.formula.sizes import Atom, Dim, Share, resolved, size_of, unknowns
 
 aten = torch.ops.aten
-_sp = torch.ops.sp_compiler
 _SOFTMAX = (aten._softmax.default, aten._safe_softmax.default)
-_LOSS = (aten._log_softmax.default, _sp.vocab_nll.default)
+_LOSS = (aten._log_softmax.default, VOCAB_NLL.overload)
 
 MEANINGS = {
     "s": "sequence: rows of attention",

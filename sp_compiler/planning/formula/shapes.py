@@ -19,6 +19,8 @@ from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.fx import arguments, placements_of, tensor_operands
 from sp_compiler.ir.op_traits import FUSED_ATTENTION
 from sp_compiler.ir.program import Ref
+from sp_compiler.ops.convert import CONVERT
+from sp_compiler.ops.registry import operator_of
 from sp_compiler.planning.formula.sizes import (
     Atom,
     Dim,
@@ -37,7 +39,6 @@ from sp_compiler.rules.families.views import permutation
 from sp_compiler.rules.table import is_pointwise, rule_for
 
 aten = torch.ops.aten
-_sp = torch.ops.sp_compiler
 
 Shape = tuple[Dim, ...]
 
@@ -174,6 +175,9 @@ def _results(node: Node, known: dict[str, list[Shape]]) -> list[Shape]:
         return special(node, operands)
     if node.target in FUSED_ATTENTION:
         return _attention(node, operands)
+    ours = operator_of(node.target)
+    if ours is not None and ours.dims:
+        return _lettered(ours.dims, operands)
     if is_pointwise(node) or node.target is aten.expand.default:
         return _elementwise(node, operands)
     return _by_rule(node, operands)
@@ -204,6 +208,21 @@ def _by_rule(node: Node, operands: Sequence[Shape]) -> list[Shape]:
             result = [mine or (dim if size_of(dim) == 1 else ()) for mine, dim in pairs]
         results.append(tuple(result))
     return results
+
+
+def _lettered(dims: str, operands: Sequence[Shape]) -> list[Shape]:
+    """Equal letters are equal dims: ``"vh,...->...h"``; see :class:`Operator.dims`."""
+    given, made = (side.replace("...", ".").split(",") for side in dims.split("->"))
+    known: dict[str, Shape] = {}
+    for letters, shape in zip(given, operands, strict=True):
+        position = 0
+        for letter in letters:
+            count = len(shape) - len(letters) + 1 if letter == "." else 1
+            found = shape[position : position + count]
+            for pair in zip(known.setdefault(letter, found), found, strict=True):
+                unify(*pair)
+            position += count
+    return [tuple(dim for letter in letters for dim in known[letter]) for letters in made]
 
 
 def _elementwise(node: Node, operands: Sequence[Shape]) -> list[Shape]:
@@ -265,11 +284,6 @@ def _linear(node: Node, operands: Sequence[Shape]) -> list[Shape]:
 def _lookup(node: Node, operands: Sequence[Shape]) -> list[Shape]:
     weight, ids = operands
     return [(*ids, weight[1])]
-
-
-def _loss(node: Node, operands: Sequence[Shape]) -> list[Shape]:
-    unify(operands[0][0], operands[1][0])
-    return [operands[1]] * 2
 
 
 def _mean_loss(node: Node, operands: Sequence[Shape]) -> list[Shape]:
@@ -359,13 +373,11 @@ _SPECIAL: dict[Any, Special] = {
     ),
     **dict.fromkeys((aten.permute.default, aten.transpose.int, aten.t.default), _permuted),
     aten.unsqueeze.default: _unsqueezed,
-    _sp.convert.default: _converted,
+    CONVERT.overload: _converted,
     aten.mm.default: _product,
     aten.bmm.default: _product,
     aten.linear.default: _linear,
     aten.embedding.default: _lookup,
-    _sp.vocab_embedding.default: _lookup,
-    _sp.vocab_nll.default: _loss,
     aten.nll_loss_forward.default: _mean_loss,
     aten.split_with_sizes.default: _split,
     aten.slice.Tensor: _slice,

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from sp_compiler import PassError
 from sp_compiler.base.placement import I, Placement, R, S
 from sp_compiler.ir.compiled_program import CompiledProgram, RegionCode
-from sp_compiler.ir.fx import is_collective
+from sp_compiler.ir.op_traits import is_collective
 from sp_compiler.ir.program import Program
 from sp_compiler.ir.text import render
 from sp_compiler.options import CompileOptions

@@ -13,13 +13,19 @@ Integers are signed throughout, for want of unsigned arithmetic in torch; sums a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sp_compiler.base.errors import ArgumentError
+from sp_compiler.base.placement import P, Placement, R, S
+from sp_compiler.ops.communicator import Communicator
+from sp_compiler.ops.registry import Arguments, Gradient, Operator, Typing, register
+
+_sp = torch.ops.sp_compiler
 
 # Elements per block: two int32 temporaries of this size about fill the L2 cache of one core.
 _CPU_BLOCK = 1 << 17
@@ -35,25 +41,26 @@ _HASH_SECOND = 0xD35A2D97 - (1 << 32)
 
 @torch.no_grad()
 def dropout_mask(
-    x: Tensor, seed: Tensor, p: float, site: int, dim: int, world_size: int, rank: int | Tensor
+    tp: Communicator, x: Tensor, seed: Tensor, p: float, site: int, dim: int, world_size: int
 ) -> Tensor:
     """Bool mask, shaped and laid out like ``x``: True where the element survives.
 
     Args:
-        x: one rank's part of a tensor that is sharded on ``dim`` over ``world_size`` ranks.
+        tp: whose rank it is.
+        x: one rank's part of a tensor that is sharded on ``dim`` over ``world_size`` ranks; 1 for a
+            replicated one, of which every rank drops the same elements.
         seed: 0-dim int64.
         p: probability of dropping an element, in [0, 1), met to 2^-32.
         site: number of this dropout among those that share ``seed``.
         dim: the sharded dimension; of no meaning where ``world_size`` is 1.
-        rank: this rank; a 0-dim int64 tensor where it must not be read on the host.
 
     Raises:
         ArgumentError: ``p`` is outside [0, 1).
     """
     mask = torch.empty_like(x, dtype=torch.bool)
-    grid = _Grid(x, seed, site, dim, world_size, rank)
+    grid = _Grid(x, seed, site, dim, world_size, tp.rank)
     threshold = _threshold(p)
-    if not _is_plain(x, seed, rank):
+    if not _is_plain(x, seed, tp.rank):
         return mask.copy_((grid.hash_all() >= threshold).view(x.shape))
     target = (
         mask if mask.is_contiguous() else torch.empty(x.shape, dtype=torch.bool, device=x.device)
@@ -66,16 +73,16 @@ def dropout_mask(
 
 @torch.no_grad()
 def dropout(
-    x: Tensor, seed: Tensor, p: float, site: int, dim: int, world_size: int, rank: int | Tensor
+    tp: Communicator, x: Tensor, seed: Tensor, p: float, site: int, dim: int, world_size: int
 ) -> Tensor:
     """``x * dropout_mask(x, ...) * (1 / (1 - p))``, bit for bit, with no mask in memory.
 
     Arguments as of :func:`dropout_mask`. It is linear in ``x`` and its own gradient.
     """
     result = torch.empty_like(x)
-    grid = _Grid(x, seed, site, dim, world_size, rank)
+    grid = _Grid(x, seed, site, dim, world_size, tp.rank)
     threshold, scale = _threshold(p), 1 / (1 - p)
-    if not _is_plain(x, seed, rank):
+    if not _is_plain(x, seed, tp.rank):
         survives = (grid.hash_all() >= threshold).view(x.shape)
         return result.copy_((x * survives).mul_(scale))
     source = x.contiguous()
@@ -85,16 +92,6 @@ def dropout(
         survives = bits.ge_(threshold)
         torch.mul(source_rows[block], survives.to(x.dtype), out=target_rows[block]).mul_(scale)
     return result if target is result else result.copy_(target)
-
-
-def scratch_bytes(x: Tensor, *, mask: bool) -> int:
-    """What :func:`dropout`, or :func:`dropout_mask`, of ``x`` takes beside its result."""
-    sizes = tuple(x.shape) or (1,)
-    rows_columns = prod(sizes[:-1]), sizes[-1]
-    of_block = prod(_block_shape(rows_columns, x.device))
-    bits, survives = 2 * 4 * of_block, 0 if mask else x.element_size() * of_block
-    copies = 0 if x.is_contiguous() else x.numel() if mask else 2 * x.nbytes
-    return bits + survives + copies + 8 * sum(rows_columns)
 
 
 def call_seed(seed: Tensor, call_index: int) -> Tensor:
@@ -203,3 +200,92 @@ def _is_plain(x: Tensor, seed: Tensor, rank: int | Tensor) -> bool:
     """False for simulated ranks and other tensor subclasses, which want ordinary operators."""
     plain = (Tensor, torch.nn.Parameter)
     return isinstance(rank, int) and type(x) in plain and type(seed) in plain
+
+
+# What a graph knows of them.
+
+
+def _fake_mask(x: Tensor, *rest: Any) -> Tensor:
+    return torch.empty_like(x, dtype=torch.bool)
+
+
+def _fake_like(x: Tensor, *rest: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _save_seed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, seed, *ctx.rest = inputs
+    ctx.save_for_backward(seed)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    (seed,) = ctx.saved_tensors
+    return _sp.dropout(grad, seed, *ctx.rest), None, None, None, None, None
+
+
+def _type_dropout(args: Arguments, world_size: int) -> Sequence[Typing]:
+    """Linear, so it passes partial sums on; a shard has to be told where it lies."""
+    return _typings(args, world_size, P)
+
+
+def _type_mask(args: Arguments, world_size: int) -> Sequence[Typing]:
+    """Of a partial sum it is that of the sum: it reads no number of ``x``."""
+    return _typings(args, world_size, R)
+
+
+def _typings(args: Arguments, world_size: int, of_partial: Placement) -> Sequence[Typing]:
+    typings: list[Typing] = []
+    if args["world_size"] == 1:
+        typings += [((R, R), (R,)), ((P, R), (of_partial,))]
+    if args["world_size"] == world_size:
+        shard = S(args["dim"] % max(1, args["x"].meta["val"].dim()))
+        typings.append(((shard, R), (shard,)))
+    return typings
+
+
+def _scratch_of_dropout(args: Arguments, result: Tensor) -> int:
+    x = args["x"].meta["val"]
+    survives = x.element_size() * prod(_block_of(x))
+    return _scratch_bytes(x) + survives + (0 if x.is_contiguous() else 2 * x.nbytes)
+
+
+def _scratch_of_mask(args: Arguments, result: Tensor) -> int:
+    x = args["x"].meta["val"]
+    return _scratch_bytes(x) + (0 if x.is_contiguous() else x.numel())
+
+
+def _scratch_bytes(x: Tensor) -> int:
+    """Two int32 blocks, and the keys of the rows and the numbers of the columns."""
+    sizes = tuple(x.shape) or (1,)
+    return 2 * 4 * prod(_block_of(x)) + 8 * (prod(sizes[:-1]) + sizes[-1])
+
+
+def _block_of(x: Tensor) -> tuple[int, int]:
+    sizes = tuple(x.shape) or (1,)
+    return _block_shape((prod(sizes[:-1]), sizes[-1]), x.device)
+
+
+_SCHEMA = "(Tensor x, Tensor seed, float p, SymInt site, SymInt dim, SymInt world_size) -> Tensor"
+DROPOUT_MASK = register(
+    Operator(
+        name="dropout_mask",
+        schema=_SCHEMA,
+        kernel=dropout_mask,
+        fake=_fake_mask,
+        typings=_type_mask,
+        placed=True,
+        scratch_bytes=_scratch_of_mask,
+    )
+)
+DROPOUT = register(
+    Operator(
+        name="dropout",
+        schema=_SCHEMA,
+        kernel=dropout,
+        fake=_fake_like,
+        typings=_type_dropout,
+        gradient=Gradient(_save_seed, _backward),
+        placed=True,
+        scratch_bytes=_scratch_of_dropout,
+    )
+)

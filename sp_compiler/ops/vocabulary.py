@@ -1,0 +1,227 @@
+"""Lookups in and losses over a vocabulary whose rows or classes are sharded over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding
+
+from sp_compiler.base.placement import I, P, R, S
+from sp_compiler.ops.communicator import Communicator
+from sp_compiler.ops.registry import Arguments, Collective, Gradient, Operator, Typing, register
+
+_sp = torch.ops.sp_compiler
+
+
+def vocab_embedding(tp: Communicator, weight: Tensor, ids: Tensor, num_rows: int) -> Tensor:
+    """Rows of a table of ``num_rows`` v, which may be padded.
+
+    ``weight`` is S(0) (v/t, h), ``ids`` replicated; the result (*ids, h) is P: zeros for the rows
+    of other ranks.
+    """
+    _require_inside(tp, ids, num_rows, "an embedding of {} rows")
+    local, mine = _local_ids(tp, ids, weight.shape[0])
+    return embedding(local, weight).where(mine.unsqueeze(-1), 0)
+
+
+def vocab_embedding_backward(tp: Communicator, grad: Tensor, ids: Tensor, num_rows: int) -> Tensor:
+    """Gradient (num_rows, h), placed S(0), of this rank's part of the table."""
+    local, mine = _local_ids(tp, ids, num_rows)
+    grad = (grad * mine.unsqueeze(-1)).reshape(-1, grad.shape[-1])
+    return grad.new_zeros(num_rows, grad.shape[-1]).index_add_(0, local.reshape(-1), grad)
+
+
+def vocab_nll(
+    tp: Communicator, logits: Tensor, target: Tensor, ignore_index: int, classes: int
+) -> tuple[Tensor, Tensor]:
+    """Negative log likelihood of each row over ``classes`` v.
+
+    ``logits`` (n, v/t), which may be padded, is S(1), ``target`` (n,) replicated; returns the loss
+    of each row (0 where the target is ``ignore_index``) and the logsumexp of each row, both (n,)
+    and invariant. Costs two small all-reduces (the row maximum; the sum of exponentials with the
+    target's logit).
+    """
+    wanted = torch.where(target == ignore_index, torch.zeros_like(target), target)
+    _require_inside(tp, wanted, classes, "a loss over {} classes, as target")
+    padding = padding_columns(tp, logits, classes)
+    known = logits if padding is None else logits.masked_fill(padding, -torch.inf)
+    peak = tp.reduce(known.amax(-1), "max")
+    del known
+    local, mine = _local_ids(tp, target, logits.shape[-1])
+    # Selected, not multiplied: a logit of another class may be infinite.
+    picked = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1).where(mine, 0)
+    exponents = logits - peak.unsqueeze(-1)
+    if padding is not None:
+        exponents.masked_fill_(padding, -torch.inf)
+    total = exponents.exp_().sum(-1)
+    del exponents
+    total, picked = tp.reduce(torch.stack([total, picked]), "sum").unbind()
+    logsumexp = total.log() + peak
+    nll = torch.where(target == ignore_index, torch.zeros_like(picked), logsumexp - picked)
+    return nll, logsumexp
+
+
+def vocab_nll_backward(
+    tp: Communicator,
+    grad: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    logsumexp: Tensor,
+    ignore_index: int,
+    classes: int,
+) -> Tensor:
+    """Gradient of :func:`vocab_nll` for its logits: (softmax - onehot) * grad; no communication."""
+    grad = torch.where(target == ignore_index, torch.zeros_like(grad), grad)
+    local, mine = _local_ids(tp, target, logits.shape[-1])
+    result = (logits - logsumexp.unsqueeze(-1)).exp_().mul_(grad.unsqueeze(-1))
+    padding = padding_columns(tp, logits, classes)
+    if padding is not None:
+        result.masked_fill_(padding, 0)
+    return result.scatter_add_(-1, local.unsqueeze(-1), -(grad * mine).unsqueeze(-1))
+
+
+def _require_inside(tp: Communicator, ids: Tensor, size: int, what: str) -> None:
+    """Refuse what is no index at all; on a GPU as torch does, at some later time.
+
+    Raises:
+        IndexError: an id is negative or not below ``size``.
+    """
+    if tp.world_size == 1 or not isinstance(tp.rank, int) or not ids.numel():
+        return  # torch's own operators look; simulated ranks hold ids that were looked at
+    if ids.device.type == "cpu":
+        low, high = (int(bound) for bound in ids.aminmax())
+        if low < 0 or high >= size:
+            wrong = low if low < 0 else high
+            raise IndexError(f"index {wrong} is out of range for {what.format(size)}")
+    else:
+        torch._assert_async(((ids >= 0) & (ids < size)).all())
+
+
+def padding_columns(tp: Communicator, logits: Tensor, classes: int) -> Tensor | None:
+    """Which of this rank's columns are none of the ``classes``; ``None`` where no rank's is."""
+    columns = logits.shape[-1]
+    if columns * tp.world_size == classes:
+        return None
+    return torch.arange(columns, device=logits.device) + tp.rank * columns >= classes
+
+
+def _local_ids(tp: Communicator, ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Row numbers in this rank's part of the vocabulary (0: elsewhere), and which are here."""
+    local = ids - tp.rank * num_rows
+    mine = (local >= 0) & (local < num_rows)
+    return torch.where(mine, local, torch.zeros_like(local)), mine
+
+
+# What a graph knows of them.
+
+
+def _fake_rows(weight: Tensor, ids: Tensor, num_rows: int, world_size: int) -> Tensor:
+    return weight.new_empty((*ids.shape, weight.shape[1]))
+
+
+def _fake_table(grad: Tensor, ids: Tensor, num_rows: int, world_size: int) -> Tensor:
+    return grad.new_empty((num_rows, grad.shape[-1]))
+
+
+def _save_ids(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    weight, ids, _, ctx.world_size = inputs
+    ctx.num_rows = weight.shape[0]
+    ctx.save_for_backward(ids)
+
+
+def _backward_of_embedding(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    (ids,) = ctx.saved_tensors
+    table = _sp.vocab_embedding_backward(grad, ids, ctx.num_rows, ctx.world_size)
+    return table, None, None, None
+
+
+def _type_embedding(args: Arguments, world_size: int) -> Sequence[Typing]:
+    return [((S(0), R), (P,))]
+
+
+def _type_embedding_backward(args: Arguments, world_size: int) -> Sequence[Typing]:
+    return [((R, R), (S(0),))]
+
+
+def _fake_losses(logits: Tensor, target: Tensor, *rest: int) -> tuple[Tensor, Tensor]:
+    return logits.new_empty(target.shape), logits.new_empty(target.shape)
+
+
+def _fake_logits(grad: Tensor, logits: Tensor, *rest: Any) -> Tensor:
+    return torch.empty_like(logits)
+
+
+def _save_logits(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    logits, target, *ctx.rest = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(logits, target, output[1])
+
+
+def _backward_of_nll(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
+    result = _sp.vocab_nll_backward(grad, *ctx.saved_tensors, *ctx.rest)
+    return result, None, None, None, None
+
+
+def _type_nll(args: Arguments, world_size: int) -> Sequence[Typing]:
+    # I although the target is R: every rank has the same gradient of the loss, and backward does
+    # not sum it.
+    return [((S(1), R), (I, I))]
+
+
+def _type_nll_backward(args: Arguments, world_size: int) -> Sequence[Typing]:
+    return [((R, S(1), R, R), (S(1),))]
+
+
+def _collectives_of_nll(result: Any) -> Sequence[Collective]:
+    rows = result[0].numel() * result[0].element_size()
+    # The maximum of each row; then its sum of exponentials with the target's logit.
+    return [Collective("all_reduce", 2, rows + 2 * rows)]
+
+
+VOCAB_EMBEDDING = register(
+    Operator(
+        name="vocab_embedding",
+        schema="(Tensor weight, Tensor ids, SymInt num_rows, SymInt world_size) -> Tensor",
+        kernel=vocab_embedding,
+        fake=_fake_rows,
+        typings=_type_embedding,
+        gradient=Gradient(_save_ids, _backward_of_embedding),
+        dims="vh,...->...h",
+    )
+)
+VOCAB_EMBEDDING_BACKWARD = register(
+    Operator(
+        name="vocab_embedding_backward",
+        schema="(Tensor grad, Tensor ids, SymInt num_rows, SymInt world_size) -> Tensor",
+        kernel=vocab_embedding_backward,
+        fake=_fake_table,
+        typings=_type_embedding_backward,
+    )
+)
+VOCAB_NLL = register(
+    Operator(
+        name="vocab_nll",
+        schema="(Tensor logits, Tensor target, SymInt ignore_index, SymInt classes, "
+        "SymInt world_size) -> (Tensor, Tensor)",
+        kernel=vocab_nll,
+        fake=_fake_losses,
+        typings=_type_nll,
+        gradient=Gradient(_save_logits, _backward_of_nll),
+        result_names=("nll", "logsumexp"),
+        dims="nv,n->n,n",
+        collectives=_collectives_of_nll,
+    )
+)
+VOCAB_NLL_BACKWARD = register(
+    Operator(
+        name="vocab_nll_backward",
+        schema="(Tensor grad, Tensor logits, Tensor target, Tensor logsumexp, SymInt ignore_index, "
+        "SymInt classes, SymInt world_size) -> Tensor",
+        kernel=vocab_nll_backward,
+        fake=_fake_logits,
+        typings=_type_nll_backward,
+    )
+)

@@ -31,15 +31,15 @@ _COPIED = ("sp_compiler", "passes", "tests", "benchmarks", "examples", "docs", "
 _KNOWN = Path(__file__).with_name("survivors.toml")
 
 
-def tests_of(path: str) -> list[str]:
+def tests_of(path: str, tree: Path) -> list[str]:
     """Test files for a module, the most specific first: its own, its folder's, the core."""
     module = Path(path)
     parts = [part for part in module.parts[:-1] if part != "sp_compiler"]
     folder = Path("tests", *(parts or ["usage"]))  # the top level is what users see
     inner = [folder, *folder.parents][: len(folder.parts) - 1] or [folder]
-    files = [found for place in inner for found in sorted((ROOT / place).glob("test_*.py"))]
+    files = [found for place in inner for found in sorted((tree / place).glob("test_*.py"))]
     named = [file for file in files if module.stem in file.stem]
-    ordered = [file.relative_to(ROOT).as_posix() for file in (*named, *files)]
+    ordered = [file.relative_to(tree).as_posix() for file in (*named, *files)]
     return list(dict.fromkeys([*ordered, *_CORE]))
 
 
@@ -48,7 +48,7 @@ def outcome(mutant: Mutant, tree: Path, limit_s: int) -> str:
     target = tree / mutant.path
     source = target.read_text(encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
-    command += ["-m", "not slow", *tests_of(mutant.path)]
+    command += ["-m", "not slow", *tests_of(mutant.path, tree)]
     try:
         _write(target, mutant.applied(source))
         result = subprocess.run(
@@ -64,7 +64,7 @@ def outcome(mutant: Mutant, tree: Path, limit_s: int) -> str:
         return "timeout"
     finally:
         _write(target, source)
-    if result.returncode == -signal.SIGKILL:
+    if result.returncode in (-signal.SIGKILL, -signal.SIGXCPU):
         return "timeout"
     return "survived" if result.returncode == 0 else "killed"
 

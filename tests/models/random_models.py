@@ -166,74 +166,87 @@ def _result(step: Step, shapes: list[Shape]) -> Shape | None:
         return None
 
 
+@dataclass(frozen=True)
+class _Drawn:
+    """What is drawn for every step, whether its operator uses it or not.
+
+    Attributes:
+        index: the value that the step works on, and its ``shape``.
+        dim: one of its dims, counted from either end.
+        other: another value.
+        size: of a new dim.
+    """
+
+    draw: st.DrawFn
+    index: int
+    shape: Shape
+    dim: int
+    other: int
+    size: int
+    keep: bool
+
+    @property
+    def rank(self) -> int:
+        return len(self.shape)
+
+    @property
+    def last(self) -> int:
+        return self.shape[-1]
+
+    def one_of(self, *values: Any) -> Any:
+        return self.draw(st.sampled_from(values))
+
+    def number(self, low: int, high: int) -> int:
+        return self.draw(st.integers(low, high))
+
+
 @st.composite
 def _step(draw: st.DrawFn, index: int, shapes: list[Shape]) -> Step | None:
     shape = shapes[index]
     rank, name = len(shape), draw(st.sampled_from(sorted(OPERATORS)))
     if not rank:
         return None
-    dim = draw(st.integers(-rank, rank - 1))
-    other = draw(st.sampled_from(range(len(shapes))))
-    size = draw(st.sampled_from(_SIZES))
-    last = shape[-1]
-    keep = draw(st.booleans())
-    if name == "linear":
-        return Step(name, (index,), (), ((size, last),))
-    if name == "biased":
-        return Step(name, (index,), (), ((size, last), (size,)))
-    if name == "fused":
-        sizes = (size,) * draw(st.integers(2, 3))
-        return Step(name, (index,), (sizes,), ((sum(sizes), last),))
-    if name == "attention":
-        heads = draw(st.sampled_from((2, 3, 4)))
-        return Step(name, (index,), (heads,), ((3 * heads * 2, last),)) if rank == 3 else None
-    if name in ("add", "mul", "matmul"):
-        return Step(name, (index, other))
-    if name in ("cat", "stack"):
-        return Step(name, (index, other), (dim,))
-    if name in ("scale", "shift"):
-        start = draw(st.integers(0, rank - 1))
-        param = tuple(n if draw(st.booleans()) else 1 for n in shape[start:-1])
-        return Step(name, (index,), (), ((*param, last),))
-    if name == "layer_norm":
-        return Step(name, (index,), (), ((last,), (last,)))
-    if name == "rms_norm":
-        return Step(name, (index,), (), ((last,),))
-    if name in ("sum", "mean"):
-        dims = draw(st.lists(st.sampled_from(range(rank)), min_size=1, unique=True))
-        return Step(name, (index,), (tuple(dims), keep))
-    if name == "amax":
-        return Step(name, (index,), (dim, keep))
-    if name == "roll":
-        return Step(name, (index,), (draw(st.sampled_from((None, dim))),))
-    if name in ("softmax", "chunk", "select", "flip", "cumsum"):
-        return Step(name, (index,), (dim,))
-    if name == "split":
-        return Step(name, (index,), (dim, size))
-    if name == "slice":
-        return Step(name, (index,), (dim, draw(st.sampled_from((1, 2)))))
-    if name == "pad":
-        pads = st.sampled_from(((0, 0), (1, 2), (1, -1), (0, 1)))
-        pairs = draw(st.lists(pads, min_size=1, max_size=rank))
-        return Step(name, (index,), (tuple(n for pair in pairs for n in pair),))
-    if name == "mask":
-        return Step(name, (index,), (draw(st.sampled_from((0.0, 0.5))),)) if rank > 1 else None
-    if name == "transpose":
-        return Step(name, (index,), (dim, draw(st.integers(-rank, rank - 1))))
-    if name == "permute":
-        return Step(name, (index,), (tuple(draw(st.permutations(range(rank)))),))
-    if name == "unsqueeze":
-        return Step(name, (index,), (draw(st.integers(-rank - 1, rank)),))
-    if name == "reshape":
-        return Step(name, (index,), (draw(_reshaped(shape)),))
-    if name == "flatten":
-        return Step(name, (index,), (draw(st.integers(0, max(0, rank - 2))),))
-    if name == "unflatten":
-        part = draw(st.sampled_from((2, 3, 4)))
-        return Step(name, (index,), (dim, draw(st.sampled_from(((part, -1), (-1, part))))))
-    if name in ("expand", "broadcast"):
-        return Step(name, (index,), (draw(st.sampled_from((1, 2, 4))),))
-    return Step(name, (index,))
+    drawn = _Drawn(
+        draw,
+        index,
+        shape,
+        dim=draw(st.integers(-rank, rank - 1)),
+        other=draw(st.sampled_from(range(len(shapes)))),
+        size=draw(st.sampled_from(_SIZES)),
+        keep=draw(st.booleans()),
+    )
+    if rank < _LEAST_RANK.get(name, 1) or rank > _MOST_RANK.get(name, rank):
+        return None
+    values = (index, drawn.other) if name in _OF_TWO else (index,)
+    options = _OPTIONS[name](drawn) if name in _OPTIONS else ()
+    params = _PARAMS[name](drawn, *options) if name in _PARAMS else ()
+    return Step(name, values, options, params)
+
+
+# Of two values; and how many dims an operator needs.
+_OF_TWO = ("add", "mul", "matmul", "cat", "stack")
+_LEAST_RANK = {"attention": 3, "mask": 2}
+_MOST_RANK = {"attention": 3}
+
+
+def _dim(drawn: _Drawn) -> tuple[int]:
+    return (drawn.dim,)
+
+
+def _dims(drawn: _Drawn) -> tuple[Any, ...]:
+    dims = st.lists(st.sampled_from(range(drawn.rank)), min_size=1, unique=True)
+    return tuple(drawn.draw(dims)), drawn.keep
+
+
+def _pads(drawn: _Drawn) -> tuple[Any, ...]:
+    pads = st.sampled_from(((0, 0), (1, 2), (1, -1), (0, 1)))
+    pairs = drawn.draw(st.lists(pads, min_size=1, max_size=drawn.rank))
+    return (tuple(n for pair in pairs for n in pair),)
+
+
+def _parts(drawn: _Drawn) -> tuple[Any, ...]:
+    part = drawn.one_of(2, 3, 4)
+    return drawn.dim, drawn.one_of((part, -1), (-1, part))
 
 
 @st.composite
@@ -246,3 +259,42 @@ def _reshaped(draw: st.DrawFn, shape: Shape) -> Shape:
         found.append(size)
         rest //= size
     return (*found, rest)
+
+
+_OPTIONS: dict[str, Callable[[_Drawn], tuple[Any, ...]]] = {
+    "fused": lambda drawn: ((drawn.size,) * drawn.number(2, 3),),
+    "attention": lambda drawn: (drawn.one_of(2, 3, 4),),
+    **dict.fromkeys(("cat", "stack", "softmax", "chunk", "select", "flip", "cumsum"), _dim),
+    **dict.fromkeys(("sum", "mean"), _dims),
+    "amax": lambda drawn: (drawn.dim, drawn.keep),
+    "roll": lambda drawn: (drawn.one_of(None, drawn.dim),),
+    "split": lambda drawn: (drawn.dim, drawn.size),
+    "slice": lambda drawn: (drawn.dim, drawn.one_of(1, 2)),
+    "pad": _pads,
+    "mask": lambda drawn: (drawn.one_of(0.0, 0.5),),
+    "transpose": lambda drawn: (drawn.dim, drawn.number(-drawn.rank, drawn.rank - 1)),
+    "permute": lambda drawn: (tuple(drawn.draw(st.permutations(range(drawn.rank)))),),
+    "unsqueeze": lambda drawn: (drawn.number(-drawn.rank - 1, drawn.rank),),
+    "reshape": lambda drawn: (drawn.draw(_reshaped(drawn.shape)),),
+    "flatten": lambda drawn: (drawn.number(0, max(0, drawn.rank - 2)),),
+    "unflatten": _parts,
+    **dict.fromkeys(("expand", "broadcast"), lambda drawn: (drawn.one_of(1, 2, 4),)),
+}
+
+
+def _broadcast_param(drawn: _Drawn) -> tuple[Shape, ...]:
+    start = drawn.number(0, drawn.rank - 1)
+    kept = tuple(n if drawn.draw(st.booleans()) else 1 for n in drawn.shape[start:-1])
+    return ((*kept, drawn.last),)
+
+
+# Shapes of the parameters of a step with these options.
+_PARAMS: dict[str, Callable[..., tuple[Shape, ...]]] = {
+    "linear": lambda drawn: ((drawn.size, drawn.last),),
+    "biased": lambda drawn: ((drawn.size, drawn.last), (drawn.size,)),
+    "fused": lambda drawn, sizes: ((sum(sizes), drawn.last),),
+    "attention": lambda drawn, heads: ((3 * heads * 2, drawn.last),),
+    **dict.fromkeys(("scale", "shift"), _broadcast_param),
+    "layer_norm": lambda drawn: ((drawn.last,), (drawn.last,)),
+    "rms_norm": lambda drawn: ((drawn.last,),),
+}

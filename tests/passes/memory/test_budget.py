@@ -1,23 +1,19 @@
-"""Recompute under a memory budget: solvers, peaks, numbers."""
+"""Whole models under a memory budget: peaks, numbers, texts."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.measure import Recorder
 from sp_compiler.base.errors import ArgumentError
-from sp_compiler.base.storage import Storage
 from sp_compiler.base.units import parse_bytes
 from sp_compiler.cost.step_memory import step_memory
 from sp_compiler.estimate import plan
@@ -25,150 +21,12 @@ from sp_compiler.graph_diff.diff import diff
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ops.communicator import Communicator
 from sp_compiler.options import CompileOptions
-from sp_compiler.passes.compile_region import differentiate
-from sp_compiler.passes.memory.candidates import problem
 from sp_compiler.planning.build import make_plan
 from sp_compiler.planning.plan import Plan
 from sp_compiler.runtime.executor import Executor
-from sp_compiler.solve.memory_budget import CallSplits, Split, cheapest, peak_bytes, smallest
-from sp_compiler.solve.recompute_frontier import Choice, ForwardValue, evaluate, frontier
-from sp_compiler.solve.recompute_frontier import cheapest as cheapest_kept
-from sp_compiler.trace.joint import JointGraph
 from sp_compiler.verification.verify import verify
 from tests.helpers import parity
-from tests.helpers.regions import region_of
 from tests.models import zoo
-
-# What to keep, against every subset.
-
-
-@st.composite
-def _forwards(draw: st.DrawFn) -> list[ForwardValue]:
-    values = []
-    for index in range(draw(st.integers(2, 8))):
-        parents = draw(st.sets(st.integers(0, index - 1), max_size=2)) if index else set()
-        values.append(
-            ForwardValue(
-                parents=tuple(sorted(parents)),
-                num_bytes=draw(st.sampled_from([0, 2, 8, 8, 64, 1000])) * 12345,
-                time_us=draw(st.sampled_from([0.0, 0.5, 1.0, 3.0, 100.0])),
-                needed=draw(st.booleans()),
-                can_keep=draw(st.integers(0, 5)) > 0,
-                can_repeat=draw(st.integers(0, 5)) > 0,
-            )
-        )
-    return values
-
-
-def _subsets(values: Sequence[ForwardValue]) -> list[Choice]:
-    """What every allowed set of kept values costs."""
-    keepable = [index for index, value in enumerate(values) if value.can_keep]
-    sets = itertools.chain.from_iterable(
-        itertools.combinations(keepable, size) for size in range(len(keepable) + 1)
-    )
-    return [found for each in sets if (found := evaluate(values, frozenset(each))) is not None]
-
-
-def _assert_solved(values: Sequence[ForwardValue]) -> None:
-    every = _subsets(values)
-    for limit in sorted({0, *(choice.num_bytes for choice in every)})[:12]:
-        fitting = [(c.time_us, c.num_bytes) for c in every if c.num_bytes <= limit]
-        found = cheapest_kept(values, limit)
-        if not fitting:
-            assert found is None
-            continue
-        assert found is not None
-        assert (found.time_us, found.num_bytes) == pytest.approx(min(fitting), rel=1e-9)
-    for choice in frontier(values):
-        assert not any(
-            c.time_us < choice.time_us and c.num_bytes <= choice.num_bytes for c in every
-        )
-
-
-@settings(max_examples=25, deadline=None, derandomize=True)
-@given(_forwards())
-def test_choices_are_those_of_brute_force(values: list[ForwardValue]) -> None:
-    _assert_solved(values)
-
-
-class _Small(nn.Module):
-    """Norm, linear, activation, dropout and a residual: 14 values that may be kept."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(16)
-        self.up, self.down = nn.Linear(16, 48), nn.Linear(48, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = F.gelu(self.up(self.norm(x)))
-        gate = torch.sigmoid(hidden) * hidden.exp()
-        return x + torch.tanh(self.down(gate * hidden))
-
-
-def _small() -> JointGraph:
-    return differentiate(region_of(_Small(), torch.randn(32, 16)))
-
-
-def test_a_block_of_up_to_fourteen_candidates_is_solved_like_brute_force() -> None:
-    _, values = problem(_small(), 1)
-    assert 10 <= sum(value.can_keep for value in values) <= 14
-    _assert_solved(values)
-
-
-# How to split every call, against every assignment.
-
-
-@st.composite
-def _steps(draw: st.DrawFn) -> list[CallSplits]:
-    rng = draw(st.randoms(use_true_random=False))
-    calls = range(rng.randint(1, 5))
-    results = [
-        Storage(("forward", i, f"out{k}"), rng.choice([5, 10, 30])) for i in calls for k in (0, 1)
-    ]
-
-    def some(index: int, most: int) -> frozenset[Storage]:
-        there = [storage for storage in results if storage.owner[1] <= index]
-        return frozenset(rng.sample(there, rng.randint(0, min(most, len(there)))))
-
-    return [
-        CallSplits(
-            tuple(
-                Split(
-                    rng.choice([0.0, 1.0, 2.0, 5.0, 5.0]),
-                    rng.choice([0, 3, 7, 20]),
-                    some(index, 2),
-                    rng.randint(0, 30),
-                    rng.randint(0, 30),
-                )
-                for _ in range(rng.randint(1, 4))
-            ),
-            frozenset({some(index, 3)}),
-            frozenset({some(index, 3), some(index, 3)}),
-            frozenset({some(index, 3)} if rng.random() < 0.7 else ()),
-        )
-        for index in calls
-    ]
-
-
-def _us(calls: Sequence[CallSplits], picks: Sequence[int]) -> float:
-    return sum(call.splits[pick].time_us for call, pick in zip(calls, picks, strict=True))
-
-
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(_steps())
-def test_assignments_are_those_of_brute_force(calls: list[CallSplits]) -> None:
-    every = [
-        (_us(calls, picks), peak_bytes(calls, picks))
-        for picks in itertools.product(*(range(len(call.splits)) for call in calls))
-    ]
-    assert peak_bytes(calls, smallest(calls)) == min(peak for _, peak in every)
-    for limit in range(20, 200, 15):
-        best = min((each for each in every if each[1] <= limit), default=None)
-        picks = cheapest(calls, limit)
-        assert (picks and (_us(calls, picks), peak_bytes(calls, picks))) == best
-
-
-# Whole models.
 
 
 @functools.lru_cache(maxsize=4)
@@ -386,45 +244,6 @@ def test_verify_takes_a_budget(dtype: torch.dtype) -> None:
     top = plan(model, ((), kwargs), tp=2, recompute="none").activation_peak_bytes
     report = verify(model, ((), kwargs), tp=2, recompute="auto", memory_budget=int(0.8 * top))
     assert report.ok, str(report)
-
-
-@pytest.mark.parametrize(
-    ("size", "num_bytes"),
-    [
-        (5, 5),
-        ("7B", 7),
-        ("1KiB", 1024),
-        ("1.5 GiB", 3 << 29),
-        (" 12GiB ", 12 << 30),
-        (".5TiB", 1 << 39),
-    ],
-)
-def test_sizes(size: int | str, num_bytes: int) -> None:
-    assert parse_bytes("memory_budget", size) == num_bytes
-
-
-@pytest.mark.parametrize(
-    "size",
-    [
-        "12 GB",
-        "12",
-        "GiB",
-        "12gib",
-        "-1GiB",
-        "0GiB",
-        "1e3GiB",
-        "12 GiB/s",
-        "",
-        0,
-        -1,
-        True,
-        1.5,
-        b"1B",
-    ],
-)
-def test_other_sizes_are_refused(size: Any) -> None:
-    with pytest.raises(ArgumentError, match=r'memory_budget=.*expected a positive number.*"12GiB"'):
-        CompileOptions(recompute="auto", memory_budget=size)
 
 
 @pytest.mark.parametrize(("recompute", "budget"), [("auto", None), ("full", "1GiB")])

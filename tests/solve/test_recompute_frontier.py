@@ -1,0 +1,93 @@
+"""What to keep of a forward, against every subset."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sp_compiler.passes.compile_region import differentiate
+from sp_compiler.passes.memory.candidates import problem
+from sp_compiler.solve.recompute_frontier import Choice, ForwardValue, evaluate, frontier
+from sp_compiler.solve.recompute_frontier import cheapest as cheapest_kept
+from sp_compiler.trace.joint import JointGraph
+from tests.helpers.regions import region_of
+
+
+@st.composite
+def _forwards(draw: st.DrawFn) -> list[ForwardValue]:
+    values = []
+    for index in range(draw(st.integers(2, 8))):
+        parents = draw(st.sets(st.integers(0, index - 1), max_size=2)) if index else set()
+        values.append(
+            ForwardValue(
+                parents=tuple(sorted(parents)),
+                num_bytes=draw(st.sampled_from([0, 2, 8, 8, 64, 1000])) * 12345,
+                time_us=draw(st.sampled_from([0.0, 0.5, 1.0, 3.0, 100.0])),
+                needed=draw(st.booleans()),
+                can_keep=draw(st.integers(0, 5)) > 0,
+                can_repeat=draw(st.integers(0, 5)) > 0,
+            )
+        )
+    return values
+
+
+def _subsets(values: Sequence[ForwardValue]) -> list[Choice]:
+    """What every allowed set of kept values costs."""
+    keepable = [index for index, value in enumerate(values) if value.can_keep]
+    sets = itertools.chain.from_iterable(
+        itertools.combinations(keepable, size) for size in range(len(keepable) + 1)
+    )
+    return [found for each in sets if (found := evaluate(values, frozenset(each))) is not None]
+
+
+def _assert_solved(values: Sequence[ForwardValue]) -> None:
+    every = _subsets(values)
+    for limit in sorted({0, *(choice.num_bytes for choice in every)})[:12]:
+        fitting = [(c.time_us, c.num_bytes) for c in every if c.num_bytes <= limit]
+        found = cheapest_kept(values, limit)
+        if not fitting:
+            assert found is None
+            continue
+        assert found is not None
+        assert (found.time_us, found.num_bytes) == pytest.approx(min(fitting), rel=1e-9)
+    for choice in frontier(values):
+        assert not any(
+            c.time_us < choice.time_us and c.num_bytes <= choice.num_bytes for c in every
+        )
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(_forwards())
+def test_choices_are_those_of_brute_force(values: list[ForwardValue]) -> None:
+    _assert_solved(values)
+
+
+class _Small(nn.Module):
+    """Norm, linear, activation, dropout and a residual: 14 values that may be kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.up, self.down = nn.Linear(16, 48), nn.Linear(48, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.gelu(self.up(self.norm(x)))
+        gate = torch.sigmoid(hidden) * hidden.exp()
+        return x + torch.tanh(self.down(gate * hidden))
+
+
+def _small() -> JointGraph:
+    return differentiate(region_of(_Small(), torch.randn(32, 16)))
+
+
+def test_a_block_of_up_to_fourteen_candidates_is_solved_like_brute_force() -> None:
+    _, values = problem(_small(), 1)
+    assert 10 <= sum(value.can_keep for value in values) <= 14
+    _assert_solved(values)

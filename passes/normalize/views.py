@@ -12,6 +12,7 @@ from torch.fx import Graph, Node
 
 from sp_compiler.base.provenance import layer_of
 from sp_compiler.ir.fx import arguments, calls, is_call, is_getitem, shape_of
+from sp_compiler.ir.reshapes import common_factors
 from sp_compiler.ir.rewriting import insert_call, replace_with
 from sp_compiler.ir.symbolic import same_shape
 
@@ -194,31 +195,21 @@ class _Factors:
 
     def reshape(self, shape: tuple[int, ...]) -> bool:
         """Group the factors anew, splitting one where needed; False where none fits."""
-        queue = [factor for dim in self.dims for factor in dim]
-        dims: list[list[int]] = []
-        for size in shape:
-            group: list[int] = []
-            missing = size
-            while missing > 1:
-                if not queue:
-                    return False
-                if missing % self.sizes[queue[0]]:
-                    if self.sizes[queue[0]] % missing:
-                        return False
-                    queue[:1] = self._split(queue[0], missing)
-                missing //= self.sizes[queue[0]]
-                group.append(queue.pop(0))
-            dims.append(group)
-        self.dims = dims
-        return not queue
-
-    def _split(self, factor: int, outer: int) -> list[int]:
-        """Replace ``factor`` by one of size ``outer`` and the rest, in the source's order too."""
-        inner = len(self.sizes)
-        self.sizes[inner] = self.sizes[factor] // outer
-        self.sizes[factor] = outer
-        self.order.insert(self.order.index(factor) + 1, inner)
-        return [factor, inner]
+        factors = [factor for dim in self.dims for factor in dim]
+        common = common_factors([self.sizes[factor] for factor in factors], shape)
+        if common is None:
+            return False
+        parts: dict[int, int] = {}  # position among the common factors to factor
+        for factor, (first, *rest) in zip(factors, common.source, strict=True):
+            parts[first], self.sizes[factor] = factor, common.sizes[first]
+            place = self.order.index(factor)
+            for position in rest:
+                place += 1
+                parts[position] = len(self.sizes)
+                self.order.insert(place, len(self.sizes))
+                self.sizes[len(self.sizes)] = common.sizes[position]
+        self.dims = [[parts[position] for position in dim] for dim in common.target]
+        return True
 
     def groups(self, coarse: bool) -> tuple[list[int], list[int]]:
         """Sizes of the parts of the source and their order in the view.

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from sp_compiler.base.placement import Placement
 from sp_compiler.ir.fx import arguments
+from sp_compiler.ir.reshapes import matching_spans
 
 aten = torch.ops.aten
 Function = Callable[..., Any]
@@ -111,7 +112,7 @@ def reshape(
         target: global shape of the result.
         placement: of the result.
     """
-    for (low, high), (first, last) in reversed(_groups(source, target)):
+    for (low, high), (first, last) in reversed(matching_spans(source, target)):
         if high - low > 1:
             x = torch.flatten(x, low, high - 1)
         if high == low:
@@ -120,26 +121,3 @@ def reshape(
             sizes = [-1 if dim == placement.dim else target[dim] for dim in range(first, last)]
             x = torch.unflatten(x, low, sizes) if sizes else torch.squeeze(x, low)
     return x
-
-
-def _groups(
-    source: Sequence[int], target: Sequence[int]
-) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Smallest runs of dims of both shapes with the same number of elements."""
-    groups = []
-    low = first = 0
-    while low < len(source) or first < len(target):
-        high, last = low, first
-        left = right = 1
-        if high < len(source):
-            left, high = source[high], high + 1
-        if last < len(target):
-            right, last = target[last], last + 1
-        while left != right:
-            if left < right:
-                left, high = left * source[high], high + 1
-            else:
-                right, last = right * target[last], last + 1
-        groups.append(((low, high), (first, last)))
-        low, first = high, last
-    return groups

@@ -9,10 +9,12 @@ All strategies follow mechanically, see :mod:`sp_compiler.rules.strategies`.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from sp_compiler.ir.reshapes import common_factors, matching_spans
 from sp_compiler.ir.symbolic import hint, is_open
 
 
@@ -106,13 +108,31 @@ def broadcast(shape: Sequence[int], result: Dims, result_shape: Sequence[int]) -
 
 
 def reshaped(shape: Sequence[int], result: Sequence[int]) -> tuple[Dims, Dims]:
-    """Common factors of two shapes with the same number of elements, row-major."""
-    left, right = _cuts(shape), _cuts(result)
-    cuts = sorted({*left, *right})
-    divisible = all(high % low == 0 for low, high in itertools.pairwise(cuts))
-    if not divisible:
-        cuts = _common_refinement(left, right)
-    return _dims_between(shape, left, cuts, "in"), _dims_between(result, right, cuts, "out")
+    """Common factors of two shapes with the same number of elements, row-major.
+
+    Dims that straddle others have a blocked factor each: no part of one is a part of the other.
+    """
+    dims: tuple[list[Dim], list[Dim]] = ([], [])
+    for (low, high), (first, last) in matching_spans(shape, result):
+        sides = shape[low:high], result[first:last]
+        common = common_factors(*sides)
+        if common is None:
+            spans = ("in", len(shape) - low, sides[0]), ("out", len(result) - first, sides[1])
+            for side, (owner, end, sizes) in zip(dims, spans, strict=True):
+                side += [
+                    private((size,), f"{owner}{end - 1 - index}_")[0]
+                    for index, size in enumerate(sizes)
+                ]
+            continue
+        # Named by the number of elements behind it, which makes the name unique in the rule.
+        behind = math.prod(shape[high:])
+        factors = [
+            Factor(f"x{behind * math.prod(common.sizes[index + 1 :])}", size)
+            for index, size in enumerate(common.sizes)
+        ]
+        for side, groups in zip(dims, (common.source, common.target), strict=True):
+            side += [tuple(factors[index] for index in group) for group in groups]
+    return tuple(dims[0]), tuple(dims[1])
 
 
 def record_cuts(shape: Sequence[int], result: Sequence[int]) -> None:
@@ -130,30 +150,3 @@ def _cuts(shape: Sequence[int]) -> list[int]:
         count *= size
         cuts.append(count)
     return cuts
-
-
-def _common_refinement(left: Sequence[int], right: Sequence[int]) -> list[int]:
-    """Cuts that both shapes share, refined inside each shared span where one divides the next."""
-    shared = sorted(set(left) & set(right))
-    cuts = [shared[0]]
-    for low, high in itertools.pairwise(shared):
-        inside = sorted({cut for cut in (*left, *right) if low < cut < high})
-        chain = [low, *inside, high]
-        if all(b % a == 0 for a, b in itertools.pairwise(chain)):
-            cuts += inside
-        cuts.append(high)
-    return cuts
-
-
-def _dims_between(
-    shape: Sequence[int], bounds: Sequence[int], cuts: Sequence[int], owner: str
-) -> Dims:
-    dims: list[Dim] = []
-    for position, size in enumerate(reversed(shape)):
-        low, high = bounds[position], bounds[position + 1]
-        inside = [cut for cut in cuts if low <= cut <= high]
-        exact = size > 1 and inside[:1] == [low] and inside[-1:] == [high]
-        factors = [Factor(f"x{a}", b // a) for a, b in itertools.pairwise(inside) if b > a]
-        blocked = private((size,), f"{owner}{position}_")[0]
-        dims.append(tuple(reversed(factors)) if exact else blocked)
-    return tuple(reversed(dims))

@@ -1,0 +1,82 @@
+"""Which dims are which after a reshape: the one matcher of two shapes of the same elements.
+
+Row-major order decides it: dims are cut where the numbers of elements of both shapes agree. PyTorch
+has a matcher of its own (``view_groups`` of its DTensor): private, and it goes no further than the
+groups, while rules and merged views need the factors inside of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from sp_compiler.ir.symbolic import is_open
+
+Span = tuple[int, int]
+"""First dim, and the one behind the last."""
+
+
+def matching_spans(source: Sequence[int], target: Sequence[int]) -> list[tuple[Span, Span]]:
+    """Smallest runs of dims of both shapes with the same number of elements, in order.
+
+    A size of 1 that has no counterpart is a run against none: ``(2, 3) -> (2, 1, 3)`` gives
+    ``(0, 1), (0, 1)``, ``(1, 2), (1, 3)``.
+    """
+    spans = []
+    low = first = 0
+    while low < len(source) or first < len(target):
+        high, last = low, first
+        left = right = 1
+        if high < len(source):
+            left, high = source[high], high + 1
+        if last < len(target):
+            right, last = target[last], last + 1
+        while left != right:
+            if left < right:
+                left, high = left * source[high], high + 1
+            else:
+                right, last = right * target[last], last + 1
+        spans.append(((low, high), (first, last)))
+        low, first = high, last
+    return spans
+
+
+@dataclass
+class CommonFactors:
+    """Factors that two shapes are products of, in one order.
+
+    Attributes:
+        sizes: of the factors, outermost first; none is 1.
+        source: for each dim of the first shape its factors, as positions in ``sizes``.
+        target: the same of the second shape.
+    """
+
+    sizes: list[int] = field(default_factory=list)
+    source: list[list[int]] = field(default_factory=list)
+    target: list[list[int]] = field(default_factory=list)
+
+
+def common_factors(source: Sequence[int], target: Sequence[int]) -> CommonFactors | None:
+    """The coarsest factors of both shapes; ``None`` where a dim of one straddles dims of the other.
+
+    ``(6, 4) -> (2, 12)`` has ``2, 3, 4``; ``(4, 6) -> (6, 4)`` has none. Sizes may be open:
+    as little as possible is asked of them, for each comparison is recorded.
+    """
+    factors = CommonFactors(source=[[] for _ in source], target=[[] for _ in target])
+    # An open size is never asked whether it is 1: those that are 1 in the example are not open.
+    left = [(dim, size) for dim, size in enumerate(source) if is_open(size) or size != 1][::-1]
+    for position, missing in enumerate(target):
+        while missing > 1:
+            if not left:
+                return None
+            dim, size = left.pop()
+            if missing % size:
+                if size % missing:
+                    return None
+                left.append((dim, size // missing))  # goes on in the target's next dim
+                size = missing
+            missing //= size
+            for where in (factors.source[dim], factors.target[position]):
+                where.append(len(factors.sizes))
+            factors.sizes.append(size)
+    return None if left else factors

@@ -20,7 +20,7 @@ from sp_compiler.check.derive import Results, allowed, derive
 from sp_compiler.check.report import CheckReport
 from sp_compiler.ir.forward_backward import Partitioned
 from sp_compiler.ir.fx import tensor_operands
-from sp_compiler.ir.op_traits import FILLED
+from sp_compiler.ir.op_traits import FILLED, is_started, is_wait
 from sp_compiler.ir.program import Region
 
 _PASS = "check"
@@ -97,8 +97,24 @@ def _walk(graph: Graph, types: Types, world_size: int, report: CheckReport) -> N
             types[node] = list(dict.fromkeys((results[index],) for results in types[source]))
         else:
             types[node] = _derive(node, types, world_size)
+        _require_arrival(node)
         _require_claim(node, types)
         report.checked += 1
+
+
+def _require_arrival(node: Node) -> None:
+    """What a collective sends is read behind its ``wait`` alone, of which it has one.
+
+    Placements cannot tell: what has not arrived is of the same type as what has.
+    """
+    if not is_started(node):
+        return
+    early = [user for user in node.users if not is_wait(user)]
+    if early or len(node.users) > 1:
+        reader = (early or list(node.users))[-1]
+        raise PlacementError(
+            _PASS, f"{reader.name} reads {node.name}, which may not be there", node
+        )
 
 
 def _derive(node: Node, types: Types, world_size: int) -> list[Results]:

@@ -32,15 +32,15 @@ _KNOWN = Path(__file__).with_name("survivors.toml")
 
 
 def tests_of(path: str, tree: Path) -> list[str]:
-    """Test files for a module, the most specific first: its own, its folder's, the core."""
+    """Test files for a module: its own, what sees wrong numbers anywhere, then its folder's."""
     module = Path(path)
     parts = [part for part in module.parts[:-1] if part != "sp_compiler"]
     folder = Path("tests", *(parts or ["usage"]))  # the top level is what users see
     inner = [folder, *folder.parents][: len(folder.parts) - 1] or [folder]
     files = [found for place in inner for found in sorted((tree / place).glob("test_*.py"))]
     named = [file for file in files if module.stem in file.stem]
-    ordered = [file.relative_to(tree).as_posix() for file in (*named, *files)]
-    return list(dict.fromkeys([*ordered, *_CORE]))
+    own, others = ([file.relative_to(tree).as_posix() for file in part] for part in (named, files))
+    return list(dict.fromkeys([*own, _CORE[0], *others, *_CORE[1:]]))
 
 
 def outcome(mutant: Mutant, tree: Path, limit_s: int) -> str:

@@ -21,6 +21,8 @@ from sp_compiler.passes import compile_region
 from sp_compiler.passes.sharding import problem
 from sp_compiler.passes.sharding.rewrite import RegionLowering
 from sp_compiler.rules.strategies import Strategy
+from sp_compiler.verification import verify as verification
+from sp_compiler.verification.simulate import SimulatedStep, simulate_step
 from sp_compiler.verification.verify import VerifyReport, verify
 from tests.helpers.ranks import run_on_ranks
 from tests.models import zoo
@@ -237,6 +239,23 @@ def test_a_broken_printer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(printer.INFIX, aten.add.Tensor, "-")
     report = _verify("plain")
     assert report.first_bad_pass == "codegen"
+
+
+@pytest.mark.parametrize(("factor", "ok"), [(1 + 1e-8, False), (1 + 1e-13, True)])
+def test_errors_far_above_rounding_are_found(
+    factor: float, ok: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tolerance that grew would let small mistakes through: a wrong eps, a missing row."""
+
+    def scaled(*args: Any) -> SimulatedStep:
+        step = simulate_step(*args)
+        grads = {name: None if g is None else g * factor for name, g in step.grads.items()}
+        return replace(step, grads=grads)
+
+    monkeypatch.setattr(verification, "simulate_step", scaled)
+    report = _verify("plain")
+    assert report.ok is ok, str(report)
+    assert report.first_bad_pass == (None if ok else "shard")
 
 
 def test_report_is_data_too() -> None:

@@ -1,0 +1,79 @@
+"""The check of final graphs: every backward that runs, every wait."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from sp_compiler.base.errors import PlacementError
+from sp_compiler.check import check_partitioned
+from sp_compiler.codegen.module_text import CompiledRegion
+from sp_compiler.ir.forward_backward import Partitioned
+from sp_compiler.ir.op_traits import is_wait
+from sp_compiler.ir.rewriting import copy_graph
+from tests.helpers import parity
+from tests.helpers.sharded_regions import WORLD, conversions, copied_graphs, drop, is_identity
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+
+@pytest.fixture(scope="module")
+def regions() -> dict[str, CompiledRegion]:
+    """Those of a compiled model, scheduled under their collectives; the last one has the loss."""
+    return parity.compiled(parity.case("gpt2", 2, 12), tp=WORLD).regions
+
+
+def _check(compiled: CompiledRegion, parts: Partitioned) -> object:
+    return check_partitioned(compiled.region, parts, compiled.joint.tangent_outputs, WORLD)
+
+
+def test_refuses_a_broken_backward_of_the_loss(regions: dict[str, CompiledRegion]) -> None:
+    """It runs in every ordinary step, in place of the backward of all outputs."""
+    epilogue = regions["Epilogue"]
+    loss = epilogue.partitioned.loss
+    assert loss is not None
+    tried = 0
+    for index, original in enumerate(conversions(loss.backward)):
+        if is_identity(original):
+            continue
+        graph = copy_graph(loss.backward)
+        drop(conversions(graph)[index])
+        broken = replace(epilogue.partitioned, loss=replace(loss, backward=graph))
+        with pytest.raises(PlacementError):
+            _check(epilogue, broken)
+        tried += 1
+    assert tried
+    _check(epilogue, epilogue.partitioned)
+
+
+def test_refuses_the_tangent_of_another_output(regions: dict[str, CompiledRegion]) -> None:
+    epilogue = regions["Epilogue"]
+    loss = epilogue.partitioned.loss
+    assert loss is not None
+    sharded = [i for i, p in enumerate(epilogue.region.output_placements) if p.is_sharded]
+    assert sharded
+    broken = replace(epilogue.partitioned, loss=replace(loss, output=sharded[0]))
+    with pytest.raises(PlacementError):
+        _check(epilogue, broken)
+
+
+@pytest.mark.parametrize("early", ["reader", "second wait", "no wait"])
+def test_refuses_what_reads_a_collective_before_it_has_arrived(
+    regions: dict[str, CompiledRegion], early: str
+) -> None:
+    block = regions["GPT2Block"]
+    parts = copied_graphs(block.partitioned)
+    assert parts.backward is not None
+    wait = next(node for node in parts.backward.nodes if is_wait(node))
+    reader = next(iter(wait.users))
+    if early == "reader":
+        reader.replace_input_with(wait, wait.args[0])
+    elif early == "second wait":
+        with parts.backward.inserting_before(reader):
+            again = parts.backward.node_copy(wait)
+        reader.replace_input_with(wait, again)
+    else:
+        wait.replace_input_with(wait.args[0], wait.args[0].args[0])
+    with pytest.raises(PlacementError):
+        _check(block, parts)

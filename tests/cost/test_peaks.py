@@ -1,0 +1,68 @@
+"""Peaks of a function around its collectives, against bytes counted by hand.
+
+Tensors of 8 x 6 floats have 192 bytes; a half has 96.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sp_compiler.cost.memory import backward_peak_bytes
+from tests.helpers.graph_builder import GraphBuilder, convert
+
+aten = torch.ops.aten
+wait = torch.ops.sp_compiler.wait.default
+FULL, HALF = 8 * 6 * 4, 8 * 6 * 2
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "shape", "copied"),
+    [
+        ("P", "S(0)", (8, 6), 0),
+        # The parts of each rank are brought together in front, which copies what is sent.
+        ("P", "S(1)", (8, 6), FULL),
+        ("P", "S(0|4,4)", (8, 6), FULL),
+        ("P", "S(1|2,4)", (8, 6), 2 * FULL),
+    ],
+)
+def test_a_reduction_copies_what_it_scatters(
+    source: str, target: str, shape: tuple[int, ...], copied: int
+) -> None:
+    b = GraphBuilder()
+    made = b.call(aten.exp.default, b.input("x", *shape))
+    part = b.call(convert, made, source, target, 2)
+    assert backward_peak_bytes(b.output(part), set()) == FULL + HALF + copied
+
+
+@pytest.mark.parametrize(
+    ("source", "copied"), [("S(0)", 0), ("S(1)", FULL), ("S(0|4,4)", FULL), ("S(1|2,4)", FULL)]
+)
+def test_a_gather_copies_what_has_arrived(source: str, copied: int) -> None:
+    b = GraphBuilder()
+    shape = (4, 6) if source.startswith("S(0") else (8, 3)
+    made = b.call(aten.exp.default, b.input("x", *shape))
+    full = b.call(convert, made, source, "R", 2)
+    assert backward_peak_bytes(b.output(full), set()) == HALF + FULL + copied
+
+
+def test_a_reduction_of_all_copies_nothing() -> None:
+    b = GraphBuilder()
+    made = b.call(aten.exp.default, b.input("x", 8, 6))
+    total = b.call(convert, made, "P", "I", 2)
+    assert backward_peak_bytes(b.output(total), set()) == 2 * FULL
+
+
+@pytest.mark.parametrize(("starts", "held"), [(True, HALF), (False, 0)])
+def test_a_started_collective_holds_what_it_sends_until_it_has_arrived(
+    starts: bool, held: int
+) -> None:
+    b = GraphBuilder()
+    x, other, w = b.input("x", 4, 6), b.input("other", 100, 6), b.input("w", 6, 1)
+    sent = b.call(aten.exp.default, x)
+    full = b.call(convert, sent, "S(0)", "R", 2)
+    meanwhile = b.call(aten.exp.default, other)
+    arrived = b.call(wait, full, 2) if starts else full
+    graph = b.output(b.call(aten.mm.default, arrived, w), meanwhile)
+    large, result = 100 * 6 * 4, 8 * 4
+    assert backward_peak_bytes(graph, set()) == FULL + large + (held or result)

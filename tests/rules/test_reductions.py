@@ -1,0 +1,29 @@
+"""Reductions whose partial results would not be what one device computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sp_compiler.rules.table import rule_for
+from tests.helpers.one_operator import Call, Whole, offered
+
+aten = torch.ops.aten
+
+
+@pytest.mark.parametrize(
+    ("dtype", "is_offered"),
+    [(torch.float64, True), (torch.float32, True), (torch.bfloat16, True), (torch.float16, False)],
+)
+def test_a_mean_is_a_sum_of_parts_unless_the_sum_overflows(
+    dtype: torch.dtype, is_offered: bool
+) -> None:
+    """3000 numbers of 100 add up to more than float16 holds; their mean is 100."""
+    x = torch.full((4, 3000), 100.0, dtype=dtype)
+    assert bool(x.sum(-1).isinf().all()) is (dtype is torch.float16)
+    whole = Whole.of(Call(aten.mean.dim, (x, [-1]), {}))
+    rule = rule_for(whole.node)
+    assert rule is not None
+    assert bool(rule.averaged) is is_offered
+    ways = [way.lowering for way in offered(whole, 2)]
+    assert ("sum" in ways) is is_offered

@@ -16,9 +16,9 @@ import torch
 from torch.fx import Node
 
 from sp_compiler.ir.fx import carries_gradient, tensor_operands
-from sp_compiler.ir.program import Program, Region
+from sp_compiler.ir.program import Call, Program, Region
 from sp_compiler.ops.registry import operator_of
-from sp_compiler.rules.factors import Dims, Factor, OpRule
+from sp_compiler.rules.factors import Dim, Dims, Factor, OpRule
 from sp_compiler.rules.table import is_pointwise, rule_for
 
 Value = tuple[Node, int]
@@ -114,27 +114,31 @@ def activate(program: Program, whole: Collection[WholeNode] = ()) -> dict[int, R
     while changed:
         changed = False
         for call in program.calls:
-            mine = facts[id(call.region)]
-            before = len(mine.active)
-            for node, ref in zip(call.region.placeholders, call.args, strict=True):
-                if ref.kind == "param" or (ref.kind == "input" and node.meta["requires_grad"]):
-                    mine.active[node, 0] = None
-                elif ref.kind == "call":
-                    producer = program.calls[ref.index].region
-                    source = value_of(producer.outputs[ref.output])
-                    if source in facts[id(producer)].active:
-                        mine.active[node, 0] = None
-            for node in operators(call.region):
-                if any(value_of(operand) in mine.active for operand in tensor_operands(node)):
-                    mine.active.update(dict.fromkeys(_shardable(node)))
-            changed |= len(mine.active) != before
+            changed |= _activate_call(program, call, facts)
     for region in program.regions:
-        mine = facts[id(region)]
+        values = facts[id(region)]
         for node in operators(region):
-            if any(value in mine.active for value in results_of(node)):
+            if any(value in values.active for value in results_of(node)):
                 refused = (region.name, node.name) in whole
-                mine.rules[node] = None if refused else rule_for(node)
+                values.rules[node] = None if refused else rule_for(node)
     return facts
+
+
+def _activate_call(program: Program, call: Call, facts: dict[int, RegionValues]) -> bool:
+    """Carry activity into and through a call; whether any value of its region became active."""
+    active = facts[id(call.region)].active
+    before = len(active)
+    for node, ref in zip(call.region.placeholders, call.args, strict=True):
+        if ref.kind == "param" or (ref.kind == "input" and node.meta["requires_grad"]):
+            active[node, 0] = None
+        elif ref.kind == "call":
+            producer = program.calls[ref.index].region
+            if value_of(producer.outputs[ref.output]) in facts[id(producer)].active:
+                active[node, 0] = None
+    for node in operators(call.region):
+        if any(value_of(operand) in active for operand in tensor_operands(node)):
+            active.update(dict.fromkeys(_shardable(node)))
+    return len(active) != before
 
 
 def _shardable(node: Node) -> list[Value]:
@@ -276,26 +280,30 @@ def _demand(
         if all(size % world_size == 0 for size in sizes):
             facts.segmentations.setdefault((operands[0], dim), {})[sizes] = None
     wanted: dict[Factor, dict[tuple[int, ...], None]] = {}
-    features: set[str] = set()
-    for value, dims in zip(results_of(node), rule.results, strict=True):
-        for d, factors in enumerate(dims):
-            if len(factors) == 1:
-                wanted.setdefault(factors[0], {}).update(facts.segmentations.get((value, d), {}))
-    for value, dims in zip(operands, rule.operands, strict=True):
-        for d, factors in enumerate(dims):
-            if len(factors) == 1:
-                found = wanted.get(factors[0], {})
-            else:
-                inner = _inner_cut(factors, world_size, tokens)
-                found = {parts_at(factors, factor): None for factor in inner}
-                features.update(factor.name for factor in inner)
-            if found:
-                facts.segmentations.setdefault((value, d), {}).update(found)
+    for value, d, factors in _dims_of(results_of(node), rule.results):
+        if len(factors) == 1:
+            wanted.setdefault(factors[0], {}).update(facts.segmentations.get((value, d), {}))
+    inner: dict[str, None] = {}
+    for value, d, factors in _dims_of(operands, rule.operands):
+        if len(factors) == 1:
+            parts = wanted.get(factors[0], {})
+        else:
+            cut = _inner_cut(factors, world_size, tokens)
+            parts = {parts_at(factors, factor): None for factor in cut}
+            inner.update(dict.fromkeys(factor.name for factor in cut))
+        if parts:
+            facts.segmentations.setdefault((value, d), {}).update(parts)
     # What is cut out of a fused dim is heads, whatever was fused with it.
-    for value, dims in zip(results_of(node), rule.results, strict=True):
-        for d, factors in enumerate(dims):
-            if len(factors) == 1 and factors[0].name in features:
-                facts.features[value, d] = None
+    for value, d, factors in _dims_of(results_of(node), rule.results):
+        if len(factors) == 1 and factors[0].name in inner:
+            facts.features[value, d] = None
+
+
+def _dims_of(values: list[Value], dims: tuple[Dims, ...]) -> Iterator[tuple[Value, int, Dim]]:
+    """Each dim of each value, with its factors."""
+    for value, each in zip(values, dims, strict=True):
+        for d, factors in enumerate(each):
+            yield value, d, factors
 
 
 def _inner_cut(dim: tuple[Factor, ...], world_size: int, tokens: set[str]) -> list[Factor]:

@@ -10,8 +10,6 @@ import math
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from torch.fx import Node
-
 from sp_compiler.base.errors import ArgumentError, SPCompilerError
 from sp_compiler.base.placement import Placement
 from sp_compiler.base.provenance import module_path
@@ -21,7 +19,9 @@ from sp_compiler.ir.program import Program
 from sp_compiler.ops.convert import conversion_between
 from sp_compiler.options import CompileOptions
 from sp_compiler.passes.sharding.dim_roles import WholeNode, bytes_of
-from sp_compiler.passes.sharding.problem import Key
+from sp_compiler.passes.sharding.outputs import route_outputs
+from sp_compiler.passes.sharding.prices import Key
+from sp_compiler.passes.sharding.problem import OperatorSubject
 from sp_compiler.passes.sharding.reasons import operator_text, why_whole
 from sp_compiler.passes.sharding.shard import placement_problem
 from sp_compiler.planning.placement_explanation import (
@@ -90,19 +90,19 @@ class _Question:
         fixed: dict[str, Placement],
         whole: Collection[WholeNode],
     ) -> None:
-        self.builder = placement_problem(program, options, fixed, whole)
+        self.builder = placement_problem(route_outputs(program), options, fixed, whole)
         self.program = self.builder.program
         self.fixed = fixed
         self.vertices = self.builder.problem.vertices
         self.subjects = self.builder.problem.subjects
-        self.best = solve(self.vertices, self.builder.conversion_cost).choices
+        self.best = solve(self.vertices, self.builder.prices.conversion_us).choices
 
     def answer(self, name: str) -> ParameterExplanation:
         stored_name, shape = self.program.parameters[name]
-        number = self.builder.problem.param_class.get(stored_name)
-        if number is None:
+        stored_alike = self.builder.problem.parameters.get(stored_name)
+        if stored_alike is None:
             return _unexplained(self.program, name, "", "the forward does not use it")
-        vertex = self.subjects.index(("param", number))
+        vertex = self.subjects.index(stored_alike)
         keys = list(self._places(stored_name))
         readers = list(self._readers(keys))
         stored = [self._way(vertex, i, keys) for i in range(len(self.vertices[vertex].options))]
@@ -129,17 +129,20 @@ class _Question:
         """Operators that read the parameter, or a view of it."""
         views = set(keys)
         for number, (vertex, subject) in enumerate(zip(self.vertices, self.subjects, strict=True)):
-            if not isinstance(subject[1], Node) or views.isdisjoint(vertex.needs):
+            if not isinstance(subject, OperatorSubject) or views.isdisjoint(vertex.needs):
                 continue
-            if views.issuperset(vertex.needs) and is_view(subject[1]):
+            if views.issuperset(vertex.needs) and is_view(subject.node):
                 views.update(vertex.makes)
             else:
                 yield number
 
     def _operator(self, number: int, keys: list[Key]) -> OperatorWays:
-        i, node = self.subjects[number]
+        subject = self.subjects[number]
+        assert isinstance(subject, OperatorSubject)
         ways = tuple(self._way(number, k, keys) for k in range(len(self.vertices[number].options)))
-        return OperatorWays(operator_text(node), self.builder.num_calls[i], ways)
+        return OperatorWays(
+            operator_text(subject.node), self.builder.prices.num_calls[subject.region], ways
+        )
 
     # What one way costs.
 
@@ -150,7 +153,7 @@ class _Question:
         only = replace(vertex, options=[vertex.options[index]])
         vertices = [*self.vertices[:number], only, *self.vertices[number + 1 :]]
         try:
-            choices = solve(vertices, self.builder.conversion_cost).choices
+            choices = solve(vertices, self.builder.prices.conversion_us).choices
         except SPCompilerError:
             return None
         return [*choices[:number], index, *choices[number + 1 :]]
@@ -186,11 +189,12 @@ class _Question:
         """Communication, compute and the price of memory, in us."""
         paid = sum(map(self._price, conversions(self.vertices, choices)))
         costs = [v.options[i].cost_us for v, i in zip(self.vertices, choices, strict=True)]
-        compute = [c for c, s in zip(costs, self.subjects, strict=True) if isinstance(s[1], Node)]
+        kinds = zip(costs, self.subjects, strict=True)
+        compute = [cost for cost, subject in kinds if isinstance(subject, OperatorSubject)]
         return paid, sum(compute), sum(costs) - sum(compute)
 
     def _price(self, conversion: Conversion) -> float:
-        cost = self.builder.conversion_cost(*conversion)
+        cost = self.builder.prices.conversion_us(*conversion)
         return math.inf if cost is None else cost
 
     def _parameter_bytes(self, key: Key, choices: list[int]) -> int:
@@ -256,16 +260,18 @@ class _Question:
         """Why the reader behind a conversion cannot take the value as it is; "" where it could."""
         key, source, target = conversion
         for number, vertex in enumerate(self.vertices):
-            node = self.subjects[number][1]
-            if source.kind != "S" or key not in vertex.needs or not isinstance(node, Node):
+            subject = self.subjects[number]
+            if source.kind != "S" or not isinstance(subject, OperatorSubject):
+                continue
+            if key not in vertex.needs:
                 continue
             position = vertex.needs.index(key)
             taken = [option.needs[position] for option in vertex.options]
             if taken[choices[number]] == target and source not in taken:
                 i, value = key
                 return why_whole(
-                    node,
-                    self.builder.facts[i].rules[node],
+                    subject.node,
+                    self.builder.facts[i].rules[subject.node],
                     value,
                     source.dim,
                     self.builder.world_size,

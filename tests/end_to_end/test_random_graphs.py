@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from sp_compiler.base.placement import Placement
 from sp_compiler.ir.compiled_program import CompiledProgram
-from sp_compiler.passes.sharding import problem
+from sp_compiler.passes.sharding import prices
 from tests.helpers import parity
 from tests.models.random_models import RandomModel, Recipe, recipes
 
@@ -32,18 +32,18 @@ _CALM = settings(
 
 def compiled_at_random(found: parity.Case, seed: int, **options: Any) -> CompiledProgram:
     """Every strategy and every conversion that is possible has a random price."""
-    prices, possible = random.Random(seed), problem.conversion_us
+    drawn, possible = random.Random(seed), prices.conversion_us
 
     def convert(size: float, source: Placement, target: Placement, *args: Any, **kw: Any) -> Any:
         cost = possible(size, source, target, *args, **kw)
-        return None if cost is None else prices.random()
+        return None if cost is None else drawn.random()
 
     def operate(*_: float) -> float:
-        return prices.random()
+        return drawn.random()
 
     with (
-        mock.patch.object(problem, "operator_us", operate),
-        mock.patch.object(problem, "conversion_us", convert),
+        mock.patch.object(prices, "operator_us", operate),
+        mock.patch.object(prices, "conversion_us", convert),
     ):
         return parity.compiled(found, **options)
 

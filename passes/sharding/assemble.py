@@ -1,0 +1,181 @@
+"""From the solver's choices to the sharded program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch.fx import Node
+
+from sp_compiler.base.placement import I, Placement, R
+from sp_compiler.ir.concretize import AtHints
+from sp_compiler.ir.fx import tensor_operands
+from sp_compiler.ir.program import Call, Program, Ref, Region
+from sp_compiler.ir.symbolic import pin
+from sp_compiler.passes.sharding.dim_roles import RegionValues, results_of, shape_of, value_of
+from sp_compiler.passes.sharding.prices import Key
+from sp_compiler.passes.sharding.problem import (
+    OperatorSubject,
+    OutputSubject,
+    Port,
+    Problem,
+    Subject,
+)
+from sp_compiler.passes.sharding.rewrite import RegionLowering
+from sp_compiler.rules.strategies import Strategy
+from sp_compiler.rules.table import record_factors
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A program of local tensors.
+
+    Attributes:
+        param_placements: storage placement of every parameter: I or S.
+        output_placements: of each model output that a call produces; others are absent.
+        cost_us: the solver's objective.
+    """
+
+    program: Program
+    param_placements: dict[str, Placement]
+    output_placements: dict[int, Placement]
+    cost_us: float
+
+
+class Choices:
+    """What the solver chose, by what each vertex stands for.
+
+    Attributes:
+        strategies: of each operator.
+        placed: placement of each other subject.
+        uses: values and the placements in which some vertex needs them.
+    """
+
+    def __init__(self, problem: Problem, choices: Sequence[int]) -> None:
+        self.strategies: dict[Node, Strategy] = {}
+        self.placed: dict[Subject, Placement] = {}
+        self.uses: set[tuple[Key, Placement]] = set()
+        for vertex, subject, strategies, choice in zip(
+            problem.vertices, problem.subjects, problem.strategies, choices, strict=True
+        ):
+            option = vertex.options[choice]
+            self.uses.update(zip(vertex.needs, option.needs, strict=True))
+            if isinstance(subject, OperatorSubject):
+                self.strategies[subject.node] = strategies[choice]
+            else:  # alike in all that it makes and needs
+                self.placed[subject] = (*option.makes, *option.needs)[0]
+
+
+def assemble(
+    opened: Program,
+    program: Program,
+    facts: Sequence[RegionValues],
+    problem: Problem,
+    choices: Choices,
+    hints: AtHints,
+    world_size: int,
+) -> Sharded:
+    """Rewrite every region of ``opened`` as was decided on its twin in ``program``.
+
+    Args:
+        opened: the program with its open sizes.
+        program: the same with the example's sizes.
+        facts: of each region of ``program``.
+        hints: the twins.
+    """
+    lowered: dict[int, Region] = {}
+    for i, (region, source) in enumerate(zip(program.regions, opened.regions, strict=True)):
+        chosen = {node: choices.strategies[node] for node in facts[i].rules}
+        inputs = [
+            _input(program, problem, choices, i, position)
+            for position in range(len(region.input_kinds))
+        ]
+        outputs = [
+            _output(program, problem, choices, i, position)
+            for position in range(len(region.outputs))
+        ]
+        lowered[id(source)] = lower(source, facts[i], chosen, inputs, outputs, hints, world_size)
+    calls = [Call(lowered[id(call.region)], call.path, call.args) for call in opened.calls]
+    params = {name: choices.placed[subject] for name, subject in problem.parameters.items()}
+    results = {
+        index: calls[ref.index].region.output_placements[ref.output]
+        for index, ref in enumerate(program.outputs)
+        if isinstance(ref, Ref) and ref.kind == "call"
+    }
+    return Sharded(replace(opened, calls=calls), params, results, 0.0)
+
+
+def assemble_unsharded(
+    opened: Program, program: Program, facts: Mapping[int, RegionValues], hints: AtHints
+) -> Sharded:
+    """One rank: every value is unsharded, nothing is converted."""
+    lowered = {}
+    for region, source in zip(program.regions, opened.regions, strict=True):
+        values = facts[id(region)]
+        chosen = {
+            node: Strategy((I,) * len(tensor_operands(node)), (I,) * len(results_of(node)))
+            for node in values.rules
+        }
+        inputs, outputs = [I] * len(region.input_kinds), [I] * len(region.outputs)
+        lowered[id(source)] = lower(source, values, chosen, inputs, outputs, hints, 1)
+    calls = [Call(lowered[id(call.region)], call.path, call.args) for call in opened.calls]
+    names = [ref.name for call in calls for ref in call.args if ref.kind == "param"]
+    results = {
+        index: I
+        for index, ref in enumerate(program.outputs)
+        if isinstance(ref, Ref) and ref.kind == "call"
+    }
+    return Sharded(replace(opened, calls=calls), dict.fromkeys(names, I), results, 0.0)
+
+
+def lower(
+    region: Region,
+    facts: RegionValues,
+    chosen: dict[Node, Strategy],
+    inputs: list[Placement],
+    outputs: list[Placement],
+    hints: AtHints,
+    world_size: int,
+) -> Region:
+    """Rewrite ``region`` as was decided on its twin with the example's sizes."""
+    active = {(hints.twin(node), index) for node, index in facts.active}
+    strategies = {hints.twin(node): strategy for node, strategy in chosen.items()}
+    for node, strategy in strategies.items():
+        if any(placement.is_sharded for placement in (*strategy.operands, *strategy.results)):
+            record_factors(node)
+        values = (*map(value_of, tensor_operands(node)), *results_of(node))
+        for value, placement in zip(values, (*strategy.operands, *strategy.results), strict=True):
+            if placement.segments:  # which are of the example's sizes, whatever their sum is
+                pin(shape_of(value)[placement.dim])
+    return RegionLowering(region, active, strategies, inputs, outputs, world_size).run()
+
+
+def _input(
+    program: Program, problem: Problem, choices: Choices, i: int, position: int
+) -> Placement:
+    """How input ``position`` of region ``i`` arrives."""
+    region = program.regions[i]
+    if region.input_kinds[position] == "param":
+        node = region.placeholders[position]
+        call = next(call for call in program.calls if call.region is region)
+        stored = choices.placed[problem.parameters[call.args[position].name]]
+        as_r, as_i = (((i, (node, 0)), kind) in choices.uses for kind in (R, I))
+        # Taken as R, its gradient stays a partial sum: all of them are reduced together.
+        return R if stored == I and as_r and not as_i else stored
+    crossing = problem.crossings.get(Port("in", i, position))
+    return I if crossing is None else choices.placed[crossing]
+
+
+def _output(
+    program: Program, problem: Problem, choices: Choices, i: int, position: int
+) -> Placement:
+    """How output ``position`` of region ``i`` leaves it."""
+    crossing = problem.crossings.get(Port("out", i, position))
+    if crossing is not None:
+        return choices.placed[crossing]
+    for index, ref in enumerate(program.outputs):
+        if not isinstance(ref, Ref) or ref.kind != "call" or ref.output != position:
+            continue
+        if program.calls[ref.index].region is program.regions[i]:
+            return choices.placed.get(OutputSubject(index), I)
+    return I

@@ -1,0 +1,83 @@
+"""Which factors of an operator may be sharded where it stands, and in which parts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from sp_compiler.passes.sharding.dim_roles import RegionValues, Value, is_elementwise, parts_at
+from sp_compiler.rules.factors import Dim, Factor, OpRule
+
+
+class FactorOffers:
+    """The graph around one operator with a rule.
+
+    Args:
+        facts: of its region, with labelled dims.
+        rule: of the operator.
+        operands: its tensor operands, in order.
+        results: its results.
+        unsharded: values that elementwise operators keep unsharded.
+        world_size: number of ranks.
+    """
+
+    def __init__(
+        self,
+        facts: RegionValues,
+        rule: OpRule,
+        operands: list[Value],
+        results: list[Value],
+        unsharded: Collection[Value],
+        world_size: int,
+    ) -> None:
+        self._facts = facts
+        self._world_size = world_size
+        dims = (*rule.operands, *rule.results)
+        self._dims = list(zip((*operands, *results), dims, strict=True))
+        self._of_tokens = {
+            part.name
+            for value, item in self._dims
+            for d, dim in enumerate(item)
+            if (value, d) in facts.tokens
+            for part in dim
+        }
+        self._is_fixed = results[0] in unsharded and is_elementwise(results[0][0])
+
+    def shardable(self, factor: Factor) -> bool:
+        """Whether ``factor`` may be sharded and comes from a parameter's dim somewhere."""
+        features = self._facts.features
+        return self._may_cut(factor) and any(
+            (value, d) in features for value, d, _ in self._places(factor)
+        )
+
+    def segmentations(self, factor: Factor) -> list[tuple[int, ...]]:
+        """In which parts the dim is cut further on, which tells features from tokens too."""
+        if not self._may_cut(factor):
+            return []
+        found: dict[tuple[int, ...], None] = {}
+        for value, d, dim in self._places(factor):
+            if len(dim) == 1:
+                found.update(self._facts.segmentations.get((value, d), {}))
+        return list(found)
+
+    def _places(self, factor: Factor) -> Iterator[tuple[Value, int, Dim]]:
+        for value, item in self._dims:
+            for d, dim in enumerate(item):
+                if any(part.name == factor.name for part in dim):
+                    yield value, d, dim
+
+    def _may_cut(self, factor: Factor) -> bool:
+        if self._is_fixed or factor.name in self._of_tokens:
+            return False
+        demanded = self._facts.segmentations
+        for value, d, dim in self._places(factor):
+            # Of a fused dim only the outermost factor that divides: the layouts of the others tie
+            # where nothing later cuts the dim there.
+            dividing = [
+                part.name
+                for part in dim
+                if part.size % self._world_size == 0 and part.name not in self._of_tokens
+            ]
+            outermost = len(dim) == 1 or dividing[:1] == [factor.name]
+            if not outermost and parts_at(dim, factor) not in demanded.get((value, d), {}):
+                return False
+        return True

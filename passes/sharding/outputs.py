@@ -1,0 +1,113 @@
+"""The model's outputs: which may stay sharded, and how those that regions read get free of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from sp_compiler.ir.program import Call, Program, Ref, RefKind, Region
+from sp_compiler.ir.rewriting import copy_graph
+from sp_compiler.ir.symbolic import symbol_of, symbols_in
+from sp_compiler.options import CompileOptions
+
+
+def may_shard(program: Program, index: int, options: CompileOptions) -> bool:
+    """Whether output ``index`` may stay sharded.
+
+    With a loss in the graph nobody reads the logits unsharded, unless asked to.
+    """
+    if options.outputs != "auto":
+        return options.outputs == "shard"
+    shapes = [_output_value(program, ref).meta["val"].shape for ref in _call_outputs(program)]
+    ref = program.outputs[index]
+    return len(_output_value(program, ref).meta["val"].shape) > 1 and any(
+        len(shape) == 0 for shape in shapes
+    )
+
+
+def _call_outputs(program: Program) -> list[Ref]:
+    return [ref for ref in program.outputs if isinstance(ref, Ref) and ref.kind == "call"]
+
+
+def _output_value(program: Program, ref: Ref) -> Node:
+    return program.calls[ref.index].region.outputs[ref.output]
+
+
+@dataclass(frozen=True)
+class Routed:
+    """A program whose outputs no region reads; ``refs``: those that some region read before."""
+
+    program: Program
+    refs: tuple[Ref, ...]
+
+
+def route_outputs(program: Program) -> Routed:
+    """Let model outputs that other regions read too be placed freely.
+
+    A region called once returns such a value twice; those of a repeated region pass through a
+    region of their own at the end.
+    """
+    read = {
+        (ref.index, ref.output) for call in program.calls for ref in call.args if ref.kind == "call"
+    }
+    count = Counter(id(call.region) for call in program.calls)
+    moved: dict[Ref, Ref] = {}
+    passed: list[Ref] = []
+    for ref in dict.fromkeys(_call_outputs(program)):
+        repeated = count[id(program.calls[ref.index].region)] > 1
+        if repeated:
+            passed.append(ref)
+        elif (ref.index, ref.output) in read:
+            program = _return_twice(program, ref)
+            outputs = program.calls[ref.index].region.outputs
+            moved[ref] = Ref("call", index=ref.index, output=len(outputs) - 1)
+    calls = list(program.calls)
+    if passed:
+        region, sizes = _pass_through(program, passed)
+        calls.append(Call(region, "", (*passed, *sizes)))
+        moved |= {ref: Ref("call", index=len(calls) - 1, output=k) for k, ref in enumerate(passed)}
+    outputs = [moved.get(ref, ref) if isinstance(ref, Ref) else ref for ref in program.outputs]
+    return Routed(replace(program, calls=calls, outputs=outputs), tuple(moved.values()))
+
+
+def _return_twice(program: Program, ref: Ref) -> Program:
+    old = program.calls[ref.index].region
+    graph = copy_graph(old.module.graph)
+    (returned,) = graph.find_nodes(op="output")
+    returned.args = ([*returned.args[0], returned.args[0][ref.output]],)
+    region = replace(old, module=GraphModule(old.module, graph, class_name=old.name))
+    calls = [replace(c, region=region) if c.region is old else c for c in program.calls]
+    return replace(program, calls=calls)
+
+
+def _pass_through(program: Program, refs: list[Ref]) -> tuple[Region, list[Ref]]:
+    """A region that returns ``refs``, and the refs of the open sizes that it takes behind them."""
+    graph = Graph()
+    nodes = []
+    for number, ref in enumerate(refs):
+        source = _output_value(program, ref)
+        node = graph.placeholder(f"output_{number}")
+        node.meta = {k: v for k, v in source.meta.items() if k in ("val", "requires_grad")}
+        nodes.append(node)
+    sizes = {
+        symbol_of(node): (node, ref)
+        for call in program.calls
+        for node, ref in zip(call.region.placeholders, call.args, strict=True)
+        if ref.kind == "size"
+    }
+    symbols = symbols_in(nodes) if sizes else set()
+    taken = [size for symbol, size in sizes.items() if symbol in symbols]
+    for source, _ in taken:
+        graph.placeholder(source.name).meta = dict(source.meta)
+    graph.output(nodes)
+    kinds: list[RefKind] = [*["call"] * len(refs), *["size"] * len(taken)]  # type: ignore[list-item]
+    region = Region(
+        name="Outputs",
+        module=GraphModule(torch.nn.Module(), graph, class_name="Outputs"),
+        input_kinds=tuple(kinds),
+        input_names=tuple(node.name for node in graph.find_nodes(op="placeholder")),
+    )
+    return region, [ref for _, ref in taken]

@@ -1,0 +1,125 @@
+"""Prices of the placement problem: us of one step, at the nominal number of tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch.fx import Node
+
+from sp_compiler.base.placement import I, Placement, R
+from sp_compiler.cost.hardware import H100, conversion_us, operator_us
+from sp_compiler.cost.node_cost import product_flops
+from sp_compiler.ir.program import Program
+from sp_compiler.passes.sharding.dim_roles import RegionValues, Value, bytes_of, shape_of
+from sp_compiler.rules.strategies import Strategy
+
+Key = tuple[int, Value]
+"""A value of the problem: (index of the region, value)."""
+
+# More than any step takes.
+_LAST_RESORT_US = 1e6
+
+
+class Prices:
+    """What running, converting, saving and holding cost, in all calls of a region together.
+
+    Args:
+        program: unsharded.
+        facts: of each region.
+        world_size: number of ranks.
+        nominal_tokens: the placements are priced as if this many tokens were in a batch: decided
+            once, they must suit the batches to come, not a short example.
+        fixed: storage placements decided by an earlier compilation.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        facts: Sequence[RegionValues],
+        world_size: int,
+        nominal_tokens: int,
+        fixed: dict[str, Placement],
+    ) -> None:
+        self._program = program
+        self._regions = program.regions
+        self._facts = facts
+        self._world_size = world_size
+        self._fixed = fixed
+        self.num_calls = [len(program.paths(region)) for region in self._regions]
+        rows = [
+            math.prod(shape_of(value)[: each.num_rows(value)])
+            for each in facts
+            for value in each.active
+            if each.num_rows(value)
+        ]
+        self._scale = max(1.0, nominal_tokens / max(1, max(rows, default=1)))
+        self._params = [
+            {
+                node: None
+                for node, kind in zip(region.placeholders, region.input_kinds, strict=True)
+                if kind == "param"
+            }
+            for region in self._regions
+        ]
+        params = [node for each in self._params for node in each]
+        # Parameters with more than two dims are stacks of matrices, if there are any.
+        matrices = [node for node in params if node.meta["val"].ndim == 2] or params
+        self._largest_matrix_bytes = max((bytes_of((node, 0)) for node in matrices), default=0)
+
+    def conversion_us(self, key: Key, source: Placement, target: Placement) -> float | None:
+        """Price of a conversion; ``None``: impossible.
+
+        Parameters only turn from I to R. One that an earlier compilation sharded is gathered where
+        nothing else is possible: an operator of this program alone needs it unsharded.
+        """
+        i, value = key
+        if value[0] in self._params[i]:
+            if source.is_sharded and target.is_replicated and self._is_fixed(i, value[0]):
+                return _LAST_RESORT_US * self.num_calls[i]
+            # Its gradient goes with all others in one bucket: no latency of its own.
+            wire = bytes_of(value) * 2 / H100.link_bytes_per_us
+            return wire * self.num_calls[i] if (source, target) == (I, R) else None
+        needs_grad = bool(value[0].meta.get("requires_grad"))
+        size = self._nominal_bytes(i, value)
+        cost = conversion_us(size, source, target, self._world_size, needs_grad=needs_grad)
+        return None if cost is None else cost * self.num_calls[i]
+
+    def operator_us(
+        self, i: int, node: Node, operands: list[Value], results: list[Value], strategy: Strategy
+    ) -> float:
+        """Price of running ``node`` by ``strategy``."""
+        total, is_sharded = 0.0, False
+        placed = zip((*operands, *results), (*strategy.operands, *strategy.results), strict=True)
+        for value, placement in placed:
+            size = self._nominal_bytes(i, value)
+            total += size / self._world_size if placement.is_sharded else size
+            is_sharded |= placement.is_sharded
+        flops = product_flops(node) * self._scale_of(i, results[0])
+        cost = operator_us(flops / self._world_size if is_sharded else flops, total)
+        return cost * self.num_calls[i]
+
+    def replicated_us(self, param: Value) -> float:
+        """Price of a parameter that every rank holds; what is small beside a matrix is cheap."""
+        size = bytes_of(param)
+        share = size / self._largest_matrix_bytes
+        held_twice = size * (self._world_size - 1) / self._world_size
+        return held_twice * share * H100.replicated_byte_us
+
+    def saved_us(self, keys: Sequence[Key]) -> float:
+        """Price of values that every rank saves for backward, over sharding them."""
+        size = sum(self._nominal_bytes(i, value) * self.num_calls[i] for i, value in keys)
+        return size * (self._world_size - 1) / self._world_size * H100.kept_byte_us
+
+    def _is_fixed(self, i: int, node: Node) -> bool:
+        position = self._regions[i].placeholders.index(node)
+        calls = (call for call in self._program.calls if call.region is self._regions[i])
+        return next(calls).args[position].name in self._fixed
+
+    def _nominal_bytes(self, i: int, value: Value) -> float:
+        return bytes_of(value) * self._scale_of(i, value)
+
+    def _scale_of(self, i: int, value: Value) -> float:
+        # A square of tokens (scores) has two dims of them but one batch: it grows by its sequence.
+        count = self._facts[i].num_token_dims(value)
+        return float(self._scale ** max(1, count - 1)) if count else 1.0

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from torch.fx import Graph
+from torch import Tensor
+from torch.fx import Graph, Node
 
+from sp_compiler.base.provenance import module_path, source_line
+from sp_compiler.ir.graph_theory import as_networkx
 from sp_compiler.ir.program import Call, Program, Ref
 from sp_compiler.ir.rewriting import copy_graph
+from sp_compiler.ir.text import meta_text, render_target
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 FORWARD, BACKWARD, LOSS_BACKWARD = ".forward", ".backward", ".loss_backward"
 
@@ -38,6 +46,29 @@ class Snapshot:
             name, graphs, program_calls(program), [_call_text(call) for call in program.calls]
         )
 
+    def to_networkx(self) -> nx.MultiDiGraph:
+        """Return all graphs as one graph of networkx, unconnected to each other.
+
+        >>> graph = compiled.stages["shard"].to_networkx()
+        >>> sums = [name for name, node in graph.nodes(data=True) if node["placement"] == "P"]
+        >>> nx.ancestors(graph, sums[0])
+
+        Nodes are named ``"<graph>/<node>"`` and have ``graph``; ``op`` and ``target`` as FX has
+        them, as text; ``shape`` (of one rank once sharded; ``None`` for what is no single tensor,
+        open sizes as text) and ``dtype``; ``placement``; ``module``, the path in the model, and
+        ``source_line``, as "file.py:12 code". What a node does not have is "". An edge goes from an
+        operand to each of its uses and has ``position``, which operand of the user it is.
+        The result's own attributes are ``name``, of the pass, and ``calls``.
+        """
+        names = {node: name for name, graph in self.graphs.items() for node in graph.nodes}
+        result = as_networkx(
+            names,
+            lambda node: f"{names[node]}/{node.name}",
+            lambda node: {"graph": names[node], **_attributes(node)},
+        )
+        result.graph.update(name=self.name, calls=list(self.calls))
+        return result
+
     def paths(self, graph_name: str) -> list[str]:
         """The layers that use the graph."""
         region = region_of(graph_name)
@@ -54,6 +85,24 @@ def region_of(graph_name: str) -> str:
     for suffix in (FORWARD, LOSS_BACKWARD, BACKWARD):
         graph_name = graph_name.removesuffix(suffix)
     return graph_name
+
+
+def _attributes(node: Node) -> dict[str, Any]:
+    """What :meth:`Snapshot.to_networkx` says of a node, as plain Python values."""
+    value = node.meta.get("val")
+    shape, dtype = None, ""
+    if isinstance(value, Tensor):
+        shape = tuple(size if isinstance(size, int) else str(size) for size in value.shape)
+        dtype = str(value.dtype).removeprefix("torch.")
+    return {
+        "op": node.op,
+        "target": render_target(node),
+        "shape": shape,
+        "dtype": dtype,
+        "placement": meta_text(node, "placement"),
+        "module": module_path(node),
+        "source_line": source_line(node),
+    }
 
 
 def _call_text(call: Call) -> str:

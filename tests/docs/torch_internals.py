@@ -1,0 +1,93 @@
+"""Private and patched names of torch and transformers in the product's own source."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+_LIBRARIES = ("torch", "transformers")
+_STANDARD = (*_LIBRARIES, "sys")
+_PRIVATE = re.compile(r"(^|\.)_(?!_)")
+
+
+def sources() -> list[Path]:
+    """Every module of the infrastructure and of the passes."""
+    infrastructure = (ROOT / "sp_compiler").rglob("*.py")
+    paths = {path for path in infrastructure if "passes" not in path.parts}
+    return sorted(paths | set((ROOT / "passes").rglob("*.py")))
+
+
+@functools.cache
+def uses() -> dict[str, set[str]]:
+    """Dotted name to the modules that use it.
+
+    Of an import that is ``torch.utils._pytree.tree_map``, of an attribute ``torch._C._nn``, of a
+    patch the name that is patched, private or not. Names under ``torch.ops`` are operators.
+    """
+    found: dict[str, set[str]] = {}
+    for path in sources():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for name in (*_imported(tree), *_read(tree), *_patched(tree), *_foreign(tree)):
+            found.setdefault(name, set()).add(path.relative_to(ROOT).as_posix())
+    return found
+
+
+@functools.cache
+def _own_names() -> frozenset[str]:
+    """Private names that the product defines itself."""
+    names: set[str] = set()
+    for path in sources():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                names.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                if ast.unparse(node.value) == "self":
+                    names.add(node.attr)
+    return frozenset(names)
+
+
+def _foreign(tree: ast.AST) -> Iterator[str]:
+    """Private attributes of objects that are not ours, such as ``._local_tensor``."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute) or not re.match(r"_(?!_|sp_)", node.attr):
+            continue
+        owner = ast.unparse(node.value)
+        is_foreign = node.attr not in _own_names() and owner.split(".")[0] not in _STANDARD
+        if is_foreign and not owner.endswith("aten"):
+            yield f".{node.attr}"
+
+
+def _imported(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            if name.split(".")[0] in _LIBRARIES and _PRIVATE.search(name):
+                yield name
+
+
+def _read(tree: ast.AST) -> Iterator[str]:
+    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and id(node) not in inner:
+            name = ast.unparse(node)
+            is_operator = name.startswith("torch.ops.aten")
+            if name.split(".")[0] in _LIBRARIES and _PRIVATE.search(name) and not is_operator:
+                yield name
+
+
+def _patched(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "mock.patch.object":
+            owner, attribute = node.args[:2]
+            yield f"{ast.unparse(owner)}.{ast.literal_eval(attribute)}"

@@ -1,6 +1,6 @@
 """Peak of activations against the memory budget, beside torch's own partitioner.
 
-    python -m benchmarks.budget_curve [--layers 6] [--out benchmarks/results]
+    python -m benchmarks.budget_curve [--layers 6] [--write]
 
 One process, one rank, dropout on. Writes ``budget_curve.json`` and, where matplotlib is installed,
 ``budget_curve.png``. Both peaks are counted on the graphs that run: what is made and lives between
@@ -183,13 +183,13 @@ def draw(curves: dict[str, list[Point]], path: Path) -> bool:
 
 
 def main() -> None:
-    """Print and write both curves."""
+    """Print both curves; keep them if asked to."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--sequence", type=int, default=256)
     parser.add_argument("--budgets", type=int, default=20)
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--write", action="store_true", help="keep the results, tracked files")
     options = parser.parse_args()
     torch.manual_seed(0)
     config = GPTConfig(
@@ -210,12 +210,13 @@ def main() -> None:
         table.add_row(f"{row[0].fraction:.2f}", *peaks)
     console = Console()
     console.print(table)
-    options.out.mkdir(parents=True, exist_ok=True)
-    data = {name: [asdict(point) for point in points] for name, points in curves.items()}
-    (options.out / "budget_curve.json").write_text(json.dumps(data, indent=2) + "\n")
     for name, points in curves.items():
         console.print(f"{name}: a smaller budget has a larger peak at {rises(points) or 'none'}")
-    if not draw(curves, options.out / "budget_curve.png"):
+    if not options.write:
+        return
+    data = {name: [asdict(point) for point in points] for name, points in curves.items()}
+    (RESULTS / "budget_curve.json").write_text(json.dumps(data, indent=2) + "\n")
+    if not draw(curves, RESULTS / "budget_curve.png"):
         console.print("no figure: matplotlib is not installed (pip install matplotlib)")
 
 

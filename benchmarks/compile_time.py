@@ -1,6 +1,6 @@
 """Compile time against depth: identical layers are compiled once, so only the capture may grow.
 
-    python -m benchmarks.compile_time [--layers 4 48] [--hidden 256]
+    python -m benchmarks.compile_time [--layers 4 48] [--hidden 256] [--write]
 
 One process, no process group; compiled for 8 ranks. The capture is ``torch.export``'s own time.
 """
@@ -17,7 +17,7 @@ from rich.table import Table
 
 from benchmarks.contenders import random_ids
 from benchmarks.models import GPTConfig, PlainGPT
-from benchmarks.performance import RESULTS, save
+from benchmarks.performance import keep
 from sp_compiler.compiler import build
 from sp_compiler.options import CompileOptions
 
@@ -48,11 +48,12 @@ def median_seconds(num_layers: int, hidden_size: int, repeats: int) -> dict[str,
 
 
 def main() -> None:
-    """Print seconds by step and depth, after one warm-up, and keep them as JSON."""
+    """Print seconds by step and depth, after one warm-up; keep them if asked to."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--layers", type=int, nargs="+", default=[4, 48])
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--write", action="store_true", help="keep the results, tracked files")
     options = parser.parse_args()
     torch.set_num_threads(1)
     compile_seconds(2, 64)  # what the first compilation alone pays: imports, caches
@@ -63,7 +64,8 @@ def main() -> None:
         table.add_row(step, *(f"{value:.2f}" for value in values), f"{values[-1] / values[0]:.2f}")
     Console().print(table)
     rows = [{"step": step, "seconds": [column[step] for column in columns]} for step in columns[0]]
-    save(RESULTS / "compile_time.json", "depth", rows, layers=options.layers, hidden=options.hidden)
+    if options.write:
+        keep("compile_time", "depth", rows, layers=options.layers, hidden=options.hidden)
 
 
 if __name__ == "__main__":

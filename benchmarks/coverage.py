@@ -1,8 +1,9 @@
 """Compile every architecture of the tests, compare it with itself on one device, write it down.
 
-``python -m benchmarks.coverage [--turns] [--missing] [names...]`` measures the named architectures,
-or all, for 2, 4 and 8 ranks, keeps what it finds in ``tests/end_to_end/coverage_floors.json``,
-which the tests compare with, and renders all that is kept there as ``docs/coverage.md``.
+``python -m benchmarks.coverage [--write] [--turns] [--missing] [names...]`` measures the named
+architectures, or all, for 2, 4 and 8 ranks. With ``--write`` it keeps what it finds in
+``tests/end_to_end/coverage_floors.json``, which the tests compare with, and renders all that is
+kept there as ``docs/coverage.md``.
 ``--turns`` measures only the number of ranks whose turn it is, which is what the tests run;
 ``--missing`` only what no whole measurement is kept of. It needs no accelerator: the ranks are
 simulated, in float64.
@@ -16,7 +17,7 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ Floors = dict[str, dict[str, dict[str, dict[str, Any]]]]
 _KINDS = {"all_gather": "G", "reduce_scatter": "S", "all_reduce": "R"}
 _HEAD = """# Coverage
 
-Written by `python -m benchmarks.coverage` from real runs; not edited by hand.
+Written by `python -m benchmarks.coverage --write` from real runs; not edited by hand.
 
 Every architecture in two tiny configurations with two layers, in float64 with the model's own casts
 lifted, on 2, 4 and 8 simulated ranks, sequence parallel on, `recompute="selective"`, against the
@@ -144,8 +145,7 @@ def _table(floors: Floors, configuration: str) -> str:
         "| kept % | collectives per block | whole | compile s |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for name in architectures.names():
-        found = floors[name][configuration]
+    for name, found in _measured(floors, configuration):
         records = [found[ranks] for ranks in sorted(found, key=int)]
         cells = [
             name,
@@ -158,6 +158,13 @@ def _table(floors: Floors, configuration: str) -> str:
         ]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
+
+
+def _measured(floors: Floors, configuration: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each architecture with its records; a new one may have none yet."""
+    for name in architectures.names():
+        if found := floors.get(name, {}).get(configuration):
+            yield name, found
 
 
 def _percent(key: str) -> Any:
@@ -173,8 +180,8 @@ def _reasons(floors: Floors) -> Iterable[str]:
     """A line for each reason, with the architectures it holds for."""
     lines: dict[str, dict[str, dict[str, None]]] = {}
     for configuration in architectures.CONFIGURATIONS:
-        for name in architectures.names():
-            for record in floors[name][configuration].values():
+        for name, by_ranks in _measured(floors, configuration):
+            for record in by_ranks.values():
                 for reason in record["reasons"]:
                     found = lines.setdefault(reason, {}).setdefault(configuration, {})
                     found[name] = None
@@ -200,7 +207,7 @@ def _ranks(name: str, configuration: str, flags: set[str]) -> list[int]:
     return [ranks for ranks in wanted if "--missing" not in flags or ranks not in measured]
 
 
-def _measure_all(name: str, configuration: str, ranks: list[int]) -> None:
+def _measure_all(name: str, configuration: str, ranks: list[int], *, write: bool) -> None:
     cases: dict[architectures.Size, tuple[parity.Case, float]] = {}
     for count in ranks:
         size = architectures.size(configuration, count)
@@ -210,14 +217,21 @@ def _measure_all(name: str, configuration: str, ranks: list[int]) -> None:
         case, kept = cases[size]
         found = measure(case, count, kept=kept)
         del found["sharded_parameters"]
-        floors = load()
-        floors.setdefault(name, {}).setdefault(configuration, {})[str(count)] = found
-        FLOORS.write_text(json.dumps(floors, indent=1, sort_keys=True) + "\n")
+        if write:
+            _keep(name, configuration, count, found)
         print(f"{name} {configuration} {count}: {found}", flush=True)
 
 
+def _keep(name: str, configuration: str, ranks: int, record: dict[str, Any]) -> None:
+    """Write the record and the page that shows it: a test compares the two."""
+    floors = load()
+    floors.setdefault(name, {}).setdefault(configuration, {})[str(ranks)] = record
+    FLOORS.write_text(json.dumps(floors, indent=1, sort_keys=True) + "\n")
+    PAGE.write_text(page(floors))
+
+
 def main(arguments: list[str]) -> None:
-    """Measure the named architectures, or all, and write both files."""
+    """Measure the named architectures, or all."""
     flags = {argument for argument in arguments if argument.startswith("--")}
     names = [argument for argument in arguments if argument not in flags]
     warnings.simplefilter("ignore")
@@ -225,11 +239,8 @@ def main(arguments: list[str]) -> None:
     torch.set_num_threads(1)
     for name in names or architectures.names():
         for configuration in architectures.CONFIGURATIONS:
-            _measure_all(name, configuration, _ranks(name, configuration, flags))
-    floors = load()
-    if set(floors) >= set(architectures.names()):
-        PAGE.parent.mkdir(exist_ok=True)
-        PAGE.write_text(page(floors))
+            ranks = _ranks(name, configuration, flags)
+            _measure_all(name, configuration, ranks, write="--write" in flags)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Planned memory against what a rank really holds, for every model of the tests.
 
-    python -m benchmarks.memory_check [--models gpt2 llama ...] [--tp 1 2 8]
+    python -m benchmarks.memory_check [--models gpt2 llama ...] [--tp 1 2 8] [--write]
 
 One process runs one rank's step on real tensors over a fake process group, whose collectives move
 nothing and make tensors of the right size. Compared are the bytes alive between forward and
@@ -116,10 +116,11 @@ def _budgets(found: parity.Case, tp: int) -> Iterator[tuple[str, dict[str, Any]]
 
 
 def main() -> None:
-    """Print what differs, keep everything as JSON."""
+    """Print what differs; keep everything if asked to."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--models", nargs="+", default=[*zoo.names(), *OTHERS])
     parser.add_argument("--tp", nargs="+", type=int, default=[1, 2, 8])
+    parser.add_argument("--write", action="store_true", help="keep the results, tracked files")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -143,7 +144,8 @@ def main() -> None:
     console.print(f"the planned peak is off by {100 * worst:.2f} % at most")
     if wrong:
         console.print(table)
-    save(RESULTS / "memory_check.json", "memory", map(asdict, found))
+    if options.write:
+        save(RESULTS / "memory_check.json", "memory", map(asdict, found))
 
 
 if __name__ == "__main__":

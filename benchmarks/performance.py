@@ -1,12 +1,13 @@
 """What was measured, as a page: renders ``benchmarks/results/*.json`` as ``docs/performance.md``.
 
-    python -m benchmarks.performance
+    python -m benchmarks.performance [--write]
 
 ``benchmarks.step_time`` and ``benchmarks.compile_time`` write the files; nothing is measured here.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -20,7 +21,7 @@ RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
 _HEAD = """# Performance
 
-Written by `python -m benchmarks.performance` from `benchmarks/results/`; not edited by hand.
+Written by `python -m benchmarks.performance --write` from `benchmarks/results/`, not by hand.
 `make bench` measures again. All contenders of a table ran in turns in one process group; a ratio is
 the median over rounds of the two times of one round, and below 1 sp_compiler is faster. Compare
 ratios: milliseconds are those of one machine.
@@ -99,9 +100,24 @@ def load(name: str) -> dict[str, Any]:
     return results
 
 
-def main() -> None:
-    """Write the page."""
+def keep(name: str, run: str, rows: Iterable[Mapping[str, Any]], **settings: Any) -> None:
+    """Store the rows of one run in ``benchmarks/results/`` and render the page anew.
+
+    Both at once: a test compares them, and must pass whatever was measured last.
+    """
+    save(RESULTS / f"{name}.json", run, rows, **settings)
     PAGE.write_text(page(load("step_time"), load("compile_time")))
+
+
+def main() -> None:
+    """Print the page or write it."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
+    text = page(load("step_time"), load("compile_time"))
+    if parser.parse_args().write:
+        PAGE.write_text(text)
+    else:
+        print(text)
 
 
 if __name__ == "__main__":

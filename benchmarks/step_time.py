@@ -7,7 +7,7 @@ ratio is the median over rounds of the two times of one round. Three runs::
     one device        tp=1 against eager, dropout on and off
     overhead          hidden 64, collectives free (a fake process group)
 
-    python -m benchmarks.step_time [--rounds 20] [--only tensor-parallel]
+    python -m benchmarks.step_time [--rounds 20] [--only tensor-parallel] [--write]
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from benchmarks.contenders import PRODUCT, PRODUCT_TP
 from benchmarks.measure import alternate, ratio
 from benchmarks.models import GPTConfig
 from benchmarks.peers import megatron_core
-from benchmarks.performance import RESULTS, save
+from benchmarks.performance import keep
 
 RANKS = 2
 BATCH, LENGTH = 2, 512
@@ -142,11 +142,11 @@ def _table(run: str, rows: list[Row]) -> Table:
 
 
 def main() -> None:
-    """Run what was asked for; print each as a table, keep it as JSON."""
+    """Run what was asked for; print each as a table, keep it if asked to."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--only", choices=RUNS, action="append")
-    parser.add_argument("--output", type=Path, default=RESULTS / "step_time.json")
+    parser.add_argument("--write", action="store_true", help="keep the results, tracked files")
     options = parser.parse_args()
     torch.set_num_threads(1)
     console = Console()
@@ -157,7 +157,8 @@ def main() -> None:
         with console.status(f"{name}, {options.rounds} rounds"):
             rows = functions[name](options.rounds)
         console.print(_table(name, rows))
-        save(options.output, name, map(asdict, rows), rounds=options.rounds)
+        if options.write:
+            keep("step_time", name, map(asdict, rows), rounds=options.rounds)
 
 
 if __name__ == "__main__":

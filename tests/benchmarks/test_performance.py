@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+
+import pytest
 
 from benchmarks import performance
 
@@ -22,3 +25,30 @@ def test_runs_are_kept_beside_each_other(tmp_path: Path) -> None:
     assert '"ratio": 2.0' in text
     assert '"ratio": 3.0' in text
     assert performance.machine() in text
+
+
+def test_what_is_kept_is_on_the_page_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("step_time", "compile_time"):
+        (tmp_path / f"{name}.json").write_text((performance.RESULTS / f"{name}.json").read_text())
+    monkeypatch.setattr(performance, "RESULTS", tmp_path)
+    monkeypatch.setattr(performance, "PAGE", tmp_path / "performance.md")
+    row = {"setting": "none", "contender": "a new one", "median_ms": 1.0, "ratio": 0.5}
+    performance.keep("step_time", "overhead", [row], rounds=1)
+    assert "| none | a new one | 1.0 | 0.50 |" in performance.PAGE.read_text()
+    test_page_is_current()
+
+
+_WRITES = re.compile(r"\.write_text\(|savefig\(|\bkeep\(|\bsave\(")
+
+
+def test_benchmarks_write_only_when_told_to() -> None:
+    """Each program that writes has the option, and prints where it is not given."""
+    programs = Path(performance.__file__).parent.glob("*.py")
+    sources = {path.stem: path.read_text() for path in programs}
+    writers = {
+        name: text for name, text in sources.items() if _WRITES.search(text) and "__main__" in text
+    }
+    assert {"coverage", "step_time", "compile_time", "paper_tables"} <= writers.keys()
+    assert [name for name, text in writers.items() if '"--write"' not in text] == []

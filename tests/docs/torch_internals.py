@@ -44,11 +44,9 @@ def _own_names() -> frozenset[str]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 names.add(node.name)
-            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                names.add(node.id)
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                if ast.unparse(node.value) == "self":
-                    names.add(node.attr)
+            elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+                # Of attributes those of our own objects: ``self._graph = ...``.
+                names.add(ast.unparse(node).removeprefix("self."))
     return frozenset(names)
 
 

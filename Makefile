@@ -5,13 +5,15 @@
 #   make test-slow   the tests marked slow
 #   make lint        ruff and mypy
 #   make format      let ruff rewrite what it can
-#   make bench       step time and compile time, beside hand-written peers
+#   make bench       step time and compile time, beside hand-written peers; WRITE=--write keeps them
+#   make docs        renew the pages that are generated from the code
+#   make goldens     renew the texts that tests compare with; read the difference
 #   make clean       remove .venv and everything that was built
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow lint format bench clean
+.PHONY: help install demo test test-slow lint format bench docs goldens clean
 
 PYTHON ?= $(firstword $(shell command -v python3.11) $(shell command -v python3.12) python3)
 VENV := .venv
@@ -55,9 +57,15 @@ format: $(STAMP)
 
 bench: export PYTHONWARNINGS := ignore::FutureWarning
 bench: $(STAMP)
-	$(BIN)/python -m benchmarks.compile_time
-	$(BIN)/python -m benchmarks.step_time
-	$(BIN)/python -m benchmarks.performance
+	$(BIN)/python -m benchmarks.compile_time $(WRITE)
+	$(BIN)/python -m benchmarks.step_time $(WRITE)
+
+docs: $(STAMP)
+	$(BIN)/python -W ignore -m docs.generate --write
+
+goldens: $(STAMP)
+	REWRITE_GOLDENS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not slow' \
+	  tests/goldens tests/passes
 
 clean:
 	rm -rf $(VENV) build dist demo-output *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -22,9 +22,9 @@ PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
 _HEAD = """# Performance
 
 Written by `python -m benchmarks.performance --write` from `benchmarks/results/`, not by hand.
-`make bench` measures again. All contenders of a table ran in turns in one process group; a ratio is
-the median over rounds of the two times of one round, and below 1 sp_compiler is faster. Compare
-ratios: milliseconds are those of one machine.
+`make bench WRITE=--write` measures again. Contenders of a table ran in turns in one process group;
+a ratio is the median over rounds of the two times of one round, and below 1 sp_compiler is faster.
+Compare ratios: milliseconds are those of one machine.
 """
 _RUNS = {
     "tensor-parallel": """Two gloo ranks, a plain GPT of 4 layers, hidden 512, 2 x 512 tokens,

@@ -1,0 +1,120 @@
+"""``docs/one-block.md``: one block as text after every pass, and the code that comes out."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+import warnings
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph
+from torch.nn import functional as F
+
+from sp_compiler.base.provenance import layer_of
+from sp_compiler.compiler import build
+from sp_compiler.ir.snapshot import Snapshot, region_of
+from sp_compiler.ir.text import render, render_node
+from sp_compiler.options import CompileOptions
+
+PAGE = Path(__file__).parents[1] / "one-block.md"
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(16)
+        self.gate = nn.Linear(16, 64, bias=False)
+        self.up = nn.Linear(16, 64, bias=False)
+        self.down = nn.Linear(64, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Model(nn.Module):
+    """Two blocks between a projection and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.layers = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+_HEAD = """# One block after every pass
+
+Written by `python -m docs.generate --write`; not edited by hand.
+
+The second half of a Llama layer, a norm, a gated MLP and the residual, as a user writes it:
+
+```python
+{source}
+```
+
+Two of them in a model, compiled for two ranks with a batch of 4 x 6 tokens. What follows is the
+first block after each pass, as `module.stages` holds it: a line per operator, with dtype and shape,
+behind `@` the placement ([glossary](glossary.md)) and behind `#` whether the result is saved.
+A whole Llama layer after every pass is in `tests/goldens/llama/`.
+"""
+_ABOUT = {
+    "export": "PyTorch's own export: one flat graph of the full model, in which each operator "
+    "knows its module. Here is what belongs to the first layer.",
+    "normalize": "One spelling for each thing: the norm is written as what it computes, views are "
+    "reshapes, dims count from the end.",
+    "outline": "The layer is a region of its own, which both layers call. Parameters are inputs, "
+    "and `hidden` is the carry from layer to layer.",
+    "shard": "One rank's part. Each weight has half of its rows or columns; between the blocks "
+    "each rank has half of the tokens, `S(0)`. Two conversions are left: an all-gather in front "
+    "of the first product, a reduce-scatter behind the last.",
+    "joint": "Forward and backward in one graph. The gradient of each conversion is another one: "
+    "of the all-gather a reduce-scatter, of the reduce-scatter an all-gather.",
+    "simplify": "What differentiation left behind goes: views of views, copies, equal results.",
+    "tag": '`recompute="selective"` keeps what products of matrices made and recomputes the rest; '
+    "of a gathered value only the shard is kept.",
+    "partition": "Forward and backward apart. What forward returns behind its output is saved, and "
+    "what is recomputed stands in backward in front of its first use.",
+    "overlap": "In backward each collective starts early and is waited for late: products that do "
+    "not need it run between.",
+}
+
+
+def page() -> str:
+    """The text of the page."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compiled = build(Model(), (torch.randn(4, 6, 16),), {}, CompileOptions(tp=2))
+    parts = [_HEAD.format(source=inspect.getsource(Block).rstrip())]
+    for name, stage in compiled.stages.items():
+        about = textwrap.fill(_ABOUT.get(name, ""), 100)
+        text = block_text(stage, Block.__name__, "layers.0")
+        parts.append(f"## {name}\n\n{about}\n\n```\n{text}\n```\n")
+    code = compiled.regions[Block.__name__].source.strip()
+    about = "What runs, and what `module.code` shows: a class for the block, plain PyTorch."
+    parts.append(f"## The generated code\n\n{about}\n\n```python\n{code}\n```")
+    return "\n".join(parts) + "\n"
+
+
+def block_text(stage: Snapshot, region: str, first_layer: str) -> str:
+    """The graphs of a region; before there are regions, the nodes of its first layer."""
+    graphs = {name: graph for name, graph in stage.graphs.items() if region_of(name) == region}
+    if graphs:
+        return "\n\n".join(f"{name}:\n{render(graph)}" for name, graph in graphs.items())
+    (graph,) = stage.graphs.values()
+    return f"{first_layer}:\n{_layer_text(graph, first_layer)}"
+
+
+def _layer_text(graph: Graph, path: str) -> str:
+    """Like :func:`render`; values from outside the layer, its parameters too, keep their names."""
+    layer = [node for node in graph.nodes if layer_of(node).path == path]
+    numbers = {node: f"%{number}" for number, node in enumerate(layer)}
+    return "\n".join(
+        render_node(node, lambda value: numbers.get(value, f"%{value.name}")) for node in layer
+    )

@@ -1,0 +1,95 @@
+"""Pages say what the code says, link to what exists, and their code runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from docs.generate.__main__ import PAGES
+from tests.docs.code_blocks import ROOT, blocks, script
+
+WRITTEN = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+_ON_TWO_RANKS = """
+import copy
+import os
+import tempfile
+import warnings
+from pathlib import Path
+
+import torch
+import sp_compiler
+from transformers import LlamaConfig, LlamaForCausalLM
+
+warnings.simplefilter("ignore")
+torch.manual_seed(0)
+_config = LlamaConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=4, use_cache=False,
+)
+model = LlamaForCausalLM(_config)
+original = copy.deepcopy(model)
+ids = torch.randint(0, 64, (2, 8))
+example_inputs = ((), {"input_ids": ids, "labels": ids})
+path = Path(os.environ["DOCS_PATH"])
+"""
+_GROUP = "torch.distributed.init_process_group()\n"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_generated_page_is_current(path: Path) -> None:
+    assert path.read_text(encoding="utf-8") == PAGES[path](), "python -m docs.generate --write"
+
+
+@pytest.mark.parametrize("path", WRITTEN, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(path: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8"))
+    broken = [link for link in links if "://" not in link and not (path.parent / link).exists()]
+    assert not broken
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (ROOT / "README.md").read_text(encoding="utf-8")
+    how_to = (ROOT / "docs" / "how-to" / "README.md").read_text(encoding="utf-8")
+    assert [p.name for p in (ROOT / "docs").glob("*.md") if f"(docs/{p.name})" not in index] == []
+    pages = [p.name for p in (ROOT / "docs" / "how-to").glob("*.md") if p.name != "README.md"]
+    assert [name for name in pages if f"({name})" not in how_to] == []
+
+
+def test_commands_of_make_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for path in WRITTEN:
+        shell = "".join(block.text for block in blocks(path) if block.language == "sh")
+        for target in re.findall(r"^make ([\w-]+)", shell, re.MULTILINE):
+            assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("page", "preamble"), [("README.md", ""), ("docs/usage.md", _GROUP)], ids=["readme", "usage"]
+)
+def test_code_runs_on_two_ranks(page: str, preamble: str, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(script(ROOT / page, _ON_TWO_RANKS + preamble), encoding="utf-8")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "DOCS_PATH": str(tmp_path),
+    }
+    result = subprocess.run(
+        [*torchrun, "--nproc-per-node", "2", str(program)],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]

@@ -56,6 +56,7 @@ def outline(captured: Captured, wishes: Mapping[str, Wish] | None = None) -> Pro
         captured.parameters,
         wishes,
         captured.sizes,
+        captured.functions,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +36,8 @@ class Captured:
         parameters: of the model, used or not.
         sizes: the dims that are left open, ``None`` where all are those of the example; each has a
             placeholder whose value is the size.
+        functions: calls of the model's autograd functions, which the graph names by number; kept
+            alive here.
     """
 
     module: GraphModule
@@ -47,6 +50,7 @@ class Captured:
     notes: list[str] = field(default_factory=list)
     parameters: Parameters = field(default_factory=dict)
     sizes: Sizes | None = None
+    functions: Sequence[object] = ()
 
     @property
     def placeholders(self) -> list[Node]:

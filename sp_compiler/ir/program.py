@@ -8,6 +8,7 @@ traced and emitted once and called once per layer that it stands for.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -96,6 +97,8 @@ class Program:
         parameters: of the model, used or not.
         wishes: what the user's hints ask of parameters.
         sizes: the dims that are left open, ``None`` where all are those of the example.
+        functions: calls of the model's autograd functions, see
+            :class:`~sp_compiler.ir.captured.Captured`.
     """
 
     calls: list[Call]
@@ -108,6 +111,7 @@ class Program:
     parameters: Parameters = field(default_factory=dict)
     wishes: dict[str, Wish] = field(default_factory=dict)
     sizes: Sizes | None = None
+    functions: Sequence[object] = ()
 
     @property
     def regions(self) -> list[Region]:

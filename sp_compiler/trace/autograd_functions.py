@@ -9,11 +9,12 @@ its backward do is traced as operators like any other.
 from __future__ import annotations
 
 import contextlib
-import functools
+import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -52,7 +53,7 @@ _PROBES = ((3, 5, 7, 11, 13, 17), (4, 6, 8, 10, 12, 14))
 
 
 @dataclass(eq=False)
-class Call:
+class FunctionCall:
     """One call in a model's forward, without its tensors.
 
     Attributes:
@@ -62,6 +63,7 @@ class Call:
         positions: of the tensors among the leaves.
         autocast: what was on around the call.
         returned: what the function returned, with ``_TENSOR`` for tensors, and its structure.
+        pointwise: by rank and types of the operands, whether it is, as far as that was asked.
     """
 
     function: type[torch.autograd.Function]
@@ -70,6 +72,7 @@ class Call:
     positions: list[int]
     autocast: Autocast = ()
     returned: tuple[list[Any], pytree.TreeSpec] | None = None
+    pointwise: dict[tuple[int, tuple[torch.dtype, ...]], bool] = field(default_factory=dict)
 
     def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         leaves = list(self.leaves)
@@ -90,7 +93,10 @@ class Call:
         return pytree.tree_unflatten(found, spec)
 
 
-_CALLS: list[Call] = []
+# An operator of torch takes numbers and tensors, so a graph names a call by number. The calls
+# belong to the captures and programs whose graphs name them, and go with them.
+_CALLS: WeakValueDictionary[int, FunctionCall] = WeakValueDictionary()
+_NUMBERS = itertools.count()
 
 
 def _kernel(inputs: list[Tensor], call: int) -> list[Tensor]:
@@ -106,13 +112,25 @@ def function_name(call: int) -> str:
 
 
 @contextlib.contextmanager
-def recorded_functions() -> Iterator[None]:
-    """Calls of autograd functions become operators."""
-    with mock.patch.object(torch.autograd.Function, "apply", classmethod(_record)):
-        yield
+def recorded_functions() -> Iterator[list[FunctionCall]]:
+    """Calls of autograd functions become operators; yields the calls, for the capture to keep."""
+    recorded: list[FunctionCall] = []
+
+    def apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        return _record(recorded, function, args, kwargs)
+
+    # torch internals: Function.apply. Export traces through it and takes the forward's own
+    # derivative for the function's; there is no hook to stop at a call of one.
+    with mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)):
+        yield recorded
 
 
-def _record(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+def _record(
+    recorded: list[FunctionCall],
+    function: type[torch.autograd.Function],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
     if function is CheckpointFunction:  # its backward is that of what it runs
         return _APPLY.__get__(None, function)(*args, **kwargs)
     leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -121,7 +139,8 @@ def _record(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) 
     if any(isinstance(leaf, SYMBOLIC) for leaf in leaves):
         raise UnsupportedError(f"{function.__name__} is given a size, which cannot stay open")
     constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    number = number_of(Call(function, spec, constants, positions, autocast_state()))
+    number, call = numbered(FunctionCall(function, spec, constants, positions, autocast_state()))
+    recorded.append(call)
     versions = [x._version for x in inputs]
     with _Watched(function, inputs):
         outputs = torch.ops.sp_compiler_function.apply(inputs, number)
@@ -130,19 +149,23 @@ def _record(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) 
             f"{function.__name__}, a torch.autograd.Function, writes into its inputs; return new "
             "tensors instead"
         )
-    return _CALLS[number].result(outputs)
+    return call.result(outputs)
 
 
-def number_of(call: Call) -> int:
-    """The same for the same call of another layer, so that the layers stay alike."""
-    for number, known in enumerate(_CALLS):
+def numbered(call: FunctionCall) -> tuple[int, FunctionCall]:
+    """The number that graphs name ``call`` by, and the call that has it, to be kept alive.
+
+    Equal calls have one number, so that layers with one each stay alike.
+    """
+    for number, known in list(_CALLS.items()):
         if _key(call) == _key(known) and all(map(_is_same, call.leaves, known.leaves)):
-            return number
-    _CALLS.append(call)
-    return len(_CALLS) - 1
+            return number, known
+    number = next(_NUMBERS)
+    _CALLS[number] = call
+    return number, call
 
 
-def _key(call: Call) -> tuple[Any, ...]:
+def _key(call: FunctionCall) -> tuple[Any, ...]:
     return call.function, call.spec, call.positions, call.autocast
 
 
@@ -177,15 +200,19 @@ class _Watched(TorchDispatchMode):
         return result
 
 
-@functools.cache
 def is_pointwise_function(call: int, rank: int, dtypes: tuple[torch.dtype, ...]) -> bool:
     """Whether forward and backward of a recorded call, of operands of one shape, are pointwise.
 
     Found by tracing both at two shapes: only pointwise operators, on values of that shape or on
     numbers, and the same ones, so that no number depends on a size.
     """
-    if rank > len(_PROBES[0]):
-        return False
+    answers = _CALLS[call].pointwise
+    if (rank, dtypes) not in answers:
+        answers[rank, dtypes] = rank <= len(_PROBES[0]) and _keeps_shapes(call, rank, dtypes)
+    return answers[rank, dtypes]
+
+
+def _keeps_shapes(call: int, rank: int, dtypes: tuple[torch.dtype, ...]) -> bool:
     try:
         first, second = (_traced(_CALLS[call], shape[:rank], dtypes) for shape in _PROBES)
     except Exception:  # whatever the user's code raises for shapes that are not its own
@@ -193,7 +220,9 @@ def is_pointwise_function(call: int, rank: int, dtypes: tuple[torch.dtype, ...])
     return first is not None and first == second
 
 
-def _traced(call: Call, shape: tuple[int, ...], dtypes: Sequence[torch.dtype]) -> str | None:
+def _traced(
+    call: FunctionCall, shape: tuple[int, ...], dtypes: Sequence[torch.dtype]
+) -> str | None:
     """The code of forward and backward, ``None`` where something is not pointwise."""
 
     def both(inputs: list[Tensor], tangents: list[Tensor]) -> Any:

@@ -19,7 +19,7 @@ from sp_compiler.base.autocast import explicit_einsum
 from sp_compiler.base.errors import CaptureError, UnsupportedError
 from sp_compiler.base.warn import LIBRARY_FOLDERS, warn
 from sp_compiler.trace.attribute_changes import watched_state
-from sp_compiler.trace.autograd_functions import recorded_functions
+from sp_compiler.trace.autograd_functions import FunctionCall, recorded_functions
 
 _HOOKS = (
     "_forward_hooks",
@@ -73,8 +73,10 @@ def _is_without_effect(hook: Any) -> bool:
 
 
 @contextlib.contextmanager
-def export_context(model: nn.Module, *, use_cache: bool = False) -> Iterator[None]:
+def export_context(model: nn.Module, *, use_cache: bool = False) -> Iterator[list[FunctionCall]]:
     """The state in which a model is exported; everything is restored on the way out.
+
+    Yields the calls of autograd functions, which grow while the model is exported.
 
     ``use_cache`` says whether the caller asked for a cache, which is refused with a warning.
 
@@ -87,13 +89,13 @@ def export_context(model: nn.Module, *, use_cache: bool = False) -> Iterator[Non
         stack.enter_context(_without_hooks(model))
         stack.enter_context(without_cache(model, asked=use_cache))
         stack.enter_context(_given_causal_hint())
-        stack.enter_context(recorded_functions())
+        functions = stack.enter_context(recorded_functions())
         stack.enter_context(explicit_einsum())
         stack.enter_context(_without_tensor_hooks())
         stack.enter_context(_without_own_warnings())
         _warn_about_checkpointing(model)
         with watched_state(model) as changes:
-            yield
+            yield functions
     if changes:
         _warn_once(
             model,

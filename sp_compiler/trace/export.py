@@ -92,7 +92,7 @@ def capture(
     use_cache = example_kwargs.get("use_cache") is True
     if use_cache:
         example_kwargs = {**example_kwargs, "use_cache": False}
-    with export_context(model, use_cache=use_cache):
+    with export_context(model, use_cache=use_cache) as functions:
         try:
             exported = torch.export.export(
                 model,
@@ -109,6 +109,7 @@ def capture(
             raise capture_error(model, error) from error
     with without_autocast():
         captured = _captured(exported, model, in_spec, leaves, lift_casts, open_dims)
+    captured.functions = functions
     names = input_names(model, args, kwargs)
     check_dtypes(captured.module.graph, dict(zip(names, leaves, strict=True)))
     captured.module.recompile()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +19,7 @@ from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.compiler import build
 from sp_compiler.options import CompileOptions
 from sp_compiler.planning.fallbacks import fallbacks
+from sp_compiler.trace import autograd_functions
 from sp_compiler.verification.simulate import simulate_step
 from tests.helpers.parity import SEED, gradient_error
 
@@ -219,3 +222,17 @@ def test_what_would_be_lost_is_refused(call: Call, message: str) -> None:
     with pytest.raises(UnsupportedError, match=message) as caught:
         sp_compiler.compile(_model(call), tp=1)(_x())
     assert "test_autograd_functions.py" in str(caught.value)
+
+
+def test_calls_go_with_the_program_that_names_them() -> None:
+    """They hold what the user gave the function, and the process may compile many models."""
+    gc.collect()
+    before = len(autograd_functions._CALLS)
+    compiled = build(_model(_CALLS["pointwise"]), (_x(),), {}, CompileOptions(tp=2))
+    (call,) = map(weakref.ref, compiled.program.functions)
+    assert call() is not None
+    assert len(autograd_functions._CALLS) == before + 1
+    del compiled
+    gc.collect()
+    assert call() is None
+    assert len(autograd_functions._CALLS) == before

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from sp_compiler.trace.autograd_functions import Call as FunctionCall
-from sp_compiler.trace.autograd_functions import number_of
+from sp_compiler.trace.autograd_functions import FunctionCall, numbered
 from tests.helpers.op_samples.draw import Args, Draw, Sample
 
 aten = torch.ops.aten
@@ -38,10 +37,13 @@ class _Turned(torch.autograd.Function):
         return first * y - second, second * x, None
 
 
+_SPEC = pytree.tree_structure(((None, None, 3.0), {}))
+_TURNED_BY_3 = FunctionCall(_Turned, _SPEC, [None, None, 3.0], [0, 1])
+
+
 def _autograd_function(draw: Draw) -> Args:
-    shape, spec = draw.shape(), pytree.tree_structure(((None, None, 3.0), {}))
-    call = FunctionCall(_Turned, spec, [None, None, 3.0], [0, 1])
-    return [[draw.numbers(*shape), draw.numbers(*shape)], number_of(call)]
+    shape = draw.shape()
+    return [[draw.numbers(*shape), draw.numbers(*shape)], numbered(_TURNED_BY_3)[0]]
 
 
 SAMPLES: dict[str, Sample] = {

@@ -204,12 +204,8 @@ class SimulationMode(LocalTensorMode):
         kwargs = kwargs or {}
         if func.namespace == "_c10d_functional":
             return _collective(func, args)
-        ours = operator_of(func)
-        if ours is not None:
-            # A kernel speaks to all ranks, so it sees the parts of all of them at once. This mode
-            # is off while it dispatches, and a mode cannot be entered twice.
-            with SimulationMode(len(self.ranks)):
-                return ours.run(*args)
+        if func.namespace == "sp_compiler":
+            return self._run_kernel(func, args)
         if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
             return super().__torch_dispatch__(func, types, args, kwargs)
         values = (*args, *kwargs.values())
@@ -224,6 +220,16 @@ class SimulationMode(LocalTensorMode):
         if func._schema.is_mutable:
             return _mutated(func, args, kwargs, results)
         return _combine(results)
+
+    def _run_kernel(self, func: Any, args: tuple[Any, ...]) -> Any:
+        """One of our operators, whose kernel speaks to all ranks: it gets the parts of all at once.
+
+        This mode is off while it dispatches and cannot be entered again: it would be off after.
+        """
+        operator = operator_of(func)
+        assert operator is not None
+        with SimulationMode(len(self.ranks)):
+            return operator.run(*args)
 
 
 def _has_local_tensor(values: Sequence[Any]) -> bool:

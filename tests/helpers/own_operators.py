@@ -6,20 +6,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.distributed._local_tensor import LocalTensor
 from torch.fx import Node
 
+from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.base.placement import Placement, as_value
 from sp_compiler.check.derive import declared_strategies
-from sp_compiler.ops.communicator import running_on
-from sp_compiler.ops.registry import Operator
+from sp_compiler.ops.communicator import Communicator, running_on
+from sp_compiler.ops.registry import Operator, operator_of
 from sp_compiler.verification.simulate import simulated_ranks
 from tests.helpers.graph_builder import GraphBuilder
 from tests.helpers.one_operator import join, scatter
 
 _TOLERANCE = 1e-12
+_ONE_RANK = Communicator(None, 0, 1)
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,30 @@ def assert_right(case: Case, world_size: int) -> None:
             torch.testing.assert_close(
                 _join(grad, placement.dual), true_grad, rtol=_TOLERANCE, atol=_TOLERANCE
             )
+
+
+def assert_registered(operator: Operator, *args: Any) -> None:
+    """Torch, the communicator and the registry have the same operator.
+
+    Args:
+        operator: under test.
+        args: of its schema, for one rank; what it is differentiated for requires a gradient.
+    """
+    with pytest.raises(UnsupportedError, match=f"sp_compiler::{operator.name} depends on the rank"):
+        operator.overload(*args)
+    with running_on(_ONE_RANK):
+        torch.library.opcheck(operator.overload, args)
+        results = _results(operator.overload(*args))
+    # The kernel may return its argument; what torch's dispatcher returns is always a result's own.
+    owned = {x.untyped_storage().data_ptr() for x in args if isinstance(x, Tensor)}
+    assert owned.isdisjoint(x.untyped_storage().data_ptr() for x in results)
+    kernel = getattr(_ONE_RANK, operator.name)
+    for result, same in zip(
+        results, _results(kernel(*operator.method_arguments(args))), strict=True
+    ):
+        assert torch.equal(result, same)
+    assert operator_of(operator.overload) is operator
+    assert operator.overload._schema.arguments[-1].name == "world_size"
 
 
 def node_of(operator: Operator, shapes: Sequence[Tensor], rest: tuple[Any, ...]) -> Node:

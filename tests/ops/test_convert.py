@@ -20,7 +20,7 @@ from sp_compiler.ops.convert import (
 from sp_compiler.rules.strategies import Strategy
 from sp_compiler.verification.simulate import gather_check, scatter, simulated_ranks
 from tests.helpers.graph_builder import GraphBuilder
-from tests.helpers.own_operators import Case, assert_right, node_of
+from tests.helpers.own_operators import Case, assert_registered, assert_right, node_of
 
 _X = torch.randn(8, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 _SHARDS = [S(0), S(1), S(1, (8, 4)), S(1, (4, 4, 4))]
@@ -89,6 +89,12 @@ def test_the_checks_are_told_of_no_conversion_that_there_is_not() -> None:
     node = node_of(CONVERT, [_X], ("R", "P", 2))
     assert declared_strategies(node, 2) == []
     assert declared_strategies(node_of(CONVERT, [_X], ("S(0)", "R", 3)), 2) == []
+
+
+def test_registered() -> None:
+    assert_registered(CONVERT, _X.clone().requires_grad_(), "I", "R", 1)
+    assert_registered(CONVERT, _X.clone().requires_grad_(), "S(1|8,4)", "R", 1)
+    assert_registered(WAIT, _X, 1)
 
 
 def test_wait_is_what_was_sent_for() -> None:

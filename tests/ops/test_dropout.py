@@ -16,7 +16,7 @@ from sp_compiler.check.derive import declared_strategies
 from sp_compiler.ops import dropout as module
 from sp_compiler.ops.communicator import Communicator
 from sp_compiler.ops.dropout import call_seed, draw_seed
-from tests.helpers.own_operators import Case, assert_right, node_of
+from tests.helpers.own_operators import Case, assert_registered, assert_right, node_of
 
 SEED = torch.tensor(-4_611_686_018_427_387_847)
 SHAPE = (4, 8, 12)
@@ -291,6 +291,12 @@ def test_mask_of_any_placement(
         module.DROPOUT_MASK, lambda x, seed: kept, [_X, SEED], rest, (operand, R), (result,)
     )
     assert_right(case, world_size)
+
+
+def test_registered() -> None:
+    x = _X.clone().requires_grad_()
+    assert_registered(module.DROPOUT, x, SEED, _P, _SITE, 0, 1)
+    assert_registered(module.DROPOUT_MASK, x, SEED, _P, _SITE, 0, 1)
 
 
 @pytest.mark.parametrize(("placement", "told"), [("S(0)", 1), ("R", 2), ("S(1)", 2)])

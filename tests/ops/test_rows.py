@@ -8,8 +8,9 @@ from torch import Tensor
 
 from sp_compiler.base.placement import P, Placement, R
 from sp_compiler.ops.communicator import Communicator
+from sp_compiler.ops.registry import Operator
 from sp_compiler.ops.rows import CUT_ROWS, PAD_ROWS, PAD_ROWS_WITH_ZEROS, pad_rows
-from tests.helpers.own_operators import Case, assert_right
+from tests.helpers.own_operators import Case, assert_registered, assert_right
 
 _X = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -47,6 +48,14 @@ def test_cut_rows(placement: Placement, world_size: int) -> None:
         CUT_ROWS, lambda x: x[:5] * 1, [padded], (5, world_size), (placement,), (placement,)
     )
     assert_right(case, world_size)
+
+
+@pytest.mark.parametrize(
+    ("operator", "rest"), [(PAD_ROWS, (1,)), (PAD_ROWS_WITH_ZEROS, (1,)), (CUT_ROWS, (5, 1))]
+)
+def test_registered(operator: Operator, rest: tuple[int, ...]) -> None:
+    x = _X.clone().requires_grad_(operator.gradient is not None)
+    assert_registered(operator, x, *rest)
 
 
 def test_rows_that_divide_are_not_copied() -> None:

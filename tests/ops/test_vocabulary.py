@@ -21,7 +21,7 @@ from sp_compiler.ops.vocabulary import (
     vocab_embedding,
     vocab_nll,
 )
-from tests.helpers.own_operators import Case, assert_right, node_of
+from tests.helpers.own_operators import Case, assert_registered, assert_right, node_of
 
 _GENERATOR = torch.Generator().manual_seed(0)
 _IGNORED = -100
@@ -100,6 +100,16 @@ def test_gradient_of_loss(world_size: int) -> None:
     rest = (_IGNORED, 8, world_size)
     case = Case(VOCAB_NLL_BACKWARD, dense, inputs, rest, (R, S(1), R, R), (S(1),))
     assert_right(case, world_size)
+
+
+def test_registered() -> None:
+    table, logits = _randn(8, 3).requires_grad_(), _randn(5, 8).requires_grad_()
+    assert_registered(VOCAB_EMBEDDING, table, _IDS, 8, 1)
+    assert_registered(VOCAB_EMBEDDING_BACKWARD, _randn(2, 3, 3), _IDS, 8, 1)
+    assert_registered(VOCAB_NLL, logits, _TARGET, _IGNORED, 8, 1)
+    logits = logits.detach()
+    saved = (logits, _TARGET, logits.logsumexp(-1))
+    assert_registered(VOCAB_NLL_BACKWARD, _randn(5), *saved, _IGNORED, 8, 1)
 
 
 @pytest.mark.parametrize("wrong", [-1, 8])

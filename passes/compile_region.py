@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sp_compiler.codegen.module_text import CompiledRegion, emit
+from sp_compiler.codegen.module_text import CompiledRegion
 from sp_compiler.ir.program import Region
 from sp_compiler.passes.memory.partition import SplitOptions, split_by_policy
 from sp_compiler.passes.simplify import simplify
@@ -27,7 +27,7 @@ def compile_region(
     """
     joint = differentiate(region) if joint is None else joint.copy()
     parts = split_by_policy(joint, recompute, options or SplitOptions())
-    return emit(region, joint, parts, paths)
+    return CompiledRegion(region, joint, parts, tuple(paths))
 
 
 def differentiate(region: Region) -> JointGraph:

@@ -23,7 +23,8 @@ from sp_compiler.base.placement import Placement
 from sp_compiler.base.provenance import module_path, source_line
 from sp_compiler.base.warn import warn
 from sp_compiler.check import check_forward, check_partitioned
-from sp_compiler.codegen.module_text import CompiledRegion, emit, load, module_source
+from sp_compiler.codegen.backends import BACKENDS
+from sp_compiler.codegen.module_text import CompiledRegion
 from sp_compiler.ir.captured import Captured
 from sp_compiler.ir.compiled_program import CompiledProgram, LossBackward
 from sp_compiler.ir.concretize import AtHints, at_hints
@@ -320,7 +321,7 @@ class _ShardedProgram:
             )
             program = found.program
             regions = [
-                emit(region, split.joint, split.partitioned, program.paths(region))
+                CompiledRegion(region, split.joint, split.partitioned, tuple(program.paths(region)))
                 for region in program.regions
                 for split in (found.regions[region.name],)
             ]
@@ -339,26 +340,26 @@ class _ShardedProgram:
         _write_tags(regions)
         stages["final"] = Snapshot.of_program("final", program)
         stages["split"] = _split_stage(program, regions)
-        source = module_source([region.text for region in regions])
-        namespace = load(source)
+        loaded = BACKENDS[options.backend](regions)
         clock.lap("codegen")
         return CompiledProgram(
             program,
-            {region.name: namespace[region.name] for region in program.regions},
+            dict(loaded.codes),
             self._sharded.param_placements,
             options.tp,
             differentiable={compiled.region.name: compiled.differentiable for compiled in regions},
             loss_backwards={
-                name: LossBackward(loss.output, namespace[name].loss_backward)
+                name: LossBackward(loss.output, loaded.codes[name].loss_backward)
                 for name, loss in ((c.region.name, c.partitioned.loss) for c in regions)
                 if loss is not None
             },
             notes=program.notes,
             whole=self._whole,
-            code=source,
+            code=loaded.source,
             regions={compiled.region.name: compiled for compiled in regions},
             stages=stages,
             seconds=clock.seconds,
+            value_names=loaded.value_names,
         )
 
     def _compile(self, region: Region, options: CompileOptions) -> CompiledRegion:

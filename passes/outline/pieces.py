@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch.fx import Graph, Node
 
 from sp_compiler.base.provenance import OUTSIDE, Layer, layer_of
+from sp_compiler.base.python_text import identifier
 from sp_compiler.ir.fx import is_getitem
 
 
@@ -102,7 +103,7 @@ def _name_pieces(pieces: list[Piece]) -> None:
     last = len(pieces) - 1
     for index, piece in enumerate(pieces):
         if piece.layer is not OUTSIDE:
-            piece.name = piece.layer.class_name
+            piece.name = identifier(piece.layer.class_name)  # any text may be a class's name
         elif last == 0:
             piece.name = "Model"
         else:

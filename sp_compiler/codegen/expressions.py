@@ -7,14 +7,18 @@ module under a name that starts with ``aten_``.
 
 from __future__ import annotations
 
+import keyword
 import math
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from sp_compiler.base.errors import PassError
+from sp_compiler.base.python_text import identifier, string
+from sp_compiler.codegen.idioms import RESHAPES, Idioms
 from sp_compiler.ir.fx import arguments
 from sp_compiler.ir.op_traits import conversion_of, is_started
 from sp_compiler.ir.symbolic import SYMBOLIC, hint, is_open, plain, text
@@ -32,6 +36,8 @@ INFIX = {
     aten.mul.Scalar: "*",
     aten.div.Tensor: "/",
     aten.div.Scalar: "/",
+    aten.ne.Tensor: "!=",
+    aten.ne.Scalar: "!=",
     aten.eq.Tensor: "==",
     aten.eq.Scalar: "==",
     aten.lt.Tensor: "<",
@@ -43,6 +49,7 @@ INFIX = {
     aten.ge.Tensor: ">=",
     aten.ge.Scalar: ">=",
 }
+_BINDS = {"+": 1, "-": 1, "*": 2, "/": 2, "==": 0, "<": 0, "<=": 0, ">": 0, ">=": 0, "!=": 0}
 METHODS = {
     aten.t.default: "t",
     aten.transpose.int: "transpose",
@@ -52,7 +59,6 @@ METHODS = {
     aten.squeeze.dim: "squeeze",
     aten.select.int: "select",
     aten.split.Tensor: "split",
-    aten.split_with_sizes.default: "split",
     aten.unbind.int: "unbind",
     aten.neg.default: "neg",
     aten.exp.default: "exp",
@@ -63,29 +69,31 @@ FUNCTIONS = {
     **{
         overload: f"torch.{overload.__name__.partition('.')[0]}"
         for overload in (
-            aten._log_softmax.default,
             aten._log_softmax_backward_data.default,
-            aten._softmax.default,
             aten._softmax_backward_data.default,
             aten.addmm.default,
+            aten.arange.default,
             aten.baddbmm.default,
             aten.bmm.default,
             aten.cat.default,
+            aten.constant_pad_nd.default,
             aten.cos.default,
             aten.embedding.default,
             aten.full.default,
             aten.mean.dim,
             aten.mm.default,
-            aten.native_layer_norm.default,
+            aten.ones.default,
             aten.pow.Tensor_Scalar,
             aten.relu.default,
             aten.rsqrt.default,
+            aten.scalar_tensor.default,
             aten.sigmoid.default,
             aten.sin.default,
             aten.stack.default,
+            aten.sum.default,
             aten.sum.dim_IntList,
             aten.tanh.default,
-            aten.where.self,
+            aten.tril.default,
         )
     },
     aten.gelu.default: "F.gelu",
@@ -100,71 +108,99 @@ class Printer:
     Devices are printed as the name ``device``.
 
     Args:
+        names: of the nodes of one graph.
         sizes: names of the symbols of open sizes.
+        bindings: module-level name to what it is bound to; added to.
 
     Attributes:
-        bindings: module-level name to what it is bound to.
+        nested: nodes that are printed where they are used.
+        idioms: nodes that are printed as one.
     """
 
-    def __init__(self, sizes: Mapping[Any, str] | None = None) -> None:
-        self.bindings: dict[str, str] = {}
-        self._sizes = sizes or {}
+    def __init__(
+        self,
+        names: Mapping[Node, str],
+        idioms: Idioms,
+        sizes: Mapping[Any, str],
+        bindings: dict[str, str],
+    ) -> None:
+        self.names = names
+        self.idioms = idioms
+        self.nested: Collection[Node] = ()
+        self.sizes = sizes
+        self._bindings = bindings
 
     def expression(self, node: Node) -> str:
-        """``node`` as an expression of the names of its arguments.
+        """``node`` as an expression of names and of what is nested.
 
         Raises:
             PassError: a conversion that no operation implements.
         """
+        if match := self.idioms.matmuls.get(node):
+            return f"torch.matmul({self.value(match.left)}, {self.value(match.right)})"
         special = _SPECIAL.get(node.target)
         if special is not None:
             return special(self, node)
         if getattr(node.target, "namespace", "") == "sp_compiler":
             return self._communicator_call(node)
-        if node.target in INFIX and not node.kwargs and len(node.args) == 2:
-            return f" {INFIX[node.target]} ".join(map(self._operand, node.args))
+        if _is_infix(node):
+            return self._infix(node)
         if node.target in METHODS:
-            return f"{node.args[0]}.{METHODS[node.target]}({self._arguments(node, 1)})"
+            name = METHODS[node.target]
+            return f"{self._receiver(node.args[0])}.{name}({self._arguments(node, 1)})"
         return f"{self._function(node)}({self._arguments(node)})"
 
+    def value(self, value: Any) -> str:
+        """An argument as source text.
+
+        Raises:
+            PassError: a constant that has no text.
+        """
+        if isinstance(value, Node):
+            return self.expression(value) if value in self.nested else self.names[value]
+        if isinstance(value, list | tuple):
+            inner = ", ".join(map(self.value, value))
+            return f"[{inner}]" if isinstance(value, list) else f"({inner},)"
+        if isinstance(value := plain(value), SYMBOLIC):
+            return text(value, self.sizes)
+        if isinstance(value, torch.device):
+            return "device"
+        return literal(value)
+
+    def _receiver(self, value: Any) -> str:
+        """What a method is called of."""
+        text = self.value(value)
+        return f"({text})" if value in self.nested and _is_infix(value) else text
+
+    def _infix(self, node: Node) -> str:
+        symbol = INFIX[node.target]
+        left, right = node.args
+        return f"{self._operand(left, node)} {symbol} {self._operand(right, node, right=True)}"
+
+    def _operand(self, value: Any, user: Node, *, right: bool = False) -> str:
+        text = self.value(value)
+        if not isinstance(value, Node):
+            return f"({text})" if is_open(value) and not text.isidentifier() else text
+        if value not in self.nested or not _is_infix(value):
+            return text
+        # The order of evaluation is that of the graph: sums and products round.
+        inner, outer = _BINDS[INFIX[value.target]], _BINDS[INFIX[user.target]]
+        return text if inner > outer or (inner == outer > 0 and not right) else f"({text})"
+
     def _function(self, node: Node) -> str:
-        name = node.target.__name__  # "sum.dim_IntList"
         if node.target in FUNCTIONS:
             return FUNCTIONS[node.target]
-        op, _, overload = name.partition(".")
-        bound = f"{node.target.namespace}_{op}" + (f"_{overload}" if overload != "default" else "")
-        self.bindings[bound] = f"torch.ops.{node.target}"
-        return bound
+        name = binding(node.target)
+        self._bindings[name] = _attribute_path(node.target)
+        return name
 
     def _arguments(self, node: Node, start: int = 0) -> str:
         parts = [self.value(arg) for arg in node.args[start:]]
         for key, arg in node.kwargs.items():
             if key in _DROPPED and arg in (_DROPPED[key], None):
                 continue
-            if key == "device" and arg is not None:
-                parts.append("device=device")
-            else:
-                parts.append(f"{key}={self.value(arg)}")
+            parts.append(f"{key}={self.value(arg)}")
         return ", ".join(parts)
-
-    def value(self, value: Any) -> str:
-        """An argument as source text."""
-        if isinstance(value, list | tuple):
-            inner = ", ".join(map(self.value, value))
-            return f"[{inner}]" if isinstance(value, list) else f"({inner},)"
-        if isinstance(value := plain(value), SYMBOLIC):
-            return text(value, self._sizes)
-        if isinstance(value, float) and not math.isfinite(value):
-            return f'float("{value}")'
-        if isinstance(value, torch.device):
-            return "device"
-        if isinstance(value, str):
-            return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
-        return str(value) if isinstance(value, Node) else repr(value)
-
-    def _operand(self, value: Any) -> str:
-        text = self.value(value)
-        return f"({text})" if is_open(value) and not text.isidentifier() else text
 
     def _communicator_call(self, node: Node) -> str:
         ours = operator_of(node.target)
@@ -179,18 +215,26 @@ class Printer:
             known = ", ".join(f"{a} -> {b}" for a, b in CONVERSIONS)
             message = f"no conversion {source} -> {target}; have {known}"
             raise PassError("codegen", message, node)
+        if not conversion.method:
+            return self.value(x)
         method = f"start_{conversion.method}" if is_started(node) else conversion.method
-        return f'tp.{method}({x}, src="{source}", dst="{target}")' if method else str(x)
+        return f"tp.{method}({self.value(x)}, {literal(source)}, {literal(target)})"
 
     def _wait(self, node: Node) -> str:
-        return f"{node.args[0]}.wait()"
+        (started,) = node.all_input_nodes
+        return f"{self.names[started]}.wait()"
 
     def _view(self, node: Node) -> str:
         # reshape, not view: the caller's tensors need not have the strides that were traced.
         sizes = [self.value(size) for size in node.meta["val"].shape]
         if sizes and math.prod(map(hint, node.meta["val"].shape)):
             sizes[0] = "-1"
-        return f"{node.args[0]}.reshape({', '.join(sizes) or '()'})"
+        source = node.args[0]
+        while source in self.nested and source not in self.idioms.matmuls:
+            if source.target not in RESHAPES and not is_copied_by(node, source):
+                break
+            source = source.args[0]
+        return f"{self._receiver(source)}.reshape({', '.join(sizes) or '()'})"
 
     def _slice(self, node: Node) -> str:
         call = arguments(node)
@@ -200,17 +244,114 @@ class Printer:
         if not any(map(is_open, (start, end, size))):
             start, end, _ = slice(start, end).indices(size)
         if step == 1 and _is_inside(start, end, size):
-            return f"{x}.narrow({dim}, {self.value(start)}, {self.value(end - start)})"
+            length = self.value(end - start)
+            return f"{self._receiver(x)}.narrow({dim}, {self.value(start)}, {length})"
         return f"{self._function(node)}({self._arguments(node)})"
 
     def _clone(self, node: Node) -> str:
         contiguous = node.kwargs.get("memory_format") is torch.contiguous_format
-        return f"{node.args[0]}.{'contiguous' if contiguous else 'clone'}()"
+        return f"{self._receiver(node.args[0])}.{'contiguous' if contiguous else 'clone'}()"
 
     def _cast(self, node: Node) -> str:
         if set(node.kwargs) <= {"dtype", *_DROPPED, "device"} and "dtype" in node.kwargs:
-            return f"{node.args[0]}.to({node.kwargs['dtype']})"
+            return f"{self._receiver(node.args[0])}.to({literal(node.kwargs['dtype'])})"
         return f"{self._function(node)}({self._arguments(node)})"
+
+    def _split(self, node: Node) -> str:
+        if self.is_flat_split(node):
+            sizes = self.value(node.args[1])
+            return f"{self._receiver(node.args[0].args[0])}.split({sizes}, -1)"
+        return f"{self._receiver(node.args[0])}.split({self._arguments(node, 1)})"
+
+    def is_flat_split(self, node: Node) -> bool:
+        """Whether the reshape in front of a split is left out."""
+        return node in self.idioms.flat_splits and node.args[0] in self.nested
+
+    def _where(self, node: Node) -> str:
+        condition, *branches = node.args
+        values = [self._branch(value, node) for value in branches]
+        return f"torch.where({', '.join([self.value(condition), *values])})"
+
+    def _branch(self, value: Node, where: Node) -> str:
+        """A number of its own in ``where`` as the number."""
+        scalar = value in self.nested and value.target is aten.scalar_tensor.default
+        both = scalar and where.args[1].target is where.args[2].target
+        if not scalar or both or value.meta["val"].dtype != where.meta["val"].dtype:
+            return self.value(value)
+        return self.value(value.args[0])
+
+    def _layer_norm(self, node: Node) -> str:
+        called = "torch.layer_norm" if first_alone(node) else "torch.native_layer_norm"
+        return f"{called}({self._arguments(node)})"
+
+    def _softmax(self, node: Node) -> str:
+        x, dim, half_to_float = node.args
+        name = node.target.__name__.partition(".")[0]
+        if half_to_float:
+            return f"torch.{name}({self._arguments(node)})"
+        return f"torch.{name.removeprefix('_')}({self.value(x)}, {dim})"
+
+
+def first_alone(node: Node) -> bool:
+    """Whether of a norm's several results only the norm itself is used."""
+    return node.target is aten.native_layer_norm.default and all(
+        user.target is operator.getitem and user.args[1] == 0 for user in node.users
+    )
+
+
+def is_copied_by(reshape: Node, copy: Node) -> bool:
+    """Whether a reshape of what ``copy`` makes contiguous would copy it itself."""
+    if copy.target is not aten.clone.default or not copy.kwargs:
+        return False
+    source, result = copy.args[0].meta["val"], reshape.meta["val"]
+    if any(map(is_open, (*source.shape, *source.stride(), *result.shape))):
+        return False
+    twin = torch.empty_strided(source.shape, source.stride(), device="meta")
+    try:
+        twin.view(result.shape)
+    except RuntimeError:  # its elements are not in this order
+        return True
+    return False
+
+
+def literal(value: Any) -> str:
+    """A constant as an expression that evaluates to it.
+
+    Raises:
+        PassError: no expression does.
+    """
+    if isinstance(value, str):
+        return string(value)
+    if value is None or isinstance(value, bool):
+        return repr(value)
+    if isinstance(value, int):  # an IntEnum's own repr is no expression
+        return int.__repr__(value)
+    if isinstance(value, float):
+        return float.__repr__(value) if math.isfinite(value) else f'float("{float(value)}")'
+    if isinstance(value, complex):
+        return f"complex({literal(value.real)}, {literal(value.imag)})"
+    if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
+        return str(value)
+    raise PassError("codegen", f"an argument of type {type(value).__name__} has no text")
+
+
+def binding(target: Any) -> str:
+    """Module-level name of an overload: ``aten_silu``."""
+    op, _, overload = target.__name__.partition(".")  # "sum.dim_IntList"
+    suffix = f"_{overload}" if overload != "default" else ""
+    return identifier(f"{target.namespace}_{op}{suffix}")
+
+
+def _attribute_path(target: Any) -> str:
+    path = "torch.ops"
+    for part in (target.namespace, *target.__name__.split(".")):
+        plain_name = part.isascii() and part.isidentifier() and not keyword.iskeyword(part)
+        path = f"{path}.{part}" if plain_name else f"getattr({path}, {string(part)})"
+    return path
+
+
+def _is_infix(node: Any) -> bool:
+    return node.target in INFIX and not node.kwargs and len(node.args) == 2
 
 
 def _is_inside(start: Any, end: Any, size: Any) -> bool:
@@ -228,6 +369,11 @@ _SPECIAL: dict[Any, Callable[[Printer, Node], str]] = {
     aten.slice.Tensor: Printer._slice,
     aten.clone.default: Printer._clone,
     aten._to_copy.default: Printer._cast,
+    aten.split_with_sizes.default: Printer._split,
+    aten.where.self: Printer._where,
+    aten.native_layer_norm.default: Printer._layer_norm,
+    aten._softmax.default: Printer._softmax,
+    aten._log_softmax.default: Printer._softmax,
 }
 
 
@@ -242,22 +388,19 @@ _DTYPES = {
 }
 
 
-def describe(node: Node, printer: Printer | None = None) -> str:
-    """Shape, element type and placement of a value: ``"(64, 32) f32 S(0)"``.
-
-    ``printer`` has the names of open sizes.
-    """
+def describe(node: Node, printer: Printer) -> str:
+    """Shape, element type and placement of a value: ``"(64, 32) f32 S(0)"``."""
     value = node.meta.get("val")
     if isinstance(value, torch.SymInt):
         return "size of an input"
     if not isinstance(value, torch.Tensor):
         return ""
-    dtype = _DTYPES.get(value.dtype, str(value.dtype).removeprefix("torch."))
     placement = node.meta.get("placement")
-    shape = tuple(value.shape)
-    if any(map(is_open, shape)) and printer is not None:
-        inner = ", ".join(map(printer.value, shape))
-        sizes = f"({inner},)" if len(shape) == 1 else f"({inner})"
-    else:
-        sizes = str(shape)
-    return f"{sizes} {dtype}" + (f" {placement}" if placement else "")
+    sizes = ", ".join(map(printer.value, value.shape))
+    sizes = f"({sizes},)" if value.dim() == 1 else f"({sizes})"
+    return f"{sizes} {short_dtype(value.dtype)}" + (f" {placement}" if placement else "")
+
+
+def short_dtype(dtype: torch.dtype) -> str:
+    """``"bf16"`` for ``torch.bfloat16``."""
+    return _DTYPES.get(dtype, str(dtype).removeprefix("torch."))

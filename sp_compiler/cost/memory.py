@@ -82,7 +82,7 @@ def _function_peak(
         if base(node) is node and not is_part(node):
             parts = [user for user in node.users if is_part(user)]
             left_out = sum(tensor_bytes(r.meta["val"]) for r in (node, *parts) if r in skipped)
-            now = live + tensor_bytes(node.meta["val"]) - left_out + _scratch_bytes(node)
+            now = live + tensor_bytes(node.meta["val"]) - left_out + scratch_bytes(node)
             if now > peak:
                 peak, moment = now, node
             live += sum(owned_bytes(made) for made in _made(node) if made not in skipped)
@@ -90,7 +90,7 @@ def _function_peak(
     return peak, moment
 
 
-def _scratch_bytes(node: Node) -> int:
+def scratch_bytes(node: Node) -> int:
     """What the operator makes inside itself, beside its result: known of ours alone."""
     ours = operator_of(node.target)
     return 0 if ours is None else ours.scratch_bytes(arguments(node), node.meta["val"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -66,6 +66,7 @@ class CompiledProgram:
         stages: name to graph after each pass.
         regions: region name to what its compilation produced (joint graph, what is kept).
         seconds: time spent in each step of the compilation.
+        value_names: region name to what ``code`` calls the values of its graphs' nodes.
     """
 
     program: Program
@@ -81,6 +82,7 @@ class CompiledProgram:
     stages: dict[str, Any] = field(default_factory=dict)
     regions: dict[str, Any] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    value_names: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for region in self.program.regions:

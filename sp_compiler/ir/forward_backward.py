@@ -13,7 +13,7 @@ class SavedTensor:
     """One tensor handed from forward to backward.
 
     Attributes:
-        name: its name in the generated code.
+        name: of its node.
         kind: ``"activation"`` for what the forward computes, else the kind of the region's input.
         num_bytes: size of its storage on one rank.
         module: path of the user's module that made it, "" for inputs.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -87,6 +87,7 @@ def make_plan(compiled: CompiledProgram, options: CompileOptions, model_name: st
 def _block(compiled: CompiledProgram, region: Region, kept: Sequence[KeptStorage]) -> BlockPlan:
     parts = compiled.regions[region.name].partitioned
     gathered = _gathered_again(parts)
+    names = compiled.value_names.get(region.name, {})
     work = _work(parts.forward, compiled.world_size)
     backward: tuple[Collective, ...] = ()
     if parts.step_backward is not None:
@@ -95,7 +96,7 @@ def _block(compiled: CompiledProgram, region: Region, kept: Sequence[KeptStorage
     return BlockPlan(
         name=region.name,
         paths=tuple(compiled.program.paths(region)),
-        kept=tuple(_tensor(parts.saved[item.position], item, gathered) for item in kept),
+        kept=tuple(_tensor(parts.saved[item.position], item, gathered, names) for item in kept),
         forward=_collectives(parts.forward),
         backward=backward,
         work=work,
@@ -140,10 +141,12 @@ def _through_views(node: Node) -> Iterable[Node]:
             yield from _through_views(user)
 
 
-def _tensor(saved: SavedTensor, kept: KeptStorage, gathered: Collection[str]) -> KeptTensor:
+def _tensor(
+    saved: SavedTensor, kept: KeptStorage, gathered: Collection[str], names: Mapping[str, str]
+) -> KeptTensor:
     reason = "to draw the same dropout masks again" if saved.kind == "seed" else saved.reason
     return KeptTensor(
-        name=saved.name,
+        name=names.get(saved.name, saved.name),
         module=saved.module,
         line=saved.line,
         op=saved.op,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,6 +30,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 
 from sp_compiler.base.errors import PassError, UnsupportedError
 from sp_compiler.base.provenance import node_origin
+from sp_compiler.base.python_text import identifier
 from sp_compiler.ir.fx import ancestors, carries_gradient
 from sp_compiler.ir.op_traits import RESULT_NAMES
 from sp_compiler.ir.program import Region
@@ -40,7 +40,6 @@ from sp_compiler.ir.symbolic import inline_sizes, same_shape
 aten = torch.ops.aten
 
 _SOURCE = "sp_source"
-_TAKEN = frozenset({"F", "device", "outputs", "saved", "torch", "tp"})
 _TOKEN_INPUTS = (ForwardTokenAOTInput, BackwardTokenAOTInput)
 _TOKEN_OUTPUTS = (ForwardTokenAOTOutput, BackwardTokenAOTOutput)
 _CHECK_ERRORS = aten._linalg_check_errors.default
@@ -188,7 +187,7 @@ def _rebuild(traced: fx.Graph, region: Region) -> JointGraph:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for index, name in enumerate(region.input_names):
-        _copy_placeholder(graph, inputs[index], python_name(name), copies)
+        _copy_placeholder(graph, inputs[index], identifier(name), copies)
     for index in sorted(tangents):
         _copy_placeholder(graph, tangents[index], f"grad_out{index}", copies)
     for node in traced.nodes:
@@ -288,13 +287,6 @@ def _results(traced: fx.Graph) -> tuple[dict[int, fx.Node], dict[int, fx.Node]]:
             assert isinstance(desc, PlainAOTOutput), desc
             outputs[desc.idx] = value
     return outputs, grads
-
-
-def python_name(name: str) -> str:
-    """A Python identifier close to ``name`` that the generated code uses for nothing else."""
-    text = re.sub(r"\W+", "_", name)
-    taken = text in _TAKEN or text.startswith("aten_") or not text or text[0].isdigit()
-    return f"_{text}" if taken else text
 
 
 def _drop_no_ops(graph: fx.Graph) -> None:

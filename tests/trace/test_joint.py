@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 from sp_compiler.base.errors import PassError
 from sp_compiler.base.placement import R, S
 from sp_compiler.base.provenance import module_path
-from sp_compiler.trace.joint import JointGraph, python_name, trace_joint
+from sp_compiler.trace.joint import JointGraph, trace_joint
 from tests.helpers.regions import Mlp, gpt_region, random_inputs, reference, region_of, sp
 
 aten = torch.ops.aten
@@ -159,17 +159,3 @@ def test_input_without_value_is_refused() -> None:
     del region.placeholders[0].meta["val"]
     with pytest.raises(PassError, match=r"\[joint\] a region input needs meta\[\"val\"\]"):
         trace_joint(region)
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("attn.c_attn.weight", "attn_c_attn_weight"),
-        ("0.weight", "_0_weight"),
-        ("saved", "_saved"),
-        ("aten_gelu", "_aten_gelu"),
-        ("", "_"),
-    ],
-)
-def test_python_name_is_an_identifier_of_its_own(name: str, expected: str) -> None:
-    assert python_name(name) == expected

@@ -1,0 +1,111 @@
+"""Several nodes that one function of torch stands for, which runs the same kernels.
+
+===============================================  =====================================
+nodes                                            text
+===============================================  =====================================
+``view(bmm(view(clone(a)), view(clone(b))))``    ``torch.matmul(a, b)``
+``view(split(view(x, (b, s, h)))[i])``           ``view(split(x)[i])``
+===============================================  =====================================
+
+``torch.matmul`` of more than two dims copies what it cannot view, multiplies by ``bmm`` and views
+the result: that is what the trace has written down. Only where nothing else uses the parts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+
+from sp_compiler.ir.fx import arguments
+from sp_compiler.ir.op_traits import base
+from sp_compiler.ir.symbolic import same_shape
+
+aten = torch.ops.aten
+RESHAPES = frozenset({aten.view.default, aten._unsafe_view.default})
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """``result`` is ``torch.matmul(left, right)``, computed by the nodes ``inside``."""
+
+    result: Node
+    left: Node
+    right: Node
+    inside: tuple[Node, ...]
+
+
+class Idioms:
+    """The idioms of a graph.
+
+    Attributes:
+        matmuls: by the node whose value they compute.
+        flat_splits: splits of a reshape that need not be done.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        returned = {base(node) for node in graph.output_node().all_input_nodes}
+        found = [_matmul(node) for node in graph.nodes if node.target in RESHAPES]
+        self.matmuls = {
+            match.result: match
+            for match in found
+            if match is not None and returned.isdisjoint(match.inside)
+        }
+        self.flat_splits = frozenset(
+            node
+            for node in graph.nodes
+            if _is_flat_split(node) and node.args[0] not in self.matmuls
+        )
+
+    def forget(self, result: Node) -> None:
+        """Print the nodes of ``result`` one by one after all."""
+        del self.matmuls[result]
+
+
+def _is_flat_split(node: Node) -> bool:
+    """Whether a reshape in front of a split does nothing that those behind it do not do.
+
+    It leaves the last dim alone, along which it is split, and all parts are reshaped.
+    """
+    if node.target is not aten.split_with_sizes.default or node.args[0].target not in RESHAPES:
+        return False
+    view, source = node.args[0].meta["val"], node.args[0].args[0].meta["val"]
+    along = arguments(node)["dim"] % view.dim()
+    if along != view.dim() - 1 or not same_shape(view.shape[-1:], source.shape[-1:]):
+        return False
+    uses = [user for part in node.users for user in part.users]
+    return all(user.target in RESHAPES for user in uses)
+
+
+def _matmul(node: Node) -> Matmul | None:
+    product = node.args[0]
+    if product.target is not aten.bmm.default or len(product.users) > 1:
+        return None
+    batch = node.meta["val"].shape[:-2]
+    if len(batch) < 2:
+        return None
+    inside: list[Node] = []
+    factors = []
+    for flat in product.args:
+        factor = _unflattened(flat, batch)
+        if factor is None:
+            return None
+        factors.append(factor[0])
+        inside += factor[1:]
+    left, right = factors
+    shape = (*batch, left.meta["val"].shape[-2], right.meta["val"].shape[-1])
+    if not same_shape(node.meta["val"].shape, shape):
+        return None
+    return Matmul(node, left, right, (*inside, product))
+
+
+def _unflattened(flat: Node, batch: torch.Size) -> list[Node] | None:
+    """What ``flat`` is with its batch dims, then the nodes that flatten them."""
+    if flat.target not in RESHAPES or len(flat.users) > 1:
+        return None
+    factor, nodes = flat.args[0], [flat]
+    if factor.target is aten.clone.default and len(factor.users) == 1:
+        factor, nodes = factor.args[0], [factor, flat]
+    shape = (*batch, *flat.meta["val"].shape[-2:])
+    return [factor, *nodes] if same_shape(factor.meta["val"].shape, shape) else None

@@ -1,0 +1,32 @@
+"""Generated text as a module whose tracebacks show its lines."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import linecache
+import weakref
+from typing import Any
+
+_numbers = itertools.count()
+
+
+class Namespace(dict[str, Any]):
+    """The names of a generated module.
+
+    Its functions keep it alive, and it keeps its lines in :mod:`linecache` while it lives.
+    """
+
+    __slots__ = ("__weakref__",)
+
+
+def load(source: str) -> Namespace:
+    """Execute generated text and return its names; tracebacks show its lines."""
+    digest = hashlib.sha256(source.encode()).hexdigest()[:12]
+    # Equal texts have entries of their own, for one may live longer than another.
+    filename = f"<sp_compiler {digest} {next(_numbers)}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    namespace = Namespace(__name__=f"sp_compiler.generated_{digest}")
+    weakref.finalize(namespace, linecache.cache.pop, filename, None).atexit = False
+    exec(compile(source, filename, "exec"), namespace)
+    return namespace

@@ -1,0 +1,385 @@
+"""What the generated code calls the values of a region, in forward and backward alike.
+
+A value is called after the first of these that there is and that is still free:
+
+- what the user's statement that computed it assigns it to: ``query_states``;
+- the module that returns it: ``c_attn`` for ``h.0.attn.c_attn``;
+- what the callers' statements assign it to;
+- its operator: ``softmax``.
+
+What is on its way between placements is called after the value that it is (``ln_1_gathered``), the
+gradient of a value ``grad_`` and the value's name. Names depend on the graph alone: they are the
+same on every rank and in every process.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from sp_compiler.base.provenance import module_path
+from sp_compiler.base.python_text import identifier
+from sp_compiler.codegen.expressions import short_dtype
+from sp_compiler.codegen.idioms import RESHAPES
+from sp_compiler.codegen.user_source import Frame, Statement, frames
+from sp_compiler.ir.op_traits import (
+    MATMULS,
+    RESULT_NAMES,
+    base,
+    collective_of,
+    conversion_of,
+    is_cast,
+    is_started,
+    is_view,
+    is_wait,
+)
+from sp_compiler.trace.joint import JointGraph
+
+aten = torch.ops.aten
+
+# Names that the generated code has for something else.
+RESERVED = frozenset({"F", "device", "math", "outputs", "saved", "torch", "tp"})
+# Names that say nothing about the value; the module's is better where there is one.
+_POOR = frozenset({"out", "output", "outputs", "res", "result", "ret", "temp", "tmp"})
+_TRANSPOSES = frozenset({aten.t.default, aten.transpose.int, aten.permute.default})
+_SUFFIXES = {
+    "all_gather": "_gathered",
+    "shard": "_shard",
+    "zero_pad_to_partial": "_partial",
+}
+
+
+class ValueNames:
+    """The names of one region's values.
+
+    Attributes:
+        table: name of each node by the node's own.
+
+    Args:
+        joint: forward and backward in one graph; forwards and backwards cut from it keep the names
+            of its nodes, by which they are looked up.
+        reserved: further names that mean something else, as module-level bindings.
+        layer: path of the layer that the region is, whose own name says nothing inside.
+    """
+
+    def __init__(self, joint: JointGraph, reserved: Collection[str] = (), layer: str = "") -> None:
+        self._joint = joint
+        self._reserved = {*RESERVED, *reserved}
+        self._backward = joint.backward_nodes()
+        self._assigned = _assigned_names(joint.graph, self._backward, layer)
+        self._gradient_of = _gradients(joint, self._backward)
+        self.table: dict[str, str] = {}
+        self._wishes: dict[Node, list[str]] = {}
+
+    def choose(self, shown: Collection[str] | None = None) -> None:
+        """Give the nodes called ``shown`` and the placeholders names; by default every node."""
+        self.table = {}
+        self._wishes = {}
+        self._taken = set(self._reserved)
+        for node in self._joint.graph.nodes:
+            wanted = node.op == "placeholder" or shown is None or node.name in shown
+            if wanted and node.op != "output":
+                self.table[node.name] = unique(self._wished(node), self._taken)
+
+    def of_graph(self, graph: Graph) -> dict[Node, str]:
+        """Name of each node of a forward or backward, which may have nodes of its own."""
+        taken = set(self._taken)
+        found: dict[Node, str] = {}
+        for node in graph.nodes:
+            if is_wait(node):
+                (source,) = node.all_input_nodes
+                found[node] = self.table.get(source.name) or self._plain(source)
+            elif is_started(node):
+                name = self.table.get(node.name) or self._plain(node)
+                found[node] = unique([f"pending_{name}"], taken)
+            elif node.name in self.table:
+                found[node] = self.table[node.name]
+            elif is_reshape(node):
+                source = node.all_input_nodes[0]
+                found[node] = unique([f"{found[source]}_{node.meta['val'].dim()}d"], taken)
+            elif node.op != "output":
+                found[node] = unique([self._plain(node)], taken)
+        return found
+
+    def _plain(self, node: Node) -> str:
+        return identifier(node.name.strip("_"))
+
+    def _base(self, node: Node) -> str:
+        """What names of others start with: the name without the number that made it unique."""
+        return self._wished(node)[0]
+
+    def _wished(self, node: Node) -> list[str]:
+        if node not in self._wishes:
+            self._wishes[node] = [_operator_name(node)]  # where the search comes back to it
+            self._wishes[node] = list(self._candidates(node)) or [_operator_name(node)]
+        return self._wishes[node]
+
+    def _candidates(self, node: Node) -> Iterator[str]:
+        if node.op == "placeholder":
+            yield from self._placeholder(node)
+        elif (conversion := conversion_of(node)) is not None:
+            yield from self._converted(node, conversion.method)
+        elif node in self._gradient_of:
+            yield f"grad_{self._base(self._gradient_of[node])}"
+        elif (first := _first_part(node)) is not None:
+            yield f"{self._base(first)}_{_operator_name(node)}"
+        else:
+            partial = "_partial" if self._is_partial(node) else ""
+            for name in self._assigned.get(node, ()):
+                yield f"{name}{partial}"
+            if (suffix := _suffix(node)) and not self._assigned.get(node):
+                viewed = self._base(self._viewed(node.args[0]))
+                # Where the value itself is nested, nobody else needs its name.
+                yield from (viewed, f"{viewed}_{suffix}")
+
+    def _viewed(self, node: Node) -> Node:
+        """The value with a name of its own that ``node`` is a view of."""
+        while _suffix(node) and not self._assigned.get(node):
+            node = node.args[0]
+        return node
+
+    def _placeholder(self, node: Node) -> Iterator[str]:
+        tangents = self._joint.tangents
+        if node in tangents:
+            output = self._joint.tangent_outputs[tangents.index(node)]
+            yield f"grad_{self._base(self._joint.outputs[output])}"
+        else:
+            yield node.name
+
+    def _converted(self, node: Node, method: str) -> Iterator[str]:
+        source = node.args[0]
+        assert isinstance(source, Node)
+        if method in _SUFFIXES:
+            yield f"{self._base(source)}{_SUFFIXES[method]}"
+        elif node in self._gradient_of:
+            yield f"grad_{self._base(self._gradient_of[node])}"
+        else:
+            yield from (name.removesuffix("_partial") for name in self._wished(source))
+
+    def _is_partial(self, node: Node) -> bool:
+        """Whether all that happens to a value is that it is summed up over the ranks."""
+        users = [user for user in node.users if user not in self._backward]
+        return bool(users) and all(
+            collective_of(user) in ("reduce_scatter", "all_reduce") for user in users
+        )
+
+
+def is_reshape(node: Node) -> bool:
+    """A view that has the same elements in the same order."""
+    return node.target in RESHAPES
+
+
+def _suffix(node: Node) -> str:
+    """What tells a view or copy of a value from it; "" for other nodes."""
+    if node.target is aten.clone.default:
+        return "contiguous"
+    if is_cast(node):
+        return short_dtype(node.meta["val"].dtype)
+    if node.target in _TRANSPOSES:
+        return "t"
+    if not is_view(node) or node.target is operator.getitem:
+        return ""
+    return f"{node.meta['val'].dim()}d" if is_reshape(node) else _operator_name(node)
+
+
+def unique(wishes: Sequence[str], taken: set[str]) -> str:
+    """The first free one of ``wishes`` as an identifier, else the first with a number."""
+    names = [identifier(wish, RESERVED) for wish in wishes]
+    name = next((name for name in names if name not in taken), names[0])
+    number = 0
+    while name in taken:
+        number += 1
+        name = f"{names[0]}_{number}"
+    taken.add(name)
+    return name
+
+
+def _operator_name(node: Node) -> str:
+    if node.op == "placeholder":
+        return node.name
+    if node.target is aten.bmm.default:
+        return "matmul"
+    if node.target is not operator.getitem:
+        return str(node.target.__name__).partition(".")[0].strip("_") or "value"
+    source, index = node.args
+    names = RESULT_NAMES.get(source.target, ())
+    return names[index] if index < len(names) else f"{_operator_name(source)}_{index}"
+
+
+def _first_part(node: Node) -> Node | None:
+    """The first result of an operator, for a further one with a name of its own (``rstd``)."""
+    if node.target is not operator.getitem or not node.args[1]:
+        return None
+    source = node.args[0]
+    if source.target not in RESULT_NAMES:
+        return None
+    return next((part for part in source.users if part.args[1] == 0), None)
+
+
+# Names from the user's source.
+
+
+def _assigned_names(
+    graph: Graph, backward: Collection[Node], layer: str
+) -> Mapping[Node, list[str]]:
+    """Names of forward values from statements and modules, best first."""
+    groups: dict[tuple[Frame, ...], dict[Node, None]] = {}
+    traces: dict[Node, tuple[Frame, ...]] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and node not in backward and conversion_of(node) is None:
+            trace = traces[node] = frames(node.meta.get("stack_trace") or "")
+            for depth in range(len(trace)):
+                groups.setdefault(_group(trace[: depth + 1]), {})[node] = None
+    by_statement = {
+        key: _targets(key[-1].statement, members, backward) for key, members in groups.items()
+    }
+    found = {}
+    for node, trace in traces.items():
+        depths = range(len(trace), 0, -1)
+        statements = [by_statement[_group(trace[:depth])].get(node, "") for depth in depths]
+        modules = [] if is_reshape(node) else list(_module_names(node, backward, layer))
+        found[node] = _ranked(statements, modules)
+    return found
+
+
+def _group(trace: tuple[Frame, ...]) -> tuple[Frame, ...]:
+    """The statement that the innermost frame of ``trace`` is in, and how it was reached."""
+    statement = trace[-1].statement
+    last = trace[-1] if statement is None else Frame(statement.file, statement.line)
+    return (*trace[:-1], last)
+
+
+def _ranked(assigned: Sequence[str], modules: Sequence[str]) -> list[str]:
+    """``assigned``: by the statement of each frame, innermost first."""
+    good = [name if len(name) > 1 and name not in _POOR else "" for name in assigned]
+    names = [*good[:1], *modules, *good[1:], *assigned]
+    return list(dict.fromkeys(name for name in names if name))
+
+
+def _targets(
+    statement: Statement | None, members: Collection[Node], backward: Collection[Node]
+) -> Mapping[Node, str]:
+    """Which of the values that a statement computed are bound to which name.
+
+    Only a value that the statement computes last is what it assigns; where that is not certain,
+    as in a loop, nothing is.
+    """
+    if statement is None:
+        return {}
+    last = [
+        node
+        for node in members
+        if isinstance(node.meta.get("val"), Tensor)
+        and any(user not in members for user in _uses(node, backward))
+        and not (is_reshape(node) and node.args[0] in members)  # which has the name
+    ]
+    names = statement.targets
+    if not statement.unpacks:
+        return {last[0]: names[0]} if len(last) == 1 else {}
+    sources = {node.args[0] if node.target is operator.getitem else node for node in last}
+    if len(sources) == 1 and all(node.target is operator.getitem for node in last):
+        return {node: names[node.args[1]] for node in last if node.args[1] < len(names)}
+    if len(last) == 1 and len(statement.used) == 1:  # attn_output, attn_weights = attend(...)
+        return {last[0]: names[statement.used[0]]}
+    if statement.listed and len(last) == len(names):
+        return dict(zip(last, names, strict=True))
+    return {}
+
+
+def _uses(node: Node, backward: Collection[Node]) -> Iterator[Node]:
+    """Forward nodes that take the value, in whatever placement and shape."""
+    for user in node.users:
+        if user in backward:
+            continue
+        yield user
+        if conversion_of(user) is not None or is_reshape(user):
+            yield from _uses(user, backward)
+
+
+def _module_names(node: Node, backward: Collection[Node], layer: str) -> Iterator[str]:
+    """Names of the modules that return ``node``, innermost first, plain and after their parent.
+
+    The product with a module's weight is as good as what the module returns: a bias may follow.
+    """
+    parts = module_path(node).split(".")
+    users = [user for user in _uses(node, backward) if conversion_of(user) is None]
+    outside = [module_path(user) if user.op != "output" else "" for user in users]
+    is_product = node.target in MATMULS and any(
+        base(operand).op == "placeholder" for operand in node.all_input_nodes
+    )
+    for length in range(len(parts), len(layer.split(".")) if layer else 0, -1):
+        path = ".".join(parts[:length])
+        returned = any(user != path and not user.startswith(f"{path}.") for user in outside)
+        if not path or not (returned or is_product):
+            return
+        if not parts[length - 1].isdigit():
+            yield parts[length - 1]
+        if length > 1:
+            yield f"{parts[length - 2]}_{parts[length - 1]}"
+        is_product = False
+
+
+# Gradients.
+
+
+def _gradients(joint: JointGraph, backward: Collection[Node]) -> Mapping[Node, Node]:
+    """The forward value that each value of backward is the gradient of, where that is known.
+
+    A value that the backward of another operator takes is the gradient of that one's result.
+    """
+    found: dict[Node, Node] = {}
+    for grad, value in zip(joint.grads, joint.inputs, strict=True):
+        if grad is not None:
+            found.setdefault(grad, value)
+    values = _forward_values(joint.graph, backward)
+    tangents = _on_tangents(joint)
+    for node in reversed(joint.graph.nodes):
+        if node not in tangents or node.op != "call_function" or node in found:
+            continue
+        for user in node.users:
+            if user in found and (is_view(user) or _is_sum(user, tangents)):
+                found[node] = found[user]
+                break
+            source = user.meta.get("source")
+            if source in values and source != node.meta.get("source") and user in tangents:
+                found[node] = _part_taken(node, user, values[source])
+                break
+    return found
+
+
+def _forward_values(graph: Graph, backward: Collection[Node]) -> Mapping[str, Node]:
+    """The value of each operator that was differentiated; of several results the first."""
+    values: dict[str, Node] = {}
+    for node in graph.nodes:
+        source, is_value = node.meta.get("source"), isinstance(node.meta.get("val"), Tensor)
+        further = node.target is operator.getitem and node.args[1] != 0
+        if source is not None and is_value and node not in backward and not further:
+            values[source] = node
+    return values
+
+
+def _part_taken(gradient: Node, user: Node, value: Node) -> Node:
+    """Which part of a value that was split has ``gradient``: they are put together in order."""
+    if user.target is not aten.cat.default or value.target is not operator.getitem:
+        return value
+    index = user.args[0].index(gradient)
+    return next((part for part in value.args[0].users if part.args[1] == index), value)
+
+
+def _on_tangents(joint: JointGraph) -> set[Node]:
+    depends = set(joint.tangents)
+    for node in joint.graph.nodes:
+        if any(source in depends for source in node.all_input_nodes):
+            depends.add(node)
+    return depends
+
+
+def _is_sum(node: Node, tangents: Collection[Node]) -> bool:
+    """Where the gradients of a value with several users are added."""
+    return node.target is aten.add.Tensor and all(
+        isinstance(arg, Node) and arg in tangents for arg in node.args
+    )

@@ -1,0 +1,285 @@
+"""Which values have no name because they stand inside the one expression that uses them.
+
+A value may be nested where that changes neither what runs nor how much memory it takes:
+
+- it is a view, pointwise, a copy or a constant, and has exactly one use;
+- no collective is started or waited for, and nothing random is drawn, between the place where it
+  was computed and the place where it is then;
+- what its own operands hold, which is freed only behind the whole expression, does not raise the
+  peak of the function;
+- the expression still fits into a line.
+
+What collectives send has a name, so that they stand out.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.utils._pytree import tree_leaves
+
+from sp_compiler.codegen.idioms import Idioms
+from sp_compiler.cost.memory import scratch_bytes
+from sp_compiler.ir.fx import tensor_operands
+from sp_compiler.ir.op_traits import (
+    COPIES,
+    FILLED,
+    MATMULS,
+    base,
+    draws,
+    is_collective,
+    is_part,
+    is_view,
+    is_wait,
+)
+from sp_compiler.ir.symbolic import hint
+
+aten = torch.ops.aten
+
+_CONSTANTS = frozenset({*FILLED, aten.arange.default, aten.arange.start})
+_PURE_NAMESPACES = ("aten", "sp_compiler")
+
+
+class Nesting:
+    """Statements of a function, some of which become parts of others.
+
+    Args:
+        graph: a forward or backward.
+        idioms: nodes that are printed as one.
+        gradients: whether what the function returns are gradients. Those of some parameters are
+            not counted where the peak of a backward is (:mod:`sp_compiler.cost.memory`): for none
+            of them may it be higher.
+        fits: whether the statement of a node is short enough with what is nested now.
+
+    Attributes:
+        nested: nodes without a statement.
+    """
+
+    def __init__(
+        self, graph: Graph, idioms: Idioms, gradients: bool, fits: Callable[[Node], bool]
+    ) -> None:
+        self.nested: set[Node] = set()
+        self._idioms = idioms
+        self._fits = fits
+        self._nodes = [node for node in graph.nodes if node.op == "call_function"]
+        self._returned = set(graph.output_node().all_input_nodes)
+        self._storages = _Storages(self._nodes, self._returned, gradients)
+        self.statements = [node for node in self._nodes if not is_named_part(node)]
+        self._limits = self._storages.limits(self.statements, self.tree)
+
+    def run(self) -> None:
+        """Decide for every value, operands first; views last: those cost nothing but a line."""
+        for match in list(self._idioms.matmuls.values()):
+            self._nest_match(match.result, match.inside)
+        for kind in (False, True):
+            for node in self._nodes:
+                for operand in node.all_input_nodes:
+                    if self._is_plain_view(operand) == kind and self._may_stand_in(operand, node):
+                        self._nest(node, [operand])
+
+    def tree(self, statement: Node) -> Iterator[Node]:
+        """The nodes of a statement in the order in which Python evaluates them."""
+        for operand in statement.all_input_nodes:
+            if operand in self.nested:
+                yield from self.tree(operand)
+        yield statement
+
+    def statement_of(self, node: Node) -> Node:
+        """Where ``node`` is evaluated."""
+        while node in self.nested:
+            (node,) = node.users
+        return node
+
+    def _nest_match(self, result: Node, inside: Sequence[Node]) -> None:
+        if not self._nest(result, inside):
+            self._idioms.forget(result)
+
+    def _nest(self, user: Node, inside: Sequence[Node]) -> bool:
+        self.nested.update(inside)
+        after = self._moved(self.statement_of(user), inside)
+        if after is None or not self._fits(user):
+            self.nested.difference_update(inside)
+            return False
+        self.statements = after
+        return True
+
+    def _may_stand_in(self, node: Node, user: Node) -> bool:
+        if node in self.nested or node in self._returned or node.op != "call_function":
+            return False
+        if tensor_operands(user).count(node) != 1 or len(node.users) != 1 or is_wait(node):
+            return False
+        if user.target is operator.getitem or not isinstance(node.meta.get("val"), Tensor):
+            return False
+        if self._is_plain_view(node):
+            return node.target is not operator.getitem
+        into = is_nestable(user) or is_collective(user) or self._is_plain_view(user)
+        return is_nestable(node) or (self._is_product(node) and into)
+
+    def _is_plain_view(self, node: Node) -> bool:
+        return is_view(node) and node not in self._idioms.matmuls
+
+    def _is_product(self, node: Node) -> bool:
+        """A matrix product, by whatever nodes."""
+        return node.target in MATMULS or node in self._idioms.matmuls
+
+    def _moved(self, user: Node, inside: Sequence[Node]) -> list[Node] | None:
+        """The statements with ``inside`` evaluated in that of ``user``; ``None``: not allowed."""
+        after = [node for node in self.statements if node not in inside]
+        computed = [node for node in inside if not all(map(is_view, self.tree(node)))]
+        if not computed:
+            return after
+        start = min(self.statements.index(node) for node in computed)
+        end = self.statements.index(user)
+        between = [node for node in self.statements[start + 1 : end] if node not in inside]
+        if any(map(_keeps_its_place, between)):
+            return None
+        if not between and not self._frees_late(user, computed):
+            return after
+        peaks = self._storages.peaks(after, self.tree)
+        changed = after[start : after.index(user) + 1]
+        return after if all(peaks[node] <= self._limits[node] for node in changed) else None
+
+    def _frees_late(self, user: Node, computed: Sequence[Node]) -> bool:
+        """Whether an operand of ``computed``, just before ``user``, could be freed before it."""
+        early = {node for root in computed for node in self.tree(root)}
+        behind = set(self.statements[self.statements.index(user) :])
+        behind.update(node for node in self.tree(user) if node not in early)
+        return any(
+            behind.isdisjoint(self._storages.users(operand))
+            for node in early
+            for operand in node.all_input_nodes
+            if operand not in self.nested
+        )
+
+
+def is_nestable(node: Node) -> bool:
+    """An operator on elements, a copy or a constant, whose time does not matter."""
+    if node.target is torch.ops.sp_compiler.dropout.default:  # its mask depends on no state
+        return True
+    if getattr(node.target, "namespace", "") != "aten" or draws(node):
+        return False
+    return (
+        torch.Tag.pointwise in node.target.tags
+        or node.target in COPIES
+        or node.target in _CONSTANTS
+    )
+
+
+def is_unpacked(node: Node) -> bool:
+    """A call with several results, each of which gets its own name."""
+    several = isinstance(node.meta.get("val"), list | tuple)
+    return several and all(user.target is operator.getitem for user in node.users)
+
+
+def is_named_part(node: Node) -> bool:
+    """One of the results of a call that is unpacked into names."""
+    return node.target is operator.getitem and is_unpacked(node.args[0])
+
+
+def _keeps_its_place(node: Node) -> bool:
+    """Whether nothing may be computed on the other side of ``node`` instead."""
+    if is_collective(node) or is_wait(node) or draws(node):
+        return True
+    return getattr(node.target, "namespace", "aten") not in _PURE_NAMESPACES
+
+
+_Tree = Callable[[Node], Iterator[Node]]
+
+
+class _Storages:
+    """How many bytes a function holds, statement by statement, beside its arguments."""
+
+    def __init__(self, nodes: Sequence[Node], returned: Iterable[Node], gradients: bool) -> None:
+        kept = {base(node) for node in returned}
+        self._gradients = kept if gradients else set()
+        self._holders: dict[Node, list[Node]] = {}
+        self._users: dict[Node, list[Node]] = {}
+        self._last = nodes[-1:]
+        for node in nodes:
+            owner = base(node)
+            if owner.op != "placeholder" and owner not in kept:
+                self._holders.setdefault(owner, []).append(node)
+        for node in nodes:
+            for used in {base(used): None for used in (node, *node.all_input_nodes)}:
+                self._users.setdefault(used, []).append(node)
+            if is_wait(node):  # until it has arrived, a collective holds what it sends
+                for sent in node.all_input_nodes[0].all_input_nodes:
+                    self._users.setdefault(base(sent), []).append(node)
+
+    def users(self, node: Node) -> Sequence[Node]:
+        """What reads the storage of ``node``; nothing that matters where the caller holds it."""
+        return self._users[base(node)] if base(node) in self._holders else self._last
+
+    def limits(self, statements: Sequence[Node], tree: _Tree) -> dict[Node, int]:
+        """What each statement may hold, so that the peak of the function stays what it is.
+
+        Gradients that are returned stay until the end. Whichever of them do not count, what is
+        held before this statement may be held in it, and what is held later without those that
+        are made in between.
+        """
+        peaks = self.peaks(statements, tree)
+        made = 0
+        without: list[int] = []
+        for node in statements:
+            made += sum(_kept_bytes(part) for part in tree(node) if part in self._gradients)
+            made += sum(
+                _bytes(part.meta["val"])
+                for part in node.users
+                if is_named_part(part) and part in self._gradients
+            )
+            without.append(peaks[node] - made)
+        limits: dict[Node, int] = {}
+        before = 0
+        for index, node in enumerate(statements):
+            before = max(before, peaks[node])
+            own = peaks[node] - without[index]
+            limits[node] = max(before, own + max(without[index:]))
+        return limits
+
+    def peaks(self, statements: Sequence[Node], tree: _Tree) -> dict[Node, int]:
+        """The most that is held in each statement."""
+        order = [(node, list(tree(node))) for node in statements]
+        place = {
+            node: (index, step)
+            for index, (_, nodes) in enumerate(order)
+            for step, node in enumerate(nodes)
+        }
+        frees: dict[Node, int] = {}
+        for owner, holders in self._holders.items():
+            index, step = max(place[_statement_of(user)] for user in self._users[owner])
+            named = any(_statement_of(h) is order[place[_statement_of(h)][0]][0] for h in holders)
+            last = order[index][1][-1 if named else step]
+            frees[last] = frees.get(last, 0) + _bytes(owner.meta["val"])
+        live = 0
+        peaks = {}
+        for statement, nodes in order:
+            peak = live
+            for node in nodes:
+                if base(node) is node:
+                    scratch = hint(scratch_bytes(node))
+                    peak = max(peak, live + _bytes(node.meta["val"]) + scratch)
+                    live += _kept_bytes(node)
+                live -= frees.get(node, 0)
+            peaks[statement] = peak
+        return peaks
+
+
+def _statement_of(node: Node) -> Node:
+    return node.args[0] if is_named_part(node) else node
+
+
+def _kept_bytes(node: Node) -> int:
+    """Bytes that outlive the call: of several results those that have a name."""
+    if not isinstance(node.meta["val"], list | tuple):
+        return _bytes(node.meta["val"])
+    return sum(_bytes(part.meta["val"]) for part in node.users if is_part(part))
+
+
+def _bytes(value: object) -> int:
+    leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    return sum(math.prod(map(hint, leaf.shape)) * leaf.element_size() for leaf in leaves)

@@ -1,0 +1,232 @@
+"""The statements of one generated function, in the sections of the user's modules."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from torch.fx import Graph, Node
+
+from sp_compiler.base.provenance import module_path
+from sp_compiler.base.python_text import comment
+from sp_compiler.codegen.expressions import Printer, describe, first_alone
+from sp_compiler.codegen.nesting import Nesting, is_named_part, is_unpacked
+from sp_compiler.ir.fx import placements_of
+from sp_compiler.ir.op_traits import base, is_collective, is_identity, is_started, is_view, is_wait
+
+WIDTH = 100
+"""Of a statement, without its indentation and the comment behind it."""
+_STRING = r'"(?:[^"\\]|\\.)*"'
+_TOKENS = re.compile(rf"{_STRING}|[()\[\],]")
+
+
+class Body:
+    """The statements of one graph.
+
+    Args:
+        printer: has the names of the graph's nodes; what is nested is decided here.
+        graph: a forward or backward.
+        layer: is left out of module paths.
+        gradients: whether the function returns gradients.
+    """
+
+    def __init__(self, printer: Printer, graph: Graph, layer: str, *, gradients: bool) -> None:
+        self.printer = printer
+        self._layer = layer
+        self._depth = _common_depth(graph)
+        self._nesting = nesting = Nesting(graph, printer.idioms, gradients, self._fits)
+        printer.nested = nesting.nested
+        nesting.run()
+        self._statements = nesting.statements
+        self._parts = {node: list(nesting.tree(node)) for node in self._statements}
+        self._returned = {base(node) for node in graph.output_node().all_input_nodes}
+
+    @property
+    def shown(self) -> set[str]:
+        """The nodes that have a name, by their own."""
+        return {
+            node.name
+            for statement in self._statements
+            for node in (statement, *statement.users)
+            if node is statement or is_named_part(node)
+        }
+
+    def lines(self) -> list[str]:
+        """The statements with their sections, and where names die."""
+        lines: list[str] = []
+        deaths = self._last_uses()
+        allocates = [not is_view(node) for node in self._statements]
+        left = sum(allocates)
+        for path, section in self._sections():
+            recomputed = [_is_recomputed(node) for node in section]
+            if path:
+                title = f"recompute {path}" if all(recomputed) else path
+                lines += [*([""] if lines else []), comment(title)]
+            for node, again in zip(section, recomputed, strict=True):
+                lines += self._statement(
+                    node, "recomputed" if again and not all(recomputed) else ""
+                )
+                left -= not is_view(node)
+                # What dies where nothing is allocated any more dies with the function.
+                if (dead := deaths.get(node)) and left:
+                    lines += [f"del {line.rstrip(',')}" for line in fill(", ".join(dead))]
+        return lines
+
+    def _sections(self) -> list[tuple[str, list[Node]]]:
+        """Statements of one module behind each other.
+
+        Views and what goes on between ranks are with what uses them.
+        """
+        sections: list[tuple[str, list[Node]]] = []
+        pending: list[Node] = []
+        for node in self._statements:
+            pending.append(node)
+            computes = [part for part in self._parts[node] if not _only_moves(part)]
+            if not computes and node is not self._statements[-1]:
+                continue
+            path = self._section_path(node)
+            if not sections or path not in ("", sections[-1][0]):
+                sections.append((path, []))
+            sections[-1][1].extend(pending)
+            pending = []
+        return sections
+
+    def _section_path(self, node: Node) -> str:
+        """The child of the layer that ``node`` belongs to; "" where unknown."""
+        if "nn_module_stack" not in node.meta:
+            return ""
+        path = module_path(node)
+        if path in ("", self._layer):
+            return "(block)" if self._layer else "(model)"
+        depth = self._depth + 1
+        inner = ".".join(path.split(".")[:depth])
+        return inner.removeprefix(f"{self._layer}.") if self._layer else inner
+
+    def _fits(self, node: Node) -> bool:
+        node = self._nesting.statement_of(node)
+        text = f"{self._target(node)} = {self.printer.expression(node)}"
+        return len(text) <= WIDTH
+
+    def _statement(self, node: Node, remark: str) -> list[str]:
+        notes = [remark, self._note(node)]
+        if is_identity(node):
+            notes.append(f"{node.args[1]} -> {node.args[2]}")
+        text = " ".join(note for note in notes if note)
+        lines = _wrapped(self._target(node), self.printer.expression(node))
+        return [*lines[:-1], f"{lines[-1]}  {comment(text)}" if text else lines[-1]]
+
+    def _note(self, node: Node) -> str:
+        if self.printer.is_flat_split(node):
+            return ""
+        if is_unpacked(node):
+            node = min(node.users, key=lambda part: part.args[1])
+        note = describe(node, self.printer)
+        if not is_collective(node) and not is_wait(node):
+            return note
+        return f"<== {note}" if not is_started(node) else f"==> {note}"
+
+    def _target(self, node: Node) -> str:
+        names = self.printer.names
+        if not is_unpacked(node):
+            return names[node]
+        parts = {part.args[1]: names[part] for part in node.users}
+        if first_alone(node):
+            return parts[0]
+        targets = [parts.get(index, "_") for index in range(len(node.meta["val"]))]
+        return ", ".join(targets) + ("," if len(targets) == 1 else "")
+
+    def _last_uses(self) -> Mapping[Node, list[str]]:
+        """Statement to the names that die after it.
+
+        The names of one storage die together, when it does; what the caller holds is left out, and
+        handles of collectives, which hold nothing once these have arrived.
+        """
+        last: dict[Node, Node] = {}
+        for statement, parts in self._parts.items():
+            for node in parts:
+                for used in (node, *node.all_input_nodes):
+                    last[base(used)] = statement
+        deaths: dict[Node, list[str]] = {}
+        for statement in self._statements:
+            several = is_unpacked(statement)
+            named = list(statement.users) if several else [statement]
+            unused = several and len(named) < len(statement.meta["val"])
+            if unused and not first_alone(statement):
+                deaths.setdefault(statement, []).append("_")
+            for node in named:
+                storage = base(node)
+                held = storage.op == "placeholder" or storage in self._returned
+                if not held and not is_started(node):
+                    # A result that nothing uses dies at once.
+                    end = last.get(storage, statement)
+                    deaths.setdefault(end, []).append(self.printer.names[node])
+        return deaths
+
+
+def _is_recomputed(node: Node) -> bool:
+    return bool(node.meta.get("recomputed")) and base(node).op != "placeholder"
+
+
+def _only_moves(node: Node) -> bool:
+    """A view of a value, or the value on its way between placements."""
+    return (is_view(node) or placements_of(node) is not None) and not is_unpacked(node)
+
+
+def _common_depth(graph: Graph) -> int:
+    """How many modules around all nodes of the graph are the same."""
+    nodes = [node for node in graph.nodes if "nn_module_stack" in node.meta]
+    paths = [module_path(node).split(".") for node in nodes if node.op == "call_function"]
+    if not paths:
+        return 0
+    first, last = min(paths), max(paths)
+    same = [a == b for a, b in zip(first, last, strict=False)]
+    return [*same, False].index(False)
+
+
+def indented(lines: Sequence[str]) -> list[str]:
+    return [f"    {line}" if line else "" for line in lines]
+
+
+def fill(text: str) -> list[str]:
+    """Items between commas in lines; none that fits into a line is broken."""
+    lines: list[str] = []
+    for word in _items(text):
+        if lines and len(lines[-1]) + 1 + len(word) <= WIDTH - 4:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(word)
+    return lines
+
+
+def _items(text: str) -> list[str]:
+    """``text`` cut behind those commas that stand in no brackets and no string."""
+    depth, start, items = 0, 0, []
+    for token in _TOKENS.finditer(text):
+        depth += {"(": 1, "[": 1, ")": -1, "]": -1}.get(token[0], 0)
+        if token[0] == "," and not depth:
+            items.append(text[start : token.end()].strip())
+            start = token.end()
+    return [item for item in (*items, text[start:].strip()) if item]
+
+
+def _wrapped(target: str, expression: str) -> list[str]:
+    """An assignment, a long one with what is between its parentheses on lines of their own."""
+    if len(target) + len(expression) + 3 <= WIDTH:
+        return [f"{target} = {expression}"]
+    opening = _closed_last(expression)
+    if opening is None:
+        return [f"{target} = (", *indented(fill(expression)), ")"]
+    inside = expression[opening + 1 : -1]
+    return [f"{target} = {expression[: opening + 1]}", *indented(fill(inside)), ")"]
+
+
+def _closed_last(expression: str) -> int | None:
+    """Where the parenthesis opens that the last character closes; ``None``: it closes none."""
+    opened: list[int] = []
+    last = None
+    for token in _TOKENS.finditer(expression):
+        if token[0] in "([":
+            opened.append(token.start())
+        elif token[0] in ")]":
+            last = opened.pop()
+    return last if expression.endswith(")") else None

@@ -1,0 +1,103 @@
+"""Elements of tokens as the rows that they come from: views that say nothing are left out.
+
+A model computes on (batch, sequence, hidden), its matrix products on rows of tokens. In between,
+an operator on elements may as well be given the rows::
+
+    c_fc = addmm(...)                      c_fc = addmm(...)
+    c_fc_3d = view(c_fc, (8, 128, 64))     tanh = tanh(c_fc)
+    tanh = tanh(c_fc_3d)             ->    c_proj = mm(tanh, w)
+    tanh_2d = view(tanh, (1024, 64))
+    c_proj = mm(tanh_2d, w)
+
+Each element is computed from the same elements by the same kernel, in the same order in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from sp_compiler.codegen.idioms import RESHAPES
+from sp_compiler.ir.fx import tensor_operands
+from sp_compiler.ir.op_traits import draws
+from sp_compiler.ir.rewriting import copy_graph
+from sp_compiler.ir.symbolic import is_open, same_shape
+
+aten = torch.ops.aten
+
+
+def on_token_rows(graph: Graph) -> Graph:
+    """A copy of ``graph`` to be printed; what it returns has the shape that it had."""
+    copy = copy_graph(graph)
+    returned = set(copy.output_node().all_input_nodes)
+    for node in list(copy.nodes):
+        if node in returned:
+            continue
+        if node.target in RESHAPES:
+            _skip_view(node)
+        elif (rows := _rows(node)) is not None:
+            _compute_on_rows(node, rows)
+    for node in reversed(list(copy.nodes)):
+        if node.target in RESHAPES and not node.users:
+            copy.erase_node(node)
+    return copy
+
+
+def _skip_view(node: Node) -> None:
+    """``view(view(x, a), b)`` -> ``view(x, b)``, or ``x`` where that has this shape."""
+    source = node.args[0]
+    if source.target in RESHAPES:
+        source = source.args[0]
+        node.replace_input_with(node.args[0], source)
+    if same_shape(source.meta["val"].shape, node.meta["val"].shape):
+        node.replace_all_uses_with(source)
+
+
+def _rows(node: Node) -> torch.Size | None:
+    """The shape of the rows that all operands of ``node`` are views of; ``None``: they are not."""
+    tags = getattr(node.target, "tags", ())
+    value = node.meta.get("val")
+    if torch.Tag.pointwise not in tags or draws(node) or not isinstance(value, Tensor):
+        return None
+    rows: torch.Size | None = None
+    for operand in tensor_operands(node):
+        shape = operand.meta["val"].shape
+        if not shape:
+            continue
+        source = operand.args[0] if operand.target in RESHAPES else None
+        if source is None or not same_shape(shape, value.shape) or not _is_rows(source, shape):
+            return None
+        if rows is not None and not same_shape(rows, source.meta["val"].shape):
+            return None
+        rows = source.meta["val"].shape
+    return rows
+
+
+def _is_rows(source: Node, shape: Collection[Any]) -> bool:
+    """Whether ``source`` has the last dim of ``shape`` behind one dim that is all others."""
+    value = source.meta["val"]
+    if any(map(is_open, (*value.shape, *shape))) or value.dim() != 2 or len(shape) < 3:
+        return False
+    return bool(value.shape[-1] == list(shape)[-1] and value.is_contiguous())
+
+
+def _compute_on_rows(node: Node, rows: torch.Size) -> None:
+    """``op(view(x, s), view(y, s))`` -> ``view(op(x, y), s)``."""
+    value, placement = node.meta["val"], node.meta.get("placement")
+    for operand in dict.fromkeys(tensor_operands(node)):
+        if operand.target in RESHAPES:
+            node.replace_input_with(operand, operand.args[0])
+    with node.graph.inserting_after(node):
+        view = node.graph.call_function(aten.view.default, (node, list(value.shape)))
+    view.meta = dict(node.meta)
+    node.replace_all_uses_with(view, delete_user_cb=lambda user: user is not view)
+    node.meta["val"] = value.new_empty(rows)
+    if placement is not None and placement.is_sharded:
+        del node.meta["placement"]
+        if placement.dim == value.dim() - 1:
+            node.meta["placement"] = replace(placement, dim=1)

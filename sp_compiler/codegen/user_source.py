@@ -1,0 +1,123 @@
+"""What the user's own source calls a value: the targets of the statement that computed it."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import linecache
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+_FRAME = re.compile(r'File "(.+)", line (\d+), in (.*)')
+_TORCH = f"{os.sep}torch{os.sep}"
+_TORCH_MODULES = f"{_TORCH}nn{os.sep}modules{os.sep}"
+# In the order of evaluation, so that the n-th value is the n-th target's.
+_LISTED = (ast.Tuple, ast.List, ast.ListComp, ast.GeneratorExp)
+
+
+@dataclass(frozen=True)
+class Statement:
+    """One that binds names.
+
+    Attributes:
+        file: it is in.
+        line: it starts in.
+        targets: what it binds, "" for what is no plain name.
+        unpacks: whether ``targets`` take the parts of the value, not all of it.
+        listed: whether it writes down one expression per target.
+        used: positions of the targets that later statements of the function compute with.
+    """
+
+    file: str
+    line: int
+    targets: tuple[str, ...]
+    unpacks: bool
+    listed: bool
+    used: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A line of the user's model that was running."""
+
+    file: str
+    line: int
+
+    @property
+    def statement(self) -> Statement | None:
+        """The only statement that computes something in this line, if it binds names."""
+        return None if _TORCH in self.file else _bindings(self.file).get(self.line)
+
+
+@functools.lru_cache(maxsize=4096)
+def frames(stack_trace: str) -> tuple[Frame, ...]:
+    """The lines of modules behind a value, outermost first; PyTorch's functions are left out."""
+    return tuple(
+        Frame(file, int(line))
+        for file, line, _ in _FRAME.findall(stack_trace)
+        if _TORCH not in file or _TORCH_MODULES in file
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _bindings(file: str) -> dict[int, Statement | None]:
+    """The statement of each line; ``None`` where a line has several, or one that binds nothing."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):  # not Python, or not what ran
+        return {}
+    found: dict[int, Statement | None] = {}
+    for node, function in _statements(tree):
+        if body := getattr(node, "body", None):  # what stands in the head computes too
+            statement, end = None, body[0].lineno - 1
+        else:
+            statement, end = _statement(file, node, function), node.end_lineno or node.lineno
+        for line in range(node.lineno, max(end, node.lineno) + 1):
+            found[line] = statement if line not in found else None
+    return found
+
+
+def _statements(tree: ast.AST, function: ast.AST | None = None) -> Iterator[tuple[ast.stmt, Any]]:
+    """Every statement and the function that it is in."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.stmt):
+            yield node, function
+        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        yield from _statements(node, node if is_function else function)
+
+
+def _statement(file: str, node: ast.stmt, function: ast.AST | None) -> Statement | None:
+    target, value = None, getattr(node, "value", None)
+    if isinstance(node, ast.Assign):
+        target = node.targets[0]
+    elif isinstance(node, ast.AnnAssign | ast.AugAssign):
+        target = node.target
+    elif isinstance(node, ast.Expr) and isinstance(value, ast.NamedExpr):
+        target, value = value.target, value.value
+    if target is None or value is None:
+        return None
+    # A line number cannot tell the value from what a walrus names or a lambda computes later.
+    if any(isinstance(part, ast.NamedExpr | ast.Lambda) for part in ast.walk(value)):
+        return None
+    unpacks = isinstance(target, ast.Tuple | ast.List)
+    parts = target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
+    names = tuple(part.id if isinstance(part, ast.Name) else "" for part in parts)
+    later = _computed_with(function, node.end_lineno or node.lineno) if unpacks else set()
+    used = tuple(index for index, name in enumerate(names) if name in later)
+    return Statement(file, node.lineno, names, unpacks, isinstance(value, _LISTED), used)
+
+
+def _computed_with(function: ast.AST | None, line: int) -> set[str]:
+    """Names that ``function`` reads behind ``line`` for more than to return them."""
+    found: set[str] = set()
+    pending = [function] if function is not None else []
+    for node in pending:  # which grows
+        if isinstance(node, ast.Return) or getattr(node, "end_lineno", line + 1) <= line:
+            continue
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            found.add(node.id)
+        pending.extend(ast.iter_child_nodes(node))
+    return found

@@ -25,7 +25,7 @@ from torch.fx import Graph, Node
 
 from sp_compiler.cost.memory import backward_peak_bytes, peak_in_order
 from sp_compiler.cost.node_cost import tensor_bytes
-from sp_compiler.ir.concretize import AtHints
+from sp_compiler.ir.concretize import Concretizer
 from sp_compiler.ir.forward_backward import Partitioned
 from sp_compiler.ir.fx import ancestors
 from sp_compiler.ir.op_traits import base, collective_of, is_collective, is_part, is_view
@@ -58,13 +58,15 @@ def overlapped(
     graph: Graph, own_parameters: Collection[int] = (), sizes: Sizes | None = None
 ) -> Graph:
     """A copy of ``graph`` in another order, with waits; itself where nothing would wait."""
-    hints = AtHints(sizes)
-    found = _schedule(hints.graph(graph), own_parameters)
+    example = Concretizer(sizes)
+    found = _schedule(example.graph(graph), own_parameters)
     if found is None:
         return graph
     order, waits = found
-    twins = {hints.twin(user): list(map(hints.twin, started)) for user, started in waits.items()}
-    return _with_waits(graph, list(map(hints.twin, order)), twins)
+    twins = {
+        example.twin(user): list(map(example.twin, started)) for user, started in waits.items()
+    }
+    return _with_waits(graph, list(map(example.twin, order)), twins)
 
 
 def _schedule(

@@ -27,7 +27,7 @@ from sp_compiler.codegen.backends import BACKENDS
 from sp_compiler.codegen.module_text import CompiledRegion
 from sp_compiler.ir.captured import Captured
 from sp_compiler.ir.compiled_program import CompiledProgram, LossBackward
-from sp_compiler.ir.concretize import AtHints, at_hints
+from sp_compiler.ir.concretize import Concretizer, concretized
 from sp_compiler.ir.fx import operands, reach
 from sp_compiler.ir.hints import wishes_of
 from sp_compiler.ir.program import Program, Ref, Region
@@ -132,9 +132,13 @@ def compile_captured(
     compiled.seconds = {**clock.seconds, **compiled.seconds}
     if program.sizes is not None:
         program.sizes.require_known()
-    plan = make_plan(at_hints(compiled), options, model_name)
+    plan = make_plan(concretized(compiled), options, model_name)
     explainer = partial(
-        explain, AtHints(program.sizes).program(program), options, dict(fixed or {}), compiled.whole
+        explain,
+        Concretizer(program.sizes).program(program),
+        options,
+        dict(fixed or {}),
+        compiled.whole,
     )
     compiled.plan = replace(plan, explainer=explainer)
     return compiled
@@ -269,7 +273,7 @@ class _ShardedProgram:
         self._options = options
         self._checked = checked
         self._whole = whole
-        self._hints = AtHints(program.sizes)
+        self._example = Concretizer(program.sizes)
         self._sharded = shard(program, options, fixed, whole)
         self._stages = {
             "capture": Snapshot.of_program("capture", program),
@@ -278,7 +282,7 @@ class _ShardedProgram:
         clock.lap("shard")
         for region in self._sharded.program.regions if checked else ():
             with _of_region(region.name):
-                check_forward(self._hints.region(region), options.tp)
+                check_forward(self._example.region(region), options.tp)
         clock.lap("check_forward")
         self._seconds = clock.seconds
 
@@ -333,7 +337,7 @@ class _ShardedProgram:
         clock.lap("compile_regions")
         for compiled in regions if self._checked else ():
             region, tangents = compiled.region, compiled.joint.tangent_outputs
-            parts = self._hints.partitioned(compiled.partitioned)
+            parts = self._example.partitioned(compiled.partitioned)
             with _of_region(origins[region.name]):
                 check_partitioned(region, parts, tangents, options.tp)
         clock.lap("check_partitioned")

@@ -22,7 +22,7 @@ from sp_compiler.ir.forward_backward import LossPart, Partitioned, SavedTensor
 from sp_compiler.ir.fx import ancestors, descendants
 from sp_compiler.ir.op_traits import base
 from sp_compiler.ir.rewriting import copy_graph
-from sp_compiler.ir.symbolic import Sizes, hint, symbol_of, symbols_in
+from sp_compiler.ir.symbolic import Sizes, example_number, symbol_of, symbols_in
 from sp_compiler.passes.memory.tag import POLICIES, tag_recompute
 from sp_compiler.passes.memory.zero_tangents import drop_zero_tangents
 from sp_compiler.passes.overlap import overlap_backward
@@ -180,7 +180,7 @@ def _placeholder(graph: Graph, node: Node) -> Node:
 def _record(node: Node, kind: str) -> SavedTensor:
     value = node.meta["val"]
     is_tensor = isinstance(value, Tensor)
-    shape = tuple(map(hint, value.shape)) if is_tensor else ()
+    shape = tuple(map(example_number, value.shape)) if is_tensor else ()
     return SavedTensor(
         name=node.name,
         kind=kind,

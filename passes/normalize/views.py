@@ -17,7 +17,7 @@ from sp_compiler.ir.rewriting import insert_call, replace_with
 from sp_compiler.ir.symbolic import same_shape
 
 # An operator and its arguments after the first.
-Step = tuple[Callable[..., Any], tuple[Any, ...]]
+ViewStep = tuple[Callable[..., Any], tuple[Any, ...]]
 
 _ORIGIN = "normalize"
 _aten = torch.ops.aten
@@ -132,7 +132,7 @@ def _same_layer(node: Node, other: object) -> bool:
     return isinstance(other, Node) and layer_of(node) == layer_of(other)
 
 
-def _shortest(chain: list[Node]) -> list[Step] | None:
+def _shortest(chain: list[Node]) -> list[ViewStep] | None:
     """At most three (operator, arguments) that do what ``chain`` does; ``None``: not known."""
     source, result = shape_of(chain[0].args[0]), shape_of(chain[-1])
     if 0 in source:  # an empty batch: sizes do not tell which dim became which
@@ -153,9 +153,9 @@ def _shortest(chain: list[Node]) -> list[Step] | None:
 
 def _steps(
     sizes: list[int], order: list[int], source: tuple[int, ...], result: tuple[int, ...]
-) -> list[Step]:
+) -> list[ViewStep]:
     """Split the source into parts of ``sizes``, put them in ``order``, view them as ``result``."""
-    steps: list[Step] = []
+    steps: list[ViewStep] = []
     if order != sorted(order):
         if not same_shape(sizes, source):
             steps.append((_aten.reshape.default, (sizes,)))
@@ -167,7 +167,7 @@ def _steps(
     return steps
 
 
-def move(order: list[int]) -> Step:
+def move(order: list[int]) -> ViewStep:
     """A permutation as an operator: ``transpose`` where it swaps two dims."""
     moved = [dim - len(order) for dim, origin in enumerate(order) if dim != origin]
     if len(moved) == 2:

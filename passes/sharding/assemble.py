@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from torch.fx import Node
 
 from sp_compiler.base.placement import I, Placement, R
-from sp_compiler.ir.concretize import AtHints
+from sp_compiler.ir.concretize import Concretizer
 from sp_compiler.ir.fx import tensor_operands
 from sp_compiler.ir.program import Call, Program, Ref, Region
 from sp_compiler.ir.symbolic import pin
@@ -72,7 +72,7 @@ def assemble(
     facts: Sequence[RegionValues],
     problem: Problem,
     choices: Choices,
-    hints: AtHints,
+    example: Concretizer,
     world_size: int,
 ) -> Sharded:
     """Rewrite every region of ``opened`` as was decided on its twin in ``program``.
@@ -81,7 +81,7 @@ def assemble(
         opened: the program with its open sizes.
         program: the same with the example's sizes.
         facts: of each region of ``program``.
-        hints: the twins.
+        example: the twins.
     """
     lowered: dict[int, Region] = {}
     for i, (region, source) in enumerate(zip(program.regions, opened.regions, strict=True)):
@@ -94,7 +94,7 @@ def assemble(
             _output(program, problem, choices, i, position)
             for position in range(len(region.outputs))
         ]
-        lowered[id(source)] = lower(source, facts[i], chosen, inputs, outputs, hints, world_size)
+        lowered[id(source)] = lower(source, facts[i], chosen, inputs, outputs, example, world_size)
     calls = [Call(lowered[id(call.region)], call.path, call.args) for call in opened.calls]
     params = {name: choices.placed[subject] for name, subject in problem.parameters.items()}
     results = {
@@ -106,7 +106,7 @@ def assemble(
 
 
 def assemble_unsharded(
-    opened: Program, program: Program, facts: Mapping[int, RegionValues], hints: AtHints
+    opened: Program, program: Program, facts: Mapping[int, RegionValues], example: Concretizer
 ) -> Sharded:
     """One rank: every value is unsharded, nothing is converted."""
     lowered = {}
@@ -117,7 +117,7 @@ def assemble_unsharded(
             for node in values.rules
         }
         inputs, outputs = [I] * len(region.input_kinds), [I] * len(region.outputs)
-        lowered[id(source)] = lower(source, values, chosen, inputs, outputs, hints, 1)
+        lowered[id(source)] = lower(source, values, chosen, inputs, outputs, example, 1)
     calls = [Call(lowered[id(call.region)], call.path, call.args) for call in opened.calls]
     names = [ref.name for call in calls for ref in call.args if ref.kind == "param"]
     results = {
@@ -134,12 +134,12 @@ def lower(
     chosen: dict[Node, Strategy],
     inputs: list[Placement],
     outputs: list[Placement],
-    hints: AtHints,
+    example: Concretizer,
     world_size: int,
 ) -> Region:
     """Rewrite ``region`` as was decided on its twin with the example's sizes."""
-    active = {(hints.twin(node), index) for node, index in facts.active}
-    strategies = {hints.twin(node): strategy for node, strategy in chosen.items()}
+    active = {(example.twin(node), index) for node, index in facts.active}
+    strategies = {example.twin(node): strategy for node, strategy in chosen.items()}
     for node, strategy in strategies.items():
         if any(placement.is_sharded for placement in (*strategy.operands, *strategy.results)):
             record_factors(node)

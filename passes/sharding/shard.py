@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from sp_compiler.base.errors import ArgumentError, PassError, SPCompilerError
 from sp_compiler.base.placement import I, Placement
-from sp_compiler.ir.concretize import AtHints
+from sp_compiler.ir.concretize import Concretizer
 from sp_compiler.ir.hints import hint_text, wishes_of
 from sp_compiler.ir.program import Program, Ref
 from sp_compiler.options import CompileOptions
@@ -42,13 +42,13 @@ def shard(
     if any(region.input_placements for region in program.regions):
         raise PassError("shard", "the program is sharded already; shard what outline() returned")
     # What is decided is decided for the example's sizes; what is made of it has the open ones.
-    hints = AtHints(program.sizes)
+    example = Concretizer(program.sizes)
     routed, fixed = route_outputs(program), fixed or {}
     opened = routed.program
     if options.tp == 1:
-        concrete = hints.program(opened)
-        return _with_returned(assemble_unsharded(opened, concrete, activate(concrete), hints), {})
-    builder = placement_problem(routed, options, fixed, whole, hints)
+        concrete = example.program(opened)
+        return _with_returned(assemble_unsharded(opened, concrete, activate(concrete), example), {})
+    builder = placement_problem(routed, options, fixed, whole, example)
     problem = builder.problem
     try:
         solution = solve(problem.vertices, builder.prices.conversion_us)
@@ -56,7 +56,8 @@ def shard(
         raise _blamed_on_hints(program, options, fixed, whole, error) from error
     choices = Choices(problem, solution.choices)
     sharded = _with_returned(
-        assemble(opened, builder.program, builder.facts, problem, choices, hints, options.tp), fixed
+        assemble(opened, builder.program, builder.facts, problem, choices, example, options.tp),
+        fixed,
     )
     notes = list(sharded.program.notes)
     if solution.gap:
@@ -72,13 +73,13 @@ def placement_problem(
     options: CompileOptions,
     fixed: dict[str, Placement],
     whole: Collection[WholeNode],
-    hints: AtHints | None = None,
+    example: Concretizer | None = None,
 ) -> ProblemBuilder:
     """Build the problem of placing a program on ``options.tp`` ranks, at least two.
 
-    It is that of the example's sizes, which ``hints`` put in place of open ones.
+    It is that of the example's sizes, which ``example`` puts in place of open ones.
     """
-    program = (hints or AtHints(routed.program.sizes)).program(routed.program)
+    program = (example or Concretizer(routed.program.sizes)).program(routed.program)
     facts = activate(program, whole)
     for region in program.regions:
         label_dims(region, facts[id(region)], options.tp)

@@ -21,7 +21,7 @@ from sp_compiler.base.python_text import identifier, string
 from sp_compiler.codegen.idioms import RESHAPES, Idioms
 from sp_compiler.ir.fx import arguments
 from sp_compiler.ir.op_traits import conversion_of, is_started
-from sp_compiler.ir.symbolic import SYMBOLIC, hint, is_open, plain, text
+from sp_compiler.ir.symbolic import SYMBOLIC, example_number, is_open, plain, text
 from sp_compiler.ops.convert import CONVERSIONS
 from sp_compiler.ops.registry import operator_of
 
@@ -227,7 +227,7 @@ class Printer:
     def _view(self, node: Node) -> str:
         # reshape, not view: the caller's tensors need not have the strides that were traced.
         sizes = [self.value(size) for size in node.meta["val"].shape]
-        if sizes and math.prod(map(hint, node.meta["val"].shape)):
+        if sizes and math.prod(map(example_number, node.meta["val"].shape)):
             sizes[0] = "-1"
         source = node.args[0]
         while source in self.nested and source not in self.idioms.matmuls:

@@ -37,7 +37,7 @@ from sp_compiler.ir.op_traits import (
     is_view,
     is_wait,
 )
-from sp_compiler.ir.symbolic import hint
+from sp_compiler.ir.symbolic import example_number
 
 aten = torch.ops.aten
 
@@ -261,7 +261,7 @@ class _Storages:
             peak = live
             for node in nodes:
                 if base(node) is node:
-                    scratch = hint(scratch_bytes(node))
+                    scratch = example_number(scratch_bytes(node))
                     peak = max(peak, live + _bytes(node.meta["val"]) + scratch)
                     live += _kept_bytes(node)
                 live -= frees.get(node, 0)
@@ -282,4 +282,4 @@ def _kept_bytes(node: Node) -> int:
 
 def _bytes(value: object) -> int:
     leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-    return sum(math.prod(map(hint, leaf.shape)) * leaf.element_size() for leaf in leaves)
+    return sum(math.prod(map(example_number, leaf.shape)) * leaf.element_size() for leaf in leaves)

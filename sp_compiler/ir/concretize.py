@@ -18,24 +18,24 @@ from torch.utils import _pytree as pytree
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.forward_backward import Partitioned
 from sp_compiler.ir.program import Program, Region
-from sp_compiler.ir.symbolic import Sizes, hint
+from sp_compiler.ir.symbolic import Sizes, example_number
 
 
-def at_hints(compiled: CompiledProgram) -> CompiledProgram:
+def concretized(compiled: CompiledProgram) -> CompiledProgram:
     """``compiled`` with the example's sizes in place of open ones, to be accounted for."""
-    hints = AtHints(compiled.program.sizes)
+    example = Concretizer(compiled.program.sizes)
     regions = {
         name: replace(
             region,
-            region=hints.region(region.region),
-            partitioned=hints.partitioned(region.partitioned),
+            region=example.region(region.region),
+            partitioned=example.partitioned(region.partitioned),
         )
         for name, region in compiled.regions.items()
     }
-    return replace(compiled, program=hints.program(compiled.program), regions=regions)
+    return replace(compiled, program=example.program(compiled.program), regions=regions)
 
 
-class AtHints:
+class Concretizer:
     """Copies of graphs with the example's sizes in place of symbols; nothing is recorded.
 
     Without open ``sizes`` everything is its own copy.
@@ -61,7 +61,8 @@ class AtHints:
         copies: dict[Node, Node] = {}
         for node in graph.nodes:
             new = copies[node] = copy.node_copy(node, copies.__getitem__)
-            new.args, new.kwargs = map_aggregate(new.args, hint), map_aggregate(new.kwargs, hint)
+            new.args = map_aggregate(new.args, example_number)
+            new.kwargs = map_aggregate(new.kwargs, example_number)
             if "val" in node.meta:
                 new.meta = {**node.meta, "val": pytree.tree_map(self._value, node.meta["val"])}
             self.twins[new] = node
@@ -99,8 +100,8 @@ class AtHints:
 
     def _value(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
-            return hint(value)
-        shape, strides = map(hint, value.shape), map(hint, value.stride())
+            return example_number(value)
+        shape, strides = map(example_number, value.shape), map(example_number, value.stride())
         with self._mode:
             return torch.empty_strided(
                 tuple(shape), tuple(strides), dtype=value.dtype, device=value.device

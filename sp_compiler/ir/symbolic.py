@@ -34,7 +34,7 @@ SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 @dataclass(frozen=True)
-class Size:
+class OpenSize:
     """One open dim: ``value`` stands for the size of dim ``dim`` of input leaf ``leaf``.
 
     Dims that are known to be equal have one ``name``.
@@ -60,7 +60,7 @@ class Sizes:
     """
 
     env: ShapeEnv
-    open: tuple[Size, ...]
+    open: tuple[OpenSize, ...]
     fixed: tuple[tuple[int | None, ...] | None, ...]
     ties: tuple[tuple[int, int, int], ...] = ()
     proofs: list[Callable[[Binding], bool]] = field(default_factory=list)
@@ -68,14 +68,14 @@ class Sizes:
     _proven: dict[tuple[int, ...], bool] = field(default_factory=dict)
 
     @property
-    def distinct(self) -> list[Size]:
+    def distinct(self) -> list[OpenSize]:
         """One for each name."""
         return list({size.name: size for size in reversed(self.open)}.values())[::-1]
 
     @property
     def example(self) -> Binding:
         """The sizes of the example."""
-        return {size.symbol: hint(size.value) for size in self.open}
+        return {size.symbol: example_number(size.value) for size in self.open}
 
     def require_known(self) -> None:
         """Refuse comparisons that the sizes of a call do not answer.
@@ -176,7 +176,7 @@ def open_sizes(placeholders: Mapping[int, Node], leaves: Sequence[Any], env: Sha
     names: dict[sympy.Expr, str] = {}
     for _, value, leaf, dim in found:
         names.setdefault(value.node.expr, _name(leaves[leaf], dim, names))
-    opened = tuple(Size(*one, names[one[1].node.expr]) for one in found)
+    opened = tuple(OpenSize(*one, names[one[1].node.expr]) for one in found)
     return Sizes(env, opened, tuple(fixed), tuple(ties))
 
 
@@ -219,7 +219,7 @@ def plain(value: Any) -> Any:
     return value
 
 
-def hint(value: Any) -> Any:
+def example_number(value: Any) -> Any:
     """The example's number behind a symbolic one, with nothing recorded; others as they are."""
     if isinstance(value, SYMBOLIC):
         found = value.node.hint

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sp_compiler.ir.reshapes import common_factors, matching_spans
-from sp_compiler.ir.symbolic import hint, is_open
+from sp_compiler.ir.symbolic import example_number, is_open
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def reshaped(shape: Sequence[int], result: Sequence[int]) -> tuple[Dims, Dims]:
 
 def record_cuts(shape: Sequence[int], result: Sequence[int]) -> None:
     """Compare open sizes as :func:`reshaped` does those of the example, so that it is recorded."""
-    cuts = sorted([*_cuts(shape), *_cuts(result)], key=hint)
+    cuts = sorted([*_cuts(shape), *_cuts(result)], key=example_number)
     for low, high in itertools.pairwise(cuts):
         if is_open(low) or is_open(high):
             _ = low == high or high % low == 0 or low < high

@@ -25,6 +25,7 @@ from benchmarks.models import PRESETS, PlainGPT
 from sp_compiler.compiler import to_program
 from sp_compiler.estimate import plan
 from sp_compiler.options import CompileOptions
+from sp_compiler.passes.sharding.outputs import route_outputs
 from sp_compiler.passes.sharding.shard import placement_problem
 from sp_compiler.solve.placement import solve
 from sp_compiler.trace.export import capture
@@ -58,9 +59,9 @@ def block_row(name: str, tp: int) -> tuple[str, ...]:
     """Sizes of the placement problem of a zoo model, and the time to build and to solve it."""
     options = CompileOptions(tp=tp)
     program = to_program(capture(zoo.build(name), (), zoo.inputs(name)), options)
-    builder, build = timed(lambda: placement_problem(program, options, {}))
+    builder, build = timed(lambda: placement_problem(route_outputs(program), options, {}, ()))
     vertices = builder.problem.vertices
-    _, solved = timed(lambda: solve(vertices, builder.conversion_cost))
+    _, solved = timed(lambda: solve(vertices, builder.prices.conversion_us))
     count = len(program.regions)
     num_options = sum(len(vertex.options) for vertex in vertices)
     sizes = (str(count), str(len(vertices)), str(num_options))

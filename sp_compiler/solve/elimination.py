@@ -1,4 +1,4 @@
-"""Exact solution of a placement problem by contraction: no search, where few values live at once.
+"""Exact solution of a placement problem by elimination: no search, where few values live at once.
 
 Two vertices of which one reads what the other makes become one table of all pairs of their rows. A
 row is what the rest of the problem can see: which placements it needs of values from outside, and
@@ -20,12 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sp_compiler.base.placement import Placement
-from sp_compiler.solve.placement_problem import ConversionCost, Value, Vertex
+from sp_compiler.solve.placement_problem import ConversionCost, ValueName, Vertex
 
 MAX_PAIRS = 4_000_000
-"""Pairs of rows that one contraction may look at, about a second."""
+"""Pairs of rows that one elimination may look at, about a second."""
 _CHEAPEST = 24
-"""How many cheap rows are tried as a stand-in for each dearer one."""
+"""How many cheap rows are tried as a stand-in for each costlier one."""
 _MAX_KEY = 1 << 62
 
 State = Any
@@ -68,14 +68,14 @@ class _Column:
 class _Table:
     """``origin``: for each row the option of ``vertex``, or a row of each of the two ``parts``."""
 
-    needs: dict[Value, _Column]
-    makes: dict[Value, _Column]
+    needs: dict[ValueName, _Column]
+    makes: dict[ValueName, _Column]
     costs: NDArray[np.float64]
     origin: NDArray[np.int64]
     vertex: int = -1
     parts: tuple[_Table, ...] = ()
 
-    def needed(self, value: Value) -> _Column:
+    def needed(self, value: ValueName) -> _Column:
         nothing = _Column(np.zeros(len(self.costs), np.int64), [0])
         return self.needs.get(value, nothing)
 
@@ -89,8 +89,8 @@ class _Table:
         )
 
 
-class Contraction:
-    """Contracts one problem; see the module's docstring.
+class Elimination:
+    """Solves one problem; see the module's docstring.
 
     Args:
         vertices: every value is made by exactly one vertex, which does not read it.
@@ -101,10 +101,10 @@ class Contraction:
         self._conversion_cost = conversion_cost
         self._placements: list[Placement] = []
         self._numbers: dict[Placement, int] = {}
-        self._costs: dict[tuple[Value, int, int], float] = {}
+        self._costs: dict[tuple[ValueName, int, int], float] = {}
         self._tables = {i: self._leaf(i, vertex) for i, vertex in enumerate(vertices)}
         self._maker = {value: i for i, table in self._tables.items() for value in table.makes}
-        self._readers: dict[Value, set[int]] = defaultdict(set)
+        self._readers: dict[ValueName, set[int]] = defaultdict(set)
         for i, table in self._tables.items():
             for value in table.needs:
                 self._readers[value].add(i)
@@ -113,17 +113,18 @@ class Contraction:
             self._measure(i)
 
     def run(self) -> list[int] | None:
-        """The cheapest choice of options, the first ones where several are; ``None``: too wide.
+        """Return the cheapest options, the first ones where several are; ``None``: too wide.
 
         Raises:
             ValueError: no choice satisfies every need.
         """
         choices = [0] * len(self._tables)
+        # Ties by number, so that every rank eliminates in the same order.
         while self._edges:
             _, pairs, first, second = min((*size, *pair) for pair, size in self._edges.items())
             if pairs > MAX_PAIRS:
                 return None
-            self._contract(first, second)
+            self._eliminate(first, second)
         todo = []
         for table in self._tables.values():
             if not len(table.costs):
@@ -139,7 +140,7 @@ class Contraction:
 
     def _leaf(self, number: int, vertex: Vertex) -> _Table:
         needs = list(dict.fromkeys(vertex.needs))
-        found: dict[tuple[State, ...], tuple[float, int]] = {}
+        cheapest: dict[tuple[State, ...], tuple[float, int]] = {}
         for index, option in enumerate(vertex.options):
             masks = dict.fromkeys(needs, 0)
             for value, placement in zip(vertex.needs, option.needs, strict=True):
@@ -147,15 +148,15 @@ class Contraction:
             row = (*masks.values(), *((self._number(placement), 0) for placement in option.makes))
             # The tiny slope prefers the first of several equal options, on every rank.
             cost = option.cost_us + 1e-6 * index
-            if row not in found or cost < found[row][0]:
-                found[row] = (cost, index)
+            if row not in cheapest or cost < cheapest[row][0]:
+                cheapest[row] = (cost, index)
         values = [*needs, *vertex.makes]
-        columns = [_Column.of(row[i] for row in found) for i in range(len(values))]
+        columns = [_Column.of(row[i] for row in cheapest) for i in range(len(values))]
         return _Table(
             dict(zip(needs, columns, strict=False)),
             dict(zip(vertex.makes, columns[len(needs) :], strict=True)),
-            np.array([cost for cost, _ in found.values()], np.float64),
-            np.array([[index] for _, index in found.values()], np.int64),
+            np.array([cost for cost, _ in cheapest.values()], np.float64),
+            np.array([[index] for _, index in cheapest.values()], np.int64),
             number,
         )
 
@@ -165,7 +166,7 @@ class Contraction:
             self._placements.append(placement)
         return self._numbers[placement]
 
-    def _cost(self, value: Value, made: int, mask: int) -> float:
+    def _cost(self, value: ValueName, made: int, mask: int) -> float:
         """us of converting ``value`` from one placement to all in ``mask``."""
         mask &= ~(1 << made)
         if not mask:
@@ -180,7 +181,7 @@ class Contraction:
     # Which pair next: the one after which the fewest values are seen from outside.
 
     def _measure(self, number: int) -> None:
-        """Weigh the contraction of a table with each that it reads from and each that reads it."""
+        """Weigh the elimination of a table with each that it reads from and each that reads it."""
         table = self._tables[number]
         pairs = [(self._maker[value], number) for value in table.needs]
         pairs += [(number, reader) for value in table.makes for reader in self._readers[value]]
@@ -189,22 +190,22 @@ class Contraction:
                 self._edges[pair] = self._weight(*pair)
 
     def _weight(self, first: int, second: int) -> tuple[int, int]:
-        """By how much a contraction widens the wider table, and how many pairs it looks at."""
+        """By how much an elimination widens the wider table, and how many pairs it looks at."""
         a, b = self._tables[first], self._tables[second]
         needs, makes = self._interface(first, second)
         growth = len(needs) + len(makes) - max(len(t.needs) + len(t.makes) for t in (a, b))
         return growth, len(a.costs) * len(b.costs)
 
-    def _interface(self, first: int, second: int) -> tuple[list[Value], list[Value]]:
+    def _interface(self, first: int, second: int) -> tuple[list[ValueName], list[ValueName]]:
         """Values that the two together need, and those made by them that others read."""
         a, b, both = self._tables[first], self._tables[second], {first, second}
         made = a.makes | b.makes
         needs = [value for value in a.needs | b.needs if value not in made]
         return needs, [value for value in made if self._readers[value] - both]
 
-    # One contraction.
+    # One elimination.
 
-    def _contract(self, first: int, second: int) -> None:
+    def _eliminate(self, first: int, second: int) -> None:
         needs, makes = self._interface(first, second)
         a, b = self._tables.pop(first), self._tables.pop(second)
         for value in (*a.makes, *b.makes):
@@ -220,7 +221,7 @@ class Contraction:
             del self._edges[pair]
         self._measure(first)
 
-    def _mask_needed(self, value: Value) -> int:
+    def _mask_needed(self, value: ValueName) -> int:
         """Placements in which the remaining tables may read ``value``."""
         mask = 0
         for reader in self._readers[value]:
@@ -229,7 +230,7 @@ class Contraction:
         return mask
 
     def _pairs(
-        self, a: _Table, b: _Table, needs: Sequence[Value], makes: Sequence[Value]
+        self, a: _Table, b: _Table, needs: Sequence[ValueName], makes: Sequence[ValueName]
     ) -> _Table:
         """The cheapest pair of rows behind each row of the new table, the cheapest row first."""
         costs = np.add.outer(a.costs, b.costs)
@@ -281,12 +282,12 @@ class Contraction:
                 left -= np.array(more)[column.codes[rows]]
             for value, column in table.makes.items():
                 its = column.states[column.codes[other]]
-                more = [self._dearer(value, its, mine, seen[value]) for mine in column.states]
+                more = [self._costlier(value, its, mine, seen[value]) for mine in column.states]
                 left -= np.array(more)[column.codes[rows]]
             rows = rows[left < 0]
         return table.at(np.array([*kept, *rows], np.int64))
 
-    def _dearer(self, value: Value, its: State, mine: State, seen: int) -> float:
+    def _costlier(self, value: ValueName, its: State, mine: State, seen: int) -> float:
         """us by which conversions of ``value`` may cost more where it is made like ``its``."""
         more = 0.0
         for target in _bits(seen & ~its[1]) if mine != its else ():

@@ -4,6 +4,12 @@ Calls run forward in order, then backward in the opposite order: the backward of
 what calls up to ``i`` save, its forward what those before it do. A dynamic program over the calls
 carries what is saved so far; of two ways to get there, the one that saves no less and is no better
 is dropped, and so is what a lower bound shows to end worse than a solution that is known.
+
+A 0/1 program of calls x splits (``python -m benchmarks.solver_ways``) finds the same time and, one
+limit of GPT-3 aside that it gave up after a minute with a gap of 2e-4, proves it. But HiGHS has no
+eye for equal layers: 0.4 to 4.7 s of CPU where this takes 0.4 s for the 48 layers of a 22B GPT, 2.5
+to 6.7 s where this takes 1.4 s for GPT-3's 96, of 7 and 11 s of compilation; and the smallest peak
+of the fastest ones needs as much once more.
 """
 
 from __future__ import annotations

@@ -3,6 +3,12 @@
 Every vertex (an operator, a parameter, a value that crosses regions) runs by exactly one of its
 options. Each (value, placement) that some consumer needs is made once, either because the producer
 makes it or by a conversion from what it makes.
+
+Two exact ways, of which elimination goes first. On 94 problems (the test models, ``python -m
+benchmarks.solver_ways``) both find the same objective and the same options; elimination takes 9 s
+of CPU for all of them, the linear program 42 s, more than a tenth of the compilation for a third of
+them and 10.5 s instead of 0.2 s for T5 on 8 ranks. Elimination alone does not do either: where many
+values live at once, as in the scan of a Mamba layer, its tables grow without bound.
 """
 
 from __future__ import annotations
@@ -10,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sp_compiler.base.errors import SPCompilerError
-from sp_compiler.solve.elimination import Contraction
+from sp_compiler.solve.elimination import Elimination
 from sp_compiler.solve.placement_milp import solve_integer_program
 from sp_compiler.solve.placement_problem import ConversionCost, Vertex, conversions
 
@@ -19,7 +25,7 @@ from sp_compiler.solve.placement_problem import ConversionCost, Vertex, conversi
 class Solution:
     """Index of the chosen option of each vertex, and the objective in us.
 
-    ``gap``: how much dearer it may be than the best, relative; 0 where it is the best.
+    ``gap``: how much costlier it may be than the best, relative; 0 where it is the best.
     """
 
     choices: list[int]
@@ -28,7 +34,7 @@ class Solution:
 
 
 def solve(vertices: list[Vertex], conversion_cost: ConversionCost) -> Solution:
-    """The cheapest choice of options, by contraction; by HiGHS where that meets too wide a table.
+    """Return the cheapest options, by elimination; by HiGHS where that meets too wide a table.
 
     Args:
         vertices: every value is made by exactly one vertex.
@@ -39,8 +45,9 @@ def solve(vertices: list[Vertex], conversion_cost: ConversionCost) -> Solution:
     """
     try:
         choices, gap = None, 0.0
+        # A vertex that reads what it makes has no table: its conversions are its own.
         if not any(set(vertex.needs) & set(vertex.makes) for vertex in vertices):
-            choices = Contraction(vertices, conversion_cost).run()
+            choices = Elimination(vertices, conversion_cost).run()
         if choices is None:
             choices, gap = solve_integer_program(vertices, conversion_cost)
     except ValueError as error:
@@ -49,7 +56,7 @@ def solve(vertices: list[Vertex], conversion_cost: ConversionCost) -> Solution:
 
 
 def cost_of(vertices: list[Vertex], choices: list[int], conversion_cost: ConversionCost) -> float:
-    """The objective of a choice in us."""
+    """Return the objective of a choice in us."""
     running = sum(v.options[i].cost_us for v, i in zip(vertices, choices, strict=True))
     paid = [conversion_cost(*conversion) for conversion in conversions(vertices, choices)]
     return running + sum(cost for cost in paid if cost is not None)

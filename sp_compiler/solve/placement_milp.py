@@ -10,7 +10,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
 from sp_compiler.base.placement import Placement
-from sp_compiler.solve.placement_problem import ConversionCost, Value, Vertex
+from sp_compiler.solve.placement_problem import ConversionCost, ValueName, Vertex
 
 
 class _Rows:
@@ -41,14 +41,15 @@ _CUT_SHORT = (1, 4)  # scipy's status: a limit was reached, or "other", which th
 def solve_integer_program(
     vertices: list[Vertex], conversion_cost: ConversionCost
 ) -> tuple[list[int], float]:
-    """Index of the chosen option of each vertex, and how much dearer it may be than the best.
+    """Choose an option of each vertex.
 
     Args:
         vertices: every value is made by exactly one vertex.
-        conversion_cost: us to make a value's second placement from the first; ``None``: impossible.
+        conversion_cost: see :data:`sp_compiler.solve.placement_problem.ConversionCost`.
 
     Returns:
-        The choices, and a bound on their relative excess: 0 unless the search was cut short.
+        The index of each option, and a bound on how much costlier they are than the best, relative:
+        0 unless the search was cut short.
 
     Raises:
         ValueError: no choice satisfies every need.
@@ -78,6 +79,7 @@ def solve_integer_program(
                 rows.add([(flow, 1.0), *((maker, -1.0) for maker in makers)], -np.inf, 0)
             for options in consumers:
                 rows.add([*sources, *((option, -1.0) for option in options)], 0, np.inf)
+    # Flows are whole by themselves once the options are: they need not be integers.
     integrality = np.zeros(len(columns))
     integrality[:num_binary] = 1
     search = functools.partial(
@@ -89,7 +91,7 @@ def solve_integer_program(
     )
     options = {"mip_rel_gap": 1e-7}
     result = search(options={**options, "node_limit": -(-_MAX_COLUMNS // len(columns))})
-    if result.x is None and result.status in _CUT_SHORT:
+    if result.x is None and result.status in _CUT_SHORT:  # no answer at all is no answer
         result = search(options=options)
     if result.x is None:
         raise ValueError(result.message)
@@ -102,9 +104,9 @@ def solve_integer_program(
 
 def _placements(
     vertices: list[Vertex], first: list[int], *, make: bool
-) -> dict[Value, dict[Placement, list]]:  # type: ignore[type-arg]
+) -> dict[ValueName, dict[Placement, list]]:  # type: ignore[type-arg]
     """Columns of the options that make (a flat list) or need (one list a consumer) a placement."""
-    table: dict[Value, dict[Placement, list]] = defaultdict(lambda: defaultdict(list))  # type: ignore[type-arg]
+    table: dict[ValueName, dict[Placement, list]] = defaultdict(lambda: defaultdict(list))  # type: ignore[type-arg]
     for start, vertex in zip(first, vertices, strict=True):
         for position, value in enumerate(vertex.makes if make else vertex.needs):
             chosen: dict[Placement, list[int]] = defaultdict(list)

@@ -8,10 +8,10 @@ from typing import Any
 
 from sp_compiler.base.placement import Placement
 
-Value = Any
-"""A hashable name of a value."""
+ValueName = Any
+"""Hashable; the solvers look at nothing else of a value."""
 ConversionCost = Callable[[Any, Placement, Placement], "float | None"]
-"""us to make a value's second placement from the first; ``None``: impossible."""
+"""Price in us of making a value's second placement from the first; ``None``: impossible."""
 
 
 @dataclass(frozen=True)
@@ -27,17 +27,17 @@ class Option:
 class Vertex:
     """``needs`` and ``makes`` name values, in the order of the options' placements."""
 
-    needs: tuple[Value, ...]
-    makes: tuple[Value, ...]
+    needs: tuple[ValueName, ...]
+    makes: tuple[ValueName, ...]
     options: list[Option] = field(default_factory=list)
 
 
-Conversion = tuple[Value, Placement, Placement]
+Conversion = tuple[ValueName, Placement, Placement]
 """A value, how it is made and how it is needed."""
 
 
 def conversions(vertices: Sequence[Vertex], choices: Sequence[int]) -> list[Conversion]:
-    """What is converted when every vertex runs by its chosen option, each once."""
+    """Return what is converted when every vertex runs by its chosen option, each once."""
     chosen = [(v, v.options[i]) for v, i in zip(vertices, choices, strict=True)]
     made = {
         value: placement

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from sp_compiler.base.errors import SPCompilerError
 from sp_compiler.base.placement import I, P, Placement, R, S
-from sp_compiler.solve import elimination as contraction
-from sp_compiler.solve import placement_milp as integer_program
-from sp_compiler.solve.elimination import Contraction
+from sp_compiler.solve import elimination, placement_milp
+from sp_compiler.solve.elimination import Elimination
 from sp_compiler.solve.placement import cost_of, solve
 from sp_compiler.solve.placement_milp import solve_integer_program
 from sp_compiler.solve.placement_problem import Option, Vertex
@@ -95,7 +94,7 @@ def test_objective_equals_brute_force(problem: tuple[list[Vertex], Costs]) -> No
         with pytest.raises(ValueError, match=r"."):
             solve_integer_program(vertices, conversion_cost)
         return
-    choices = Contraction(vertices, conversion_cost).run()
+    choices = Elimination(vertices, conversion_cost).run()
     assert choices is not None
     program, gap = solve_integer_program(vertices, conversion_cost)
     assert gap == 0
@@ -122,7 +121,7 @@ def _long_chain(length: int) -> tuple[list[Vertex], Costs]:
 
 def test_both_ways_agree_on_a_long_chain() -> None:
     vertices, costs = _long_chain(20)
-    choices = Contraction(vertices, lambda *key: costs[key]).run()
+    choices = Elimination(vertices, lambda *key: costs[key]).run()
     assert choices is not None
     program, _ = solve_integer_program(vertices, lambda *key: costs[key])
     found, true = (cost_of(vertices, c, lambda *key: costs[key]) for c in (choices, program))
@@ -134,8 +133,8 @@ def test_tables_that_grow_too_wide_are_left_to_the_integer_program(
 ) -> None:
     vertices, costs = _long_chain(8)
     expected = solve(vertices, lambda *key: costs[key]).cost_us
-    monkeypatch.setattr(contraction, "MAX_PAIRS", 20)
-    assert Contraction(vertices, lambda *key: costs[key]).run() is None
+    monkeypatch.setattr(elimination, "MAX_PAIRS", 20)
+    assert Elimination(vertices, lambda *key: costs[key]).run() is None
     assert solve(vertices, lambda *key: costs[key]).cost_us == pytest.approx(expected, abs=1e-3)
 
 
@@ -162,9 +161,9 @@ def test_the_first_of_equal_options_is_chosen() -> None:
 def test_a_search_that_is_cut_short_says_how_far_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
     vertices, costs = _long_chain(60)
     best = solve(vertices, lambda *key: costs[key])
-    monkeypatch.setattr(contraction, "MAX_PAIRS", 20)
+    monkeypatch.setattr(elimination, "MAX_PAIRS", 20)
     assert solve(vertices, lambda *key: costs[key]).gap == 0
-    monkeypatch.setattr(integer_program, "_MAX_COLUMNS", 1)
+    monkeypatch.setattr(placement_milp, "_MAX_COLUMNS", 1)
     found = solve(vertices, lambda *key: costs[key])
     assert 0 < found.gap < 0.1
     assert best.cost_us * (1 - 1e-6) <= found.cost_us <= best.cost_us / (1 - found.gap) + 1e-3

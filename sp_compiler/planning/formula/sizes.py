@@ -128,27 +128,36 @@ def unify(left: Dim, right: Dim) -> None:
         if len(found) == 1 and parts and found[0].meaning is None and not _depends(parts, found[0]):
             _equate(found[0], parts)
             return
-    mine, others = list(resolved(left)), list(resolved(right))
-    while mine and others:
-        x, y = mine.pop(), others.pop()
-        if x.value == y.value:
-            if _is_single(mine) and (parts := _split(y, y.value)):
-                others, y = [*others, *parts[:-1]], parts[-1]
-            elif _is_single(others) and (parts := _split(x, x.value)):
-                mine, x = [*mine, *parts[:-1]], parts[-1]
-            _merge(x, y)
-        elif x.value == 1:
-            others.append(y)
-        elif y.value == 1:
-            mine.append(x)
-        elif x.value % y.value == 0 and (parts := _split(x, y.value)):
-            mine += parts
-            others.append(y)
-        elif y.value % x.value == 0 and (parts := _split(y, x.value)):
-            others += parts
-            mine.append(x)
-        else:
-            return
+    lefts, rights = list(resolved(left)), list(resolved(right))
+    while lefts and rights and _unify_inner(lefts, rights):
+        pass
+
+
+def _unify_inner(lefts: list[Atom], rights: list[Atom]) -> bool:
+    """Take the innermost factors off both and learn of them; False where they cannot be aligned."""
+    x, y = lefts.pop(), rights.pop()
+    if x.value == y.value:
+        # The next factor is all that a rank has of a sharded dim: its partner is inside the other.
+        if _is_single(lefts) and (parts := _split(y, y.value)):
+            rights += parts[:-1]
+            y = parts[-1]
+        elif _is_single(rights) and (parts := _split(x, x.value)):
+            lefts += parts[:-1]
+            x = parts[-1]
+        _merge(x, y)
+    elif x.value == 1:
+        rights.append(y)
+    elif y.value == 1:
+        lefts.append(x)
+    elif x.value % y.value == 0 and (parts := _split(x, y.value)):
+        lefts += parts
+        rights.append(y)
+    elif y.value % x.value == 0 and (parts := _split(y, x.value)):
+        rights += parts
+        lefts.append(x)
+    else:
+        return False
+    return True
 
 
 def _is_single(factors: Sequence[Atom]) -> bool:

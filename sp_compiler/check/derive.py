@@ -56,6 +56,7 @@ def derive(node: Node, operands: Sequence[Placement], world_size: int) -> list[R
     declared = declared_strategies(node, world_size)
     if declared is not None:
         return _matching(declared, operands, num_results)
+    # Each rank draws numbers of its own: nothing true can be said of them.
     if draws(node):
         return []
     replicated = all(placement == R for placement in operands)
@@ -102,11 +103,14 @@ def _constant(node: Node) -> list[Results]:
     (shape,) = local_shapes(node)
     value = FILLED[node.target]
     value = arguments(node)[value] if isinstance(value, str) else value
+    # Zeros are also parts of a sum that is zero.
     shards = [(S(dim),) for dim in range(len(shape or ()))]
     return [(R,), *shards, *([(P,)] if value == 0 else [])]
 
 
 def _sharded(node: Node, operands: Sequence[Placement], world_size: int) -> list[Results]:
+    # A rule may offer what these sizes do not bear out: of several global shapes only one is meant,
+    # and its parts are what the rank has.
     local = local_shapes(node)
     found: list[Results] = []
     for shadow, shapes in _shadows(node, operands, world_size):
@@ -122,9 +126,9 @@ def _sharded(node: Node, operands: Sequence[Placement], world_size: int) -> list
 def _shadows(
     node: Node, operands: Sequence[Placement], world_size: int
 ) -> Iterator[tuple[Node, list[Shape | None]]]:
-    """Copies of ``node`` on whole tensors, with the global shapes of their results."""
+    """Copies of ``node`` on global tensors, with the global shapes of their results."""
     values = [
-        _whole(operand.meta["val"], placement, world_size)
+        _global_value(operand.meta["val"], placement, world_size)
         for operand, placement in zip(tensor_operands(node), operands, strict=True)
     ]
     try:
@@ -135,7 +139,7 @@ def _shadows(
         yield _shadow(node, values, call), call.shapes
 
 
-def _whole(value: Any, placement: Placement, world_size: int) -> Any:
+def _global_value(value: Any, placement: Placement, world_size: int) -> Any:
     if not isinstance(value, Tensor):
         return value
     shape = global_shape(value.shape, placement, world_size)
@@ -155,13 +159,13 @@ def _shadow(node: Node, values: Sequence[Any], call: GlobalCall) -> Node:
 
     value = node.meta["val"]
     locals_ = value if isinstance(value, (tuple, list)) else [value]
-    wholes = [
+    globals_ = [
         torch.empty(shape or (), dtype=item.dtype, device="meta")
         if isinstance(item, Tensor)
         else item
         for item, shape in zip(locals_, call.shapes, strict=True)
     ]
-    meta = {"val": wholes if isinstance(value, (tuple, list)) else wholes[0]}
+    meta = {"val": globals_ if isinstance(value, (tuple, list)) else globals_[0]}
     if "placement" in node.meta:
         meta["placement"] = node.meta["placement"]
     return make_call(graph, node.target, args, kwargs, like=node, origin="check", meta=meta)
@@ -185,6 +189,7 @@ def _offered(shadow: Node, operands: Sequence[Placement], world_size: int) -> li
         sequence_parallel=False,
     )
     found = strategies(rule, len(rule.operands), len(rule.results), offers)
+    # The other lowerings are other operators by now, with types of their own.
     found = [strategy for strategy in found if strategy.lowering == "itself"]
     return [*found, *_joined(shadow, rule, world_size)]
 

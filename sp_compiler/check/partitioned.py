@@ -50,6 +50,7 @@ def check_partitioned(
     outputs = results[: partitioned.num_outputs]
     for index, (node, placement) in enumerate(zip(outputs, region.output_placements, strict=True)):
         _require(node, types, placement, f"output {index} of {region.name}")
+    # Whatever forward may be read as, backward may take it for: both come from one derivation.
     saved = [types[node] for node in results[partitioned.num_outputs :]]
     if partitioned.backward is not None:
         _check_backward(region, partitioned.backward, tangent_outputs, saved, world_size, report)
@@ -70,6 +71,7 @@ def _check_backward(
     types: Types = dict(zip(placeholders, saved, strict=False))
     tangents = placeholders[len(saved) :]
     for node, index in zip(tangents, tangent_outputs, strict=True):
+        # The gradient of a replicated output is partial, of a partial one replicated.
         types[node] = [(as_value(region.output_placements[index].dual),)]
     _walk(graph, types, world_size, report)
     grads = graph.output_node().args[0]
@@ -127,6 +129,7 @@ def _derive(node: Node, types: Types, world_size: int) -> list[Results]:
             choices += [S(dim, parts) for dim in dims for parts in sorted(segments - {()})]
     found: dict[Results, None] = {}
     for placements in itertools.product(*options):
+        # ``x * x`` with x read as S(0) and as R at once would be neither.
         if _same_choice(operands, placements):
             found.update(dict.fromkeys(derive(node, placements, world_size)))
     if not found:
@@ -174,6 +177,7 @@ def _require_claim(node: Node, types: Types) -> None:
     if not kept:
         got = " or ".join(str(results[0]) for results in types[node])
         raise PlacementError(_PASS, f"{node.name} is declared {claim} but is {got}", node)
+    # The claim also decides between readings for everything that follows.
     types[node] = kept
 
 

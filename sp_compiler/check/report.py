@@ -1,4 +1,4 @@
-"""What a check looked at."""
+"""Report of a check: nodes whose placement it derived, and those that it had to trust."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Global shapes of the results of an operator whose arguments hold one rank's sizes.
 
-The rules speak of whole tensors, the graphs of parts. Operands are scaled by their placement; the
+The rules speak of global tensors, the graphs of parts. Operands are scaled by their placement; the
 results follow by running the operator without data, except where an argument is a local size.
 """
 
@@ -103,7 +103,7 @@ def _global_arguments(
 
 def _sizes(local: Any, world_size: int) -> list[Any]:
     """One rank's size or shape, and what it may be a part of."""
-    if local is None:
+    if local is None:  # an optional size that is not given
         return [None]
     if isinstance(local, int):
         return [local, local * world_size]
@@ -122,6 +122,7 @@ def _run(
     args, kwargs = tree_unflatten(
         [next(values) if isinstance(leaf, Node) else leaf for leaf in leaves], spec
     )
+    # Factories make what they are told to; no data is wanted here.
     if "device" in kwargs:
         kwargs = {**kwargs, "device": torch.device("meta")}
     result = target(*args, **kwargs)
@@ -140,6 +141,7 @@ def _reshaped(
 ) -> Iterator[list[Shape | None]]:
     (local,) = local_shapes(node)
     assert local is not None
+    # A replicated value has its own sizes: no other call is meant.
     if not placements[0].is_sharded:
         yield [local]
         return

@@ -50,6 +50,7 @@ def call(node: Node, values: dict[Node, Any]) -> Any:
 
 
 def _function(name: str, target: Any) -> Function:
+    # spmd_types knows public functions; an overload of ``torch.ops`` it does not look through.
     for namespace in (torch, torch._C._nn, torch.Tensor):
         if hasattr(namespace, name):
             return getattr(namespace, name)
@@ -59,6 +60,7 @@ def _function(name: str, target: Any) -> Function:
 def _slice(
     self_: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Tensor:
+    # ``narrow`` is typed, slices are not; a stride has no such twin.
     begin, stop, stride = slice(start, end, step).indices(self_.shape[dim])
     if stride != 1:
         return aten.slice.Tensor(self_, dim, start, end, step)
@@ -67,6 +69,7 @@ def _slice(
 
 def _expand(self_: Tensor, size: Sequence[int], implicit: bool = False) -> Tensor:
     """Dims that stay as they are, perhaps sharded, are written -1: their size is one rank's."""
+    # From the right, as broadcasting aligns them.
     added = len(size) - self_.dim()
     kept = [-1 if own == new else new for own, new in zip(self_.shape, size[added:], strict=True)]
     return self_.expand([*size[:added], *kept])
@@ -112,6 +115,7 @@ def reshape(
         target: global shape of the result.
         placement: of the result.
     """
+    # From the last dims to the first, so that the numbers of those in front stay valid.
     for (low, high), (first, last) in reversed(matching_spans(source, target)):
         if high - low > 1:
             x = torch.flatten(x, low, high - 1)

@@ -1,9 +1,9 @@
-"""What a sharding rule says of one operator: the factors that its dimensions are made of.
+"""Factors of one operator: the indices that the dims of its operands and results are made of.
 
 As in an einsum, a factor is an index that runs over operands and results. A dimension is a product
 of factors, outermost first (``(a d)`` for a fused heads dimension), so views are rules like any
 other.
-All strategies follow mechanically, see :mod:`sp_compiler.rules.strategies`.
+All strategies follow mechanically from a rule, see :mod:`sp_compiler.rules.strategies`.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class OpRule:
             others replicated, the results are partial sums.
         split: for an operator that cuts one dim into parts, (operand dim, part sizes): with each
             part sharded as a segment, all results are sharded on that dim.
-        placed: whether the operator is told which part of the whole it holds: a dim, and how many
-            ranks share it. There are no segments then, and the last dim is no part of the rows.
+        placed: whether the operator is told which part of the global tensor it holds: a dim, and
+            how many ranks share it. There are no segments then, and the last dim is no part of the rows.
         rows: how leading dims may be flattened to rows of tokens, see :data:`Rows`.
     """
 
@@ -73,14 +73,15 @@ class OpRule:
 
 
 def named(shape: Sequence[int], names: str) -> Dims:
-    """One factor a dim, named by ``names``, one letter a dim."""
+    """One factor per dim, named by ``names``, one letter per dim."""
+    # A size of 1 gets no factor: it cannot be cut, and a broadcast one is no index of the others.
     return tuple(
         () if size == 1 else (Factor(name, size),) for size, name in zip(shape, names, strict=True)
     )
 
 
 def numbered(shape: Sequence[int], blocked: Sequence[int] = ()) -> Dims:
-    """One factor a dim, named by its position; those in ``blocked`` cannot be sharded.
+    """One factor per dim, named by its position; those in ``blocked`` cannot be sharded.
 
     A blocked dim has one even if its size is 1: it must not become part of the rows.
     """
@@ -140,6 +141,7 @@ def record_cuts(shape: Sequence[int], result: Sequence[int]) -> None:
     cuts = sorted([*_cuts(shape), *_cuts(result)], key=example_number)
     for low, high in itertools.pairwise(cuts):
         if is_open(low) or is_open(high):
+            # Asked for what asking records: an open size remembers every comparison.
             _ = low == high or high % low == 0 or low < high
 
 

@@ -3,7 +3,7 @@
 A padded shard has zeros behind the true elements in parameters and in gradients, and something
 finite in other values, so nothing has to be masked: a product that sums over a padded dim meets
 zeros on one side at least, and what flows back into the padding is zero. The operators below keep
-that so; at all others the dim is whole again. A loss over a padded vocabulary leaves the padding
+that so; at all others the dim is gathered first. A loss over a padded vocabulary leaves the padding
 out itself.
 """
 
@@ -60,9 +60,11 @@ def may_pad(node: Node, is_parameter: Callable[[Node], bool]) -> bool:
     Args:
         is_parameter: whether a node is a parameter, whose padding is zeros.
     """
+    # What is computed from a parameter need not be zero where that is: exp(0) is 1.
     if node.target is _aten.linear.default:
         return all(_is_weight(operand, is_parameter) for operand in tensor_operands(node)[1:])
     if node.target is _aten.div.Tensor:
+        # By a tensor it might be 0 / 0 in the padding, and a NaN there spreads in backward.
         return not isinstance(node.args[1], Node) and node.args[1] != 0 and _is_finite(node)
     return (node.target in POINTWISE and _is_finite(node)) or node.target in RELABELLING
 

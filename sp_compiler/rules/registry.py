@@ -85,6 +85,7 @@ def rule(
 
     def register(factors: Factors) -> Factors:
         for name in names:
+            # Two families that both claim an operator: which one counts would depend on imports.
             assert name not in ROWS, f"{name} has two rules"
             ROWS[name] = Row(factors, local_arguments or {}, is_reshape)
         return factors
@@ -111,6 +112,7 @@ def result_shapes(node: Node) -> list[tuple[int, ...]]:
 
 def dims_by_name(node: Node, dims: Callable[[str, Node], Dims]) -> tuple[Dims, ...]:
     """Dims of the tensor operands of ``node`` in order, from their names in the schema."""
+    # By name, for optional tensors that are not given shift the positions of the others.
     by_operand = {
         argument: dims(name, argument)
         for name, argument in arguments(node).items()

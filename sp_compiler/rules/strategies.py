@@ -60,24 +60,25 @@ def strategies(
     invariant = Strategy((I,) * num_operands, (I,) * num_results)
     if rule is None:
         return [invariant]
-    found = [Strategy((R,) * num_operands, (R,) * num_results), invariant]
-    found += _partial(rule)
+    offered = [Strategy((R,) * num_operands, (R,) * num_results), invariant]
+    offered += _partial(rule)
     for factor in _factors(rule):
+        # An operator that counts its place in the global tensor would count wrong in segments.
         parts = () if rule.placed else tuple(offers.segmentations(factor))
         odd = factor.size > 1 and factor.size % offers.world_size
         if odd and not rule.placed and offers.may_pad(factor):
-            parts = (*parts, (factor.size,))
+            parts = (*parts, (factor.size,))  # one segment that does not divide: a padded shard
         for segments in (*([()] if offers.shardable(factor) else []), *parts):
             candidate = _shard_factor(rule, factor, segments, offers.world_size)
-            found += [candidate] if candidate else []
+            offered += [candidate] if candidate else []
     if rule.split is not None:
         dim, sizes = rule.split
         if all(size % offers.world_size == 0 for size in sizes):
-            found.append(Strategy((S(dim, sizes),), (S(dim),) * num_results))
+            offered.append(Strategy((S(dim, sizes),), (S(dim),) * num_results))
     if offers.sequence_parallel:
         candidate = _shard_rows(rule, offers)
-        found += [candidate] if candidate else []
-    return list(dict.fromkeys(found))
+        offered += [candidate] if candidate else []
+    return list(dict.fromkeys(offered))
 
 
 def _partial(rule: OpRule) -> list[Strategy]:
@@ -107,6 +108,8 @@ def _shard_factor(
     results = [_placement_of(dims, factor, segments, world_size) for dims in rule.results]
     if None in operands or None in results:
         return None
+    # A result without the factor holds one rank's share of a sum, or, for any other operator, is
+    # not what all ranks have: there is no such placement.
     averaged = factor in rule.averaged
     if averaged or any(factor.name == contracted.name for contracted in rule.contracted):
         results = [P if placement == R else placement for placement in results]
@@ -123,6 +126,7 @@ def _shard_factor(
 
 
 def _segments_agree(operands: list[Placement | None], results: list[Placement | None]) -> bool:
+    # One cut serves all: S(0) of one tensor is not the rows of S(0|4,4) of another.
     kinds = {p.segments for p in (*operands, *results) if p is not None and p.kind == "S"}
     return len(kinds) == 1
 
@@ -136,7 +140,7 @@ def _placement_of(
         if factor.name not in names:
             continue
         index = names.index(factor.name)
-        mine, outer, size = dim[index], 1, 1
+        outer, size = 1, 1
         for item in dim[:index]:
             outer *= item.size
         for item in dim:
@@ -145,8 +149,9 @@ def _placement_of(
             divides = len(segments) == 1 or not any(s % world_size for s in segments)
             fits = len(dim) == 1 and sum(segments) == size and divides
             return S(position, segments) if fits else None
-        if mine.size % world_size:
+        if dim[index].size % world_size:
             return None
+        # Behind an outer factor each of its rows is cut: as many segments, all of one size.
         return S(position, (size // outer,) * outer if outer > 1 else ())
     return R
 
@@ -159,6 +164,7 @@ def _shard_rows(rule: OpRule, offers: Offers) -> Strategy | None:
     if len(leading) != 1 or not (rows := leading.pop()):
         return None
     result = (len(rule.results[0]), offers.result_rows[0])
+    # Flattened to the last dim, rows would not tell the operator where its part begins.
     if rule.placed and result[0] == result[1] > 1:
         return None
     operands: list[Placement] = []
@@ -167,6 +173,7 @@ def _shard_rows(rule: OpRule, offers: Offers) -> Strategy | None:
             if not _flatten_alike(rule.rows, (len(dims), count), result):
                 return None
             operands.append(T(count))
+        # Some of the token dims, or all in another order: its rows are not those of the result.
         elif any(factor in rows for dim in dims for factor in dim):
             return None
         else:

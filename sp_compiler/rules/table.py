@@ -91,6 +91,8 @@ def local_call(
         return target, tuple(args), kwargs
     if row.is_reshape(call):
         return torch.ops.aten.reshape.default, (args[0], list(call.result_shapes[0])), {}
+    # All are replaced, those that stay the same too: sizes may be open, and to compare them here
+    # would record what the program does not depend on.
     args, kwargs = list(args), dict(kwargs)
     for position, argument in enumerate(target._schema.arguments):
         if argument.name not in row.local_arguments or argument.name not in call.arguments:

@@ -10,6 +10,7 @@ from sp_compiler.ir.fx import arguments, tensor_operands
 from sp_compiler.rules.strategies import Strategy
 
 _aten = torch.ops.aten
+# A lookup finds most tokens on other ranks: a partial sum. A loss is reduced inside, so equal.
 _RESULTS = {_aten.embedding.default: P, _aten.cross_entropy_loss.default: I}
 
 
@@ -17,6 +18,7 @@ def vocabulary_strategies(node: Node, world_size: int) -> list[Strategy]:
     """The one way over a sharded vocabulary, where ``node`` has it."""
     if not has_vocabulary(node) or vocabulary_obstacle(node):
         return []
+    # Rows of a table, columns of logits.
     dim = 0 if node.target is _aten.embedding.default else 1
     size = tensor_operands(node)[0].meta["val"].shape[dim]
     sharded = shard_of(size, dim, world_size)
@@ -32,6 +34,7 @@ def vocabulary_obstacle(node: Node) -> str:
     """Why a lookup or a loss cannot run on a sharded vocabulary; "" where it can."""
     args = arguments(node)
     if node.target is _aten.embedding.default:
+        # A rank would count the lookups of its own tokens alone.
         scaled = "it scales gradients by how often an entry is looked up"
         return scaled if args["scale_grad_by_freq"] else ""
     shape = args["self"].meta["val"].shape

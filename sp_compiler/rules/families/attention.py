@@ -58,6 +58,7 @@ def _sdpa(node: Node) -> OpRule | None:
     operands += [
         broadcast(mask, (*q_dims[:2], *private(scores[2:], "s")), scores) for mask in shapes[3:]
     ]
+    # Linear in the values alone; rows are heads and positions, which no flattening keeps apart.
     return OpRule(tuple(operands), (q_dims,), linear=((2,),), rows="fixed")
 
 
@@ -118,5 +119,6 @@ def _attention_backward(node: Node) -> OpRule:
         results += (attention.bias(tuple(bias.shape)),)
     grad = "grad_out" if "grad_out" in arguments(node) else "grad_out_"
     linear = ((tensor_operands(node).index(arguments(node)[grad]),),)
+    # A bias that was broadcast over batch or heads gets the sum over them: partial where cut.
     summed = tuple(factor for dim in results[0][:2] for factor in dim)
     return OpRule(attention.operands, results, contracted=summed, linear=linear, rows="fixed")

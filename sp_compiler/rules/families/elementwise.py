@@ -38,12 +38,14 @@ def _linear_sets(node: Node, count: int) -> tuple[tuple[int, ...], ...]:
     name = node.target._schema.name.split("::")[1]
     if name in _ADDITIVE and count == 2:
         return ((0, 1),)
+    # Bilinear: of two partial factors the product has cross terms that no sum of parts has.
     if name == "mul":
         return tuple((position,) for position in range(count))
     if name == "div" and not arguments(node).get("rounding_mode"):
         return ((0,),)
     if name == "where" and count == 3:
         return ((1, 2),)
+    # Integers are cut off in a cast: the sum of the parts is another number.
     if name in _UNARY_LINEAR and _keeps_floating(node):
         return ((0,),)
     return ()
@@ -62,7 +64,7 @@ def _keeps_floating(node: Node) -> bool:
 def pointwise(node: Node) -> OpRule | None:
     shapes, results = operand_shapes(node), result_shapes(node)
     if len(results) != 1:
-        return None
+        return None  # frexp and the like: one rule for one result
     dims = numbered(results[0])
     operands = tuple(broadcast(shape, dims, results[0]) for shape in shapes)
     linear = _linear_sets(node, len(shapes))
@@ -89,6 +91,7 @@ def _placed_ranks(call: LocalCall) -> int:
 def _dropout(node: Node) -> OpRule:
     (shape,) = result_shapes(node)
     dims = numbered(shape)
+    # The mask of a partial sum is that of the sum; a mask itself has nothing to add up.
     linear = ((0,),) if node.target is torch.ops.sp_compiler.dropout.default else ()
     return OpRule((dims, ()), (dims,), linear=linear, rows="broadcast", placed=True)
 
@@ -102,6 +105,7 @@ def _autograd_function(node: Node) -> OpRule | None:
     ):
         return None
     dims = numbered(shapes[0])
+    # Linear in nothing: its code was traced for dependence between elements, not for linearity.
     return OpRule((dims,) * len(shapes), (dims,) * len(results), rows="broadcast")
 
 
@@ -134,5 +138,6 @@ def _masked_fill(node: Node) -> OpRule:
     dims = numbered(shape)
     operands = tuple(broadcast(shape_of(operand), dims, shape) for operand in tensor_operands(node))
     value = arguments(node)["value"]
+    # Any other value would be added once by each rank.
     is_zero = not isinstance(value, Node) and value == 0
     return OpRule(operands, (dims,), linear=FIRST_OPERAND if is_zero else ())

@@ -34,6 +34,7 @@ aten = torch.ops.aten
 def _embedding(node: Node) -> OpRule:
     weight, ids = operand_shapes(node)
     by_frequency = arguments(node)["scale_grad_by_freq"]
+    # Frequencies are counted over all tokens: a rank must not see a part of them.
     dims = private(ids, "d") if by_frequency else numbered(ids)
     hidden = named(weight[1:], "h")
     return OpRule(((*private(weight[:1], "v"), *hidden), dims), ((*dims, *hidden),))
@@ -57,7 +58,7 @@ def _slice(node: Node) -> OpRule | None:
     shapes, results = operand_shapes(node), result_shapes(node)
     shape, result, args = shapes[0], results[0], arguments(node)
     if len(shapes) != 1:
-        return None
+        return None  # bounds that are tensors
     dims_arg = args.get("dim", args.get("dims", 0))
     touched = {
         positive_dim(dim, len(shape))
@@ -88,9 +89,9 @@ def _put(node: Node) -> OpRule:
     """One tensor with a part of it replaced by another."""
     (shape, part) = operand_shapes(node)
     dim = positive_dim(arguments(node)["dim"], len(shape))
-    whole = numbered(shape, blocked=(dim,))
+    dims = numbered(shape, blocked=(dim,))
     own = private(part[dim : dim + 1], "p") if len(part) == len(shape) else ()
-    return OpRule((whole, (*whole[:dim], *own, *whole[dim + 1 :])), (whole,), linear=((0, 1),))
+    return OpRule((dims, (*dims[:dim], *own, *dims[dim + 1 :])), (dims,), linear=((0, 1),))
 
 
 @rule("aten::gather")
@@ -104,18 +105,19 @@ def _gather(node: Node) -> OpRule:
 def _scatter(node: Node) -> OpRule:
     """Linear in the tensor and what is put or added into it together."""
     shape, index, *source = operand_shapes(node)
-    whole, part = _aligned(shape, index, positive_dim(arguments(node)["dim"], len(shape)))
+    target, part = _aligned(shape, index, positive_dim(arguments(node)["dim"], len(shape)))
     same = [part if shape == index else private(shape, "s") for shape in source]
+    # A number that is put in would be put in by each rank.
     linear = ((0, 2),) if source and "reduce" not in arguments(node) else ()
-    return OpRule((whole, part, *same), (whole,), linear=linear)
+    return OpRule((target, part, *same), (target,), linear=linear)
 
 
 def _aligned(shape: tuple[int, ...], index: tuple[int, ...], dim: int) -> tuple[Dims, Dims]:
     """Dims of a tensor and of indices into its ``dim``; the others go together if alike."""
     alike = [d for d in range(len(shape)) if d != dim and shape[d] == index[d]]
     blocked = [d for d in range(len(shape)) if d not in alike]
-    whole, own = numbered(shape, blocked=blocked), private(index, "i")
-    return whole, tuple(whole[d] if d in alike else own[d] for d in range(len(shape)))
+    dims, own = numbered(shape, blocked=blocked), private(index, "i")
+    return dims, tuple(dims[d] if d in alike else own[d] for d in range(len(shape)))
 
 
 def _local_split_sizes(call: LocalCall) -> list[int]:
@@ -132,6 +134,7 @@ def _split(node: Node) -> OpRule:
     if len(results[0]) < len(shape):
         result = tuple(item for position, item in enumerate(dims) if position != dim)
         return OpRule((dims,), (result,) * len(results), linear=((0,),))
+    # Cut in the middle of parts, a dim would leave a rank with some of the results.
     sizes = tuple(result[dim] for result in results)
     return OpRule((dims,), (dims,) * len(results), linear=((0,),), split=(dim, sizes))
 
@@ -141,11 +144,10 @@ def _cat(node: Node) -> OpRule:
     """``cat`` passes over empty vectors, whatever the rank of the others."""
     shapes, (result,) = operand_shapes(node), result_shapes(node)
     dim = positive_dim(arguments(node).get("dim", 0), len(result))
-    whole = numbered(result, blocked=(dim,))
-    part = whole if node.target is aten.cat.default else (*whole[:dim], *whole[dim + 1 :])
+    joined = numbered(result, blocked=(dim,))
+    part = joined if node.target is aten.cat.default else (*joined[:dim], *joined[dim + 1 :])
     operands = tuple(private(s, "e") if s == (0,) else part for s in shapes)
-    everything = tuple(range(len(shapes)))
-    return OpRule(operands, (whole,), linear=(everything,))
+    return OpRule(operands, (joined,), linear=(tuple(range(len(shapes))),))
 
 
 @rule("aten::constant_pad_nd", "aten::pad")
@@ -154,6 +156,7 @@ def _pad(node: Node) -> OpRule:
     (shape,) = operand_shapes(node)
     pairs = len(arguments(node)["pad"]) // 2
     dims = numbered(shape, blocked=range(len(shape) - pairs, len(shape)))
+    # Padding of another number than 0 would be added once by each rank.
     linear = () if arguments(node).get("value") else ((0,),)
     return OpRule((dims,), (dims,), linear=linear)
 
@@ -181,32 +184,33 @@ def _index_dims(node: Node, source: tuple[int, ...]) -> tuple[Dims, Dims, list[D
     shapes = [shape_of(index) for index in indices if index is not None]
     picked_shape = tuple(torch.broadcast_shapes(*shapes))
     picked = private(picked_shape, "p")
-    whole = numbered(source, blocked=dims)
-    result = (*whole[: dims[0]], *picked, *whole[dims[-1] + 1 :])
-    return whole, result, [broadcast(shape, picked, picked_shape) for shape in shapes]
+    indexed = numbered(source, blocked=dims)
+    result = (*indexed[: dims[0]], *picked, *indexed[dims[-1] + 1 :])
+    return indexed, result, [broadcast(shape, picked, picked_shape) for shape in shapes]
 
 
 @rule("aten::index")
 def _index(node: Node) -> OpRule | None:
-    found = _index_dims(node, shape_of(tensor_operands(node)[0]))
-    if found is None:
+    parts = _index_dims(node, shape_of(tensor_operands(node)[0]))
+    if parts is None:
         return None
-    whole, result, indices = found
-    return OpRule((whole, *indices), (result,), linear=FIRST_OPERAND, rows="fixed")
+    source, result, indices = parts
+    return OpRule((source, *indices), (result,), linear=FIRST_OPERAND, rows="fixed")
 
 
 @rule("aten::index_put", "aten::_unsafe_index_put")
 def _index_put(node: Node) -> OpRule | None:
     """Linear in the tensor and the values together where the values are added."""
-    found = _index_dims(node, shape_of(node))
+    parts = _index_dims(node, shape_of(node))
     args = arguments(node)
-    if found is None or not args["accumulate"]:
+    # What is put in place of others, twice at one place, depends on the order.
+    if parts is None or not args["accumulate"]:
         return None
-    whole, result, indices = found
+    target, result, indices = parts
     values = args["values"]
     put = broadcast(shape_of(values), result, _index_result_shape(node, shape_of(node)))
     last = len(indices) + 1
-    return OpRule((whole, *indices, put), (whole,), linear=((0, last),), rows="fixed")
+    return OpRule((target, *indices, put), (target,), linear=((0, last),), rows="fixed")
 
 
 def _index_result_shape(node: Node, source: tuple[int, ...]) -> tuple[int, ...]:

@@ -37,6 +37,7 @@ def _layer_norm(node: Node) -> OpRule | None:
     normalized = len(arguments(node)["normalized_shape"])
     rank = len(shapes[0])
     dims = numbered(shapes[0], blocked=range(rank - normalized, rank))
+    # Weight and bias span the blocked dims alone: replicated wherever the rows are cut.
     affine = tuple(broadcast(shape, dims, shapes[0]) for shape in shapes[1:])
     return OpRule((dims, *affine), (dims,))
 
@@ -68,6 +69,7 @@ def _group_norm(node: Node) -> OpRule:
     shape = shape_of(args["input"])
     num_groups = args["num_groups"] if "num_groups" in args else args["group"]
     batch = named(shape[:1], "b")
+    # A channel is (group, channel of the group): the groups are cut, never what is averaged.
     groups = named((num_groups,), "g")
     channels = (*groups[0], *private((shape[1] // num_groups,), "c")[0])
     image, statistics = (*batch, channels, *private(shape[2:], "x")), (*batch, *groups)
@@ -98,20 +100,22 @@ def _softmax(node: Node) -> OpRule:
         (*dims[:dim], *private(result[dim : dim + 1], "r"), *dims[dim + 1 :])
         for result in result_shapes(node)
     )
+    # The one linear operator among them.
     return OpRule((dims,), results, linear=FIRST_OPERAND if "cumsum" in str(node.target) else ())
 
 
 @rule("aten::_softmax_backward_data", "aten::_log_softmax_backward_data")
 def _softmax_backward(node: Node) -> OpRule:
     shape = shape_of(node)
-    dims = numbered(shape, blocked=(arguments(node)["dim"] % max(1, len(shape)),))
+    dims = numbered(shape, blocked=(positive_dim(arguments(node)["dim"], len(shape)),))
+    # Linear in the gradient, not in the probabilities.
     return OpRule((dims, dims), (dims,), linear=FIRST_OPERAND)
 
 
 @rule("aten::_safe_softmax")
 def _safe_softmax(node: Node) -> OpRule:
     shape = shape_of(node)
-    dims = numbered(shape, blocked=(arguments(node)["dim"] % max(1, len(shape)),))
+    dims = numbered(shape, blocked=(positive_dim(arguments(node)["dim"], len(shape)),))
     return OpRule((dims,), (dims,))
 
 
@@ -147,6 +151,7 @@ def _norm_backward(node: Node) -> OpRule:
     """Results: the gradients of the input, and of weight and bias summed over the rows."""
     dims, num_rows = _normalised(node)
     results = (dims, *[dims[num_rows:]] * (len(result_values(node)) - 1))
+    # Gradients of weight and bias add up over rows: partial wherever the rows are cut.
     rows = tuple(factor for dim in dims[:num_rows] for factor in dim)
     operands = _norm_operands(node, dims, num_rows)
     return OpRule(operands, results, contracted=rows, linear=FIRST_OPERAND)

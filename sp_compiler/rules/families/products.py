@@ -36,6 +36,8 @@ def _linear(node: Node) -> OpRule | None:
     x, weight, *bias = operand_shapes(node)
     if len(weight) != 2:
         return None
+    # Leading dims are numbered, so that they can be tokens; width and outputs have names of their
+    # own, so that a dim of the input is never taken for one of the weight.
     dims = (*numbered(x[:-1]), *named(weight[1:], "i"))
     out, inner = Factor("o", weight[0]), Factor("i", weight[1])
     operands: tuple[Dims, ...] = (dims, ((out,), (inner,)))
@@ -63,6 +65,7 @@ def _matmul(node: Node) -> OpRule | None:
         ((*batch, m, n),),
         contracted=(inner,),
         linear=((0,), (1,)),
+        # A batch of right factors goes by the dims of the left ones, which rows would merge.
         rows="leading" if len(right) == 2 else "fixed",
     )
 
@@ -73,6 +76,7 @@ def _baddbmm(node: Node) -> OpRule:
     (result,) = result_shapes(node)
     dims = named(result, "bmn")
     inner = Factor("k", left[-1])
+    # ``inner`` is not contracted: every rank would add the bias.
     operands = (
         broadcast(bias, dims, result),
         (dims[0], dims[1], (inner,)),
@@ -142,7 +146,7 @@ def _convolution(node: Node) -> OpRule | None:
     """Output channels may be sharded, or, where channels are in groups, the groups."""
     shapes, (result,) = operand_shapes(node), result_shapes(node)
     if arguments(node).get("transposed", False) or len(result) != len(shapes[1]):
-        return None
+        return None  # without a batch dim, or with the weight's dims the other way round
     batch = named(shapes[0][:1], "b")
     channels, out = _convolution_channels(shapes[0], shapes[1])
     operands: tuple[Dims, ...] = (
@@ -160,6 +164,7 @@ def _convolution_channels(image: Sequence[int], weight: Sequence[int]) -> tuple[
     The number of groups follows from the shapes; that among the arguments may be one rank's.
     """
     groups = image[1] // weight[1]
+    # One group: input channels are summed by every output, and a partial sum would meet the bias.
     if groups == 1:
         return private(image[1:2], "c")[0], (Factor("o", weight[0]),)
     inner = private((weight[1],), "c")[0]
@@ -183,6 +188,7 @@ def _convolution_backward(node: Node) -> OpRule | None:
     channels, out = _convolution_channels(image, weight)
     image_dims = (*batch, channels, *private(image[2:], "x"))
     weight_dims = (out, *private(weight[1:], "w"))
+    # With groups each rank has the gradient of its own input channels, complete.
     summed = out if image[1] == weight[1] else ()
     return OpRule(
         ((*batch, out, *private(grad[2:], "y")), image_dims, weight_dims),

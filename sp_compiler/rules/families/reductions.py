@@ -47,6 +47,7 @@ def _reduction(node: Node) -> OpRule | None:
         for dim, factors in enumerate(dims)
         if keep or dim not in reduced
     )
+    # The largest of parts, their norms or variances do not add up: those dims are blocked above.
     gone = tuple(f for dim in sorted(reduced) for f in dims[dim] if not f.blocked)
     # A mean adds up in float32 what would overflow as a sum.
     may_sum = is_mean and node.meta["val"].dtype != torch.float16

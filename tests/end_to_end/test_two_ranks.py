@@ -1,0 +1,105 @@
+"""One model on two processes: what simulated ranks cannot see, short enough for every run.
+
+Loading parameters that are sharded in segments, reductions that are put off, parameters that are
+changed in place between steps: each is followed by a step, compared with the model on one device.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import sp_compiler
+from tests.helpers.ranks import run_on_ranks
+from tests.models import zoo
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+_NAME = "plain"
+Step = Callable[[Any, nn.Module], None]
+
+
+def _model(seed: int) -> nn.Module:
+    model = zoo.build(_NAME, layers=1)
+    zoo.randomise(model, seed)
+    return model.double()
+
+
+def _loss(model: Any) -> Tensor:
+    return zoo.loss_of(model(**zoo.inputs(_NAME)))
+
+
+def _loaded_parameters(module: Any, model: nn.Module) -> None:
+    """Full tensors of another model; the fused projection is cut in segments."""
+    other = _model(7)
+    model.load_state_dict(other.state_dict())
+    module.load_state_dict(other.state_dict())
+    _loss(model).backward()
+    _loss(module).backward()
+
+
+def _put_off_reductions(module: Any, model: nn.Module) -> None:
+    for _ in range(3):
+        _loss(model).backward()
+    with module.no_sync():
+        _loss(module).backward()
+        _loss(module).backward()
+    _loss(module).backward()
+
+
+def _changed_in_place(module: Any, model: nn.Module) -> None:
+    for one in (module, model):
+        with torch.no_grad():
+            for parameter in one.parameters():
+                parameter.mul_(0.9).add_(0.01)
+        _loss(one).backward()
+
+
+def _optimizer_step(module: Any, model: nn.Module) -> None:
+    for one in (module, model):
+        _loss(one).backward()
+        torch.nn.utils.clip_grad_norm_(one.parameters(), 0.5)
+        torch.optim.AdamW(one.parameters(), lr=0.1).step()
+        one.zero_grad()
+        _loss(one).backward()
+
+
+_STEPS: tuple[Step, ...] = (
+    _loaded_parameters,
+    _put_off_reductions,
+    _changed_in_place,
+    _optimizer_step,
+)
+
+
+def _errors() -> dict[str, float]:
+    """The worst error of loss and parameters after each of the steps and one of descent."""
+    model = _model(0)
+    module: Any = sp_compiler.compile(copy.deepcopy(model), tp=2)
+    _loss(module)
+    errors = {}
+    for step in _STEPS:
+        module.zero_grad()
+        model.zero_grad()
+        step(module, model)
+        # What the gradients are, read from parameters, which are true however they are stored.
+        for one in (module, model):
+            torch.optim.SGD(one.parameters(), lr=0.5).step()
+        worst = float((_loss(module) - _loss(model)).abs().detach())
+        true = model.state_dict()
+        for name, entry in module.state_dict().items():
+            full = entry.full_tensor() if isinstance(entry, DTensor) else entry
+            worst = max(worst, float((full - true[name]).abs().max()))
+        errors[step.__name__] = worst
+    return errors
+
+
+def test_steps_on_two_processes() -> None:
+    for errors in run_on_ranks(2, _errors):
+        assert max(errors.values()) < 1e-10, errors

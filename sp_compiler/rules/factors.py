@@ -58,7 +58,7 @@ class OpRule:
         split: for an operator that cuts one dim into parts, (operand dim, part sizes): with each
             part sharded as a segment, all results are sharded on that dim.
         placed: whether the operator is told which part of the global tensor it holds: a dim, and
-            how many ranks share it. There are no segments then, and the last dim is no part of the rows.
+            how many ranks share it. There are no segments then, and rows leave out the last dim.
         rows: how leading dims may be flattened to rows of tokens, see :data:`Rows`.
     """
 

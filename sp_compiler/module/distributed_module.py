@@ -20,6 +20,7 @@ from sp_compiler.module.module_tree import Layout, MirrorModule, fill_mirror
 from sp_compiler.module.optimizer_state import show_true_state
 from sp_compiler.module.outputs import plain_input, user_outputs
 from sp_compiler.module.pretrained import load_pretrained
+from sp_compiler.module.saving import full_state_dict
 from sp_compiler.module.source_model import Original, check_not_taken, move_hooks
 from sp_compiler.module.state import Build, ModuleState
 from sp_compiler.module.views import SignedForward, tied_names
@@ -29,10 +30,7 @@ from sp_compiler.runtime.reductions import watch_optimizer_steps
 from sp_compiler.runtime.region_call import local_tensor, refuse_transforms
 from sp_compiler.trace.export import flatten_inputs
 
-_WHOLE_STATE = (
-    "torch.distributed.checkpoint.state_dict.get_model_state_dict(module, "
-    "options=StateDictOptions(full_state_dict=True))"
-)
+_FULL_STATE = "torch's get_model_state_dict with StateDictOptions(full_state_dict=True)"
 
 
 class DistributedModule(MirrorModule):
@@ -154,6 +152,19 @@ class DistributedModule(MirrorModule):
                     parameters.replace(name, parameters[first])
         return result
 
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Return the model's own weights, unsharded, on the CPU of rank 0; ``{}`` on other ranks.
+
+        All ranks must call it; no rank holds more than one unsharded tensor beside rank 0's result,
+        which ``torch.save``, ``safetensors`` and the original model's ``load_state_dict`` take:
+        ``state = module.full_state_dict()``, then ``if rank == 0: torch.save(state, path)``.
+
+        Raises:
+            ArgumentError: the parameters have no data yet.
+        """
+        require_data(self._sp_state)
+        return full_state_dict(self, self._sp_state.group)
+
     def give_back(self) -> None:
         """Undo the taking over of the model while no parameter is placed; this module is dead then.
 
@@ -220,8 +231,8 @@ class DistributedModule(MirrorModule):
         """Not available: raises with advice."""
         raise UnsupportedError(
             "generate() is not supported by a compiled model, which has no key/value cache; call "
-            f"the module itself on whole sequences, or load {_WHOLE_STATE}, which all ranks must "
-            "call, into a new model and generate with that"
+            "the module itself on whole sequences, or load module.full_state_dict() (or "
+            f"{_FULL_STATE}), which all ranks must call, into a new model and generate with that"
         )
 
     def save_pretrained(self, folder: Any, *args: Any, **kwargs: Any) -> Any:
@@ -233,7 +244,8 @@ class DistributedModule(MirrorModule):
         if self._sp_state.group.world_size > 1 and kwargs.get("state_dict") is None:
             raise UnsupportedError(
                 "save_pretrained() on several ranks needs whole weights: pass state_dict=state, "
-                f"where state = {_WHOLE_STATE}, which all ranks must call"
+                f"where state = module.full_state_dict() (or {_FULL_STATE}), which all ranks must "
+                "call, and save on rank 0"
             )
         return super().__getattr__("save_pretrained")(folder, *args, **kwargs)
 

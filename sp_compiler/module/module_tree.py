@@ -13,10 +13,37 @@ from torch.distributed.tensor import DTensor
 
 from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.base.placement import I, Placement
-from sp_compiler.module.parameters import distributed_parameter, from_loaded, to_true_chunk
+from sp_compiler.module.parameters import (
+    distributed_parameter,
+    from_loaded,
+    to_true_chunk,
+)
+from sp_compiler.module.saving import refuse_to_pickle
 from sp_compiler.runtime.group import TensorParallelGroup
 from sp_compiler.runtime.program_cache import Constant
 
+# Methods of PEFT that change which adapters there are, or which of them compute.
+_ADAPTER_CHANGES = frozenset(
+    (
+        "add_adapter",
+        "add_weighted_adapter",
+        "delete_adapter",
+        "disable_adapter",
+        "disable_adapter_layers",
+        "disable_adapters",
+        "enable_adapter_layers",
+        "enable_adapters",
+        "inject_adapter",
+        "load_adapter",
+        "merge",
+        "merge_adapter",
+        "merge_and_unload",
+        "set_adapter",
+        "unload",
+        "unmerge",
+        "unmerge_adapter",
+    )
+)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -80,6 +107,8 @@ class MirrorModule(nn.Module):
             original = self.__dict__.get("_sp_original")
             if original is None or name.startswith("_sp_"):
                 raise
+            if name in _ADAPTER_CHANGES:
+                _refuse_adapter_change(original, name)
             # Properties and methods read parameters (``device``, ``num_parameters()``).
             member = inspect.getattr_static(type(original), name, None)
             if isinstance(member, property) and member.fget is not None:
@@ -176,9 +205,9 @@ class MirrorModule(nn.Module):
                 continue
             placement = self._sp_layout.placement(self._sp_path, name)
             if len(placement.segments) > 1:
-                destination[prefix + name] = to_true_chunk(
-                    parameter, placement, self._sp_layout.group
-                )
+                chunk = to_true_chunk(parameter, placement, self._sp_layout.group)
+                destination[prefix + name] = chunk
+            refuse_to_pickle(destination[prefix + name])
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
@@ -213,6 +242,18 @@ class MirrorDict(MirrorModule, nn.ModuleDict):
     """Stands for a ``ModuleDict``."""
 
 
+class MirrorAdapter(MirrorModule):
+    """Stands for a layer of PEFT, and is one to ``isinstance``, which PEFT asks what to save.
+
+    Without it the files that PEFT writes have no tensor in them. Methods that merge or switch
+    adapters would change what was compiled; they raise.
+    """
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self._sp_original)
+
+
 def fill_mirror(root: MirrorModule, original: nn.Module, layout: Layout) -> None:
     """Give ``root`` mirrored children, distributed parameters and buffers of ``original``.
 
@@ -236,7 +277,7 @@ def fill_mirror(root: MirrorModule, original: nn.Module, layout: Layout) -> None
 
 
 def _same_layout(present: Tensor, value: Tensor) -> bool:
-    """False for a whole tensor, or other placements on the same mesh, in the stead of a DTensor."""
+    """False for a whole tensor, or other placements on the same mesh, instead of a DTensor."""
     if not isinstance(present, DTensor):
         return True
     if not isinstance(value, DTensor):
@@ -253,4 +294,20 @@ def _mirror_class(module: nn.Module) -> type[MirrorModule]:
     for kind, mirror in kinds.items():
         if isinstance(module, kind):
             return mirror
+    if any(base.__module__.partition(".")[0] == "peft" for base in type(module).__mro__):
+        return MirrorAdapter
     return MirrorModule
+
+
+def _refuse_adapter_change(original: nn.Module, name: str) -> None:
+    """Raise where ``name`` is a method of PEFT; a model of the user's may have one called so."""
+    home = getattr(getattr(original, name, None), "__module__", None) or ""
+    if home.partition(".")[0] != "peft" and home != "transformers.integrations.peft":
+        return
+    raise UnsupportedError(
+        f"{name}() would change the adapters of a model that is compiled with them. Weights of an "
+        "adapter are loaded by peft.set_peft_model_state_dict(module, peft.load_peft_weights("
+        "folder)); to merge, unload or switch adapters, build the PEFT model anew, call its "
+        "load_state_dict(state) with state = module.full_state_dict(), and its own "
+        f"{name}()"
+    )

@@ -1,9 +1,9 @@
 """Optimizers' state in checkpoints: laid out like the parameters of the module's ``state_dict()``.
 
-The state of a parameter whose dim has segments has their rows in rank order, which no checkpoint
-can describe. ``Optimizer.state_dict()`` shows it as true chunks, and ``load_state_dict`` takes it,
-or whole tensors, back to where the parameter is. PyTorch lets nobody hook into optimizers that are
-yet to be made, so these two methods are wrapped.
+The state of a parameter whose dim has segments is placed like it: a rank has rows of each segment,
+and checkpoints want a range. ``Optimizer.state_dict()`` shows it as true chunks, and
+``load_state_dict`` takes it, or whole tensors, back to where the parameter is. PyTorch lets nobody
+hook into optimizers that are yet to be made, so these two methods are wrapped.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from sp_compiler.base.placement import Placement
 from sp_compiler.module.module_tree import MirrorModule
 from sp_compiler.module.parameters import from_loaded, to_true_chunk
+from sp_compiler.module.saving import refuse_to_pickle
 from sp_compiler.runtime.group import TensorParallelGroup
 
 _Stored = tuple[DTensor, Placement, TensorParallelGroup]
@@ -50,8 +51,11 @@ def _wrap() -> None:
 
 
 def _true_chunk(value: Tensor, parameter: DTensor, where: Placement, group: Any) -> Tensor:
-    if len(where.segments) > 1 and isinstance(value, DTensor):
-        return to_true_chunk(value, where, group)
+    if not isinstance(value, DTensor):
+        return value
+    if len(where.segments) > 1:
+        value = to_true_chunk(value, where, group)
+    refuse_to_pickle(value)
     return value
 
 

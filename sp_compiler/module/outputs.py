@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.placement import Placement
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.program import Ref
+from sp_compiler.module.parameters import mesh_placement
 from sp_compiler.runtime.executor import Execution
 from sp_compiler.runtime.group import TensorParallelGroup
 from sp_compiler.runtime.padding import without_rank_padding
@@ -53,7 +54,7 @@ def _output(value: Any, placement: Placement, group: TensorParallelGroup) -> Any
     return DTensor.from_local(
         without_rank_padding(value, placement, group.rank, group.world_size),
         group.mesh,
-        [Shard(placement.dim)],
+        [mesh_placement(placement)],
         run_check=False,
         shape=described.shape,
         stride=described.stride(),

@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement as MeshPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -17,22 +17,22 @@ from torch.optim import Optimizer
 
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.placement import I, Placement, S
-from sp_compiler.base.shards import local_part
-from sp_compiler.runtime.group import TensorParallelGroup
+from sp_compiler.module.saving import refuse_to_pickle
+from sp_compiler.module.segmented_shard import segmented_shard
+from sp_compiler.runtime.group import AXIS, TensorParallelGroup
 from sp_compiler.runtime.padding import stored_part
 
 
 def mesh_placement(placement: Placement) -> MeshPlacement:
-    """The DTensor placement of a stored parameter.
+    """The DTensor placement of a stored parameter or of an output.
 
-    Equal segments are what ``_StridedShard`` describes, so ``full_tensor()`` is right for them.
-    DTensor cannot describe unequal ones: their ``full_tensor()`` has the segments' rows in rank
-    order, and ``state_dict()`` of the module puts them right.
+    A padded dim is plainly sharded: chunks of equal size but for the last ones, which are cut off
+    where the dim ends, are what DTensor makes of it too.
     """
     if not placement.is_sharded:
         return Replicate()
-    if len(placement.segments) > 1 and len(set(placement.segments)) == 1:
-        return _StridedShard(placement.dim, split_factor=len(placement.segments))
+    if len(placement.segments) > 1:
+        return segmented_shard(placement.dim, placement.segments)
     return Shard(placement.dim)
 
 
@@ -88,20 +88,37 @@ def place(parameter: Tensor, placement: Placement, group: TensorParallelGroup) -
         raise ArgumentError("a parameter can be placed only once")
     distributed._local_tensor = stored_part(whole, placement, group.rank, group.world_size)
     distributed._spec = tensor_spec(group.mesh, parameter.shape, whole.dtype, placement)
+    refuse_to_pickle(distributed)
 
 
 @torch.no_grad()
-def to_true_chunk(parameter: DTensor, placement: Placement, group: TensorParallelGroup) -> DTensor:
+def unsharded(value: DTensor, placement: Placement, group: TensorParallelGroup) -> Tensor:
+    """The model's own tensor, of a parameter or what is laid out like it; all ranks must call it.
+
+    Where ``fully_shard`` cut this rank's part of the segments over another axis, no placement says
+    so, and that axis is gathered first.
+    """
+    if len(placement.segments) < 2 or value.device_mesh.ndim == 1:
+        return value.full_tensor()
+    mesh, placements = _other_axes(value)
+    shape = torch.Size(placement.local_shape(tuple(value.shape), group.world_size))
+    part = DTensor.from_local(
+        value._local_tensor,
+        mesh,
+        placements,
+        run_check=False,
+        shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
+    ).full_tensor()
+    return group.communicator.all_gather(part, str(placement), "I")
+
+
+def to_true_chunk(value: DTensor, placement: Placement, group: TensorParallelGroup) -> DTensor:
     """A segmented parameter as an ordinary ``Shard(dim)`` DTensor; every rank must call it.
 
     Its local parts are contiguous chunks of the true tensor, so checkpoints can reshard them.
     """
-    whole = group.communicator.all_gather(parameter._local_tensor, str(placement), "I")
-    plain = S(placement.dim)
-    spec = tensor_spec(parameter.device_mesh, parameter.shape, whole.dtype, plain)
-    return DTensor(
-        local_part(whole, plain, group.rank, group.world_size), spec, requires_grad=False
-    )
+    return _laid_out(unsharded(value, placement, group), S(placement.dim), value, group)
 
 
 @torch.no_grad()
@@ -114,10 +131,45 @@ def from_loaded(
             return value
         value = value.full_tensor()
     if value.shape != parameter.shape:
-        return value
-    local = stored_part(value, placement, group.rank, group.world_size)
-    spec = tensor_spec(parameter.device_mesh, parameter.shape, value.dtype, placement)
+        return value  # load_state_dict says so better
+    return _laid_out(value, placement, parameter, group)
+
+
+@torch.no_grad()
+def _laid_out(
+    full: Tensor, placement: Placement, like: DTensor, group: TensorParallelGroup
+) -> DTensor:
+    """``full`` placed over the axis "tp", and over other axes as ``like`` is."""
+    local = stored_part(full, placement, group.rank, group.world_size)
+    on_axis = mesh_placement(placement)
+    where: tuple[MeshPlacement, ...] = (on_axis,)
+    if like.device_mesh.ndim > 1:
+        mesh, placements = _other_axes(like)
+        # Every rank has the same: nothing is sent.
+        local = distribute_tensor(local, mesh, placements, src_data_rank=None).to_local()
+        axis = _axis(like.device_mesh)
+        where = tuple(
+            on_axis if index == axis else other for index, other in enumerate(like.placements)
+        )
+    stride = torch.empty(full.shape, device="meta").stride()
+    spec = DTensorSpec(like.device_mesh, where, TensorMeta(full.shape, stride, full.dtype))
     return DTensor(local, spec, requires_grad=False)
+
+
+def _axis(mesh: DeviceMesh) -> int:
+    return (mesh.mesh_dim_names or ()).index(AXIS)
+
+
+def _other_axes(value: DTensor) -> tuple[DeviceMesh, list[MeshPlacement]]:
+    """The axes but "tp", and how this rank's tensor-parallel part is placed over them."""
+    names = value.device_mesh.mesh_dim_names or ()
+    others = [index for index in range(len(names)) if index != _axis(value.device_mesh)]
+    placements = [
+        # FSDP's way to say that its chunks are chunks of the part, not of the model's tensor.
+        Shard(where.dim) if isinstance(where, _StridedShard) else where
+        for where in (value.placements[index] for index in others)
+    ]
+    return value.device_mesh[tuple(names[index] for index in others)], placements
 
 
 def optimizers_of(parameters: Iterable[Tensor]) -> list[tuple[Optimizer, bool]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -33,7 +33,7 @@ class Checkpoint:
             file), or a folder with one of them.
 
     Raises:
-        ArgumentError: there is no such file.
+        ArgumentError: there is no such file, it is damaged, or an index leads out of its folder.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -60,8 +60,9 @@ class Checkpoint:
         source = self._slice(name)
         shape = tuple(source.get_shape())
         if not placement.is_sharded:
-            whole: Tensor = self._file(name).get_tensor(name)
-            return whole
+            with _readable(self._files[name], name):
+                full: Tensor = self._file(name).get_tensor(name)
+            return full
         before = (slice(None),) * placement.dim
         pieces = [
             source[(*before, slice(start, stop))]
@@ -71,13 +72,27 @@ class Checkpoint:
         return torch.cat(pieces, placement.dim)
 
     def _slice(self, name: str) -> Any:
-        return self._file(name).get_slice(name)
+        with _readable(self._files[name], name):
+            return self._file(name).get_slice(name)
 
     def _file(self, name: str) -> Any:
         path = self._files[name]
         if path not in self._open:
-            self._open[path] = self._stack.enter_context(safe_open(path, framework="pt"))
+            with _readable(path, name):
+                self._open[path] = self._stack.enter_context(safe_open(path, framework="pt"))
         return self._open[path]
+
+
+@contextlib.contextmanager
+def _readable(path: Path, name: str) -> Iterator[None]:
+    """Let errors of the safetensors library say in which file, and for which tensor."""
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise ArgumentError(
+            f"{path}: cannot read tensor {name!r} ({error}); the file is damaged, incomplete or no "
+            "safetensors file, or an index names the wrong one: download it again"
+        ) from error
 
 
 def _own_ranges(
@@ -103,10 +118,51 @@ def _tensor_files(path: Path) -> dict[str, Path]:
             "(a local one: download it first)"
         )
     if path.suffix == ".json":
-        weight_map: dict[str, str] = json.loads(path.read_text())["weight_map"]
-        return {name: path.parent / file for name, file in weight_map.items()}
-    with safe_open(path, framework="pt") as file:
+        return {name: _inside(path, name, file) for name, file in _weight_map(path).items()}
+    with _readable(path, "(any)"), safe_open(path, framework="pt") as file:
         return dict.fromkeys(file.keys(), path)
+
+
+def _weight_map(path: Path) -> dict[str, Any]:
+    """Tensor name to file name of an index.
+
+    Raises:
+        ArgumentError: it is no index.
+    """
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ArgumentError(f"{path}: expected an index in JSON; {error}") from error
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict):
+        raise ArgumentError(
+            f'{path}: expected the key "weight_map" with an object, tensor name to file name; got '
+            f"{type(weight_map).__name__}"
+        )
+    return weight_map
+
+
+def _inside(index: Path, name: str, file: Any) -> Path:
+    """The file that ``index`` gives for the tensor ``name``.
+
+    Raises:
+        ArgumentError: it is none, or not below the index's folder. An index comes with weights from
+            elsewhere and must not say which other files of this machine are read.
+    """
+    named = isinstance(file, str) and "\0" not in file
+    path = index.parent / file if named else index.parent
+    folder = index.parent.resolve()
+    target = path.resolve()
+    # The cache of huggingface_hub is made of links, snapshots/REVISION/FILE -> ../../blobs/HASH.
+    blobs = [folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else []
+    if not named or not any(map(target.is_relative_to, (folder, *blobs))):
+        raise ArgumentError(
+            f'{index}: "weight_map" gives {file!r} for {name!r}; expected the name of a file in '
+            f"{folder} (links that lead out of it are not followed)"
+        )
+    if not target.is_file():
+        raise ArgumentError(f'{index}: "weight_map" gives {file!r} for {name!r}: no such file')
+    return path
 
 
 def find_name(names: Sequence[str], available: Sequence[str], prefix: str) -> str | None:

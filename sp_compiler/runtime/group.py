@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from sp_compiler.base.errors import ArgumentError
+from sp_compiler.base.errors import ArgumentError, UnsupportedError
 from sp_compiler.ops.communicator import Communicator
 from sp_compiler.ops.dropout import draw_seed
 
-_AXIS = "tp"
+AXIS = "tp"
 _HOW = (
     "start one process a rank, for example `torchrun --nproc-per-node={tp} train.py`, and "
     "call torch.distributed.init_process_group() first. To see what compilation does without a "
@@ -64,8 +64,9 @@ def tensor_parallel_group(
         axis = _tp_axis(mesh)
         if tp is not None and tp != axis.size():
             raise ArgumentError(
-                f'tp={tp}, but the mesh has {axis.size()} ranks on its axis "{_AXIS}"'
+                f'tp={tp}, but the mesh has {axis.size()} ranks on its axis "{AXIS}"'
             )
+        _refuse_other_axes(mesh)
         tp = axis.size()
     if tp is None:
         raise ArgumentError('give tp=<number of ranks>, or mesh= with an axis named "tp"')
@@ -74,7 +75,7 @@ def tensor_parallel_group(
     if tp == 1:
         return TensorParallelGroup(None, Communicator(None, 0, 1))
     if mesh is None:
-        axis = DeviceMesh(device_type, list(range(_world_of_size(tp))), mesh_dim_names=(_AXIS,))
+        axis = DeviceMesh(device_type, list(range(_world_of_size(tp))), mesh_dim_names=(AXIS,))
     group = axis.get_group()
     return TensorParallelGroup(axis, Communicator(group, dist.get_rank(group), tp))
 
@@ -88,7 +89,7 @@ def _world_of_size(tp: int) -> int:
     if world_size != tp:
         raise ArgumentError(
             f"tp={tp}, but the default process group has {world_size} ranks; with more ranks than "
-            f'tp pass mesh=init_device_mesh(..., mesh_dim_names=("dp", "{_AXIS}")); else '
+            f'tp pass mesh=init_device_mesh(..., mesh_dim_names=("dp", "{AXIS}"))["{AXIS}"]; else '
             + _HOW.format(tp=tp)
         )
     return world_size
@@ -96,9 +97,21 @@ def _world_of_size(tp: int) -> int:
 
 def _tp_axis(mesh: DeviceMesh) -> DeviceMesh:
     names = mesh.mesh_dim_names or ()
-    if _AXIS not in names:
-        raise ArgumentError(f'mesh has the axes {names}; one of them must be named "{_AXIS}"')
-    return mesh[_AXIS] if len(names) > 1 else mesh
+    if AXIS not in names:
+        raise ArgumentError(f'mesh has the axes {names}; one of them must be named "{AXIS}"')
+    return mesh[AXIS] if len(names) > 1 else mesh
+
+
+def _refuse_other_axes(mesh: DeviceMesh) -> None:
+    """Raise where ranks of another axis would train on gradients of their own data alone."""
+    sizes = {name: mesh[name].size() for name in mesh.mesh_dim_names or () if name != AXIS}
+    others = [f'"{name}" of {size} ranks' for name, size in sizes.items() if size > 1]
+    if others:
+        raise UnsupportedError(
+            f"the mesh has the axis {', '.join(others)}, and this version does not reduce "
+            f'gradients over it. Pass mesh["{AXIS}"] and reduce them yourself, for example by '
+            "torch.distributed.fsdp.fully_shard(module, mesh=the other axis) on the compiled module"
+        )
 
 
 def forward_seed(group: TensorParallelGroup, device: torch.device) -> Tensor:

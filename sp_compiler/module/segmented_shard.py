@@ -1,0 +1,124 @@
+"""DTensor placements of a dim with segments, each of which is sharded over all ranks.
+
+Of a fused q, k, v weight every rank holds its own heads of q, of k and of v. DTensor's
+``_StridedShard(dim, split_factor=n)`` says so for n equal segments; for unequal ones it has no
+placement. Its rules make new placements out of ``dim`` and ``split_factor`` alone (for a transposed
+matrix, a sum, a stack), so a class of our own would be lost at the first operation: here a negative
+``split_factor`` stands for the segments, and ``_StridedShard``'s own way to cut a tensor into
+shards, which everything that joins shards goes through too, is wrapped to know it. Equal segments
+are written so as well, for ``_StridedShard`` follows them wrongly through some views; no size is a
+multiple of a negative factor, so rules that would reshape the dim raise.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from sp_compiler.base.errors import UnsupportedError
+
+# Factor to segments. Its entries are facts (the factor is a hash of them), so it needs no owner.
+_SEGMENTS: dict[int, tuple[int, ...]] = {}
+
+
+def segmented_shard(dim: int, segments: tuple[int, ...]) -> _StridedShard:
+    """Placement of ``dim`` cut into ``segments``, of each of which every rank holds one chunk."""
+    _understand_segments()
+    # By content: every rank and every process must write the same placement alike.
+    digest = hashlib.sha256(repr(segments).encode()).digest()
+    factor = -1 - (int.from_bytes(digest[:8], "big") >> 2)
+    assert _SEGMENTS.setdefault(factor, segments) == segments
+    return _StridedShard(dim, split_factor=factor)
+
+
+def segments_of(placement: Placement) -> tuple[int, ...]:
+    """Segments of a placement made by :func:`segmented_shard` or out of one; ``()`` of others.
+
+    Raises:
+        UnsupportedError: it comes from another process, where they are known.
+    """
+    if not isinstance(placement, _StridedShard):
+        return ()
+    factor = _factor(placement)
+    if factor > 0:
+        return ()
+    if factor not in _SEGMENTS:
+        raise UnsupportedError(
+            "a DTensor placed in segments by sp_compiler in another process: load checkpoints "
+            "through module.state_dict() and torch.distributed.checkpoint"
+        )
+    return _SEGMENTS[factor]
+
+
+def is_segmented(value: Any) -> bool:
+    """Whether ``value`` is a DTensor with segments, of which a rank's rows are no range."""
+    return isinstance(value, DTensor) and any(map(segments_of, value.placements))
+
+
+def _factor(placement: _StridedShard) -> int:
+    # Not the property: under torch.compile that one may be symbolic.
+    factor: int = torch._C._distributed.StridedShard.split_factor.__get__(placement)  # type: ignore[attr-defined]
+    return int(factor)
+
+
+@functools.cache
+def _understand_segments() -> None:
+    """Wrap ``_StridedShard`` for this process; DTensors without segments take the same way."""
+    split = _StridedShard._split_tensor
+    locate = _StridedShard._local_shard_size_and_offset
+
+    @functools.wraps(split)
+    def _split_tensor(
+        self: _StridedShard, tensor: Tensor, num_chunks: int, **kwargs: Any
+    ) -> tuple[list[Tensor], list[int]]:
+        segments = segments_of(self)
+        if not segments:
+            return split(self, tensor, num_chunks, **kwargs)
+        if sum(segments) != tensor.shape[self.dim]:
+            raise UnsupportedError(
+                f"dim {self.dim} of a DTensor of {tensor.shape[self.dim]} rows is placed in the "
+                f"segments {segments}: a view changed the dim, or another mesh axis shards it too "
+                "(fully_shard). Use the parameter itself, or module.full_state_dict()"
+            )
+        pieces = [part.chunk(num_chunks, self.dim) for part in tensor.split(segments, self.dim)]
+        shards = [torch.cat([piece[i] for piece in pieces], self.dim) for i in range(num_chunks)]
+        return shards, [0] * num_chunks if kwargs.get("with_padding", True) else []
+
+    @functools.wraps(locate)
+    def _local_shard_size_and_offset(self: _StridedShard, *args: Any, **kwargs: Any) -> Any:
+        size, offsets = locate(self, *args, **kwargs)
+        # Who asks for all offsets goes on with the first one, as if the rows were a range.
+        if isinstance(offsets, list) and segments_of(self) and _has_gaps(offsets):
+            raise UnsupportedError(
+                f"a DTensor placed in the segments {segments_of(self)} has no range of rows on a "
+                "rank: save module.state_dict() and optimizer.state_dict(), which hold ranges, and "
+                "look at parameter.full_tensor()"
+            )
+        return size, offsets
+
+    _StridedShard._split_tensor = _split_tensor  # type: ignore[method-assign]
+    _StridedShard._local_shard_size_and_offset = _local_shard_size_and_offset  # type: ignore[method-assign]
+    _StridedShard.__repr__ = _shown(_StridedShard.__repr__, "_StridedShard(dim={}, segments={})")  # type: ignore[method-assign]
+    _StridedShard.__str__ = _shown(_StridedShard.__str__, "_S({}, segments={})")  # type: ignore[method-assign]
+
+
+def _shown(show: Callable[[_StridedShard], str], form: str) -> Callable[[_StridedShard], str]:
+    """``show`` that prints segments where there are some."""
+
+    @functools.wraps(show)
+    def shown(self: _StridedShard) -> str:
+        segments = _SEGMENTS.get(_factor(self))
+        return form.format(self.dim, segments) if segments else show(self)
+
+    return shown
+
+
+def _has_gaps(offsets: list[int]) -> bool:
+    return offsets != list(range(offsets[0], offsets[0] + len(offsets))) if offsets else False

@@ -1,0 +1,95 @@
+"""Files of weights that are damaged, or that would lead out of their folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import save_file
+
+from sp_compiler import ArgumentError
+from tests.helpers.users import compiled, net
+
+_INDEX = "model.safetensors.index.json"
+
+
+def _write(folder: Path, weight_map: Any = None, file: str = "part.safetensors") -> Path:
+    """A checkpoint of :func:`net` with an index, by default a right one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    state = dict(net().state_dict())
+    save_file(state, folder / "part.safetensors")
+    index = {"weight_map": dict.fromkeys(state, file) if weight_map is None else weight_map}
+    (folder / _INDEX).write_text(json.dumps(index))
+    return folder
+
+
+def _refused(folder: Path, said: str) -> None:
+    with pytest.raises(ArgumentError, match=said):
+        compiled().load_pretrained(folder)
+
+
+def test_an_index_beside_its_files(tmp_path: Path) -> None:
+    assert compiled().load_pretrained(_write(tmp_path)) == []
+
+
+def test_the_links_of_the_hubs_cache_are_followed(tmp_path: Path) -> None:
+    folder = _write(tmp_path / "models--a" / "snapshots" / "f00d")
+    blobs = tmp_path / "models--a" / "blobs"
+    blobs.mkdir()
+    (folder / "part.safetensors").rename(blobs / "beef")
+    (folder / "part.safetensors").symlink_to("../../blobs/beef")
+    assert compiled().load_pretrained(folder) == []
+
+
+@pytest.mark.parametrize("how", ["parent", "absolute", "through", "link", "folder_link"])
+def test_an_index_cannot_lead_out_of_its_folder(tmp_path: Path, how: str) -> None:
+    outside = _write(tmp_path / "secret")
+    inside = tmp_path / "model"
+    inside.mkdir()
+    (inside / "link.safetensors").symlink_to(outside / "part.safetensors")
+    (inside / "sub").symlink_to(outside)
+    file = {
+        "parent": "../secret/part.safetensors",
+        "absolute": str(outside / "part.safetensors"),
+        "through": "sub/../../secret/part.safetensors",
+        "link": "link.safetensors",
+        "folder_link": "sub/part.safetensors",
+    }[how]
+    _refused(_write(inside, file=file), r"index\.json.*'head\.bias'|index\.json.*for 'blocks")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", r"index\.json: expected an index in JSON"),
+        ("[" * 100_000, r"index\.json: expected an index in JSON"),
+        ("[]", r'index\.json: expected the key "weight_map".*NoneType'),
+        ('{"weight_map": ["a"]}', r'index\.json: expected the key "weight_map".*list'),
+        ('{"weight_map": {"head.bias": 3}}', r"gives 3 for 'head\.bias'"),
+        ('{"weight_map": {"head.bias": ""}}', r"gives '' for 'head\.bias': no such file"),
+        ('{"weight_map": {"head.bias": "no"}}', r"gives 'no' for 'head\.bias': no such file"),
+    ],
+)
+def test_an_index_that_is_none(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / _INDEX).write_text(text)
+    _refused(tmp_path, said)
+
+
+def test_a_damaged_file_is_named_with_the_tensor(tmp_path: Path) -> None:
+    folder = _write(tmp_path)
+    part = folder / "part.safetensors"
+    part.write_bytes(part.read_bytes()[:-8])
+    _refused(folder, r"part\.safetensors: cannot read tensor '[a-z0-9.]+'")
+    part.write_bytes(b"\xff" * 64)
+    _refused(part, r"part\.safetensors: cannot read tensor")
+
+
+def test_a_tensor_that_is_not_in_the_file_of_the_index(tmp_path: Path) -> None:
+    names = {**dict.fromkeys(net().state_dict(), "part.safetensors"), "gone": "part.safetensors"}
+    names["blocks.0.norm.weight"] = "other.safetensors"
+    save_file({"gone": net().head.bias.detach()}, tmp_path / "other.safetensors")
+    _refused(
+        _write(tmp_path, names), r"other\.safetensors: cannot read tensor 'blocks\.0\.norm\.weight'"
+    )

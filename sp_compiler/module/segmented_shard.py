@@ -46,7 +46,7 @@ def segments_of(placement: Placement) -> tuple[int, ...]:
     """
     if not isinstance(placement, _StridedShard):
         return ()
-    factor = _factor(placement)
+    factor = int(placement.split_factor)
     if factor > 0:
         return ()
     if factor not in _SEGMENTS:
@@ -60,12 +60,6 @@ def segments_of(placement: Placement) -> tuple[int, ...]:
 def is_segmented(value: Any) -> bool:
     """Whether ``value`` is a DTensor with segments, of which a rank's rows are no range."""
     return isinstance(value, DTensor) and any(map(segments_of, value.placements))
-
-
-def _factor(placement: _StridedShard) -> int:
-    # Not the property: under torch.compile that one may be symbolic.
-    factor: int = torch._C._distributed.StridedShard.split_factor.__get__(placement)  # type: ignore[attr-defined]
-    return int(factor)
 
 
 @functools.cache
@@ -114,7 +108,7 @@ def _shown(show: Callable[[_StridedShard], str], form: str) -> Callable[[_Stride
 
     @functools.wraps(show)
     def shown(self: _StridedShard) -> str:
-        segments = _SEGMENTS.get(_factor(self))
+        segments = _SEGMENTS.get(int(self.split_factor))
         return form.format(self.dim, segments) if segments else show(self)
 
     return shown

@@ -116,7 +116,7 @@ def _true_tensors() -> bool:
                 # The model casts its norms to float32; rows in another order are off by all.
                 bound = 1e-6 * want.abs().max().item()
                 torch.testing.assert_close(_full(got), want.detach(), rtol=1e-6, atol=bound)
-        assert segmented == 2
+        assert segmented >= 2
         state = module.full_state_dict()
         for name, value in state.items():
             torch.testing.assert_close(value, model.state_dict()[name], rtol=1e-6, atol=1e-7)

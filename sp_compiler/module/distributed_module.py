@@ -144,6 +144,7 @@ class DistributedModule(MirrorModule):
     ) -> Any:
         """As of any module; parameters that were tied stay so with ``assign`` too."""
         parameters = self._sp_state.parameters
+        # With assign torch puts a new parameter under each name.
         ties = tied_names(parameters)
         result = super().load_state_dict(state_dict, strict, assign)
         if assign:
@@ -189,6 +190,7 @@ class DistributedModule(MirrorModule):
         deferred = self._sp_state.deferred
         watch_optimizer_steps(deferred, self)
         before, deferred.enabled = deferred.enabled, True
+        # Restored, not cleared: no_sync may be nested.
         try:
             yield
         finally:
@@ -196,7 +198,7 @@ class DistributedModule(MirrorModule):
 
     @property
     def plan(self) -> Any:
-        """What the latest compilation will cost; see :func:`sp_compiler.plan`."""
+        """Cost of the latest compilation; see :func:`sp_compiler.plan`."""
         return self._sp_state.compiled("plan").plan
 
     @property
@@ -206,7 +208,7 @@ class DistributedModule(MirrorModule):
 
     @property
     def stages(self) -> dict[str, Snapshot]:
-        """What the latest compilation made of the model, pass by pass.
+        """Graphs of the latest compilation, pass by pass.
 
         ``"export"``: the one graph that was exported; ``"capture"``: the same, normalised and cut
         into regions; ``"shard"``: one rank's part, with collectives; ``"final"``: this with what
@@ -215,7 +217,7 @@ class DistributedModule(MirrorModule):
         return self._sp_state.compiled("stages").stages
 
     def diff(self, before: str, after: str) -> GraphDiff:
-        """What changed between two of :attr:`stages`, such as ``"capture"`` and ``"final"``.
+        """Return what changed between two of :attr:`stages`, such as ``"capture"`` and ``"final"``.
 
         Raises:
             ArgumentError: there is no such stage.

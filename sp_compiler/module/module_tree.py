@@ -71,7 +71,7 @@ class Layout:
         self.attributes: dict[tuple[str, str], Constant] = {}
 
     def placement(self, path: str, name: str) -> Placement:
-        """Of the parameter ``name`` of the module at ``path``; ``I`` until it is placed."""
+        """Placement of parameter ``name`` of the module at ``path``; ``I`` until it is placed."""
         return self.placements.get(f"{path}.{name}" if path else name, I)
 
 
@@ -120,6 +120,7 @@ class MirrorModule(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         original = self.__dict__.get("_sp_original")
         own = name in self.__dict__ or name in self._buffers or hasattr(nn.Module, name)
+        # nn.Module sets attributes in its constructor, before there is an original.
         if original is None or own or name.startswith("_sp_"):
             return super().__setattr__(name, value)
         if isinstance(value, nn.Module):
@@ -130,6 +131,7 @@ class MirrorModule(nn.Module):
         if isinstance(value, nn.Parameter) or name in self._parameters:
             self._check_parameter(name, value)
             return super().__setattr__(name, value)
+        # Part of the cache key from now on: forward may branch on it.
         self._sp_layout.attributes[self._sp_path, name] = Constant(value)
         return setattr(original, name, value)
 
@@ -150,6 +152,8 @@ class MirrorModule(nn.Module):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # copy's own way would call __reduce_ex__, which raises. In the memo before attributes are
+        # copied, for children and parents refer to each other.
         result = type(self).__new__(type(self))
         memo[id(self)] = result
         for name, value in self.__dict__.items():
@@ -187,6 +191,7 @@ class MirrorModule(nn.Module):
 
     def _require_runnable(self, what: str) -> None:
         blocks = self._sp_layout.blocks
+        # Before compilation nobody knows the blocks; require_runnable_hooks looks again after it.
         if blocks is None or not self._sp_path or self._sp_path in blocks:
             return
         raise UnsupportedError(
@@ -259,6 +264,7 @@ def fill_mirror(root: MirrorModule, original: nn.Module, layout: Layout) -> None
 
     A module or a parameter that appears twice appears twice in the mirror.
     """
+    # By identity: what the model shares (tied modules and weights) the mirror must share too.
     mirrors: dict[int, MirrorModule] = {id(original): root}
     parameters: dict[int, nn.Parameter] = {}
     for path, module in original.named_modules():
@@ -277,11 +283,12 @@ def fill_mirror(root: MirrorModule, original: nn.Module, layout: Layout) -> None
 
 
 def _same_layout(present: Tensor, value: Tensor) -> bool:
-    """False for a whole tensor, or other placements on the same mesh, instead of a DTensor."""
+    """False for a plain tensor, or other placements on the same mesh, instead of a DTensor."""
     if not isinstance(present, DTensor):
         return True
     if not isinstance(value, DTensor):
         return False
+    # Another mesh is that of fully_shard, which swaps parameters in and out at every forward.
     return value.device_mesh != present.device_mesh or value.placements == present.placements
 
 

@@ -67,16 +67,18 @@ def _converted(
     optimizer: Optimizer, state_dict: dict[str, Any], convert: Callable[..., Tensor]
 ) -> dict[str, Any]:
     """A copy in which what is as large as its parameter went through ``convert``."""
+    # Looked up anew each time: parameters are placed and moved after their optimizer is made.
     stored = _stored()
     if not any(id(p) in stored for group in optimizer.param_groups for p in group["params"]):
         return state_dict  # not ours, whatever its hooks made of it
-    found: dict[Any, _Stored] = {}
-    for mine, theirs in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
-        for parameter, key in zip(mine["params"], theirs["params"], strict=False):
+    by_key: dict[Any, _Stored] = {}
+    # Not strict: load_state_dict itself says best that groups do not fit.
+    for own, theirs in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
+        for parameter, key in zip(own["params"], theirs["params"], strict=False):
             if id(parameter) in stored:
-                found[key] = stored[id(parameter)]
+                by_key[key] = stored[id(parameter)]
     state = {
-        key: _converted_entry(entry, found[key], convert) if key in found else entry
+        key: _converted_entry(entry, by_key[key], convert) if key in by_key else entry
         for key, entry in state_dict["state"].items()
     }
     return {**state_dict, "state": state}

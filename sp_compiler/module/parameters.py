@@ -69,6 +69,7 @@ def distributed_parameter(parameter: nn.Parameter, group: TensorParallelGroup) -
     result = nn.Parameter(
         DTensor(whole, spec, requires_grad=False), requires_grad=parameter.requires_grad
     )
+    # Marks for optimizers and trainers (no_weight_decay, allreduce, ...).
     result.__dict__.update(vars(parameter))
     return result
 
@@ -125,7 +126,7 @@ def to_true_chunk(value: DTensor, placement: Placement, group: TensorParallelGro
 def from_loaded(
     value: Tensor, parameter: DTensor, placement: Placement, group: TensorParallelGroup
 ) -> Tensor:
-    """What a checkpoint holds, a whole tensor or a DTensor, placed like ``parameter``."""
+    """Value of a checkpoint, an unsharded tensor or a DTensor, placed like ``parameter``."""
     if isinstance(value, DTensor):
         if value._spec.placements == parameter._spec.placements and len(placement.segments) < 2:
             return value
@@ -175,7 +176,8 @@ def _other_axes(value: DTensor) -> tuple[DeviceMesh, list[MeshPlacement]]:
 def optimizers_of(parameters: Iterable[Tensor]) -> list[tuple[Optimizer, bool]]:
     """The living optimizers that hold one of ``parameters``, and whether they have state for it."""
     ids = {id(parameter) for parameter in parameters}
-    found = []
+    optimizers = []
+    # Parameters do not know who holds them. type(): isinstance would ask proxies for their class.
     for candidate in gc.get_objects():
         if not issubclass(type(candidate), Optimizer):
             continue
@@ -186,5 +188,7 @@ def optimizers_of(parameters: Iterable[Tensor]) -> list[tuple[Optimizer, bool]]:
             if id(parameter) in ids
         ]
         if held:
-            found.append((candidate, any(candidate.state.get(parameter) for parameter in held)))
-    return found
+            optimizers.append(
+                (candidate, any(candidate.state.get(parameter) for parameter in held))
+            )
+    return optimizers

@@ -49,14 +49,14 @@ class Checkpoint:
         self._stack.close()
 
     def names(self) -> list[str]:
-        """Of all tensors."""
+        """Names of all tensors."""
         return list(self._files)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
 
     def part(self, name: str, placement: Placement, rank: int, world_size: int) -> Tensor:
-        """A copy of what ``rank`` holds of the tensor; nothing else is read from the file."""
+        """Copy of what ``rank`` holds of the tensor; nothing else is read from the file."""
         source = self._slice(name)
         shape = tuple(source.get_shape())
         if not placement.is_sharded:
@@ -171,6 +171,7 @@ def find_name(names: Sequence[str], available: Sequence[str], prefix: str) -> st
     Checkpoints of a model without its head lack the ``prefix`` of the inner model, or have one
     more than the model.
     """
+    # The exact name first: a model may have a tensor under either spelling.
     candidates = list(names)
     if prefix:
         candidates += [name.removeprefix(f"{prefix}.") for name in names]
@@ -255,6 +256,7 @@ def _match(
 def _fill(tensor: Tensor, part: Tensor, device: str) -> None:
     """Put ``part`` into ``tensor``, which stays the same object (optimizers and ties hold it)."""
     if not tensor.is_meta:
+        # The DTensor does not see that its local part changes; a graph that saved it must raise.
         local_tensor(tensor).copy_(part)
         torch.autograd.graph.increment_version(tensor)
         return
@@ -263,6 +265,7 @@ def _fill(tensor: Tensor, part: Tensor, device: str) -> None:
         value = DTensor(value, tensor._spec, requires_grad=False)
     if isinstance(tensor, nn.Parameter):
         value = nn.Parameter(value, requires_grad=tensor.requires_grad)
+    # copy_() cannot give memory to a meta tensor; a swap keeps the object.
     vars(value).update(vars(tensor))
     torch.utils.swap_tensors(tensor, value)
 
@@ -285,6 +288,7 @@ def _make_buffers(module: MirrorModule, device: str) -> None:
         if not missing or mirror._parameters or not isinstance(mirror, MirrorModule):
             continue
         original = mirror._sp_original
+        # The model's own code writes into its own module; the mirror takes the result.
         for name, value in missing.items():
             original._buffers[name] = torch.empty_like(value, device=device)
         initialise(original)

@@ -75,6 +75,7 @@ class Original:
     def __init__(self, model: nn.Module, mirror: nn.Module) -> None:
         self.model = model
         self._own_forward = vars(model).get("forward")
+        # On the objects, not in a list: a mark goes when its model goes.
         vars(model)[_TAKEN] = True
         for parameter in model.parameters():
             setattr(parameter, _TAKEN, True)
@@ -106,6 +107,7 @@ class Original:
         del model.forward
         if self._own_forward is not None:
             model.forward = self._own_forward
+        # The mirror is what the user switches to train or eval and whose buffers are written back.
         modes = [module.training for module in model.modules()]
         for module, twin in zip(model.modules(), mirror.modules(), strict=True):
             module.training = twin.training
@@ -181,6 +183,7 @@ def _without_memory(parameter: Tensor) -> Tensor:
     if local.is_meta:
         return _plain(parameter)
     tensor = torch.empty(parameter.shape, dtype=parameter.dtype, device=local.device)
+    # Not on meta: capture must see the device, and refuse code that reads a weight's numbers.
     tensor.untyped_storage().resize_(0)
     return tensor
 

@@ -1,1 +1,1 @@
-"""What the generated code calls while it runs."""
+"""Runtime of the generated code: groups, calls, gradients, the cache of programs."""

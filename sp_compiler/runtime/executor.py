@@ -85,7 +85,7 @@ class Executor:
         flat_inputs: Sequence[Any],
         seed: Tensor | None = None,
     ) -> Execution:
-        """One forward.
+        """Run one forward.
 
         Args:
             params: stored name to parameter, placed as ``compiled.param_placements``.
@@ -93,6 +93,7 @@ class Executor:
             flat_inputs: the flattened user inputs.
             seed: the dropout seed of this forward; needed where ``needs_seed``.
         """
+        # The capture ran under the caller's autocast and has its casts; twice would round twice.
         with without_autocast():
             return self._run(params, buffers, flat_inputs, seed)
 
@@ -111,6 +112,7 @@ class Executor:
         frame.replicated = self._replicate(params)
         for index, call in enumerate(program.calls):
             frame.results[index] = self._call(frame, index, call)
+            # Free as early as eager code would: a frame that keeps all outputs keeps all activations.
             for dead in self._last_use[index]:
                 frame.results[dead] = ()
         outputs = [frame.value(out) if isinstance(out, Ref) else out for out in program.outputs]
@@ -149,6 +151,7 @@ class Executor:
         names = [name for name in self._replicated if params[name].requires_grad]
         if not names:
             return {}
+        # One node for all: their gradients arrive together and share one all-reduce.
         values = ReplicateParameters.apply(
             self.tp, self.deferred, tuple(names), *[params[name] for name in names]
         )

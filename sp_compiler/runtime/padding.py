@@ -18,7 +18,7 @@ from sp_compiler.base.shards import enlarged, local_part
 
 
 def stored_part(full: Tensor, placement: Placement, rank: int, world_size: int) -> Tensor:
-    """What ``rank`` stores of ``full``: its part without padding."""
+    """Part of ``full`` that ``rank`` stores: without padding."""
     part = local_part(full, placement, rank, world_size)
     return without_rank_padding(part, placement, rank, world_size).contiguous()
 
@@ -50,6 +50,7 @@ def padded_part(chunk: Tensor, placement: Placement, world_size: int) -> Tensor:
     shape = _padded_shape(chunk, placement, world_size)
     if tuple(chunk.shape) == shape:
         return chunk
+    # Called at every forward and backward: an embedding of a padded vocabulary is too large to copy.
     if _has_room(chunk, placement, world_size):
         strides = [math.prod(shape[position + 1 :]) for position in range(len(shape))]
         return torch.as_strided(chunk, shape, strides)

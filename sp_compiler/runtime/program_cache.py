@@ -53,7 +53,7 @@ def _equal(first: Any, second: Any) -> bool:
 
 
 def _text(value: Any) -> str:
-    """The same text for equal values on every rank; no addresses."""
+    """Text that is the same for equal values on every rank; no addresses."""
     if isinstance(value, _PLAIN):
         return repr(value)
     text = repr(value)
@@ -62,7 +62,7 @@ def _text(value: Any) -> str:
 
 @dataclass(frozen=True)
 class CallKey:
-    """What the compiled program depends on.
+    """Facts that the compiled program depends on.
 
     Attributes:
         training: mode of every module, in order.
@@ -84,7 +84,7 @@ class CallKey:
     attributes: tuple[tuple[tuple[str, str], Constant], ...] = ()
 
     def without_sizes(self) -> CallKey:
-        """The same for all sizes above 1: nothing holds for 0 or 1 and for larger sizes too."""
+        """Key that is the same for all sizes above 1: what holds for 0 or 1 rarely holds for others."""
         leaves = (
             (tuple(min(size, 2) for size in leaf[0]), *leaf[1:])
             if isinstance(leaf, tuple)
@@ -94,7 +94,7 @@ class CallKey:
         return replace(self, leaves=tuple(leaves))
 
     def digest(self) -> str:
-        """The same text for equal keys on every rank and in every process."""
+        """Text that is the same for equal keys on every rank and in every process."""
         parts = (
             self.training,
             self.parameters,
@@ -185,16 +185,17 @@ class ProgramCache(Generic[Value]):
 
     def get(self, key: CallKey, leaves: Sequence[Any] = ()) -> Value | None:
         """The program for a call with these flattened inputs, if there is one."""
-        found = self._entries.get(key)
-        if found is None:
+        match = self._entries.get(key)
+        if match is None:
+            # The latest first: it was specialised because the earlier ones did not hold.
             for name, entry in reversed(self._alike(key)):
                 if entry.sizes is not None and entry.sizes.rejection(leaves) is None:
-                    key, found = name, entry
+                    key, match = name, entry
                     break
-        if found is None:
+        if match is None:
             return None
         self._entries.move_to_end(key)
-        return found.value
+        return match.value
 
     def opens(self, key: CallKey, leaves: Sequence[Any]) -> bool:
         """Whether the program to compile for a call that has none should leave sizes open.

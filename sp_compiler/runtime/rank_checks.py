@@ -161,7 +161,7 @@ def check_values(group: TensorParallelGroup, kind: str, named: Iterable[tuple[st
 
 
 def _digest(key: CallKey, options: Mapping[str, str]) -> str:
-    """The same text on every rank for equal keys and options."""
+    """Text that is the same on every rank for equal keys and options."""
     return hashlib.sha256(f"{key.digest()} {sorted(options.items())}".encode()).hexdigest()
 
 

@@ -47,6 +47,7 @@ _WATCHED: weakref.WeakKeyDictionary[DeferredGradients, weakref.ref[nn.Module]] =
 
 def watch_optimizer_steps(deferred: DeferredGradients, module: nn.Module) -> None:
     """Let optimizer steps on ``module`` raise while gradients are pending: they would be lost."""
+    # For all optimizers of the process at once: those of the module may not exist yet.
     if not _WATCHED:
         register_optimizer_step_pre_hook(_refuse_pending)
     _WATCHED[deferred] = weakref.ref(module)
@@ -85,6 +86,7 @@ class ReplicateParameters(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.tp, ctx.deferred, ctx.names = tp, deferred, names
         ctx.specs = tuple(getattr(parameter, "_spec", None) for parameter in parameters)
+        # A parameter that this loss does not use must keep grad None, as in eager.
         ctx.set_materialize_grads(False)
         return tuple(local_tensor(parameter).detach() for parameter in parameters)
 
@@ -96,10 +98,10 @@ class ReplicateParameters(torch.autograd.Function):
                     if grad is not None:
                         ctx.deferred.add(name, grad)
                 return (None, None, None, *[None] * len(grads))
-            whole = [
+            partial = [
                 ctx.deferred.take(name, grad) for name, grad in zip(ctx.names, grads, strict=True)
             ]
-            reduced = reduce_gradients(ctx.tp, whole)
+            reduced = reduce_gradients(ctx.tp, partial)
             results = [
                 DTensor(grad, spec, requires_grad=False)
                 if grad is not None and spec is not None

@@ -1,4 +1,4 @@
-"""One call of a region: its runner, and the autograd function that records it."""
+"""Calls of a region: its runner, and the autograd function that records it."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ class RegionRunner:
 
     def operands(self, inputs: Sequence[Any]) -> list[Any]:
         """This rank's part of each input, padding included."""
-        found = [local_tensor(value) for value in inputs]
+        parts = [local_tensor(value) for value in inputs]
         for index, placement in self.padded.items():
-            found[index] = padded_part(found[index], placement, self.tp.world_size)
-        return found
+            parts[index] = padded_part(parts[index], placement, self.tp.world_size)
+        return parts
 
     def without_padding(self, index: int, grad: Tensor) -> Tensor:
         """The gradient of input ``index`` as the parameter is stored."""
@@ -87,7 +87,7 @@ class RegionRunner:
 
 
 class RegionFunction(torch.autograd.Function):
-    """One call of a region: ``apply(runner, owners, *inputs) -> outputs``."""
+    """Call of a region: ``apply(runner, owners, *inputs) -> outputs``."""
 
     @staticmethod
     def forward(
@@ -117,12 +117,14 @@ class RegionFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         runner = ctx.runner
         used = [grad for grad, flows in zip(grads, runner.differentiable, strict=True) if flows]
+        # Gradients that nobody asks for stay None (materialize_grads is off) and cost nothing.
         given = [index for index, grad in enumerate(grads) if grad is not None]
         num_inputs = len(ctx.needs_input_grad) - 2
         if not given:
             return (None,) * (num_inputs + 2)
         from_loss = runner.loss_backward
         with torch.no_grad():
+            # The usual training step: no gradient but the loss's, so none of zeros flows through.
             if from_loss is not None and given == [from_loss.output]:
                 found = from_loss.run(runner.tp, _saved(ctx), _whole(grads[from_loss.output]))
             else:
@@ -134,6 +136,7 @@ class RegionFunction(torch.autograd.Function):
         for index, spec in zip(ctx.parameters, ctx.parameter_specs, strict=True):
             if results[index] is not None:
                 local = runner.without_padding(index, results[index]).contiguous()
+                # Without from_local, whose own node and checks take longer than a small kernel.
                 results[index] = DTensor(local, spec, requires_grad=False)
         return (None, None, *forbid_double_backward(results, used))
 
@@ -173,7 +176,7 @@ def _save(ctx: Any, saved: Sequence[Any], locals_: Sequence[Any], owners: Sequen
     """Keep ``saved`` for backward, tensors where autograd watches them for in-place changes.
 
     A local part of a DTensor does not see that the DTensor is changed in place (its version stays),
-    so the DTensor is kept in its stead. The padding of a part is put on again.
+    so the DTensor is kept instead. The padding of a part is put on again.
     """
     owner_of = {
         id(local): owner

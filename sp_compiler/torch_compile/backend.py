@@ -31,7 +31,7 @@ def sp_compiler_backend(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> CompiledGraph:
-    """What dynamo calls with each graph that it captures.
+    """Compile a graph that dynamo captured, at its first call.
 
     Parameters stay the user's own, whole on every rank; the compiled graph reads its shard of them
     and gives every one its whole gradient, the same on all ranks. All ranks must call the model

@@ -107,6 +107,7 @@ class CompiledGraph:
         if compiled is None:
             self._agreement.check_compilation(key)
             model = self._graph.as_model(bound)
+            # Constants that are made now outlive the caller's inference_mode.
             with torch.inference_mode(False):
                 program = self._build(model, bound.tensors)
             executor = Executor(program, self._group.communicator)

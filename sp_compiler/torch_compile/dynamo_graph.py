@@ -40,7 +40,7 @@ class BoundInputs:
 
 @dataclass(frozen=True)
 class DynamoGraph:
-    """What dynamo hands to a backend; parameters and buffers are among its inputs.
+    """Graph that dynamo hands to a backend; parameters and buffers are among its inputs.
 
     Attributes:
         module: calls of torch functions and methods; ``nn_module_stack`` has dotted paths.
@@ -87,7 +87,7 @@ class DynamoGraph:
 
 @dataclass
 class _Seen:
-    """What a run found out; apart, for export undoes assignments to a module's attributes."""
+    """Findings of a run; apart, for export undoes assignments to a module's attributes."""
 
     returned_inputs: dict[int, int] = field(default_factory=dict)
 
@@ -142,6 +142,7 @@ class _InliningInterpreter(Interpreter):
     """
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Higher-order operators would be opaque to the passes; recompute= decides anyway.
         if target is _CHECKPOINT:
             return _InliningInterpreter(args[0]).run(*args[1:])
         if target is _INVOKE:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
@@ -66,6 +67,7 @@ def is_segmented(value: Any) -> bool:
 def _understand_segments() -> None:
     """Wrap ``_StridedShard`` for this process; DTensors without segments take the same way."""
     split = _StridedShard._split_tensor
+    gather = _StridedShard._to_replicate_tensor
     locate = _StridedShard._local_shard_size_and_offset
 
     @functools.wraps(split)
@@ -76,14 +78,20 @@ def _understand_segments() -> None:
         if not segments:
             return split(self, tensor, num_chunks, **kwargs)
         if sum(segments) != tensor.shape[self.dim]:
-            raise UnsupportedError(
-                f"dim {self.dim} of a DTensor of {tensor.shape[self.dim]} rows is placed in the "
-                f"segments {segments}: a view changed the dim, or another mesh axis shards it too "
-                "(fully_shard). Use the parameter itself, or module.full_state_dict()"
-            )
+            raise _not_these_rows(self, tensor.shape[self.dim])
         pieces = [part.chunk(num_chunks, self.dim) for part in tensor.split(segments, self.dim)]
         shards = [torch.cat([piece[i] for piece in pieces], self.dim) for i in range(num_chunks)]
         return shards, [0] * num_chunks if kwargs.get("with_padding", True) else []
+
+    @functools.wraps(gather)
+    def _to_replicate_tensor(
+        self: _StridedShard, local_tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, *args: Any
+    ) -> Tensor:
+        rows = local_tensor.shape[self.dim] * mesh.size(mesh_dim)
+        # What is missing would be padded: the sizes of several axes are multiplied elsewhere.
+        if segments_of(self) and sum(segments_of(self)) != rows:
+            raise _not_these_rows(self, rows)
+        return gather(self, local_tensor, mesh, mesh_dim, *args)
 
     @functools.wraps(locate)
     def _local_shard_size_and_offset(self: _StridedShard, *args: Any, **kwargs: Any) -> Any:
@@ -98,9 +106,18 @@ def _understand_segments() -> None:
         return size, offsets
 
     _StridedShard._split_tensor = _split_tensor  # type: ignore[method-assign]
+    _StridedShard._to_replicate_tensor = _to_replicate_tensor  # type: ignore[method-assign, assignment]
     _StridedShard._local_shard_size_and_offset = _local_shard_size_and_offset  # type: ignore[method-assign]
     _StridedShard.__repr__ = _shown(_StridedShard.__repr__, "_StridedShard(dim={}, segments={})")  # type: ignore[method-assign]
     _StridedShard.__str__ = _shown(_StridedShard.__str__, "_S({}, segments={})")  # type: ignore[method-assign]
+
+
+def _not_these_rows(placement: _StridedShard, rows: int) -> UnsupportedError:
+    return UnsupportedError(
+        f"dim {placement.dim} of a DTensor is placed in the segments {segments_of(placement)} but "
+        f"the ranks hold {rows} rows: a view changed the dim, or another mesh axis shards it too "
+        "(fully_shard). Use the parameter itself, or module.full_state_dict()"
+    )
 
 
 def _shown(show: Callable[[_StridedShard], str], form: str) -> Callable[[_StridedShard], str]:

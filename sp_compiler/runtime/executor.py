@@ -112,7 +112,7 @@ class Executor:
         frame.replicated = self._replicate(params)
         for index, call in enumerate(program.calls):
             frame.results[index] = self._call(frame, index, call)
-            # Free as early as eager code would: a frame that keeps all outputs keeps all activations.
+            # As early as eager code would: a frame that keeps all outputs keeps all activations.
             for dead in self._last_use[index]:
                 frame.results[dead] = ()
         outputs = [frame.value(out) if isinstance(out, Ref) else out for out in program.outputs]

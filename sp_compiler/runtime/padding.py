@@ -50,7 +50,7 @@ def padded_part(chunk: Tensor, placement: Placement, world_size: int) -> Tensor:
     shape = _padded_shape(chunk, placement, world_size)
     if tuple(chunk.shape) == shape:
         return chunk
-    # Called at every forward and backward: an embedding of a padded vocabulary is too large to copy.
+    # In every forward and backward: an embedding of a padded vocabulary is too large to copy.
     if _has_room(chunk, placement, world_size):
         strides = [math.prod(shape[position + 1 :]) for position in range(len(shape))]
         return torch.as_strided(chunk, shape, strides)

@@ -84,7 +84,7 @@ class CallKey:
     attributes: tuple[tuple[tuple[str, str], Constant], ...] = ()
 
     def without_sizes(self) -> CallKey:
-        """Key that is the same for all sizes above 1: what holds for 0 or 1 rarely holds for others."""
+        """Key that is the same for all sizes above 1: those alone can be left open together."""
         leaves = (
             (tuple(min(size, 2) for size in leaf[0]), *leaf[1:])
             if isinstance(leaf, tuple)

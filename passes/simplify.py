@@ -39,6 +39,7 @@ _KEEPS_ORDER = (*_RESHAPES, aten.expand.default, aten.slice.Tensor)
 def simplify(graph: Graph) -> dict[str, int]:
     """Apply every rule once in topological order; returns how often each one did."""
     counts = {rule.__name__.strip("_"): 0 for rule in _RULES}
+    # In topological order, so that the operands that a rule sees are simplified already.
     for node in list(graph.nodes):
         for rule in _RULES:
             replacement = rule(node)
@@ -121,6 +122,7 @@ def _fuse_bias(node: Node) -> Node | None:
 def _can_fuse(product: Node, matmul: Node, bias: Node) -> bool:
     if matmul.target not in _PRODUCTS or len(matmul.args) > 2:
         return False
+    # Who else uses the product wants it without the bias: it would be computed twice.
     if len(product.users) > 1 or len(matmul.users) > 1:
         return False
     ours, theirs = bias.meta["val"], product.meta["val"]
@@ -140,7 +142,7 @@ def _with_bias(node: Node, product: Node, matmul: Node, bias: Node) -> Node:
         fused = _call(target, args, like=node, val=matmul.meta["val"])
         if product is matmul:
             return fused
-        fused.meta.pop("placement", None)
+        fused.meta.pop("placement", None)  # that of the view, whose dims are others
         return _call(aten.view.default, (fused, product.args[1]), like=node)
 
 
@@ -154,6 +156,7 @@ def _linear(node: Node) -> Node | None:
         bias = (first,)
     else:
         return None
+    # A bias of two dims is no bias of linear but a summand of its own.
     if transposed.target is not aten.t.default or (bias and bias[0].meta["val"].dim() != 1):
         return None
     with node.graph.inserting_before(node):

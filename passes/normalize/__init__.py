@@ -80,26 +80,32 @@ def normalize(captured: Captured, dropout: Literal["regenerate", "stored"] = "re
         UnsupportedError: a random operator other than dropout.
     """
     graph = captured.module.graph
+    # Spelling first: what follows names few operators, of many that mean the same.
     _drop_asserts(graph)
     canonical_spelling(graph)
     _drop_copies(graph)
     _canonical_views(graph)
     _splits_with_sizes(graph)
     make_dims_negative(graph)
+    # Before rules see them, or a fused projection would be sharded across q, k and v.
     split_packed(graph)
     split_slices(graph)
+    # A mask that is folded away needs no explicit attention; what is left and drops becomes
+    # dropout of its own, so that every other operator that draws is refused only then.
     fold_attention_masks(graph, captured.sizes)
     explicit_attention(graph)
     _refuse_random(graph)
     _replace_dropout(captured, stored=dropout == "stored")
+    # Biases stand apart, so that a row-parallel product can be reduced before one is added.
     _split_bias(graph)
     _split_addmm(graph)
     _unflatten_products(graph)
     _merge_reshapes(graph)
+    # The next ones ask whether a value has one user: dead users would count.
     erase_dead(graph)
     keep_token_order(graph)
     shorten_view_chains(graph)
-    _expand_batch(graph)
+    _expand_batch(graph)  # last: it adds what a chain of views would take in
     erase_dead(graph)
     captured.drop_unused_placeholders()
     graph.lint()
@@ -123,6 +129,7 @@ def _drop_copies(graph: Graph) -> None:
             if source.device == value.device:
                 kept.pop("device", None)
             node.kwargs = kept
+    # Elsewhere a detach is a wall that gradients must not cross.
     for node in calls(graph, _aten.detach.default):
         if not node.args[0].meta["requires_grad"]:
             replace_with(node, node.args[0])
@@ -203,7 +210,7 @@ def _replace_dropout(captured: Captured, stored: bool) -> None:
         result = _only_result(node)
         if train is False or p == 0:
             replace_with(result, x)
-        elif p == 1:
+        elif p == 1:  # the scale 1 / (1 - p) would be infinite
             replace_call(result, _aten.mul.Tensor, (x, 0.0), origin=_ORIGIN)
         else:
             args = (x, _seed(captured), p, 0, 0, 1)
@@ -323,6 +330,8 @@ def _expand_batch(graph: Graph) -> None:
         if node.op != "call_function" or torch.Tag.pointwise not in tags:
             continue
         result = shape_of(node)
+        # Only (b, s, h): its rows of tokens are flattened together, and what is broadcast over the
+        # batch has no rows until it is expanded.
         if len(result) != 3 or result[0] == 1:
             continue
         for operand in dict.fromkeys(node.all_input_nodes):

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from sp_compiler.ir.fx import arguments, calls, is_getitem, shape_of
+from sp_compiler.ir.fx import ancestors, arguments, calls, is_getitem, shape_of
 from sp_compiler.ir.op_traits import draws
 from sp_compiler.ir.rewriting import insert_call, replace_with
 from sp_compiler.ir.symbolic import Binding, Sizes, evaluate
@@ -80,25 +80,20 @@ def _kind(mask: Tensor | None) -> str | None:
 
 
 def _proof(mask: Node, kind: str | None) -> Callable[[Binding], bool]:
-    """Whether ``mask`` is of this kind for other sizes too; keeps a copy of what computes it."""
-    graph, copies = Graph(), dict[Node, Node]()
-
-    def copy(node: Node) -> Node:
-        if node not in copies:
-            for operand in node.all_input_nodes:
-                copy(operand)
+    """Prove that ``mask`` is of this kind for other sizes too, on a copy of what computes it."""
+    # A copy, because the mask is erased from the graph once nobody uses it.
+    graph, copies, needed = Graph(), dict[Node, Node](), ancestors([mask])
+    for node in mask.graph.nodes:
+        if node in needed:
             copies[node] = graph.node_copy(node, copies.__getitem__)
-        return copies[node]
-
-    copied = copy(mask)
-    return lambda binding: _kind(_constant(copied, {}, binding)) == kind
+    return lambda binding: _kind(_constant(copies[mask], {}, binding)) == kind
 
 
 def _constant(node: Node, known: dict[Node, Tensor | None], binding: Binding) -> Tensor | None:
     """The numbers of a value that depends on no input, computed on the CPU; ``None`` for others."""
     if node in known:
         return known[node]
-    known[node] = None
+    known[node] = None  # what depends on an input, and what is too large, stays unknown
     if node.op == "call_function" and _is_small(node, binding):
         known[node] = _compute(node, known, binding)
     return known[node]
@@ -182,6 +177,8 @@ def _masked_softmax(node: Node, scores: Node, mask: Node | None, *, causal: bool
     """Probabilities; a row forbidden altogether is zero, as in fused attention."""
     is_bool = mask is not None and mask.meta["val"].dtype is torch.bool
     if is_bool:
+        # A causal row always sees itself; of a given mask a row may forbid everything, and the
+        # softmax of nothing but -inf is NaN.
         lowest = -math.inf if causal else torch.finfo(scores.meta["val"].dtype).min
         args = (mask, scores, lowest)
         scores = insert_call(node, _aten.where.ScalarOther, args, origin=_ORIGIN)
@@ -209,6 +206,7 @@ def _triangle(graph: Graph, size: tuple[int, int], known: dict[str, Node]) -> No
     options = {"dtype": torch.bool, "device": device}
     ones = insert_call(first, _aten.ones.default, (list(size),), options, origin=_ORIGIN)
     mask = insert_call(first, _aten.tril.default, (ones,), origin=_ORIGIN, name="causal_mask")
+    # All layers share it: in none of them, or it would be an output of the first.
     for node in (ones, mask):
         node.meta.pop("nn_module_stack", None)
         node.meta.pop("stack_trace", None)

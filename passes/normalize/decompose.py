@@ -35,10 +35,12 @@ def canonical_spelling(graph: Graph) -> None:
     - a new tensor like an activation -> of that size, so that it does not depend on the activation
     - a new tensor of a type that is not said -> of the type that it had when captured
     """
+    # A list: rewrites insert nodes, which are in canonical spelling already.
     for node in list(graph.nodes):
         rewrite = _REWRITES.get(node.target) if node.op == "call_function" else None
         if rewrite is not None:
             rewrite(node)
+    # torch.get_default_dtype() may be another one when the program runs.
     for node in calls(graph, *_FACTORIES):
         dtype = node.meta["val"].dtype
         if node.kwargs.get("dtype") is None and dtype.is_floating_point:
@@ -69,6 +71,7 @@ def _product(node: Node) -> None:
     x, other = node.args[:2]
     assert isinstance(x, Node)
     assert isinstance(other, Node)
+    # A vector times a matrix stays: ``linear`` shards rows of tokens, of which it has none.
     if len(shape_of(x)) > 1 and _is_transposed(other):
         replace_call(node, _aten.linear.default, (x, other.args[0]), origin=_ORIGIN)
 
@@ -113,7 +116,7 @@ def _norm_except(node: Node, x: Node, power: int, dim: int) -> Node:
 
 
 def _is_transposed(node: Node) -> bool:
-    """True for ``w.T`` of a ``w`` with two dims, whatever it is spelled as."""
+    """Tell whether it is ``w.T`` of a ``w`` with two dims, whatever it is spelled as."""
     if len(shape_of(node)) != 2 or not is_call(node, _aten.transpose.int, _aten.permute.default):
         return False
     dims = node.args[1:] if is_call(node, _aten.transpose.int) else node.args[1]
@@ -160,6 +163,7 @@ def _strided_slice(node: Node) -> None:
     if step == 1:
         return
     start, _, _ = slice(bound["start"], bound["end"], step).indices(shape[dim])
+    # Every n-th of a dim that n does not divide has no factors that a rule could name.
     if shape[dim] % step or shape_of(node)[dim] != shape[dim] // step:
         return
     size = [*shape[:dim], shape[dim] // step, step, *shape[dim + 1 :]]

@@ -26,7 +26,7 @@ _aten = torch.ops.aten
 def contract(
     node: Node, equation: str, operands: Sequence[Node], path: Sequence[int] | None
 ) -> Node:
-    """What ``einsum`` of the ``operands`` is, made of other operators in front of ``node``.
+    """Compute ``einsum`` of the ``operands`` by other operators, in front of ``node``.
 
     ==================  =======================================================================
     Equation            Becomes

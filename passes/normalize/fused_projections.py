@@ -65,8 +65,10 @@ def split_slices(graph: Graph) -> None:
             for user in product.users
             if is_call(user, _aten.slice.Tensor) and user.args[1] == -1 and len(user.args) == 4
         ]
+        # A feature dim is never open; sizes that are belong to tokens, of which nothing is fused.
         if not slices or any(map(is_open, tree_leaves([node.args[2:] for node in slices]))):
             continue
+        # Sorted: a model may take the values before the keys.
         slices.sort(key=lambda node: node.args[2:])
         ends = [0, *(node.args[3] for node in slices)]
         if [node.args[2] for node in slices] != ends[:-1] or ends[-1] != shape_of(product)[-1]:
@@ -93,7 +95,7 @@ def _packed_source(select: Node) -> Node | None:
 
 
 def _unflattens_last(node: Node) -> bool:
-    """True for ``reshape(x, (*x.shape[:-1], n, e))`` with n > 1."""
+    """Tell whether it is ``reshape(x, (*x.shape[:-1], n, e))`` with n > 1."""
     if not is_call(node, _aten.reshape.default):
         return False
     source, result = shape_of(node.args[0]), shape_of(node)
@@ -103,7 +105,7 @@ def _unflattens_last(node: Node) -> bool:
 
 
 def _moved_dims(start: Node, moves: list[Node]) -> list[int | None] | None:
-    """Which dim of ``start`` each dim is after ``moves``; a dim of size 1 has none."""
+    """Return which dim of ``start`` each dim is after ``moves``; one of size 1 has none."""
     dims: list[int | None] = [d if n > 1 else None for d, n in enumerate(shape_of(start))]
     for move in moves:
         if is_call(move, _aten.transpose.int):
@@ -122,7 +124,7 @@ def _moved_dims(start: Node, moves: list[Node]) -> list[int | None] | None:
 
 
 def _leaves_order(dims: list[int | None], select: Node, start: Node) -> bool:
-    """True where ``select`` picks the unflattened dim and the others are in their first order."""
+    """Tell whether ``select`` picks the unflattened dim and the others are in their first order."""
     packed = len(shape_of(start)) - 2
     if dims[select.args[1]] != packed:
         return False

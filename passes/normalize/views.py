@@ -41,14 +41,14 @@ def keep_token_order(graph: Graph) -> None:
 
 
 def _swaps_tokens(node: object) -> bool:
-    """True for ``transpose(x, -2, -3)`` of (b, s, h)."""
+    """Tell whether it is ``transpose(x, -2, -3)`` of (b, s, h)."""
     if not isinstance(node, Node) or not is_call(node, _aten.transpose.int):
         return False
     return len(shape_of(node)) == 3 and sorted(node.args[1:]) == [-3, -2]
 
 
 def _is_token_wise(node: Node) -> bool:
-    """True where row i of the result depends on row i of the first argument alone."""
+    """Tell whether row i of the result depends on row i of the first argument alone."""
     if is_call(node, _aten.split_with_sizes.default):
         return arguments(node)["dim"] == -1
     other = node.args[1]
@@ -103,6 +103,7 @@ def shorten_view_chains(graph: Graph) -> None:
     Steps that do nothing are left out; a chain that would not get shorter stays as it is. Chains do
     not cross layers, and their inner values have no other user.
     """
+    # From the end of each chain, so that it is taken whole and not from its middle on.
     for node in reversed(list(calls(graph, *_VIEWS))):
         if not node.users or _continues(node):
             continue
@@ -110,6 +111,7 @@ def shorten_view_chains(graph: Graph) -> None:
         while is_call(chain[-1].args[0], *_VIEWS) and _continues(chain[-1].args[0]):
             chain.append(chain[-1].args[0])
         steps = _shortest(chain[::-1])
+        # Not for an equal length either: a second run must find nothing to do.
         if steps is None or len(steps) >= len(chain):
             continue
         value = chain[-1].args[0]
@@ -121,7 +123,7 @@ def shorten_view_chains(graph: Graph) -> None:
 
 
 def _continues(node: Node) -> bool:
-    """True where the only user of a view is another view in the same layer."""
+    """Tell whether the only user of a view is another view in the same layer."""
     if len(node.users) != 1:
         return False
     (user,) = node.users
@@ -147,6 +149,8 @@ def _shortest(chain: list[Node]) -> list[ViewStep] | None:
             factors.swap(first, second)
         else:
             factors.permute(node.args[1])
+    # Neighbours moved together are fewer dims to move, unless the reshapes around the move are only
+    # needed because of that.
     plans = (_steps(*factors.groups(coarse), source, result) for coarse in (False, True))
     return min(plans, key=len)
 

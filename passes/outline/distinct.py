@@ -19,7 +19,7 @@ from sp_compiler.passes.outline.draft import DROPOUTS, Draft
 
 @dataclass(frozen=True)
 class Use:
-    """How a piece is a use of a region: which of the piece's values are which of the region's.
+    """Use of a region by a piece: which of the piece's values are which of the region's.
 
     Attributes:
         region: what the piece computes.
@@ -55,7 +55,7 @@ class DistinctRegions:
                 use = Use(region, range(len(draft.inputs)), range(len(draft.outputs)))
                 self.regions.append(region)
                 self._candidates.append((candidate, draft, region))
-            self._uses[text] = use
+            self._uses[text] = use  # so that a third layer in this order is found by its text
         return self._uses[text]
 
     def _reordered_use(self, candidate: Candidate, draft: Draft) -> Use | None:
@@ -73,7 +73,7 @@ class DistinctRegions:
 
 
 def _canonical_text(draft: Draft) -> str:
-    """Everything that must agree for two pieces to be one region, as text."""
+    """Text of all that must agree for two pieces to be one region."""
     number = {node: index for index, node in enumerate(draft.graph.nodes)}
     lines = [" ".join(draft.input_kinds)]
     for node in draft.graph.nodes:
@@ -84,7 +84,7 @@ def _canonical_text(draft: Draft) -> str:
 
 
 def _labels(draft: Draft, asked: Mapping[int, tuple[bool, ...]]) -> dict[Node, str]:
-    """Everything about each node but its operands that must agree for two pieces to be one region.
+    """Text of all about each node but its operands that two pieces of one region agree in.
 
     Parameters and buffers go by their names in the layer, for a layer's weights of one shape must
     not change places in what a person reads. Dropouts are told apart by what they are used for: the
@@ -132,6 +132,7 @@ def _type_text(node: Node) -> str:
         return ""
     value = node.meta["val"]
     values = value if isinstance(value, (tuple, list)) else [value]
+    # Without strides: a graph has reshapes in place of views, and they do not depend on any.
     types = [
         f"{v.dtype}{list(v.shape)}@{v.device}" if isinstance(v, Tensor) else str(v) for v in values
     ]

@@ -68,7 +68,7 @@ def draft_region(
         copies[node].target = copies[node].name
         copies[node].meta = _meta(node, keys=("val", "requires_grad"))
         names.append(name or copies[node].name)
-    site = 0
+    site = 0  # counted inside the region, so that all layers have the same numbers
     for node in piece.nodes:
         args = map_arg(node.args, copies.__getitem__)
         if is_call(node, *DROPOUTS):
@@ -116,7 +116,7 @@ def _meta(node: Node, keys: tuple[str, ...] = _KEPT_META) -> dict[str, Any]:
 
 
 def _value_name(node: Node) -> str:
-    """What the value is called in its region; numbered afresh where several have one name.
+    """Name a value in its region; numbered afresh where several have one name.
 
     Results of a module's own weight are named after the module (``c_attn``), others after the
     operator.
@@ -130,7 +130,7 @@ def _value_name(node: Node) -> str:
 
 
 def _applies_weight(node: Node) -> bool:
-    """True for products with, norms by and lookups in a parameter, and for adding a bias to one."""
+    """Find products with, norms by and lookups in a parameter, and sums of one and a bias."""
     weights = [arg for arg in node.all_input_nodes if arg.op == "placeholder"]
     if is_call(node, torch.ops.aten.add.Tensor):
         source = node.args[0]

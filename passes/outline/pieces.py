@@ -37,11 +37,13 @@ def pieces_of(graph: Graph) -> list[Piece]:
             rest.append(node)
         else:
             early.append(node)
+    # Masks and rotary tables, wherever they were traced: in front, made once, given to every layer.
     pieces = [Piece(OUTSIDE, early)]
     for node, layer in zip(rest, _with_enclosed_glue([layers[node] for node in rest]), strict=True):
         if pieces[-1].layer != layer:
             pieces.append(Piece(layer))
         pieces[-1].nodes.append(node)
+    # What only the loss needs, such as shifted labels, would otherwise live all through the layers.
     for piece in pieces[1:]:
         if piece.layer is OUTSIDE:
             _sink(pieces[0], piece)

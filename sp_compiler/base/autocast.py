@@ -28,7 +28,7 @@ Autocast = tuple[tuple[str, torch.dtype], ...]
 
 
 def autocast_state() -> Autocast:
-    """What is on now."""
+    """Return what is on now."""
     return tuple(
         (device, torch.get_autocast_dtype(device))
         for device in _DEVICES
@@ -38,7 +38,7 @@ def autocast_state() -> Autocast:
 
 @contextlib.contextmanager
 def under_autocast(state: Autocast) -> Iterator[None]:
-    """With exactly ``state`` on."""
+    """Run with exactly ``state`` on."""
     with without_autocast(), contextlib.ExitStack() as stack:
         for device, dtype in state:
             stack.enter_context(torch.autocast(device, dtype))
@@ -66,6 +66,8 @@ def explicit_einsum() -> Iterator[None]:
         cast = [x.to(dtype) if c else x for x, c in zip(operands, is_cast, strict=True)]
         return original(equation, cast, **kwargs)
 
+    # torch internals: _VF.einsum, which torch.einsum calls. Autocast casts below the level at which
+    # the operator is recorded, so that a graph without autocast would compute in another dtype.
     with mock.patch.object(torch._VF, "einsum", einsum, create=True):
         yield
 

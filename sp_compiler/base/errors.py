@@ -15,7 +15,7 @@ class SPCompilerError(Exception):
 
 
 class ArgumentError(SPCompilerError, ValueError):
-    """An argument of the public API that the user can mend."""
+    """An argument of the public API that the user can fix."""
 
 
 class UnsupportedError(SPCompilerError, NotImplementedError):

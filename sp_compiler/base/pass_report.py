@@ -51,7 +51,7 @@ class Declined:
 
 @dataclass
 class PassReport:
-    """What a pass did to a model: the sum over all graphs that it was given.
+    """Effect of a pass on a model: the sum over all graphs that it was given.
 
     Attributes:
         name: of the pass.

@@ -39,6 +39,8 @@ class Placement:
         segments = "|" + ",".join(map(str, self.segments)) if self.segments else ""
         return f"{self.kind}({self.dim}{segments})"
 
+    # Cached: nodes hold placements as text, which passes parse thousands of times; the number of
+    # different texts of a process is small.
     @classmethod
     @functools.cache
     def parse(cls, text: str) -> Placement:
@@ -62,7 +64,7 @@ class Placement:
 
     @property
     def is_replicated(self) -> bool:
-        """True where every rank holds the same numbers (R and I differ only in their gradient)."""
+        """Tell whether all ranks hold the same numbers (R and I differ only in the gradient)."""
         return self.kind in ("R", "I")
 
     def padding(self, world_size: int) -> int:
@@ -115,7 +117,7 @@ def T(num_dims: int) -> Placement:
 
 
 def as_value(placement: Placement) -> Placement:
-    """What the numbers are: R and I are the same, and one segment is none."""
+    """Return the placement of the numbers: R and I are the same, and one segment is none."""
     if placement.is_replicated:
         return R
     if placement.kind == "S" and len(placement.segments) == 1:

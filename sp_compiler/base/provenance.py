@@ -35,7 +35,7 @@ def layer_of(node: Node) -> Layer:
         path = path.split("@")[0]
         name = module_class if isinstance(module_class, str) else module_class.__name__
         name = name.rsplit(".", 1)[-1]
-        if name == "ParametrizationList":  # a container of what computes a weight
+        if name == "ParametrizationList":  # indexed, but a container of what computes a weight
             return OUTSIDE
         if _INDEXED.search(path):
             return Layer(str(key), path, name)
@@ -57,6 +57,7 @@ def source_line(node: Node) -> str:
     """
     trace = node.meta.get("stack_trace") or ""
     frames = re.findall(r'File "(.+)", line (\d+), in .*\n\s*(.*)', trace)
+    # The model may end in a function of torch, such as F.linear; its caller is what a user knows.
     users = [frame for frame in frames if f"{os.sep}torch{os.sep}" not in frame[0]]
     if not frames:
         return ""
@@ -68,6 +69,7 @@ def module_path(node: Node) -> str:
     """Dotted path of the innermost module of the user's model that produced ``node``; "" at top."""
     stack = node.meta.get("nn_module_stack") or {}
     path = ""
-    for entry in stack.values():
+    for entry in stack.values():  # outermost first
         path = entry[0]
+    # "@1" is the second call of a module that is called twice.
     return path.split("@")[0].removeprefix("L['self']").lstrip(".")

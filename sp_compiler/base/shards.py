@@ -20,11 +20,13 @@ def local_part(full: Tensor, placement: Placement, rank: int, world_size: int) -
     if placement.kind in ("R", "I"):
         return full.clone()
     if placement.kind == "P":
+        # Any summands would do; these let the sum be the same number to the bit.
         return full.clone() if rank == 0 else torch.zeros_like(full)
     dim = placement.dim
     placement.local_shape(tuple(full.shape), world_size)
     full = padded(full, placement, world_size)
     segments = placement.segments if len(placement.segments) > 1 else (full.shape[dim],)
+    # Copies: a view would keep all of ``full`` alive on every rank.
     parts = [part.chunk(world_size, dim)[rank] for part in full.split(segments, dim)]
     return torch.cat(parts, dim) if len(parts) > 1 else parts[0].clone()
 
@@ -77,6 +79,7 @@ def _check_equal(first: Tensor, other: Tensor, rank: int) -> None:
             f"rank {rank}"
         )
     if not torch.equal(first, other):
+        # Equal NaNs are equal parts: that they are NaN is for others to say.
         if ((first == other) | (first.isnan() & other.isnan())).all():
             return
         spread = (first - other).abs().max().item()

@@ -34,7 +34,7 @@ def parse_bytes(name: str, size: object) -> int:
 
 
 def bytes_text(num_bytes: float) -> str:
-    """Such as "1.50 GiB"."""
+    """Return a size as a person reads it, such as "1.50 GiB"."""
     unit = 0
     while num_bytes >= 1024 and unit < len(UNITS) - 1:
         num_bytes, unit = num_bytes / 1024, unit + 1
@@ -42,6 +42,7 @@ def bytes_text(num_bytes: float) -> str:
 
 
 def _hint(size: object) -> str:
+    # "80GB" means 80 GiB to some and 74.5 GiB to others, and the difference is out of memory.
     decimal = re.search(r"([KMGT])B\b", size) if isinstance(size, str) else None
     if decimal is None:
         return ""

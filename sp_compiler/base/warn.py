@@ -19,6 +19,7 @@ _PASSED_OVER = (*LIBRARY_FOLDERS, os.path.realpath(str(contextlib.__file__)))
 
 def warn(message: str) -> None:
     """A ``UserWarning`` at the innermost line that is neither PyTorch's nor this package's."""
+    # Counted by hand: ``skip_file_prefixes`` of ``warnings.warn`` needs Python 3.12.
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and _passed_over(frame.f_code.co_filename):
         level, frame = level + 1, frame.f_back

@@ -55,6 +55,7 @@ class Alignment:
         self.back: dict[Node, Node] = {}
         self.expansions: dict[Node, list[Node]] = {}
         self._owner: dict[Node, Node] = {}
+        # From the certain to the guessed: what an early step matched, a later one takes as given.
         self._match_named()
         if any(_has_provenance(node) for node in (*self.before, *self.after)):
             self._match_same()
@@ -73,7 +74,7 @@ class Alignment:
         return [node for node in self.after if self._is_inserted(node)]
 
     def same_value(self, old: Any, new: Any) -> bool:
-        """Whether an argument is the same: literals by type and text, nodes by what they match."""
+        """Compare two arguments: literals by type and text, nodes by what they match."""
         if isinstance(old, Node) and isinstance(new, Node):
             ends = set(self._values_after(new))
             return any(self.forth.get(value) in ends for value in self._values_before(old))
@@ -90,7 +91,7 @@ class Alignment:
         return type(old) is type(new) and _text(old) == _text(new)
 
     def same_arguments(self, old: Node, new: Node) -> bool:
-        """Whether two matched nodes compute the same of the same values.
+        """Tell whether two matched nodes compute the same of the same values.
 
         Of a replaced or expanded operator only the tensors that go in are compared.
         """
@@ -171,6 +172,7 @@ class Alignment:
                 self._match_sequence(old, new, key)
                 old = [node for node in old if node not in self.forth]
                 new = [node for node in new if self._is_inserted(node)]
+            # Conversions come and go with placements: an operator does not expand into one.
             old = [node for node in old if placements_of(node) is None]
             new = [node for node in new if placements_of(node) is None]
             if len(old) == 1 and new:
@@ -207,6 +209,7 @@ class Alignment:
         operands = tensor_operands(new)
         if not operands:
             return [old for old in self._open_before() if _same_operator(old, new)]
+        # Not by ``reach``: whether a user is passed through depends on the operand it is met by.
         values = [self.back[v] for v in self._values_after(operands[0]) if v in self.back]
         found: dict[Node, None] = {}
         while values:
@@ -223,6 +226,8 @@ class Alignment:
 
     def _match_rest(self) -> None:
         """Match along the longest common subsequence of operators, a pair at a time if possible."""
+        # One pair at a time: after each match its users can match by their operands, which is worth
+        # more than the next pair of equal operators.
         for _ in range(_MAX_ROUNDS):
             old, new = self._open_before(), self._open_after()
             if len(old) * len(new) > _MAX_ROUND_PAIRS:

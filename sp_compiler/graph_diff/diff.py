@@ -33,7 +33,7 @@ Comparable: TypeAlias = Graph | GraphModule | Program | Snapshot
 
 
 def diff(a: Comparable, b: Comparable) -> GraphDiff:
-    """What has to be done to ``a`` to get ``b``; empty where both are the same graph.
+    """Changes that make ``b`` of ``a``; none where both are the same graph.
 
     Regions are matched by name; ``"Block"`` matches ``"Block.forward"`` where forward and backward
     are apart on one side only, and ``"Block.backward"`` is then shown as an added graph. A single
@@ -198,7 +198,7 @@ def _changes(alignment: Alignment, old: Node, new: Node) -> Iterator[Change]:
 
 
 def _new_target(alignment: Alignment, old: Node, new: Node) -> str:
-    """What the operator became: one name, or several for an expansion."""
+    """Name what the operator became: one, or several for an expansion."""
     names = [render_target(node) for node in alignment.expansions.get(old, [new])]
     return " + ".join(dict.fromkeys(names))
 

@@ -92,7 +92,7 @@ class CompiledProgram:
                 self.differentiable[region.name] = _differentiable_outputs(region)
 
     def placement(self, ref: Ref) -> Placement:
-        """How the value behind ``ref`` is placed."""
+        """Return the placement of the value behind ``ref``."""
         if ref.kind == "call":
             return self.program.calls[ref.index].region.output_placements[ref.output]
         if ref.kind == "param":

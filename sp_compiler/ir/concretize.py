@@ -53,7 +53,7 @@ class Concretizer:
 
     def graph(self, graph: Graph) -> Graph:
         """The copy of ``graph``, made once."""
-        if not self._open:
+        if not self._open:  # the usual case costs no copy
             return graph
         if id(graph) in self._graphs:
             return self._graphs[id(graph)]
@@ -70,7 +70,7 @@ class Concretizer:
         return copy
 
     def region(self, region: Region) -> Region:
-        """The same of a region."""
+        """Return the copy of a region."""
         if not self._open:
             return region
         if id(region) not in self._regions:
@@ -80,12 +80,12 @@ class Concretizer:
         return self._regions[id(region)]
 
     def program(self, program: Program) -> Program:
-        """The same of a program."""
+        """Return the copy of a program, its regions included."""
         calls = [replace(call, region=self.region(call.region)) for call in program.calls]
         return replace(program, calls=calls, sizes=None)
 
     def partitioned(self, parts: Partitioned) -> Partitioned:
-        """The same of a region's forward and backward."""
+        """Return the copies of a region's forward and backward."""
         loss = parts.loss
         return replace(
             parts,

@@ -34,7 +34,7 @@ class SavedTensor:
 
     @property
     def is_activation(self) -> bool:
-        """Whether it costs memory for backward: not a parameter, buffer, constant or user input."""
+        """Tell whether it costs memory: not a parameter, buffer, constant or user input."""
         return self.kind in ("activation", "call")
 
 

@@ -30,7 +30,7 @@ def arguments(node: Node) -> dict[str, Any]:
 
 
 def carries_gradient(value: Tensor) -> bool:
-    """Whether a tensor of this dtype may require a gradient."""
+    """Tell whether a tensor of this dtype may require a gradient."""
     return value.is_floating_point() or value.is_complex()
 
 
@@ -40,7 +40,7 @@ def tensor_operands(node: Node) -> list[Node]:
 
 
 def is_call(node: object, *targets: Any) -> bool:
-    """True where ``node`` is a call of one of ``targets`` (operator overloads, by identity)."""
+    """Tell whether ``node`` is a call of one of ``targets`` (operator overloads, by identity)."""
     return (
         isinstance(node, Node)
         and node.op == "call_function"
@@ -49,7 +49,7 @@ def is_call(node: object, *targets: Any) -> bool:
 
 
 def is_getitem(node: object) -> bool:
-    """True where ``node`` picks one result of an operator with several."""
+    """Tell whether ``node`` picks one result of an operator with several."""
     return is_call(node, operator.getitem)
 
 

@@ -107,7 +107,7 @@ def isomorphism(first: Candidate, second: Candidate) -> dict[Node, Node] | None:
 
 
 def _compared(candidate: Candidate, colors: Mapping[Node, Hashable]) -> nx.MultiDiGraph:
-    """What the matcher compares: equal hashes are no proof, so labels and edges once more."""
+    """Graph that the matcher compares: equal hashes are no proof, so labels and edges again."""
     return as_networkx(
         candidate.nodes,
         lambda node: node,
@@ -116,5 +116,5 @@ def _compared(candidate: Candidate, colors: Mapping[Node, Hashable]) -> nx.Multi
 
 
 def _positions(edges: Mapping[Any, Mapping[str, int]]) -> list[int]:
-    """Which operands all the edges between two nodes are."""
+    """Return which operands the edges between two nodes are."""
     return sorted(itertools.chain.from_iterable(edge.values() for edge in edges.values()))

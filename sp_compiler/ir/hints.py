@@ -50,7 +50,7 @@ def forbid(*placements: Shard | Replicate) -> Forbid:
 
 @dataclass(frozen=True)
 class Wish:
-    """What all hints together ask of one parameter; the hints do not contradict each other.
+    """Union of all hints for one parameter; they do not contradict each other.
 
     Attributes:
         hints: the patterns that match the parameter, with their hints.
@@ -61,7 +61,7 @@ class Wish:
     rank: int
 
     def allows(self, placement: Placement) -> bool:
-        """Whether a parameter may be stored so; a dim cut in segments is sharded like any other."""
+        """Tell whether a parameter may be stored so; segments make no difference."""
         return all(self._allows(hint, placement) for _, hint in self.hints)
 
     def _allows(self, hint: Hint, placement: Placement) -> bool:
@@ -73,7 +73,7 @@ class Wish:
 
     @property
     def allowed(self) -> tuple[bool, ...]:
-        """Whether it may be replicated, and sharded on each dim."""
+        """Tell whether it may be replicated, and sharded on each dim."""
         ways = (I, *map(S, range(self.rank)))
         return tuple(map(self.allows, ways))
 
@@ -82,14 +82,14 @@ class Wish:
 
 
 def hint_text(hint: Hint) -> str:
-    """As a user writes it."""
+    """Return a hint as a user writes it."""
     if isinstance(hint, Forbid):
         return f"forbid({', '.join(map(hint_text, hint.placements))})"
     return f"Shard({hint.dim})" if isinstance(hint, Shard) else "Replicate()"
 
 
 def placement_text(placement: Placement) -> str:
-    """How a parameter is stored, as a user writes it in a hint."""
+    """Return how a parameter is stored, as a user writes it in a hint."""
     return f"Shard({placement.dim})" if placement.is_sharded else "Replicate()"
 
 
@@ -165,10 +165,12 @@ def _wish(name: str, shape: tuple[int, ...], hints: Mapping[str, Hint]) -> Wish:
 
 
 def _matches(pattern: str, name: str) -> bool:
+    # ``lm_head`` means its weight; any other parameter has to be named.
     return _glob(pattern, name) or _glob(pattern, _module_with_weight(name))
 
 
 def _glob(pattern: str, name: str) -> bool:
+    # Part by part: a "*" of fnmatch alone would cross dots, and "layers.*.up" match an expert's.
     parts, names = pattern.split("."), name.split(".")
     return len(parts) == len(names) and all(map(fnmatchcase, names, parts))
 

@@ -79,7 +79,7 @@ COPIES = frozenset({aten.clone.default, aten._to_copy.default})
 
 
 def conversion_of(node: Node) -> Conversion | None:
-    """What a ``convert`` node does; ``None`` for other nodes, and where nothing implements it."""
+    """Conversion that a ``convert`` node is; ``None``: none, or one that nothing implements."""
     placements = placements_of(node)
     return None if placements is None else conversion_between(*placements)
 
@@ -91,7 +91,7 @@ def collective_of(node: Node) -> str | None:
 
 
 def is_collective(node: Node) -> bool:
-    """Whether the node communicates: as a conversion, or inside."""
+    """Tell whether the node communicates: as a conversion, or inside."""
     return collective_of(node) is not None or has_inner_communication(node)
 
 
@@ -102,7 +102,7 @@ def is_identity(node: Node) -> bool:
 
 
 def is_wait(node: Node) -> bool:
-    """Where a collective that was started before has arrived."""
+    """Tell whether a collective that was started before has arrived here."""
     return node.target is WAIT.overload
 
 
@@ -112,13 +112,14 @@ def is_started(node: Node) -> bool:
 
 
 def is_view(node: Node) -> bool:
-    """True where the result shares the storage of its first argument (read from the schema)."""
+    """Tell whether the result shares the storage of its first argument (read from the schema)."""
     if node.op != "call_function":
         return False
     if node.target is operator.getitem:
         return is_view(node.args[0])
     if node.target in _OTHER_VIEWS or is_identity(node):
         return True
+    # Read from the schema: a list of views would miss those of the next version of PyTorch.
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.arguments:
         return False
@@ -157,7 +158,7 @@ def is_cast(node: Node) -> bool:
 
 
 def draws(node: Node) -> bool:
-    """Whether the operator draws random numbers; its own arguments may say that it does not."""
+    """Tell whether the operator draws random numbers, which its own arguments may switch off."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     given = arguments(node)

@@ -25,7 +25,7 @@ RefKind = Literal["param", "buffer", "constant", "input", "call", "seed", "size"
 
 @dataclass(frozen=True)
 class Ref:
-    """Where a value comes from.
+    """Source of a value.
 
     Attributes:
         kind: ``"param"``, ``"buffer"``, ``"constant"`` (named by ``name``), ``"input"`` (leaf
@@ -116,6 +116,7 @@ class Program:
     @property
     def regions(self) -> list[Region]:
         """Distinct regions in order of first use."""
+        # By identity: equal regions of two programs are different regions.
         return list({id(call.region): call.region for call in self.calls}.values())
 
     def paths(self, region: Region) -> list[str]:
@@ -128,6 +129,7 @@ class Program:
         Other parameters' gradients are temporary: parts of those that several calls use, until they
         are added up, and of replicated parameters on ``world_size`` ranks, until they are reduced.
         """
+        # Once per call: a call that is given a parameter twice still computes one gradient of it.
         uses = Counter(
             ref.name for call in self.calls for ref in set(call.args) if ref.kind == "param"
         )
@@ -148,7 +150,7 @@ class Program:
         kept_calls = {ref.index for ref in kept if isinstance(ref, Ref) and ref.kind == "call"}
         last: dict[int, int] = {}
         for index, call in enumerate(self.calls):
-            last[index] = index
+            last[index] = index  # outputs that nobody uses die at once
             last.update((ref.index, index) for ref in call.args if ref.kind == "call")
         dead: list[list[int]] = [[] for _ in self.calls]
         for producer, user in last.items():

@@ -118,6 +118,7 @@ def replace_with(node: Node, value: Node) -> None:
 def erase_dead(graph: Graph) -> int:
     """Erase calls without users (a captured graph is pure); returns how many."""
     num_erased = 0
+    # Backwards, so that what only dead nodes use is dead by the time that it is met.
     for node in reversed(graph.nodes):
         if node.op in ("call_function", "get_attr") and not node.users:
             graph.erase_node(node)
@@ -159,12 +160,15 @@ def running_fakes(mode: FakeTensorMode) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mode)
         if mode.shape_env is not None:
+            # torch internals: composite operators ask for sizes in C++, unless they decompose in
+            # Python; an open size that is asked for becomes that of the example.
             stack.enter_context(enable_python_dispatcher())
         yield
 
 
 def fake_value(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Result of calling ``target`` on the ``meta["val"]`` of its node arguments; no data moves."""
+    # torch internals: detect_fake_mode. Values know their mode; a graph has no other place for it.
     args, kwargs = pytree.tree_map_only(Node, lambda node: node.meta["val"], (args, dict(kwargs)))
     mode = detect_fake_mode((args, kwargs))
     if mode is None:
@@ -224,7 +228,7 @@ def _without_gradient(value: Any) -> tuple[Any, bool]:
 
 
 def _described(operand: Node) -> str:
-    """Everything of ``operand`` that the result of a call on fakes depends on."""
+    """Text of all of ``operand`` that the result of a call on fakes depends on."""
     fakes = [
         (tuple(x.shape), x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor) else x
         for x in pytree.tree_leaves(operand.meta["val"])

@@ -88,7 +88,7 @@ def region_of(graph_name: str) -> str:
 
 
 def _attributes(node: Node) -> dict[str, Any]:
-    """What :meth:`Snapshot.to_networkx` says of a node, as plain Python values."""
+    """Return what :meth:`Snapshot.to_networkx` says of a node, as plain Python values."""
     value = node.meta.get("val")
     shape, dtype = None, ""
     if isinstance(value, Tensor):

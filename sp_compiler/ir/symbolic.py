@@ -56,7 +56,7 @@ class Sizes:
         open: every open dim; dims that have to be equal may share a symbol.
         fixed: shapes of the tensor leaves of the example, ``None`` for an open dim.
         ties: other dims that an open one stands for: (leaf, dim, position in ``open``).
-        proofs: what was found by computing at the example's sizes; computed again for others.
+        proofs: what was found by computing at the example's sizes; recomputed for others.
     """
 
     env: ShapeEnv
@@ -90,7 +90,7 @@ class Sizes:
                 raise NotSymbolic(f"{guard.expr} is about no dim of an input")
 
     def rejection(self, leaves: Sequence[Any]) -> str | None:
-        """Why the program does not hold for these flattened inputs; ``None`` where it does."""
+        """Say why the program does not hold for these flattened inputs; ``None``: it does."""
         for leaf, shape in zip(leaves, self.fixed, strict=True):
             if shape is None:
                 continue
@@ -114,6 +114,8 @@ class Sizes:
 
     def _holds(self, found: Sequence[int]) -> bool:
         guards = self.env.guards
+        # Compiled to one expression: evaluating sympy would take milliseconds in every call. Later
+        # passes add guards, so that it is made again when their number has grown.
         if self._guards is None or self._guards[0] != len(guards):
             text = " and ".join(f"({_TEXT.doprint(guard.expr)})" for guard in guards) or "True"
             names = ", ".join(str(size.symbol) for size in self.open)
@@ -134,7 +136,7 @@ _TEXT = PythonPrinter()
 
 
 def _user_line(guard: Any) -> str:
-    """Where a comparison was made, as " (file.py:12)"; "" where unknown."""
+    """Place of a comparison in the user's code, as " (file.py:12)"; "" where unknown."""
     frame = guard.sloc.framework_loc
     return f" ({frame.filename}:{frame.lineno})" if hasattr(frame, "lineno") else ""
 
@@ -148,7 +150,7 @@ def open_sizes(placeholders: Mapping[int, Node], leaves: Sequence[Any], env: Sha
 
     Dims in the same position with the same size in the example are taken to be equal.
     """
-    env.frozen = False
+    env.frozen = False  # export froze it: what passes compare has to be recorded too
     first: dict[tuple[int, int], torch.SymInt] = {}
     found: list[tuple[sympy.Symbol, torch.SymInt, int, int]] = []
     fixed: list[tuple[int | None, ...] | None] = []
@@ -168,6 +170,8 @@ def open_sizes(placeholders: Mapping[int, Node], leaves: Sequence[Any], env: Sha
             if symbol in known:
                 ties.append((leaf, dim, known.index(symbol)))
                 continue
+            # Batch and sequence of all inputs: few models accept others, and every comparison of
+            # two symbols would be one more guard. Comparing them once makes them one.
             other = first.setdefault((dim, int(example.shape[dim])), size)
             if other is not size:
                 bool(size == other)
@@ -230,7 +234,7 @@ def example_number(value: Any) -> Any:
 
 
 def is_open(value: Any) -> bool:
-    """Whether ``value`` is a number that depends on the sizes of a call."""
+    """Tell whether ``value`` is a number that depends on the sizes of a call."""
     return isinstance(plain(value), SYMBOLIC)
 
 
@@ -243,7 +247,7 @@ def pin(value: Any) -> None:
 
 
 def same_shape(first: Sequence[Any], second: Sequence[Any]) -> bool:
-    """Whether two shapes are equal whatever the open sizes are; nothing is recorded."""
+    """Tell whether two shapes are equal whatever the open sizes are; nothing is recorded."""
     return len(first) == len(second) and all(map(_same, first, second))
 
 
@@ -280,6 +284,7 @@ def symbol_of(node: Node) -> sympy.Symbol | None:
     value = node.meta.get("val")
     if node.op != "placeholder" or not isinstance(value, SYMBOLIC):
         return None
+    # "Now": two symbols may have been found equal since, and a symbol to be a number.
     expr = value.node.expr
     return expr if isinstance(expr, sympy.Symbol) else None
 

@@ -33,6 +33,7 @@ def render(graph: Graph | GraphModule, *, metas: Collection[str] = METAS) -> str
     """
     if isinstance(graph, GraphModule):
         graph = graph.graph
+    # By position: the names of FX depend on what was erased before.
     numbers = {node: f"%{number}" for number, node in enumerate(graph.nodes)}
     return "\n".join(render_node(node, numbers.__getitem__, metas) for node in graph.nodes)
 
@@ -69,7 +70,7 @@ def render_arguments(node: Node, name: Callable[[Node], str]) -> str:
 
 
 def render_metas(node: Node, metas: Collection[str] = METAS) -> str:
-    """What follows a call: `` : f32[2, 4] @ S(1) #save``."""
+    """Return what follows a call: `` : f32[2, 4] @ S(1) #save``."""
     marks = {"val": " : ", "placement": " @ ", "recompute": " #"}
     texts = {meta: meta_text(node, meta) for meta in METAS if meta in metas}
     return "".join(f"{marks[meta]}{text}" for meta, text in texts.items() if text)
@@ -149,4 +150,5 @@ def _plain(value: Any) -> str:
     if isinstance(value, torch._ops.OpOverload | types.FunctionType | types.BuiltinFunctionType):
         return render_function(value)
     text = repr(value)
+    # Goldens and fingerprints of ranks compare this text: an address would differ in every run.
     return f"<{type(value).__qualname__}>" if " at 0x" in text else text

@@ -39,6 +39,7 @@ def watched_state(model: nn.Module) -> Iterator[dict[str, str]]:
         changes.update(_changes(start, _state(model)))
         return result
 
+    # On the instance and not as a hook: the root's hooks are set aside during the export.
     vars(model)["forward"] = watched
     try:
         yield changes

@@ -201,7 +201,7 @@ class _Watched(TorchDispatchMode):
 
 
 def is_pointwise_function(call: int, rank: int, dtypes: tuple[torch.dtype, ...]) -> bool:
-    """Whether forward and backward of a recorded call, of operands of one shape, are pointwise.
+    """Prove that forward and backward of a recorded call, of operands of one shape, are pointwise.
 
     Found by tracing both at two shapes: only pointwise operators, on values of that shape or on
     numbers, and the same ones, so that no number depends on a size.

@@ -61,7 +61,7 @@ def check_dtypes(graph: Graph, inputs: dict[str, Any]) -> None:
 
 
 def _wrong(node: Node) -> str:
-    """What an operator gets that it has no kernel for; "" for nothing."""
+    """Say what an operator gets that it has no kernel for; "" for nothing."""
     if node.op != "call_function":
         return ""
     if node.target in _CLASSES:

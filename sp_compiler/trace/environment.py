@@ -60,15 +60,20 @@ def check_capturable(model: nn.Module) -> None:
 
 
 def _is_captured(hook: Any) -> bool:
-    """Whether a hook is a part of the forward, like those with which transformers collects routers'
-    logits: they stay on the model after its first call."""
+    """Tell whether a hook is a part of the forward, and so of the graph.
+
+    Such as those with which transformers collects routers' logits: they stay on the model after its
+    first call.
+    """
     module = getattr(hook, "__module__", None) or ""
     return module.partition(".")[0] == "transformers" and not _is_without_effect(hook)
 
 
 def _is_without_effect(hook: Any) -> bool:
-    """True for the hook with which transformers makes embeddings of a checkpointed model require a
-    gradient: it changes no number and no parameter's gradient."""
+    """Tell whether leaving a hook out changes no number and no parameter's gradient.
+
+    That with which transformers makes embeddings of a checkpointed model require a gradient.
+    """
     return getattr(hook, "__name__", "") == "make_inputs_require_grads"
 
 
@@ -115,6 +120,8 @@ def _without_hooks(model: nn.Module) -> Iterator[None]:
         if getattr(module, kind)
     ]
     for module, kind, hooks in saved:
+        # torch internals: the four dictionaries of hooks on modules. Export calls hooks and records
+        # what they do; a module has no public way to set hooks aside and to put them back in order.
         captured = {} if module is model else hooks
         kept = OrderedDict((key, hook) for key, hook in captured.items() if _is_captured(hook))
         setattr(module, kind, kept)
@@ -166,7 +173,7 @@ def _warn_once(model: nn.Module, message: str) -> None:
 
 @contextlib.contextmanager
 def _without_own_warnings() -> Iterator[None]:
-    """Silence what torch's export says about its own code, which no user can mend."""
+    """Silence what torch's export says about its own code, which no user can fix."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)", FutureWarning)
         # Said in the user's terms, see watched_state.
@@ -184,6 +191,7 @@ def _without_tensor_hooks() -> Iterator[None]:
             "compiled model; write a torch.autograd.Function whose backward does what the hook does"
         )
 
+    # torch internals: Tensor.register_hook. Export would lose a hook on a fake tensor.
     with mock.patch.object(torch.Tensor, "register_hook", refuse):
         yield
 
@@ -194,6 +202,8 @@ def _given_causal_hint() -> Iterator[None]:
 
     The mask itself is still used, so only a hint for faster kernels is lost.
     """
+    # torch internals: nn.modules.transformer._detect_is_causal_mask. It reads numbers of the mask,
+    # which a fake tensor does not have; there is no argument that switches it off in every layer.
     module = torch.nn.modules.transformer
     original = module._detect_is_causal_mask
     module._detect_is_causal_mask = lambda mask, is_causal=None, size=None: bool(is_causal)
@@ -204,7 +214,7 @@ def _given_causal_hint() -> Iterator[None]:
 
 
 def capture_error(model: nn.Module, error: Exception) -> CaptureError | UnsupportedError:
-    """What a user can act on, from an exception that export raised."""
+    """Make an error that a user can act on of an exception that export raised."""
     where = _user_frame(model, error.__traceback__)
     if isinstance(error, UnsupportedError):
         return UnsupportedError(f"{error}\n{where}".rstrip())

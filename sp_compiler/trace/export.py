@@ -46,7 +46,7 @@ def flatten_inputs(
 def input_names(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
 ) -> list[str]:
-    """What a user calls the leaves of :func:`flatten_inputs`: ``x``, ``batch['ids']``."""
+    """Return what a user calls the leaves of :func:`flatten_inputs`: ``x``, ``batch['ids']``."""
     paths, _ = pytree.tree_flatten_with_path((tuple(args), dict(sorted((kwargs or {}).items()))))
     positional = [
         name

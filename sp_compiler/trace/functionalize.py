@@ -48,7 +48,7 @@ def functionalize(exported: ExportedProgram) -> ExportedProgram:
 
 
 def _nodes(module: GraphModule) -> Iterator[Node]:
-    """Those of subgraphs too."""
+    """Yield all nodes, those of subgraphs too."""
     for node in module.graph.nodes:
         yield node
         if node.op == "get_attr" and isinstance(found := _attribute(module, node), GraphModule):
@@ -56,7 +56,7 @@ def _nodes(module: GraphModule) -> Iterator[Node]:
 
 
 def _is_simple(node: Node) -> bool:
-    """Whether the node writes nothing, and its value is of plain tensors of fixed size."""
+    """Tell whether the node writes nothing, and its value is of plain tensors of fixed size."""
     for leaf in pytree.tree_leaves(node.meta.get("val")):
         if isinstance(leaf, Tensor):
             if type(leaf) is not FakeTensor or leaf._has_symbolic_sizes_strides or leaf.is_conj():
@@ -91,6 +91,8 @@ def _prepare_subgraphs(module: GraphModule) -> None:
         _prepare_subgraphs(body)
         if node.target is _SET_GRAD and node.args[0] is False:
             _detach_outputs(body, node)
+        # torch internals: GraphModule.forward of an exported subgraph, on the instance. A generated
+        # forward is one frame, and run_decompositions would lose the provenance of its nodes.
         body.forward = Interpreter(body).run
 
 
@@ -169,6 +171,8 @@ def _is_decomposed(target: Any) -> bool:
     return (
         isinstance(target, OpOverload)
         and target is not _aten.reshape.default
+        # torch internals: torch._export.utils knows which composites run_decompositions leaves
+        # whole; with a list of our own the two ways to functionalize would differ.
         and _is_cia_op(target)
         and not _is_preservable_cia_op(target)
     )

@@ -39,6 +39,8 @@ from sp_compiler.ir.symbolic import inline_sizes, same_shape
 
 aten = torch.ops.aten
 
+# torch internals: descriptors say which input and output of a joint graph is what; without them the
+# order of gradients and tangents would have to be guessed from their numbers.
 _SOURCE = "sp_source"
 _TOKEN_INPUTS = (ForwardTokenAOTInput, BackwardTokenAOTInput)
 _TOKEN_OUTPUTS = (ForwardTokenAOTOutput, BackwardTokenAOTOutput)
@@ -101,6 +103,7 @@ class JointGraph:
     def backward_nodes(self) -> set[fx.Node]:
         """Nodes that depend on a tangent, and those that the forward outputs do not need."""
         forward = ancestors(self.outputs)
+        # A forward operator may have results that the forward itself does not use, such as rstd.
         for node in self.graph.nodes:
             if node.target is operator.getitem and node.args[0] in forward:
                 forward.add(node)
@@ -127,6 +130,7 @@ def trace_joint(region: Region) -> JointGraph:
         stack.enter_context(mode)
         traced = aot_export_joint_with_descriptors(stack, _Interpreted(region.module), tuple(args))
         graph = traced.graph_module.graph
+    # PyTorch's order of nodes and its names are not kept: both change between its versions.
     joint = _rebuild(graph, region)
     _drop_no_ops(joint.graph)
     _copy_provenance(joint, region)
@@ -149,7 +153,7 @@ class _Interpreted(nn.Module):
 
 
 def _shape_env(region: Region) -> Any:
-    """Where comparisons of open sizes are recorded; ``None`` where all sizes are fixed."""
+    """Record of the comparisons of open sizes; ``None`` where all sizes are fixed."""
     values = [node.meta.get("val") for node in region.placeholders]
     sizes = [value for value in values if isinstance(value, torch.SymInt)]
     return sizes[0].node.shape_env if sizes else None
@@ -159,6 +163,8 @@ def _with_sources(original: fx.Graph) -> fx.Graph:
     graph = copy_graph(original)
     for node in graph.nodes:
         if node.op == "call_function":
+            # torch internals: the one entry of meta that the joint trace copies to what a node
+            # becomes, gradients included.
             node.meta["custom"] = {_SOURCE: node.name}
     return graph
 
@@ -334,7 +340,7 @@ def _copy_provenance(joint: JointGraph, region: Region) -> None:
 
 
 def _relabels(node: fx.Node) -> bool:
-    """Whether a view leaves one rank's part as it is but changes what it is a part of."""
+    """Tell whether a view leaves one rank's part as it is but changes what it is a part of."""
     source = node.args[0] if node.args else None
     if node.target is not aten.reshape.default or not isinstance(source, fx.Node):
         return False
@@ -344,7 +350,7 @@ def _relabels(node: fx.Node) -> bool:
 
 
 def _is_spread(node: fx.Node) -> bool:
-    """Whether a rank has one element of each segment: rows of heads, one head each, are tokens."""
+    """Find values whose rank has one element per segment: rows of heads, one head each."""
     placement = node.meta.get("placement")
     return bool(placement and placement.segments) and (
         node.meta["val"].shape[placement.dim] == len(placement.segments)

@@ -29,7 +29,7 @@ from sp_compiler.ir.concretize import Concretizer
 from sp_compiler.ir.forward_backward import Partitioned
 from sp_compiler.ir.fx import ancestors
 from sp_compiler.ir.op_traits import base, collective_of, is_collective, is_part, is_view
-from sp_compiler.ir.rewriting import make_call
+from sp_compiler.ir.rewriting import make_like
 from sp_compiler.ir.symbolic import Sizes
 from sp_compiler.ops.convert import WAIT
 
@@ -198,5 +198,4 @@ def _works_between(nodes: Collection[Node]) -> bool:
 
 def _wait_for(graph: Graph, started: Node) -> Node:
     name, world_size = f"{started.name}_arrived", started.args[3]
-    args, meta = (started, world_size), started.meta
-    return make_call(graph, _wait, args, like=started, origin="overlap", name=name, meta=meta)
+    return make_like(graph, _wait, (started, world_size), like=started, origin="overlap", name=name)

@@ -26,7 +26,7 @@ from torch.fx import Graph, Node
 
 from sp_compiler.ir.fx import arguments
 from sp_compiler.ir.op_traits import is_view
-from sp_compiler.ir.rewriting import erase_dead, make_call
+from sp_compiler.ir.rewriting import erase_dead, make_like
 from sp_compiler.ir.symbolic import same_shape
 
 aten = torch.ops.aten
@@ -164,10 +164,9 @@ def _linear(node: Node) -> Node | None:
 
 
 def _call(target: Any, args: tuple[Any, ...], *, like: Node, val: Any = None) -> Node:
-    # All of the meta: the new node is what ``like`` was, placement and tags included.
-    meta = like.meta if val is None else {**like.meta, "val": val}
+    changes = {} if val is None else {"val": val}
     name = target.__name__.partition(".")[0]
-    return make_call(like.graph, target, args, like=like, origin="simplify", name=name, meta=meta)
+    return make_like(like.graph, target, args, like=like, origin="simplify", name=name, **changes)
 
 
 def _merge_equal_views(graph: Graph) -> int:

@@ -25,7 +25,7 @@ from torch.fx import Graph, Node
 from sp_compiler.codegen.idioms import RESHAPES
 from sp_compiler.ir.fx import tensor_operands
 from sp_compiler.ir.op_traits import draws
-from sp_compiler.ir.rewriting import copy_graph, make_call
+from sp_compiler.ir.rewriting import copy_graph, make_like
 from sp_compiler.ir.symbolic import is_open, same_shape
 
 aten = torch.ops.aten
@@ -93,10 +93,8 @@ def _compute_on_rows(node: Node, rows: torch.Size) -> None:
         if operand.target in RESHAPES:
             node.replace_input_with(operand, operand.args[0])
     with node.graph.inserting_after(node):
-        args, meta = (node, list(value.shape)), node.meta
-        view = make_call(
-            node.graph, aten.view.default, args, like=node, origin="codegen", meta=meta
-        )
+        args = (node, list(value.shape))
+        view = make_like(node.graph, aten.view.default, args, like=node, origin="codegen")
     node.replace_all_uses_with(view, delete_user_cb=lambda user: user is not view)
     node.meta["val"] = value.new_empty(rows)
     if placement is not None and placement.is_sharded:

@@ -71,6 +71,30 @@ def make_call(
     return node
 
 
+def make_like(
+    graph: Graph,
+    target: Callable[..., Any],
+    args: tuple[Any, ...],
+    *,
+    like: Node,
+    origin: str,
+    name: str | None = None,
+    **changes: Any,
+) -> Node:
+    """Call ``target`` in the place of ``like``, in its graph or a copy: with all of its meta.
+
+    As :func:`make_call`, but the new node is what ``like`` was, placement and tags included. A node
+    of the backward that stands for none of the region has no ``source``, and neither has its twin:
+    its own name may be that of some other node there.
+
+    Args:
+        changes: entries of the meta that are others.
+    """
+    node = graph.create_node("call_function", target, args, {}, name)
+    node.meta = {**like.meta, **changes, "origin": origin}
+    return node
+
+
 def insert_call(
     anchor: Node,
     target: Callable[..., Any],

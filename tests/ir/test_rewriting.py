@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 
 from sp_compiler.ir.fx import ancestors, descendants, operands, reach, users
-from sp_compiler.ir.rewriting import copy_graph, insert_call, make_call, replace_call
+from sp_compiler.ir.rewriting import copy_graph, insert_call, make_call, make_like, replace_call
 
 _ROOT = Path(__file__).parents[2]
 _aten = torch.ops.aten
@@ -74,6 +74,18 @@ def test_what_the_caller_knows_is_not_computed() -> None:
         node = make_call(graph, _aten.relu.default, (product,), like=relu, origin="test", meta=meta)
     assert node.meta["val"] is val
     assert (node.meta["placement"], node.meta["origin"]) == ("S(0)", "test")
+
+
+def test_what_takes_the_place_of_a_node_has_all_of_its_meta() -> None:
+    graph, product, _ = _relu_of_product()
+    product.meta |= {"placement": "S(0)", "recompute": "save"}
+    with graph.inserting_before(product):
+        node = make_like(
+            graph, _aten.div.Tensor, product.args, like=product, origin="twin", val=None
+        )
+    expected = {**product.meta, "origin": "twin", "val": None}
+    assert node.meta == expected
+    assert "source" not in node.meta  # as the product was captured
 
 
 def _makes_a_node(node: ast.AST) -> bool:

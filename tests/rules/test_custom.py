@@ -15,7 +15,8 @@ from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.placement import I, S
 from sp_compiler.rules.registry import ROWS
 from tests.helpers import parity
-from tests.helpers.one_operator import Call, Whole, check, offered
+from tests.helpers.one_operator import check
+from tests.helpers.operator_call import Call, Whole, offered
 
 lib = torch.library
 

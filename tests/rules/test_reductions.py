@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sp_compiler.rules.table import rule_for
-from tests.helpers.one_operator import Call, Whole, offered
+from tests.helpers.operator_call import Call, Whole, offered
 
 aten = torch.ops.aten
 

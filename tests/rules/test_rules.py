@@ -13,8 +13,9 @@ from sp_compiler.base.errors import PlacementError
 from sp_compiler.rules.factors import Dims, Factor, OpRule
 from sp_compiler.rules.families.elementwise import pointwise
 from sp_compiler.rules.registry import ROWS, Row
-from tests.helpers.one_operator import Step, Whole, check, compiled_step, offered
+from tests.helpers.one_operator import Step, check, compiled_step
 from tests.helpers.op_samples import calls as op_samples
+from tests.helpers.operator_call import Whole, offered
 
 aten = torch.ops.aten
 sp = torch.ops.sp_compiler

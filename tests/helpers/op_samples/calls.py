@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.helpers.one_operator import Call
 from tests.helpers.op_samples import attention, elementwise, indexing, norms, products, views
 from tests.helpers.op_samples.draw import Draw, Sample, Shape
+from tests.helpers.operator_call import Call
 
 aten = torch.ops.aten
 _FAMILIES = (elementwise, products, norms, views, indexing, attention)

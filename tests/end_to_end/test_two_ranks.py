@@ -35,6 +35,10 @@ def _loss(model: Any) -> Tensor:
     return zoo.loss_of(model(**zoo.inputs(_NAME)))
 
 
+def _full(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
 def _loaded_parameters(module: Any, model: nn.Module) -> None:
     """Full tensors of another model; the fused projection is cut in segments."""
     other = _model(7)
@@ -70,11 +74,19 @@ def _optimizer_step(module: Any, model: nn.Module) -> None:
         _loss(one).backward()
 
 
+def _mixed_with_a_parameter(module: Any, model: nn.Module) -> None:
+    """The gradient of the loss is a sum that each rank has a part of."""
+    for one in (module, model):
+        penalty = one.get_parameter("blocks.0.mlp.up.weight").square().sum()
+        _full(_loss(one) * penalty).backward()
+
+
 _STEPS: tuple[Step, ...] = (
     _loaded_parameters,
     _put_off_reductions,
     _changed_in_place,
     _optimizer_step,
+    _mixed_with_a_parameter,
 )
 
 
@@ -94,8 +106,7 @@ def _errors() -> dict[str, float]:
         worst = float((_loss(module) - _loss(model)).abs().detach())
         true = model.state_dict()
         for name, entry in module.state_dict().items():
-            full = entry.full_tensor() if isinstance(entry, DTensor) else entry
-            worst = max(worst, float((full - true[name]).abs().max()))
+            worst = max(worst, float((_full(entry) - true[name]).abs().max()))
         errors[step.__name__] = worst
     return errors
 

@@ -72,7 +72,9 @@ def global_calls(
         shape = tuple(torch.broadcast_shapes(*_shapes(operands)))
         yield GlobalCall(node.args, node.kwargs, [shape])
     else:
-        for args, kwargs in _global_arguments(node, world_size):
+        # On replicated operands a call works on all there is, with the sizes of that.
+        scale = world_size if any(p.is_sharded for p in placements) else 1
+        for args, kwargs in _global_arguments(node, scale):
             # A size that does not fit the operands is refused by the operator itself.
             with contextlib.suppress(*NO_SUCH_CALL):
                 yield GlobalCall(args, kwargs, _run(node.target, args, kwargs, operands))
@@ -105,6 +107,8 @@ def _sizes(local: Any, world_size: int) -> list[Any]:
     """One rank's size or shape, and what it may be a part of."""
     if local is None:  # an optional size that is not given
         return [None]
+    if world_size == 1:
+        return [local]
     if isinstance(local, int):
         return [local, local * world_size]
     return [local, *map(list, _scaled(local, world_size))]

@@ -178,3 +178,34 @@ class _ComputedWeight(nn.Module):
 )
 def test_a_computed_weight_over_a_padded_width(weigh: Callable[[Tensor], Tensor]) -> None:
     _parity(_ComputedWeight(weigh), x=randn(2, 4, _WIDTH))
+
+
+class _Channels(nn.Module):
+    """A linear layer before and behind something that works on channels in dim 1."""
+
+    def __init__(self, channels: nn.Module) -> None:
+        super().__init__()
+        self.up, self.channels = nn.Linear(_WIDTH, 16), channels
+        self.down = nn.LazyLinear(_WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.channels(self.up(x).transpose(1, 2)).transpose(1, 2)
+        return self.down(hidden.tanh()).square().sum()
+
+
+@pytest.mark.parametrize(
+    "channels",
+    [
+        nn.GroupNorm(4, 16),
+        nn.GroupNorm(1, 16),
+        nn.GroupNorm(16, 16, affine=False),
+        nn.Conv1d(16, 8, 3, groups=4),
+        nn.ConvTranspose1d(16, 8, 3),
+        nn.ConvTranspose1d(16, 8, 3, groups=4),
+    ],
+    ids=str,
+)
+def test_groups_of_channels(channels: nn.Module) -> None:
+    model, x = _Channels(channels), randn(2, 4, _WIDTH)
+    model(x.float())  # so that lazy widths are known
+    _parity(model, x=x)

@@ -19,7 +19,7 @@ import transformers
 from torch import nn
 
 from benchmarks.models import PAPER_SETUPS, PlainGPT
-from sp_compiler.estimate import plan
+from sp_compiler.api import plan
 from sp_compiler.planning.data import BlockPlan
 from sp_compiler.planning.formula import tidy
 from sp_compiler.planning.plan import Plan

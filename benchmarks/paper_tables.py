@@ -25,7 +25,7 @@ from rich.table import Table
 
 from benchmarks.models import PAPER_SETUPS, PaperSetup, PlainGPT
 from benchmarks.performance import markdown_table
-from sp_compiler.estimate import plan
+from sp_compiler.api import plan
 from sp_compiler.planning.plan import Plan
 
 GIB = 2**30

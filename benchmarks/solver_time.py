@@ -22,8 +22,8 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from benchmarks.models import PRESETS, PlainGPT
+from sp_compiler.api import plan
 from sp_compiler.compiler import to_program
-from sp_compiler.estimate import plan
 from sp_compiler.options import CompileOptions
 from sp_compiler.passes.sharding.outputs import route_outputs
 from sp_compiler.passes.sharding.shard import placement_problem

@@ -23,6 +23,7 @@ from dataclasses import replace
 
 from torch.fx import Graph, Node
 
+from sp_compiler.base.pass_report import Pass
 from sp_compiler.cost.memory import backward_peak_bytes, peak_in_order
 from sp_compiler.cost.node_cost import tensor_bytes
 from sp_compiler.ir.concretize import Concretizer
@@ -198,4 +199,6 @@ def _works_between(nodes: Collection[Node]) -> bool:
 
 def _wait_for(graph: Graph, started: Node) -> Node:
     name, world_size = f"{started.name}_arrived", started.args[3]
-    return make_like(graph, _wait, (started, world_size), like=started, origin="overlap", name=name)
+    return make_like(
+        graph, _wait, (started, world_size), like=started, origin=Pass.OVERLAP, name=name
+    )

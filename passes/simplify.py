@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from sp_compiler.base.pass_report import Pass, report_of
 from sp_compiler.ir.fx import arguments
 from sp_compiler.ir.op_traits import is_view
 from sp_compiler.ir.rewriting import erase_dead, make_like
@@ -36,22 +37,21 @@ _PRODUCTS = (aten.mm.default, aten.linear.default)
 _KEEPS_ORDER = (*_RESHAPES, aten.expand.default, aten.slice.Tensor)
 
 
-def simplify(graph: Graph) -> dict[str, int]:
-    """Apply every rule once in topological order; returns how often each one did."""
-    counts = {rule.__name__.strip("_"): 0 for rule in _RULES}
+def simplify(graph: Graph) -> None:
+    """Apply every rule once in topological order; each is a kind of the pass's report."""
+    report = report_of(Pass.SIMPLIFY)
     # In topological order, so that the operands that a rule sees are simplified already.
     for node in list(graph.nodes):
         for rule in _RULES:
             replacement = rule(node)
             if replacement is not None:
-                counts[rule.__name__.strip("_")] += 1
+                report.rewrote(kind=rule.__name__.strip("_"))
                 node.replace_all_uses_with(replacement)
                 graph.erase_node(node)
                 break
-    counts["merge_equal_views"] = _merge_equal_views(graph)
+    report.rewrote(_merge_equal_views(graph), kind="merge_equal_views")
     erase_dead(graph)
     graph.lint()
-    return counts
 
 
 def _view_of_view(node: Node) -> Node | None:
@@ -59,6 +59,7 @@ def _view_of_view(node: Node) -> Node | None:
     if node.target not in _RESHAPES or node.args[0].target not in _RESHAPES:
         return None
     if node.meta.get("relabels") or node.args[0].meta.get("relabels"):
+        report_of(Pass.SIMPLIFY).decline(node, "the views change what the shard is a part of")
         return None
     with node.graph.inserting_before(node):
         merged = _call(aten.view.default, (node.args[0].args[0], node.args[1]), like=node)
@@ -69,9 +70,7 @@ def _view_of_view(node: Node) -> Node | None:
 
 def _same_shape(node: Node) -> Node | None:
     """A view that keeps the shape -> its argument, unless the placement is another one then."""
-    if node.meta.get("relabels"):
-        return None
-    if node.target not in _KEEPS_ORDER:
+    if node.target not in _KEEPS_ORDER or node.meta.get("relabels"):
         return None
     source = node.args[0]
     return source if same_shape(source.meta["val"].shape, node.meta["val"].shape) else None
@@ -114,16 +113,16 @@ def _fuse_bias(node: Node) -> Node | None:
         return None
     for product, bias in (node.args[:2], node.args[1::-1]):
         matmul = product.args[0] if product.target in _RESHAPES else product
-        if _can_fuse(product, matmul, bias):
-            return _with_bias(node, product, matmul, bias)
+        if _is_biased_product(product, matmul, bias):
+            # Who else uses the product wants it without the bias: it would be computed twice.
+            if len(product.users) == len(matmul.users) == 1:
+                return _with_bias(node, product, matmul, bias)
+            report_of(Pass.SIMPLIFY).decline(node, "the product without the bias is used too")
     return None
 
 
-def _can_fuse(product: Node, matmul: Node, bias: Node) -> bool:
+def _is_biased_product(product: Node, matmul: Node, bias: Node) -> bool:
     if matmul.target not in _PRODUCTS or len(matmul.args) > 2:
-        return False
-    # Who else uses the product wants it without the bias: it would be computed twice.
-    if len(product.users) > 1 or len(matmul.users) > 1:
         return False
     ours, theirs = bias.meta["val"], product.meta["val"]
     return (

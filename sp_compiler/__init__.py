@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sp_compiler.api import compile
+from sp_compiler.api import compile, plan
 from sp_compiler.base.errors import (
     ArgumentError,
     CaptureError,
@@ -13,7 +13,7 @@ from sp_compiler.base.errors import (
     SPCompilerError,
     UnsupportedError,
 )
-from sp_compiler.estimate import plan
+from sp_compiler.base.pass_report import PassReport
 from sp_compiler.graph_diff.diff import GraphDiff, diff
 from sp_compiler.ir.hints import forbid
 from sp_compiler.planning.plan import Plan
@@ -27,6 +27,7 @@ __all__ = [
     "GraphDiff",
     "NotCompiledError",
     "PassError",
+    "PassReport",
     "PlacementError",
     "Plan",
     "RankMismatchError",

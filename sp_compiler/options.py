@@ -1,14 +1,19 @@
-"""Options of :func:`sp_compiler.compile`, validated once."""
+"""What a user may tell ``compile``, ``plan``, ``verify`` and ``torch.compile``, written once."""
 
 from __future__ import annotations
 
+import inspect
 import pkgutil
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, TypeVar, get_args
+
+from torch import nn
+from torch.fx import GraphModule
 
 from sp_compiler.base.errors import ArgumentError, UnsupportedError
+from sp_compiler.base.pass_report import Pass, PassReport
 from sp_compiler.base.units import parse_bytes
 from sp_compiler.ir.hints import Hint, checked_hints, hint_text
 
@@ -21,10 +26,91 @@ Dropout = Literal["regenerate", "stored"]
 Backend = Literal["eager", "inductor"]
 Outputs = Literal["replicate", "shard", "auto"]
 
+UserPass = Callable[[GraphModule], PassReport | int | None]
+"""A pass of the user; see ``passes`` of :class:`Options`."""
+
+ExampleInputs = tuple[tuple[Any, ...], Mapping[str, Any]]
+"""Positional and keyword arguments of a call of the model."""
+
+
+class Options(TypedDict, total=False):
+    """Keyword arguments of ``compile``, ``plan``, ``verify``; ``options`` of ``torch.compile``.
+
+    Options:
+        sequence_parallel: shard norms, dropouts and residuals by tokens (arXiv 2205.05198, section
+            4.2.2).
+        recompute: what backward recomputes. ``"none"``: nothing but gathers; ``"attention"``: the
+            attention core (arXiv 2205.05198, section 5); ``"selective"``: also everything pointwise
+            or row-wise; ``"full"``: all but the inputs of each block, where what runs last (the
+            loss head, not several) is ``"selective"``; ``"auto"``: what takes least estimated time
+            within ``memory_budget``, chosen for each block.
+        memory_budget: with ``"auto"``: what the peak of activations on a rank may be, as
+            :func:`sp_compiler.plan` counts it, in bytes or as "12GiB".
+        dropout: ``"regenerate"`` masks in backward or keep them ``"stored"``.
+        overlap: in backward, run gradients of weights and what is recomputed while collectives of
+            the same block are on their way.
+        backend: ``"eager"``; ``"inductor"`` is not in this version.
+        outputs: ``"replicate"``: full on every rank; ``"shard"``: DTensors where the model makes
+            them sharded; ``"auto"``: so if the model also returns its loss.
+        nominal_tokens: placements are chosen for batches of this many tokens, or of the example's
+            number if that is larger.
+        hints: placements of parameters that you decide, ``{"layers.*.mlp.up": Shard(0)}``. A key is
+            the dotted name of a parameter as in ``model.named_parameters()``, or of a module, which
+            means its ``weight``; ``*``, ``?`` and ``[abc]`` stand for what they do in file names,
+            and like there for nothing beyond the next dot. A value is ``Shard(dim)`` or
+            ``Replicate()`` of ``torch.distributed.tensor``, or :func:`sp_compiler.forbid` of them.
+            Layers of which some have a hint and others none become different blocks. Of a fused dim
+            (q, k and v in one weight) each part is sharded.
+        passes: your own, ``def my_pass(graph: torch.fx.GraphModule) -> sp_compiler.PassReport | int
+            | None``, in this order. Each rewrites, in place, the normalised graph of the unsharded
+            model: ATen operators on ``meta["val"]``, before it is cut into blocks. A new node may
+            leave ``meta["val"]`` and ``meta["requires_grad"]`` out, and every form of an operator
+            may be used: both are completed, and the graph is normalised again. Afterwards the graph
+            is checked; :class:`sp_compiler.PassError` names the pass that broke it. The result is
+            how many rewrites were done, or a report of them. Every rank must have the same passes.
+    """
+
+    sequence_parallel: bool
+    recompute: str
+    memory_budget: int | str | None
+    dropout: Dropout
+    overlap: bool
+    backend: Backend
+    outputs: Outputs
+    nominal_tokens: int
+    hints: Mapping[str, Hint] | None
+    passes: Sequence[UserPass]
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def with_options(function: Function) -> Function:
+    """Spell ``**options: Unpack[Options]`` out in the signature and docstring of ``function``.
+
+    So ``help`` and an editor show names, defaults and meanings, which are written here alone.
+    """
+    signature = inspect.signature(function)
+    own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    options = [
+        inspect.Parameter(
+            each.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None if each.default is MISSING else each.default,
+            annotation=each.type,
+        )
+        for each in fields(CompileOptions)
+        if each.name in Options.__annotations__
+    ]
+    function.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
+    meanings = (inspect.getdoc(Options) or "").partition("\n\n")[2]  # none under python -OO
+    function.__doc__ = f"{inspect.getdoc(function)}\n\n{meanings}"
+    return function
+
 
 @dataclass(frozen=True, kw_only=True)
 class CompileOptions:
-    """What :func:`sp_compiler.compile` may be told; the README has what each field means.
+    """:class:`Options` with their defaults, validated, and the number of ranks.
 
     Raises:
         ArgumentError: a value outside what the field allows.
@@ -41,6 +127,7 @@ class CompileOptions:
     outputs: Outputs = "auto"
     nominal_tokens: int = 8192
     hints: Mapping[str, Hint] = field(default_factory=dict)
+    passes: Sequence[UserPass] = ()
 
     def __post_init__(self) -> None:
         _check_choice("recompute", self.recompute, RECOMPUTE)
@@ -54,6 +141,7 @@ class CompileOptions:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ArgumentError(f"{name}={value!r}: expected a positive int")
         object.__setattr__(self, "hints", checked_hints(self.hints))
+        object.__setattr__(self, "passes", _checked_passes(self.passes))
         if (self.recompute == "auto") != (self.memory_budget is not None):
             raise ArgumentError(
                 f"recompute={self.recompute!r} with memory_budget={self.memory_budget!r}: "
@@ -64,10 +152,19 @@ class CompileOptions:
         if self.backend == "inductor":
             raise UnsupportedError('backend="inductor" is not in this version; use backend="eager"')
 
+    @classmethod
+    def of(cls, tp: int, options: Options) -> CompileOptions:
+        """``options`` as a user gives them to a function."""
+        values: dict[str, Any] = {**options, "hints": options.get("hints") or {}}
+        return cls(tp=tp, **values)
+
     def to_dict(self) -> dict[str, Any]:
-        """Plain data; hints as a user writes them."""
-        hints = {key: hint_text(hint) for key, hint in self.hints.items()}
-        return {**asdict(replace(self, hints={})), "hints": hints}
+        """Plain data: hints and passes as text."""
+        return {
+            **vars(self),
+            "hints": {key: hint_text(hint) for key, hint in self.hints.items()},
+            "passes": list(map(pass_name, self.passes)),
+        }
 
     def texts(self) -> dict[str, str]:
         """Option name to the text of its value, the same for equal values on every rank."""
@@ -81,6 +178,51 @@ class CompileOptions:
         if self.memory_budget is None:
             return None
         return parse_bytes("memory_budget", self.memory_budget)
+
+
+def pass_name(user_pass: UserPass) -> str:
+    """The name of a user's pass: of the function, or of the class of what is called."""
+    return getattr(user_pass, "__name__", type(user_pass).__name__)
+
+
+def checked_inputs(model: Any, example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """``example_inputs`` if they are what they must be.
+
+    Raises:
+        ArgumentError: no module, or inputs that are not (args, kwargs).
+    """
+    check_model(model)
+    if (
+        not isinstance(example_inputs, tuple)
+        or len(example_inputs) != 2
+        or not isinstance(example_inputs[0], (tuple, list))
+        or not isinstance(example_inputs[1], Mapping)
+    ):
+        raise ArgumentError(
+            "example_inputs: expected (args, kwargs), a tuple of a tuple and a dict, such as "
+            f"((), {{'input_ids': ids}}); got {type(example_inputs).__name__}"
+        )
+    return tuple(example_inputs[0]), dict(example_inputs[1])
+
+
+def check_model(model: Any) -> None:
+    """Raise :class:`ArgumentError` unless ``model`` is a module."""
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"model={type(model).__name__}: expected a torch.nn.Module")
+
+
+def _checked_passes(passes: Any) -> tuple[UserPass, ...]:
+    if not isinstance(passes, (tuple, list)) or not all(map(callable, passes)):
+        raise ArgumentError(
+            f"passes={passes!r}: expected a list of functions that take a torch.fx.GraphModule"
+        )
+    names = [pass_name(each) for each in passes]
+    for name in names:
+        # A name says which pass is meant in errors, stages and verifications.
+        if names.count(name) > 1 or name in list(Pass):
+            other = "the compiler's own" if name in list(Pass) else "another one's"
+            raise ArgumentError(f"passes: the name {name!r} is {other}; rename the function")
+    return tuple(passes)
 
 
 def _check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:

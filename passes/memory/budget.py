@@ -14,44 +14,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch.fx import GraphModule
 
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.units import UNITS, bytes_text
 from sp_compiler.cost.budget_problem import budget_problem
-from sp_compiler.ir.forward_backward import Partitioned
 from sp_compiler.ir.program import Call, Program, Ref, Region
 from sp_compiler.ir.rewriting import copy_graph
 from sp_compiler.passes.memory.candidates import Candidate, candidates
 from sp_compiler.passes.memory.partition import SplitOptions
 from sp_compiler.passes.memory.tag import write_tags
+from sp_compiler.passes.memory.tag_program import TaggedProgram
 from sp_compiler.solve.memory_budget import CallSplits, cheapest, needs, peak_bytes, smallest
 from sp_compiler.trace.joint import JointGraph
-
-
-@dataclass(frozen=True)
-class SplitRegion:
-    """A region that is cut: its joint graph with the tags that it was cut by, and the parts."""
-
-    joint: JointGraph
-    partitioned: Partitioned
-
-
-@dataclass(frozen=True)
-class SplitProgram:
-    """A program that fits.
-
-    Attributes:
-        names: of the region of each call.
-        regions: how each region is cut, by name, in order of first use.
-    """
-
-    program: Program
-    names: tuple[str, ...]
-    regions: Mapping[str, SplitRegion]
-
 
 Candidates = Mapping[str, Sequence[Candidate]]
 """In which ways each region, by name, can be split."""
@@ -81,14 +58,14 @@ def candidates_of(
     }
 
 
-def split_under_budget(
+def tag_under_budget(
     program: Program,
     joints: Mapping[str, JointGraph],
     ways: Candidates,
     world_size: int,
     budget_bytes: int,
-) -> SplitProgram:
-    """Split every call of ``program``, which is left as it is.
+) -> TaggedProgram:
+    """Tag what every call of ``program``, which is left as it is, recomputes.
 
     Args:
         program: sharded.
@@ -111,16 +88,16 @@ def split_under_budget(
     picks = _in_order(program, calls, picks)
     chosen = [ways[call.region.name][pick] for call, pick in zip(program.calls, picks, strict=True)]
     names = _names(program, ways, chosen)
-    regions: dict[str, SplitRegion] = {}
+    tagged: dict[str, JointGraph] = {}
     for name, call, candidate in zip(names, program.calls, chosen, strict=True):
-        if name not in regions:
-            joint = joints[call.region.name]
-            write_tags(joint, candidate.tags)
-            regions[name] = SplitRegion(joint.copy(), candidate.partitioned)
-    return SplitProgram(rename_regions(program, names), names, regions)
+        if name not in tagged:
+            write_tags(joints[call.region.name], candidate.tags)
+            tagged[name] = joints[call.region.name].copy()
+    origins = {name: call.region.name for name, call in zip(names, program.calls, strict=True)}
+    return TaggedProgram.of(_rename_regions(program, names), tagged, origins)
 
 
-def rename_regions(program: Program, names: Sequence[str]) -> Program:
+def _rename_regions(program: Program, names: Sequence[str]) -> Program:
     """Each call with a region of the given name: a copy where that is not the region's own."""
     regions: dict[tuple[int, str], Region] = {}
     calls = []

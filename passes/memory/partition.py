@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from sp_compiler.base.errors import PassError
+from sp_compiler.base.pass_report import Pass
 from sp_compiler.base.provenance import module_path, source_line
 from sp_compiler.ir.forward_backward import LossPart, Partitioned, SavedTensor
 from sp_compiler.ir.fx import ancestors, descendants
 from sp_compiler.ir.op_traits import base
 from sp_compiler.ir.rewriting import copy_graph
 from sp_compiler.ir.symbolic import Sizes, example_number, symbol_of, symbols_in
-from sp_compiler.passes.memory.tag import POLICIES, tag_recompute
 from sp_compiler.passes.memory.zero_tangents import drop_zero_tangents
 from sp_compiler.passes.overlap import overlap_backward
 from sp_compiler.trace.joint import JointGraph
@@ -54,41 +54,6 @@ def split(joint: JointGraph, options: SplitOptions) -> Partitioned:
     if not options.overlap:
         return parts
     return overlap_backward(parts, options.own_parameters, options.sizes)
-
-
-def split_by_policy(joint: JointGraph, policy: str, options: SplitOptions) -> Partitioned:
-    """Tag ``joint`` for a named policy, or what the policy leaves the last region to, and cut it.
-
-    Raises:
-        ArgumentError: a policy that does not exist.
-    """
-    tag_recompute(joint, policy)
-    parts = split(joint, options)
-    other = POLICIES[policy].last_region if options.runs_last else ""
-    if not other:
-        return parts
-    tag_recompute(joint, other)
-    saving = split(joint, options)
-    if _meet(saving.saved, parts.step_backward):
-        return saving
-    tag_recompute(joint, policy)
-    return parts
-
-
-def _meet(saved: Sequence[SavedTensor], backward: Graph | None) -> bool:
-    """Whether those of ``saved`` that ``backward`` recomputes exist all at the same time.
-
-    The results of several heads, one used up before the next is made, do not.
-    """
-    if backward is None:
-        return True
-    nodes = list(backward.nodes)
-    made, used = {node: position for position, node in enumerate(nodes)}, dict[Node, int]()
-    for position, node in enumerate(nodes):
-        used.update((base(source), position) for source in node.all_input_nodes)
-    names = {tensor.name for tensor in saved}
-    again = [node for node in used if node.meta.get("recomputed") and node.name in names]
-    return not again or max(map(made.__getitem__, again)) < min(map(used.__getitem__, again))
 
 
 def partition(joint: JointGraph, loss_output: int | None = None) -> Partitioned:
@@ -130,7 +95,7 @@ def _saved_nodes(joint: JointGraph, grads: Sequence[Node], backward: set[Node]) 
 
 def _tag(node: Node) -> str:
     if node.meta.get("recompute") not in ("save", "recompute"):
-        raise PassError("partition", 'a forward node needs meta["recompute"]', node)
+        raise PassError(Pass.PARTITION, 'a forward node needs meta["recompute"]', node)
     return node.meta["recompute"]
 
 

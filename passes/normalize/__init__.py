@@ -22,6 +22,7 @@ import torch
 from torch.fx import Graph, Node
 
 from sp_compiler.base.errors import UnsupportedError
+from sp_compiler.base.pass_report import Pass
 from sp_compiler.base.provenance import layer_of, node_origin
 from sp_compiler.ir.captured import Captured
 from sp_compiler.ir.fx import arguments, calls, is_call, is_getitem, shape_of
@@ -43,7 +44,7 @@ from sp_compiler.passes.normalize.fused_projections import split_packed, split_s
 from sp_compiler.passes.normalize.negative_dims import make_dims_negative
 from sp_compiler.passes.normalize.views import keep_token_order, shorten_view_chains
 
-_ORIGIN = "normalize"
+_ORIGIN = Pass.NORMALIZE
 _aten = torch.ops.aten
 _RESHAPES = (
     _aten.reshape.default,

@@ -12,12 +12,13 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from sp_compiler.base.pass_report import Pass
 from sp_compiler.ir.fx import ancestors, arguments, calls, is_getitem, shape_of
 from sp_compiler.ir.op_traits import draws
 from sp_compiler.ir.rewriting import insert_call, replace_with
 from sp_compiler.ir.symbolic import Binding, Sizes, evaluate
 
-_ORIGIN = "normalize"
+_ORIGIN = Pass.NORMALIZE
 _aten = torch.ops.aten
 _sdpa = _aten.scaled_dot_product_attention.default
 # Largest number of elements that is computed to learn what a mask is.

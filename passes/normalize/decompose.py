@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from sp_compiler.base.pass_report import Pass
 from sp_compiler.ir.fx import arguments, calls, carries_gradient, is_call, shape_of
 from sp_compiler.ir.rewriting import insert_call, replace_call, replace_with
 from sp_compiler.ir.symbolic import same_shape
 from sp_compiler.passes.normalize.einsum import contract
 
-_ORIGIN = "normalize"
+_ORIGIN = Pass.NORMALIZE
 _aten = torch.ops.aten
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from sp_compiler.base.pass_report import Pass
 from sp_compiler.ir.fx import shape_of
 from sp_compiler.ir.rewriting import insert_call
 from sp_compiler.ir.symbolic import same_shape
@@ -19,7 +20,7 @@ Label = str | int
 # A value and the label of each of its dims.
 Labelled = tuple[Node, list[Label]]
 
-_ORIGIN = "normalize"
+_ORIGIN = Pass.NORMALIZE
 _aten = torch.ops.aten
 
 

@@ -8,11 +8,12 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves
 
+from sp_compiler.base.pass_report import Pass
 from sp_compiler.ir.fx import calls, is_call, shape_of
 from sp_compiler.ir.rewriting import insert_call, replace_call, replace_with
 from sp_compiler.ir.symbolic import is_open, same_shape
 
-_ORIGIN = "normalize"
+_ORIGIN = Pass.NORMALIZE
 _aten = torch.ops.aten
 _MOVES = (
     _aten.transpose.int,

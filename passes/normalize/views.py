@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from sp_compiler.base.pass_report import Pass
 from sp_compiler.base.provenance import layer_of
 from sp_compiler.ir.fx import arguments, calls, is_call, is_getitem, shape_of
 from sp_compiler.ir.reshapes import common_factors
@@ -19,7 +20,7 @@ from sp_compiler.ir.symbolic import same_shape
 # An operator and its arguments after the first.
 ViewStep = tuple[Callable[..., Any], tuple[Any, ...]]
 
-_ORIGIN = "normalize"
+_ORIGIN = Pass.NORMALIZE
 _aten = torch.ops.aten
 _VIEWS = (_aten.reshape.default, _aten.transpose.int, _aten.permute.default)
 _PRODUCTS = (_aten.linear.default, _aten.matmul.default)

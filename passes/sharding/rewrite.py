@@ -18,6 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from sp_compiler.base.errors import PassError
+from sp_compiler.base.pass_report import Pass
 from sp_compiler.base.placement import I, Placement, R, S
 from sp_compiler.ir.fx import arguments
 from sp_compiler.ir.program import Region
@@ -272,7 +273,7 @@ class RegionLowering:
         like: Node,
         name: str | None = None,
     ) -> Node:
-        return make_call(self.graph, target, args, kwargs, like=like, origin="shard", name=name)
+        return make_call(self.graph, target, args, kwargs, like=like, origin=Pass.SHARD, name=name)
 
     def _results(self, node: Node, new: Node, placements: tuple[Placement, ...]) -> None:
         values = results_of(node)
@@ -289,7 +290,7 @@ class RegionLowering:
         if not placement.is_sharded:
             return shape
         if placement.segments and sum(placement.segments) != shape[placement.dim]:
-            raise PassError("shard", f"{placement} does not cut {shape}", value[0])
+            raise PassError(Pass.SHARD, f"{placement} does not cut {shape}", value[0])
         return placement.local_shape(shape, self.world_size)
 
     def _made(self, value: Value, placement: Placement, new: Node) -> None:
@@ -297,7 +298,7 @@ class RegionLowering:
         got = tuple(new.meta["val"].shape)
         if got != tuple(expected):
             raise PassError(
-                "shard",
+                Pass.SHARD,
                 f"a rule is wrong: {placement} of {shape} must be {expected}, is {got}",
                 value[0],
             )

@@ -1,10 +1,17 @@
-"""The names of the passes, and the record of what one of them did."""
+"""The names of the passes, and the record of what one of them did.
+
+A pass takes what it rewrites and its options, and returns the result, or nothing where it works in
+place. It reports by :func:`report_of`, so that its parts need not hand a report through.
+"""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sp_compiler.base.provenance import source_line
 
@@ -33,6 +40,9 @@ class Pass(StrEnum):
     OVERLAP = "overlap"
     CODEGEN = "codegen"
 
+    def __repr__(self) -> str:
+        return repr(self.value)  # a name among the users' own, in messages and data
+
 
 @dataclass(frozen=True)
 class Declined:
@@ -56,6 +66,7 @@ class PassReport:
     Attributes:
         name: of the pass.
         rewrites: how often it changed something; what counts as once is for the pass to say.
+        kinds: the same by kind of rewrite, where the pass has several.
         declined: what it might have changed, with the reason why it did not.
         node_delta: how many more nodes the graphs have than before, counted by the compiler.
         seconds: wall-clock time that it took, measured by the compiler.
@@ -63,14 +74,63 @@ class PassReport:
 
     name: str
     rewrites: int = 0
+    kinds: dict[str, int] = field(default_factory=dict)
     declined: list[Declined] = field(default_factory=list)
     node_delta: int = 0
-    seconds: float = 0.0
+    seconds: float = field(default=0.0, compare=False)
+
+    def rewrote(self, count: int = 1, kind: str = "") -> None:
+        """Record ``count`` more rewrites."""
+        self.rewrites += count
+        if kind and count:
+            self.kinds[kind] = self.kinds.get(kind, 0) + count
 
     def decline(self, node: Node, reason: str) -> None:
         """Record that ``node`` was a candidate and was left as it is."""
         self.declined.append(Declined(node.name, reason, source_line(node)))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        return {**vars(self), "declined": [vars(item) for item in self.declined]}
+    def add(self, other: PassReport) -> None:
+        """Add what another run of the pass did."""
+        self.rewrites += other.rewrites
+        for kind, count in other.kinds.items():
+            self.kinds[kind] = self.kinds.get(kind, 0) + count
+        self.declined += other.declined
+        self.node_delta += other.node_delta
+        self.seconds += other.seconds
+
+
+def report_lines(reports: Sequence[PassReport]) -> Iterator[str]:
+    """A line for each pass, and one below for each reason for which it declined something."""
+    width = max((len(report.name) for report in reports), default=0)
+    for report in reports:
+        yield (
+            f"{report.name:<{width}}  {report.seconds:7.3f} s  {report.rewrites:5} rewrites  "
+            f"{report.node_delta:+5} nodes"
+        )
+        reasons = dict.fromkeys(item.reason for item in report.declined)
+        for reason in reasons:
+            items = [item for item in report.declined if item.reason == reason]
+            first = f"{items[0].node}, {items[0].line}".removesuffix(", ")
+            yield f"{'':{width}}  declined {len(items)} x: {reason} ({first})"
+
+
+_RUNNING: ContextVar[PassReport | None] = ContextVar("running", default=None)
+
+
+@contextlib.contextmanager
+def reporting(report: PassReport) -> Iterator[PassReport]:
+    """The pass of this name, run inside, reports to ``report``."""
+    token = _RUNNING.set(report)
+    try:
+        yield report
+    finally:
+        _RUNNING.reset(token)
+
+
+def report_of(name: str) -> PassReport:
+    """The report of the pass ``name`` where the compiler runs it, else one that nobody reads.
+
+    So a pass may try others: what they do on the way, to be measured, is reported nowhere.
+    """
+    running = _RUNNING.get()
+    return running if running is not None and running.name == name else PassReport(name)

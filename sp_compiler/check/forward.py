@@ -21,6 +21,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.fx import Node
 
 from sp_compiler.base.errors import PlacementError
+from sp_compiler.base.pass_report import Pass
 from sp_compiler.base.placement import I, P, Placement, R, S, as_value
 from sp_compiler.check.derive import Results, declared_strategies, derive
 from sp_compiler.check.report import CheckReport
@@ -106,12 +107,12 @@ class _Checker:
             self._derive(node, str(reason))
         except spmd.SpmdTypeError as error:
             if not _is_unreadable(error):
-                raise PlacementError("check", self._refusal(node, error), node) from error
+                raise PlacementError(Pass.CHECK, self._refusal(node, error), node) from error
             self._derive(node, str(error.__cause__ or error).strip().splitlines()[0])
         except (AssertionError, NotImplementedError, TypeError) as error:
             self._derive(node, f"spmd_types cannot type {node.target}: {error}")
         except RuntimeError as error:
-            raise PlacementError("check", self._refusal(node, error), node) from error
+            raise PlacementError(Pass.CHECK, self._refusal(node, error), node) from error
 
     def _run(self, node: Node) -> Any:
         placements = self._placements(node)
@@ -165,7 +166,7 @@ class _Checker:
             self._require_operand(node, pair[0])
             results: Sequence[Placement] = [pair[1]]
             if not self._choices(node, [as_value(pair[0])]):
-                raise PlacementError("check", f"no conversion {pair[0]} -> {pair[1]}", node)
+                raise PlacementError(Pass.CHECK, f"no conversion {pair[0]} -> {pair[1]}", node)
         else:
             operands = tuple(self._operands(node))
             fitting = [
@@ -174,7 +175,7 @@ class _Checker:
                 if tuple(map(as_value, way.operands)) == operands
             ]
             if not fitting:
-                raise PlacementError("check", self._refusal(node, None), node)
+                raise PlacementError(Pass.CHECK, self._refusal(node, None), node)
             results = [
                 kind if kind == I else self._gradient_kind(node, kind, found) for kind in fitting[0]
             ]
@@ -185,7 +186,7 @@ class _Checker:
         """Type by the rule table what ``spmd_types`` cannot read."""
         choices = self._choices(node, self._operands(node))
         if not choices:
-            raise PlacementError("check", self._refusal(node, None), node)
+            raise PlacementError(Pass.CHECK, self._refusal(node, None), node)
         found = self._placements(node)
         chosen = next((c for c in choices if self._fits(node, c)), choices[0])
         self._stamp(node, [self._gradient_kind(node, kind, found) for kind in chosen])
@@ -197,7 +198,7 @@ class _Checker:
 
     def _choose(self, node: Node, choices: Sequence[Results]) -> Placement:
         if not choices:
-            raise PlacementError("check", self._refusal(node, None), node)
+            raise PlacementError(Pass.CHECK, self._refusal(node, None), node)
         chosen = next((c for c in choices if self._fits(node, c)), choices[0])
         return self._gradient_kind(node, chosen[0], self._placements(node))
 
@@ -283,7 +284,7 @@ class _Checker:
         same_numbers = found.is_replicated and wanted.is_replicated and not x.requires_grad
         if found != wanted and not same_numbers:
             raise PlacementError(
-                "check", f"{what} is {placement}, but {node.name} has {found}", node
+                Pass.CHECK, f"{what} is {placement}, but {node.name} has {found}", node
             )
 
     def _refusal(self, node: Node, error: Exception | None) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from torch.fx import Graph, Node
 
 from sp_compiler.base.errors import PlacementError
+from sp_compiler.base.pass_report import Pass
 from sp_compiler.base.placement import Placement, R, S, as_value
 from sp_compiler.check.derive import Results, allowed, derive
 from sp_compiler.check.report import CheckReport
@@ -23,7 +24,7 @@ from sp_compiler.ir.fx import tensor_operands
 from sp_compiler.ir.op_traits import FILLED, is_started, is_wait
 from sp_compiler.ir.program import Region
 
-_PASS = "check"
+_PASS = Pass.CHECK
 Types = dict[Node, list[Results]]
 """Every derivable placement of each node's results."""
 

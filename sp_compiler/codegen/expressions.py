@@ -17,6 +17,7 @@ import torch
 from torch.fx import Node
 
 from sp_compiler.base.errors import PassError
+from sp_compiler.base.pass_report import Pass
 from sp_compiler.base.python_text import identifier, string
 from sp_compiler.codegen.idioms import RESHAPES, Idioms
 from sp_compiler.ir.fx import arguments
@@ -214,7 +215,7 @@ class Printer:
         if conversion is None:
             known = ", ".join(f"{a} -> {b}" for a, b in CONVERSIONS)
             message = f"no conversion {source} -> {target}; have {known}"
-            raise PassError("codegen", message, node)
+            raise PassError(Pass.CODEGEN, message, node)
         if not conversion.method:
             return self.value(x)
         method = f"start_{conversion.method}" if is_started(node) else conversion.method
@@ -332,7 +333,7 @@ def literal(value: Any) -> str:
         return f"complex({literal(value.real)}, {literal(value.imag)})"
     if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
         return str(value)
-    raise PassError("codegen", f"an argument of type {type(value).__name__} has no text")
+    raise PassError(Pass.CODEGEN, f"an argument of type {type(value).__name__} has no text")
 
 
 def binding(target: Any) -> str:

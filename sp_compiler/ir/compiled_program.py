@@ -9,8 +9,10 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from sp_compiler.base.errors import ArgumentError
+from sp_compiler.base.pass_report import PassReport
 from sp_compiler.base.placement import I, Placement
 from sp_compiler.ir.program import Program, Ref, Region
+from sp_compiler.ir.snapshot import Stages
 
 
 class RegionCode(Protocol):
@@ -63,9 +65,9 @@ class CompiledProgram:
         whole: (region, operator) of those that run whole because the check refused their shards.
         code: the generated text.
         plan: what :func:`sp_compiler.plan` reports, or ``None``.
-        stages: name to graph after each pass.
+        stages: what each pass left, by its name.
         regions: region name to what its compilation produced (joint graph, what is kept).
-        seconds: time spent in each step of the compilation.
+        reports: what each pass did, in order.
         value_names: region name to what ``code`` calls the values of its graphs' nodes.
     """
 
@@ -79,9 +81,9 @@ class CompiledProgram:
     whole: tuple[tuple[str, str], ...] = ()
     code: str = ""
     plan: Any = None
-    stages: dict[str, Any] = field(default_factory=dict)
+    stages: Stages = field(default_factory=Stages)
     regions: dict[str, Any] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
+    reports: list[PassReport] = field(default_factory=list)
     value_names: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from sp_compiler.base.pass_report import Pass
 from sp_compiler.base.provenance import module_path, source_line
 from sp_compiler.ir.graph_theory import as_networkx
 from sp_compiler.ir.program import Call, Program, Ref
@@ -69,10 +71,43 @@ class Snapshot:
         result.graph.update(name=self.name, calls=list(self.calls))
         return result
 
+    def renamed(self, names: Sequence[str]) -> Snapshot:
+        """Under ``names``, one for the region of each call; those of further calls are left out.
+
+        A graph whose calls get several names is there several times, once for each.
+        """
+        if not self.calls:  # before the model was cut into regions
+            return self
+        calls = list(zip(names, self.calls, strict=False))
+        return replace(
+            self,
+            graphs={new: self.graphs[old] for new, (_, old) in calls},
+            calls=[(path, new) for new, (path, _) in calls],
+            wiring=[
+                f"{new}{text.removeprefix(old)}"
+                for (new, (_, old)), text in zip(calls, self.wiring, strict=False)
+            ],
+        )
+
     def paths(self, graph_name: str) -> list[str]:
         """The layers that use the graph."""
         region = region_of(graph_name)
         return [path for path, name in self.calls if name in (region, graph_name)]
+
+
+class Stages(dict[str, Snapshot]):
+    """What each pass left, by its name, in order; two stages have a name for the public, too.
+
+    ``"capture"`` is the captured model as regions, before anything is sharded; ``"final"`` is one
+    rank's program with what backward recomputes.
+    """
+
+    _ALIASES: ClassVar = {"capture": Pass.OUTLINE, "final": Pass.TAG}
+
+    def __missing__(self, name: str) -> Snapshot:
+        if name not in self._ALIASES:
+            raise KeyError(name)
+        return self[self._ALIASES[name]]
 
 
 def program_calls(program: Program) -> list[tuple[str, str]]:

@@ -210,9 +210,9 @@ class DistributedModule(MirrorModule):
     def stages(self) -> dict[str, Snapshot]:
         """Graphs of the latest compilation, pass by pass.
 
-        ``"export"``: the one graph that was exported; ``"capture"``: the same, normalised and cut
-        into regions; ``"shard"``: one rank's part, with collectives; ``"final"``: this with what
-        backward recomputes; ``"split"``: forward and backward of each region as they run.
+        By the name of the pass (:class:`sp_compiler.base.pass_report.Pass`); ``"capture"`` is
+        another name of ``"outline"``, the captured model cut into regions, and ``"final"`` of
+        ``"tag"``, one rank's part with collectives and with what backward recomputes.
         """
         return self._sp_state.compiled("stages").stages
 
@@ -224,10 +224,10 @@ class DistributedModule(MirrorModule):
             NotCompiledError: nothing is compiled yet.
         """
         stages = self._sp_state.compiled("diff").stages
-        for name in (before, after):
-            if name not in stages:
-                raise ArgumentError(f"stage {name!r}: expected one of {', '.join(stages)}")
-        return diff(stages[before], stages[after])
+        try:
+            return diff(stages[before], stages[after])
+        except KeyError as error:
+            raise ArgumentError(f"stage {error}: expected one of {', '.join(stages)}") from error
 
     def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Not available: raises with advice."""

@@ -70,7 +70,7 @@ def make_plan(compiled: CompiledProgram, options: CompileOptions, model_name: st
         work=work,
         fallbacks=tuple(fallbacks(compiled)),
         notes=tuple(dict.fromkeys(compiled.notes)),
-        seconds=dict(compiled.seconds),
+        passes=tuple(compiled.reports),
         calls=tuple(_calls(compiled, memory, blocks)),
         parameters={
             name: ParameterSize(size.numel, size.num_bytes, size.trained)

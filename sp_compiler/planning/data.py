@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
+from sp_compiler.base.pass_report import PassReport
 from sp_compiler.cost.hardware import H100
 from sp_compiler.cost.node_cost import merged
 from sp_compiler.cost.step_memory import Moment
@@ -172,7 +173,7 @@ class PlanData:
         work: of the whole step.
         fallbacks: what runs or is stored replicated, and why.
         notes: what else to know.
-        seconds: spent in each step of the compilation.
+        passes: what each pass did, in order.
         explainer: what :meth:`sp_compiler.Plan.explain` calls; a plan that was pickled has none.
         calls: of blocks, in the order of the forward.
         parameters: this rank's part of each, by name.
@@ -195,7 +196,7 @@ class PlanData:
     work: Work
     fallbacks: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    seconds: dict[str, float] = field(default_factory=dict)
+    passes: tuple[PassReport, ...] = ()
     explainer: Callable[[str], Explanation] | None = field(default=None, repr=False, compare=False)
     calls: tuple[CallPlan, ...] = ()
     parameters: dict[str, ParameterSize] = field(default_factory=dict)
@@ -216,6 +217,11 @@ class PlanData:
         """
         assert self.formula_maker is not None
         return self.formula_maker()
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Spent in each pass of the compilation."""
+        return {report.name: report.seconds for report in self.passes}
 
     @property
     def total_bytes(self) -> int:
@@ -264,6 +270,7 @@ class PlanData:
             **plain,
             "blocks": blocks,
             "activation_formula": formula.to_dict(),
+            "seconds": self.seconds,
             "collectives": [asdict(item) for item in self.collectives],
             "total_bytes": self.total_bytes,
             "step_us": self.step_us,

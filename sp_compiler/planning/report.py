@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from sp_compiler.base.pass_report import report_lines
 from sp_compiler.base.units import bytes_text, parse_bytes
 from sp_compiler.ops.registry import Collective
 from sp_compiler.planning.data import BlockPlan, KeptTensor, PlanData, Work
@@ -13,7 +14,7 @@ _MAX_SOURCE = 60
 
 
 def report(plan: PlanData) -> str:
-    """Totals, blocks (repeated ones once), fallbacks, compile time."""
+    """Totals, blocks (repeated ones once), fallbacks, what each pass did."""
     parts = [
         f"{plan.model_name} on {plan.tp} tensor-parallel rank{'s' * (plan.tp > 1)}, "
         f"recompute={plan.options['recompute']}, dropout={plan.options['dropout']}, "
@@ -26,9 +27,9 @@ def report(plan: PlanData) -> str:
     for title, lines in (("Fallbacks", plan.fallbacks), ("Notes", plan.notes)):
         if lines:
             parts.append("\n".join([title, *(f"  {line}" for line in lines)]))
-    if plan.seconds:
-        spent = ", ".join(f"{name} {seconds:.2f}" for name, seconds in plan.seconds.items())
-        parts.append(f"Compiled in {sum(plan.seconds.values()):.2f} s: {spent}")
+    if plan.passes:
+        title = f"Passes, compiled in {sum(plan.seconds.values()):.2f} s"
+        parts.append("\n".join([title, *(f"  {line}" for line in report_lines(plan.passes))]))
     return "\n\n".join(parts)
 
 

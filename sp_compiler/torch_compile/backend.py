@@ -12,16 +12,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule
 
 from sp_compiler.base.errors import ArgumentError
-from sp_compiler.compiler import compile_captured
+from sp_compiler.compiler import build
 from sp_compiler.ir.compiled_program import CompiledProgram
-from sp_compiler.ir.hints import Parameters, unmatched
-from sp_compiler.options import CompileOptions
+from sp_compiler.ir.hints import Parameters, parameters_of, unmatched
+from sp_compiler.options import CompileOptions, Options
 from sp_compiler.runtime.group import TensorParallelGroup, tensor_parallel_group
 from sp_compiler.torch_compile.compiled_graph import CompiledGraph
 from sp_compiler.torch_compile.dynamo_graph import DynamoGraph
-from sp_compiler.trace.export import capture
 
-_OPTIONS = (*(field.name for field in dataclasses.fields(CompileOptions)), "mesh")
+_OPTIONS = ("tp", *Options.__annotations__, "mesh")
 
 
 def sp_compiler_backend(
@@ -52,12 +51,11 @@ def sp_compiler_backend(
         raise ArgumentError(f'mode={mode!r}: backend "sp_compiler" has no modes; pass options=')
     compile_options, group = _parse(dict(options or {}), _device_type(example_inputs))
 
-    def build(model: nn.Module, tensors: Sequence[Tensor]) -> CompiledProgram:
-        captured = capture(model, tensors)
-        return compile_captured(captured, _with_own_hints(compile_options, captured.parameters))
+    def compile_for(model: nn.Module, tensors: Sequence[Tensor]) -> CompiledProgram:
+        return build(model, tensors, {}, _with_own_hints(compile_options, parameters_of(model)))
 
     graph = DynamoGraph.of(module, example_inputs)
-    return CompiledGraph(graph, group, build, options=compile_options.texts())
+    return CompiledGraph(graph, group, compile_for, options=compile_options.texts())
 
 
 def _with_own_hints(options: CompileOptions, parameters: Parameters) -> CompileOptions:
@@ -86,8 +84,9 @@ def _parse(options: dict[str, Any], device_type: str) -> tuple[CompileOptions, T
             "'replicate' (sp_compiler.compile can return sharded ones)"
         )
     mesh: DeviceMesh | None = options.pop("mesh", None)
-    checked = CompileOptions(**{**options, "outputs": "replicate"})
-    tp = options.get("tp") if mesh is not None else checked.tp
+    tp = options.pop("tp", 1 if mesh is None else None)
+    values: Any = {**options, "outputs": "replicate"}
+    checked = CompileOptions.of(1 if tp is None else tp, values)
     group = tensor_parallel_group(tp, mesh, device_type)
     return dataclasses.replace(checked, tp=group.world_size), group
 

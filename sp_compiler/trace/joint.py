@@ -29,6 +29,7 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 from sp_compiler.base.errors import PassError, UnsupportedError
+from sp_compiler.base.pass_report import Pass
 from sp_compiler.base.provenance import node_origin
 from sp_compiler.base.python_text import identifier
 from sp_compiler.ir.fx import ancestors, carries_gradient
@@ -176,7 +177,7 @@ def _fake_input(node: fx.Node, mode: FakeTensorMode) -> Tensor:
         with mode:
             return torch.empty((value,), device="cpu")
     if not isinstance(value, FakeTensor):
-        raise PassError("joint", 'a region input needs meta["val"], a FakeTensor', node)
+        raise PassError(Pass.JOINT, 'a region input needs meta["val"], a FakeTensor', node)
     # A trace on the meta device loses most of the backward.
     device = "cpu" if value.device.type == "meta" else value.device
     with mode:

@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-STAGES = ("capture", "normalize", "outline", "shard", "partition", "codegen")
-"""What is compared, in the order of the pipeline; "partition" is differentiated, tagged and cut."""
+from sp_compiler.base.pass_report import Pass, PassReport, report_lines
 
 FLOOR = 1e-5
 """Of the largest gradient: smaller ones are zero in theory and hold rounding of the others."""
@@ -48,12 +47,14 @@ class VerifyReport:
     Attributes:
         model_name: class of the model.
         tp: number of simulated ranks.
-        table: every comparison, in the order of the passes.
+        table: every comparison, the whole step in the order of the passes, then single blocks.
+        passes: what each pass did to the float64 copy.
     """
 
     model_name: str
     tp: int
     table: tuple[Comparison, ...]
+    passes: tuple[PassReport, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -71,8 +72,9 @@ class VerifyReport:
 
         "check" where a placement was refused although every number agrees.
         """
+        order = list(dict.fromkeys(row.stage for row in self.table))
         bad = {row.stage for row in self.table if not row.ok}
-        return min(bad, key=lambda stage: (stage == "check", _order(stage)), default=None)
+        return min(bad, key=lambda stage: (stage == Pass.CHECK, order.index(stage)), default=None)
 
     def to_json(self) -> str:
         """The comparisons and the verdict as JSON; an infinite error is ``null``."""
@@ -87,6 +89,7 @@ class VerifyReport:
             "worst": self.worst if self.worst < float("inf") else None,
             "first_bad_pass": self.first_bad_pass,
             "table": rows,
+            "passes": [asdict(report) for report in self.passes],
         }
         return json.dumps(data, indent=2)
 
@@ -102,11 +105,8 @@ class VerifyReport:
                 f"{row.error:8.1e} of {row.tolerance:.0e}  {row.where}".rstrip()
             )
             lines += [f"        {line}" for line in row.message.splitlines()]
+        lines += ["Passes", *(f"  {line}" for line in report_lines(self.passes))]
         return "\n".join(lines)
-
-
-def _order(stage: str) -> int:
-    return STAGES.index(stage) if stage in STAGES else len(STAGES)
 
 
 def output_errors(found: Sequence[Any], true: Sequence[Any]) -> dict[str, float]:

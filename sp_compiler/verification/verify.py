@@ -5,21 +5,30 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from sp_compiler.base.errors import ArgumentError, PassError, SPCompilerError
+from sp_compiler.base.pass_report import Pass
 from sp_compiler.base.units import parse_bytes
-from sp_compiler.compiler import compile_program, to_program
-from sp_compiler.estimate import ExampleInputs, checked_inputs
+from sp_compiler.compiler import Compilation, to_program
 from sp_compiler.ir.captured import Captured
 from sp_compiler.ir.compiled_program import CompiledProgram, LossBackward, RegionCode
-from sp_compiler.ir.hints import Hint
+from sp_compiler.ir.forward_backward import Partitioned
 from sp_compiler.ir.op_traits import draws
-from sp_compiler.options import CompileOptions, Dropout, Outputs
+from sp_compiler.ir.program import Program
+from sp_compiler.options import (
+    CompileOptions,
+    ExampleInputs,
+    Options,
+    checked_inputs,
+    with_options,
+)
+from sp_compiler.pass_manager.runner import PassRunner
+from sp_compiler.passes.memory.partition import partition
 from sp_compiler.trace.environment import without_cache
 from sp_compiler.trace.export import capture, flatten_inputs
 from sp_compiler.verification.blocks import check_blocks
@@ -40,36 +49,26 @@ EAGER_TOLERANCE = 1e-6
 _SEED = 1234567
 
 
+@with_options
 def verify(
-    model: nn.Module,
-    example_inputs: ExampleInputs,
-    tp: int = 2,
-    *,
-    sequence_parallel: bool = True,
-    recompute: str = "selective",
-    memory_budget: int | str | None = None,
-    dropout: Dropout = "regenerate",
-    outputs: Outputs = "auto",
-    nominal_tokens: int = 8192,
-    hints: Mapping[str, Hint] | None = None,
+    model: nn.Module, example_inputs: ExampleInputs, tp: int = 2, **options: Unpack[Options]
 ) -> VerifyReport:
     """Compare a compiled ``model`` with itself on one device: outputs and every gradient.
 
     Works on a float64 copy, whose casts to lower types are lifted on both sides, on ranks simulated
     in this process: no process group is needed or touched. The result of each pass is compared, to
-    find the one that broke; then each distinct block, forward and backward, on random data, which
-    also shows what no loss shows (a gradient that differs between ranks). Dropouts draw the same
-    masks on both sides; against the model itself they are switched off.
+    find the one that broke, your own among them; then each distinct block, forward and backward, on
+    random data, which also shows what no loss shows (a gradient that differs between ranks).
+    Dropouts draw the same masks on both sides; against the model itself they are switched off.
 
     >>> print(sp_compiler.verify(model, ((), {"input_ids": ids, "labels": ids}), tp=4))
 
     Args:
-        model: with real parameters, in the mode (train or eval) to verify; is left as it is.
+        model: with real parameters, in the mode (train or eval) to verify; is left as it is. A
+            ``memory_budget`` is that of ``model`` as it is; the float64 copy gets as much more as
+            it is larger.
         example_inputs: (args, kwargs).
         tp: number of simulated ranks.
-        memory_budget: of ``model`` as it is; the float64 copy gets as much more as it is larger.
-
-    The other options are those of :func:`sp_compiler.compile`.
 
     Raises:
         ArgumentError: an argument outside what is allowed, parameters on the ``meta`` device.
@@ -82,23 +81,18 @@ def verify(
             "model: its parameters are on the meta device and have no values to compare; "
             "build a smaller model on a real device, or use sp_compiler.plan"
         )
-    options = CompileOptions(
-        tp=tp,
-        sequence_parallel=sequence_parallel,
-        recompute=recompute,
-        memory_budget=_in_float64(model, memory_budget),
-        dropout=dropout,
-        outputs=outputs,
-        nominal_tokens=nominal_tokens,
-        hints={} if hints is None else hints,
-    )
+    budget = _in_float64(model, options.get("memory_budget"))
+    checked = CompileOptions.of(tp, {**options, "memory_budget": budget})
     asked = kwargs.get("use_cache") is True
     if asked:
         kwargs = {**kwargs, "use_cache": False}
     step = _Step.of(copy.deepcopy(model).double(), args, kwargs)
+    run = PassRunner()
     with without_cache(step.model, asked=asked):
-        rows = [*_before_sharding(step, options), *_after_sharding(step, options)]
-    return VerifyReport(type(model).__name__, tp, tuple(rows))
+        rows = _before_sharding(step, checked)
+        if not any(row.message for row in rows):  # else there is no program to shard
+            rows += _after_sharding(step, checked, run)
+    return VerifyReport(type(model).__name__, tp, tuple(rows), tuple(run.reports))
 
 
 def _in_float64(model: nn.Module, memory_budget: int | str | None) -> int | None:
@@ -159,23 +153,32 @@ def _double(leaf: Any) -> Any:
 # Passes before the model is sharded: on one device.
 
 
-def _before_sharding(step: _Step, options: CompileOptions) -> Iterator[Comparison]:
+def _before_sharding(step: _Step, options: CompileOptions) -> list[Comparison]:
     unlifted = step.capture(lifted=False)
     if _draws(unlifted):
         step = step.quiet()
         unlifted = step.capture(lifted=False)
-    params, buffers, inputs = step.params, step.buffers, step.inputs
+    tensors = step.params, step.buffers, step.inputs
     eager = _numbers(step, lambda: _leaves(step))
-    found = _numbers(step, lambda: run_captured(unlifted, params, buffers, inputs).outputs)
-    yield _compared("capture", found, eager, EAGER_TOLERANCE)
+    exported = _numbers(step, lambda: run_captured(unlifted, *tensors).outputs)
+    rows = [_compared(Pass.EXPORT, exported, eager, EAGER_TOLERANCE)]
 
     lifted = step.capture(lifted=True)
-    true = _numbers(step, lambda: run_captured(lifted, params, buffers, inputs).outputs)
-    program = to_program(lifted, options)
-    found = _numbers(step, lambda: run_captured(lifted, params, buffers, inputs).outputs)
-    yield _compared("normalize", found, true)
-    found = _numbers(step, lambda: run_program(program, params, buffers, inputs).outputs)
-    yield _compared("outline", found, true)
+    true = _numbers(step, lambda: run_captured(lifted, *tensors).outputs)
+
+    def compare(name: str, left: Captured | Program) -> None:
+        def run() -> list[Any]:
+            if isinstance(left, Program):
+                return run_program(left, *tensors).outputs
+            return run_captured(left, *tensors).outputs
+
+        rows.append(_compared(name, _numbers(step, run), true))
+
+    try:
+        to_program(lifted, options, PassRunner(observer=compare))
+    except PassError as error:
+        rows.append(_failed(error.pass_name, "model", error))
+    return rows
 
 
 def _draws(captured: Captured) -> bool:
@@ -220,24 +223,26 @@ def _backward(outputs: Sequence[Any]) -> None:
 # Passes from sharding on: on simulated ranks.
 
 
-def _after_sharding(step: _Step, options: CompileOptions) -> Iterator[Comparison]:
-    program = to_program(step.capture(lifted=True), options)
+def _after_sharding(step: _Step, options: CompileOptions, run: PassRunner) -> Iterator[Comparison]:
+    captured = run.once(Pass.EXPORT, capture, step.model, step.args, step.kwargs, lift_casts=True)
+    program = to_program(captured, options, run)
     reference: list[ReferenceResult] = []
 
-    def run() -> list[Any]:
-        result = run_program(program, step.params, step.buffers, step.inputs, torch.tensor(_SEED))
+    def run_reference() -> list[Any]:
+        seed = torch.tensor(_SEED)
+        result = run_program(program, step.params, step.buffers, step.inputs, seed)
         reference.append(result)
         return result.outputs
 
-    true = _numbers(step, run)
+    true = _numbers(step, run_reference)
     try:
-        compiled = compile_program(program, options)
+        compiled = Compilation(program, options, run=run).finish(options)
     except PassError as error:
-        if error.pass_name != "check":
-            yield _failed(error.pass_name, "model", error)
+        yield _failed(error.pass_name, "model", error)
+        if error.pass_name != Pass.CHECK:
             return
-        yield _failed("check", "model", error)
-        compiled = compile_program(program, options, checked=False)
+        run.forget_from(Pass.SHARD)  # with the operators that run replicated for the error
+        compiled = Compilation(program, options, checked=False, run=run).finish(options)
     variants = _variants(compiled)
     for stage, variant in variants.items():
         yield _simulated(stage, variant, step, true)
@@ -250,16 +255,26 @@ def _variants(compiled: CompiledProgram) -> dict[str, CompiledProgram]:
     sharded: dict[str, RegionCode] = {
         item.region.name: ShardedCode(item.region, item.differentiable) for item in regions
     }
-    split = {item.region.name: PartitionedCode(item.partitioned) for item in regions}
+    variants: dict[str, CompiledProgram] = {
+        Pass.SHARD: replace(compiled, codes=sharded, loss_backwards={})
+    }
+    if Pass.OVERLAP in compiled.stages:
+        losses = {name: loss.output for name, loss in compiled.loss_backwards.items()}
+        parts = [partition(item.joint, losses.get(item.region.name)) for item in regions]
+        variants[Pass.PARTITION] = _split(compiled, parts)
+    last = Pass.OVERLAP if Pass.OVERLAP in compiled.stages else Pass.PARTITION
+    variants[last] = _split(compiled, [item.partitioned for item in regions])
+    return {**variants, Pass.CODEGEN: compiled}
+
+
+def _split(compiled: CompiledProgram, parts: Sequence[Partitioned]) -> CompiledProgram:
+    """The program run by these forwards and backwards, one for each of its regions."""
+    codes = dict(zip(compiled.regions, map(PartitionedCode, parts), strict=True))
     from_loss = {
-        name: LossBackward(loss.output, split[name].loss_backward)
+        name: LossBackward(loss.output, codes[name].loss_backward)
         for name, loss in compiled.loss_backwards.items()
     }
-    return {
-        "shard": replace(compiled, codes=sharded, loss_backwards={}),
-        "partition": replace(compiled, codes=dict(split), loss_backwards=from_loss),
-        "codegen": compiled,
-    }
+    return replace(compiled, codes=dict(codes), loss_backwards=from_loss)
 
 
 def _simulated(stage: str, compiled: CompiledProgram, step: _Step, true: _Numbers) -> Comparison:

@@ -15,7 +15,7 @@ import sympy
 import torch
 
 from benchmarks.models import PAPER_SETUPS, PlainGPT
-from sp_compiler.estimate import plan
+from sp_compiler.api import plan
 from sp_compiler.planning.data import BlockPlan
 from sp_compiler.planning.plan import Plan
 

@@ -16,11 +16,11 @@ from sp_compiler.check import check_forward, check_partitioned
 from sp_compiler.ir.fx import placements_of
 from sp_compiler.ir.program import Program, Region
 from sp_compiler.options import CompileOptions
-from sp_compiler.passes.compile_region import compile_region
 from sp_compiler.passes.normalize import normalize
 from sp_compiler.passes.outline import outline
 from sp_compiler.passes.sharding.shard import shard
 from sp_compiler.trace.export import capture
+from tests.helpers.compiled_region import compile_region
 from tests.helpers.sharded_regions import (
     BLOCKS,
     WORLD,

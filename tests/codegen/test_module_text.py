@@ -22,8 +22,8 @@ from sp_compiler.codegen.expressions import FUNCTIONS, METHODS
 from sp_compiler.codegen.loading import load
 from sp_compiler.codegen.module_text import CompiledRegion, module_source
 from sp_compiler.ir.program import Region
-from sp_compiler.passes.compile_region import compile_region
 from sp_compiler.passes.memory.tag import POLICIES
+from tests.helpers.compiled_region import compile_region
 from tests.helpers.regions import TP1, Mlp, gpt_region, random_inputs, reference, region_of, sp
 
 ROOT = Path(__file__).parents[2]

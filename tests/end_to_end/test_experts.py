@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 
-from sp_compiler.estimate import plan
+from sp_compiler.api import plan
 from tests.helpers import parity
 
 

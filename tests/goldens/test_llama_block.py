@@ -16,7 +16,17 @@ import pytest
 
 from tests.goldens import FOLDER, check_golden, llama_block
 
-STAGES = ("export", "capture", "shard", "final", "split")
+STAGES = (
+    "export",
+    "normalize",
+    "outline",
+    "shard",
+    "joint",
+    "simplify",
+    "tag",
+    "partition",
+    "overlap",
+)
 POLICIES = ("none", "selective", "full")
 
 

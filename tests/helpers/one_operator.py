@@ -19,13 +19,13 @@ from sp_compiler.check.derive import derive
 from sp_compiler.ir.fx import arguments, tensor_operands
 from sp_compiler.ir.program import Region
 from sp_compiler.ops.communicator import Communicator
-from sp_compiler.passes.compile_region import compile_region
 from sp_compiler.passes.sharding.dim_roles import RegionValues, results_of
 from sp_compiler.passes.sharding.rewrite import RegionLowering, local_placement
 from sp_compiler.rules.registry import LocalCall
 from sp_compiler.rules.strategies import Strategy
 from sp_compiler.rules.table import row_of, rule_for
 from sp_compiler.verification.simulate import simulated_ranks
+from tests.helpers.compiled_region import compile_region
 from tests.helpers.operator_call import Whole, gradients, random_like, region_of_call
 
 TOLERANCE = 1e-10

@@ -11,7 +11,7 @@ import pytest
 import sympy
 import torch
 
-from sp_compiler.estimate import plan
+from sp_compiler.api import plan
 from sp_compiler.options import CompileOptions
 from sp_compiler.planning.build import make_plan
 from sp_compiler.planning.formula import ActivationFormula

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from sp_compiler.api import plan
 from sp_compiler.base.errors import ArgumentError
-from sp_compiler.estimate import plan
 from sp_compiler.planning.pipeline_parallel import CallPlan, ParameterSize, PipelinePlan, pipeline
 from sp_compiler.planning.plan import Plan
 from tests.models import zoo

@@ -17,11 +17,11 @@ from torch.fx import Graph, Node
 
 from benchmarks.measure import PeakRecorder, Recorder
 from benchmarks.models import GPTConfig, PlainGPT
+from sp_compiler.api import plan
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.shards import local_part
 from sp_compiler.cost.memory import backward_peak_bytes, function_peak_bytes
 from sp_compiler.cost.step_memory import step_memory
-from sp_compiler.estimate import plan
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.rewriting import fake_value
 from sp_compiler.ops.communicator import Communicator
@@ -266,7 +266,7 @@ def test_models_on_the_meta_device() -> None:
         model = PlainGPT(config)
     real = plan(PlainGPT(config), ((), {"input_ids": ids, "labels": ids}), tp=2)
     meta = plan(model, ((), {"input_ids": ids, "labels": ids}), tp=2)
-    assert dataclasses.replace(meta, seconds={}) == dataclasses.replace(real, seconds={})
+    assert meta == real  # but for times
 
 
 def test_peak_of_one_function() -> None:

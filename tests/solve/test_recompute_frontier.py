@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sp_compiler.passes.compile_region import differentiate
 from sp_compiler.passes.memory.candidates import problem
 from sp_compiler.solve.recompute_frontier import Choice, ForwardValue, evaluate, frontier
 from sp_compiler.solve.recompute_frontier import cheapest as cheapest_kept
 from sp_compiler.trace.joint import JointGraph
+from tests.helpers.compiled_region import differentiate
 from tests.helpers.regions import region_of
 
 

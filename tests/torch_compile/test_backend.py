@@ -56,13 +56,13 @@ def _fresh_dynamo() -> Iterator[None]:
 def programs(monkeypatch: pytest.MonkeyPatch) -> list[CompiledProgram]:
     """What the backend compiled, in order."""
     made: list[CompiledProgram] = []
-    original = sp_compiler.torch_compile.backend.compile_captured
+    original = sp_compiler.torch_compile.backend.build
 
     def record(*args: Any, **kwargs: Any) -> CompiledProgram:
         made.append(original(*args, **kwargs))
         return made[-1]
 
-    monkeypatch.setattr(sp_compiler.torch_compile.backend, "compile_captured", record)
+    monkeypatch.setattr(sp_compiler.torch_compile.backend, "build", record)
     return made
 
 

@@ -15,9 +15,9 @@ from torch.fx import Node
 
 from sp_compiler import compiler as pipeline
 from sp_compiler.base.errors import ArgumentError
+from sp_compiler.base.pass_report import Pass
 from sp_compiler.base.placement import I, P, Placement, R
 from sp_compiler.codegen import expressions as printer
-from sp_compiler.passes import compile_region
 from sp_compiler.passes.sharding import problem
 from sp_compiler.passes.sharding.rewrite import RegionLowering
 from sp_compiler.rules.strategies import Strategy
@@ -55,11 +55,12 @@ def test_right_models_pass(name: str, p: float, seq: int, options: dict[str, Any
     assert report.worst < 1e-10
     assert {row.subject for row in report.table} >= {"model", "Prologue", "Epilogue"}
     assert [row.stage for row in report.table if row.subject == "model"] == [
-        "capture",
+        "export",
         "normalize",
         "outline",
         "shard",
         "partition",
+        "overlap",
         "codegen",
     ]
 
@@ -154,7 +155,7 @@ def _without(dropped: Callable[[Placement, Placement], bool]) -> Callable[..., N
 
 def _sharded_at_any_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the typing refuses is not run whole instead."""
-    monkeypatch.setattr(pipeline, "_operator_of", lambda *_: None)
+    monkeypatch.setattr(pipeline, "refused_operator", lambda *_: None)
 
 
 def test_a_dropped_reduction_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +217,7 @@ def test_a_broken_normalisation_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_broken_simplification_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = compile_region.simplify
+    original = pipeline.simplify
 
     def broken(graph: Any) -> None:
         original(graph)
@@ -224,12 +225,14 @@ def test_a_broken_simplification_is_found(monkeypatch: pytest.MonkeyPatch) -> No
             if node.target is aten.gelu_backward.default:
                 node.args = (node.args[0], node.args[0])
 
-    monkeypatch.setattr(compile_region, "simplify", broken)
+    monkeypatch.setattr(pipeline, "simplify", broken)
     report = _verify("plain")
     assert report.first_bad_pass == "partition"
     bad = {(row.stage, row.subject) for row in report.table if not row.ok}
     assert bad == {
-        (stage, subject) for stage in ("partition", "codegen") for subject in ("model", "Block")
+        (stage, subject)
+        for stage in ("partition", "overlap", "codegen")
+        for subject in ("model", "Block")
     }
     (worst,) = [r for r in report.table if (r.stage, r.subject) == ("codegen", "Block")]
     assert worst.where.startswith("gradient of")
@@ -264,7 +267,8 @@ def test_report_is_data_too() -> None:
     assert data["ok"] is True
     assert data["first_bad_pass"] is None
     assert len(data["table"]) == len(report.table)
-    assert str(report).count("\n") == len(report.table)
+    assert str(report).count("\n") == len(report.table) + 1 + len(report.passes)
+    assert [report["name"] for report in data["passes"]] == [*Pass]
 
 
 def test_arguments() -> None:

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.measure import Recorder
+from sp_compiler.api import plan
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.units import parse_bytes
 from sp_compiler.cost.step_memory import step_memory
-from sp_compiler.estimate import plan
 from sp_compiler.graph_diff.diff import diff
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ops.communicator import Communicator

@@ -1,0 +1,49 @@
+"""The facts about a program that decide how its regions are split into forward and backward."""
+
+from __future__ import annotations
+
+from sp_compiler.ir.program import Program, Ref, Region
+from sp_compiler.options import CompileOptions
+from sp_compiler.passes.memory.partition import SplitOptions
+
+
+def split_options(program: Program, options: CompileOptions) -> dict[str, SplitOptions]:
+    """What the sharded ``program`` wants of each region, by name."""
+    own_parameters = program.own_parameters(options.tp)
+    found = {}
+    for region in program.regions:
+        pairs = zip(program.calls, own_parameters, strict=True)
+        own = (indices for call, indices in pairs if call.region is region)
+        found[region.name] = SplitOptions(
+            loss_output=_loss_output(program, region),
+            own_parameters=frozenset.intersection(*own),
+            overlap=options.overlap and options.tp > 1,  # one rank has nothing to wait for
+            sizes=program.sizes,
+            runs_last=_runs_last(program, region),
+        )
+    return found
+
+
+def _runs_last(program: Program, region: Region) -> bool:
+    """Whether ``region`` stands for what comes behind all layers, and for nothing else."""
+    (*before, last) = program.calls
+    return last.region is region and bool(before) and all(c.region is not region for c in before)
+
+
+def _loss_output(program: Program, region: Region) -> int | None:
+    """The output of ``region`` that is the model's loss, if its other outputs are only returned."""
+    losses = [ref for ref in program.outputs if isinstance(ref, Ref) and _is_loss(program, ref)]
+    if not losses or program.calls[losses[0].index].region is not region:
+        return None
+    index = losses[0].index
+    passed_on = any(
+        ref.kind == "call" and ref.index == index for call in program.calls for ref in call.args
+    )
+    return None if passed_on else losses[0].output
+
+
+def _is_loss(program: Program, ref: Ref) -> bool:
+    if ref.kind != "call":
+        return False
+    node = program.calls[ref.index].region.outputs[ref.output]
+    return node.meta["val"].dim() == 0 and bool(node.meta.get("requires_grad"))

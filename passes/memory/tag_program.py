@@ -1,0 +1,109 @@
+"""Tag the joint graphs of a whole program: what backward recomputes.
+
+By a named policy, each region by itself; under a memory budget see
+:mod:`sp_compiler.passes.memory.budget`. The tags are also written back to the operators of the
+sharded regions, where a person sees them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch.fx import Graph, Node
+
+from sp_compiler.base.pass_report import Pass, report_of
+from sp_compiler.ir.forward_backward import SavedTensor
+from sp_compiler.ir.op_traits import base
+from sp_compiler.ir.program import Program
+from sp_compiler.passes.memory.partition import SplitOptions, split
+from sp_compiler.passes.memory.tag import POLICIES, tag_recompute
+from sp_compiler.trace.joint import JointGraph
+
+
+@dataclass(frozen=True)
+class TaggedProgram:
+    """A sharded program whose joint graphs are tagged.
+
+    Attributes:
+        program: one region of the sharded program may be several here, of equal graphs.
+        joints: each region's own joint graph with its tags, by name.
+        origins: region name to the name of the sharded program's region.
+    """
+
+    program: Program
+    joints: dict[str, JointGraph]
+    origins: dict[str, str]
+
+    @classmethod
+    def of(
+        cls, program: Program, joints: dict[str, JointGraph], origins: dict[str, str]
+    ) -> TaggedProgram:
+        """Write the tags of ``joints`` back to the regions of ``program``, and report them."""
+        report = report_of(Pass.TAG)
+        for region in program.regions:
+            tags: dict[str, str] = {}
+            for node in joints[region.name].graph.nodes:
+                tag, source = node.meta.get("recompute"), node.meta.get("source")
+                if tag is None:
+                    continue
+                report.rewrote(kind=tag)
+                # An operator that became several is saved if one of them is.
+                if tags.get(source) != "save":
+                    tags[source] = tag
+            for node in region.module.graph.nodes:
+                node.meta.pop("recompute", None)  # of another setting
+                if node.name in tags:
+                    node.meta["recompute"] = tags[node.name]
+        return cls(program, joints, origins)
+
+
+def tag_program(
+    program: Program,
+    joints: Mapping[str, JointGraph],
+    options: Mapping[str, SplitOptions],
+    policy: str,
+) -> TaggedProgram:
+    """Tag copies of ``joints`` for a named policy.
+
+    Args:
+        program: sharded.
+        joints: of each region, by name; left as they are.
+        options: what is wanted of each region, by name.
+        policy: its name.
+
+    Raises:
+        ArgumentError: a policy that does not exist.
+    """
+    tagged = {name: joint.copy() for name, joint in joints.items()}
+    for name, joint in tagged.items():
+        _tag_region(joint, options[name], policy)
+    return TaggedProgram.of(program, tagged, {name: name for name in tagged})
+
+
+def _tag_region(joint: JointGraph, options: SplitOptions, policy: str) -> None:
+    """Tag for ``policy``, or for what that leaves the region to with which backward starts."""
+    tag_recompute(joint, policy)
+    other = POLICIES[policy].last_region if options.runs_last else ""
+    if not other:
+        return
+    backward = split(joint, options).step_backward
+    tag_recompute(joint, other)
+    if not _meet(split(joint, options).saved, backward):
+        tag_recompute(joint, policy)
+
+
+def _meet(saved: Sequence[SavedTensor], backward: Graph | None) -> bool:
+    """Whether those of ``saved`` that ``backward`` recomputes exist all at the same time.
+
+    The results of several heads, one used up before the next is made, do not.
+    """
+    if backward is None:
+        return True
+    nodes = list(backward.nodes)
+    made, used = {node: position for position, node in enumerate(nodes)}, dict[Node, int]()
+    for position, node in enumerate(nodes):
+        used.update((base(source), position) for source in node.all_input_nodes)
+    names = {tensor.name for tensor in saved}
+    again = [node for node in used if node.meta.get("recomputed") and node.name in names]
+    return not again or max(map(made.__getitem__, again)) < min(map(used.__getitem__, again))

@@ -1,0 +1,42 @@
+"""An operator whose placement the check refuses runs replicated: slower, never wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch.fx import Node
+
+from sp_compiler.base.errors import PlacementError
+from sp_compiler.base.provenance import module_path, source_line
+from sp_compiler.ir.fx import operands, reach
+from sp_compiler.ir.program import Program
+
+
+def refused_operator(
+    program: Program, error: PlacementError, replicated: Collection[tuple[str, str]]
+) -> Node | None:
+    """The operator of the unsharded program that a refused node came from.
+
+    Where that is none, as for the sum of two gradients, or is among those that are ``replicated``
+    already, the nearest of those that the node's operands came from.
+    """
+    known = {
+        node.name: node
+        for region in program.regions
+        for node in region.module.graph.nodes
+        if region.name == error.region and node.op == "call_function"
+    }
+    for node in reach([error.node] if error.node is not None else [], operands):
+        name = node.meta.get("root", node.meta.get("source"))
+        if name in known and (error.region, name) not in replicated:
+            return known[name]
+    return None
+
+
+def fallback_note(operator: Node, error: PlacementError) -> str:
+    """What the plan says of an operator that runs replicated."""
+    return (
+        f"{operator.target} runs whole on every rank: how it would be sharded could not be "
+        f"proven ({module_path(operator) or '(model)'}, {source_line(operator)}): "
+        f"{str(error).splitlines()[0]}"
+    )

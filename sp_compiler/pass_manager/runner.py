@@ -1,0 +1,170 @@
+"""Runs passes one after another and keeps what came of each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from sp_compiler.base.errors import PlacementError
+from sp_compiler.base.pass_report import PassReport, reporting
+from sp_compiler.ir.program import Program
+from sp_compiler.ir.snapshot import Snapshot, Stages, program_calls, region_of
+from sp_compiler.pass_manager.stages import graphs_of, snapshot_of
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class _Record:
+    """One run of a pass.
+
+    Attributes:
+        result: what it returned.
+        report: what it did.
+        stage: the graphs as it left them.
+    """
+
+    result: Any
+    report: PassReport
+    stage: Snapshot
+
+
+class PassRunner:
+    """Runs passes; remembers their results, reports and graphs.
+
+    A pass is a function of what it rewrites and of its options, which returns the result, or
+    nothing where it works in place. The runner knows none of them by name.
+
+    Args:
+        observer: called after each pass with its name and with what it left.
+    """
+
+    def __init__(self, observer: Callable[[str, Any], None] | None = None) -> None:
+        self._observer = observer
+        self._shared: dict[tuple[str, str, str], _Record] = {}
+        self._own: list[_Record] = []
+
+    def once(
+        self,
+        name: str,
+        function: Callable[..., Result],
+        *args: Any,
+        region: str = "",
+        **options: Any,
+    ) -> Result:
+        """Run a pass whose result all memory settings share, or return what it returned before.
+
+        Args:
+            name: of the pass.
+            function: what does it, or a part of it.
+            args: what it rewrites comes first.
+            region: the only one that this run is for.
+            options: keyword arguments.
+        """
+        key = (name, function.__name__, region)
+        if key not in self._shared:
+            self._shared[key] = self._run(name, function, args, options, region)
+        result: Result = self._shared[key].result
+        return result
+
+    def __call__(
+        self,
+        name: str,
+        function: Callable[..., Result],
+        *args: Any,
+        region: str = "",
+        **options: Any,
+    ) -> Result:
+        """Run a pass whose result depends on the memory setting; see :meth:`once`."""
+        record = self._run(name, function, args, options, region)
+        self._own.append(record)
+        result: Result = record.result
+        return result
+
+    @classmethod
+    def after(cls, name: str, result: Any) -> PassRunner:
+        """The pass ``name`` was run elsewhere, with this result."""
+        runner = cls()
+        record = _Record(result, PassReport(name), snapshot_of(name, result))
+        runner._shared[name, "", ""] = record
+        return runner
+
+    def forget_from(self, name: str) -> None:
+        """Forget the pass ``name`` and all that was run after it."""
+        names = [key[0] for key in self._shared]
+        first = names.index(name) if name in names else len(names)
+        self._shared = dict(list(self._shared.items())[:first])
+        self.forget_setting()
+
+    def forget_setting(self) -> None:
+        """Forget what depended on the memory setting."""
+        self._own.clear()
+
+    @property
+    def reports(self) -> list[PassReport]:
+        """One for each pass, the sum over its runs, in the order in which they ran first."""
+        totals: dict[str, PassReport] = {}
+        for record in (*self._shared.values(), *self._own):
+            report = record.report
+            totals.setdefault(report.name, PassReport(report.name)).add(report)
+        return list(totals.values())
+
+    def stages(self, sharded: Program, final: Program) -> Stages:
+        """What each pass left, in the same order; passes that leave no graphs are not there.
+
+        Args:
+            sharded: what those passes worked on that all memory settings share.
+            final: the same with the names that regions have since, see :meth:`Snapshot.renamed`.
+        """
+        names = [name for _, name in program_calls(final)]
+        shared = _merged(self._shared.values(), sharded)
+        renamed = {name: stage.renamed(names) for name, stage in shared.items()}
+        return Stages(renamed | _merged(self._own, final))
+
+    def _run(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        options: dict[str, Any],
+        region: str,
+    ) -> _Record:
+        report = PassReport(name)
+        num_nodes = _num_nodes(args[0], region)
+        start = time.perf_counter()
+        try:
+            with reporting(report):
+                result = function(*args, **options)
+        except PlacementError as error:
+            error.region = error.region or region
+            raise
+        report.seconds = time.perf_counter() - start
+        left = args[0] if result is None else result
+        if graphs_of(left, region):  # a check leaves none
+            report.node_delta = _num_nodes(left, region) - num_nodes
+        if self._observer is not None:
+            self._observer(name, left)
+        return _Record(result, report, snapshot_of(name, left, region))
+
+
+def _num_nodes(subject: Any, region: str) -> int:
+    return sum(len(graph.nodes) for graph in graphs_of(subject, region).values())
+
+
+def _merged(records: Iterable[_Record], program: Program) -> dict[str, Snapshot]:
+    """By pass; what was left of single regions, which are called as in ``program``, together."""
+    merged: dict[str, Snapshot] = {}
+    calls = program_calls(program)
+    regions = {name for _, name in calls}
+    for record in records:
+        stage = record.stage
+        if not stage.graphs:
+            continue
+        if stage.name in merged:
+            stage = replace(stage, graphs={**merged[stage.name].graphs, **stage.graphs})
+        if not stage.calls and regions.issuperset(map(region_of, stage.graphs)):
+            stage = replace(stage, calls=calls)
+        merged[stage.name] = stage
+    return merged

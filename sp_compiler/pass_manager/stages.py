@@ -1,0 +1,74 @@
+"""The graphs that a pass works on, whatever it is given."""
+
+from __future__ import annotations
+
+from functools import singledispatch
+from typing import Any
+
+from torch.fx import Graph
+
+from sp_compiler.ir.captured import Captured
+from sp_compiler.ir.forward_backward import Partitioned
+from sp_compiler.ir.program import Program, Region
+from sp_compiler.ir.snapshot import BACKWARD, FORWARD, LOSS_BACKWARD, Snapshot, copy_graph
+from sp_compiler.passes.memory.tag_program import TaggedProgram
+from sp_compiler.passes.sharding.shard import Sharded
+from sp_compiler.trace.joint import JointGraph
+
+
+@singledispatch
+def graphs_of(subject: Any, region: str = "") -> dict[str, Graph]:
+    """The graphs of what a pass is given or returns, by name; of anything else there are none.
+
+    ``region`` is the name of the one that a graph without a name belongs to.
+    """
+    return {}
+
+
+@graphs_of.register
+def _(subject: Graph, region: str = "") -> dict[str, Graph]:
+    return {region: subject}
+
+
+@graphs_of.register
+def _(subject: Captured, region: str = "") -> dict[str, Graph]:
+    return {"model": subject.module.graph}
+
+
+@graphs_of.register
+def _(subject: Region, region: str = "") -> dict[str, Graph]:
+    return {subject.name: subject.module.graph}
+
+
+@graphs_of.register
+def _(subject: Program, region: str = "") -> dict[str, Graph]:
+    return {each.name: each.module.graph for each in subject.regions}
+
+
+@graphs_of.register
+def _(subject: Sharded | TaggedProgram, region: str = "") -> dict[str, Graph]:
+    return graphs_of(subject.program)
+
+
+@graphs_of.register
+def _(subject: JointGraph, region: str = "") -> dict[str, Graph]:
+    return {region: subject.graph}
+
+
+@graphs_of.register
+def _(subject: Partitioned, region: str = "") -> dict[str, Graph]:
+    graphs = {f"{region}{FORWARD}": subject.forward}
+    if subject.backward is not None:
+        graphs[f"{region}{BACKWARD}"] = subject.backward
+    if subject.loss is not None:
+        graphs[f"{region}{LOSS_BACKWARD}"] = subject.loss.backward
+    return graphs
+
+
+def snapshot_of(name: str, subject: Any, region: str = "") -> Snapshot:
+    """Copies of the graphs of ``subject`` after the pass ``name``."""
+    program = getattr(subject, "program", subject)
+    if isinstance(program, Program):
+        return Snapshot.of_program(name, program)
+    graphs = graphs_of(subject, region)
+    return Snapshot(name, {each: copy_graph(graph) for each, graph in graphs.items()})

@@ -1,0 +1,75 @@
+"""The order of the passes, and that everything that names one uses the same name."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+import pytest
+
+import sp_compiler
+from sp_compiler.base.pass_report import Pass
+from sp_compiler.compiler import build
+from sp_compiler.options import CompileOptions, Options
+from tests.models import zoo
+
+ORDER = (
+    "export",
+    "normalize",
+    "outline",
+    "shard",
+    "check",
+    "joint",
+    "simplify",
+    "tag",
+    "partition",
+    "overlap",
+    "codegen",
+)
+WITHOUT_GRAPHS = ("check", "codegen")
+
+
+def test_order_of_the_passes() -> None:
+    program = build(zoo.build("plain"), (), zoo.inputs("plain"), CompileOptions(tp=2))
+    assert tuple(Pass) == ORDER
+    assert tuple(report.name for report in program.reports) == ORDER
+    assert tuple(program.stages) == tuple(n for n in ORDER if n not in WITHOUT_GRAPHS)
+    assert tuple(program.plan.seconds) == ORDER
+    origins = {
+        node.meta["origin"]
+        for stage in program.stages.values()
+        for graph in stage.graphs.values()
+        for node in graph.nodes
+        if "origin" in node.meta
+    }
+    assert origins <= {*ORDER}
+    assert {"normalize", "shard", "overlap"} <= origins
+
+
+def test_public_names_of_stages() -> None:
+    stages = build(zoo.build("plain"), (), zoo.inputs("plain"), CompileOptions(tp=2)).stages
+    assert stages["capture"] is stages["outline"]
+    assert stages["final"] is stages["tag"]
+    assert "capture" not in list(stages)
+
+
+@pytest.mark.parametrize("name", ["compile", "plan", "verify"])
+def test_options_are_the_same_everywhere(name: str) -> None:
+    """Written once: as types, as defaults; shown by the signature and explained by ``help``."""
+    function = getattr(sp_compiler, name)
+    parameters = inspect.signature(function).parameters
+    defaults = CompileOptions()
+    assert set(Options.__annotations__) == {
+        field.name for field in dataclasses.fields(CompileOptions)
+    } - {"tp"}
+    for option in Options.__annotations__:
+        shown = parameters[option].default
+        assert shown == getattr(defaults, option) or (option == "hints" and shown is None)
+        assert f"\n    {option}: " in function.__doc__
+    with pytest.raises(TypeError, match="sequence_paralel"):
+        function(zoo.build("plain"), example_inputs=((), {}), tp=1, sequence_paralel=False)
+
+
+def test_no_hints_may_be_said_in_words() -> None:
+    plan = sp_compiler.plan(zoo.build("plain"), ((), zoo.inputs("plain")), tp=2, hints=None)
+    assert plan.options["hints"] == {}

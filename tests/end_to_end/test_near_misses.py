@@ -180,6 +180,48 @@ def test_a_computed_weight_over_a_padded_width(weigh: Callable[[Tensor], Tensor]
     _parity(_ComputedWeight(weigh), x=randn(2, 4, _WIDTH))
 
 
+class _PaddedWidth(nn.Module):
+    """Something on a width that does not divide; ranks hold zeros or anything behind it."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.gate = nn.Linear(_WIDTH, 7, bias=False), nn.Linear(_WIDTH, 7, bias=False)
+        self.down = nn.LazyLinear(_WIDTH)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.function(self.up(x), self.gate(x))).square().sum()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, y: x / y,
+        lambda x, y: x.abs().rsqrt() * y,
+        lambda x, y: (x + 1).mean(-1, keepdim=True) * y,
+        lambda x, y: (x + 1).sum(-1, keepdim=True) * y,
+        lambda x, y: x.softmax(-1) * y,
+        lambda x, y: (x - 9).amax(-1, keepdim=True) + y,
+        lambda x, y: (x + 1).flip(-1) * y,
+        lambda x, y: (x + 1).cumsum(-1) * y,
+        lambda x, y: torch.cat([x + 1, y], -1),
+        lambda x, y: F.pad(x + 1, (1, 0)),
+        lambda x, y: F.layer_norm(x + 1, (7,)) * y,
+        lambda x, y: (x + 1) @ y.transpose(-1, -2),
+        lambda x, y: (x + 1)[..., 1:],
+        lambda x, y: (x + 1).reshape(2, 14, 2),
+    ],
+    ids=[
+        *("quotient", "root", "mean", "sum", "softmax", "largest", "flip", "running sum", "joined"),
+        *("padded again", "norm", "product", "slice", "reshape"),
+    ],
+)
+def test_padding_behind_a_width(function: Callable[[Tensor, Tensor], Tensor]) -> None:
+    model, x = _PaddedWidth(function), randn(2, 4, _WIDTH)
+    model(x.float())  # so that lazy widths are known
+    _parity(model, x=x)
+
+
 class _Channels(nn.Module):
     """A linear layer before and behind something that works on channels in dim 1."""
 

@@ -21,6 +21,10 @@ def _biased_and_not(product: Tensor, bias: Tensor) -> Tensor:
     return (product + bias) * product
 
 
+def _viewed_and_not(total: Tensor) -> Tensor:
+    return total.view(4) * total
+
+
 # name: function of (X, Y, B), operators that are left in order, the rule that fired.
 REWRITES: dict[str, tuple[Callable[..., Tensor], list[str], str]] = {
     "view of view": (
@@ -77,6 +81,13 @@ NEAR_MISSES: dict[str, Callable[..., Tensor]] = {
     "product used twice": lambda x, y, b: _biased_and_not(torch.mm(y, y.new_ones(4, 5)), b),
     "bias of another type": lambda x, y, b: torch.mm(y, y.new_ones(4, 5)) + b.to(torch.float32),
     "scaled bias": lambda x, y, b: torch.add(torch.mm(y, y.new_ones(4, 5)), b, alpha=2),
+    "scaled product": lambda x, y, b: torch.addmm(b, x, y.t(), alpha=2),
+    "scaled summand": lambda x, y, b: torch.addmm(b, x, y.t(), beta=0.5),
+    "summand of two dims": lambda x, y, b: torch.addmm(x.new_ones(6, 5), x, y.t()),
+    "sum in another type": lambda x, y, b: aten.view(x.sum([0], True, dtype=torch.float32), [4]),
+    "another user of the sum": lambda x, y, b: _viewed_and_not(x.sum([0], True)),
+    "difference": lambda x, y, b: b - torch.mm(y, y.new_ones(4, 5)),
+    "views of two tensors": lambda x, y, b: aten.view(x, [24]) * aten.view(x.exp(), [24]),
     "column, not bias": lambda x, y, b: torch.mm(y, y.new_ones(4, 5)) + b.view(5, 1),
     "sum whose dim stays": lambda x, y, b: aten.view(x.sum([0], True), [2, 2]),
     "split of the bias dim": lambda x, y, b: aten.view(torch.mm(y, y.new_ones(4, 10)), [10, 5]) + b,

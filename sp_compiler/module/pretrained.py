@@ -186,6 +186,7 @@ def load_pretrained(module: MirrorModule, path: str | Path) -> list[str]:
     prefix = str(getattr(module, "base_model_prefix", "") or "")
     device = device_type_of(module)
     with Checkpoint(path) as checkpoint:
+        # Names and shapes before the first tensor: what does not fit changes nothing.
         found = _match(module, checkpoint, prefix, path)
         for stored, entry in found:
             placement = layout.placements.get(entry.names[0], I)
@@ -244,6 +245,7 @@ def _match(
             "load a state dict with module.load_state_dict(...)"
         )
     for stored, entry in found:
+        # Read from the file's header, without the tensor.
         if checkpoint.shape(stored) != tuple(entry.tensor.shape):
             raise ArgumentError(
                 f"{path}: {stored!r} has shape {checkpoint.shape(stored)}, the model's "
@@ -283,7 +285,7 @@ def _make_buffers(module: MirrorModule, device: str) -> None:
         missing = {
             name: value
             for name, value in mirror._buffers.items()
-            if value is not None and _is_meta(value)
+            if value is not None and value.is_meta
         }
         if not missing or mirror._parameters or not isinstance(mirror, MirrorModule):
             continue
@@ -293,7 +295,3 @@ def _make_buffers(module: MirrorModule, device: str) -> None:
             original._buffers[name] = torch.empty_like(value, device=device)
         initialise(original)
         mirror._buffers.update(original._buffers)
-
-
-def _is_meta(value: Tensor | None) -> bool:
-    return value is not None and value.is_meta

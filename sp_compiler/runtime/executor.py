@@ -16,9 +16,8 @@ from torch import Tensor
 
 from sp_compiler.base.autocast import without_autocast
 from sp_compiler.base.errors import ArgumentError
-from sp_compiler.base.placement import Placement
 from sp_compiler.ir.compiled_program import CompiledProgram
-from sp_compiler.ir.program import Call, Ref, Region
+from sp_compiler.ir.program import Call, Ref
 from sp_compiler.ops.communicator import Communicator
 from sp_compiler.ops.dropout import call_seed
 from sp_compiler.runtime.reductions import DeferredGradients, ReplicateParameters
@@ -70,10 +69,17 @@ class Executor:
                 compiled.differentiable[region.name],
                 tp,
                 compiled.loss_backwards.get(region.name),
-                _padded_inputs(region, tp.world_size),
+                {
+                    index: placement
+                    for index, (kind, placement) in enumerate(
+                        zip(region.input_kinds, region.input_placements, strict=True)
+                    )
+                    if kind == "param" and placement.padding(tp.world_size)
+                },
             )
             for region in compiled.program.regions
         }
+        # What depends on the program alone is found once, not in every step.
         self._replicated = _parameters_used_as_r(compiled)
         self._last_use = compiled.program.last_uses()
         self.needs_seed = any("seed" in region.input_kinds for region in compiled.program.regions)
@@ -125,6 +131,8 @@ class Executor:
         values = [frame.value(ref, index) for ref in call.args if ref.kind not in own]
 
         def invoke(*values: Any) -> tuple[Any, ...]:
+            # Hooks of the layer may have replaced values; parameters are looked up only now, for
+            # fully_shard gathers them in such a hook.
             rest = iter(values)
             inputs, owners = [], []
             for ref, placement in zip(call.args, call.region.input_placements, strict=True):
@@ -146,6 +154,7 @@ class Executor:
 
     def _replicate(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Invariant parameters as replicated values, through one function for all of them."""
+        # R and I differ in their gradients only.
         if self.tp.world_size == 1 or not torch.is_grad_enabled():
             return {}
         names = [name for name in self._replicated if params[name].requires_grad]
@@ -156,15 +165,6 @@ class Executor:
             self.tp, self.deferred, tuple(names), *[params[name] for name in names]
         )
         return dict(zip(names, values, strict=True))
-
-
-def _padded_inputs(region: Region, world_size: int) -> dict[int, Placement]:
-    kinds = zip(region.input_kinds, region.input_placements, strict=True)
-    return {
-        index: placement
-        for index, (kind, placement) in enumerate(kinds)
-        if kind == "param" and placement.padding(world_size)
-    }
 
 
 class _Frame:
@@ -201,6 +201,7 @@ class _Frame:
             return self.compiled.program.constants[ref.name]
         if self.seed is None:
             raise ArgumentError("the program draws dropout masks: a seed is needed")
+        # Of the call, not of the region: layers that share code must not share masks.
         return call_seed(self.seed, call_index)
 
     def parameter(self, ref: Ref) -> Tensor:

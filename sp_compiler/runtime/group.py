@@ -72,6 +72,7 @@ def tensor_parallel_group(
         raise ArgumentError('give tp=<number of ranks>, or mesh= with an axis named "tp"')
     if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1:
         raise ArgumentError(f"tp={tp!r}: expected a positive int, the number of ranks")
+    # No collective runs, so none has to be initialised; parameters stay plain tensors.
     if tp == 1:
         return TensorParallelGroup(None, Communicator(None, 0, 1))
     if mesh is None:
@@ -127,5 +128,6 @@ def device_type_of(module: torch.nn.Module) -> str:
     for parameter in module.parameters():
         if not parameter.is_meta:
             return parameter.device.type
+    # A model on meta is loaded to where it will run.
     accelerator = torch.accelerator.current_accelerator()
     return accelerator.type if accelerator is not None else "cpu"

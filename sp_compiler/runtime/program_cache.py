@@ -44,6 +44,7 @@ class Constant:
 
 
 def _equal(first: Any, second: Any) -> bool:
+    # Arrays compare elementwise or raise; then identity is all there is.
     if first is second:
         return True
     try:
@@ -56,6 +57,7 @@ def _text(value: Any) -> str:
     """Text that is the same for equal values on every rank; no addresses."""
     if isinstance(value, _PLAIN):
         return repr(value)
+    # An address differs between ranks; equality of the objects themselves still decides.
     text = repr(value)
     return f"{type(value).__qualname__} object" if " at 0x" in text else text
 
@@ -216,6 +218,7 @@ class ProgramCache(Generic[Value]):
     def put(self, key: CallKey, value: Value, sizes: Sizes | None = None) -> None:
         """Store the program that was compiled for ``key`` and holds for ``sizes``."""
         alike = key.without_sizes()
+        # Left open on request and specialised all the same: asking again would cost as much again.
         if sizes is None and self._alike(key):
             self._closed.add(alike)
         self._entries[key] = _Entry(value, alike, sizes)

@@ -35,6 +35,7 @@ class DeferredGradients:
     def take(self, name: str, grad: Tensor | None) -> Tensor | None:
         """``grad`` with what was put off for ``name``."""
         waiting = self.pending.pop(name, None)
+        # A parameter that this backward does not reach still gets what earlier ones put off.
         if waiting is None or grad is None:
             return waiting if grad is None else grad
         return grad + waiting
@@ -119,6 +120,7 @@ def reduce_gradients(tp: Communicator, grads: Sequence[Tensor | None]) -> list[T
         if grad is not None:
             by_dtype.setdefault(grad.dtype, []).append((index, grad))
     for parts in by_dtype.values():
+        # Norms and biases: dozens of small tensors, whose latencies would add up.
         flat = torch.cat([part.reshape(-1) for _, part in parts])
         pieces = tp.all_reduce(flat, "P", "I").split([part.numel() for _, part in parts])
         for (index, part), piece in zip(parts, pieces, strict=True):

@@ -29,6 +29,7 @@ def refuse_transforms(values: Iterable[Any]) -> None:
     ``values``: what it is called with, for a dual number may be among them.
     """
     transformed = torch._C._are_functorch_transforms_active()
+    # Every call comes here: two reads where nothing is transformed.
     if not transformed and forward_ad._current_level < 0:
         return
     if transformed or any(
@@ -101,6 +102,7 @@ class RegionFunction(torch.autograd.Function):
         ctx.mark_non_differentiable(
             *[out for out, used in zip(outputs, runner.differentiable, strict=True) if not used]
         )
+        # Shapes instead of outputs, which would stay alive until backward.
         ctx.tangent_metas = [
             (out.shape, out.dtype, out.device)
             for out, used in zip(outputs, runner.differentiable, strict=True)
@@ -194,6 +196,7 @@ def _save(ctx: Any, saved: Sequence[Any], locals_: Sequence[Any], owners: Sequen
 
 
 def _saved(ctx: Any) -> tuple[Any, ...]:
+    # Reading saved_tensors is what raises for a parameter that was changed since.
     values = [local_tensor(value) for value in ctx.saved_tensors]
     for position, placement in ctx.padded.items():
         values[position] = padded_part(values[position], placement, ctx.runner.tp.world_size)

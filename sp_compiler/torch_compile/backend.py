@@ -60,6 +60,7 @@ def sp_compiler_backend(
 
 def _with_own_hints(options: CompileOptions, parameters: Parameters) -> CompileOptions:
     """Without hints for what this graph does not have: another graph of the model may have it."""
+    # A graph break makes several graphs of one model, each with some of its parameters.
     missing = unmatched(options.hints, parameters)
     if missing:
         warnings.warn(

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.ir.compiled_program import CompiledProgram
-from sp_compiler.runtime.executor import Execution, Executor
+from sp_compiler.runtime.executor import Executor
 from sp_compiler.runtime.group import TensorParallelGroup, forward_seed
 from sp_compiler.runtime.program_cache import CallKey, ProgramCache, call_key
 from sp_compiler.runtime.rank_checks import RankAgreement, check_values, checks_enabled
@@ -88,8 +88,11 @@ class CompiledGraph:
             device = next((tensor.device for tensor in tensors), torch.device("cpu"))
             seed = forward_seed(self._group, device)
         run = executor.run(params, bound.buffers, bound.tensors, seed)
-        _write_back(run, bound)
+        with torch.no_grad():
+            for name, value in run.mutated_buffers.items():
+                bound.buffers[name].copy_(value)
         outputs = pytree.tree_unflatten(run.outputs, executor.compiled.program.out_spec)
+        # An output that is an input in eager is that very object here too.
         returned = compiled.returned_inputs
         return tuple(
             args[returned[index]] if index in returned else out for index, out in enumerate(outputs)
@@ -97,7 +100,8 @@ class CompiledGraph:
 
     def _compiled(self, bound: BoundInputs) -> _Compiled:
         """The program for these inputs, compiled if need be, on all ranks alike."""
-        key = self._key(bound)
+        plain = call_key((), bound.params.values(), bound.values, self._graph.fingerprint)
+        key = GraphKey(**vars(plain))
         self._agreement.check_call(key)
         if checks_enabled():
             inputs = [(str(index), value) for index, value in enumerate(bound.values)]
@@ -115,10 +119,6 @@ class CompiledGraph:
             self._programs.put(key, compiled)
         return compiled
 
-    def _key(self, bound: BoundInputs) -> GraphKey:
-        plain = call_key((), bound.params.values(), bound.values, self._graph.fingerprint)
-        return GraphKey(**vars(plain))
-
 
 def _refuse_distributed(bound: BoundInputs) -> None:
     for name, tensor in bound.params.items():
@@ -127,9 +127,3 @@ def _refuse_distributed(bound: BoundInputs) -> None:
                 f"parameter {name!r} is a DTensor; torch.compile with this backend takes whole "
                 "parameters (sp_compiler.compile makes distributed ones)"
             )
-
-
-@torch.no_grad()
-def _write_back(run: Execution, bound: BoundInputs) -> None:
-    for name, value in run.mutated_buffers.items():
-        bound.buffers[name].copy_(value)

@@ -188,6 +188,7 @@ def _kind(node: Node, example: Any, source: str) -> InputKind:
                 "and numbers are supported"
             )
         return "value"
+    # A float that changes from call to call: part of the key, for the graph is traced with it.
     if getattr(node.meta.get("grapharg"), "pass_arg_as_tensor", False):
         return "number"
     if isinstance(example, nn.Parameter):

@@ -32,6 +32,7 @@ def local_parameters(
         return local
     sharded = [name for name in whole if name in placements and placements[name].is_sharded]
     trained = [name for name in sharded if whole[name].requires_grad]
+    # Without a node for autograd: frozen parameters need no gathering.
     for name in sharded:
         if not whole[name].requires_grad:
             local[name] = tp.shard(whole[name], "I", str(placements[name]))

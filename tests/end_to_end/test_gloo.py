@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 import sp_compiler
 from sp_compiler import api
-from sp_compiler.base.placement import Placement
+from sp_compiler.base.placement import I, Placement
 from sp_compiler.base.shards import join_parts
 from sp_compiler.compiler import build
+from sp_compiler.runtime.padding import stored_part
 from tests.helpers import parity
 from tests.helpers.ranks import run_on_ranks
 from tests.models import architectures, zoo
@@ -65,11 +66,17 @@ def _full(value: Tensor) -> Tensor:
 
 
 def _gradients(module: Any) -> Local:
-    return {
-        name: (str(module._sp_state.fixed[name]), _local(parameter.grad).clone())
-        for name, parameter in module.named_parameters()
-        if parameter.grad is not None
-    }
+    """Gradients in parts, each of which is this rank's cut of what a user sees as the gradient."""
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    placements, parts = module._sp_state.layout.placements, {}
+    for name, parameter in module.named_parameters():
+        for value in (parameter.detach(), parameter.grad):
+            if value is not None:
+                cut = stored_part(_full(value), placements.get(name, I), rank, world_size)
+                assert torch.equal(cut, _local(value)), name
+        if parameter.grad is not None:
+            parts[name] = (str(module._sp_state.fixed[name]), _local(parameter.grad).clone())
+    return parts
 
 
 def _first(output: Any) -> Tensor:

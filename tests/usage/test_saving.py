@@ -175,13 +175,15 @@ def _with_fsdp() -> bool:
         assert after[name].placements[-1] == Shard(0)
         with pytest.raises(UnsupportedError, match="another mesh axis shards it too"):
             fused.full_tensor()
+        for name, value in module.full_state_dict().items():
+            torch.testing.assert_close(value, model.state_dict()[name], rtol=1e-6, atol=1e-7)
+        saved = copy.deepcopy(after)
         module.load_state_dict(before)
         for name, value in module.state_dict().items():
             assert torch.equal(_full(value), before[name]), name
-        module.load_state_dict(after)
-        full = module.full_state_dict()
-        for name, value in full.items():
-            torch.testing.assert_close(value, model.state_dict()[name], rtol=1e-6, atol=1e-7)
+        module.load_state_dict(saved)
+        for name, value in module.state_dict().items():
+            assert torch.equal(_full(value), _full(saved[name])), name
     return True
 
 

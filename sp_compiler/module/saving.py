@@ -24,7 +24,7 @@ def full_state_dict(module: nn.Module, group: TensorParallelGroup) -> dict[str, 
             if isinstance(full, Tensor):
                 # Dropped at once on the other ranks: none of them has room for a whole model.
                 full = full.detach().cpu() if group.rank == 0 else None
-            # With its source, whose id is free for another object else.
+            # With its source: another object could get its id once it is gone.
             made[id(value)] = value, full
         result[name] = made[id(value)][1]
     return result if group.rank == 0 else {}

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from sp_compiler.base.errors import UnsupportedError
@@ -56,11 +55,6 @@ def segments_of(placement: Placement) -> tuple[int, ...]:
             "through module.state_dict() and torch.distributed.checkpoint"
         )
     return _SEGMENTS[factor]
-
-
-def is_segmented(value: Any) -> bool:
-    """Whether ``value`` is a DTensor with segments, of which a rank's rows are no range."""
-    return isinstance(value, DTensor) and any(map(segments_of, value.placements))
 
 
 @functools.cache

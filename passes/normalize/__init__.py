@@ -82,7 +82,8 @@ def normalize(captured: Captured, dropout: Literal["regenerate", "stored"] = "re
     """
     graph = captured.module.graph
     # Spelling first: what follows names few operators, of many that mean the same.
-    _drop_asserts(graph)
+    for node in calls(graph, _aten._assert_tensor_metadata.default):
+        graph.erase_node(node)
     canonical_spelling(graph)
     _drop_copies(graph)
     _canonical_views(graph)
@@ -110,11 +111,6 @@ def normalize(captured: Captured, dropout: Literal["regenerate", "stored"] = "re
     erase_dead(graph)
     captured.drop_unused_placeholders()
     graph.lint()
-
-
-def _drop_asserts(graph: Graph) -> None:
-    for node in calls(graph, _aten._assert_tensor_metadata.default):
-        graph.erase_node(node)
 
 
 def _drop_copies(graph: Graph) -> None:

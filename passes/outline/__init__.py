@@ -16,7 +16,7 @@ from sp_compiler.ir.hints import Wish
 from sp_compiler.ir.program import Call, Program, Ref, Region
 from sp_compiler.passes.outline.distinct import DistinctRegions, asked_of_inputs
 from sp_compiler.passes.outline.draft import draft_region
-from sp_compiler.passes.outline.pieces import Piece, pieces_of
+from sp_compiler.passes.outline.pieces import pieces_of
 
 
 def outline(captured: Captured, wishes: Mapping[str, Wish] | None = None) -> Program:
@@ -32,22 +32,23 @@ def outline(captured: Captured, wishes: Mapping[str, Wish] | None = None) -> Pro
     wishes = dict(wishes or {})
     pieces = pieces_of(captured.module.graph)
     refs = dict(zip(captured.placeholders, captured.refs, strict=True))
-    last_uses = _outputs_of_pieces(pieces)
     distinct = DistinctRegions()
     program_calls = []
     for index, piece in enumerate(pieces):
-        draft, inputs = draft_region(piece, refs, last_uses[index])
+        inside = set(piece.nodes)
+        outputs = [n for n in piece.nodes if any(user not in inside for user in n.users)]
+        draft, inputs = draft_region(piece, refs, outputs)
         use = distinct.use_of(draft, asked_of_inputs(inputs, refs, wishes))
         args = tuple(refs[inputs[position]] for position in use.inputs)
         program_calls.append(Call(use.region, piece.layer.path, args))
-        for node, position in zip(last_uses[index], use.outputs, strict=True):
+        for node, position in zip(outputs, use.outputs, strict=True):
             refs[node] = Ref("call", index=index, output=position)
     _make_names_unique(distinct.regions)
-    outputs = [refs[leaf] if isinstance(leaf, Node) else leaf for leaf in captured.outputs]
+    returned = [refs[leaf] if isinstance(leaf, Node) else leaf for leaf in captured.outputs]
     mutated = {name: refs[node] for name, node in captured.mutated_buffers.items()}
     return Program(
         program_calls,
-        outputs,
+        returned,
         captured.out_spec,
         mutated,
         dict(captured.aliases),
@@ -58,15 +59,6 @@ def outline(captured: Captured, wishes: Mapping[str, Wish] | None = None) -> Pro
         captured.sizes,
         captured.functions,
     )
-
-
-def _outputs_of_pieces(pieces: list[Piece]) -> list[list[Node]]:
-    """For each piece the nodes that later pieces or the model's outputs use, in order."""
-    outputs = []
-    for piece in pieces:
-        inside = set(piece.nodes)
-        outputs.append([n for n in piece.nodes if any(user not in inside for user in n.users)])
-    return outputs
 
 
 def _make_names_unique(regions: Iterable[Region]) -> None:

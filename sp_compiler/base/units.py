@@ -21,16 +21,16 @@ def parse_bytes(name: str, size: object) -> int:
     Raises:
         ArgumentError: anything else, or less than one byte.
     """
-    found: object = size
+    num_bytes: object = size
     if isinstance(size, str) and (match := _TEXT.fullmatch(size.strip())):
         number, unit = match.groups()
-        found = int(float(number) * 1024 ** UNITS.index(unit)) if unit in UNITS else None
-    if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+        num_bytes = int(float(number) * 1024 ** UNITS.index(unit)) if unit in UNITS else None
+    if isinstance(num_bytes, bool) or not isinstance(num_bytes, int) or num_bytes < 1:
         raise ArgumentError(
             f"{name}={size!r}: expected a positive number of bytes as an int, or text such as "
             f'"12GiB" or "1.5 TiB" with one of {", ".join(UNITS)}{_hint(size)}'
         )
-    return found
+    return num_bytes
 
 
 def bytes_text(num_bytes: float) -> str:

@@ -150,16 +150,16 @@ def _collective(node: Node) -> str:
 
 def _removed_before(alignment: Alignment) -> dict[Node | None, list[Node]]:
     """Removed nodes by the node of the second graph that followed them."""
-    found: dict[Node | None, list[Node]] = defaultdict(list)
+    removed_before: dict[Node | None, list[Node]] = defaultdict(list)
     waiting: list[Node] = []
     for node in alignment.before:
         if node not in alignment.forth:
             waiting.append(node)
         elif waiting:
-            found[alignment.forth[node]] += waiting
+            removed_before[alignment.forth[node]] += waiting
             waiting = []
-    found[None] += waiting
-    return found
+    removed_before[None] += waiting
+    return removed_before
 
 
 def _moves(alignment: Alignment) -> dict[Node, tuple[Change, ...]]:
@@ -169,13 +169,13 @@ def _moves(alignment: Alignment) -> dict[Node, tuple[Change, ...]]:
     kept = longest_increasing([position[alignment.forth[node]] for node in matched])
     order = sorted((alignment.forth[node] for node in matched), key=position.__getitem__)
     previous_after = dict(zip(order, [None, *order], strict=False))
-    found: dict[Node, tuple[Change, ...]] = {}
+    moves: dict[Node, tuple[Change, ...]] = {}
     for index, node in enumerate(matched):
         if index not in kept:
             new = alignment.forth[node]
             old_place = _place(matched[index - 1] if index else None)
-            found[new] = (Change("order", old_place, _place(previous_after[new])),)
-    return found
+            moves[new] = (Change("order", old_place, _place(previous_after[new])),)
+    return moves
 
 
 def _place(previous: Node | None) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.pass_report import PassReport
 from sp_compiler.base.placement import I, Placement
-from sp_compiler.ir.program import Program, Ref, Region
+from sp_compiler.ir.program import Program, Ref
 from sp_compiler.ir.snapshot import Stages
 
 
@@ -91,7 +91,9 @@ class CompiledProgram:
             if region.name not in self.codes:
                 raise ArgumentError(f"no code for region {region.name!r}; have {list(self.codes)}")
             if region.name not in self.differentiable:
-                self.differentiable[region.name] = _differentiable_outputs(region)
+                self.differentiable[region.name] = tuple(
+                    bool(node.meta.get("requires_grad")) for node in region.outputs
+                )
 
     def placement(self, ref: Ref) -> Placement:
         """Return the placement of the value behind ``ref``."""
@@ -104,7 +106,3 @@ class CompiledProgram:
     def param_name(self, name: str) -> str:
         """The name under which a (possibly tied) parameter is stored."""
         return self.program.aliases.get(name, name)
-
-
-def _differentiable_outputs(region: Region) -> tuple[bool, ...]:
-    return tuple(bool(node.meta.get("requires_grad")) for node in region.outputs)

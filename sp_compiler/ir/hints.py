@@ -140,13 +140,13 @@ def wishes_of(hints: Mapping[str, Hint], parameters: Parameters) -> dict[str, Wi
             "that has a weight, where * stands for anything between two dots; "
             f"near it are {', '.join(near(key, parameters)) or 'no names'}"
         )
-    found: dict[str, dict[str, Hint]] = {}
+    by_stored_name: dict[str, dict[str, Hint]] = {}
     shapes = dict(parameters.values())
     for name, (stored, _) in parameters.items():
-        mine = {key: hint for key, hint in hints.items() if _matches(key, name)}
-        if mine:
-            found.setdefault(stored, {}).update(mine)
-    return {name: _wish(name, shapes[name], mine) for name, mine in found.items()}
+        matching = {key: hint for key, hint in hints.items() if _matches(key, name)}
+        if matching:
+            by_stored_name.setdefault(stored, {}).update(matching)
+    return {name: _wish(name, shapes[name], asked) for name, asked in by_stored_name.items()}
 
 
 def _wish(name: str, shape: tuple[int, ...], hints: Mapping[str, Hint]) -> Wish:

@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 from sp_compiler.base.pass_report import Pass
 from sp_compiler.base.provenance import module_path, source_line
 from sp_compiler.ir.graph_theory import as_networkx
-from sp_compiler.ir.program import Call, Program, Ref
+from sp_compiler.ir.program import Program, Ref
 from sp_compiler.ir.rewriting import copy_graph
 from sp_compiler.ir.text import meta_text, render_target
 
@@ -44,9 +44,10 @@ class Snapshot:
     def of_program(cls, name: str, program: Program) -> Snapshot:
         """Copies of the region graphs of ``program``."""
         graphs = {region.name: copy_graph(region.module.graph) for region in program.regions}
-        return cls(
-            name, graphs, program_calls(program), [_call_text(call) for call in program.calls]
-        )
+        wiring = [
+            f"{call.region.name}({', '.join(map(_ref_text, call.args))})" for call in program.calls
+        ]
+        return cls(name, graphs, program_calls(program), wiring)
 
     def to_networkx(self) -> nx.MultiDiGraph:
         """Return all graphs as one graph of networkx, unconnected to each other.
@@ -138,10 +139,6 @@ def _attributes(node: Node) -> dict[str, Any]:
         "module": module_path(node),
         "source_line": source_line(node),
     }
-
-
-def _call_text(call: Call) -> str:
-    return f"{call.region.name}({', '.join(map(_ref_text, call.args))})"
 
 
 def _ref_text(ref: Ref) -> str:

@@ -97,22 +97,22 @@ class Sizes:
             for dim, size in enumerate(shape):
                 if size is not None and leaf.shape[dim] != size:
                     return f"dim {dim} of an input is {leaf.shape[dim]}, not {size}"
-        found = tuple(int(leaves[size.leaf].shape[size.dim]) for size in self.open)
+        actual = tuple(int(leaves[size.leaf].shape[size.dim]) for size in self.open)
         for leaf, dim, position in self.ties:
-            if leaves[leaf].shape[dim] != found[position]:
+            if leaves[leaf].shape[dim] != actual[position]:
                 return f"dim {dim} of an input is not {self.open[position].name}"
-        binding = {size.symbol: value for size, value in zip(self.open, found, strict=True)}
-        if not self._holds(found):
+        binding = {size.symbol: value for size, value in zip(self.open, actual, strict=True)}
+        if not self._holds(actual):
             return self._failed(binding)
-        for opened, value in zip(self.open, found, strict=True):
+        for opened, value in zip(self.open, actual, strict=True):
             limits = self.env.var_to_range.get(opened.symbol)
             if limits is not None and not limits.lower <= value <= limits.upper:
                 return f"{opened.name} is {value}, not in {limits.lower}..{limits.upper}"
-        if found not in self._proven:
-            self._proven[found] = all(proof(binding) for proof in self.proofs)
-        return None if self._proven[found] else "an attention mask is another one at these sizes"
+        if actual not in self._proven:
+            self._proven[actual] = all(proof(binding) for proof in self.proofs)
+        return None if self._proven[actual] else "an attention mask is another one at these sizes"
 
-    def _holds(self, found: Sequence[int]) -> bool:
+    def _holds(self, actual: Sequence[int]) -> bool:
         guards = self.env.guards
         # Compiled to one expression: evaluating sympy would take milliseconds in every call. Later
         # passes add guards, so that it is made again when their number has grown.
@@ -120,7 +120,7 @@ class Sizes:
             text = " and ".join(f"({_TEXT.doprint(guard.expr)})" for guard in guards) or "True"
             names = ", ".join(str(size.symbol) for size in self.open)
             self._guards = len(guards), eval(f"lambda {names}: {text}", {"math": math})
-        return bool(self._guards[1](*found))
+        return bool(self._guards[1](*actual))
 
     def _failed(self, binding: Mapping[sympy.Symbol, int]) -> str:
         for guard in self.env.guards:
@@ -152,7 +152,7 @@ def open_sizes(placeholders: Mapping[int, Node], leaves: Sequence[Any], env: Sha
     """
     env.frozen = False  # export froze it: what passes compare has to be recorded too
     first: dict[tuple[int, int], torch.SymInt] = {}
-    found: list[tuple[sympy.Symbol, torch.SymInt, int, int]] = []
+    dims: list[tuple[sympy.Symbol, torch.SymInt, int, int]] = []
     fixed: list[tuple[int | None, ...] | None] = []
     ties: list[tuple[int, int, int]] = []
     for leaf, example in enumerate(leaves):
@@ -166,7 +166,7 @@ def open_sizes(placeholders: Mapping[int, Node], leaves: Sequence[Any], env: Sha
             if not isinstance(symbol, sympy.Symbol):
                 continue
             shape[dim] = None
-            known = [other[0] for other in found]
+            known = [other[0] for other in dims]
             if symbol in known:
                 ties.append((leaf, dim, known.index(symbol)))
                 continue
@@ -175,12 +175,12 @@ def open_sizes(placeholders: Mapping[int, Node], leaves: Sequence[Any], env: Sha
             other = first.setdefault((dim, int(example.shape[dim])), size)
             if other is not size:
                 bool(size == other)
-            found.append((symbol, size, leaf, dim))
+            dims.append((symbol, size, leaf, dim))
         fixed.append(tuple(shape))
     names: dict[sympy.Expr, str] = {}
-    for _, value, leaf, dim in found:
+    for _, value, leaf, dim in dims:
         names.setdefault(value.node.expr, _name(leaves[leaf], dim, names))
-    opened = tuple(OpenSize(*one, names[one[1].node.expr]) for one in found)
+    opened = tuple(OpenSize(*one, names[one[1].node.expr]) for one in dims)
     return Sizes(env, opened, tuple(fixed), tuple(ties))
 
 
@@ -226,10 +226,10 @@ def plain(value: Any) -> Any:
 def example_number(value: Any) -> Any:
     """The example's number behind a symbolic one, with nothing recorded; others as they are."""
     if isinstance(value, SYMBOLIC):
-        found = value.node.hint
-        if found is None:
+        number = value.node.hint
+        if number is None:
             raise NotSymbolic(f"{value} has no size in the example")
-        return found
+        return number
     return value
 
 
@@ -310,8 +310,8 @@ def evaluate(value: Any, binding: Mapping[sympy.Symbol, int]) -> Any:
     def number(leaf: Any) -> Any:
         if not isinstance(leaf, SYMBOLIC):
             return leaf
-        found = leaf.node.expr.xreplace(binding)
-        return float(found) if isinstance(leaf, torch.SymFloat) else int(found)
+        result = leaf.node.expr.xreplace(binding)
+        return float(result) if isinstance(leaf, torch.SymFloat) else int(result)
 
     return map_aggregate(value, number)
 

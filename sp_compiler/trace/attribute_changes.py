@@ -64,13 +64,13 @@ def _state(model: nn.Module) -> _State:
 
 
 def _changes(before: _State, after: _State) -> dict[str, str]:
-    found = {}
+    texts = {}
     for (path, name), value in after.items():
         old = before.get((path, name))
         is_state = (path, name) in before or isinstance(value, Tensor)
         if is_state and not _same(old, value):
-            found[f"{path}.{name}" if path else name] = f"{_text(old)} -> {_text(value)}"
-    return found
+            texts[f"{path}.{name}" if path else name] = f"{_text(old)} -> {_text(value)}"
+    return texts
 
 
 def _same(first: Any, second: Any) -> bool:

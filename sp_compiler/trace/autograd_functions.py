@@ -81,16 +81,16 @@ class FunctionCall:
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         with under_autocast(self.autocast):
             result = _APPLY.__get__(None, self.function)(*args, **kwargs)
-        found, spec = pytree.tree_flatten(result)
-        self.returned = [_TENSOR if isinstance(x, Tensor) else x for x in found], spec
-        return [x for x in found if isinstance(x, Tensor)]
+        leaves, spec = pytree.tree_flatten(result)
+        self.returned = [_TENSOR if isinstance(x, Tensor) else x for x in leaves], spec
+        return [x for x in leaves if isinstance(x, Tensor)]
 
     def result(self, outputs: Sequence[Tensor]) -> Any:
         assert self.returned is not None
         leaves, spec = self.returned
         values = iter(outputs)
-        found = [next(values) if leaf is _TENSOR else leaf for leaf in leaves]
-        return pytree.tree_unflatten(found, spec)
+        returned = [next(values) if leaf is _TENSOR else leaf for leaf in leaves]
+        return pytree.tree_unflatten(returned, spec)
 
 
 # An operator of torch takes numbers and tensors, so a graph names a call by number. The calls

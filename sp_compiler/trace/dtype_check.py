@@ -69,18 +69,18 @@ def _wrong(node: Node) -> str:
         if target.is_floating_point() or target.dtype in (torch.int64, torch.uint8):
             return ""
         return f"takes classes of int64 or uint8, and its target is {_name(target)}"
-    found = {
+    operands = {
         name: value
         for name in _ALIKE.get(node.target, ())
         if (value := _value(arguments(node).get(name))) is not None
     }
-    kinds = {value.dtype for value in found.values()}
-    if node.target in _NORMS and found["input"].dtype in _HALVES:
-        kinds = kinds - {found["input"].dtype} - {torch.float32} | {torch.float32}
+    kinds = {value.dtype for value in operands.values()}
+    if node.target in _NORMS and operands["input"].dtype in _HALVES:
+        kinds = kinds - {operands["input"].dtype} - {torch.float32} | {torch.float32}
     if len(kinds) < 2:
         return ""
     return "takes one dtype, and gets " + ", ".join(
-        f"{name} {_name(value)}" for name, value in found.items()
+        f"{name} {_name(value)}" for name, value in operands.items()
     )
 
 

@@ -97,23 +97,18 @@ def _prepare_subgraphs(module: GraphModule) -> None:
 
 
 def _detach_outputs(body: GraphModule, region: Node) -> None:
-    output = output_node(body.graph)
-    with body.graph.inserting_before(output):
-        output.args = (
-            tuple(
-                _detached(value, region) if isinstance(value, Node) else value
-                for value in output.args[0]
-            ),
-        )
+    output, results = output_node(body.graph), []
+    for value in output.args[0]:
+        if isinstance(value, Node):
+            like = value if "nn_module_stack" in value.meta else region  # placeholders have none
+            detach, meta = _aten.detach.default, {"val": value.meta["val"]}
+            with body.graph.inserting_before(output):
+                value = make_call(
+                    body.graph, detach, (value,), like=like, origin="capture", meta=meta
+                )
+        results.append(value)
+    output.args = (tuple(results),)
     body.recompile()
-
-
-def _detached(value: Node, region: Node) -> Node:
-    like = value if "nn_module_stack" in value.meta else region  # a placeholder has no module
-    meta = {"val": value.meta["val"]}
-    return make_call(
-        value.graph, _aten.detach.default, (value,), like=like, origin="capture", meta=meta
-    )
 
 
 # Without another trace.

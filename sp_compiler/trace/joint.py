@@ -366,9 +366,9 @@ def _copy_keys(node: fx.Node, source: fx.Node, keys: Sequence[str]) -> None:
 
 
 def _same_shape(node: fx.Node, source: fx.Node) -> bool:
-    mine, theirs = node.meta.get("val"), source.meta.get("val")
+    value, other = node.meta.get("val"), source.meta.get("val")
     return (
-        isinstance(mine, Tensor)
-        and isinstance(theirs, Tensor)
-        and same_shape(mine.shape, theirs.shape)
+        isinstance(value, Tensor)
+        and isinstance(other, Tensor)
+        and same_shape(value.shape, other.shape)
     )

@@ -54,6 +54,7 @@ def contract(
     """
     labels, out = _labels(equation, [len(shape_of(x)) for x in operands])
     rest = [_diagonal(node, x, names) for x, names in zip(operands, labels, strict=True)]
+    # A dim of size 1 is broadcast: dropped, or it would be summed over where it must be repeated.
     sizes = _sizes(rest)
     rest = [_without_broadcast(node, *operand, sizes) for operand in rest]
     pairs = list(path or ())
@@ -134,10 +135,12 @@ def _product(
     left, right = (
         _summed(node, *one, [*kept, *other[1]]) for one, other in ((left, right), (right, left))
     )
+    # Labels of both that stay are a batch; of both that go, the inner sum; of one, its own rows.
     batch = [name for name in kept if name in left[1] and name in right[1]]
     own = [
         [name for name in kept if name in names and name not in batch] for _, names in (left, right)
     ]
+    # The one whose rows come first in the result goes left: no dims have to move afterwards.
     if own[1] and (not own[0] or kept.index(own[1][0]) < kept.index(own[0][0])):
         left, right = right, left
     (x, x_names), (y, y_names) = left, right
@@ -148,6 +151,7 @@ def _product(
     def size(names: Iterable[Label]) -> int:
         return math.prod(sizes[name] for name in names)
 
+    # An outer product, or a sum of products of all there is: no product of matrices helps.
     if not inner or not (x_own or y_own):
         names = [*(name for name in kept if name in (*x_names, *y_names)), *inner]
         factors = [_aligned(node, *operand, names, sizes) for operand in (left, right)]
@@ -157,6 +161,7 @@ def _product(
     # Rows of a plain weight may have any number of dims.
     rows = [size(x_own)] if batch or not x_own else [sizes[name] for name in x_own]
     x = _reshaped(node, x, [*lead, *rows, size(inner)])
+    # A weight stored (out, in) stays as it is, for ``linear`` transposes it itself.
     if not batch and y_names == [*y_own, *inner]:
         y = _reshaped(node, y, [size(y_own), size(inner)])
         product = _call(node, _aten.linear.default, x, y)

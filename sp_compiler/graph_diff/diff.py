@@ -80,6 +80,7 @@ def _pairs(
 ) -> Iterator[tuple[str, Graph | None, Graph | None]]:
     """Name and both graphs of each region, None where a side has none."""
     rest = dict(second)
+    # Before the split into forward and backward a region has one graph, which became the forward.
     for name, graph in first.items():
         candidates = (name, f"{name}{FORWARD}", name.removesuffix(FORWARD))
         match = next((candidate for candidate in candidates if candidate in rest), name)
@@ -125,7 +126,7 @@ def _entries(alignment: Alignment) -> Iterator[Entry]:
     moves = _moves(alignment)
     inserted = set(alignment.inserted)
     removed = _removed_before(alignment)
-    for node in (*alignment.after, None):
+    for node in (*alignment.after, None):  # None: removed from the end
         for gone in removed.get(node, ()):
             yield _entry("removed", gone)
         if node in inserted:
@@ -166,6 +167,7 @@ def _moves(alignment: Alignment) -> dict[Node, tuple[Change, ...]]:
     """Matched nodes outside a longest run that both graphs have in the same order."""
     position = {node: index for index, node in enumerate(alignment.after)}
     matched = [node for node in alignment.before if node in alignment.forth]
+    # What moved is least if the most that can stay is said to have stayed.
     kept = longest_increasing([position[alignment.forth[node]] for node in matched])
     order = sorted((alignment.forth[node] for node in matched), key=position.__getitem__)
     previous_after = dict(zip(order, [None, *order], strict=False))

@@ -70,6 +70,7 @@ class Captured:
 
     def drop_unused_placeholders(self) -> None:
         """Erase placeholders that nothing uses, together with their refs."""
+        # Sizes stay: that a symbol is used shows in shapes, not in the users of its placeholder.
         refs = []
         for node, ref in zip(self.placeholders, self.refs, strict=True):
             if node.users or ref.kind == "size":

@@ -101,6 +101,7 @@ class Concretizer:
     def _value(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return example_number(value)
+        # Strides too: what is contiguous with open sizes is with the example's.
         shape, strides = map(example_number, value.shape), map(example_number, value.stride())
         with self._mode:
             return torch.empty_strided(

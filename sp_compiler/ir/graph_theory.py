@@ -79,6 +79,7 @@ class Candidate:
         uses: dict[Node, list[tuple[Hashable, int]]] = {node: [] for node in self.nodes}
         both: dict[Node, Hashable] = {}
         for node in reversed(self.nodes):
+            # Sorted, for the uses of a value have no order.
             both[node] = hash((down[node], *sorted(uses[node])))
             for position, source in enumerate(_operands(node)):
                 uses[source].append((both[node], position))

@@ -22,6 +22,7 @@ def matching_spans(source: Sequence[int], target: Sequence[int]) -> list[tuple[S
     A size of 1 that has no counterpart is a run against none: ``(2, 3) -> (2, 1, 3)`` gives
     ``(0, 1), (0, 1)``, ``(1, 2), (1, 3)``.
     """
+    # Both shapes have as many elements, so the loop ends at the end of both.
     spans = []
     low = first = 0
     while low < len(source) or first < len(target):

@@ -141,6 +141,8 @@ def _record(
     constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     number, call = numbered(FunctionCall(function, spec, constants, positions, autocast_state()))
     recorded.append(call)
+    # torch internals: _version, which every write into a tensor raises; there is no other sign that
+    # a function writes into what it is given.
     versions = [x._version for x in inputs]
     with _Watched(function, inputs):
         outputs = torch.ops.sp_compiler_function.apply(inputs, number)
@@ -238,6 +240,7 @@ def _traced(
         x = torch.empty(shape, dtype=dtype, device="meta")
         return x.requires_grad_(dtype.is_floating_point)
 
+    # On meta: only shapes and operators matter.
     inputs = [example(dtype) for dtype in dtypes]
     with torch.no_grad():
         results = call.run(inputs)

@@ -74,6 +74,7 @@ def _wrong(node: Node) -> str:
         for name in _ALIKE.get(node.target, ())
         if (value := _value(arguments(node).get(name))) is not None
     }
+    # Norms of half precision may have float32 weights, which their kernels take.
     kinds = {value.dtype for value in operands.values()}
     if node.target in _NORMS and operands["input"].dtype in _HALVES:
         kinds = kinds - {operands["input"].dtype} - {torch.float32} | {torch.float32}

@@ -54,6 +54,7 @@ def input_names(
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     ]
     names = []
+    # The first step of a path is args or kwargs, the second the argument.
     for (_, argument, *inside), _ in paths:
         key = getattr(argument, "key", getattr(argument, "idx", None))
         if isinstance(key, int):
@@ -107,6 +108,7 @@ def capture(
             exported = functionalize(exported)
         except Exception as error:  # whatever user code or export raises
             raise capture_error(model, error) from error
+    # The graph holds the casts of autocast now; running its operators must not cast once more.
     with without_autocast():
         captured = _captured(exported, model, in_spec, leaves, lift_casts, open_dims)
     captured.functions = functions
@@ -124,6 +126,7 @@ def _captured(
     lift_casts: bool,
     open_dims: bool,
 ) -> Captured:
+    # In this order: what changes placeholders comes before the values computed from them.
     inline_sizes(exported.graph_module.graph)
     captured = _from_exported(exported, model, in_spec)
     captured.parameters = parameters_of(model)
@@ -174,6 +177,7 @@ def _add_sizes(captured: Captured, leaves: Sequence[Any]) -> None:
     for size in sizes.distinct:
         with graph.inserting_before(first):
             node = graph.placeholder(size.name)
+        # In front of the others: a signature then begins with what its shapes are written in.
         node.meta = {"val": size.value, "requires_grad": False}
         refs.append(Ref("size", size.name, size.leaf, size.dim))
     captured.refs = [*refs, *captured.refs]
@@ -214,6 +218,8 @@ def _from_exported(
     refs: list[Ref] = []
     first: dict[Ref, Node] = {}
     specs = exported.graph_signature.input_specs
+    # Tied tensors come as several placeholders: all uses move to the first, whose name is the one
+    # under which the parameter is stored.
     for node, spec in zip(graph.find_nodes(op="placeholder"), specs, strict=True):
         ref = _ref_of(spec, canonical, leaf_order)
         if ref.kind in ("param", "buffer") and ref.name != spec.target:
@@ -245,8 +251,9 @@ def _leaf_order(exported: ExportedProgram) -> list[int]:
     args, kwargs = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
     exported_index, _ = flatten_inputs(args, kwargs)
     order = [0] * len(exported_index)
-    for own, theirs in enumerate(exported_index):
-        order[theirs] = own
+    # Export keeps keyword arguments as they were given; here their order does not matter.
+    for own, exported_position in enumerate(exported_index):
+        order[exported_position] = own
     return order
 
 
@@ -325,6 +332,7 @@ def _forget_strides(graph: Graph) -> None:
 
 def _make_fake(captured: Captured, leaves: list[Any], model: nn.Module) -> None:
     """Give every placeholder a value in one new fake mode; the ``meta`` device becomes the CPU."""
+    # One mode for all values: those of export's own mode are of tensors that it made itself.
     mode = FakeTensorMode(shape_env=captured.sizes.env if captured.sizes is not None else None)
     parameters = dict(model.named_parameters())
     for node, ref in zip(captured.placeholders, captured.refs, strict=True):
@@ -342,6 +350,7 @@ def _make_fake(captured: Captured, leaves: list[Any], model: nn.Module) -> None:
         elif ref.kind == "input":
             requires_grad = leaves[ref.index].requires_grad
         set_value(node, value.requires_grad_(requires_grad))
+    # Fakes of the meta device would lose gradients in the joint trace.
     if any(parameter.is_meta for parameter in parameters.values()):
         _move_to_cpu(captured.module.graph)
 

@@ -40,6 +40,8 @@ def functionalize(exported: ExportedProgram) -> ExportedProgram:
     """
     module = exported.graph_module
     _prepare_subgraphs(module)
+    # torch internals: _is_any_autocast_enabled. Under autocast composites cast inside, which only
+    # another trace records.
     if torch._C._is_any_autocast_enabled() or not all(map(_is_simple, _nodes(module))):
         return exported.run_decompositions({})
     _inline(module)
@@ -128,7 +130,7 @@ def _inline(module: GraphModule) -> None:
 
 def _replace(node: Node, body: Graph, inputs: Any) -> list[Node]:
     """Put the nodes of ``body``, called with ``inputs``, in the place of ``node``; returns them."""
-    graph, before = node.graph, node.prev
+    graph, before = node.graph, node.prev  # copying tells nobody which nodes are new: those between
     values = dict(zip(body.find_nodes(op="placeholder"), inputs, strict=True))
     with graph.inserting_before(node):
         results = graph.graph_copy(body, values)
@@ -154,6 +156,7 @@ def _decompose_views(graph: Graph) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function" or not _is_decomposed(node.target):
             continue
+        # Every layer has the same few calls, and each trace takes a millisecond.
         key = _signature(node)
         if key not in bodies:
             bodies[key] = _trace(node, mode)

@@ -202,6 +202,7 @@ def _rebuild(traced: fx.Graph, region: Region) -> JointGraph:
             copies[node] = graph.node_copy(node, copies.__getitem__)
             if node.target is operator.getitem:
                 copies[node]._rename(_result_name(node))
+    # By descriptor and not by position: inputs without gradient have none in PyTorch's order.
     outputs, grads = _results(traced)
     num_inputs, num_outputs = len(inputs), len(outputs)
     results = [outputs[index] for index in range(num_outputs)]
@@ -237,6 +238,7 @@ def _drop_effects(traced: fx.Graph) -> None:
         else:
             continue
         factorization = args[0].args[0]
+        # The operator dropped here is what raised for singular matrices; now the kernel does.
         factorization.update_kwarg("check_errors", True)
         traced.erase_node(node)
     output = traced.output_node()

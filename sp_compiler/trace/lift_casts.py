@@ -30,6 +30,7 @@ def lift_casts_to_float64(captured: Captured) -> None:
         if ref.kind == "constant" and captured.constants[ref.name].dtype in _LOWER:
             captured.constants[ref.name] = captured.constants[ref.name].double()
             set_value(node, node.meta["val"].double())
+    # All of them, for whatever reason they are there: a comparison at 1e-10 has no use for any.
     for node in captured.module.graph.nodes:
         if node.op == "call_function":
             node.args = torch.fx.node.map_aggregate(node.args, _lifted)

@@ -73,13 +73,17 @@ class Nesting:
         self._limits = self._storages.limits(self.statements, self.tree)
 
     def run(self) -> None:
-        """Decide for every value, operands first; views last: those cost nothing but a line."""
+        """Decide for every value, operands first.
+
+        Constants come before all else, for most are printed as a number and need no memory; views
+        come last, for to give one a name costs nothing but a line.
+        """
         for match in list(self._idioms.matmuls.values()):
             self._nest_match(match.result, match.inside)
-        for kind in (False, True):
+        for is_turn in (_is_constant, self._is_computed, self._is_plain_view):
             for node in self._nodes:
                 for operand in node.all_input_nodes:
-                    if self._is_plain_view(operand) == kind and self._may_stand_in(operand, node):
+                    if is_turn(operand) and self._may_stand_in(operand, node):
                         self._nest(node, [operand])
 
     def tree(self, statement: Node) -> Iterator[Node]:
@@ -120,6 +124,9 @@ class Nesting:
         into = is_nestable(user) or is_collective(user) or self._is_plain_view(user)
         return is_nestable(node) or (self._is_product(node) and into)
 
+    def _is_computed(self, node: Node) -> bool:
+        return not self._is_plain_view(node)
+
     def _is_plain_view(self, node: Node) -> bool:
         return is_view(node) and node not in self._idioms.matmuls
 
@@ -155,6 +162,10 @@ class Nesting:
             for operand in node.all_input_nodes
             if operand not in self.nested
         )
+
+
+def _is_constant(node: Node) -> bool:
+    return node.target in _CONSTANTS
 
 
 def is_nestable(node: Node) -> bool:

@@ -115,9 +115,14 @@ def _computed_with(function: ast.AST | None, line: int) -> set[str]:
     found: set[str] = set()
     pending = [function] if function is not None else []
     for node in pending:  # which grows
-        if isinstance(node, ast.Return) or getattr(node, "end_lineno", line + 1) <= line:
+        if getattr(node, "end_lineno", line + 1) <= line:
             continue
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
             found.add(node.id)
-        pending.extend(ast.iter_child_nodes(node))
+        parts = list(ast.iter_child_nodes(node))
+        if isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple):
+            parts = list(node.value.elts)
+        if isinstance(node, ast.Return):
+            parts = [part for part in parts if not isinstance(part, ast.Name)]
+        pending.extend(parts)
     return found

@@ -1,0 +1,176 @@
+"""What stands inside an expression, what does not, and that neither kernels nor memory change."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from sp_compiler.codegen.module_text import CompiledRegion
+from sp_compiler.cost.memory import function_peak_bytes
+from tests.helpers.compiled_region import compile_region
+from tests.helpers.regions import TP1, gpt_region, random_inputs, region_of, sp
+
+X = torch.randn(4, 6)
+
+
+def body_of(module: nn.Module, *args: Tensor, grad: bool = False) -> list[str]:
+    """Statements of the forward, without comments."""
+    args = args or (X,)
+    region = region_of(module, *args, requires_grad=[grad and x.is_floating_point() for x in args])
+    source = compile_region(region, recompute="none").source
+    text = source.partition("def forward(")[2].partition("    outputs = ")[0]
+    lines = [line.partition("  # ")[0].strip() for line in text.splitlines()[1:]]
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+class Once(nn.Module):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        y = x.reshape(12, 2)
+        return torch.where(mask, (y + 1.0) / (y.tanh() - (y - 3.0)), float("-inf"))
+
+
+def test_values_with_one_use_become_one_expression() -> None:
+    mask = torch.ones(12, 2, dtype=torch.bool)
+    assert body_of(Once(), X, mask) == [
+        "y = x.reshape(-1, 2)",
+        'where = torch.where(mask, (y + 1.0) / (torch.tanh(y) - (y - 3.0)), float("-inf"))',
+    ]
+
+
+class Twice(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + 1.0
+        return y * (y - 1.0)
+
+
+def test_a_value_used_twice_has_a_name() -> None:
+    assert body_of(Twice()) == ["y = x + 1.0", "mul = y * (y - 1.0)"]
+
+
+class Saved(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + 1.0).exp() * 2.0
+
+
+def test_a_saved_value_has_a_name() -> None:
+    assert body_of(Saved()) == ["mul = (x + 1.0).exp() * 2.0"]
+    assert body_of(Saved(), grad=True) == ["exp = (x + 1.0).exp()", "mul = exp * 2.0"]
+
+
+class Returned(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x + 1.0
+        return y * 2.0, y
+
+
+def test_a_returned_value_has_a_name() -> None:
+    assert body_of(Returned()) == ["y = x + 1.0", "mul = y * 2.0"]
+
+
+class Between(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + 1.0
+        z = sp.convert(x, "S(0)", "R", 1)
+        return z * y
+
+
+def test_nothing_is_computed_on_the_other_side_of_a_collective() -> None:
+    assert body_of(Between()) == [
+        "y = x + 1.0",
+        'x_gathered = tp.all_gather(x, "S(0)", "R")',
+        "mul = x_gathered * y",
+    ]
+
+
+class Behind(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return sp.convert(sp.convert(x, "S(0)", "R", 1), "P", "S(0)", 1) * 2.0
+
+
+def test_collectives_are_not_nested() -> None:
+    lines = body_of(Behind())
+    assert len(lines) == 4  # with a del
+    assert not any(line.count("tp.") > 1 for line in lines)
+
+
+class Random(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.bernoulli(torch.sigmoid(x))
+        z = torch.bernoulli(torch.sigmoid(x + 1.0))
+        return z - y
+
+
+def test_random_numbers_are_drawn_in_the_same_order() -> None:
+    lines = [line for line in body_of(Random()) if "bernoulli" in line]
+    assert [line.partition(" = ")[0] for line in lines] == ["y", "z"]
+
+
+class Peak(nn.Module):
+    """``wide`` is freed before the square of ``narrow`` is made, which is when most is held."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.expand(8, 4, 6).sin()
+        narrow = wide.cumsum(0)
+        return (narrow * 2.0).expand(2, 8, 4, 6) + x
+
+
+def test_nothing_is_nested_that_would_be_held_for_longer() -> None:
+    lines = body_of(Peak())
+    assert lines[-3:] == [
+        "mul = (narrow * 2.0).expand([2, 8, 4, 6])",
+        "del narrow",
+        "add = mul + x",
+    ]
+
+
+class _Held(TorchDispatchMode):
+    """The most bytes of storages made under it that exist at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak_bytes = 0
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {
+            leaf.untyped_storage()._cdata
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, Tensor)
+        }
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in given:
+                storage = leaf.untyped_storage()
+                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._made = {key: made for key, made in self._made.items() if not made[0].expired()}
+        self.peak_bytes = max(self.peak_bytes, sum(size for _, size in self._made.values()))
+        return result
+
+
+def measured_peaks(compiled: CompiledRegion) -> tuple[int, int]:
+    """Of the text that runs, forward and backward."""
+    inputs = [x.detach() for x in random_inputs(compiled.region)]
+    with _Held() as forward:
+        outputs, saved = compiled.code.forward(TP1, *inputs)
+    tangents = [torch.ones_like(x) for x in outputs]
+    with _Held() as backward:
+        compiled.code.backward(TP1, saved, *tangents)
+    return forward.peak_bytes, backward.peak_bytes
+
+
+@pytest.mark.parametrize("policy", ["none", "attention", "selective", "full"])
+def test_the_peak_is_at_most_that_of_a_statement_per_operator(policy: str) -> None:
+    compiled = compile_region(gpt_region(2, 16, 32, 4, dtype=torch.float64), recompute=policy)
+    parts = compiled.partitioned
+    assert parts.backward is not None
+    forward, backward = measured_peaks(compiled)
+    assert forward <= function_peak_bytes(parts.forward)
+    assert backward <= function_peak_bytes(parts.backward)
+    assert re.search(r"torch\.matmul\(.*\) [*/] ", compiled.source)  # and something is nested

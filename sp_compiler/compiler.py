@@ -27,7 +27,7 @@ from sp_compiler.base.pass_report import Pass
 from sp_compiler.base.placement import Placement
 from sp_compiler.base.warn import warn
 from sp_compiler.check import check_forward, check_partitioned
-from sp_compiler.codegen.backends import BACKENDS
+from sp_compiler.codegen.backends import compile_regions
 from sp_compiler.codegen.module_text import CompiledRegion
 from sp_compiler.ir.captured import Captured
 from sp_compiler.ir.compiled_program import CompiledProgram, LossBackward
@@ -227,7 +227,7 @@ class Compilation:
                 run(Pass.CHECK, check_partitioned, region, *contract, region=origin)
             paths = tuple(tagged.program.paths(region))
             regions.append(CompiledRegion(region, joint, parts, paths))
-        loaded = run(Pass.CODEGEN, BACKENDS[options.backend], regions)
+        loaded = run(Pass.CODEGEN, compile_regions, regions, options.backend)
         return CompiledProgram(
             tagged.program,
             dict(loaded.codes),

@@ -17,13 +17,24 @@ from sp_compiler.base.pass_report import Pass, PassReport
 from sp_compiler.base.units import parse_bytes
 from sp_compiler.ir.hints import Hint, checked_hints, hint_text
 
-_POLICIES = Path(__file__).parent / "passes" / "memory" / "policies"
-# By their files' names, for options are known to every pass and so may import none.
-_NAMES = [module.name for module in pkgutil.iter_modules([str(_POLICIES)])]
-RECOMPUTE = (*sorted(_NAMES, key=lambda name: (name != "none", name)), "auto")
+_ROOT = Path(__file__).parent
+
+
+def _files_in(folder: Path, first: str) -> list[str]:
+    """Names of the modules in ``folder``, ``first`` in front.
+
+    They are the values of an option, which are found without an import: options are known to every
+    pass and so may import none.
+    """
+    names = [module.name for module in pkgutil.iter_modules([str(folder)])]
+    return sorted(names, key=lambda name: (name != first, name))
+
+
+RECOMPUTE = (*_files_in(_ROOT / "passes" / "memory" / "policies", first="none"), "auto")
 """Values of ``recompute``: the name of a policy's file, or "auto", under a memory budget."""
+BACKENDS = (*_files_in(_ROOT / "codegen" / "backends", first="eager"),)
+"""Values of ``backend``: the name of a backend's file."""
 Dropout = Literal["regenerate", "stored"]
-Backend = Literal["eager", "inductor"]
 Outputs = Literal["replicate", "shard", "auto"]
 
 UserPass = Callable[[GraphModule], PassReport | int | None]
@@ -49,7 +60,7 @@ class Options(TypedDict, total=False):
         dropout: ``"regenerate"`` masks in backward or keep them ``"stored"``.
         overlap: in backward, run gradients of weights and what is recomputed while collectives of
             the same block are on their way.
-        backend: ``"eager"``; ``"inductor"`` is not in this version.
+        backend: the name of a file of ``codegen/backends``; ``"inductor"`` is not in this version.
         outputs: ``"replicate"``: full on every rank; ``"shard"``: DTensors where the model makes
             them sharded; ``"auto"``: so if the model also returns its loss.
         nominal_tokens: placements are chosen for batches of this many tokens, or of the example's
@@ -75,7 +86,7 @@ class Options(TypedDict, total=False):
     memory_budget: int | str | None
     dropout: Dropout
     overlap: bool
-    backend: Backend
+    backend: str
     outputs: Outputs
     nominal_tokens: int
     hints: Mapping[str, Hint] | None
@@ -123,7 +134,7 @@ class CompileOptions:
     memory_budget: int | str | None = None
     dropout: Dropout = "regenerate"
     overlap: bool = True
-    backend: Backend = "eager"
+    backend: str = "eager"
     outputs: Outputs = "auto"
     nominal_tokens: int = 8192
     hints: Mapping[str, Hint] = field(default_factory=dict)
@@ -132,7 +143,7 @@ class CompileOptions:
     def __post_init__(self) -> None:
         _check_choice("recompute", self.recompute, RECOMPUTE)
         _check_choice("dropout", self.dropout, get_args(Dropout))
-        _check_choice("backend", self.backend, get_args(Backend))
+        _check_choice("backend", self.backend, (*BACKENDS, "inductor"))
         _check_choice("outputs", self.outputs, get_args(Outputs))
         for name in ("sequence_parallel", "overlap"):
             _check_choice(name, getattr(self, name), (True, False))

@@ -1,0 +1,20 @@
+"""One Python module, each operator a call of torch; the text is what runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sp_compiler.codegen.backends import LoadedProgram
+from sp_compiler.codegen.loading import load
+from sp_compiler.codegen.module_text import CompiledRegion, module_source
+
+
+def compile_regions(regions: Sequence[CompiledRegion]) -> LoadedProgram:
+    """Load the classes of all regions from one text."""
+    source = module_source([region.text for region in regions])
+    namespace = load(source)
+    return LoadedProgram(
+        source,
+        {each.region.name: namespace[each.text.name] for each in regions},
+        {each.region.name: each.text.names for each in regions},
+    )

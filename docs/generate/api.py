@@ -20,7 +20,7 @@ Written by `python -m docs.generate --write` from the docstrings; not edited by 
 Everything is imported from `sp_compiler`. `compile` returns a `DistributedModule`.
 """
 _WIDTH = 90
-_SECTIONS = ("Args", "Attributes", "Raises", "Returns")
+_SECTIONS = ("Args", "Options", "Attributes", "Raises", "Returns")
 # What nn.Module and dataclasses bring along is theirs to document.
 _OF_LIBRARIES = ("torch", "builtins", "dataclasses")
 
@@ -99,8 +99,10 @@ def _signature(signature: inspect.Signature) -> str:
 def _parameter(parameter: inspect.Parameter) -> str:
     prefixes: dict[Any, str] = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}
     stars = prefixes.get(parameter.kind, "")
-    default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
-    return f"{stars}{parameter.name}: {parameter.annotation}{default}"
+    default = parameter.default
+    text = f'"{default}"' if isinstance(default, str) else repr(default)
+    suffix = "" if default is parameter.empty else f" = {text}"
+    return f"{stars}{parameter.name}: {parameter.annotation}{suffix}"
 
 
 def _one_line(value: Any) -> str:

@@ -62,13 +62,13 @@ The second half of a Llama layer, a norm, a gated MLP and the residual, as a use
 Two of them in a model, compiled for two ranks with a batch of 4 x 6 tokens. What follows is the
 first block after each pass, as `module.stages` holds it: a line per operator, with dtype and shape,
 behind `@` the placement ([glossary](glossary.md)) and behind `#` whether the result is saved.
-A whole Llama layer after every pass is in `tests/goldens/llama/`.
+A full Llama layer after every pass is in `tests/goldens/llama/`.
 """
 _ABOUT = {
     "export": "PyTorch's own export: one flat graph of the full model, in which each operator "
     "knows its module. Here is what belongs to the first layer.",
-    "normalize": "One spelling for each thing: the norm is written as what it computes, views are "
-    "reshapes, dims count from the end.",
+    "normalize": "One spelling for each thing: views are reshapes, dims count from the end, and a "
+    "bias is an addition of its own, here behind the projection in front of the block.",
     "outline": "The layer is a region of its own, which both layers call. Parameters are inputs, "
     "and `hidden` is the carry from layer to layer.",
     "shard": "One rank's part. Each weight has half of its rows or columns; between the blocks "
@@ -77,8 +77,8 @@ _ABOUT = {
     "joint": "Forward and backward in one graph. The gradient of each conversion is another one: "
     "of the all-gather a reduce-scatter, of the reduce-scatter an all-gather.",
     "simplify": "What differentiation left behind goes: views of views, copies, equal results.",
-    "tag": '`recompute="selective"` keeps what products of matrices made and recomputes the rest; '
-    "of a gathered value only the shard is kept.",
+    "tag": '`recompute="selective"` saves what products of matrices made and recomputes the rest; '
+    "of a gathered value only the shard is saved.",
     "partition": "Forward and backward apart. What forward returns behind its output is saved, and "
     "what is recomputed stands in backward in front of its first use.",
     "overlap": "In backward each collective starts early and is waited for late: products that do "

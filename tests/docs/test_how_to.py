@@ -13,7 +13,7 @@ import pytest
 from tests.docs.code_blocks import ROOT, Block, blocks, script
 
 HOW_TO = ROOT / "docs" / "how-to"
-NUM_FILES = {"rule": 2, "policy": 1, "operator": 2}
+NUM_FILES = {"rule": 2, "policy": 1, "pass": 2, "operator": 2, "backend": 1}
 _COPIED = ("sp_compiler", "passes", "tests", "benchmarks", "docs")
 
 

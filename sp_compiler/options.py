@@ -108,7 +108,7 @@ def with_options(function: Function) -> Function:
             each.name,
             inspect.Parameter.KEYWORD_ONLY,
             default=None if each.default is MISSING else each.default,
-            annotation=each.type,
+            annotation=Options.__annotations__[each.name].__forward_arg__,
         )
         for each in fields(CompileOptions)
         if each.name in Options.__annotations__

@@ -83,14 +83,16 @@ class Communicator:
         with _BelowAutograd():
             sent = x.contiguous()
             ranks = _c10d.all_gather_into_tensor(sent, world_size, self.group_name)
+        # The collective puts the parts one behind the other, which for rows is the result: no copy.
         if source.dim == 0 and len(source.segments) < 2 and not source.padding(world_size):
             return Pending(ranks, sent)
-        return Pending(ranks, sent, lambda arrived: _whole(arrived, source, world_size))
+        return Pending(ranks, sent, lambda arrived: _joined(arrived, source, world_size))
 
     def start_reduce_scatter(self, x: Tensor, src: str, dst: str) -> Pending:
         """:meth:`reduce_scatter` of more than one rank that goes on until it is waited for."""
         target = Placement.parse(dst)
         ranks = _to_rank_major(x, target, self.world_size)
+        # The collective cuts dim 0 alone; other dims are brought there by a copy.
         if target.dim:
             ranks = ranks.unflatten(target.dim, (self.world_size, -1))
             ranks = ranks.movedim(target.dim, 0).flatten(0, 1)
@@ -105,7 +107,7 @@ class Communicator:
             return Pending(_c10d.all_reduce(x.contiguous(), op, self.group_name), x)
 
     def shard(self, x: Tensor, src: str, dst: str) -> Tensor:
-        """R or I -> S(dim): a copy of this rank's part, which does not keep the whole alive."""
+        """R or I -> S(dim): a copy of this rank's part, which does not keep all of ``x`` alive."""
         target = Placement.parse(dst)
         part = self._rank_slice(_to_rank_major(x, target, self.world_size), target.dim)
         return part.clone(memory_format=torch.contiguous_format)
@@ -115,12 +117,13 @@ class Communicator:
         source = Placement.parse(src)
         size = x.shape[source.dim]
         parts = x.unsqueeze(source.dim)
-        mine = torch.arange(self.world_size, device=x.device) == self.rank
-        mine = mine.view(-1, *[1] * (x.dim() - source.dim))
-        whole = torch.where(mine, parts, torch.zeros((), dtype=x.dtype, device=x.device))
-        whole = whole.flatten(source.dim, source.dim + 1)
-        assert whole.shape[source.dim] == size * self.world_size
-        return _from_rank_major(whole, source, self.world_size)
+        # By comparison, not by an index: the rank of simulated ranks is a tensor.
+        is_own = torch.arange(self.world_size, device=x.device) == self.rank
+        is_own = is_own.view(-1, *[1] * (x.dim() - source.dim))
+        ranks = torch.where(is_own, parts, torch.zeros((), dtype=x.dtype, device=x.device))
+        ranks = ranks.flatten(source.dim, source.dim + 1)
+        assert ranks.shape[source.dim] == size * self.world_size
+        return _from_rank_major(ranks, source, self.world_size)
 
     def reduce(self, x: Tensor, op: str) -> Tensor:
         """The "sum" or the "max" over ranks, on every rank."""
@@ -136,6 +139,7 @@ class Communicator:
         )
 
 
+# Not a global: of several ranks that are threads of one process each has its own.
 _CURRENT: ContextVar[Communicator | None] = ContextVar("communicator", default=None)
 
 
@@ -157,7 +161,7 @@ def current_communicator() -> Communicator | None:
     return _CURRENT.get()
 
 
-def _whole(ranks: Tensor, source: Placement, world_size: int) -> Tensor:
+def _joined(ranks: Tensor, source: Placement, world_size: int) -> Tensor:
     """All ranks' parts, one behind the other on dim 0, put together on their dim."""
     if source.dim:
         ranks = ranks.unflatten(0, (world_size, -1)).movedim(0, source.dim)

@@ -121,7 +121,7 @@ def _bytes(x: Tensor) -> int:
 
 
 def _copied_bytes(args: Arguments, result: Tensor) -> int:
-    """What a collective copies to bring each rank's part together on dim 0, or back."""
+    """Bytes that a collective copies to bring each rank's part together on dim 0, or back."""
     source, target = _placements(args)
     conversion = conversion_between(source, target)
     method = "" if conversion is None else conversion.method
@@ -162,7 +162,7 @@ def _fake_waited(x: Tensor, world_size: int) -> Tensor:
 
 
 def _type_wait(args: Arguments, world_size: int) -> Sequence[Typing]:
-    """What has arrived is what was sent for."""
+    """As the destination of the conversion that it waits for."""
     sent = args["x"]
     if operator_of(sent.target) is not CONVERT:
         return []

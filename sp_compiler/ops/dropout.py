@@ -1,7 +1,7 @@
 """Counter-based dropout: which elements survive is a pure function of what and where they are.
 
 The mask depends on a 64-bit seed, the number of the dropout in its region and the 64-bit position
-of the element in the *whole* tensor, so it is the same when it is recomputed and for every number
+of the element in the *global* tensor, so it is the same when it is recomputed and for every number
 of ranks, and different on every shard. The position is split in the row (all dims but the last) and
 the column. A row gets a 64-bit key from the finaliser of SplitMix64 (Steele et al., "Fast
 splittable pseudorandom number generators", 2014); an element gets 32 bits from its column and the
@@ -131,8 +131,8 @@ class _Grid:
 
     def hash_all(self) -> Tensor:
         """32 well-mixed bits (int32) for each element, in one go."""
-        whole = (slice(None), slice(None))
-        return self._hash(whole, None, None)
+        everything = (slice(None), slice(None))
+        return self._hash(everything, None, None)
 
     def blocks(self) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
         """The same block by block: the rows and columns, and their bits, valid until the next."""

@@ -110,7 +110,7 @@ class Operator:
         return "world_size" in inspect.signature(self.kernel).parameters
 
     def method_arguments(self, args: Sequence[Any]) -> Sequence[Any]:
-        """What the communicator's method is given of the arguments of the schema."""
+        """The arguments of the schema that the communicator's method takes."""
         return args if self.takes_world_size else args[:-1]
 
     def run(self, *args: Any) -> Any:

@@ -23,14 +23,16 @@ def vocab_embedding(tp: Communicator, weight: Tensor, ids: Tensor, num_rows: int
     of other ranks.
     """
     _require_inside(tp, ids, num_rows, "an embedding of {} rows")
-    local, mine = _local_ids(tp, ids, weight.shape[0])
-    return embedding(local, weight).where(mine.unsqueeze(-1), 0)
+    local, is_here = _local_ids(tp, ids, weight.shape[0])
+    return embedding(local, weight).where(is_here.unsqueeze(-1), 0)
 
 
 def vocab_embedding_backward(tp: Communicator, grad: Tensor, ids: Tensor, num_rows: int) -> Tensor:
     """Gradient (num_rows, h), placed S(0), of this rank's part of the table."""
-    local, mine = _local_ids(tp, ids, num_rows)
-    grad = (grad * mine.unsqueeze(-1)).reshape(-1, grad.shape[-1])
+    local, is_here = _local_ids(tp, ids, num_rows)
+    # A row of another rank adds zeros to row 0: an index must be in range, and shapes must not
+    # depend on how many ids are here.
+    grad = (grad * is_here.unsqueeze(-1)).reshape(-1, grad.shape[-1])
     return grad.new_zeros(num_rows, grad.shape[-1]).index_add_(0, local.reshape(-1), grad)
 
 
@@ -48,16 +50,18 @@ def vocab_nll(
     _require_inside(tp, wanted, classes, "a loss over {} classes, as target")
     padding = padding_columns(tp, logits, classes)
     known = logits if padding is None else logits.masked_fill(padding, -torch.inf)
+    # The maximum of all ranks, so that exponentials of different ranks can be added.
     peak = tp.reduce(known.amax(-1), "max")
-    del known
-    local, mine = _local_ids(tp, target, logits.shape[-1])
+    del known  # as large as the logits
+    local, is_here = _local_ids(tp, target, logits.shape[-1])
     # Selected, not multiplied: a logit of another class may be infinite.
-    picked = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1).where(mine, 0)
+    picked = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1).where(is_here, 0)
     exponents = logits - peak.unsqueeze(-1)
     if padding is not None:
         exponents.masked_fill_(padding, -torch.inf)
     total = exponents.exp_().sum(-1)
     del exponents
+    # One collective for both: at this size its latency is all that it costs.
     total, picked = tp.reduce(torch.stack([total, picked]), "sum").unbind()
     logsumexp = total.log() + peak
     nll = torch.where(target == ignore_index, torch.zeros_like(picked), logsumexp - picked)
@@ -75,12 +79,12 @@ def vocab_nll_backward(
 ) -> Tensor:
     """Gradient of :func:`vocab_nll` for its logits: (softmax - onehot) * grad; no communication."""
     grad = torch.where(target == ignore_index, torch.zeros_like(grad), grad)
-    local, mine = _local_ids(tp, target, logits.shape[-1])
+    local, is_here = _local_ids(tp, target, logits.shape[-1])
     result = (logits - logsumexp.unsqueeze(-1)).exp_().mul_(grad.unsqueeze(-1))
     padding = padding_columns(tp, logits, classes)
     if padding is not None:
         result.masked_fill_(padding, 0)
-    return result.scatter_add_(-1, local.unsqueeze(-1), -(grad * mine).unsqueeze(-1))
+    return result.scatter_add_(-1, local.unsqueeze(-1), -(grad * is_here).unsqueeze(-1))
 
 
 def _require_inside(tp: Communicator, ids: Tensor, size: int, what: str) -> None:
@@ -109,10 +113,13 @@ def padding_columns(tp: Communicator, logits: Tensor, classes: int) -> Tensor | 
 
 
 def _local_ids(tp: Communicator, ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Row numbers in this rank's part of the vocabulary (0: elsewhere), and which are here."""
+    """Row numbers in this rank's part of the vocabulary (0: elsewhere), and which of them are here.
+
+    Without a branch on the rank, which under simulation is a tensor.
+    """
     local = ids - tp.rank * num_rows
-    mine = (local >= 0) & (local < num_rows)
-    return torch.where(mine, local, torch.zeros_like(local)), mine
+    is_here = (local >= 0) & (local < num_rows)
+    return torch.where(is_here, local, torch.zeros_like(local)), is_here
 
 
 # What a graph knows of them.

@@ -41,8 +41,8 @@ def run_captured(
 
     Args:
         captured: a capture, normalised or not.
-        params: whole parameters by their name in ``model.named_parameters()``.
-        buffers: whole buffers by name.
+        params: global parameters by their name in ``model.named_parameters()``.
+        buffers: global buffers by name.
         flat_inputs: leaves of :func:`sp_compiler.trace.export.flatten_inputs`.
         seed: dropout seed, 0-dim int64; the dropouts of a flat graph share it and differ in site.
     """

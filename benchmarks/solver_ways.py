@@ -110,60 +110,71 @@ def budget_problem_of(model: nn.Module, kwargs: dict[str, Any], tp: int) -> list
     raise AssertionError("no budget was asked for")
 
 
-def cheapest_by_program(
-    calls: Sequence[CallSplits], limit_bytes: int
-) -> tuple[list[int] | None, float]:
-    """The split of each call by one linear program, and the gap that it was left with.
+class _Program:
+    """The linear program of calls x splits.
 
     Columns: each split of each call, and for each shared storage whether it is saved by then.
     """
-    costs: list[float] = []
-    rows: list[list[tuple[int, float]]] = []
-    lower: list[float] = []
-    upper: list[float] = []
-    first: list[int] = []
-    saved: dict[Any, int] = {}
-    own: list[tuple[int, float]] = []
 
-    def row(terms: list[tuple[int, float]], least: float, most: float) -> None:
-        rows.append(terms)
-        lower.append(least)
-        upper.append(most)
+    def __init__(self, calls: Sequence[CallSplits], limit_bytes: int) -> None:
+        self.calls = calls
+        self.limit_bytes = limit_bytes
+        self.costs: list[float] = []
+        self.rows: list[tuple[list[tuple[int, float]], float, float]] = []
+        self.first: list[int] = []
+        self._saved: dict[Any, int] = {}
+        self._own: list[tuple[int, float]] = []
+        for call in calls:
+            self._add(call)
 
-    def fits(live: frozenset[Any], extra: Sequence[float] = ()) -> None:
-        shared = [(c, s.num_bytes / _MIB) for s, c in saved.items() if s not in live]
-        start = first[-1]
-        inside = [(start + k, size / _MIB) for k, size in enumerate(extra)]
-        room = limit_bytes - sum(storage.num_bytes for storage in live)
-        row([*own, *inside, *shared], -np.inf, room / _MIB)
-
-    for call in calls:
-        first.append(len(costs))
-        costs += [split.time_us for split in call.splits]
-        row([(first[-1] + k, 1.0) for k in range(len(call.splits))], 1.0, 1.0)
+    def _add(self, call: CallSplits) -> None:
+        start = len(self.costs)
+        self.first.append(start)
+        self.costs += [split.time_us for split in call.splits]
+        self.rows.append(([(start + k, 1.0) for k in range(len(call.splits))], 1.0, 1.0))
         for live in call.before:
-            fits(live, [split.forward_bytes for split in call.splits])
-        own += [(first[-1] + k, split.own_bytes / _MIB) for k, split in enumerate(call.splits)]
-        for storage in dict.fromkeys(s for each in call.splits for s in each.shared):
-            column = len(costs)
-            costs.append(0.0)
+            self._fits(live, [split.forward_bytes for split in call.splits])
+        self._own += [(start + k, split.own_bytes / _MIB) for k, split in enumerate(call.splits)]
+        for storage in dict.fromkeys(s for split in call.splits for s in split.shared):
+            column = len(self.costs)
+            self.costs.append(0.0)
             savers = [k for k, split in enumerate(call.splits) if storage in split.shared]
-            row([(column, 1.0), *((first[-1] + k, -1.0) for k in savers)], 0.0, np.inf)
-            if storage in saved:
-                row([(column, 1.0), (saved[storage], -1.0)], 0.0, np.inf)
-            saved[storage] = column
+            self.rows.append(([(column, 1.0), *((start + k, -1.0) for k in savers)], 0.0, np.inf))
+            if storage in self._saved:
+                self.rows.append(([(column, 1.0), (self._saved[storage], -1.0)], 0.0, np.inf))
+            self._saved[storage] = column
         for live in call.after:
-            fits(live)
+            self._fits(live)
         for live in call.inside:
-            fits(live, [split.backward_bytes for split in call.splits])
-    entries = [(r, c, factor) for r, terms in enumerate(rows) for c, factor in terms]
+            self._fits(live, [split.backward_bytes for split in call.splits])
+
+    def _fits(self, live: frozenset[Any], inside: Sequence[float] = ()) -> None:
+        shared = [(c, s.num_bytes / _MIB) for s, c in self._saved.items() if s not in live]
+        works = [(self.first[-1] + k, size / _MIB) for k, size in enumerate(inside)]
+        room = self.limit_bytes - sum(storage.num_bytes for storage in live)
+        self.rows.append(([*self._own, *works, *shared], -np.inf, room / _MIB))
+
+
+def cheapest_by_program(
+    calls: Sequence[CallSplits], limit_bytes: int
+) -> tuple[list[int] | None, float]:
+    """The split of each call by one linear program, and the gap that it was left with."""
+    program = _Program(calls, limit_bytes)
+    entries = [
+        (r, c, factor) for r, (terms, _, _) in enumerate(program.rows) for c, factor in terms
+    ]
     r, c, factors = zip(*entries, strict=True)
-    matrix = csr_array((factors, (r, c)), shape=(len(rows), len(costs)))
-    integrality = np.zeros(len(costs))
-    for start, call in zip(first, calls, strict=True):
-        integrality[start : start + len(call.splits)] = 1
+    matrix = csr_array((factors, (r, c)), shape=(len(program.rows), len(program.costs)))
+    _, lower, upper = zip(*program.rows, strict=True)
+    integrality = np.zeros(len(program.costs))
+    spans = [
+        slice(start, start + len(call.splits))
+        for start, call in zip(program.first, calls, strict=True)
+    ]
+    for span in spans:
+        integrality[span] = 1
     result = milp(
-        np.array(costs),
+        np.array(program.costs),
         constraints=LinearConstraint(matrix, np.array(lower), np.array(upper)),
         integrality=integrality,
         bounds=Bounds(0, 1),
@@ -171,11 +182,7 @@ def cheapest_by_program(
     )
     if result.x is None:
         return None, np.inf
-    picks = [
-        int(np.argmax(result.x[start : start + len(call.splits)]))
-        for start, call in zip(first, calls, strict=True)
-    ]
-    return picks, float(result.mip_gap)
+    return [int(np.argmax(result.x[span])) for span in spans], float(result.mip_gap)
 
 
 def budget_rows(calls: Sequence[CallSplits]) -> Iterator[tuple[str, ...]]:

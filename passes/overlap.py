@@ -141,29 +141,30 @@ def _order(nodes: Sequence[Node], at_once: Collection[Node]) -> list[Node]:
     """
     order: dict[Node, None] = {}
     put_off: list[Node] = []
-
-    def place(node: Node) -> None:
-        for source in node.all_input_nodes:
-            if is_view(source) and source not in order:
-                place(source)
-        order[node] = None
-        order.update((user, None) for user in node.users if is_part(user))
-
     for node in nodes:
         if _comes_with_others(node):
             continue
         if node not in at_once:
             put_off.append(node)
             continue
-        place(node)
+        _place(node, order)
         if is_collective(node):
             for waiting in put_off:
-                place(waiting)
+                _place(waiting, order)
             put_off.clear()
     for node in (*put_off, *nodes):
         if node not in order:
-            place(node)
+            _place(node, order)
     return list(order)
+
+
+def _place(node: Node, order: dict[Node, None]) -> None:
+    """Append ``node``, its views before it and its parts behind it."""
+    for source in node.all_input_nodes:
+        if is_view(source) and source not in order:
+            _place(source, order)
+    order[node] = None
+    order.update((user, None) for user in node.users if is_part(user))
 
 
 def _operand_bytes(node: Node) -> int:

@@ -85,12 +85,14 @@ def tag_under_budget(
     picks = cheapest(calls, budget_bytes)
     if picks is None:
         raise ArgumentError(_too_small(program, calls, budget_bytes))
+    # The search breaks ties between equal layers anyhow; people look for an order.
     picks = _in_order(program, calls, picks)
     chosen = [ways[call.region.name][pick] for call, pick in zip(program.calls, picks, strict=True)]
     names = _names(program, ways, chosen)
     tagged: dict[str, JointGraph] = {}
     for name, call, candidate in zip(names, program.calls, chosen, strict=True):
         if name not in tagged:
+            # Copied after: the next candidate of the region writes other tags on the same nodes.
             write_tags(joints[call.region.name], candidate.tags)
             tagged[name] = joints[call.region.name].copy()
     origins = {name: call.region.name for name, call in zip(names, program.calls, strict=True)}

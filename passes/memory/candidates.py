@@ -139,7 +139,7 @@ def _forward_values(joint: JointGraph) -> list[Node]:
 def problem(
     joint: JointGraph, world_size: int, free: frozenset[int] = frozenset()
 ) -> tuple[list[Node], list[ForwardValue]]:
-    """What to keep of ``joint``, for the solver, and the node that each value stands for."""
+    """Return the nodes that may be saved and, for the solver, the value that each stands for."""
     nodes = _forward_values(joint)
     position = {node: index for index, node in enumerate(nodes)}
     needed = _needed(joint)
@@ -147,9 +147,11 @@ def problem(
     values = [
         ForwardValue(
             parents=tuple(position[p] for p in node.all_input_nodes if p in position),
+            # What the model returns exists until backward anyway.
             num_bytes=0 if node in costless else _own_bytes(node),
             time_us=_us(node, world_size),
             needed=node in needed,
+            # Of a view its base may be saved, of several results each by itself.
             can_keep=base(node) is node and isinstance(node.meta["val"], Tensor),
             can_repeat=node.op == "call_function" and not has_inner_communication(node),
         )
@@ -164,9 +166,10 @@ def _own_bytes(node: Node) -> int:
 
 
 def _needed(joint: JointGraph) -> set[Node]:
-    """What backward reads of the forward."""
+    """Return what backward reads of the forward."""
     backward = joint.backward_nodes()
     grads = [node for node in joint.grads if node is not None]
+    # A gradient may be a forward value as it is, such as a constant.
     found = {node for node in grads if node not in backward}
     for node in ancestors(grads) & backward:
         found.update(parent for parent in node.all_input_nodes if parent not in backward)

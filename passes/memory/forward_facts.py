@@ -1,4 +1,4 @@
-"""What the forward nodes of a joint graph are to recompute policies, by how values flow."""
+"""Facts about the forward nodes of a joint graph for recompute policies, by how values flow."""
 
 from __future__ import annotations
 

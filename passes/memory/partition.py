@@ -31,7 +31,7 @@ from sp_compiler.trace.joint import JointGraph
 
 @dataclass(frozen=True)
 class SplitOptions:
-    """What the program wants of a region's forward and backward.
+    """Demands of the program on a region's forward and backward.
 
     Attributes:
         loss_output: the output that is the model's loss, see :func:`partition`.
@@ -80,7 +80,7 @@ def partition(joint: JointGraph, loss_output: int | None = None) -> Partitioned:
 
 
 def _saved_nodes(joint: JointGraph, grads: Sequence[Node], backward: set[Node]) -> list[Node]:
-    """What backward starts from, in graph order."""
+    """Return what backward starts from, in graph order."""
     ends = set(joint.inputs)
     for node in joint.graph.nodes:
         if node.op == "call_function" and node not in backward and _tag(node) == "save":

@@ -11,7 +11,7 @@ from torch.fx import Node
 from sp_compiler.passes.memory.forward_facts import ForwardFacts
 
 Tag = tuple[Literal["save", "recompute"], str]
-"""What happens to a node, and why in a few words."""
+"""Fate of a node, and why in a few words."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What is saved for backward: writes a tag on every forward node and changes nothing else.
+"""Decide what is saved for backward: writes a tag on every forward node and changes nothing else.
 
 ``meta["recompute"]`` is ``"save"`` (saved if backward needs it) or ``"recompute"`` (recomputed from
 what is saved); ``meta["recompute_reason"]`` says why in a few words. The partitioner acts on the
@@ -31,6 +31,7 @@ from sp_compiler.passes.memory.forward_facts import ForwardFacts, forward_facts
 from sp_compiler.passes.memory.recompute_policy import RecomputePolicy, Tag
 from sp_compiler.trace.joint import JointGraph
 
+# Found, not listed: a policy is one file, and no other names it.
 _FOUND: dict[str, RecomputePolicy] = {
     name: importlib.import_module(f"{policies.__name__}.{name}").POLICY
     for _, name, _ in pkgutil.iter_modules(policies.__path__)
@@ -70,6 +71,7 @@ def write_tags(joint: JointGraph, tags: Mapping[Node, Tag]) -> None:
 
 def _always(node: Node, facts: ForwardFacts) -> Tag | None:
     """The tag that a node has whatever the policy."""
+    # In this order: a constant costs nothing to make again, whatever operator makes it.
     if node in facts.constants:
         return "recompute", "constant"
     if has_inner_communication(node):

@@ -55,6 +55,7 @@ def drop_zero_tangents(graph: Graph, tangents: Collection[Node], zero: Collectio
     output = graph.output_node()
     output.args = (tuple(None if grad in nothing else grad for grad in output.args[0]),)
     erase_dead(graph)
+    # Last: until their users are gone, they cannot be erased.
     for node in zero:
         graph.erase_node(node)
     graph.lint()

@@ -43,7 +43,7 @@ class Sharded:
 
 
 class Choices:
-    """What the solver chose, by what each vertex stands for.
+    """The solver's choices, by what each vertex stands for.
 
     Attributes:
         strategies: of each operator.

@@ -168,6 +168,7 @@ def residual_stream(program: Program, facts: dict[int, RegionValues]) -> dict[Va
             if ref.kind == "call" and facts[id(call.region)].num_rows((node, 0)):
                 producer = program.calls[ref.index].region
                 found[node, 0] = found[value_of(producer.outputs[ref.output])] = None
+    # To a fixed point: a sum ties its operands in both directions, across regions too.
     before = -1
     while len(found) != before:
         before = len(found)
@@ -199,6 +200,7 @@ def _seed(region: Region, facts: RegionValues) -> None:
         rank = len(shape_of(value))
         if kind == "param":
             facts.features.update(dict.fromkeys((value, dim) for dim in range(rank)))
+        # Token ids, masks, positions: all of their dims run over tokens.
         elif kind == "input" and not carries_gradient(node.meta["val"]):
             facts.add_tokens(value, rank)
         elif kind in ("call", "input"):
@@ -249,7 +251,7 @@ def _marked(places: list[tuple[Value, Dims]], table: dict[tuple[Value, int], Non
 
 
 def _pick_tokens(node: Node, facts: RegionValues) -> None:
-    """What is picked from the tokens, in any order (those of one expert), is tokens."""
+    """Mark what is picked from the tokens, in any order (those of one expert), as tokens."""
     if node.target is not torch.ops.aten.index.Tensor:
         return
     source, indices = value_of(node.args[0]), node.args[1]

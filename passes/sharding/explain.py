@@ -1,5 +1,7 @@
 """Answers why a parameter is (not) sharded, by solving the placement problem again.
 
+Asked for by hand, so that the sharding pass need not keep what nobody may ask for.
+
 Every way to store the parameter and to run its readers is forced in turn, everything else being
 chosen best for it: the difference from the optimum is what the way costs.
 """
@@ -205,7 +207,7 @@ class _Question:
         raise AssertionError(key)
 
     def _extra(self, choices: list[int]) -> list[Conversion]:
-        """Conversions that the optimum does without, dearest first; free ones are left out."""
+        """Conversions that the optimum does without, costliest first; free ones are left out."""
         usual = conversions(self.vertices, self.best)
         found = [item for item in conversions(self.vertices, choices) if item not in usual]
         return sorted(filter(self._price, found), key=self._price, reverse=True)
@@ -240,10 +242,10 @@ class _Question:
             return "; ".join([text, *costs])
         if not others:
             return "cannot be sharded: " + "; ".join(self._why_never(keys))
-        return "; ".join(self._dearer(way, number, index) for way, index in others)
+        return "; ".join(self._costlier(way, number, index) for way, index in others)
 
-    def _dearer(self, way: Way, number: int, index: int) -> str:
-        """What sharding would cost more, the dearest conversion that it needs, and why."""
+    def _costlier(self, way: Way, number: int, index: int) -> str:
+        """Say what sharding would cost more, the costliest conversion that it needs, and why."""
         choices = self._forced(number, index)
         assert choices is not None
         text = f"{way.results[0]} would cost {way.more_us:.1f} us more"

@@ -22,7 +22,7 @@ _LAST_RESORT_US = 1e6
 
 
 class Prices:
-    """What running, converting, saving and holding cost, in all calls of a region together.
+    """Prices of running, converting, saving and holding, in all calls of a region together.
 
     Args:
         program: unsharded.
@@ -102,6 +102,7 @@ class Prices:
     def replicated_us(self, param: Value) -> float:
         """Price of a parameter that every rank holds; what is small beside a matrix is cheap."""
         size = bytes_of(param)
+        # So by the square of its size: a norm's weight is never worth a collective.
         share = size / self._largest_matrix_bytes
         held_twice = size * (self._world_size - 1) / self._world_size
         return held_twice * share * H100.replicated_byte_us

@@ -58,6 +58,7 @@ def budget_problem(
     for event in events:
         if event.kind == "run":
             (before if event.phase == "forward" else inside)[event.call].add(holders.live())
+        # What the splits save is theirs to count, but for calls that have no choice.
         elif not event.saved or event.call in idle:
             holders.apply(event)
             if event.kind == "hold":
@@ -80,7 +81,7 @@ def budget_problem(
 
 
 def _split(split: RegionSplit, saved: set[Storage], made: set[Storage]) -> Split:
-    """What a call split like this adds; ``made`` are results of calls, which others may save."""
+    """Sizes of a call split like this; ``made`` are results of calls, which others may save."""
     return Split(
         time_us=split.time_us,
         own_bytes=sum(storage.num_bytes for storage in saved - made),

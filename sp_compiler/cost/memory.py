@@ -64,6 +64,7 @@ def _function_peak(
 ) -> tuple[int, Node | None]:
     """Storages in ``ignored`` do not count."""
     skipped = {base(node) for node in ignored}
+    # What the function returns does not die in it.
     kept = {base(node) for node in graph.output_node().all_input_nodes}
     last: dict[Node, int] = {}
     for position, node in enumerate(order):
@@ -79,6 +80,7 @@ def _function_peak(
     live = peak = 0
     moment: Node | None = None
     for position, node in enumerate(order):
+        # A view makes nothing, and a part was counted with the operator that made it.
         if base(node) is node and not is_part(node):
             parts = [user for user in node.users if is_part(user)]
             left_out = sum(tensor_bytes(r.meta["val"]) for r in (node, *parts) if r in skipped)
@@ -91,7 +93,7 @@ def _function_peak(
 
 
 def scratch_bytes(node: Node) -> int:
-    """What the operator makes inside itself, beside its result: known of ours alone."""
+    """Bytes that the operator makes inside itself, beside its result: known of ours alone."""
     ours = operator_of(node.target)
     return 0 if ours is None else ours.scratch_bytes(arguments(node), node.meta["val"])
 

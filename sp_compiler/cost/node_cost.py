@@ -1,4 +1,4 @@
-"""What one node of a final graph costs: arithmetic, memory traffic, communication, time."""
+"""Costs of one node of a final graph: arithmetic, memory traffic, communication, time."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _attention_product(node: Node, first: int) -> int:
 
 
 def node_collectives(node: Node) -> list[Collective]:
-    """What ``node`` communicates: nothing in general."""
+    """Return what ``node`` communicates: nothing in general."""
     kind = collective_of(node)
     if kind is not None:
         whole = max(tensor_bytes(value) for value in (node.meta["val"], _source(node).meta["val"]))

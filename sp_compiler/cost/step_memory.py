@@ -13,7 +13,7 @@ from sp_compiler.ir.compiled_program import CompiledProgram
 
 @dataclass(frozen=True)
 class Kept:
-    """What a call keeps until its backward; ``position`` is that in its ``Partitioned.saved``."""
+    """A storage kept until backward; ``position`` is that in the call's ``Partitioned.saved``."""
 
     call: int
     position: int

@@ -118,6 +118,7 @@ class StepWalk:
             yield self._run("forward", index)
             frame = self.frame(index, self._partitioned[call.region.name])
             self.frames.append(frame)
+            # Two holders: an output that is saved too lives until neither needs it.
             yield self._hold(frame.outputs)
             yield self._hold(frame.saved, saved=True)
             for done in dead[index]:
@@ -165,6 +166,7 @@ class StepWalk:
         refs = [ref for ref in refs if self._flows(ref)]
         if parts.loss is not None:  # a step starts from the loss: no other gradient comes here
             refs = [ref for ref in refs if ref.output == parts.loss.output]
+        # Popped: a gradient is used up by the call that made the value.
         tangents = [self._grads.pop((ref.index, ref.output), None) for ref in refs]
         if graph is None or not any(tangents):
             return  # no gradient arrives: what the call saved stays
@@ -188,6 +190,7 @@ class StepWalk:
                     yield self._hold([storage])  # until all are reduced, at the end of backward
                     self._replicated[ref.name] = grad.meta["val"]
                 yield from self._collect(ref.name, storage)
+        # Only now: the backward runs with all that it was given alive.
         yield self._release(tangents)
         yield self._release(frame.saved, saved=True)
 

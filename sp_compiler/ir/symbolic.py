@@ -91,12 +91,9 @@ class Sizes:
 
     def rejection(self, leaves: Sequence[Any]) -> str | None:
         """Say why the program does not hold for these flattened inputs; ``None``: it does."""
-        for leaf, shape in zip(leaves, self.fixed, strict=True):
-            if shape is None:
-                continue
-            for dim, size in enumerate(shape):
-                if size is not None and leaf.shape[dim] != size:
-                    return f"dim {dim} of an input is {leaf.shape[dim]}, not {size}"
+        for dim, given, size in self._fixed_dims(leaves):
+            if given != size:
+                return f"dim {dim} of an input is {given}, not {size}"
         actual = tuple(int(leaves[size.leaf].shape[size.dim]) for size in self.open)
         for leaf, dim, position in self.ties:
             if leaves[leaf].shape[dim] != actual[position]:
@@ -111,6 +108,13 @@ class Sizes:
         if actual not in self._proven:
             self._proven[actual] = all(proof(binding) for proof in self.proofs)
         return None if self._proven[actual] else "an attention mask is another one at these sizes"
+
+    def _fixed_dims(self, leaves: Sequence[Any]) -> Iterator[tuple[int, int, int]]:
+        """Yield each dim that is not open: its position, its size in ``leaves`` and as compiled."""
+        for leaf, shape in zip(leaves, self.fixed, strict=True):
+            for dim, size in enumerate(shape or ()):
+                if size is not None:
+                    yield dim, leaf.shape[dim], size
 
     def _holds(self, actual: Sequence[int]) -> bool:
         guards = self.env.guards

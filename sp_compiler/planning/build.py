@@ -104,7 +104,7 @@ def _block(compiled: CompiledProgram, region: Region, kept: Sequence[KeptStorage
 
 
 def _kept(compiled: CompiledProgram, region: Region, memory: StepMemory) -> list[KeptStorage]:
-    """What each call of ``region`` keeps, by position; where calls differ, the last one's."""
+    """Return what each call of ``region`` keeps, by position; where they differ, the last's."""
     holders: dict[Any, int] = {}
     for item in memory.kept:
         holders[item.storage] = holders.get(item.storage, 0) + 1

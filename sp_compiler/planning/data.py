@@ -1,4 +1,4 @@
-"""What a compiled program costs one rank: memory, communication, arithmetic, time, and why."""
+"""Costs of a compiled program on one rank: memory, communication, arithmetic, time, and why."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ class CallPlan:
 
 @dataclass(frozen=True)
 class PlanData:
-    """What one training step costs one rank, without the ways to show it.
+    """Costs of one training step on one rank, without the ways to show them.
 
     Attributes:
         model_name: class of the user's model.

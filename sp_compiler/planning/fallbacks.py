@@ -1,4 +1,9 @@
-"""What is stored or run whole on every rank, and why; slower than it could be, never wrong."""
+"""What is stored or run unsharded on every rank, and why; slower than it could be, never wrong.
+
+Read off the sharded program, not recorded while it was sharded: what was chosen is in the
+placements of its nodes, also for what the check refused later and for the regions that a budget
+multiplies, and finding a rule again is a look into a table (1 to 2 ms for a GPT or a Llama).
+"""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def _timeline(plan: PlanData) -> Iterator[_Bar]:
 
 
 def _tensors(plan: PlanData) -> Iterator[tuple[BlockPlan, list[tuple[KeptTensor, float]]]]:
-    """What each block keeps, largest first, with the percent of the largest of all."""
+    """Rows of what each block keeps, largest first, with the percent of the largest of all."""
     most = max((tensor.num_bytes for block in plan.blocks for tensor in block.kept), default=1)
     for block in plan.blocks:
         ordered = sorted(block.kept, key=lambda tensor: -tensor.num_bytes)

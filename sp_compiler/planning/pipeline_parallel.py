@@ -1,4 +1,4 @@
-"""What each stage of a pipeline holds: parameters, optimizer, activations in flight.
+"""Memory of each stage of a pipeline: parameters, optimizer, activations in flight.
 
 Schedules are 1F1B and its interleaved form, as in Narayanan et al., "Efficient Large-Scale Language
 Model Training on GPU Clusters Using Megatron-LM" (arXiv 2104.04473, sections 2.2.1 and 2.2.2). What
@@ -188,6 +188,7 @@ def _most_in_flight(
     kept = [sum(dict(pair for call in chunk for pair in call.kept).values()) for chunk in chunks]
     total = microbatches * len(chunks)
     ahead = stages - 1 - stage
+    # As torch's schedules do: interleaved ones start twice as far ahead, and one round per chunk.
     warmup = ahead if len(chunks) == 1 else 2 * ahead + (len(chunks) - 1) * stages
     started = _order(len(chunks), stages, microbatches)
     finished = _order(len(chunks), stages, microbatches)

@@ -25,7 +25,7 @@ class Way:
         compute_us: of the operators of the whole model.
         memory_us: price of what every rank holds whole.
         parameter_bytes: of the parameter on one rank.
-        conversions: what this way converts and the chosen one does not, dearest first.
+        conversions: what this way converts and the chosen one does not, costliest first.
     """
 
     operands: tuple[str, ...]

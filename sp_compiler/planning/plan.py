@@ -16,7 +16,7 @@ from sp_compiler.planning.report import report
 
 @dataclass(frozen=True)
 class Plan(PlanData):
-    """What one training step costs one rank; ``print(plan)`` is a table."""
+    """Costs of one training step on one rank; ``print(plan)`` is a table."""
 
     def explain(self, name: str) -> Explanation:
         """Why a module's parameters are, or are not, sharded, and what the other ways would cost.
@@ -48,7 +48,7 @@ class Plan(PlanData):
         chunks: int = 1,
         bytes_per_parameter: float = STATE_BYTES,
     ) -> PipelinePlan:
-        """What every stage of a pipeline holds, with this plan's input as one microbatch.
+        """Return what every stage of a pipeline holds, with this plan's input as one microbatch.
 
         Args:
             stages: number of pipeline stages, whose numbers of layers differ by one at most.

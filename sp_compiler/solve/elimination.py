@@ -26,10 +26,10 @@ MAX_PAIRS = 4_000_000
 """Pairs of rows that one elimination may look at, about a second."""
 _CHEAPEST = 24
 """How many cheap rows are tried as a stand-in for each costlier one."""
-_MAX_KEY = 1 << 62
+_MAX_KEY = 1 << 62  # of joint states, numbered in int64
 
 State = Any
-"""What a row says of one value. Of a needed one: the set of placements; of a made one: its
+"""State of one value in a row. Of a needed one: the set of placements; of a made one: its
 placement and the set of those that it was converted to. A set is a bit mask over placements."""
 
 
@@ -168,7 +168,7 @@ class Elimination:
 
     def _cost(self, value: ValueName, made: int, mask: int) -> float:
         """us of converting ``value`` from one placement to all in ``mask``."""
-        mask &= ~(1 << made)
+        mask &= ~(1 << made)  # as it is made, it is there for free
         if not mask:
             return 0.0
         key = (value, made, mask)
@@ -246,6 +246,7 @@ class Elimination:
                 costs += np.array(paid)[joint.codes]
                 if value in makes:
                     made[value] = joint.map(_visible(self._mask_needed(value)))
+        # Stable, so that of equal pairs every rank keeps the same one.
         cheapest_first = costs.argsort(axis=None, kind="stable")
         possible = cheapest_first[: np.isfinite(costs).sum()]
         rows = possible[_first_of_each([*needed.values(), *made.values()], possible)]
@@ -268,10 +269,13 @@ class Elimination:
         seen = {value: self._mask_needed(value) for value in table.makes}
         kept: list[int] = []
         rows = np.arange(len(table.costs))
+        # Comparing all with all would cost more than the rows that are left: cheap ones stand in
+        # for most.
         while len(rows) and len(kept) < _CHEAPEST:
             other, rows = int(rows[0]), rows[1:]
             kept.append(other)
-            # What conversions outside may cost more with the other row.
+            # What conversions outside may cost more with the other row, at most: a row that is
+            # costlier by less than that may still be part of the best choice.
             left = table.costs[rows] - table.costs[other]
             for value, column in table.needs.items():
                 its = column.states[column.codes[other]]

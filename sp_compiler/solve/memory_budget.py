@@ -24,7 +24,7 @@ import numpy as np
 from sp_compiler.base.storage import Storage
 
 Shared = frozenset[Storage]
-_BEAM = 32
+_BEAM = 32  # labels per step of the guess that the exact search starts from
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,10 @@ def cheapest(calls: Sequence[CallSplits], limit_bytes: int) -> list[int] | None:
     Of equally fast ones it has the smallest peak. ``None`` where nothing fits. A smaller limit so
     never leads to a larger peak nor to less time.
     """
+    # A good solution first: the exact search drops whatever cannot end below it.
     guess = _Search(calls, limit_bytes, width=_BEAM).run()
     best = _Search(calls, limit_bytes, at_most=None if guess is None else _us(calls, guess)).run()
+    # Of the fastest ones the smallest peak, so that a smaller budget never has a larger one.
     smaller = best
     while smaller is not None:
         best = smaller
@@ -164,7 +166,7 @@ class _Search:
         for index in range(len(self.calls)):
             labels = self._step(index, labels)
             self.history.append(list(labels.values()))
-        # The last row of each costs least.
+        # Labels are sorted by bytes with falling costs: the last row of each costs least.
         ends = [(found.cost[-1], number) for number, found in enumerate(labels.values())]
         return self._trace(min(ends)[1]) if ends else None
 
@@ -186,6 +188,7 @@ class _Search:
                 need = np.maximum(
                     label.own + _before(call, split, shared), own + _after(call, split, joint)
                 )
+                # What no later call can save or see lives on like the call's own.
                 gone = {storage for storage in joint if self.settled[storage] <= index}
                 own = own + sum(storage.num_bytes for storage in gone)
                 if self.limit is None:

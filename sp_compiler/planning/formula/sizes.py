@@ -166,7 +166,7 @@ def _is_single(factors: Sequence[Atom]) -> bool:
 
 
 def unknowns(dim: Dim) -> Dim:
-    """What ``dim`` is made of in the end."""
+    """Return the unknowns that ``dim`` is made of in the end."""
     found: list[Atom] = []
     for atom in resolved(dim):
         found += [atom] if atom.meaning is None else unknowns(_inside(atom))
@@ -232,6 +232,7 @@ def _split(atom: Atom, inner: int) -> Dim:
 def cut_inner(dim: Dim, size: int) -> tuple[Dim, Dim] | None:
     """(outer, inner) factors of ``dim``, the inner ones of ``size`` together."""
     rest, inner = list(resolved(dim)), list[Atom]()
+    # A new dim of size 1 is the innermost factor of 1, if there is one.
     if size == 1 and rest and rest[-1].value == 1:
         inner.insert(0, rest.pop())
     while size > 1:
@@ -360,7 +361,7 @@ def _atom_expression(atom: Atom, symbol: Symbols, world_size: sympy.Expr) -> sym
 
 
 def _without_padding(whole: Dim, ranks: int) -> Dim | None:
-    """What was padded to a multiple of ``ranks``."""
+    """Return the part of ``whole`` that was padded to a multiple of ``ranks``."""
     factors = resolved(whole)
     if len(factors) != 1 or not isinstance(factors[0].meaning, Sum):
         return None

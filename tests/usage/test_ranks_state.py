@@ -54,8 +54,16 @@ def _state() -> Any:
     other = compiled("gpt2", example_inputs=((), inputs))
     other.load_state_dict({name: torch.zeros_like(value) for name, value in whole.items()})
     with tempfile.TemporaryDirectory() as folder:
-        torch.save(module.state_dict(), Path(folder, "state.pt"))
-        other.load_state_dict(torch.load(Path(folder, "state.pt"), weights_only=False))
+        paths = [Path(folder, "state.pt")]
+        dist.broadcast_object_list(paths, src=0)
+        with pytest.raises(UnsupportedError, match=r"full_state_dict\(\) on all ranks"):
+            torch.save(module.state_dict(), Path(folder, "part.pt"))
+        state = module.full_state_dict()
+        if dist.get_rank() == 0:
+            torch.save(state, paths[0])
+        dist.barrier()
+        other.load_state_dict(torch.load(paths[0]))
+        dist.barrier()  # before the folder goes
     assert other(**inputs).loss.item() == loss
     return None
 

@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 
 from sp_compiler.ir.fx import calls
+from sp_compiler.ir.hints import wishes_of
 from sp_compiler.ir.program import Program
+from sp_compiler.passes.normalize import normalize
 from sp_compiler.passes.outline import distinct, outline
 from sp_compiler.trace.export import capture, flatten_inputs
 from sp_compiler.verification.reference import run_captured, run_program
@@ -228,4 +231,15 @@ def test_random_numbers_are_drawn_in_the_order_of_the_model(turned: bool, region
     """They come from one generator: another order is other numbers."""
     model: Any = _model(Noisy(False), Noisy(turned))  # type: ignore[arg-type]
     program = outline(capture(model, (_input(),), {}))
+    assert len(set(_layers(program))) == regions
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(("hinted", "regions"), [("layers.*.q", 1), ("layers.1.q", 2)])
+def test_hints_keep_layers_apart_that_they_tell_apart(
+    turned: bool, hinted: str, regions: int
+) -> None:
+    captured = capture(_model(Layer(), Layer(turned)), (_input(),), {})
+    normalize(captured)
+    program = outline(captured, wishes_of({hinted: Shard(0)}, captured.parameters))
     assert len(set(_layers(program))) == regions

@@ -197,7 +197,7 @@ class _PaddedWidth(nn.Module):
     "function",
     [
         lambda x, y: x / y,
-        lambda x, y: x.abs().rsqrt() * y,
+        lambda x, y: x.square().rsqrt() * y,
         lambda x, y: (x + 1).mean(-1, keepdim=True) * y,
         lambda x, y: (x + 1).sum(-1, keepdim=True) * y,
         lambda x, y: x.softmax(-1) * y,

@@ -93,6 +93,7 @@ class _Checker:
             self._declare(node)
         else:
             self._type(node)
+        # Sharding's own word is asked last: nothing above believed it.
         claim = node.meta.get("placement")
         if claim is not None and isinstance(self.values[node], Tensor):
             self._require(node, self.values[node], claim, "its declared placement")
@@ -101,6 +102,7 @@ class _Checker:
     def _type(self, node: Node) -> None:
         try:
             self.values[node] = self._run(node)
+            # Of a shard it may have taken a size among the arguments for the global one.
             if _shapes(self.values[node]) != _shapes(node.meta["val"]):
                 raise _Unreadable("torch's function gives another shape on the meta device")
         except _Unreadable as reason:
@@ -111,6 +113,7 @@ class _Checker:
             self._derive(node, str(error.__cause__ or error).strip().splitlines()[0])
         except (AssertionError, NotImplementedError, TypeError) as error:
             self._derive(node, f"spmd_types cannot type {node.target}: {error}")
+        # The operator itself: its parts do not go together, whatever their types.
         except RuntimeError as error:
             raise PlacementError(Pass.CHECK, self._refusal(node, error), node) from error
 
@@ -121,12 +124,14 @@ class _Checker:
             raise _Unreadable("spmd_types gives no type to what is made of no tensor")
         if node.target.namespace != "aten":
             raise _Unreadable("spmd_types does not know the user's operator")
+        # It takes for nonlinear what it does not know: only a list can tell that from a refusal.
         if P in placements and name in UNKNOWN_LINEAR:
             raise _Unreadable("spmd_types does not know that it is linear")
         sharded = [placement for placement in placements if placement.is_sharded]
         # DTensor, which spmd_types asks, would take one rank's sizes for those of all.
         if sharded and has_local_arguments(node) and not is_spelled(node):
             raise _Unreadable("sizes among its arguments are those of one rank")
+        # Sharded by batch or heads every rank has all of its scores; by rows or keys it has not.
         if any(p.dim > 1 for p in sharded) and node.target is _ATTENTION:
             raise _Unreadable("spmd_types does not see the causal mask")
         claim = node.meta.get("placement", R)
@@ -144,6 +149,7 @@ class _Checker:
         """Sharded dims are split and merged by ``unflatten`` and ``flatten`` only."""
         target = self._choose(node, self._choices(node, self._operands(node)))
         source = self._operands(node)[0]
+        # It would take a segment for the front of the dim.
         if source.segments or target.segments:
             raise _Unreadable("spmd_types knows no segments")
         x = self.values[node.args[0]]
@@ -193,6 +199,7 @@ class _Checker:
         self.report.trusted.append((node, reason))
 
     def _choices(self, node: Node, operands: Sequence[Placement]) -> list[Results]:
+        # The derivation runs operators without data, of which the checker must not see any.
         with spmd.no_typecheck():
             return derive(node, operands, self.world_size)
 

@@ -66,6 +66,7 @@ def rule(
     """
     schema = _schema(op)
     signature = _Signature.parse(schema, text, whole, linear)
+    # A rule of the user's own may be corrected in a notebook; one of ours other passes rely on.
     known = ROWS.get(schema.name)
     if known is not None and not isinstance(getattr(known.factors, "__self__", None), _Signature):
         raise ArgumentError(
@@ -84,6 +85,7 @@ def _schema(op: Any) -> torch.FunctionSchema:
     else:
         schema = _find(getattr(target, "_qualified_op_name", target), op)._schema
     kinds = [str(argument.type) for argument in (*schema.arguments, *schema.returns)]
+    # Parts of a list have no letters of their own, and a change would be of a part alone.
     if schema.is_mutable or any("List[" in kind and "Tensor" in kind for kind in kinds):
         raise ArgumentError(
             f"op={schema.name!r} changes an argument or has a list of tensors; a rule needs an "
@@ -180,14 +182,17 @@ class _Signature:
             self._dims(tensor, item.shape, factors, is_result=True)
             for tensor, item in zip(self.results, values, strict=True)
         )
+        # Optional tensors that are not given have no position; a set that names one is dropped.
         positions = {name: index for index, name in enumerate(sources)}
         linear = tuple(
             tuple(positions[name] for name in names)
             for names in self.linear
             if all(name in positions for name in names)
         )
+        # A letter that only some of several results lack makes those partial and shards the others.
         of_results = [{factor for dim in dims for factor in dim} for dims in results]
         summed = [f for f in factors.values() if any(f not in found for found in of_results)]
+        # Only an operator of any number of leading dims runs on them flattened to one.
         flattens = all(tensor.has_more for tensor in self.results)
         return OpRule(
             operands,

@@ -75,7 +75,7 @@ def _placed_dim(call: LocalCall) -> int:
     """The sharded dim of a part, from which it counts its place in the global tensor."""
     placement = call.results[0]
     if placement.kind == "T":
-        return 0
+        return 0  # rows are flattened to one dim, which is cut
     return placement.dim if placement.is_sharded else call.arguments["dim"]
 
 

@@ -114,6 +114,7 @@ def _scatter(node: Node) -> OpRule:
 
 def _aligned(shape: tuple[int, ...], index: tuple[int, ...], dim: int) -> tuple[Dims, Dims]:
     """Dims of a tensor and of indices into its ``dim``; the others go together if alike."""
+    # A shorter dim of the index takes only the front: parts of both are not alike then.
     alike = [d for d in range(len(shape)) if d != dim and shape[d] == index[d]]
     blocked = [d for d in range(len(shape)) if d not in alike]
     dims, own = numbered(shape, blocked=blocked), private(index, "i")
@@ -131,7 +132,7 @@ def _split(node: Node) -> OpRule:
     (shape,), results = operand_shapes(node), result_shapes(node)
     dim = positive_dim(arguments(node).get("dim", 0), len(shape))
     dims = numbered(shape, blocked=(dim,))
-    if len(results[0]) < len(shape):
+    if len(results[0]) < len(shape):  # unbind: each result lacks the dim
         result = tuple(item for position, item in enumerate(dims) if position != dim)
         return OpRule((dims,), (result,) * len(results), linear=((0,),))
     # Cut in the middle of parts, a dim would leave a rank with some of the results.
@@ -170,6 +171,7 @@ def _triangle(node: Node) -> OpRule:
 
 def _indexed(rank: int, indices: Sequence[Any]) -> list[int] | None:
     """Dims that index tensors pick from, if they are adjacent (else the result is transposed)."""
+    # Apart, they would put what they pick in front, another order of the same dims.
     dims = [dim for dim, index in enumerate(indices) if index is not None]
     adjacent = bool(dims) and dims == list(range(dims[0], dims[-1] + 1))
     return dims if adjacent and len(indices) <= rank else None
@@ -183,6 +185,7 @@ def _index_dims(node: Node, source: tuple[int, ...]) -> tuple[Dims, Dims, list[D
         return None
     shapes = [shape_of(index) for index in indices if index is not None]
     picked_shape = tuple(torch.broadcast_shapes(*shapes))
+    # Blocked: an index of a sharded dim would have to find the rank that has the row.
     picked = private(picked_shape, "p")
     indexed = numbered(source, blocked=dims)
     result = (*indexed[: dims[0]], *picked, *indexed[dims[-1] + 1 :])

@@ -114,6 +114,7 @@ def _grouped_mm(node: Node) -> OpRule | None:
         return None
     rows, weight, _ = shapes
     inner, out = Factor("k", rows[1]), Factor("n", weight[2])
+    # Rows are blocked: ends of experts count rows from the front of all of them.
     s, e = private(rows[:1], "s")[0], private(weight[:1], "e")[0]
     operands = ((s, (inner,)), (e, (inner,), (out,)), (e,))
     return OpRule(operands, ((s, (out,)),), contracted=(inner,), linear=((0,), (1,)), rows="fixed")
@@ -123,6 +124,7 @@ def _grouped_mm(node: Node) -> OpRule | None:
 def _grouped_mm_backward(node: Node) -> OpRule:
     """Results: the gradients of rows and weights, of which a cut dim makes one partial."""
     rows, weight, _, _ = operand_shapes(node)
+    # Cut outputs make the gradient of the rows partial, cut inputs shard both results.
     inner, out = Factor("k", rows[1]), Factor("n", weight[2])
     s, e = private(rows[:1], "s")[0], private(weight[:1], "e")[0]
     grad_rows, grad_weight = (s, (inner,)), (e, (inner,), (out,))

@@ -54,6 +54,7 @@ def _moves_a_row_dim(call: LocalCall) -> bool:
     placement = call.results[0]
     if placement.kind != "T":
         return False
+    # Of several token dims a part has one; a dim among them is none that it could move.
     rank = len(result_shapes(call.node)[0])
     rows = max(placement.dim, call.operands[0].dim)
     return any(dim % rank < rows for dim in call.node.args[1:])
@@ -92,5 +93,6 @@ def _complex_view(node: Node) -> OpRule:
 @rule("aten::expand", local_arguments={"size": lambda call: list(call.result_shapes[0])})
 def _expand(node: Node) -> OpRule:
     (shape,), (result,) = operand_shapes(node), result_shapes(node)
+    # What is copied along has no factor in the operand: cut, each rank makes its own copies.
     dims = numbered(result)
     return OpRule((broadcast(shape, dims, result),), (dims,), linear=((0,),))

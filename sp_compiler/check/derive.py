@@ -66,7 +66,7 @@ def derive(node: Node, operands: Sequence[Placement], world_size: int) -> list[R
         found += [(S(dim),) for dim, size in enumerate(shape or ()) if size == 1]
     if not replicated or node.target in _EXPANDS:
         found += _sharded(node, operands, world_size)
-    return sorted(dict.fromkeys(found), key=_num_segments)
+    return sorted(dict.fromkeys(found), key=lambda results: sum(len(p.segments) for p in results))
 
 
 def declared_strategies(node: Node, world_size: int) -> list[Strategy] | None:
@@ -93,10 +93,6 @@ def allowed(node: Node, operands: Sequence[Placement], world_size: int) -> list[
     for shadow, _ in _shadows(node, operands, world_size):
         found += _offered(shadow, operands, world_size)
     return list(dict.fromkeys(map(_valued, found)))
-
-
-def _num_segments(results: Results) -> int:
-    return sum(len(placement.segments) for placement in results)
 
 
 def _constant(node: Node) -> list[Results]:

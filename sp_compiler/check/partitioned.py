@@ -45,7 +45,11 @@ def check_partitioned(
             what was derived.
     """
     report = CheckReport()
-    types = _seed(partitioned.forward, region.input_placements)
+    placeholders = partitioned.forward.find_nodes(op="placeholder")
+    types: Types = {
+        node: [(as_value(placement),)]
+        for node, placement in zip(placeholders, region.input_placements, strict=True)
+    }
     _walk(partitioned.forward, types, world_size, report)
     results = partitioned.forward.output_node().args[0]
     outputs = results[: partitioned.num_outputs]
@@ -81,14 +85,6 @@ def _check_backward(
     ):
         if grad is not None:
             _require(grad, types, placement.dual, f"the gradient of {name}, which is {placement},")
-
-
-def _seed(graph: Graph, placements: Sequence[Placement]) -> Types:
-    placeholders = graph.find_nodes(op="placeholder")
-    return {
-        node: [(as_value(placement),)]
-        for node, placement in zip(placeholders, placements, strict=True)
-    }
 
 
 def _walk(graph: Graph, types: Types, world_size: int, report: CheckReport) -> None:

@@ -61,7 +61,13 @@ def strategies(
     if rule is None:
         return [invariant]
     offered = [Strategy((R,) * num_operands, (R,) * num_results), invariant]
-    offered += _partial(rule)
+    offered += [
+        Strategy(
+            tuple(P if position in chosen else R for position in range(len(rule.operands))),
+            (P,) * len(rule.results),
+        )
+        for chosen in rule.linear
+    ]
     for factor in _factors(rule):
         # An operator that counts its place in the global tensor would count wrong in segments.
         parts = () if rule.placed else tuple(offers.segmentations(factor))
@@ -79,16 +85,6 @@ def strategies(
         candidate = _shard_rows(rule, offers)
         offered += [candidate] if candidate else []
     return list(dict.fromkeys(offered))
-
-
-def _partial(rule: OpRule) -> list[Strategy]:
-    return [
-        Strategy(
-            tuple(P if position in chosen else R for position in range(len(rule.operands))),
-            (P,) * len(rule.results),
-        )
-        for chosen in rule.linear
-    ]
 
 
 def _factors(rule: OpRule) -> list[Factor]:
@@ -115,7 +111,9 @@ def _shard_factor(
         results = [P if placement == R else placement for placement in results]
     elif R in results:
         return None
-    if segments and not _segments_agree(operands, results):
+    # One cut serves all: S(0) of one tensor is not the rows of S(0|4,4) of another.
+    cuts = {p.segments for p in (*operands, *results) if p is not None and p.kind == "S"}
+    if segments and len(cuts) != 1:
         return None
     if factor.size == world_size and all(placement == R for placement in operands):
         # A dim that only the result has, cut to size 1: nothing in the traced graph would show the
@@ -123,12 +121,6 @@ def _shard_factor(
         return None
     lowering: Literal["itself", "sum"] = "sum" if averaged else "itself"
     return Strategy(tuple(operands), tuple(results), lowering)  # type: ignore[arg-type]
-
-
-def _segments_agree(operands: list[Placement | None], results: list[Placement | None]) -> bool:
-    # One cut serves all: S(0) of one tensor is not the rows of S(0|4,4) of another.
-    kinds = {p.segments for p in (*operands, *results) if p is not None and p.kind == "S"}
-    return len(kinds) == 1
 
 
 def _placement_of(

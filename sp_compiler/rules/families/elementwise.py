@@ -45,15 +45,11 @@ def _linear_sets(node: Node, count: int) -> tuple[tuple[int, ...], ...]:
         return ((0,),)
     if name == "where" and count == 3:
         return ((1, 2),)
-    # Integers are cut off in a cast: the sum of the parts is another number.
-    if name in _UNARY_LINEAR and _keeps_floating(node):
-        return ((0,),)
+    if name in _UNARY_LINEAR:
+        # A cast to integers cuts off: the sum of such parts is another number.
+        values = tensor_operands(node)[0].meta["val"], node.meta["val"]
+        return ((0,),) if all(value.dtype.is_floating_point for value in values) else ()
     return ()
-
-
-def _keeps_floating(node: Node) -> bool:
-    operand, result = tensor_operands(node)[0].meta["val"], node.meta["val"]
-    return bool(operand.dtype.is_floating_point and result.dtype.is_floating_point)
 
 
 # Those without PyTorch's tag, which serves all others.

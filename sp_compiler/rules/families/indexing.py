@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch.fx import Node
 
@@ -169,19 +166,17 @@ def _triangle(node: Node) -> OpRule:
     return OpRule((dims,), (dims,), linear=FIRST_OPERAND)
 
 
-def _indexed(rank: int, indices: Sequence[Any]) -> list[int] | None:
-    """Dims that index tensors pick from, if they are adjacent (else the result is transposed)."""
-    # Apart, they would put what they pick in front, another order of the same dims.
-    dims = [dim for dim, index in enumerate(indices) if index is not None]
-    adjacent = bool(dims) and dims == list(range(dims[0], dims[-1] + 1))
-    return dims if adjacent and len(indices) <= rank else None
-
-
 def _index_dims(node: Node, source: tuple[int, ...]) -> tuple[Dims, Dims, list[Dims]] | None:
     """Dims of the indexed tensor, of what is picked from it, and of each index tensor."""
     indices = arguments(node)["indices"]
-    dims = _indexed(len(source), indices)
-    if dims is None or any(index.meta["val"].dtype == torch.bool for index in indices if index):
+    dims = [dim for dim, index in enumerate(indices) if index is not None]
+    # Apart, they would put what they pick in front, another order of the same dims.
+    adjacent = bool(dims) and dims == list(range(dims[0], dims[-1] + 1))
+    if (
+        not adjacent
+        or len(indices) > len(source)
+        or any(index.meta["val"].dtype == torch.bool for index in indices if index)
+    ):
         return None
     shapes = [shape_of(index) for index in indices if index is not None]
     picked_shape = tuple(torch.broadcast_shapes(*shapes))

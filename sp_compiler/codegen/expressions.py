@@ -170,8 +170,17 @@ class Printer:
 
     def _receiver(self, value: Any) -> str:
         """What a method is called of."""
-        text = self.value(value)
-        return f"({text})" if value in self.nested and _is_infix(value) else text
+        text, printed = self.value(value), self._printed(value)
+        return f"({text})" if printed in self.nested and _is_infix(printed) else text
+
+    def _printed(self, value: Any) -> Any:
+        """The node whose text stands for ``value``: a conversion without communication has none."""
+        while value in self.nested:
+            conversion = conversion_of(value)
+            if conversion is None or conversion.method:
+                break
+            value = value.args[0]
+        return value
 
     def _infix(self, node: Node) -> str:
         symbol = INFIX[node.target]
@@ -182,6 +191,7 @@ class Printer:
         text = self.value(value)
         if not isinstance(value, Node):
             return f"({text})" if is_open(value) and not text.isidentifier() else text
+        value = self._printed(value)
         if value not in self.nested or not _is_infix(value):
             return text
         # The order of evaluation is that of the graph: sums and products round.

@@ -386,32 +386,3 @@ _SPECIAL: dict[Any, Callable[[Printer, Node], str]] = {
     aten._softmax.default: Printer._softmax,
     aten._log_softmax.default: Printer._softmax,
 }
-
-
-_DTYPES = {
-    torch.float64: "f64",
-    torch.float32: "f32",
-    torch.float16: "f16",
-    torch.bfloat16: "bf16",
-    torch.int64: "i64",
-    torch.int32: "i32",
-    torch.uint8: "u8",
-}
-
-
-def describe(node: Node, printer: Printer) -> str:
-    """Shape, element type and placement of a value: ``"(64, 32) f32 S(0)"``."""
-    value = node.meta.get("val")
-    if isinstance(value, torch.SymInt):
-        return "size of an input"
-    if not isinstance(value, torch.Tensor):
-        return ""
-    placement = node.meta.get("placement")
-    sizes = ", ".join(map(printer.value, value.shape))
-    sizes = f"({sizes},)" if value.dim() == 1 else f"({sizes})"
-    return f"{sizes} {short_dtype(value.dtype)}" + (f" {placement}" if placement else "")
-
-
-def short_dtype(dtype: torch.dtype) -> str:
-    """``"bf16"`` for ``torch.bfloat16``."""
-    return _DTYPES.get(dtype, str(dtype).removeprefix("torch."))

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from sp_compiler.base.python_text import docstring, identifier
-from sp_compiler.codegen.expressions import Printer, binding, describe
+from sp_compiler.codegen.descriptions import describe
+from sp_compiler.codegen.expressions import Printer, binding
 from sp_compiler.codegen.idioms import Idioms
 from sp_compiler.codegen.loading import load
 from sp_compiler.codegen.names import ValueNames

@@ -23,7 +23,7 @@ from torch.fx import Graph, Node
 
 from sp_compiler.base.provenance import module_path
 from sp_compiler.base.python_text import identifier
-from sp_compiler.codegen.expressions import short_dtype
+from sp_compiler.codegen.descriptions import short_dtype
 from sp_compiler.codegen.idioms import RESHAPES
 from sp_compiler.codegen.user_source import Frame, Statement, frames
 from sp_compiler.ir.op_traits import (

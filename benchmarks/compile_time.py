@@ -1,8 +1,8 @@
-"""Compile time against depth: identical layers are compiled once, so only the capture may grow.
+"""Compile time against depth: identical layers are compiled once, so only the export may grow.
 
     python -m benchmarks.compile_time [--layers 4 48] [--hidden 256] [--write]
 
-One process, no process group; compiled for 8 ranks. The capture is ``torch.export``'s own time.
+One process, no process group; compiled for 8 ranks. The export is ``torch.export``'s own time.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from rich.table import Table
 from benchmarks.contenders import random_ids
 from benchmarks.models import GPTConfig, PlainGPT
 from benchmarks.performance import keep
+from sp_compiler.base.pass_report import Pass
 from sp_compiler.compiler import build
 from sp_compiler.options import CompileOptions
 
 TENSOR_PARALLEL = 8
-CAPTURE = "capture"
 
 
 def compile_seconds(num_layers: int, hidden_size: int) -> Mapping[str, float]:
@@ -36,7 +36,7 @@ def compile_seconds(num_layers: int, hidden_size: int) -> Mapping[str, float]:
     )
     ids = random_ids(config, 2, 256)
     options = CompileOptions(tp=TENSOR_PARALLEL)
-    return build(PlainGPT(config), (ids,), {"labels": ids}, options).seconds
+    return build(PlainGPT(config), (ids,), {"labels": ids}, options).plan.seconds
 
 
 def median_seconds(num_layers: int, hidden_size: int, repeats: int) -> dict[str, float]:
@@ -44,7 +44,7 @@ def median_seconds(num_layers: int, hidden_size: int, repeats: int) -> dict[str,
     runs = [compile_seconds(num_layers, hidden_size) for _ in range(repeats)]
     seconds = {step: statistics.median(run[step] for run in runs) for step in runs[0]}
     total = sum(seconds.values())
-    return {**seconds, "after the capture": total - seconds[CAPTURE], "all": total}
+    return {**seconds, "after the export": total - seconds[Pass.EXPORT], "all": total}
 
 
 def main() -> None:

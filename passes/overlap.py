@@ -23,7 +23,7 @@ from dataclasses import replace
 
 from torch.fx import Graph, Node
 
-from sp_compiler.base.pass_report import Pass
+from sp_compiler.base.pass_report import Pass, report_of
 from sp_compiler.cost.memory import backward_peak_bytes, peak_in_order
 from sp_compiler.cost.node_cost import tensor_bytes
 from sp_compiler.ir.concretize import Concretizer
@@ -84,6 +84,9 @@ def _schedule(
             return None
         peak_bytes, moment = peak_in_order(graph, own_parameters, order, waits)
         if moment is None or peak_bytes <= limit_bytes:
+            for node in nodes:
+                if node in at_rest:
+                    report_of(Pass.OVERLAP).decline(node, "on its way it would raise the peak")
             return order, waits
         culprits = _put_off_beyond(moment, nodes, order, at_once)
         sent = _under_way(moment, order, waits)
@@ -128,6 +131,7 @@ def _with_waits(graph: Graph, order: Sequence[Node], waits: Mapping[Node, Sequen
     for node in order:
         for started in waits.get(node, ()):
             copies[started] = _wait_for(copy, copies[started])
+            report_of(Pass.OVERLAP).rewrote(kind="wait")
         copies[node] = copy.node_copy(node, copies.__getitem__)
     copy.node_copy(graph.output_node(), copies.__getitem__)
     copy.lint()

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from sp_compiler.base.errors import PassError
-from sp_compiler.base.pass_report import Pass
+from sp_compiler.base.pass_report import Pass, report_of
 from sp_compiler.base.provenance import module_path, source_line
 from sp_compiler.ir.forward_backward import LossPart, Partitioned, SavedTensor
 from sp_compiler.ir.fx import ancestors, descendants
@@ -72,6 +72,11 @@ def partition(joint: JointGraph, loss_output: int | None = None) -> Partitioned:
     forward = _forward_graph(joint, saved)
     backward = _backward_graph(joint, saved) if grads else None
     kinds = dict(zip(joint.inputs, joint.input_kinds, strict=True))
+    report = report_of(Pass.PARTITION)
+    report.rewrote(len(saved), kind="saved")
+    if backward is not None:
+        recomputed = [node for node in backward.nodes if node.meta.get("recomputed")]
+        report.rewrote(len(recomputed), kind="recomputed")
     records = tuple(_record(node, kinds.get(node, "activation")) for node in saved)
     if backward is None or loss_output is None or len(joint.tangents) < 2:
         return Partitioned(forward, backward, records, joint.num_outputs)

@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 
 from sp_compiler.base.pass_report import Pass, report_of
 from sp_compiler.ir.forward_backward import SavedTensor
-from sp_compiler.ir.op_traits import base
+from sp_compiler.ir.op_traits import base, has_inner_communication
 from sp_compiler.ir.program import Program
 from sp_compiler.passes.memory.partition import SplitOptions, split
 from sp_compiler.passes.memory.tag import POLICIES, tag_recompute
@@ -48,6 +48,8 @@ class TaggedProgram:
                 if tag is None:
                     continue
                 report.rewrote(kind=tag)
+                if has_inner_communication(node):
+                    report.decline(node, "recomputed, it would communicate again")
                 # An operator that became several is saved if one of them is.
                 if tags.get(source) != "save":
                     tags[source] = tag

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from sp_compiler.base.pass_report import Pass
+from sp_compiler.base.pass_report import Pass, report_of
 from sp_compiler.ir.fx import ancestors, arguments, calls, is_getitem, shape_of
 from sp_compiler.ir.op_traits import draws
 from sp_compiler.ir.rewriting import insert_call, replace_with
@@ -57,6 +57,10 @@ def fold_attention_masks(graph: Graph, sizes: Sizes | None = None) -> None:
         if kinds[mask] is not None:
             bound["attn_mask"], bound["is_causal"] = None, kinds[mask] == "causal"
             _set_attention(node, bound)
+            report_of(Pass.NORMALIZE).rewrote(kind="attention mask")
+        else:
+            reason = "the mask is neither causal nor open, or depends on an input"
+            report_of(Pass.NORMALIZE).decline(node, reason)
 
 
 def _set_attention(node: Node, bound: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from sp_compiler.base.pass_report import Pass
+from sp_compiler.base.pass_report import Pass, report_of
 from sp_compiler.base.provenance import layer_of
 from sp_compiler.ir.fx import arguments, calls, is_call, is_getitem, shape_of
 from sp_compiler.ir.reshapes import common_factors
@@ -112,6 +112,8 @@ def shorten_view_chains(graph: Graph) -> None:
         while is_call(chain[-1].args[0], *_VIEWS) and _continues(chain[-1].args[0]):
             chain.append(chain[-1].args[0])
         steps = _shortest(chain[::-1])
+        if steps is None:
+            report_of(Pass.NORMALIZE).decline(node, "which dims became which is not known")
         # Not for an equal length either: a second run must find nothing to do.
         if steps is None or len(steps) >= len(chain):
             continue

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 
 from torch.fx import Node
 
+from sp_compiler.base.pass_report import Pass, report_of
 from sp_compiler.ir.captured import Captured
 from sp_compiler.ir.hints import Wish
 from sp_compiler.ir.program import Call, Program, Ref, Region
@@ -32,17 +33,22 @@ def outline(captured: Captured, wishes: Mapping[str, Wish] | None = None) -> Pro
     wishes = dict(wishes or {})
     pieces = pieces_of(captured.module.graph)
     refs = dict(zip(captured.placeholders, captured.refs, strict=True))
-    distinct = DistinctRegions()
-    program_calls = []
+    distinct, report = DistinctRegions(), report_of(Pass.OUTLINE)
+    program_calls: list[Call] = []
     for index, piece in enumerate(pieces):
         inside = set(piece.nodes)
         outputs = [n for n in piece.nodes if any(user not in inside for user in n.users)]
         draft, inputs = draft_region(piece, refs, outputs)
+        num_distinct = len(distinct.regions)
         use = distinct.use_of(draft, asked_of_inputs(inputs, refs, wishes))
+        alike = next((call for call in program_calls if call.region.name == piece.name), None)
+        if alike is not None and alike.path and len(distinct.regions) > num_distinct:
+            report.decline(piece.nodes[0], f"the layer is no region with {alike.path}: they differ")
         args = tuple(refs[inputs[position]] for position in use.inputs)
         program_calls.append(Call(use.region, piece.layer.path, args))
         for node, position in zip(outputs, use.outputs, strict=True):
             refs[node] = Ref("call", index=index, output=position)
+    report.rewrote(len(pieces) - len(distinct.regions), kind="layer that shares a region")
     _make_names_unique(distinct.regions)
     returned = [refs[leaf] if isinstance(leaf, Node) else leaf for leaf in captured.outputs]
     mutated = {name: refs[node] for name, node in captured.mutated_buffers.items()}

@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from sp_compiler.base.errors import PassError
-from sp_compiler.base.pass_report import Pass
+from sp_compiler.base.pass_report import Pass, report_of
 from sp_compiler.base.placement import I, Placement, R, S
 from sp_compiler.ir.fx import arguments
 from sp_compiler.ir.program import Region
@@ -236,6 +236,7 @@ class RegionLowering:
             x = self._to_rows(x, shape, target.dim, like)
         text = (str(local_placement(source)), str(local_placement(target)))
         new = self._emit(CONVERT.overload, (x, *text, self.world_size), {}, like)
+        report_of(Pass.SHARD).rewrote(kind=" -> ".join(text))
         new.meta["placement"] = local_placement(target)
         return self._from_rows(new, shape, source.dim, like) if source.kind == "T" else new
 

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from sp_compiler.base.errors import ArgumentError, PassError, SPCompilerError
+from sp_compiler.base.pass_report import Pass, report_of
 from sp_compiler.base.placement import I, Placement
 from sp_compiler.ir.concretize import Concretizer
 from sp_compiler.ir.hints import hint_text, wishes_of
@@ -19,6 +20,7 @@ from sp_compiler.passes.sharding.assemble import Choices, Sharded, assemble, ass
 from sp_compiler.passes.sharding.dim_roles import WholeNode, activate, label_dims
 from sp_compiler.passes.sharding.outputs import Routed, may_shard, route_outputs
 from sp_compiler.passes.sharding.problem import ProblemBuilder
+from sp_compiler.rules.vocabulary import has_vocabulary
 from sp_compiler.solve.placement import solve
 
 
@@ -40,7 +42,7 @@ def shard(
         PassError: the program is sharded already: its shapes are those of one rank.
     """
     if any(region.input_placements for region in program.regions):
-        raise PassError("shard", "the program is sharded already; shard what outline() returned")
+        raise PassError(Pass.SHARD, "the program is sharded already; shard what outline() returned")
     # What is decided is decided for the example's sizes; what is made of it has the open ones.
     example = Concretizer(program.sizes)
     routed, fixed = route_outputs(program), fixed or {}
@@ -54,6 +56,11 @@ def shard(
         solution = solve(problem.vertices, builder.prices.conversion_us)
     except SPCompilerError as error:
         raise _blamed_on_hints(program, options, fixed, whole, error) from error
+    for facts in builder.facts:
+        for node, rule in facts.rules.items():
+            # Lookups in and losses over a vocabulary are sharded by a way of their own.
+            if rule is None and not has_vocabulary(node):
+                report_of(Pass.SHARD).decline(node, "no sharding rule, or one that was refused")
     choices = Choices(problem, solution.choices)
     sharded = _with_returned(
         assemble(opened, builder.program, builder.facts, problem, choices, example, options.tp),

@@ -27,6 +27,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
+from sp_compiler.base.pass_report import report_of
 from sp_compiler.ir.fx import carries_gradient
 
 _INHERITED = ("nn_module_stack", "stack_trace", "requires_grad")
@@ -109,6 +110,7 @@ def insert_call(
     As :func:`make_call`, but for graphs that autograd has yet to differentiate: whether the result
     requires a gradient follows from the operands and not from ``anchor``.
     """
+    report_of(origin).rewrote(kind=target.__name__.split(".")[0])
     val, requires_grad = differentiable_result(fake_mode_of(anchor.graph), target, args, kwargs)
     with anchor.graph.inserting_before(anchor):
         return make_call(

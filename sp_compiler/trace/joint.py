@@ -29,7 +29,7 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 from sp_compiler.base.errors import PassError, UnsupportedError
-from sp_compiler.base.pass_report import Pass
+from sp_compiler.base.pass_report import Pass, report_of
 from sp_compiler.base.provenance import node_origin
 from sp_compiler.base.python_text import identifier
 from sp_compiler.ir.fx import ancestors, carries_gradient
@@ -304,6 +304,7 @@ def _drop_no_ops(graph: fx.Graph) -> None:
         if node.target in _ALIASES or (node.target in _COPIES and _copies_nothing(node)):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+            report_of(Pass.JOINT).rewrote(kind="copy dropped")
     erase_dead(graph)
 
 

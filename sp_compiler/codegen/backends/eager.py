@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sp_compiler.base.pass_report import Pass, report_of
 from sp_compiler.codegen.backends import LoadedProgram
 from sp_compiler.codegen.loading import load
 from sp_compiler.codegen.module_text import CompiledRegion, module_source
@@ -12,6 +13,7 @@ from sp_compiler.codegen.module_text import CompiledRegion, module_source
 def compile_regions(regions: Sequence[CompiledRegion]) -> LoadedProgram:
     """Load the classes of all regions from one text."""
     source = module_source([region.text for region in regions])
+    report_of(Pass.CODEGEN).rewrote(source.count("\n"), kind="line")
     namespace = load(source)
     return LoadedProgram(
         source,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -54,11 +55,7 @@ def run_user_pass(captured: Captured, user_pass: UserPass, dropout: Dropout) -> 
         raise
     except Exception as error:  # whatever a function of the user's may raise
         raise PassError(name, f"raised {type(error).__name__}: {error}") from error
-    if captured.placeholders != inputs:
-        raise PassError(name, "changed the inputs of the graph; expected the same placeholders")
-    for node, value in zip(inputs, before[0], strict=True):
-        if node.meta.get("val") is not value:
-            raise PassError(name, 'changed meta["val"] of an input', node)
+    _check_inputs(name, captured.placeholders, inputs, before[0])
     for node in reversed(module.graph.nodes):
         if node not in ours:
             node.meta["origin"] = name
@@ -66,10 +63,7 @@ def run_user_pass(captured: Captured, user_pass: UserPass, dropout: Dropout) -> 
             if "nn_module_stack" not in node.meta:
                 inherit(node, node.next)
     for node in module.graph.nodes:
-        if node.op == "call_function":
-            _check_call(name, node)
-        elif node.op not in ("placeholder", "output"):
-            raise PassError(name, f"a {node.op} node; expected calls of ATen operators alone", node)
+        _check_node(name, node)
     _check_outputs(name, module.graph, before[1])
     try:
         normalize(captured, dropout)
@@ -86,6 +80,25 @@ def _report(name: str, result: Any) -> None:
         report.rewrote(int(result))
     elif result is not None:
         raise PassError(name, f"returned {type(result).__name__}; expected PassReport, int or None")
+
+
+def _check_inputs(
+    name: str, inputs: Sequence[Node], before: Sequence[Node], values: Sequence[Any]
+) -> None:
+    """Refuse placeholders that are others than ``before``, or say other things of their values."""
+    if inputs != before:
+        raise PassError(name, "changed the inputs of the graph; expected the same placeholders")
+    for node, value in zip(inputs, values, strict=True):
+        if node.meta.get("val") is not value:
+            raise PassError(name, 'changed meta["val"] of an input', node)
+
+
+def _check_node(name: str, node: Node) -> None:
+    """Refuse what is no call of an operator, and calls that :func:`_check_call` refuses."""
+    if node.op == "call_function":
+        _check_call(name, node)
+    elif node.op not in ("placeholder", "output"):
+        raise PassError(name, f"a {node.op} node; expected calls of ATen operators alone", node)
 
 
 def _check_call(name: str, node: Node) -> None:

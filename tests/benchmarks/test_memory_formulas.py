@@ -24,7 +24,9 @@ TOLERANCE = 1e-3
 
 # What the paper leaves out: the mean and the inverse deviation of each row of two norms, in bf16,
 # and the seed that dropout masks are drawn from again.
-STATISTICS = {"mean", "rstd", "mean_1", "rstd_1"}
+STATISTICS = {
+    f"{norm}_{row}" for norm in ("attention_norm", "mlp_norm") for row in ("mean", "rstd")
+}
 SEED = {"seed"}
 
 # What a block keeps in units of sbh, and what is kept besides.

@@ -25,6 +25,7 @@ def _traceback_of(namespace: dict[str, object]) -> str:
 
 
 def test_lines_live_as_long_as_a_function_of_the_module() -> None:
+    gc.collect()  # of modules that other tests loaded
     before = _files()
     forward = load(_SOURCE)["Block"].forward
     gc.collect()

@@ -104,7 +104,7 @@ def test_a_model_that_is_specialised_compiles_again(
     module, model = _twice(kind)
     for shape in ((2, 4), (2, 5)):
         _same_step(module, model, users.batch(*shape))
-    match = rf"3 programs now .* specialised, .*requires {required} \(.*shapes.py:\d+\)"
+    match = rf"3 programs now .* specialised, .*requires {required} \(.*test_dynamic_calls.py:\d+\)"
     with pytest.warns(UserWarning, match=match):
         _same_step(module, model, users.batch(2, 10))
     for shape in ((2, 10), (2, 5), (2, 4)):

@@ -63,8 +63,8 @@ def _parity(
     torch.manual_seed(0)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.5)
-    case = parity.make_case(model.double(), inputs)
-    return parity.assert_parity(case, tp=2, hints=hints or {})
+    case = parity.make_case(model.double(), inputs, hints=hints)
+    return parity.assert_parity(case, tp=2)
 
 
 def _layer_regions(compiled: CompiledProgram) -> list[Region]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from sp_compiler.compiler import Compilation, compile_program
 from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.ir.hints import Hint, wishes_of
 from sp_compiler.ir.program import Program
 from sp_compiler.options import CompileOptions, Dropout
 from sp_compiler.passes.normalize import normalize
@@ -61,11 +63,12 @@ def make_case(
     dropout: Dropout = "regenerate",
     lift_casts: bool = True,
     seed: Tensor = SEED,
+    hints: Mapping[str, Hint] | None = None,
 ) -> Case:
     """Capture a model called with ``kwargs`` and run what was captured on one device."""
     captured = capture(model, (), kwargs, lift_casts=lift_casts)
     normalize(captured, dropout=dropout)
-    program = outline(captured)
+    program = outline(captured, wishes_of(hints or {}, captured.parameters))
     params = {name: _leaf(value) for name, value in model.named_parameters()}
     buffers = dict(model.named_buffers())
     inputs, _ = flatten_inputs((), kwargs)

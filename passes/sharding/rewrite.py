@@ -107,14 +107,14 @@ class RegionLowering:
 
     def _placeholder(self, node: Node, placement: Placement) -> None:
         new = self.graph.placeholder(node.name)
-        self._copy_meta(node, new)
+        _copy_meta(node, new)
         if isinstance(node.meta["val"], SYMBOLIC):
             new.meta["placement"] = placement
             return
         fake = node.meta["val"]
         if placement.is_sharded:
             with fake.fake_mode, torch.no_grad():
-                fake = fake.new_empty(self._part_of((node, 0), placement))
+                fake = fake.new_empty(_part_of((node, 0), placement, self.world_size))
         new.meta["val"] = fake
         self._made((node, 0), placement, new)
 
@@ -123,13 +123,10 @@ class RegionLowering:
             return
         if node in self.chosen:
             self._lower_active(node, self.chosen[node])
-        else:
-            self._copy(node)
-
-    def _copy(self, node: Node) -> None:
-        """An operator that every rank runs on whole values."""
-        new = self.graph.node_copy(node, lambda n: self.get(value_of(n), R))
-        self._copy_meta(node, new)
+            return
+        # Every rank runs it on replicated values.
+        new = self.graph.node_copy(node, lambda operand: self.get(value_of(operand), R))
+        _copy_meta(node, new)
         self._results(node, new, (R,) * len(results_of(node)))
 
     def _lower_active(self, node: Node, strategy: Strategy) -> None:
@@ -154,7 +151,10 @@ class RegionLowering:
                 arguments(node) | dict(zip(arguments(node), args, strict=False)) | kwargs,
                 strategy.operands,
                 strategy.results,
-                tuple(map(self._part_of, results_of(node), strategy.results)),
+                tuple(
+                    _part_of(value, placement, self.world_size)
+                    for value, placement in zip(results_of(node), strategy.results, strict=True)
+                ),
                 self.world_size,
             )
             target, args, kwargs = local_call(call, args, kwargs)
@@ -166,13 +166,11 @@ class RegionLowering:
         shape = operand.meta["val"].shape
         if len(shape) <= rank:
             return operand
-        return self._emit(
-            aten.reshape.default, (operand, list(shape[len(shape) - rank :])), {}, node
-        )
+        args = (operand, list(shape[len(shape) - rank :]))
+        return self._emit(aten.reshape.default, args, {}, node)
 
     def _vocabulary(self, node: Node, args: tuple[Any, ...]) -> Node:
-        values = dict(zip(arguments(node), args, strict=False))
-        values = {**arguments(node), **values}
+        values = arguments(node) | dict(zip(arguments(node), args, strict=False))
         if node.target is aten.embedding.default:
             return self._vocabulary_embedding(node, values)
         return self._vocabulary_loss(node, values)
@@ -231,7 +229,7 @@ class RegionLowering:
 
     def _convert_node(self, x: Node, value: Value, source: Placement, target: Placement) -> Node:
         like, shape = value[0], shape_of(value)
-        self._part_of(value, target)
+        _part_of(value, target, self.world_size)
         if target.kind == "T":
             x = self._to_rows(x, shape, target.dim, like)
         text = (str(local_placement(source)), str(local_placement(target)))
@@ -248,23 +246,17 @@ class RegionLowering:
         rows, rest = math.prod(shape[:num_dims]), shape[num_dims:]
         if num_dims != 1:
             x = self._emit(aten.reshape.default, (x, [rows, *rest]), {}, like)
-        if not self._may_need_padding(rows):
+        if not _may_need_padding(rows, self.world_size):
             return x
         return self._emit(PAD_ROWS.overload, (x, self.world_size), {}, like)
 
     def _from_rows(self, x: Node, shape: tuple[int, ...], num_dims: int, like: Node) -> Node:
         rows = math.prod(shape[:num_dims])
-        if self._may_need_padding(rows):
+        if _may_need_padding(rows, self.world_size):
             x = self._emit(CUT_ROWS.overload, (x, rows, self.world_size), {}, like)
         if num_dims != 1:
             x = self._emit(aten.reshape.default, (x, list(shape)), {}, like)
         return x
-
-    def _may_need_padding(self, rows: int) -> bool:
-        """Always for an open number of rows, so that one program serves those that divide too."""
-        return is_open(rows) or bool(rows % self.world_size)
-
-    # Bookkeeping.
 
     def _emit(
         self,
@@ -285,17 +277,8 @@ class RegionLowering:
             item = self._emit(operator.getitem, (new, value[1]), {}, node)
             self._made(value, placement, item)
 
-    def _part_of(self, value: Value, placement: Placement) -> tuple[int, ...]:
-        """Shape of one rank's part; that an open size divides as the example does is recorded."""
-        shape = shape_of(value)
-        if not placement.is_sharded:
-            return shape
-        if placement.segments and sum(placement.segments) != shape[placement.dim]:
-            raise PassError(Pass.SHARD, f"{placement} does not cut {shape}", value[0])
-        return placement.local_shape(shape, self.world_size)
-
     def _made(self, value: Value, placement: Placement, new: Node) -> None:
-        shape, expected = shape_of(value), self._part_of(value, placement)
+        shape, expected = shape_of(value), _part_of(value, placement, self.world_size)
         got = tuple(new.meta["val"].shape)
         if got != tuple(expected):
             raise PassError(
@@ -307,5 +290,21 @@ class RegionLowering:
         self.made[value] = {placement: new}
         self.produced[value] = placement
 
-    def _copy_meta(self, node: Node, new: Node) -> None:
-        new.meta = {**node.meta, "source": node.meta.get("source", node.name)}
+
+def _part_of(value: Value, placement: Placement, world_size: int) -> tuple[int, ...]:
+    """Shape of one rank's part; that an open size divides as the example does is recorded."""
+    shape = shape_of(value)
+    if not placement.is_sharded:
+        return shape
+    if placement.segments and sum(placement.segments) != shape[placement.dim]:
+        raise PassError(Pass.SHARD, f"{placement} does not cut {shape}", value[0])
+    return placement.local_shape(shape, world_size)
+
+
+def _may_need_padding(rows: int, world_size: int) -> bool:
+    """Always for an open number of rows, so that one program serves those that divide too."""
+    return is_open(rows) or bool(rows % world_size)
+
+
+def _copy_meta(node: Node, new: Node) -> None:
+    new.meta = {**node.meta, "source": node.meta.get("source", node.name)}

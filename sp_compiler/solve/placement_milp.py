@@ -95,10 +95,8 @@ def solve_integer_program(
         result = search(options=options)
     if result.x is None:
         raise ValueError(result.message)
-    choices = [
-        int(np.argmax(result.x[start : start + len(vertex.options)]))
-        for start, vertex in zip(first, vertices, strict=True)
-    ]
+    spans = zip(first, vertices, strict=True)
+    choices = [int(np.argmax(result.x[at : at + len(vertex.options)])) for at, vertex in spans]
     return choices, float(result.mip_gap) if result.status in _CUT_SHORT else 0.0
 
 

@@ -325,6 +325,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_on_ranks(3, _on_ranks, folder)
 
 
+@pytest.mark.slow
 def test_three_ranks_train_as_one(ranks: list[dict[str, Any]]) -> None:
     model = _model()
     optimizer = _adam(model)
@@ -342,6 +343,7 @@ def test_three_ranks_train_as_one(ranks: list[dict[str, Any]]) -> None:
             torch.testing.assert_close(found["grads"][name], parameter.grad, rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_padded_logits_are_dtensors_of_the_vocabulary(ranks: list[dict[str, Any]]) -> None:
     model = _model()
     _train(model, _adam(model), range(3))
@@ -354,11 +356,13 @@ def test_padded_logits_are_dtensors_of_the_vocabulary(ranks: list[dict[str, Any]
         torch.testing.assert_close(grad, model.head.bias.grad, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_checkpoints_of_padded_weights(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         torch.testing.assert_close(found["resumed"], found["went on"], rtol=1e-11, atol=0)
 
 
+@pytest.mark.slow
 def test_pretrained_weights_are_read_with_room(ranks: list[dict[str, Any]]) -> None:
     loss = _model(tied=False)(**_inputs())["loss"].item()
     for found in ranks:

@@ -86,17 +86,29 @@ def _full(value: Any) -> Tensor:
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach()
 
 
-def _phi3() -> nn.Module:
-    """Grouped queries: of a fused q, k, v weight the segments are unequal."""
-    return architectures.build("phi3", architectures.size("dividing", dist.get_world_size()))
+def _grouped_queries() -> architectures.Size:
+    """Widths that all ranks divide: of a fused q, k, v weight the segments are unequal."""
+    ranks = dist.get_world_size()
+    return architectures.Size(
+        heads=2 * ranks,
+        kv=ranks,
+        hidden=16 * ranks,
+        ffn=32 * ranks,
+        vocab=32 * ranks,
+        batch=2,
+        seq=12,
+        experts=ranks,
+    )
 
 
 def _true_tensors() -> bool:
     """Parameters, gradients and state of optimizers are the model's own, of each name."""
-    size = architectures.size("dividing", dist.get_world_size())
+    size = _grouped_queries()
     with architectures.float64():
-        model: Any = _phi3()
-        module: Any = sp_compiler.compile(_phi3(), tp=dist.get_world_size())
+        model: Any = architectures.build("phi3", size)
+        module: Any = sp_compiler.compile(
+            architectures.build("phi3", size), tp=dist.get_world_size()
+        )
         inputs = architectures.inputs("phi3", size)
         module(**inputs)
         moments = []

@@ -66,6 +66,7 @@ def test_what_runs_under_collectives_is_decided_by_the_example() -> None:
     assert comparisons[0] == comparisons[1]
 
 
+@pytest.mark.slow
 def test_hooks_of_layers_see_no_sizes() -> None:
     module, _ = _twice(users.Net)
     seen: list[int] = []
@@ -96,7 +97,11 @@ def _twice(kind: Callable[[], nn.Module], **options: Any) -> tuple[Any, nn.Modul
 
 
 @pytest.mark.parametrize(
-    ("kind", "required"), [(Branching, r"size1 <= 8"), (Recurrent, r"Eq\(size1, 5\)")]
+    ("kind", "required"),
+    [
+        (Branching, r"size1 <= 8"),
+        pytest.param(Recurrent, r"Eq\(size1, 5\)", marks=pytest.mark.slow),
+    ],
 )
 def test_a_model_that_is_specialised_compiles_again(
     kind: Callable[[], nn.Module], required: str
@@ -121,6 +126,7 @@ class Sized(users.Net):
         return super().forward(x[:, : seq // 2 + 1], *args, **kwargs)
 
 
+@pytest.mark.slow
 def test_sizes_in_arithmetic() -> None:
     module, model = _twice(Sized)
     for shape in ((2, 4), (3, 7), (2, 8), (5, 5)):
@@ -202,6 +208,7 @@ class DataDependent(users.Net):
         return super().forward(x * sizes.sum(), *args, **kwargs)
 
 
+@pytest.mark.slow
 def test_sizes_that_python_takes_as_numbers_stay_right() -> None:
     module, model = _twice(DataDependent)
     with warnings.catch_warnings():

@@ -147,6 +147,7 @@ def test_sizes_that_a_rule_compares_are_compared_for_other_calls_too() -> None:
     assert [type(guard.expr) for guard in env.guards] == [sympy.Eq]
 
 
+@pytest.mark.slow
 def test_the_graphs_that_were_partitioned_run_for_other_sizes() -> None:
     program = open_program(zoo.build("gpt2", dropout=0.1), zoo.inputs("gpt2", *EXAMPLE), tp=2)
     parts = {name: PartitionedCode(region.partitioned) for name, region in program.regions.items()}
@@ -206,6 +207,7 @@ class _ByEinsum(nn.Module):
         return (x + self.experts(x)).square().mean()
 
 
+@pytest.mark.slow
 def test_products_by_einsum() -> None:
     torch.manual_seed(0)
     model = _ByEinsum().double()

@@ -25,7 +25,7 @@ from tests.models import architectures, zoo
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
-_FAST = ("gpt2", "llama", "vit", "lora")
+_FAST = ("gpt2", "llama")
 _OTHERS = tuple(name for name in zoo.names() if name not in _FAST)
 _SIZE = (3, 13)
 _ARCHITECTURES = (

@@ -10,12 +10,13 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+# Every type of device that a model may run on: torch has no list of those with autocast on.
 _DEVICES = ("cpu", "cuda")
 
 
 @contextlib.contextmanager
 def without_autocast() -> Iterator[None]:
-    """The casts of autocast are part of the captured graph and must not happen twice."""
+    """Run with autocast off: its casts are in the captured graph and must not happen twice."""
     with contextlib.ExitStack() as stack:
         for device in _DEVICES:
             if torch.is_autocast_enabled(device):
@@ -28,7 +29,8 @@ Autocast = tuple[tuple[str, torch.dtype], ...]
 
 
 def autocast_state() -> Autocast:
-    """Return what is on now."""
+    """Return the autocasts that are on now."""
+    # In the order of _DEVICES: the result is part of the key under which programs are cached.
     return tuple(
         (device, torch.get_autocast_dtype(device))
         for device in _DEVICES
@@ -47,21 +49,23 @@ def under_autocast(state: Autocast) -> Iterator[None]:
 
 @contextlib.contextmanager
 def explicit_einsum() -> Iterator[None]:
-    """Under autocast the casts inside of ``einsum``, which is recorded whole, come before it.
+    """Record the casts of autocast inside ``einsum``, one operator of the graph, in front of it.
 
-    Eager casts the factors of each product of matrices in it. Of an equation that only multiplies
-    two operands and sums over what both have that is all there is; of others the operators that
-    they are made of are recorded.
+    Eager casts the factors of each matrix product in it. An equation that multiplies two operands
+    and sums over the labels that both have is one such product; any other is recorded as the
+    operators that it decomposes to.
     """
     original = torch._VF.einsum  # type: ignore[attr-defined]
 
     def einsum(equation: str, operands: tuple[Tensor, ...], **kwargs: Any) -> Tensor:
         device = operands[0].device.type
+        # No autocast exists for the meta device: asking for its state raises.
         if device == "meta" or not torch.is_autocast_enabled(device):
             return original(equation, operands, **kwargs)
         if not _is_product(equation, len(operands)):
             return torch.ops.aten.einsum.default.decompose(equation, list(operands), **kwargs)
         dtype = torch.get_autocast_dtype(device)
+        # As autocast itself does: float64 and integers are left alone.
         is_cast = [x.is_floating_point() and x.dtype != torch.float64 for x in operands]
         cast = [x.to(dtype) if c else x for x, c in zip(operands, is_cast, strict=True)]
         return original(equation, cast, **kwargs)
@@ -73,9 +77,13 @@ def explicit_einsum() -> Iterator[None]:
 
 
 def _is_product(equation: str, count: int) -> bool:
+    """Tell whether ``einsum`` runs ``equation`` as one matrix product and nothing else."""
     terms, arrow, result = equation.replace(" ", "").partition("->")
     left, _, right = terms.partition(",")
+    # Fewer labels than letters: an operand repeats one, and its diagonal is taken first.
     if count != 2 or not arrow or "." in equation or len({*left}) + len({*right}) < len(terms) - 1:
         return False
     both = {*left} & {*right}
+    # A label that only one operand has must be in the result: else it is summed before the
+    # product. One that both have must not be: without a sum it is no matrix product.
     return {*left} ^ {*right} <= {*result} and bool(both - {*result})

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 class Pass(StrEnum):
     """The passes in the order in which they run.
 
-    Everything that says which pass is meant uses these names: the stages of a compilation, its
-    reports and times, :class:`~sp_compiler.PassError`, ``meta["origin"]`` of a node, and
-    ``first_bad_pass`` of a verification. The user's own passes are called as they call them.
+    All places that name a pass use these names: the stages of a compilation, its reports and times,
+    :class:`~sp_compiler.PassError`, ``meta["origin"]`` of a node, and ``first_bad_pass`` of a
+    verification. Passes of the user's own have the names that the user gives them.
     """
 
     EXPORT = "export"
@@ -41,7 +41,7 @@ class Pass(StrEnum):
     CODEGEN = "codegen"
 
     def __repr__(self) -> str:
-        return repr(self.value)  # a name among the users' own, in messages and data
+        return repr(self.value)  # lists of names in messages mix these with the user's own, texts
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class PassReport:
         name: of the pass.
         rewrites: how often it changed something; what counts as once is for the pass to say.
         kinds: the same by kind of rewrite, where the pass has several.
-        declined: what it might have changed, with the reason why it did not.
+        declined: candidates that it left as they are, with the reason.
         node_delta: how many more nodes the graphs have than before, counted by the compiler.
         seconds: wall-clock time that it took, measured by the compiler.
     """
@@ -77,6 +77,7 @@ class PassReport:
     kinds: dict[str, int] = field(default_factory=dict)
     declined: list[Declined] = field(default_factory=list)
     node_delta: int = 0
+    # Not compared: no two runs of one pass take the same time.
     seconds: float = field(default=0.0, compare=False)
 
     def rewrote(self, count: int = 1, kind: str = "") -> None:
@@ -100,13 +101,14 @@ class PassReport:
 
 
 def report_lines(reports: Sequence[PassReport]) -> Iterator[str]:
-    """A line for each pass, and one below for each reason for which it declined something."""
+    """Yield a line per pass, and below it one per reason for which it declined a candidate."""
     width = max((len(report.name) for report in reports), default=0)
     for report in reports:
         yield (
             f"{report.name:<{width}}  {report.seconds:7.3f} s  {report.rewrites:5} rewrites  "
             f"{report.node_delta:+5} nodes"
         )
+        # A layer's candidates are declined in every layer: one line, with the first of them.
         reasons = dict.fromkeys(item.reason for item in report.declined)
         for reason in reasons:
             items = [item for item in report.declined if item.reason == reason]
@@ -114,12 +116,13 @@ def report_lines(reports: Sequence[PassReport]) -> Iterator[str]:
             yield f"{'':{width}}  declined {len(items)} x: {reason} ({first})"
 
 
+# A context variable and no global: several threads may compile at the same time.
 _RUNNING: ContextVar[PassReport | None] = ContextVar("running", default=None)
 
 
 @contextlib.contextmanager
 def reporting(report: PassReport) -> Iterator[PassReport]:
-    """The pass of this name, run inside, reports to ``report``."""
+    """Let the pass of this name, run inside, report to ``report``."""
     token = _RUNNING.set(report)
     try:
         yield report
@@ -128,9 +131,9 @@ def reporting(report: PassReport) -> Iterator[PassReport]:
 
 
 def report_of(name: str) -> PassReport:
-    """The report of the pass ``name`` where the compiler runs it, else one that nobody reads.
+    """Return the report of the pass ``name`` if the compiler runs it, else one that nobody reads.
 
-    So a pass may try others: what they do on the way, to be measured, is reported nowhere.
+    This lets a pass try out others: what those rewrite while they are measured is not reported.
     """
     running = _RUNNING.get()
     return running if running is not None and running.name == name else PassReport(name)

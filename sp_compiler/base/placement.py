@@ -21,7 +21,7 @@ class Placement:
         kind: ``"R"`` replicated, gradient partial; ``"I"`` invariant: replicated, gradient
             replicated; ``"P"`` partial sum; ``"S"`` sharded on ``dim``; ``"T"`` the first ``dim``
             dimensions flattened to rows, padded to a multiple of the world size, rows sharded
-            (only while solving; the local tensor is then ``S(0)``).
+            (only while solving; in the rewritten graph the local tensor is ``S(0)``).
         dim: non-negative dimension for ``"S"``, number of flattened dimensions for ``"T"``.
         segments: for ``"S"``: global sizes of the parts of ``dim`` (a fused q, k, v), each of which
             is sharded over all ranks; ``()`` when ``dim`` is one part. A single one that does not
@@ -44,7 +44,7 @@ class Placement:
     @classmethod
     @functools.cache
     def parse(cls, text: str) -> Placement:
-        """Inverse of ``str``; raises ``ValueError`` on any other text."""
+        """Invert ``str``; raises ``ValueError`` on any other text."""
         match = _TEXT.match(text)
         if match is None:
             raise ValueError(f"not a placement: {text!r}; expected R, I, P, S(dim) or S(dim|a,b,c)")
@@ -69,12 +69,14 @@ class Placement:
 
     def padding(self, world_size: int) -> int:
         """Number of elements behind the true ones of ``dim``, over all ranks together."""
+        # Several segments are never padded: local_shape() requires each of them to divide.
         return -self.segments[0] % world_size if len(self.segments) == 1 else 0
 
     def local_shape(self, shape: tuple[int, ...], world_size: int) -> tuple[int, ...]:
         """Shape of one rank's part of a global ``shape``; a "T" is rounded up to whole rows."""
         if self.kind == "S":
             size = shape[self.dim] + self.padding(world_size)
+            # Each segment has to divide, not only their sum: every rank has a part of each.
             parts = self.segments if len(self.segments) > 1 else (size,)
             if any(part % world_size for part in parts):
                 raise ValueError(
@@ -89,7 +91,7 @@ class Placement:
         return shape
 
     def global_shape(self, shape: tuple[int, ...], world_size: int) -> tuple[int, ...]:
-        """Inverse of :meth:`local_shape` (but of a "T"): what ``shape`` is a part of."""
+        """Invert :meth:`local_shape`, for all kinds but "T", which forgets how much was padding."""
         if self.kind != "S":
             return shape
         size = shape[self.dim] * world_size - self.padding(world_size)
@@ -102,22 +104,23 @@ P = Placement("P")
 
 
 def S(dim: int, segments: tuple[int, ...] = ()) -> Placement:
-    """Sharded on ``dim``, each of ``segments`` over all ranks."""
+    """Placement of a value sharded on ``dim``, each of ``segments`` over all ranks."""
     return Placement("S", dim, segments)
 
 
 def shard_of(size: int, dim: int, world_size: int) -> Placement:
-    """A dim of ``size`` sharded as one part, padded where it does not divide by ``world_size``."""
+    """Placement of a dim of ``size`` sharded as one part, padded where it does not divide."""
     return S(dim, (size,)) if size % world_size else S(dim)
 
 
 def T(num_dims: int) -> Placement:
-    """The first ``num_dims`` dimensions flattened, padded and sharded."""
+    """Placement of the first ``num_dims`` dimensions flattened, padded and sharded."""
     return Placement("T", num_dims)
 
 
 def as_value(placement: Placement) -> Placement:
-    """Return the placement of the numbers: R and I are the same, and one segment is none."""
+    """Return the placement of the values alone: R for I, and no segments for a single one."""
+    # R and I differ in the gradient only, and one segment says no more than how it is padded.
     if placement.is_replicated:
         return R
     if placement.kind == "S" and len(placement.segments) == 1:

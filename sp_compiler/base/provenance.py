@@ -16,7 +16,7 @@ class Layer:
     """One use of a layer: the outermost module in an indexed container (a path ending in ``.N``).
 
     Attributes:
-        key: tells repeated calls of one module apart.
+        key: differs between repeated calls of one module.
         path: of the module in the model; "" for everything outside layers.
         class_name: of the module.
     """
@@ -30,9 +30,12 @@ OUTSIDE = Layer()
 
 
 def layer_of(node: Node) -> Layer:
-    """The layer that ``node`` was captured in, or :data:`OUTSIDE`."""
+    """Return the layer that ``node`` was captured in, or :data:`OUTSIDE`."""
+    # Outermost first: a layer may hold indexed modules of its own, such as experts.
     for key, (path, module_class) in (node.meta.get("nn_module_stack") or {}).items():
+        # "@1" marks the second call of a module that is called twice.
         path = path.split("@")[0]
+        # torch.export writes the class as text, Dynamo as the class itself.
         name = module_class if isinstance(module_class, str) else module_class.__name__
         name = name.rsplit(".", 1)[-1]
         if name == "ParametrizationList":  # indexed, but a container of what computes a weight
@@ -45,6 +48,7 @@ def layer_of(node: Node) -> Layer:
 def node_origin(node: Node) -> str:
     """Module path and source line of the user's model that ``node`` came from, for error texts."""
     path = module_path(node)
+    # The last two lines of a trace are its innermost frame: where, and the code there.
     trace = (node.meta.get("stack_trace") or "").strip().splitlines()
     line = "\n    ".join(part.strip() for part in trace[-2:])
     return f"  module: {path or '(model)'}\n    {line}".rstrip()

@@ -1,4 +1,4 @@
-"""Text of ours and of others as parts of Python source: the one place that prints it.
+"""Text that becomes part of Python source, whoever wrote it: the one place that prints it.
 
 Names of modules, parameters and classes, and string arguments of operators are data: whatever they
 contain, a docstring stays one docstring, a comment ends with its line and a literal evaluates to
@@ -25,7 +25,7 @@ def identifier(name: str, taken: Iterable[str] = ()) -> str:
     ASCII only: Python reads other letters in a normal form, in which two names may be one.
     """
     text = re.sub(r"[^0-9A-Za-z_]+", "_", name)
-    if not text.strip("_"):
+    if not text.strip("_"):  # nothing that can be read is left, as of a name in another script
         text = "value"
     if text[0].isdigit():
         text = f"_{text}"
@@ -33,23 +33,25 @@ def identifier(name: str, taken: Iterable[str] = ()) -> str:
 
 
 def comment(text: str) -> str:
-    """``# text`` that ends with its line."""
+    """Return ``# text``, which ends with its line."""
     return f"# {_printable(text)}"
 
 
 def docstring(lines: Iterable[str]) -> list[str]:
-    """The lines of a docstring, quotes included."""
+    """Lines of a docstring, quotes included."""
+    # Quotes are escaped one by one: three of them would end it, and one at its end makes four.
     first, *rest = (_printable(line, _QUOTED) for line in lines)
     return [f'"""{first}', *rest, '"""'] if rest else [f'"""{first}"""']
 
 
 def string(text: str) -> str:
-    """A string literal with double quotes."""
+    """Return ``text`` as a string literal with double quotes."""
     return f'"{_printable(text, _QUOTED)}"'
 
 
 def _printable(text: str, escaped: str = "") -> str:
-    """``text`` with all that ends a line or is no text, and ``escaped``, behind backslashes."""
+    """Escape line ends and unprintable characters of ``text``, and those in ``escaped``."""
+    # Unprintable includes what turns the reading direction: source must read as it runs.
     return "".join(
         f"\\{char}" if char in escaped else char if char.isprintable() else _escape(char)
         for char in str(text)

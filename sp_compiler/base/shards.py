@@ -12,7 +12,7 @@ from sp_compiler.base.placement import Placement
 
 
 def local_part(full: Tensor, placement: Placement, rank: int, world_size: int) -> Tensor:
-    """A copy of what ``rank`` holds of ``full``, padding included.
+    """Copy the part of ``full`` that ``rank`` holds, padding included.
 
     Raises:
         ValueError: a dim or a segment does not divide by ``world_size``.
@@ -20,9 +20,10 @@ def local_part(full: Tensor, placement: Placement, rank: int, world_size: int) -
     if placement.kind in ("R", "I"):
         return full.clone()
     if placement.kind == "P":
-        # Any summands would do; these let the sum be the same number to the bit.
+        # Any summands would do; with these the sum is bitwise equal to ``full``.
         return full.clone() if rank == 0 else torch.zeros_like(full)
     dim = placement.dim
+    # For its error alone: ``chunk`` would quietly make parts of several sizes.
     placement.local_shape(tuple(full.shape), world_size)
     full = padded(full, placement, world_size)
     segments = placement.segments if len(placement.segments) > 1 else (full.shape[dim],)
@@ -32,7 +33,7 @@ def local_part(full: Tensor, placement: Placement, rank: int, world_size: int) -
 
 
 def join_parts(parts: Sequence[Tensor], placement: Placement) -> Tensor:
-    """Inverse of :func:`local_part` over all ranks; replicated parts must be equal.
+    """Invert :func:`local_part` over all ranks; replicated parts must be equal.
 
     Raises:
         RankMismatchError: parts that must be the same numbers on every rank differ.
@@ -46,27 +47,28 @@ def join_parts(parts: Sequence[Tensor], placement: Placement) -> Tensor:
     dim = placement.dim
     if len(placement.segments) < 2:
         return without_padding(torch.cat(list(parts), dim), placement, len(parts))
+    # A rank holds its part of every segment, so that segments are the outer loop.
     sizes = [size // len(parts) for size in placement.segments]
     pieces = [part.split(sizes, dim) for part in parts]
     return torch.cat([piece[index] for index in range(len(sizes)) for piece in pieces], dim)
 
 
 def padded(full: Tensor, placement: Placement, world_size: int) -> Tensor:
-    """``full`` with zeros behind it where ``placement`` is padded."""
+    """Return ``full``, with zeros appended where ``placement`` is padded."""
     missing = placement.padding(world_size)
     dim = placement.dim
     return enlarged(full, dim, full.shape[dim] + missing) if missing else full
 
 
 def enlarged(x: Tensor, dim: int, size: int) -> Tensor:
-    """A copy of ``x`` with zeros behind it on ``dim``, which is of ``size`` then."""
+    """Copy ``x`` with zeros appended to ``dim``, up to ``size``."""
     result = x.new_zeros((*x.shape[:dim], size, *x.shape[dim + 1 :]))
     result.narrow(dim, 0, x.shape[dim]).copy_(x)
     return result
 
 
 def without_padding(full: Tensor, placement: Placement, world_size: int) -> Tensor:
-    """Inverse of :func:`padded`, a view."""
+    """Invert :func:`padded`; the result is a view."""
     if not placement.padding(world_size):
         return full
     return full.narrow(placement.dim, 0, placement.segments[0])
@@ -79,7 +81,8 @@ def _check_equal(first: Tensor, other: Tensor, rank: int) -> None:
             f"rank {rank}"
         )
     if not torch.equal(first, other):
-        # Equal NaNs are equal parts: that they are NaN is for others to say.
+        # NaN at the same places is no difference between ranks: whoever checks the numbers reports
+        # that they are NaN, and a missing conversion must not be blamed for it.
         if ((first == other) | (first.isnan() & other.isnan())).all():
             return
         spread = (first - other).abs().max().item()

@@ -1,4 +1,4 @@
-"""The memory behind a tensor, as plain data: what liveness and the memory solvers count."""
+"""The memory behind a tensor, as plain data: the unit of liveness and of the memory solvers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Storage:
-    """Memory that a call made: ``owner`` is ("forward" or "backward", call index, name)."""
+    """Memory that a call allocated: ``owner`` is ("forward" or "backward", call index, name)."""
 
     owner: tuple[str, int, str]
     num_bytes: int

@@ -25,10 +25,16 @@ def parse_bytes(name: str, size: object) -> int:
     if isinstance(size, str) and (match := _TEXT.fullmatch(size.strip())):
         number, unit = match.groups()
         num_bytes = int(float(number) * 1024 ** UNITS.index(unit)) if unit in UNITS else None
+    # A bool is an int to Python: ``memory_budget=True`` would be one byte.
     if isinstance(num_bytes, bool) or not isinstance(num_bytes, int) or num_bytes < 1:
+        # "80GB" means 80 GiB to some and 74.5 GiB to others, and the difference is out of memory.
+        decimal = re.search(r"([KMGT])B\b", size) if isinstance(size, str) else None
+        advice = (
+            f" (1 {decimal[1]}iB is 1024-based; {decimal[0]} could mean either)" if decimal else ""
+        )
         raise ArgumentError(
             f"{name}={size!r}: expected a positive number of bytes as an int, or text such as "
-            f'"12GiB" or "1.5 TiB" with one of {", ".join(UNITS)}{_hint(size)}'
+            f'"12GiB" or "1.5 TiB" with one of {", ".join(UNITS)}{advice}'
         )
     return num_bytes
 
@@ -39,11 +45,3 @@ def bytes_text(num_bytes: float) -> str:
     while num_bytes >= 1024 and unit < len(UNITS) - 1:
         num_bytes, unit = num_bytes / 1024, unit + 1
     return f"{num_bytes:.2f} {UNITS[unit]}" if unit else f"{num_bytes:.0f} B"
-
-
-def _hint(size: object) -> str:
-    # "80GB" means 80 GiB to some and 74.5 GiB to others, and the difference is out of memory.
-    decimal = re.search(r"([KMGT])B\b", size) if isinstance(size, str) else None
-    if decimal is None:
-        return ""
-    return f" (1 {decimal[1]}iB is 1024-based; {decimal[0]} could mean either)"

@@ -14,17 +14,19 @@ LIBRARY_FOLDERS = tuple(
     os.path.dirname(os.path.realpath(str(module.__file__))) + os.sep
     for module in (torch, sys.modules[__name__.partition(".")[0]])
 )
-_PASSED_OVER = (*LIBRARY_FOLDERS, os.path.realpath(str(contextlib.__file__)))
+# And contextlib's, whose frames stand between ours wherever a decorator is a context manager.
+_SKIPPED = (*LIBRARY_FOLDERS, os.path.realpath(str(contextlib.__file__)))
 
 
 def warn(message: str) -> None:
-    """A ``UserWarning`` at the innermost line that is neither PyTorch's nor this package's."""
+    """Issue a ``UserWarning`` at the innermost line that is neither PyTorch's nor ours."""
     # Counted by hand: ``skip_file_prefixes`` of ``warnings.warn`` needs Python 3.12.
     level, frame = 1, sys._getframe()
-    while frame.f_back is not None and _passed_over(frame.f_code.co_filename):
+    while frame.f_back is not None and _is_skipped(frame.f_code.co_filename):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)
 
 
-def _passed_over(filename: str) -> bool:
-    return filename.startswith("<") or os.path.realpath(filename).startswith(_PASSED_OVER)
+def _is_skipped(filename: str) -> bool:
+    # "<eval_with_key>", "<string>": generated code, which is ours or PyTorch's.
+    return filename.startswith("<") or os.path.realpath(filename).startswith(_SKIPPED)

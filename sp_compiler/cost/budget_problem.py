@@ -6,7 +6,7 @@ is the peak of the plan, to the byte.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from sp_compiler.base.storage import Storage
@@ -45,9 +45,10 @@ def budget_problem(
         differentiable: by region name, for each output whether a gradient flows through it.
         world_size: number of tensor-parallel ranks.
     """
-    # What lives apart from what is saved is the same however the regions are split.
-    first = {name: each[0].partitioned for name, each in splits.items()}
-    walk = StepWalk(program, first, differentiable, world_size)
+    # One walk, with the first split of each region, serves all: only what calls save depends on
+    # the split, and that is left out of the walk below.
+    first_splits = {name: each[0].partitioned for name, each in splits.items()}
+    walk = StepWalk(program, first_splits, differentiable, world_size)
     events = list(walk.events())
     calls = range(len(program.calls))
     idle = set(calls) - {e.call for e in events if e.kind == "run" and e.phase == "backward"}
@@ -58,18 +59,21 @@ def budget_problem(
     for event in events:
         if event.kind == "run":
             (before if event.phase == "forward" else inside)[event.call].add(holders.live())
-        # What the splits save is theirs to count, but for calls that have no choice.
+        # What a call saves is counted by the split that is chosen; idle calls have no choice.
         elif not event.saved or event.call in idle:
             holders.apply(event)
+            # The peak may lie behind a function, when all of its results have come to life.
             if event.kind == "hold":
                 after[event.call].add(holders.live())
-    made = {storage for frame in walk.frames for storage in frame.outputs if storage is not None}
+    # Several calls may save one of these (a mask, a rotary table): the solver has to know it by
+    # its identity to count it once. All else that a call saves is its own, and a number will do.
+    made = {storage for call in walk.storages for storage in call.outputs if storage is not None}
     return [
         CallSplits(
             (_idle(splits[call.region.name][0]),)
             if index in idle
             else tuple(
-                _split(split, {*filter(None, walk.frame(index, split.partitioned).saved)}, made)
+                _split(split, filter(None, walk.storages_of(index, split.partitioned).saved), made)
                 for split in splits[call.region.name]
             ),
             frozenset(before[index]),
@@ -80,17 +84,19 @@ def budget_problem(
     ]
 
 
-def _split(split: RegionSplit, saved: set[Storage], made: set[Storage]) -> Split:
+def _split(split: RegionSplit, saved: Iterable[Storage], made: set[Storage]) -> Split:
     """Sizes of a call split like this; ``made`` are results of calls, which others may save."""
+    storages = set(saved)
     return Split(
         time_us=split.time_us,
-        own_bytes=sum(storage.num_bytes for storage in saved - made),
-        shared=frozenset(saved & made),
+        own_bytes=sum(storage.num_bytes for storage in storages - made),
+        shared=frozenset(storages & made),
         forward_bytes=split.forward_peak_bytes,
         backward_bytes=split.backward_peak_bytes,
     )
 
 
 def _idle(split: RegionSplit) -> Split:
-    # What an idle call saves lives from its forward on: it is in the sets of the others already.
+    # What an idle call saves lives from its forward to the end: the sets of live storages of all
+    # later calls contain it already.
     return Split(0.0, 0, Shared(), split.forward_peak_bytes, split.backward_peak_bytes)

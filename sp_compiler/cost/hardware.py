@@ -1,4 +1,4 @@
-"""A roofline and alpha-beta model of one accelerator and its tensor-parallel link.
+"""Roofline and alpha-beta model of one accelerator and its tensor-parallel link.
 
 Only ratios matter to the decisions; the numbers are those of an H100 SXM.
 """
@@ -26,7 +26,7 @@ class Hardware:
             it can be, while a small adapter is not worth a collective.
         kept_byte_us: price of a byte kept for backward between two regions. Chosen so that rows are
             sharded where gathering them costs the same either way, while a value that several
-            layers read whole (an encoder's states) is gathered once.
+            layers read in full (an encoder's states) is gathered once.
     """
 
     flops_per_us: float = 500e6
@@ -44,11 +44,15 @@ H100 = Hardware()
 def collective_us(
     num_bytes: float, times: int, world_size: int, hardware: Hardware = H100
 ) -> float:
-    """Time of a collective over ``num_bytes``, of the whole value, crossing the link ``times``."""
+    """Time of a collective over a full value of ``num_bytes`` that crosses the link ``times``.
+
+    An all-gather or reduce-scatter crosses it once, an all-reduce, which is both, twice.
+    """
     if times == 0 or world_size == 1:
         return 0.0
-    wire = num_bytes * times * (world_size - 1) / world_size
-    return hardware.latency_us * times + wire / hardware.link_bytes_per_us
+    # A ring: every rank sends and receives all parts but its own.
+    wire_bytes = num_bytes * times * (world_size - 1) / world_size
+    return hardware.latency_us * times + wire_bytes / hardware.link_bytes_per_us
 
 
 def conversion_us(
@@ -59,10 +63,12 @@ def conversion_us(
     ``None`` for a conversion that the typing does not have (nothing turns R into I).
     """
     if source.is_sharded and target.is_sharded:
-        # Through the whole value: gathered and cut, forward and backward.
-        once = conversion_us(num_bytes, source, Placement("I"), world_size, needs_grad=needs_grad)
-        again = conversion_us(num_bytes, Placement("I"), target, world_size, needs_grad=needs_grad)
-        return (once or 0.0) + (again or 0.0)
+        # By way of the full value: gathered and cut, in forward and in backward.
+        gather_us = conversion_us(
+            num_bytes, source, Placement("I"), world_size, needs_grad=needs_grad
+        )
+        cut_us = conversion_us(num_bytes, Placement("I"), target, world_size, needs_grad=needs_grad)
+        return (gather_us or 0.0) + (cut_us or 0.0)
     forward = conversion_between(source, target)
     if forward is None or not forward.offered:
         return None
@@ -71,7 +77,8 @@ def conversion_us(
         backward = conversion_between(target.dual, source.dual)
         assert backward is not None  # of every conversion that is offered there is a gradient
         total += collective_us(num_bytes, backward.link_crossings, world_size)
-    # Parts of an inner dim are copied into place, those of the outermost are not.
+    # Collectives work on dim 0: parts of an inner dim, or of segments, are copied into place.
+    # Read and written, in forward and in backward, are four times the bytes.
     inner = any(p.kind == "S" and (p.dim or p.segments) for p in (source, target))
     copies = 4.0 if inner else 0.0
     return total + copies * num_bytes / H100.memory_bytes_per_us
@@ -79,6 +86,7 @@ def conversion_us(
 
 def operator_us(flops: float, num_bytes: float, hardware: Hardware = H100) -> float:
     """Roofline time of forward and backward of one operator on one rank."""
+    # The backward of a matrix product is two products of the same size, one per factor.
     return 3 * kernel_us(flops, num_bytes, hardware)
 
 

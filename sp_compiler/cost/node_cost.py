@@ -50,31 +50,36 @@ def tensor_bytes(value: object) -> int:
 def node_flops(node: Node) -> tuple[int, int]:
     """Floating point operations of matrix products (2 per multiply-add): (model, hardware).
 
-    The whole square of scores counts, causal or not, as in the papers. They differ where the
-    operator recomputes inside: fused attention's backward multiplies queries and keys again.
+    The full square of scores counts, causal or not, as in the papers. The two numbers differ where
+    the operator recomputes inside: fused attention's backward multiplies queries and keys again.
     """
+    # By hand: torch's registry lacks the operator for CPUs, and has one count for a backward, in
+    # which the recomputed product is part of the model's work.
     if node.target in FUSED_ATTENTION:
-        work = 2 * _attention_product(node, 0)
-        return work, work
+        flops = 2 * _attention_product(node, 0)  # scores, and scores times values
+        return flops, flops
     if node.target in _ATTENTION_BACKWARDS:
         product = _attention_product(node, 1)
-        return 4 * product, 5 * product
+        return 4 * product, 5 * product  # two gradients per product, and the scores once more
+    # torch's registry has ``addmm`` and ``mm`` but no ``linear``, which simplify makes of them.
     if node.target is _aten.linear.default:
-        work = 2 * node.meta["val"].numel() * node.args[0].meta["val"].shape[-1]
-        return work, work
+        flops = 2 * node.meta["val"].numel() * node.args[0].meta["val"].shape[-1]
+        return flops, flops
     formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
-    if formula is None:
+    if formula is None:  # pointwise and reductions: bound by memory, as the papers have it
         return 0, 0
     values = tree_map_only(Node, lambda arg: arg.meta["val"], (node.args, node.kwargs))
-    work = int(formula(*values[0], **values[1], out_val=node.meta["val"]))
-    return work, work
+    flops = int(formula(*values[0], **values[1], out_val=node.meta["val"]))
+    return flops, flops
 
 
 def product_flops(node: Node) -> float:
     """Operations of the matrix product that a composite operator is (2 per multiply-add), else 0.
 
-    Of the forward alone, before :func:`node_flops` can be asked: ``linear``, ``matmul``...
+    For the placement solver, which sees the forward alone, before composite operators (``linear``,
+    ``matmul``...) are decomposed to those that :func:`node_flops` knows.
     """
+    # By name: one of them belongs to transformers, which may not be installed.
     name = getattr(getattr(node.target, "_schema", None), "name", "")
     if name not in _PRODUCTS:
         return 0.0
@@ -84,36 +89,35 @@ def product_flops(node: Node) -> float:
         return 2.0 * math.prod(left) * right[-2] + 2.0 * math.prod(left[:-1]) * math.prod(
             shapes[2][-2:]
         )
+    # Elements that are summed for one of the result: of a convolution its channels and window.
     inner = math.prod(right[1:]) if "conv" in name else left[-1]
     return 2.0 * float(node.meta["val"].numel()) * inner
 
 
 def _attention_product(node: Node, first: int) -> int:
-    """One of the products (b, a, s, d) x (b, a, s', d); ``first`` is the query's position."""
+    """Operations of one product (b, a, s, d) x (b, a, s', d); ``first``: position of the query."""
     query, key = (node.args[first + i].meta["val"].shape for i in (0, 1))
     return 2 * math.prod(query) * key[-2]
 
 
 def node_collectives(node: Node) -> list[Collective]:
-    """Return what ``node`` communicates: nothing in general."""
+    """Return the collectives that ``node`` runs: most nodes run none."""
     kind = collective_of(node)
     if kind is not None:
-        whole = max(tensor_bytes(value) for value in (node.meta["val"], _source(node).meta["val"]))
-        return [Collective(kind, 1, whole)]
+        # The larger side is the full value: an all-gather makes it, a reduce-scatter takes it.
+        values = (node.meta["val"], node.all_input_nodes[0].meta["val"])
+        return [Collective(kind, 1, max(map(tensor_bytes, values)))]
     ours = operator_of(node.target)
     return [] if ours is None or ours.collectives is None else [*ours.collectives(node.meta["val"])]
 
 
-def _source(node: Node) -> Node:
-    source = node.args[0]
-    assert isinstance(source, Node)
-    return source
-
-
-def collectives_us(found: list[Collective], world_size: int, hardware: Hardware = H100) -> float:
+def collectives_us(
+    collectives: list[Collective], world_size: int, hardware: Hardware = H100
+) -> float:
     """Time of collectives that nothing hides."""
     total = 0.0
-    for item in found:
+    for item in collectives:
+        # One by one, for each pays the latency.
         each = item.num_bytes / max(1, item.count)
         total += item.count * collective_us(each, LINK_CROSSINGS[item.kind], world_size, hardware)
     return total
@@ -123,11 +127,12 @@ def compute_us(node: Node, hardware: Hardware = H100) -> float:
     """Roofline time of ``node`` run as a kernel of its own; 0 for views and conversions."""
     if node.op != "call_function" or is_view(node) or placements_of(node) is not None:
         return 0.0
+    # A split: the node returns a list, and only its parts are views by the schema.
     if isinstance(node.meta["val"], (list, tuple)) and is_view(next(iter(node.users), node)):
         return 0.0
-    read = sum(tensor_bytes(source.meta["val"]) for source in node.all_input_nodes)
+    read_bytes = sum(tensor_bytes(source.meta["val"]) for source in node.all_input_nodes)
     _, flops = node_flops(node)
-    return kernel_us(flops, read + tensor_bytes(node.meta["val"]), hardware)
+    return kernel_us(flops, read_bytes + tensor_bytes(node.meta["val"]), hardware)
 
 
 def elapsed_us(graph: Graph, world_size: int, hardware: Hardware = H100) -> float:
@@ -135,26 +140,28 @@ def elapsed_us(graph: Graph, world_size: int, hardware: Hardware = H100) -> floa
 
     One that has been started goes on until its ``wait``; any other holds everything up.
     """
-    now = link_free = 0.0
-    arrival: dict[Node, float] = {}
+    now_us = link_free_us = 0.0
+    arrival_us: dict[Node, float] = {}
     for node in graph.nodes:
-        found = node_collectives(node)
-        if found:
-            link_free = max(now, link_free) + collectives_us(found, world_size, hardware)
+        collectives = node_collectives(node)
+        if collectives:
+            # One link: a collective waits for those before it, whether anyone waits for them.
+            link_free_us = max(now_us, link_free_us)
+            link_free_us += collectives_us(collectives, world_size, hardware)
             if is_started(node):
-                arrival[node] = link_free
+                arrival_us[node] = link_free_us
             else:
-                now = link_free
+                now_us = link_free_us
         elif is_wait(node):
-            now = max(now, arrival[node.args[0]])
-        now += compute_us(node, hardware)
-    return now
+            now_us = max(now_us, arrival_us[node.args[0]])
+        now_us += compute_us(node, hardware)
+    return now_us
 
 
-def merged(found: Iterable[Collective]) -> tuple[Collective, ...]:
-    """One entry a kind, in order of first appearance."""
+def merged(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
+    """Sum ``collectives`` to one entry per kind, in order of first appearance."""
     totals: dict[str, Collective] = {}
-    for item in found:
+    for item in collectives:
         old = totals.get(item.kind, Collective(item.kind, 0, 0))
         count, num_bytes = old.count + item.count, old.num_bytes + item.num_bytes
         totals[item.kind] = Collective(item.kind, count, num_bytes)

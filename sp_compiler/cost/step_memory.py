@@ -1,4 +1,4 @@
-"""Memory of one training step: what is live while each call runs, and what is saved."""
+"""Memory of one training step: bytes live while each call runs, and storages that are saved."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Moment:
-    """The most that exists while one call runs its forward or its backward, of all calls."""
+    """Bytes of all calls at the peak of one call's forward or backward."""
 
     phase: Phase
     call: int
@@ -36,7 +36,7 @@ class StepMemory:
     Attributes:
         kept: every (call, saved tensor) whose storage some call made, in order of the calls.
         returned: storages of the model's outputs.
-        timeline: what exists while each call runs, in the order of the step.
+        timeline: bytes while each call runs, in the order of the step.
     """
 
     kept: tuple[Kept, ...]
@@ -45,7 +45,7 @@ class StepMemory:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that exists at once."""
+        """The most bytes that exist at once."""
         return max((moment.num_bytes for moment in self.timeline), default=0)
 
     @property
@@ -62,21 +62,21 @@ def step_memory(compiled: CompiledProgram) -> StepMemory:
     own_parameters = compiled.program.own_parameters(compiled.world_size)
 
     @cache
-    def peak_bytes(name: str, phase: Phase, own: frozenset[int]) -> int:
-        """The most that the function holds; calls of a region share one answer."""
+    def peak_bytes(name: str, phase: Phase, counted_as_gradients: frozenset[int]) -> int:
+        """Peak of one function; calls of a region share one answer, so depth costs nothing."""
         parts = partitioned[name]
         if phase == "forward":
             return function_peak_bytes(parts.forward)
         assert parts.step_backward is not None
-        return backward_peak_bytes(parts.step_backward, own)
+        return backward_peak_bytes(parts.step_backward, counted_as_gradients)
 
     holders = Holders()
     timeline: list[Moment] = []
     for event in walk.events():
         if event.kind == "run":
-            name, own = compiled.program.calls[event.call].region.name, own_parameters[event.call]
-            live_bytes = holders.live_bytes + peak_bytes(name, event.phase, own)
-            timeline.append(Moment(event.phase, event.call, live_bytes))
+            name = compiled.program.calls[event.call].region.name
+            own_bytes = peak_bytes(name, event.phase, own_parameters[event.call])
+            timeline.append(Moment(event.phase, event.call, holders.live_bytes + own_bytes))
             continue
         holders.apply(event)
         if event.kind == "hold":  # more may live after a function than while it ran
@@ -84,8 +84,8 @@ def step_memory(compiled: CompiledProgram) -> StepMemory:
             timeline[-1] = replace(last, num_bytes=max(last.num_bytes, holders.live_bytes))
     kept = tuple(
         Kept(index, position, storage)
-        for index, frame in enumerate(walk.frames)
-        for position, storage in enumerate(frame.saved)
+        for index, made in enumerate(walk.storages)
+        for position, storage in enumerate(made.saved)
         if storage is not None
     )
     return StepMemory(kept, walk.returned, tuple(timeline))

@@ -30,14 +30,14 @@ Phase = Literal["forward", "backward"]
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that happens in a step.
+    """One event of a step.
 
     Attributes:
-        kind: a function runs, storages are held once more, or they are held once less.
+        kind: a function runs, storages get one more holder, or they lose one.
         phase: of the function that runs, or that ran last.
         call: of that function.
-        storages: what is held or released, with repetitions.
-        saved: whether they are what ``call`` saves for its backward.
+        storages: those held or released, with repetitions.
+        saved: whether they are those that ``call`` saves for its backward.
     """
 
     kind: Literal["run", "hold", "release"]
@@ -48,15 +48,17 @@ class Event:
 
 
 class Holders:
-    """Storages and how many hold each; one lives while anything holds it."""
+    """Storages with the number of their holders; a storage lives as long as it has one."""
 
     def __init__(self) -> None:
         self.live_bytes = 0
         self._count: Counter[Storage] = Counter()
 
     def apply(self, event: Event) -> None:
-        """Hold or release what ``event`` says."""
+        """Hold or release the storages of ``event``."""
         for storage in event.storages:
+            # Counted when the first holder comes and when the last one goes: an output that is
+            # also saved, or saved by several calls, is one storage.
             if event.kind == "hold":
                 self.live_bytes += 0 if self._count[storage] else storage.num_bytes
                 self._count[storage] += 1
@@ -65,12 +67,12 @@ class Holders:
                 self.live_bytes -= 0 if self._count[storage] else storage.num_bytes
 
     def live(self) -> frozenset[Storage]:
-        """Storages that something holds."""
+        """Return the storages that have a holder."""
         return frozenset(storage for storage, count in self._count.items() if count)
 
 
 @dataclass
-class Frame:
+class CallStorages:
     """Storages of one call, ``None`` where the value is no activation."""
 
     outputs: list[Storage | None] = field(default_factory=list)
@@ -97,13 +99,14 @@ class StepWalk:
         world_size: int,
     ) -> None:
         self.program = program
-        self.frames: list[Frame] = []
+        self.storages: list[CallStorages] = []
         self.returned: frozenset[Storage] = frozenset()
         self._partitioned = partitioned
         self._differentiable = differentiable
         self._world_size = world_size
         self._now: tuple[Phase, int] = ("forward", 0)
         self._grads: dict[tuple[int, int], Storage] = {}
+        # By call and not by use: a call that takes a parameter twice returns one gradient of it.
         self._parts_to_come = Counter(
             ref.name for call in program.calls for ref in set(call.args) if ref.kind == "param"
         )
@@ -111,22 +114,25 @@ class StepWalk:
         self._replicated: dict[str, Tensor] = {}
 
     def events(self) -> Iterator[Event]:
-        """Walk once; fills ``frames`` and ``returned``."""
+        """Walk once; fills ``storages`` and ``returned``."""
         calls = self.program.calls
         dead = self.program.last_uses()
         for index, call in enumerate(calls):
             yield self._run("forward", index)
-            frame = self.frame(index, self._partitioned[call.region.name])
-            self.frames.append(frame)
+            made = self.storages_of(index, self._partitioned[call.region.name])
+            self.storages.append(made)
             # Two holders: an output that is saved too lives until neither needs it.
-            yield self._hold(frame.outputs)
-            yield self._hold(frame.saved, saved=True)
+            yield self._hold(made.outputs)
+            yield self._hold(made.saved, saved=True)
+            # Behind the call: what it read for the last time lived while it ran.
             for done in dead[index]:
-                yield self._release(self.frames[done].outputs)
+                yield self._release(self.storages[done].outputs)
         leaves = [leaf for leaf in self.program.outputs if isinstance(leaf, Ref)]
         self.returned = frozenset(filter(None, map(self._storage, leaves)))
         flowing = [ref for ref in leaves if ref.kind == "call" and self._flows(ref)]
         numbers = [ref for ref in flowing if self._value(ref).dim() == 0]
+        # A model that returns its loss is trained by that alone; of one that does not, all outputs
+        # may enter the user's own loss.
         for ref in numbers[:1] or flowing:
             start = Storage(("backward", -1, str(ref)), tensor_bytes(self._value(ref)))
             yield self._hold([start])  # whoever called backward holds it
@@ -135,20 +141,20 @@ class StepWalk:
             yield from self._backward(index, calls[index])
         yield from self._reduce()
 
-    def frame(self, index: int, parts: Partitioned) -> Frame:
+    def storages_of(self, index: int, parts: Partitioned) -> CallStorages:
         """Storages that call ``index`` makes and saves if it is split like ``parts``."""
         call = self.program.calls[index]
         placeholders = parts.forward.find_nodes(op="placeholder")
         arguments = dict(zip(placeholders, map(self._storage, call.args), strict=True))
         for node, ref in zip(placeholders, call.args, strict=True):
-            if ref.kind == "seed":
+            if ref.kind == "seed":  # the runtime makes one per call, distinct
                 arguments[node] = Storage(("forward", index, node.name), SEED_BYTES)
         results = parts.forward.output_node().args[0]
         storages = [_resolve(node, arguments, ("forward", index)) for node in results]
-        return Frame(storages[: parts.num_outputs], storages[parts.num_outputs :])
+        return CallStorages(storages[: parts.num_outputs], storages[parts.num_outputs :])
 
     def _storage(self, ref: Ref) -> Storage | None:
-        return self.frames[ref.index].outputs[ref.output] if ref.kind == "call" else None
+        return self.storages[ref.index].outputs[ref.output] if ref.kind == "call" else None
 
     def _flows(self, ref: Ref) -> bool:
         return self._differentiable[self.program.calls[ref.index].region.name][ref.output]
@@ -160,7 +166,7 @@ class StepWalk:
     # Backward.
 
     def _backward(self, index: int, call: Call) -> Iterator[Event]:
-        parts, frame = self._partitioned[call.region.name], self.frames[index]
+        parts, made = self._partitioned[call.region.name], self.storages[index]
         graph = parts.step_backward
         refs = [Ref("call", index=index, output=k) for k in range(parts.num_outputs)]
         refs = [ref for ref in refs if self._flows(ref)]
@@ -177,7 +183,7 @@ class StepWalk:
                 yield self._hold([zeros])
         yield self._run("backward", index)
         names = graph.find_nodes(op="placeholder")
-        known = dict(zip(names, [*frame.saved, *tangents], strict=True))
+        known = dict(zip(names, [*made.saved, *tangents], strict=True))
         grads = graph.output_node().args[0]
         for grad, ref, placement in zip(
             grads, call.args, call.region.input_placements, strict=True
@@ -192,7 +198,7 @@ class StepWalk:
                 yield from self._collect(ref.name, storage)
         # Only now: the backward runs with all that it was given alive.
         yield self._release(tangents)
-        yield self._release(frame.saved, saved=True)
+        yield self._release(made.saved, saved=True)
 
     def _accumulate(self, ref: Ref, storage: Storage) -> Iterator[Event]:
         """Add a second gradient of one value to the first."""
@@ -210,6 +216,7 @@ class StepWalk:
         """Add a part of the gradient of a parameter; the last sum is the gradient itself."""
         self._parts_to_come[name] -= 1
         before, is_last = self._partial.pop(name, None), not self._parts_to_come[name]
+        # From one call alone: the part is the gradient, which is no activation.
         if before is None and is_last:
             return
         yield self._hold([part])
@@ -224,12 +231,13 @@ class StepWalk:
 
     def _reduce(self) -> Iterator[Event]:
         """Put gradients of replicated parameters together and reduce them, a dtype at a time."""
-        sizes: Counter[torch.dtype] = Counter()
+        sizes_bytes: Counter[torch.dtype] = Counter()
         for grad in self._replicated.values():
-            sizes[grad.dtype] += tensor_bytes(grad)
-        if sizes:
-            # Twice: what is sent, and what arrives.
-            yield self._hold([Storage(("backward", -1, "bucket"), 2 * max(sizes.values()))])
+            sizes_bytes[grad.dtype] += tensor_bytes(grad)
+        if sizes_bytes:
+            # Twice, for what is sent and what arrives; the largest, for one bucket is freed before
+            # that of the next dtype is made.
+            yield self._hold([Storage(("backward", -1, "bucket"), 2 * max(sizes_bytes.values()))])
 
     # Events.
 
@@ -247,7 +255,7 @@ class StepWalk:
 def _resolve(
     node: Node, known: Mapping[Node, Storage | None], where: tuple[Phase, int]
 ) -> Storage | None:
-    """The storage behind ``node``: one that came in, or one that the function made."""
+    """Return the storage behind ``node``: one that came in, or one that the function made."""
     owner = base(node)
     if owner.op == "placeholder":
         return known[owner]

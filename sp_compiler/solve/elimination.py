@@ -1,10 +1,10 @@
-"""Exact solution of a placement problem by elimination: no search, where few values live at once.
+"""Exact solution of a placement problem by elimination, without search, where few values live.
 
-Two vertices of which one reads what the other makes become one table of all pairs of their rows. A
+Two vertices of which one reads a value of the other become one table of all pairs of their rows. A
 row is what the rest of the problem can see: which placements it needs of values from outside, and
-in which placements the values that are read outside exist. Of rows that look alike, and of those
-that another row can stand in for at no higher cost, one is kept. A layer of a transformer hands on
-one or two values, so tables stay small and the last one has a single row.
+in which placements the values that are read outside exist. Of rows that look alike, and of rows
+that another can replace at no higher cost, one is kept. A layer of a transformer hands on one or
+two values: tables stay small, and the last one has a single row.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from sp_compiler.solve.placement_problem import ConversionCost, ValueName, Verte
 MAX_PAIRS = 4_000_000
 """Pairs of rows that one elimination may look at, about a second."""
 _CHEAPEST = 24
-"""How many cheap rows are tried as a stand-in for each costlier one."""
+"""How many cheap rows are tried as a replacement of each costlier one."""
 _MAX_KEY = 1 << 62  # of joint states, numbered in int64
 
 State = Any
-"""State of one value in a row. Of a needed one: the set of placements; of a made one: its
-placement and the set of those that it was converted to. A set is a bit mask over placements."""
+"""State of one value in a row. Of a value that is needed: the set of placements; of one that is
+made: its placement and the set of those that it was converted to. A set is a bit mask."""
 
 
 @dataclass
@@ -47,8 +47,9 @@ class _Column:
         return cls(np.array(codes, np.int64), list(numbers))
 
     def with_each(self, other: _Column, join: Callable[[State, State], State]) -> _Column:
-        """The joint state in every pair of a row of this and one of the other, as a matrix."""
-        small = _Column.of(join(mine, its) for mine in self.states for its in other.states)
+        """Join the states of every pair of a row of this and one of the other, as a matrix."""
+        # Python sees each pair of distinct states once; numpy looks them up for millions of rows.
+        small = _Column.of(join(ours, theirs) for ours in self.states for theirs in other.states)
         table = small.codes.reshape(len(self.states), len(other.states))
         return _Column(table[self.codes[:, None], other.codes], small.states)
 
@@ -60,13 +61,17 @@ class _Column:
         return _Column(self.codes.T, self.states)
 
     def at(self, rows: NDArray[np.int64]) -> _Column:
+        # States that no row has left are dropped: the size of later tables goes with their number.
         used, codes = np.unique(self.codes.ravel()[rows], return_inverse=True)
         return _Column(codes, [self.states[code] for code in used])
 
 
 @dataclass
 class _Table:
-    """``origin``: for each row the option of ``vertex``, or a row of each of the two ``parts``."""
+    """Rows that a vertex, or several that were eliminated together, can be in.
+
+    ``origin``: for each row the option of ``vertex``, or a row of each of the two ``parts``.
+    """
 
     needs: dict[ValueName, _Column]
     makes: dict[ValueName, _Column]
@@ -76,6 +81,7 @@ class _Table:
     parts: tuple[_Table, ...] = ()
 
     def needed(self, value: ValueName) -> _Column:
+        # State 0, the empty set of placements, for a value that this table does not read.
         nothing = _Column(np.zeros(len(self.costs), np.int64), [0])
         return self.needs.get(value, nothing)
 
@@ -119,12 +125,14 @@ class Elimination:
             ValueError: no choice satisfies every need.
         """
         choices = [0] * len(self._tables)
-        # Ties by number, so that every rank eliminates in the same order.
+        # Ties are broken by number, so that every rank eliminates in the same order.
         while self._edges:
             _, pairs, first, second = min((*size, *pair) for pair, size in self._edges.items())
             if pairs > MAX_PAIRS:
                 return None
             self._eliminate(first, second)
+        # One table per connected part of the problem is left, and nothing outside sees it: its
+        # cheapest row is the best. From there back to the options that it was made of.
         todo = []
         for table in self._tables.values():
             if not len(table.costs):
@@ -139,10 +147,12 @@ class Elimination:
         return choices
 
     def _leaf(self, number: int, vertex: Vertex) -> _Table:
+        """Table of one vertex: a row per distinct outside view of its options."""
         needs = list(dict.fromkeys(vertex.needs))
         cheapest: dict[tuple[State, ...], tuple[float, int]] = {}
         for index, option in enumerate(vertex.options):
             masks = dict.fromkeys(needs, 0)
+            # A set per value: ``x * x`` may need one value in two placements.
             for value, placement in zip(vertex.needs, option.needs, strict=True):
                 masks[value] |= 1 << self._number(placement)
             row = (*masks.values(), *((self._number(placement), 0) for placement in option.makes))
@@ -175,29 +185,31 @@ class Elimination:
         if key not in self._costs:
             source = self._placements[made]
             costs = [self._conversion_cost(value, source, self._placements[t]) for t in _bits(mask)]
+            # Infinite where there is no such conversion: sums stay sums, and rows with one go.
             self._costs[key] = sum(math.inf if cost is None else cost for cost in costs)
         return self._costs[key]
 
-    # Which pair next: the one after which the fewest values are seen from outside.
+    # The order of elimination: next is the pair after which the fewest values are seen from
+    # outside, for the rows of a table are products over those values.
 
     def _measure(self, number: int) -> None:
-        """Weigh the elimination of a table with each that it reads from and each that reads it."""
+        """Weigh the elimination of a table with each that it reads from and each that reads it.
+
+        The weight: by how many values it widens the wider table, then how many pairs it looks at.
+        """
         table = self._tables[number]
         pairs = [(self._maker[value], number) for value in table.needs]
         pairs += [(number, reader) for value in table.makes for reader in self._readers[value]]
         for pair in pairs:
-            if pair not in self._edges:
-                self._edges[pair] = self._weight(*pair)
-
-    def _weight(self, first: int, second: int) -> tuple[int, int]:
-        """By how much an elimination widens the wider table, and how many pairs it looks at."""
-        a, b = self._tables[first], self._tables[second]
-        needs, makes = self._interface(first, second)
-        growth = len(needs) + len(makes) - max(len(t.needs) + len(t.makes) for t in (a, b))
-        return growth, len(a.costs) * len(b.costs)
+            if pair in self._edges:
+                continue
+            a, b = (self._tables[end] for end in pair)
+            needs, makes = self._interface(*pair)
+            growth = len(needs) + len(makes) - max(len(t.needs) + len(t.makes) for t in (a, b))
+            self._edges[pair] = growth, len(a.costs) * len(b.costs)
 
     def _interface(self, first: int, second: int) -> tuple[list[ValueName], list[ValueName]]:
-        """Values that the two together need, and those made by them that others read."""
+        """Values that the two tables together need, and those of theirs that others read."""
         a, b, both = self._tables[first], self._tables[second], {first, second}
         made = a.makes | b.makes
         needs = [value for value in a.needs | b.needs if value not in made]
@@ -206,8 +218,10 @@ class Elimination:
     # One elimination.
 
     def _eliminate(self, first: int, second: int) -> None:
+        """Replace two tables by one, which takes the number of the first."""
         needs, makes = self._interface(first, second)
         a, b = self._tables.pop(first), self._tables.pop(second)
+        # Out of the books before the pairs are made: those ask what the *remaining* tables read.
         for value in (*a.makes, *b.makes):
             self._maker.pop(value, None)
         for value in (*a.needs, *b.needs):
@@ -232,21 +246,24 @@ class Elimination:
     def _pairs(
         self, a: _Table, b: _Table, needs: Sequence[ValueName], makes: Sequence[ValueName]
     ) -> _Table:
-        """The cheapest pair of rows behind each row of the new table, the cheapest row first."""
+        """Table with the cheapest pair of rows behind each of its rows, the cheapest row first."""
         costs = np.add.outer(a.costs, b.costs)
         needed = {
             value: a.needed(value).with_each(b.needed(value), operator.or_) for value in needs
         }
         made = {}
+        # In both directions: after some eliminations each may read a value of the other.
         for maker, reader in ((a, b), (b, a)):
             for value, column in maker.makes.items():
                 joint = column.with_each(reader.needed(value), lambda state, mask: (*state, mask))
                 joint = joint if maker is a else joint.transposed()
+                # Paid once: what the maker's side has converted already is there for the reader.
                 paid = [self._cost(value, at, mask & ~have) for at, have, mask in joint.states]
                 costs += np.array(paid)[joint.codes]
                 if value in makes:
                     made[value] = joint.map(_visible(self._mask_needed(value)))
-        # Stable, so that of equal pairs every rank keeps the same one.
+        # Stable, so that of equal pairs every rank keeps the same one. Impossible pairs cost an
+        # infinity, which sorts last.
         cheapest_first = costs.argsort(axis=None, kind="stable")
         possible = cheapest_first[: np.isfinite(costs).sum()]
         rows = possible[_first_of_each([*needed.values(), *made.values()], possible)]
@@ -260,7 +277,7 @@ class Elimination:
         )
 
     def _without_replaceable(self, table: _Table) -> _Table:
-        """Without rows for which a cheaper one can stand in, whatever the rest of the problem does.
+        """Drop rows that a cheaper one can replace, whatever the rest of the problem does.
 
         Args:
             table: the cheapest row first.
@@ -269,48 +286,51 @@ class Elimination:
         seen = {value: self._mask_needed(value) for value in table.makes}
         kept: list[int] = []
         rows = np.arange(len(table.costs))
-        # Comparing all with all would cost more than the rows that are left: cheap ones stand in
-        # for most.
+        # Comparing all with all would cost more time than it saves: a few cheap rows replace most.
         while len(rows) and len(kept) < _CHEAPEST:
-            other, rows = int(rows[0]), rows[1:]
-            kept.append(other)
-            # What conversions outside may cost more with the other row, at most: a row that is
-            # costlier by less than that may still be part of the best choice.
-            left = table.costs[rows] - table.costs[other]
+            cheap, rows = int(rows[0]), rows[1:]
+            kept.append(cheap)
+            # By how much conversions outside may cost more with the cheap row, at most: a row that
+            # is costlier by less than that may still be part of the best choice.
+            surplus_us = table.costs[rows] - table.costs[cheap]
             for value, column in table.needs.items():
-                its = column.states[column.codes[other]]
-                more = [
-                    max(self._cost(value, placement, its & ~mine) for placement, _ in makers[value])
-                    for mine in column.states
+                new = column.states[column.codes[cheap]]
+                extra_us = [
+                    max(self._cost(value, placement, new & ~old) for placement, _ in makers[value])
+                    for old in column.states
                 ]
-                left -= np.array(more)[column.codes[rows]]
+                surplus_us -= np.array(extra_us)[column.codes[rows]]
             for value, column in table.makes.items():
-                its = column.states[column.codes[other]]
-                more = [self._costlier(value, its, mine, seen[value]) for mine in column.states]
-                left -= np.array(more)[column.codes[rows]]
-            rows = rows[left < 0]
+                new = column.states[column.codes[cheap]]
+                extra_us = [self._extra_us(value, old, new, seen[value]) for old in column.states]
+                surplus_us -= np.array(extra_us)[column.codes[rows]]
+            rows = rows[surplus_us < 0]
         return table.at(np.array([*kept, *rows], np.int64))
 
-    def _costlier(self, value: ValueName, its: State, mine: State, seen: int) -> float:
-        """us by which conversions of ``value`` may cost more where it is made like ``its``."""
-        more = 0.0
-        for target in _bits(seen & ~its[1]) if mine != its else ():
+    def _extra_us(self, value: ValueName, old: State, new: State, seen: int) -> float:
+        """Most us by which conversions of ``value`` cost more if it is made as ``new``."""
+        extra_us = 0.0
+        for target in _bits(seen & ~new[1]) if old != new else ():
             bit = 1 << target
-            before = 0.0 if mine[1] & bit else self._cost(value, mine[0], bit)
-            if before < math.inf:
-                more += max(0.0, self._cost(value, its[0], bit) - before)
-        return more
+            before_us = 0.0 if old[1] & bit else self._cost(value, old[0], bit)
+            # Where the old state has no way to the target, nobody outside can ask for it.
+            if before_us < math.inf:
+                extra_us += max(0.0, self._cost(value, new[0], bit) - before_us)
+        return extra_us
 
 
 def _visible(seen: int) -> Callable[[State], State]:
-    """Of a value's conversions, those in which the rest may read it."""
+    """Make a function that reduces a joint state to the conversions that others may read."""
+    # The rest is forgotten, so that rows that differ in nothing else become one.
     return lambda state: (state[0], (state[1] | state[2]) & seen & ~(1 << state[0]))
 
 
 def _first_of_each(columns: Sequence[_Column], pairs: NDArray[np.int64]) -> NDArray[np.int64]:
     """Positions in ``pairs`` of the first pair of each joint state, in their order."""
+    # A joint state as one number, column by column, as digits of a number in a mixed base.
     keys, size = np.zeros(len(pairs), np.int64), 1
     for column in columns:
+        # No more distinct keys than pairs: numbered anew, they leave room for further columns.
         if size * len(column.states) > _MAX_KEY:
             keys = np.unique(keys, return_inverse=True)[1]
             size = len(pairs)

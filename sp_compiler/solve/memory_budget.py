@@ -1,15 +1,15 @@
-"""How to split every call of a step so that its peak fits, on plain data; exact.
+"""Split of every call of a step so that the peak fits, on plain data; exact.
 
-Calls run forward in order, then backward in the opposite order: the backward of call ``i`` sees
-what calls up to ``i`` save, its forward what those before it do. A dynamic program over the calls
-carries what is saved so far; of two ways to get there, the one that saves no less and is no better
-is dropped, and so is what a lower bound shows to end worse than a solution that is known.
+Calls run forward in order, then backward in the opposite order: the backward of call ``i`` runs
+beside what calls up to ``i`` save, its forward beside what those before it do. A dynamic program
+over the calls carries the bytes saved so far. Of two ways to get there it drops the one that saves
+no less and is no better, and whatever a lower bound shows to end worse than a known solution.
 
 A 0/1 program of calls x splits (``python -m benchmarks.solver_ways``) finds the same time and, one
-limit of GPT-3 aside that it gave up after a minute with a gap of 2e-4, proves it. But HiGHS has no
-eye for equal layers: 0.4 to 4.7 s of CPU where this takes 0.4 s for the 48 layers of a 22B GPT, 2.5
-to 6.7 s where this takes 1.4 s for GPT-3's 96, of 7 and 11 s of compilation; and the smallest peak
-of the fastest ones needs as much once more.
+limit of GPT-3 aside that it gave up after a minute with a gap of 2e-4, proves it. But HiGHS does
+not exploit equal layers: 0.4 to 4.7 s of CPU where this takes 0.4 s for the 48 layers of a 22B GPT,
+2.5 to 6.7 s where this takes 1.4 s for GPT-3's 96, of 7 and 11 s of compilation; and the smallest
+peak of the fastest ones takes as much once more.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Split:
         time_us: time of its forward and backward.
         own_bytes: saved by this call alone.
         shared: saved storages that are some call's results, which others may save or use.
-        forward_bytes: what the forward holds at most beside its arguments.
+        forward_bytes: peak of the forward, beside its arguments.
         backward_bytes: the same of the backward.
     """
 
@@ -51,10 +51,10 @@ class CallSplits:
     """One call.
 
     Attributes:
-        splits: to choose from.
+        splits: the choices.
         before: sets of storages that are live when the forward runs, apart from what is saved.
-        after: the same of moments from then on until the backward has run.
-        inside: the same of moments when the backward runs.
+        after: likewise at moments from then on until the backward has run.
+        inside: likewise at moments when the backward runs.
     """
 
     splits: tuple[Split, ...]
@@ -66,10 +66,10 @@ class CallSplits:
 def cheapest(calls: Sequence[CallSplits], limit_bytes: int) -> list[int] | None:
     """Return the split of each call: least time with a peak of at most ``limit_bytes``.
 
-    Of equally fast ones it has the smallest peak. ``None`` where nothing fits. A smaller limit so
-    never leads to a larger peak nor to less time.
+    Of equally fast ones it has the smallest peak. ``None`` where nothing fits. Therefore a smaller
+    limit never leads to a larger peak, nor to less time.
     """
-    # A good solution first: the exact search drops whatever cannot end below it.
+    # A good solution first: the exact search drops whatever cannot end below its time.
     guess = _Search(calls, limit_bytes, width=_BEAM).run()
     best = _Search(calls, limit_bytes, at_most=None if guess is None else _us(calls, guess)).run()
     # Of the fastest ones the smallest peak, so that a smaller budget never has a larger one.
@@ -82,18 +82,20 @@ def cheapest(calls: Sequence[CallSplits], limit_bytes: int) -> list[int] | None:
 
 def smallest(calls: Sequence[CallSplits]) -> list[int]:
     """Return the split of each call with the smallest peak."""
-    found = _Search(calls, None).run()
-    assert found is not None
-    return found
+    picks = _Search(calls, None).run()
+    assert picks is not None  # without a limit everything fits
+    return picks
 
 
 def peak_bytes(calls: Sequence[CallSplits], picks: Sequence[int]) -> int:
-    """The most that is live at once."""
-    return max(need for _, need in needs(calls, picks))
+    """The most bytes that are live at once."""
+    return max(live for _, live in needs(calls, picks))
 
 
 def needs(calls: Sequence[CallSplits], picks: Sequence[int]) -> Iterable[tuple[int, int]]:
-    """(bytes kept by it and before, live bytes) of each call at its worst moment."""
+    """(bytes kept up to and by it, live bytes) of each call at its worst moment."""
+    # One number for what calls save for themselves; results that several may save count once,
+    # which takes a set.
     own, shared = 0, Shared()
     for call, pick in zip(calls, picks, strict=True):
         split = call.splits[pick]
@@ -108,7 +110,7 @@ def _us(calls: Sequence[CallSplits], picks: Sequence[int]) -> int:
 
 
 def _units(time_us: float) -> int:
-    """Whole picoseconds, so that sums in any order are equal."""
+    """Integral picoseconds, so that sums in any order are equal."""
     return round(time_us * 1e6)
 
 
@@ -127,7 +129,7 @@ def _most(live: Iterable[Shared], shared: Shared) -> int:
 
 @dataclass
 class _Labels:
-    """Ways through the first calls: arrays of own bytes, of cost, and of where each came from."""
+    """Partial solutions for the first calls: arrays of own bytes, cost and predecessor."""
 
     own: Any
     cost: Any
@@ -136,11 +138,11 @@ class _Labels:
 
 
 class _Search:
-    """With a limit the cost is time, without one the peak.
+    """The dynamic program. With a limit the cost is time, without one it is the peak.
 
     Args:
-        at_most: of time, in picoseconds; what cannot end below is dropped on the split.
-        width: go on with the most promising few alone, which may miss the best.
+        at_most: time in picoseconds; what cannot end at or below it is dropped.
+        width: continue with the most promising few alone, which may miss the best.
     """
 
     def __init__(
@@ -162,24 +164,24 @@ class _Search:
 
     def run(self) -> list[int] | None:
         start = _Labels(np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros((1, 3), np.int64))
+        # By the shared storages saved so far, on which depends how much a later call adds.
         labels = {Shared(): start}
         for index in range(len(self.calls)):
             labels = self._step(index, labels)
             self.history.append(list(labels.values()))
+        if not labels:
+            return None
         # Labels are sorted by bytes with falling costs: the last row of each costs least.
-        ends = [(found.cost[-1], number) for number, found in enumerate(labels.values())]
-        return self._trace(min(ends)[1]) if ends else None
-
-    def _trace(self, number: int) -> list[int]:
-        picks = []
-        row = -1
-        for labels in reversed(self.history):
-            number, row, pick = labels[number].came[row]
+        _, number = min((ends.cost[-1], number) for number, ends in enumerate(labels.values()))
+        picks, row = [], -1
+        for step in reversed(self.history):
+            number, row, pick = step[number].came[row]
             picks.append(int(pick))
         return picks[::-1]
 
     def _step(self, index: int, labels: dict[Shared, _Labels]) -> dict[Shared, _Labels]:
-        found: dict[Shared, list[_Labels]] = {}
+        """Extend ``labels``, which end before call ``index``, by each of its splits."""
+        extended: dict[Shared, list[_Labels]] = {}
         call = self.calls[index]
         for number, (shared, label) in enumerate(labels.items()):
             for pick, split in enumerate(call.splits):
@@ -188,28 +190,35 @@ class _Search:
                 need = np.maximum(
                     label.own + _before(call, split, shared), own + _after(call, split, joint)
                 )
-                # What no later call can save or see lives on like the call's own.
-                gone = {storage for storage in joint if self.settled[storage] <= index}
-                own = own + sum(storage.num_bytes for storage in gone)
+                # A storage that no later call can save or see becomes a number like the call's
+                # own: its identity no longer matters, and labels that differ in it can be compared.
+                settled = {storage for storage in joint if self.settled[storage] <= index}
+                own = own + sum(storage.num_bytes for storage in settled)
                 if self.limit is None:
+                    # The rest at its least counts already: labels compare by how they can end.
                     cost = np.maximum(label.cost, np.maximum(need, own + self.rest[index + 1]))
                     rows = np.arange(len(own))
                 else:
                     cost = label.cost + _units(split.time_us)
                     fits = (need <= self.limit) & (own + self.rest[index + 1] <= self.limit)
                     if self.bound is not None and self.at_most is not None:
+                        # One picosecond of slack: the bound is a float, and rounding must not drop
+                        # the very solution that set the limit.
                         fits &= self.bound.total(index + 1, own, cost) <= self.at_most + 1
                     rows = np.flatnonzero(fits)
                 came = np.stack(
                     [np.full_like(rows, number), rows, np.full_like(rows, pick)], axis=1
                 )
                 if len(rows):
-                    found.setdefault(joint - gone, []).append(_Labels(own[rows], cost[rows], came))
+                    label_rows = _Labels(own[rows], cost[rows], came)
+                    extended.setdefault(joint - settled, []).append(label_rows)
         return {
-            shared: self._narrowed(index + 1, _undominated(each)) for shared, each in found.items()
+            shared: self._narrowed(index + 1, _undominated(each))
+            for shared, each in extended.items()
         }
 
     def _narrowed(self, index: int, labels: _Labels) -> _Labels:
+        """Keep the ``width`` labels whose bound is least, where there is a width."""
         if self.width is None or self.bound is None or len(labels.own) <= self.width:
             return labels
         order = np.argsort(self.bound.total(index, labels.own, labels.cost), kind="stable")
@@ -217,7 +226,11 @@ class _Search:
         return _Labels(labels.own[rows], labels.cost[rows], labels.came[rows])
 
     def _bound(self, limit_bytes: int) -> _Bound:
-        """The best of those that trade memory for time at the rate of some pair of splits."""
+        """The tightest bound of those that price bytes at the rate of some pair of splits.
+
+        As a function of the rate a bound is made of straight pieces that meet at these rates: it is
+        greatest at one of them, or at 0.
+        """
         kept = [
             [
                 (split.own_bytes + self._for_itself(index, split), _units(split.time_us))
@@ -236,7 +249,9 @@ class _Search:
         return max(bounds, key=lambda bound: bound.least)
 
     def _least_needs(self) -> list[int]:
-        """For each call what it and the following need at least beside what is kept before it."""
+        """For each call the least bytes that it and the following need beside those kept before."""
+        # Backwards, each split with the best that can follow it; shared storages count as free,
+        # for a call before may have saved them.
         none = Shared()
         rest = [0]
         for index in reversed(range(len(self.calls))):
@@ -265,6 +280,9 @@ class _Search:
 class _Bound:
     """A lower bound on the time of all calls, by pricing the bytes kept up to some call.
 
+    The price turns the limit in bytes into a term of the objective (Lagrangian relaxation): what
+    comes out is at most the time of any solution that fits, whatever the price is.
+
     ``rest[i]``: priced time of calls from ``i`` on, less the price of all the room there is.
     """
 
@@ -279,6 +297,8 @@ class _Bound:
         priced = np.array([min(cost + rate * own for own, cost in ways) for ways in kept])
         plain = np.array([float(min(cost for _, cost in ways)) for ways in kept])
         after = np.append(np.cumsum(plain[::-1])[::-1], 0.0)
+        # Memory fills up call by call, and each has a limit of its own: bytes of calls behind the
+        # tightest one are free.
         ends = np.cumsum(priced) + after[1:] - rate * np.array(room, dtype=float)
         end = int(np.argmax(ends))  # the call up to which bytes have a price
         rest = after.copy()
@@ -289,12 +309,12 @@ class _Bound:
         return cls(rest, rates, float(ends[end]))
 
     def total(self, index: int, own: Any, cost: Any) -> Any:
-        """At least the time of all calls after those before ``index`` kept ``own``."""
+        """Lower bound on the time of all calls, when those before ``index`` keep ``own``."""
         return cost + self.rest[index] + self.rate[index] * own
 
 
 def _lifetimes(calls: Sequence[CallSplits]) -> tuple[dict[Storage, int], dict[Storage, int]]:
-    """The first call that may keep a storage; the last that may, or sees it live all the same."""
+    """The first call that may keep a storage; the last that may, or that sees it live anyway."""
     first: dict[Storage, int] = {}
     last: dict[Storage, int] = {}
     for index, call in enumerate(calls):
@@ -311,7 +331,7 @@ def _lifetimes(calls: Sequence[CallSplits]) -> tuple[dict[Storage, int], dict[St
 
 
 def _undominated(several: Sequence[_Labels]) -> _Labels:
-    """Sorted by own bytes, the costs falling."""
+    """Labels of ``several`` sorted by own bytes, without any that costs no less than one before."""
     own = np.concatenate([each.own for each in several])
     cost = np.concatenate([each.cost for each in several])
     came = np.concatenate([each.came for each in several])

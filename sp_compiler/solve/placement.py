@@ -45,7 +45,7 @@ def solve(vertices: list[Vertex], conversion_cost: ConversionCost) -> Solution:
     """
     try:
         choices, gap = None, 0.0
-        # A vertex that reads what it makes has no table: its conversions are its own.
+        # Elimination joins a value's maker with its readers, which must be other vertices.
         if not any(set(vertex.needs) & set(vertex.makes) for vertex in vertices):
             choices = Elimination(vertices, conversion_cost).run()
         if choices is None:

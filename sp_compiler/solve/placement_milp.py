@@ -62,24 +62,27 @@ def solve_integer_program(
         columns += [option.cost_us + 1e-6 * i for i, option in enumerate(vertex.options)]
     num_binary = len(columns)
     rows = _Rows()
-    for start, vertex in zip(first, vertices, strict=True):
+    for start, vertex in zip(first, vertices, strict=True):  # exactly one option each
         rows.add([(start + i, 1.0) for i in range(len(vertex.options))], 1, 1)
     made = _placements(vertices, first, make=True)
     needed = _placements(vertices, first, make=False)
     for value, wants in needed.items():
         for target, consumers in wants.items():
-            sources: list[tuple[int, float]] = []
+            # One flow per (value, source, target), shared by all consumers: it is paid once.
+            flows: list[tuple[int, float]] = []
             for source, makers in made[value].items():
                 cost = 0.0 if source == target else conversion_cost(value, source, target)
                 if cost is None:
                     continue
                 flow = len(columns)
                 columns.append(cost)
-                sources.append((flow, 1.0))
+                flows.append((flow, 1.0))
+                # From a source only where the maker makes it so ...
                 rows.add([(flow, 1.0), *((maker, -1.0) for maker in makers)], -np.inf, 0)
             for options in consumers:
-                rows.add([*sources, *((option, -1.0) for option in options)], 0, np.inf)
-    # Flows are whole by themselves once the options are: they need not be integers.
+                # ... and to the target wherever a chosen option needs it so.
+                rows.add([*flows, *((option, -1.0) for option in options)], 0, np.inf)
+    # Flows are integral by themselves once the options are.
     integrality = np.zeros(len(columns))
     integrality[:num_binary] = 1
     search = functools.partial(
@@ -91,7 +94,8 @@ def solve_integer_program(
     )
     options = {"mip_rel_gap": 1e-7}
     result = search(options={**options, "node_limit": -(-_MAX_COLUMNS // len(columns))})
-    if result.x is None and result.status in _CUT_SHORT:  # no answer at all is no answer
+    # Cut short before it found any solution: there is nothing to go on with but a full search.
+    if result.x is None and result.status in _CUT_SHORT:
         result = search(options=options)
     if result.x is None:
         raise ValueError(result.message)
@@ -103,7 +107,7 @@ def solve_integer_program(
 def _placements(
     vertices: list[Vertex], first: list[int], *, make: bool
 ) -> dict[ValueName, dict[Placement, list]]:  # type: ignore[type-arg]
-    """Columns of the options that make (a flat list) or need (one list a consumer) a placement."""
+    """Columns of the options that make (a flat list) or need (a list per consumer) a placement."""
     table: dict[ValueName, dict[Placement, list]] = defaultdict(lambda: defaultdict(list))  # type: ignore[type-arg]
     for start, vertex in zip(first, vertices, strict=True):
         for position, value in enumerate(vertex.makes if make else vertex.needs):

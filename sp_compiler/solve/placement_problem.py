@@ -1,4 +1,4 @@
-"""The placement problem as plain data: vertices, their options, what a choice of options costs."""
+"""The placement problem as plain data: vertices, their options, conversions of a choice."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Conversion = tuple[ValueName, Placement, Placement]
 
 
 def conversions(vertices: Sequence[Vertex], choices: Sequence[int]) -> list[Conversion]:
-    """Return what is converted when every vertex runs by its chosen option, each once."""
+    """Return the conversions when every vertex runs by its chosen option, each once."""
     chosen = [(v, v.options[i]) for v, i in zip(vertices, choices, strict=True)]
     made = {
         value: placement
@@ -50,4 +50,5 @@ def conversions(vertices: Sequence[Vertex], choices: Sequence[int]) -> list[Conv
         for value, placement in zip(vertex.needs, option.needs, strict=True)
         if made[value] != placement
     ]
+    # A dict and no set: floats are summed in this order, and ranks must come to the same sum.
     return list(dict.fromkeys(needed))

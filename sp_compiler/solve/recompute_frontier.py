@@ -1,13 +1,13 @@
-"""What to save for backward as a 0/1 linear program on plain data; knows no graph, no operator.
+"""Choice of the saved tensors as a 0/1 linear program on plain data; knows no graph, no operator.
 
-Every value of a forward is saved, or recomputed when backward needs it, or neither. What is
-recomputed needs each of its parents saved or recomputed. Solved by HiGHS through
+Every value of a forward is saved, or recomputed when backward needs it, or neither. A recomputed
+value needs each of its parents saved or recomputed. Solved by HiGHS through
 ``scipy.optimize.milp``.
 
 Without a limit in bytes the program is a minimum cut. networkx finds the same corners of the
 frontier (16 regions of 4 models, ``python -m benchmarks.solver_ways``), but takes 3.0 s of CPU
 where HiGHS takes 1.5 s; and what lies between the corners, below a limit, is a knapsack that no cut
-solves, so that it would only come on top.
+solves: the cuts would come on top of the programs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -59,25 +58,26 @@ class Choice:
 
 
 def evaluate(values: Sequence[ForwardValue], kept: frozenset[int]) -> Choice | None:
-    """Return what saving ``kept`` costs; ``None``: something that cannot be is recomputed."""
-    found: set[int] = set()
+    """Return what saving ``kept`` costs; ``None``: a value would be recomputed that cannot be."""
+    used: set[int] = set()
     repeated: set[int] = set()
+    # From what backward reads: a kept value that the walk does not meet is not worth its bytes.
     stack = [index for index, value in enumerate(values) if value.needed]
     while stack:
         index = stack.pop()
-        if index in found or index in repeated:
+        if index in used or index in repeated:
             continue
         if index in kept:
-            found.add(index)
+            used.add(index)
             continue
         if not values[index].can_repeat:
             return None
         repeated.add(index)
         stack.extend(values[index].parents)
-    num_bytes = sum(values[index].num_bytes for index in found)
-    return Choice(
-        frozenset(found), num_bytes, sum(values[index].time_us for index in sorted(repeated))
-    )
+    num_bytes = sum(values[index].num_bytes for index in used)
+    # Sorted: a sum of floats depends on the order, and every rank has to come to the same time.
+    time_us = sum(values[index].time_us for index in sorted(repeated))
+    return Choice(frozenset(used), num_bytes, time_us)
 
 
 def cheapest(values: Sequence[ForwardValue], limit_bytes: int) -> Choice | None:
@@ -85,33 +85,38 @@ def cheapest(values: Sequence[ForwardValue], limit_bytes: int) -> Choice | None:
 
     ``None`` where nothing fits.
     """
-    return _Program(values).solve(limit_bytes=limit_bytes)
+    return _SavingProgram(values).solve(limit_bytes=limit_bytes)
 
 
 def frontier(values: Sequence[ForwardValue], steps: int = _STEPS) -> list[Choice]:
     """Return choices from the smallest to the fastest, none of them worse than another in both.
 
-    All corners of the convex hull of (bytes, time), which is what a mixture of many equal blocks is
-    made of, and the cheapest below each of ``steps`` evenly spaced limits.
+    All corners of the convex hull of (bytes, time), of which the best mixtures over many equal
+    blocks consist, and the cheapest below each of ``steps`` evenly spaced limits.
     """
-    program = _Program(values)
+    program = _SavingProgram(values)
     # The ends first: every other choice lies between them in bytes and in time.
     small, fast = program.solve(us_per_byte=np.inf), program.solve()
     if small is None or fast is None or small.num_bytes >= fast.num_bytes:
         return [choice for choice in (fast,) if choice is not None]
-    found = {small, fast, *_corners(program, small, fast)}
+    choices = {small, fast, *_corners(program, small, fast)}
+    # A single block cannot mix: between two corners it needs a choice that is on no corner.
     for step in range(1, steps):
         limit = small.num_bytes + (fast.num_bytes - small.num_bytes) * step // steps
-        found.add(program.solve(limit_bytes=limit) or small)
+        choices.add(program.solve(limit_bytes=limit) or small)
     best: list[Choice] = []
-    for choice in sorted(found, key=lambda item: (item.num_bytes, item.time_us, sorted(item.kept))):
+    # By the kept values last, so that no order of a set decides between equal choices.
+    for choice in sorted(
+        choices, key=lambda item: (item.num_bytes, item.time_us, sorted(item.kept))
+    ):
         if not best or choice.time_us < best[-1].time_us:
             best.append(choice)
     return best
 
 
-def _corners(program: _Program, small: Choice, fast: Choice) -> set[Choice]:
+def _corners(program: _SavingProgram, small: Choice, fast: Choice) -> set[Choice]:
     """Corners of the hull between two choices."""
+    # The slope of the line through both: a corner between them is the choice farthest below it.
     slope = (small.time_us - fast.time_us) / (fast.num_bytes - small.num_bytes)
     between = program.solve(us_per_byte=slope)
     assert between is not None  # the ends are solutions
@@ -119,17 +124,15 @@ def _corners(program: _Program, small: Choice, fast: Choice) -> set[Choice]:
     def height(choice: Choice) -> float:
         return choice.time_us + slope * choice.num_bytes
 
+    # By more than rounding: else a point on the line would be split for ever.
     beyond = height(between) < height(small) * (1 - 1e-9)
     if not beyond or not small.num_bytes < between.num_bytes < fast.num_bytes:
         return set()
     return {between, *_corners(program, small, between), *_corners(program, between, fast)}
 
 
-class _Program:
-    """Columns: for each value whether it is kept, then whether it is recomputed.
-
-    The second are whole by themselves once the first are.
-    """
+class _SavingProgram:
+    """The linear program; columns: for each value whether it is kept, then whether recomputed."""
 
     def __init__(self, values: Sequence[ForwardValue]) -> None:
         self.values = values
@@ -140,45 +143,50 @@ class _Program:
         self.longest_us = max(1e-9, self.time_us.max(initial=0.0))
 
     def solve(self, limit_bytes: int | None = None, us_per_byte: float = 0.0) -> Choice | None:
-        """The least time, plus ``us_per_byte`` for what is kept; infinite: the least bytes."""
+        """Minimize the time plus ``us_per_byte`` for what is kept; infinite: the bytes."""
         if not self.count:
             return Choice(frozenset(), 0, 0.0)
+        # Scaled to 1: the tolerances of HiGHS are absolute, and gigabytes beside microseconds
+        # would drown in them.
         sizes, times = self.num_bytes / self.largest_bytes, self.time_us / self.longest_us
+        # A tie in the one is broken by the other, so that no answer wastes what costs nothing.
         if np.isinf(us_per_byte):
             cost = np.concatenate([sizes, _TIE * times])
         else:
             weight = us_per_byte * self.largest_bytes / self.longest_us
             cost = np.concatenate([(weight + _TIE) * sizes, times])
+        upper = [value.can_keep for value in self.values]
+        upper += [value.can_repeat for value in self.values]
         result = milp(
             _RESOLUTION * cost,
             constraints=self._constraints(limit_bytes),
+            # Once the first half is integral, the second is by itself: it is the smaller program.
             integrality=np.concatenate([np.ones(self.count), np.zeros(self.count)]),
-            bounds=Bounds(0, self._upper()),
+            bounds=Bounds(0, np.array(upper, dtype=float)),
             # Presolve prints to stdout where it has to repair a solution.
             options={"mip_rel_gap": 1e-12, "presolve": False},
         )
         if result.x is None:
             return None
         kept = frozenset(int(index) for index in np.flatnonzero(result.x[: self.count] > 0.5))
+        # Counted exactly, and not read off the solver's floats.
         return evaluate(self.values, kept)
 
-    def _upper(self) -> Any:
-        keep = [float(value.can_keep) for value in self.values]
-        return np.array(keep + [float(value.can_repeat) for value in self.values])
-
     def _constraints(self, limit_bytes: int | None) -> list[LinearConstraint]:
+        """Rows of factors with a lower bound each."""
         rows: list[list[tuple[int, float]]] = []
         lower: list[float] = []
         for index, value in enumerate(self.values):
-            again = self.count + index
-            if value.needed:
-                rows.append([(index, 1.0), (again, 1.0)])
+            recomputed = self.count + index
+            if value.needed:  # kept or recomputed
+                rows.append([(index, 1.0), (recomputed, 1.0)])
                 lower.append(1.0)
-            for parent in value.parents:
-                rows.append([(parent, 1.0), (self.count + parent, 1.0), (again, -1.0)])
+            for parent in value.parents:  # kept or recomputed, where this one is recomputed
+                rows.append([(parent, 1.0), (self.count + parent, 1.0), (recomputed, -1.0)])
                 lower.append(0.0)
         if limit_bytes is not None:
-            # In whole units: HiGHS allows a constraint to be missed by 1e-6.
+            # In multiples of the greatest common divisor: HiGHS allows a constraint to be missed by
+            # 1e-6, which must be less than the smallest step.
             unit = math.gcd(*(value.num_bytes for value in self.values)) or 1
             sizes = [value.num_bytes // unit for value in self.values]
             rows.append([(index, -float(size)) for index, size in enumerate(sizes) if size])

@@ -20,6 +20,7 @@ from sp_compiler.options import (
     checked_inputs,
     with_options,
 )
+from sp_compiler.planning.costly_fallbacks import FallbackCheck, refuse_costly
 from sp_compiler.planning.plan import Plan
 from sp_compiler.runtime.group import device_type_of, tensor_parallel_group
 
@@ -57,7 +58,8 @@ def compile(
             model that was compiled before, a hint that matches nothing or cannot be met, a budget
             too small for it (at the first call unless there are ``example_inputs``); the message
             says the least that would do.
-        UnsupportedError: an option of a later version, or hooks inside the model.
+        UnsupportedError: an option of a later version, hooks inside the model, or with ``strict`` a
+            costly part that is replicated.
         CaptureError: the model has control flow that depends on data.
         PassError: one of ``passes`` broke the graph.
     """
@@ -65,6 +67,7 @@ def compile(
     group = tensor_parallel_group(tp, mesh, device_type_of(model))
     checked = CompileOptions.of(group.world_size, options)
     wishes_of(checked.hints, parameters_of(model))  # raises before anything is taken over
+    check_fallbacks = FallbackCheck(checked, group.rank)
 
     def compile_for(
         model: nn.Module,
@@ -73,7 +76,9 @@ def compile(
         fixed: dict[str, Placement] | None,
         open_dims: bool,
     ) -> CompiledProgram:
-        return build(model, args, kwargs, checked, fixed=fixed, open_dims=open_dims)
+        compiled = build(model, args, kwargs, checked, fixed=fixed, open_dims=open_dims)
+        check_fallbacks(compiled.plan.costly_fallbacks)
+        return compiled
 
     if example_inputs is None:
         return DistributedModule(model, group, compile_for, options=checked.texts())
@@ -108,7 +113,8 @@ def plan(
 
     Raises:
         ArgumentError: an argument outside what is allowed, a budget that is too small.
-        UnsupportedError: an option of a later version, or hooks inside the model.
+        UnsupportedError: an option of a later version, hooks inside the model, or with ``strict`` a
+            costly part that is replicated.
         CaptureError: the model has control flow that depends on data.
         PassError: one of ``passes`` broke the graph.
     """
@@ -117,4 +123,6 @@ def plan(
     wishes_of(checked.hints, parameters_of(model))  # raises before the model is captured
     result = build(model, args, kwargs, checked).plan
     assert isinstance(result, Plan)
+    if checked.strict:
+        refuse_costly(result.costly_fallbacks, tp)
     return result

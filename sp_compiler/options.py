@@ -79,6 +79,11 @@ class Options(TypedDict, total=False):
             may be used: both are completed, and the graph is normalised again. Afterwards the graph
             is checked; :class:`sp_compiler.PassError` names the pass that broke it. The result is
             how many rewrites were done, or a report of them. Every rank must have the same passes.
+        strict: raise :class:`sp_compiler.UnsupportedError` where a costly part of the model is
+            replicated: more than 1 % of the matrix FLOPs or of the parameter bytes, or any
+            attention core, beside what ``hints`` ask for. Without it ``compile`` and
+            ``torch.compile`` warn of each once, with the module, the reason and what to do;
+            ``plan`` lists them; ``verify``, which asks for numbers alone, does neither.
     """
 
     sequence_parallel: bool
@@ -91,6 +96,7 @@ class Options(TypedDict, total=False):
     nominal_tokens: int
     hints: Mapping[str, Hint] | None
     passes: Sequence[UserPass]
+    strict: bool
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -139,13 +145,14 @@ class CompileOptions:
     nominal_tokens: int = 8192
     hints: Mapping[str, Hint] = field(default_factory=dict)
     passes: Sequence[UserPass] = ()
+    strict: bool = False
 
     def __post_init__(self) -> None:
         _check_choice("recompute", self.recompute, RECOMPUTE)
         _check_choice("dropout", self.dropout, get_args(Dropout))
         _check_choice("backend", self.backend, (*BACKENDS, "inductor"))
         _check_choice("outputs", self.outputs, get_args(Outputs))
-        for name in ("sequence_parallel", "overlap"):
+        for name in ("sequence_parallel", "overlap", "strict"):
             _check_choice(name, getattr(self, name), (True, False))
         for name in ("tp", "nominal_tokens"):
             value = getattr(self, name)

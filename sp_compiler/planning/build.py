@@ -28,6 +28,7 @@ from sp_compiler.ir.forward_backward import Partitioned, SavedTensor
 from sp_compiler.ir.op_traits import collective_of, is_view
 from sp_compiler.ir.program import Region
 from sp_compiler.options import CompileOptions
+from sp_compiler.planning.costly_fallbacks import costly_fallbacks
 from sp_compiler.planning.data import (
     ADAMW_BYTES,
     BlockPlan,
@@ -69,6 +70,7 @@ def make_plan(compiled: CompiledProgram, options: CompileOptions, model_name: st
         gradient_reduction=bucket,
         work=work,
         fallbacks=tuple(fallbacks(compiled)),
+        costly_fallbacks=costly_fallbacks(compiled),
         notes=tuple(dict.fromkeys(compiled.notes)),
         passes=tuple(compiled.reports),
         calls=tuple(_calls(compiled, memory, blocks)),

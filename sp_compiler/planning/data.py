@@ -13,6 +13,7 @@ from sp_compiler.cost.hardware import H100
 from sp_compiler.cost.node_cost import merged
 from sp_compiler.cost.step_memory import Moment
 from sp_compiler.ops.registry import Collective
+from sp_compiler.planning.costly_fallbacks import CostlyFallback
 from sp_compiler.planning.formula import ActivationFormula
 from sp_compiler.planning.placement_explanation import Explanation
 
@@ -172,6 +173,8 @@ class PlanData:
         gradient_reduction: the all-reduces, one a dtype, of replicated parameters' gradients.
         work: of the whole step.
         fallbacks: what runs or is stored replicated, and why.
+        costly_fallbacks: those that take a good part of a step, the largest first; see ``strict``
+            of :func:`sp_compiler.compile`.
         notes: what else to know.
         passes: what each pass did, in order.
         explainer: what :meth:`sp_compiler.Plan.explain` calls; a plan that was pickled has none.
@@ -195,6 +198,7 @@ class PlanData:
     gradient_reduction: tuple[Collective, ...]
     work: Work
     fallbacks: tuple[str, ...] = ()
+    costly_fallbacks: tuple[CostlyFallback, ...] = ()
     notes: tuple[str, ...] = ()
     passes: tuple[PassReport, ...] = ()
     explainer: Callable[[str], Explanation] | None = field(default=None, repr=False, compare=False)

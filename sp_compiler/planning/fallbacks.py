@@ -1,4 +1,4 @@
-"""What is stored or run unsharded on every rank, and why; slower than it could be, never wrong.
+"""What is stored or run replicated, in full on every rank, and why; slower, never wrong.
 
 Read off the sharded program, not recorded while it was sharded: what was chosen is in the
 placements of its nodes, also for what the check refused later and for the regions that a budget
@@ -8,93 +8,219 @@ multiplies, and finding a rule again is a look into a table (1 to 2 ms for a GPT
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import Node
 
 from sp_compiler.base.provenance import module_path
+from sp_compiler.cost.node_cost import node_flops, product_flops, tensor_bytes
 from sp_compiler.ir.compiled_program import CompiledProgram
-from sp_compiler.ir.fx import arguments, carries_gradient, tensor_operands
+from sp_compiler.ir.fx import (
+    arguments,
+    carries_gradient,
+    descendants,
+    operands,
+    reach,
+    tensor_operands,
+)
 from sp_compiler.ir.op_traits import MATMULS, is_view
 from sp_compiler.ir.program import Region
 from sp_compiler.rules.table import rule_for
 from sp_compiler.rules.vocabulary import has_vocabulary, vocabulary_obstacle
 from sp_compiler.trace.autograd_functions import function_name
 
+_aten = torch.ops.aten
 _FUNCTION = torch.ops.sp_compiler_function.apply.default
-_PRODUCTS = frozenset(
-    {*MATMULS, torch.ops.aten.matmul.default, torch.ops.aten.scaled_dot_product_attention.default}
-)
+_ATTENTION = _aten.scaled_dot_product_attention.default
+_SOFTMAX = frozenset({_aten.softmax.int, _aten._softmax.default, _aten._safe_softmax.default})
+_PRODUCTS = frozenset({*MATMULS, _aten.matmul.default, _ATTENTION})
+
+# The cost model replicates a small matrix (a LoRA factor, a classifier) because a collective takes
+# longer than the copy; only where the copies are a burden is its choice worth a word.
+_CHOICE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """A parameter that is stored, or an operator that runs, in full on every rank.
+
+    Attributes:
+        subject: the parameter, or the operator and where it stands.
+        module: path of the module in the user's model, or the name of the parameter.
+        reason: why it is not sharded.
+        advice: what to do about it, "" where nothing is known.
+        flops: matrix FLOPs of its forward in one step.
+        num_bytes: of the parameters that are replicated; 0 where that is a choice of no weight.
+        is_attention: whether it is a product inside an attention core.
+        has_rule: whether it could be sharded at other sizes; what has no rule keeps its neighbours
+            from being sharded too.
+    """
+
+    subject: str
+    module: str
+    reason: str
+    advice: str = ""
+    flops: float = 0.0
+    num_bytes: int = 0
+    is_attention: bool = False
+    has_rule: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.subject}: {self.reason}"
 
 
 def fallbacks(compiled: CompiledProgram) -> Iterator[str]:
     """One line each, parameters first; nothing for one rank."""
+    yield from dict.fromkeys(map(str, all_fallbacks(compiled)))
+
+
+def all_fallbacks(compiled: CompiledProgram) -> Iterator[Fallback]:
+    """The same as data, each operator once a region."""
     if compiled.world_size == 1:
         return
     yield from _parameters(compiled)
     for region in compiled.program.regions:
-        yield from _operators(region, compiled.world_size)
+        yield from _operators(compiled, region)
 
 
-def _parameters(compiled: CompiledProgram) -> Iterator[str]:
-    """Parameters of two dims or more that every rank holds whole."""
-    lines: dict[str, list[str]] = {}
+# Parameters.
+
+
+def stored_parameters(compiled: CompiledProgram) -> Iterator[tuple[str, Node]]:
+    """Stored name of each parameter, ties once, and a placeholder with this rank's part."""
     seen: set[str] = set()
     for call in compiled.program.calls:
         for node, ref in zip(call.region.placeholders, call.args, strict=True):
-            if ref.kind != "param" or len(node.meta["val"].shape) < 2:
-                continue
-            name = compiled.param_name(ref.name)
-            if name in seen or compiled.param_placements[name].is_sharded:
-                continue
-            seen.add(name)
-            shape = "x".join(map(str, node.meta["val"].shape))
-            wish = compiled.program.wishes.get(name)
-            asked = str(wish) if wish and not any(wish.allowed[1:]) else ""
-            lines.setdefault(f"({shape}) {asked or _why(node, compiled.world_size)}", []).append(
-                name
-            )
-    for reason, names in lines.items():
-        others = f" and {len(names) - 1} more like it" if len(names) > 1 else ""
-        yield f"parameter {names[0]}{others} is replicated: {reason}"
+            if ref.kind == "param" and compiled.param_name(ref.name) not in seen:
+                seen.add(compiled.param_name(ref.name))
+                yield compiled.param_name(ref.name), node
 
 
-def _why(node: Node, world_size: int) -> str:
+def _parameters(compiled: CompiledProgram) -> Iterator[Fallback]:
+    """Parameters of two dims or more that every rank holds in full; alike ones are one."""
+    alike: dict[str, list[Fallback]] = {}
+    for name, node in stored_parameters(compiled):
+        value = node.meta["val"]
+        # Norm weights and biases are replicated by design: their tokens are what is sharded.
+        if len(value.shape) < 2 or compiled.param_placements[name].is_sharded:
+            continue
+        asked = _asked(compiled, name)
+        reason, advice, is_choice = _why(node, compiled.world_size)
+        size = tensor_bytes(value)
+        counts = not asked and (not is_choice or size >= _CHOICE_BYTES)
+        shape = "x".join(map(str, value.shape))
+        text = f"({shape}) {asked or reason}"
+        fallback = Fallback("", name, text, advice, num_bytes=size if counts else 0)
+        alike.setdefault(text, []).append(fallback)
+    for first, *others in alike.values():
+        more = f" and {len(others)} more like it" if others else ""
+        subject = f"parameter {first.module}{more} is replicated"
+        num_bytes = first.num_bytes * (1 + len(others))
+        yield replace(first, subject=subject, module=first.module + more, num_bytes=num_bytes)
+
+
+def _asked(compiled: CompiledProgram, name: str) -> str:
+    """The user's hint that leaves nothing but a replicated parameter, "" where there is none."""
+    wish = compiled.program.wishes.get(name)
+    return str(wish) if wish and not any(wish.allowed[1:]) else ""
+
+
+def _why(node: Node, world_size: int) -> tuple[str, str, bool]:
+    """Reason, advice, and whether it could be sharded but the cost model chose otherwise."""
     shape = node.meta["val"].shape
     if all(size % world_size for size in shape):
-        return f"no dim divides by {world_size}, nor does padding one pay"
+        return f"no dim divides by {world_size}, nor does padding one pay", _other_tp(shape), False
     for user in node.users:
         if user.op == "call_function" and _has_no_rule(user):
-            return f"no sharding rule for {user.target}"
-    if any(user.target in _PRODUCTS and _is_whole(user) for user in node.users):
-        return "what it is multiplied with is whole on every rank"
+            return f"no sharding rule for {user.target}", _ADVICE_RULE, False
+    if any(user.target in _PRODUCTS and is_replicated(user) for user in node.users):
+        # Whatever keeps the product from being sharded is a fallback of its own.
+        return "what it is multiplied with is whole on every rank", "", True
     size = math.prod(shape)
-    return f"sharding its {size} elements costs more time than it saves memory"
+    reason = f"sharding its {size} elements costs more time than it saves memory"
+    return reason, _ADVICE_EXPLAIN, True
 
 
-def _operators(region: Region, world_size: int) -> Iterator[str]:
-    """Operators on activations without a rule, and matrix products of whole factors."""
-    lines: dict[str, int] = {}
-    active = _active(region)
+_ADVICE_RULE = "Register a rule for the operator with sp_compiler.rule"
+_ADVICE_EXPLAIN = "plan.explain(name of a parameter near it) says what the other ways cost"
+_ADVICE_FUNCTION = (
+    "Write it as an operator of your own (torch.library.custom_op) and register a rule for it with "
+    "sp_compiler.rule"
+)
+
+
+def _other_tp(sizes: Iterable[int]) -> str:
+    return f"Choose a tp that divides one of {', '.join(map(str, dict.fromkeys(sizes)))}"
+
+
+# Operators.
+
+
+def forward_flops(node: Node) -> float:
+    """Matrix FLOPs of one call on one rank."""
+    return product_flops(node) or node_flops(node)[0] if node.op == "call_function" else 0.0
+
+
+def _operators(compiled: CompiledProgram, region: Region) -> Iterator[Fallback]:
+    """Operators on activations without a rule, and matrix products of replicated factors."""
+    alike: dict[str, list[Fallback]] = {}
+    differentiable, activations = _differentiable(region), _activations(region)
+    calls = [call for call in compiled.program.calls if call.region is region]
+    asked = {
+        node
+        for node, ref in zip(region.placeholders, calls[0].args, strict=True)
+        if ref.kind == "param" and _asked(compiled, compiled.param_name(ref.name))
+    }
     for node in region.module.graph.nodes:
-        if node.op != "call_function" or node not in active or is_view(node):
+        if node.op != "call_function" or node not in differentiable or is_view(node):
             continue
-        where = f"{node.target} in {module_path(node) or '(model)'} of {region.name}"
-        if _has_no_rule(node):
-            line = f"{where} runs whole on every rank: {_why_no_rule(node)}"
-        elif node.target in _PRODUCTS and _is_whole(node):
-            factors = tensor_operands(node)[:2]
-            shapes = " x ".join(str(tuple(factor.meta["val"].shape)) for factor in factors)
-            line = (
-                f"{where} runs whole on every rank: no way to shard {shapes} "
-                f"over {world_size} ranks divides, or none pays"
-            )
+        has_rule = not _has_no_rule(node)
+        if not has_rule:
+            reason, advice = _why_no_rule(node)
+        elif node.target in _PRODUCTS and is_replicated(node):
+            reason, advice = _why_product(node, region, compiled)
         else:
             continue
-        lines[line] = lines.get(line, 0) + 1
-    for line, count in lines.items():
-        yield line if count == 1 else f"{line} (x {count})"
+        path = module_path(node) or "(model)"
+        counts = is_replicated(node) and not any(
+            source in asked for source in tensor_operands(node)
+        )
+        fallback = Fallback(
+            f"{node.target} in {path} of {region.name} runs whole on every rank",
+            path,
+            reason,
+            advice,
+            flops=forward_flops(node) * len(calls) if counts else 0.0,
+            is_attention=counts and _is_attention(node, activations),
+            has_rule=has_rule,
+        )
+        alike.setdefault(str(fallback), []).append(fallback)
+    for items in alike.values():
+        times = "" if len(items) == 1 else f" (x {len(items)})"
+        yield replace(
+            items[0],
+            reason=items[0].reason + times,
+            flops=sum(item.flops for item in items),
+            is_attention=any(item.is_attention for item in items),
+        )
+
+
+def _why_product(node: Node, region: Region, compiled: CompiledProgram) -> tuple[str, str]:
+    """Reason and advice for a matrix product that has a rule."""
+    if (region.name, node.meta.get("source", node.name)) in compiled.whole:
+        advice = "Please report it with the note in plan.notes"
+        return "how it would be sharded could not be proven", advice
+    factors = tensor_operands(node)[:2]
+    shapes = " x ".join(str(tuple(factor.meta["val"].shape)) for factor in factors)
+    world_size = compiled.world_size
+    reason = f"no way to shard {shapes} over {world_size} ranks divides, or none pays"
+    sizes = list(factors[0].meta["val"].shape)
+    if node.target is _ATTENTION:  # heads, which stand at dim -3
+        sizes = sizes[-3:-2] or sizes
+    divides = any(size % world_size == 0 for size in sizes)
+    return reason, _ADVICE_EXPLAIN if divides else _other_tp(sizes)
 
 
 def _has_no_rule(node: Node) -> bool:
@@ -103,32 +229,55 @@ def _has_no_rule(node: Node) -> bool:
     return rule_for(node) is None
 
 
-def _why_no_rule(node: Node) -> str:
+def _why_no_rule(node: Node) -> tuple[str, str]:
+    """Reason and advice for an operator without a rule."""
     if node.target is _FUNCTION:
         name = function_name(arguments(node)["call"])
-        return f"{name}, a torch.autograd.Function, is not pointwise"
+        return f"{name}, a torch.autograd.Function, is not pointwise", _ADVICE_FUNCTION
     if not has_vocabulary(node):
-        return "no sharding rule for it"
-    return vocabulary_obstacle(node) or "sharding its classes costs more time than it saves"
+        return "no sharding rule for it", _ADVICE_RULE
+    obstacle = vocabulary_obstacle(node)
+    return obstacle or "sharding its classes costs more time than it saves", ""
 
 
-def _active(region: Region) -> set[Node]:
+def _differentiable(region: Region) -> set[Node]:
     """Differentiable values that parameters or activations go into."""
-    active: set[Node] = set()
-    for node, kind in zip(region.placeholders, region.input_kinds, strict=True):
-        value = node.meta["val"]
-        if (
-            kind != "size"
-            and carries_gradient(value)
-            and (kind in ("param", "call") or value.requires_grad)
-        ):
-            active.add(node)
-    for node in region.module.graph.nodes:
-        if any(source in active for source in node.all_input_nodes):
-            active.add(node)
-    return active
+    pairs = list(zip(region.placeholders, region.input_kinds, strict=True))
+    sources = {
+        node
+        for node, kind in pairs
+        if kind != "size" and carries_gradient(node.meta["val"])
+        if kind in ("param", "call") or node.meta["val"].requires_grad
+    }
+    return descendants(sources)
 
 
-def _is_whole(node: Node) -> bool:
+def _activations(region: Region) -> set[Node]:
+    """Values that depend on the batch."""
+    pairs = zip(region.placeholders, region.input_kinds, strict=True)
+    return descendants(node for node, kind in pairs if kind in ("call", "input"))
+
+
+def _is_attention(node: Node, activations: set[Node]) -> bool:
+    """Whether ``node`` is fused attention, or weights it with the softmax of another product."""
+    if node.target is _ATTENTION:
+        return True
+
+    products = {other for other in node.graph.nodes if other.target in _PRODUCTS}
+
+    def multiplies_activations(product: Node) -> bool:
+        return product in products and activations.issuperset(tensor_operands(product)[:2])
+
+    def sources(start: Node) -> Iterable[Node]:
+        """Return what ``start`` is computed from, up to the nearest products."""
+        return reach(operands(start), operands, stop=products)
+
+    softmaxes = [source for source in sources(node) if source.target in _SOFTMAX]
+    scores = (source for softmax in softmaxes for source in sources(softmax))
+    return multiplies_activations(node) and any(map(multiplies_activations, scores))
+
+
+def is_replicated(node: Node) -> bool:
+    """Whether every rank runs ``node`` on the same full operands."""
     placements = [value.meta.get("placement") for value in (node, *node.all_input_nodes)]
     return all(placement is not None and placement.is_replicated for placement in placements)

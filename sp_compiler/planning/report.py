@@ -24,7 +24,11 @@ def report(plan: PlanData) -> str:
         *_budget(plan),
         *(_block(block) for block in plan.blocks),
     ]
-    for title, lines in (("Fallbacks", plan.fallbacks), ("Notes", plan.notes)):
+    for title, lines in (
+        ("Fallbacks", plan.fallbacks),
+        ("Costly fallbacks", list(map(str, plan.costly_fallbacks))),
+        ("Notes", plan.notes),
+    ):
         if lines:
             parts.append("\n".join([title, *(f"  {line}" for line in lines)]))
     if plan.passes:

@@ -16,6 +16,7 @@ from sp_compiler.compiler import build
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.hints import Parameters, parameters_of, unmatched
 from sp_compiler.options import CompileOptions, Options
+from sp_compiler.planning.costly_fallbacks import FallbackCheck
 from sp_compiler.runtime.group import TensorParallelGroup, tensor_parallel_group
 from sp_compiler.torch_compile.compiled_graph import CompiledGraph
 from sp_compiler.torch_compile.dynamo_graph import DynamoGraph
@@ -46,13 +47,19 @@ def sp_compiler_backend(
     Raises:
         ArgumentError: unknown options, values that an option does not allow, no process group of
             the right size. torch wraps it in ``BackendCompilerFailed``.
+        UnsupportedError: with ``strict``, a costly part of the graph is replicated.
     """
     if mode is not None:
         raise ArgumentError(f'mode={mode!r}: backend "sp_compiler" has no modes; pass options=')
     compile_options, group = _parse(dict(options or {}), _device_type(example_inputs))
 
+    check_fallbacks = FallbackCheck(compile_options, group.rank)
+
     def compile_for(model: nn.Module, tensors: Sequence[Tensor]) -> CompiledProgram:
-        return build(model, tensors, {}, _with_own_hints(compile_options, parameters_of(model)))
+        own_options = _with_own_hints(compile_options, parameters_of(model))
+        compiled = build(model, tensors, {}, own_options)
+        check_fallbacks(compiled.plan.costly_fallbacks)
+        return compiled
 
     graph = DynamoGraph.of(module, example_inputs)
     return CompiledGraph(graph, group, compile_for, options=compile_options.texts())

@@ -1,0 +1,145 @@
+"""Fallbacks that take a good part of a step: they are heard, or refused with ``strict``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sp_compiler.base.errors import UnsupportedError
+from sp_compiler.base.warn import warn
+from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.options import CompileOptions
+from sp_compiler.planning.fallbacks import (
+    all_fallbacks,
+    forward_flops,
+    is_replicated,
+    stored_parameters,
+)
+
+COSTLY_SHARE = 0.01
+"""Of the model's matrix FLOPs or parameter bytes: less than this is not worth a warning."""
+_MOST_LINES = 8
+
+
+@dataclass(frozen=True)
+class CostlyFallback:
+    """A fallback that takes a good part of a step; see ``strict`` of :func:`sp_compiler.compile`.
+
+    Attributes:
+        module: path of the module in the user's model, or the name of a parameter.
+        share: how much of what is replicated, "31 % of the matrix FLOPs" or "an attention core".
+        reason: why it is not sharded.
+        advice: what to do about it.
+    """
+
+    module: str
+    share: str
+    reason: str
+    advice: str
+
+    def __str__(self) -> str:
+        return f"{self.module} ({self.share}): {self.reason}. {self.advice}".rstrip()
+
+
+def costly_fallbacks(compiled: CompiledProgram) -> tuple[CostlyFallback, ...]:
+    """Fallbacks that take a good part of a step, the largest first.
+
+    They are counted together: more than :data:`COSTLY_SHARE` of the matrix FLOPs, of the parameter
+    bytes, or any attention core. What a hint of the user asks for does not count.
+    """
+    every = list(all_fallbacks(compiled))
+    products = [fallback for fallback in every if fallback.flops or fallback.is_attention]
+    causes = [fallback for fallback in every if not fallback.has_rule and not fallback.flops]
+    parameters = [fallback for fallback in every if fallback.num_bytes]
+    all_flops, all_bytes = _total_flops(compiled), _total_bytes(compiled)
+    flops_count = sum(item.flops for item in products) > COSTLY_SHARE * all_flops
+    bytes_count = sum(item.num_bytes for item in parameters) > COSTLY_SHARE * all_bytes
+    costly: dict[CostlyFallback, float] = {}
+    for item in products:
+        share = item.flops / all_flops if all_flops else 0.0
+        if flops_count or item.is_attention:
+            core = "an attention core, " if item.is_attention else ""
+            text = f"{core}{share:.1%} of the matrix FLOPs"
+            costly[CostlyFallback(item.module, text, item.reason, item.advice)] = share
+    for item in causes if flops_count else ():
+        text = "no sharding rule, which may keep its neighbours replicated"
+        costly[CostlyFallback(item.module, text, item.reason, item.advice)] = 0.0
+    for item in parameters if bytes_count else ():
+        share = item.num_bytes / all_bytes
+        text = f"{share:.1%} of the parameter bytes"
+        costly[CostlyFallback(item.module, text, item.reason, item.advice)] = share
+    return tuple(sorted(costly, key=costly.__getitem__, reverse=True))
+
+
+class FallbackCheck:
+    """Warns of costly fallbacks of the programs of one module, or refuses them.
+
+    Args:
+        options: of the compilation; with ``strict`` they are refused.
+        rank: rank 0 alone warns; all have the same program, so that all refuse it.
+    """
+
+    def __init__(self, options: CompileOptions, rank: int) -> None:
+        self._options = options
+        self._rank = rank
+        self._known: set[str] = set()
+
+    def __call__(self, costly: Sequence[CostlyFallback]) -> None:
+        """Look at those of one program.
+
+        Raises:
+            UnsupportedError: with ``strict``, naming the modules, the reasons and what to do.
+        """
+        if self._options.strict:
+            refuse_costly(costly, self._options.tp)
+        # Programs for other sizes have the same fallbacks with other shares.
+        new = [fallback for fallback in costly if fallback.module not in self._known]
+        self._known.update(fallback.module for fallback in new)
+        if new and self._rank == 0:
+            warn(
+                f"{_text(new, self._options.tp)}\nThe results are right. strict=True raises "
+                "instead; a hint Replicate() says that a parameter is meant to be replicated."
+            )
+
+
+def refuse_costly(costly: Sequence[CostlyFallback], world_size: int) -> None:
+    """Raise where there are any, as ``strict=True`` asks.
+
+    Raises:
+        UnsupportedError: naming the modules, the reasons and what to do.
+    """
+    if costly:
+        raise UnsupportedError(
+            f"strict=True: {_text(costly, world_size)}\nWith strict=False they run so, with a "
+            "warning; a hint Replicate() says that a parameter is meant to be replicated."
+        )
+
+
+def _text(costly: Sequence[CostlyFallback], world_size: int) -> str:
+    """Name the largest of ``costly``, one a line."""
+    lines = list(map(str, costly[:_MOST_LINES]))
+    if len(costly) > _MOST_LINES:
+        lines.append(f"and {len(costly) - _MOST_LINES} more, see plan.costly_fallbacks")
+    listed = "\n  ".join(lines)
+    return f"costly parts of the model are replicated on all {world_size} ranks:\n  {listed}"
+
+
+def _total_bytes(compiled: CompiledProgram) -> int:
+    """Of all parameters, unsharded."""
+    total = 0
+    for name, node in stored_parameters(compiled):
+        value, placement = node.meta["val"], compiled.param_placements[name]
+        shape = placement.global_shape(tuple(value.shape), compiled.world_size)
+        total += math.prod(shape) * value.element_size()
+    return total
+
+
+def _total_flops(compiled: CompiledProgram) -> float:
+    """Matrix FLOPs of all forwards in one step, unsharded."""
+    total = 0.0
+    for region in compiled.program.regions:
+        for node in region.module.graph.nodes:
+            ranks = 1 if is_replicated(node) else compiled.world_size
+            total += ranks * forward_flops(node) * len(compiled.program.paths(region))
+    return total

@@ -1,0 +1,137 @@
+"""A fallback that takes a good part of a step warns once, or is refused with ``strict=True``."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import sp_compiler
+from sp_compiler import ArgumentError, UnsupportedError
+from tests.helpers.ranks import run_on_ranks
+from tests.models import zoo
+
+_WIDTH = 32
+
+
+@torch.library.custom_op("costly_test::twist", mutates_args=())
+def twist(x: Tensor) -> Tensor:
+    """Without a rule."""
+    return x * 2
+
+
+twist.register_fake(torch.empty_like)
+twist.register_autograd(lambda ctx, grad: grad * 2)
+
+
+class Attention(nn.Module):
+    """Its values pass through an operator without a rule: nothing of it can be sharded."""
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(_WIDTH, _WIDTH) for _ in range(4))
+        self.fused = fused
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = (*x.shape[:2], 4, _WIDTH // 4)
+        q, k, v = (twist(p(x)).view(shape).transpose(1, 2) for p in (self.q, self.k, self.v))
+        if self.fused:
+            context = F.scaled_dot_product_attention(q, k, v)
+        else:
+            context = twist(q @ k.transpose(-1, -2)).softmax(-1) @ v
+        return self.out(twist(context.transpose(1, 2).reshape(x.shape)))
+
+
+class Model(nn.Module):
+    def __init__(self, fused: bool = True) -> None:
+        super().__init__()
+        self.attention = Attention(fused)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x).square().mean()
+
+
+def _inputs() -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    return (torch.randn(2, 8, _WIDTH),), {}
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_an_attention_core_that_runs_replicated(fused: bool) -> None:
+    costly = sp_compiler.plan(Model(fused), _inputs(), tp=2).costly_fallbacks
+    (core,) = (item for item in costly if item.share.startswith("an attention core"))
+    assert core.module == "attention"
+    assert "(2, 4, 8, 8)" in core.reason
+    assert any("sp_compiler.rule" in item.advice for item in costly)  # the cause, and what to do
+
+
+def test_the_plan_lists_it_and_strict_refuses_it() -> None:
+    assert "Costly fallbacks\n" in str(sp_compiler.plan(Model(), _inputs(), tp=2))
+    with pytest.raises(UnsupportedError, match="attention core") as refused:
+        sp_compiler.plan(Model(), _inputs(), tp=2, strict=True)
+    assert "no sharding rule" in str(refused.value)
+    assert sp_compiler.plan(Model(), _inputs(), tp=1, strict=True).costly_fallbacks == ()
+    with pytest.raises(ArgumentError, match="strict=1"):
+        sp_compiler.plan(Model(), _inputs(), strict=1)  # type: ignore[arg-type]
+
+
+def test_parameters_that_no_rank_count_divides() -> None:
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    result = sp_compiler.plan(model, ((torch.randn(4, 3, 5),), {}), tp=2)
+    assert [item.module for item in result.costly_fallbacks[1:]] == ["0", "1"]  # their products
+    costly = result.costly_fallbacks[0]
+    assert costly.module == "0.weight and 1 more like it"
+    assert "no dim divides by 2" in costly.reason
+    assert "tp" in costly.advice
+
+
+def test_what_a_hint_asks_for_is_no_fallback() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    hints = {"0": torch.distributed.tensor.Replicate(), "1": torch.distributed.tensor.Replicate()}
+    result = sp_compiler.plan(model, ((torch.randn(4, 3, 32),), {}), hints=hints, strict=True)
+    assert result.fallbacks
+    assert result.costly_fallbacks == ()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "lora"])
+def test_a_model_that_shards(name: str) -> None:
+    model = zoo.build(name, layers=1, dtype=torch.float32)
+    sp_compiler.plan(model, ((), zoo.inputs(name)), tp=2, strict=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("name", zoo.names())
+def test_every_model_of_the_zoo_shards(name: str, tp: int) -> None:
+    sp_compiler.plan(zoo.build(name), ((), zoo.inputs(name)), tp=tp, strict=True)
+
+
+def _heard() -> dict[str, Any]:
+    model = Model()
+    with pytest.raises(UnsupportedError, match="attention core"):
+        sp_compiler.compile(model, tp=2, example_inputs=_inputs(), strict=True)
+    (x,), _ = _inputs()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        torch.manual_seed(0)
+        module = sp_compiler.compile(model, tp=2)  # the refusal left it as it was
+        module(torch.ones_like(x))
+        module(torch.ones(3, 6, _WIDTH))
+        backend = torch.compile(Model(), backend="sp_compiler", options={"tp": 2})
+        backend(torch.ones_like(x))
+    return {
+        "texts": [str(item.message) for item in said if "costly parts" in str(item.message)],
+        "files": {item.filename for item in said if "costly parts" in str(item.message)},
+    }
+
+
+def test_compile_warns_once_on_rank_0() -> None:
+    first, second = run_on_ranks(2, _heard)
+    assert second["texts"] == []
+    assert len(first["texts"]) == 2  # one of compile, whatever the sizes, one of torch.compile
+    for text in first["texts"]:
+        assert "attention core" in text
+        assert "strict=True" in text

@@ -83,7 +83,7 @@ def measure(case: parity.Case, ranks: int, *, kept: float | None = None) -> dict
         "flops": _down(flops_share(case.program, compiled)),
         "parameters": _down(parameter_share(compiled)),
         "collectives": _collectives(_main_block(plan)),
-        "fallbacks": sorted({*map(_subject, plan.fallbacks), *map(" ".join, compiled.whole)}),
+        "fallbacks": sorted({*map(_subject, plan.fallbacks), *map(" ".join, compiled.replicated)}),
         "reasons": sorted({_reason(line) for line in _whole(plan)}),
         "seconds": round(seconds, 1),
         "sharded_parameters": [

@@ -116,7 +116,7 @@ def _build(
         with without_autocast():
             plan = make_plan(concretized(compiled), options, type(model).__name__)
         at_example = Concretizer(program.sizes).program(program)
-        explainer = partial(explain, at_example, options, dict(fixed), compiled.whole)
+        explainer = partial(explain, at_example, options, dict(fixed), compiled.replicated)
         compiled.plan = replace(plan, explainer=explainer)
     return compiled
 
@@ -236,7 +236,7 @@ class Compilation:
             differentiable={each.region.name: each.differentiable for each in regions},
             loss_backwards=_loss_backwards(regions, loaded.codes),
             notes=program.notes,
-            whole=replicated,
+            replicated=replicated,
             code=loaded.source,
             value_names=loaded.value_names,
             stages=run.stages(program, tagged.program),

@@ -10,7 +10,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from sp_compiler.ir.fx import is_call
-from sp_compiler.ir.graph_theory import Candidate, isomorphism
+from sp_compiler.ir.graph_theory import ComparableGraph, isomorphism
 from sp_compiler.ir.hints import Wish
 from sp_compiler.ir.op_traits import draws
 from sp_compiler.ir.program import Ref, Region
@@ -38,7 +38,7 @@ class DistinctRegions:
     def __init__(self) -> None:
         self.regions: list[Region] = []
         self._uses: dict[str, Use] = {}
-        self._candidates: list[tuple[Candidate, Draft, Region]] = []
+        self._candidates: list[tuple[ComparableGraph, Draft, Region]] = []
 
     def use_of(self, draft: Draft, asked: Mapping[int, tuple[bool, ...]]) -> Use:
         """The region of ``draft``, by its text or else by isomorphism; a new one if there is none.
@@ -48,7 +48,7 @@ class DistinctRegions:
         text = f"{_canonical_text(draft)}\n{asked}"
         if text not in self._uses:
             # Only layers that equal no earlier one in order come here: a few of a model.
-            candidate = Candidate(draft.graph, _labels(draft, asked).__getitem__)
+            candidate = ComparableGraph(draft.graph, _labels(draft, asked).__getitem__)
             use = self._reordered_use(candidate, draft)
             if use is None:
                 region = draft.finish()
@@ -58,9 +58,9 @@ class DistinctRegions:
             self._uses[text] = use  # so that a third layer in this order is found by its text
         return self._uses[text]
 
-    def _reordered_use(self, candidate: Candidate, draft: Draft) -> Use | None:
+    def _reordered_use(self, graph: ComparableGraph, draft: Draft) -> Use | None:
         for known, other, region in self._candidates:
-            twins = isomorphism(known, candidate)
+            twins = isomorphism(known, graph)
             if twins is not None:
                 theirs = [twins[node] for node in draft.inputs]
                 outputs = {node: position for position, node in enumerate(other.outputs)}

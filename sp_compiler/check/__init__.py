@@ -1,4 +1,4 @@
-"""The check of placements that runs on every compile: two independent derivations."""
+"""Check of placements that runs on every compile: two independent derivations."""
 
 from __future__ import annotations
 

@@ -25,7 +25,6 @@ from sp_compiler.ir.fx import arguments, tensor_operands
 from sp_compiler.ir.op_traits import FILLED, draws
 from sp_compiler.ir.rewriting import make_call
 from sp_compiler.ops.registry import operator_of
-from sp_compiler.rules.factors import OpRule
 from sp_compiler.rules.strategies import Offers, Strategy, strategies
 from sp_compiler.rules.table import rule_for
 
@@ -33,18 +32,19 @@ aten = torch.ops.aten
 Results = tuple[Placement, ...]
 """Placements of all results of one operator."""
 
-# The gradient of a sum over a dim of which each rank has one element is expanded to that size, so
-# not at all: with a new dim of size 1 a replicated value is also a row of copies, one a rank.
+# The gradient of a sum is expanded to the size of the dim that was summed. Where each rank has one
+# element of that dim, that is no expansion at all: a replicated value with a new dim of size 1 is
+# then a row of copies, one per rank.
 _MAKE_DIMS = (aten.unsqueeze.default, aten.reshape.default, aten.view.default)
 _EXPANDS = (aten.expand.default, aten.broadcast_to.default)
 
 
 def derive(node: Node, operands: Sequence[Placement], world_size: int) -> list[Results]:
-    """Every placement that the results may be said to have; none: the operator is refused.
+    """Return every placement that describes the results; none: the operator is refused.
 
-    More than one only where they tell the same truth: a constant is the same on every rank, and a
+    More than one only where all of them are true: a constant is the same on every rank, and also a
     shard of itself; a view may assign a sharded dim of local size 1 to either neighbour. The
-    plainest comes first.
+    simplest comes first.
 
     Args:
         operands: placements of the tensor operands as values, see
@@ -60,20 +60,25 @@ def derive(node: Node, operands: Sequence[Placement], world_size: int) -> list[R
     if draws(node):
         return []
     replicated = all(placement == R for placement in operands)
-    found = [(R,) * num_results] if replicated else []
+    # The same operator on the same numbers gives the same result on every rank, rule or no rule.
+    possible = [(R,) * num_results] if replicated else []
     if replicated and node.target in _MAKE_DIMS:
         (shape,) = local_shapes(node)
-        found += [(S(dim),) for dim, size in enumerate(shape or ()) if size == 1]
+        possible += [(S(dim),) for dim, size in enumerate(shape or ()) if size == 1]
+    # Only an expansion makes shards of replicated values: the rules are not asked for others.
     if not replicated or node.target in _EXPANDS:
-        found += _sharded(node, operands, world_size)
-    return sorted(dict.fromkeys(found), key=lambda results: sum(len(p.segments) for p in results))
+        possible += _sharded(node, operands, world_size)
+    # Without segments first: where a plain shard explains the node, nothing more is claimed of it.
+    return sorted(
+        dict.fromkeys(possible), key=lambda results: sum(len(p.segments) for p in results)
+    )
 
 
 def declared_strategies(node: Node, world_size: int) -> list[Strategy] | None:
     """Every way to run one of our own operators; ``None`` for any other.
 
-    What our operators declare is trusted, so each has numeric tests of its own. An empty list: the
-    arguments contradict each other.
+    The typings of our operators are trusted; numeric tests of each operator hold them. An empty
+    list: the arguments contradict each other.
     """
     ours = operator_of(node.target)
     if ours is None:
@@ -85,48 +90,54 @@ def declared_strategies(node: Node, world_size: int) -> list[Strategy] | None:
 
 
 def allowed(node: Node, operands: Sequence[Placement], world_size: int) -> list[Strategy]:
-    """What ``node`` could do with operands of these shapes, for the text of a refusal."""
+    """Strategies of ``node`` for operands of these shapes, for the text of a refusal."""
     declared = declared_strategies(node, world_size)
     if declared is not None:
         return list(map(_valued, declared))
-    found = [] if draws(node) else [Strategy((R,) * len(operands), (R,))]
+    possible = [] if draws(node) else [Strategy((R,) * len(operands), (R,))]
     for shadow, _ in _shadows(node, operands, world_size):
-        found += _offered(shadow, operands, world_size)
-    return list(dict.fromkeys(map(_valued, found)))
+        possible += _offered(shadow, operands, world_size)
+    return list(dict.fromkeys(map(_valued, possible)))
 
 
 def _constant(node: Node) -> list[Results]:
+    """Every placement of a tensor that is filled with one number."""
     (shape,) = local_shapes(node)
     value = FILLED[node.target]
     value = arguments(node)[value] if isinstance(value, str) else value
-    # Zeros are also parts of a sum that is zero.
+    # Any part of a tensor of one number looks like any other. Zeros alone are also the summands of
+    # a sum that is the same number again.
     shards = [(S(dim),) for dim in range(len(shape or ()))]
     return [(R,), *shards, *([(P,)] if value == 0 else [])]
 
 
 def _sharded(node: Node, operands: Sequence[Placement], world_size: int) -> list[Results]:
-    # A rule may offer what these sizes do not bear out: of several global shapes only one is meant,
-    # and its parts are what the rank has.
+    """Placements that the rule table derives, confirmed by the sizes that the rank has."""
+    # A rule may offer what these sizes contradict: of several global shapes only one is meant, the
+    # one whose parts have the sizes of this rank's results.
     local = local_shapes(node)
-    found: list[Results] = []
+    confirmed: list[Results] = []
     for shadow, shapes in _shadows(node, operands, world_size):
         for results in _matching(_offered(shadow, operands, world_size), operands, len(local)):
             if all(
                 part is None or (shape is not None and _part(shape, placement, world_size) == part)
                 for part, shape, placement in zip(local, shapes, results, strict=True)
             ):
-                found.append(results)
-    return found
+                confirmed.append(results)
+    return confirmed
 
 
 def _shadows(
     node: Node, operands: Sequence[Placement], world_size: int
 ) -> Iterator[tuple[Node, list[Shape | None]]]:
     """Copies of ``node`` on global tensors, with the global shapes of their results."""
-    values = [
-        _global_value(operand.meta["val"], placement, world_size)
-        for operand, placement in zip(tensor_operands(node), operands, strict=True)
-    ]
+    values = []
+    for operand, placement in zip(tensor_operands(node), operands, strict=True):
+        value = operand.meta["val"]
+        if isinstance(value, Tensor):
+            shape = global_shape(value.shape, placement, world_size)
+            value = torch.empty(shape, dtype=value.dtype, device="meta")
+        values.append(value)
     try:
         calls = list(global_calls(node, values, operands, world_size))
     except NO_SUCH_CALL:
@@ -135,14 +146,8 @@ def _shadows(
         yield _shadow(node, values, call), call.shapes
 
 
-def _global_value(value: Any, placement: Placement, world_size: int) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    shape = global_shape(value.shape, placement, world_size)
-    return torch.empty(shape, dtype=value.dtype, device="meta")
-
-
 def _shadow(node: Node, values: Sequence[Any], call: GlobalCall) -> Node:
+    """Build the node of ``call``: rules are asked about nodes, and read shapes off their meta."""
     graph = Graph()
     operands = iter(values)
 
@@ -168,14 +173,19 @@ def _shadow(node: Node, values: Sequence[Any], call: GlobalCall) -> Node:
 
 
 def _offered(shadow: Node, operands: Sequence[Placement], world_size: int) -> list[Strategy]:
+    """Strategies of the rule for ``shadow``: all that it allows, not only those worth offering."""
     try:
         rule = rule_for(shadow)
     except (ArgumentError, RuntimeError):  # these shapes do not go together
         return []
     if rule is None:
         return []
-    claim = shadow.meta.get("placement", R)  # of a dim that only the result has
+    # A claim of sharding's serves as a question here: its segments are tried, not believed. They
+    # are known from nowhere else where only the result has the dim.
+    claim = shadow.meta.get("placement", R)
     segments = list(dict.fromkeys(p.segments for p in (*operands, claim) if p.segments))
+    # Everything may be sharded, and nothing is in rows: a check asks what is right, not what is
+    # sensible, and of graphs in which rows have become S(0).
     offers = Offers(
         world_size=world_size,
         shardable=lambda factor: True,
@@ -184,18 +194,20 @@ def _offered(shadow: Node, operands: Sequence[Placement], world_size: int) -> li
         result_rows=(),
         sequence_parallel=False,
     )
-    found = strategies(rule, len(rule.operands), len(rule.results), offers)
+    offered = strategies(rule, len(rule.operands), len(rule.results), offers)
     # The other lowerings are other operators by now, with types of their own.
-    found = [strategy for strategy in found if strategy.lowering == "itself"]
-    return [*found, *_joined(shadow, rule, world_size)]
+    offered = [strategy for strategy in offered if strategy.lowering == "itself"]
+    return [*offered, *_concatenated(shadow, world_size)]
 
 
-def _joined(shadow: Node, rule: OpRule, world_size: int) -> list[Strategy]:
-    """Parts that are sharded on the dim along which they are put together: one segment each."""
+def _concatenated(shadow: Node, world_size: int) -> list[Strategy]:
+    """Concatenation along the sharded dim, whose result has a segment per part."""
+    # The rule blocks this dim: factors know no result whose segments are its operands.
     if shadow.target is not aten.cat.default:
         return []
     dim = arguments(shadow)["dim"] % shadow.meta["val"].dim()
     parts = [operand.meta["val"] for operand in tensor_operands(shadow)]
+    # Fewer dims: ``cat`` accepts an empty tensor of one dim among the others.
     sizes = tuple(part.shape[dim] for part in parts if part.dim() > dim)
     if len(sizes) < len(parts) or any(size % world_size for size in sizes):
         return []
@@ -203,11 +215,11 @@ def _joined(shadow: Node, rule: OpRule, world_size: int) -> list[Strategy]:
 
 
 def _matching(
-    found: Sequence[Strategy], operands: Sequence[Placement], num_results: int
+    offered: Sequence[Strategy], operands: Sequence[Placement], num_results: int
 ) -> list[Results]:
     """Results of the strategies that take exactly ``operands``; what a rule leaves out is R."""
     results = []
-    for strategy in map(_valued, found):
+    for strategy in map(_valued, offered):
         if strategy.operands == tuple(operands):
             padding = itertools.repeat(R, num_results - len(strategy.results))
             results.append((*strategy.results, *padding))
@@ -215,10 +227,12 @@ def _matching(
 
 
 def _valued(strategy: Strategy) -> Strategy:
+    """Return ``strategy`` on values: what R and I have in common is all that is derived here."""
     return Strategy(tuple(map(as_value, strategy.operands)), tuple(map(as_value, strategy.results)))
 
 
 def _part(shape: Shape, placement: Placement, world_size: int) -> Shape | None:
+    # No part at all where the shape does not divide: the placement is none of this value's.
     try:
         return placement.local_shape(shape, world_size)
     except (ValueError, IndexError):

@@ -1,8 +1,9 @@
-"""A second opinion on the forward of a sharded region, from ``spmd_types``' own type checker.
+"""Second opinion on the forward of a sharded region, from ``spmd_types``' own type checker.
 
 The region is run node by node on meta tensors in the checker's global mode, in which a shard knows
 its dim. It needs a mesh axis but no process group. Unlike :mod:`sp_compiler.check.partitioned` it
-tells R from I, so a forgotten I -> R conversion is met here, at the operator that mixes them.
+distinguishes R from I: a forgotten I -> R conversion is caught here, at the operator that mixes
+them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from sp_compiler.base.placement import I, P, Placement, R, S, as_value
 from sp_compiler.check.derive import Results, declared_strategies, derive
 from sp_compiler.check.report import CheckReport
 from sp_compiler.check.shapes import global_shape
-from sp_compiler.check.torch_functions import RESHAPES, UNKNOWN_LINEAR, call, is_spelled, reshape
+from sp_compiler.check.torch_functions import RESHAPES, UNKNOWN_LINEAR, call, is_rewritten, reshape
 from sp_compiler.ir.fx import arguments, carries_gradient, placements_of, tensor_operands
 from sp_compiler.ir.op_traits import FILLED
 from sp_compiler.ir.program import Region
@@ -40,25 +41,28 @@ _CUTS = (aten.split_with_sizes.default, aten.slice.Tensor)
 def check_forward(region: Region, world_size: int) -> CheckReport:
     """Refuse a sharded region whose forward mixes placements that do not go together.
 
-    What ``spmd_types`` cannot read is typed by the rule table instead and listed in the report.
+    Operators that ``spmd_types`` cannot type are typed by the rule table and listed in the report.
 
     Raises:
         PlacementError: names the operator, the module and line it came from, what was expected and
             what was found.
     """
-    if world_size == 1:
+    if world_size == 1:  # all placements hold the same numbers
         return CheckReport()
     return _Checker(region, world_size).run()
 
 
 class _Unreadable(Exception):
-    """``spmd_types`` has no rule for this; the reason."""
+    """``spmd_types`` has no rule for a node; the reason."""
 
 
 class _Checker:
+    """One run of a region; ``values`` are meta tensors that carry the types of ``spmd_types``."""
+
     def __init__(self, region: Region, world_size: int) -> None:
         self.region = region
         self.world_size = world_size
+        # spmd_types internals: an axis from numbers alone, for a DeviceMesh needs a process group.
         self.axis = MeshAxis(_make_axis_layout((world_size,), (1,)))
         self.values: dict[Node, Any] = {}
         self.report = CheckReport()
@@ -67,6 +71,7 @@ class _Checker:
         for node, placement in zip(
             self.region.placeholders, self.region.input_placements, strict=True
         ):
+            # Whether a gradient flows decides whether R and I have to be told apart.
             grad = bool(node.meta.get("requires_grad"))
             self.values[node] = self._new(node.meta["val"], placement, grad)
         try:
@@ -93,7 +98,7 @@ class _Checker:
             self._declare(node)
         else:
             self._type(node)
-        # Sharding's own word is asked last: nothing above believed it.
+        # The placement that sharding declared is compared last: nothing above relied on it.
         claim = node.meta.get("placement")
         if claim is not None and isinstance(self.values[node], Tensor):
             self._require(node, self.values[node], claim, "its declared placement")
@@ -102,7 +107,8 @@ class _Checker:
     def _type(self, node: Node) -> None:
         try:
             self.values[node] = self._run(node)
-            # Of a shard it may have taken a size among the arguments for the global one.
+            # A size among the arguments may have been taken for the global one of a shard: its type
+            # would then be that of another call.
             if _shapes(self.values[node]) != _shapes(node.meta["val"]):
                 raise _Unreadable("torch's function gives another shape on the meta device")
         except _Unreadable as reason:
@@ -111,9 +117,11 @@ class _Checker:
             if not _is_unreadable(error):
                 raise PlacementError(Pass.CHECK, self._refusal(node, error), node) from error
             self._derive(node, str(error.__cause__ or error).strip().splitlines()[0])
+        # Failures inside the checker itself. Before RuntimeError, of which NotImplementedError is a
+        # subclass.
         except (AssertionError, NotImplementedError, TypeError) as error:
             self._derive(node, f"spmd_types cannot type {node.target}: {error}")
-        # The operator itself: its parts do not go together, whatever their types.
+        # The operator itself refuses: the shapes do not fit, whatever the types.
         except RuntimeError as error:
             raise PlacementError(Pass.CHECK, self._refusal(node, error), node) from error
 
@@ -124,14 +132,16 @@ class _Checker:
             raise _Unreadable("spmd_types gives no type to what is made of no tensor")
         if node.target.namespace != "aten":
             raise _Unreadable("spmd_types does not know the user's operator")
-        # It takes for nonlinear what it does not know: only a list can tell that from a refusal.
+        # It treats operators that it does not know as nonlinear: only a list of ours can tell that
+        # from a refusal.
         if P in placements and name in UNKNOWN_LINEAR:
             raise _Unreadable("spmd_types does not know that it is linear")
         sharded = [placement for placement in placements if placement.is_sharded]
         # DTensor, which spmd_types asks, would take one rank's sizes for those of all.
-        if sharded and has_local_arguments(node) and not is_spelled(node):
+        if sharded and has_local_arguments(node) and not is_rewritten(node):
             raise _Unreadable("sizes among its arguments are those of one rank")
-        # Sharded by batch or heads every rank has all of its scores; by rows or keys it has not.
+        # Sharded by batch or heads, a rank has complete scores, and the mask changes no type; by
+        # queries or keys its rows start elsewhere, which the mask would have to know.
         if any(p.dim > 1 for p in sharded) and node.target is _ATTENTION:
             raise _Unreadable("spmd_types does not see the causal mask")
         claim = node.meta.get("placement", R)
@@ -146,10 +156,14 @@ class _Checker:
         return call(node, self._operand_values(node))
 
     def _reshape(self, node: Node, placement: Placement) -> Tensor:
-        """Sharded dims are split and merged by ``unflatten`` and ``flatten`` only."""
+        """Reshape by ``unflatten`` and ``flatten``, the only ways to split and merge sharded dims.
+
+        Which dim the result is sharded on comes from the rule table; that it may be is checked.
+        """
         target = self._choose(node, self._choices(node, self._operands(node)))
         source = self._operands(node)[0]
-        # It would take a segment for the front of the dim.
+        # A sharded dim has one contiguous part per rank, to the checker: with segments a merged
+        # dim would be typed as if the rank had the front of it.
         if source.segments or target.segments:
             raise _Unreadable("spmd_types knows no segments")
         x = self.values[node.args[0]]
@@ -157,19 +171,21 @@ class _Checker:
         after = global_shape(node.meta["val"].shape, target, self.world_size)
         return reshape(x, before, after, target)
 
-    # What spmd_types does not type itself.
+    # Nodes that spmd_types does not type itself.
 
     def _fill(self, node: Node) -> None:
-        """A constant is whatever sharding says it is, as long as a constant can be that."""
+        """Type a constant as sharding declares it, if a constant can be that."""
         placement = self._choose(node, self._choices(node, self._operands(node)))
         self.values[node] = self._new(node.meta["val"], placement, False)
 
     def _declare(self, node: Node) -> None:
-        """One of the compiler's own operators: its declared types are trusted."""
-        found = self._placements(node)
+        """Type one of the compiler's own operators by its declaration, which is trusted."""
+        operand_placements = self._placements(node)
         pair = placements_of(node)
         if pair is not None:
-            self._require_operand(node, pair[0])
+            # A conversion says from which placement to which: that the operand is so is checked.
+            x = self.values[node.args[0]]
+            self._require(node, x, pair[0], f"the operand of {node.name}")
             results: Sequence[Placement] = [pair[1]]
             if not self._choices(node, [as_value(pair[0])]):
                 raise PlacementError(Pass.CHECK, f"no conversion {pair[0]} -> {pair[1]}", node)
@@ -182,46 +198,38 @@ class _Checker:
             ]
             if not fitting:
                 raise PlacementError(Pass.CHECK, self._refusal(node, None), node)
+            # A result declared I is so whatever the operands are; one declared R follows them.
             results = [
-                kind if kind == I else self._gradient_kind(node, kind, found) for kind in fitting[0]
+                kind if kind == I else _gradient_kind(kind, operand_placements)
+                for kind in fitting[0]
             ]
             self.report.trusted.append((node, "declared by the compiler's own operator"))
-        self._stamp(node, results)
+        self._set_types(node, results)
 
     def _derive(self, node: Node, reason: str) -> None:
-        """Type by the rule table what ``spmd_types`` cannot read."""
-        choices = self._choices(node, self._operands(node))
-        if not choices:
-            raise PlacementError(Pass.CHECK, self._refusal(node, None), node)
-        found = self._placements(node)
-        chosen = next((c for c in choices if self._fits(node, c)), choices[0])
-        self._stamp(node, [self._gradient_kind(node, kind, found) for kind in chosen])
+        """Type a node that ``spmd_types`` cannot read by the rule table."""
+        chosen = self._chosen(node, self._choices(node, self._operands(node)))
+        operand_placements = self._placements(node)
+        self._set_types(node, [_gradient_kind(kind, operand_placements) for kind in chosen])
         self.report.trusted.append((node, reason))
 
     def _choices(self, node: Node, operands: Sequence[Placement]) -> list[Results]:
-        # The derivation runs operators without data, of which the checker must not see any.
+        # The derivation runs operators without data, none of which the checker may see.
         with spmd.no_typecheck():
             return derive(node, operands, self.world_size)
 
-    def _choose(self, node: Node, choices: Sequence[Results]) -> Placement:
+    def _chosen(self, node: Node, choices: Sequence[Results]) -> Results:
+        """The one of ``choices`` that sharding declared; the simplest where it is none of them."""
         if not choices:
             raise PlacementError(Pass.CHECK, self._refusal(node, None), node)
-        chosen = next((c for c in choices if self._fits(node, c)), choices[0])
-        return self._gradient_kind(node, chosen[0], self._placements(node))
-
-    def _fits(self, node: Node, results: Results) -> bool:
         claim = node.meta.get("placement")
-        return claim is None or as_value(claim) == results[0]
+        fitting = (c for c in choices if claim is None or as_value(claim) == c[0])
+        return next(fitting, choices[0])
 
-    def _gradient_kind(
-        self, node: Node, placement: Placement, operands: Sequence[Placement]
-    ) -> Placement:
-        """R or I for a value that is only known to be replicated."""
-        if not placement.is_replicated:
-            return placement
-        return R if R in operands else I
+    def _choose(self, node: Node, choices: Sequence[Results]) -> Placement:
+        return _gradient_kind(self._chosen(node, choices)[0], self._placements(node))
 
-    def _stamp(self, node: Node, placements: Sequence[Placement]) -> None:
+    def _set_types(self, node: Node, placements: Sequence[Placement]) -> None:
         values = [self.values[operand] for operand in tensor_operands(node)]
         grad = any(isinstance(x, Tensor) and x.requires_grad for x in values)
         value = node.meta["val"]
@@ -247,15 +255,17 @@ class _Checker:
     def _placement(self, x: Tensor) -> Placement:
         kind = spmd.get_local_type(x).get(self.axis)
         spec = spmd.get_partition_spec(x)
+        # V alone says that ranks differ; the partition spec says on which dim.
         if kind is spmd.V and spec is not None:
             dims = [dim for dim, axis in enumerate(spec) if axis == self.axis]
             return S(dims[0])
         return {spmd.R: R, spmd.I: I, spmd.P: P}[kind]
 
     def _placements(self, node: Node) -> list[Placement]:
-        values = self._operand_values(node)
-        found = [values[operand] for operand in tensor_operands(node)]
-        return [self._placement(x) if isinstance(x, Tensor) else R for x in found]
+        by_operand = self._operand_values(node)
+        values = [by_operand[operand] for operand in tensor_operands(node)]
+        # No tensor: a number, which is the same on every rank.
+        return [self._placement(x) if isinstance(x, Tensor) else R for x in values]
 
     def _operand_values(self, node: Node) -> dict[Node, Any]:
         """Operands of ``node``.
@@ -275,23 +285,21 @@ class _Checker:
 
     def _operands(self, node: Node) -> list[Placement]:
         """As values; the segments, which ``spmd_types`` does not know, are those declared."""
-        found = []
+        placements = []
         for operand, placement in zip(tensor_operands(node), self._placements(node), strict=True):
             claim = operand.meta.get("placement", placement)
-            found.append(as_value(claim if _without_segments(claim) == placement else placement))
-        return found
-
-    def _require_operand(self, node: Node, placement: Placement) -> None:
-        x = self.values[node.args[0]]
-        self._require(node, x, placement, f"the operand of {node.name}")
+            known = claim if _without_segments(claim) == placement else placement
+            placements.append(as_value(known))
+        return placements
 
     def _require(self, node: Node, x: Tensor, placement: Placement, what: str) -> None:
-        found = self._placement(x)
+        actual = self._placement(x)
         wanted = _without_segments(placement)
-        same_numbers = found.is_replicated and wanted.is_replicated and not x.requires_grad
-        if found != wanted and not same_numbers:
+        # R and I differ in the gradient alone: without one they are the same.
+        same_numbers = actual.is_replicated and wanted.is_replicated and not x.requires_grad
+        if actual != wanted and not same_numbers:
             raise PlacementError(
-                Pass.CHECK, f"{what} is {placement}, but {node.name} has {found}", node
+                Pass.CHECK, f"{what} is {placement}, but {node.name} has {actual}", node
             )
 
     def _refusal(self, node: Node, error: Exception | None) -> str:
@@ -319,8 +327,16 @@ def _without_segments(placement: Placement) -> Placement:
     return S(placement.dim) if placement.kind == "S" else placement
 
 
+def _gradient_kind(placement: Placement, operands: Sequence[Placement]) -> Placement:
+    """R or I for a value that is only known to be replicated."""
+    if not placement.is_replicated:
+        return placement
+    # R as soon as one operand is: its gradient is then a partial sum on every rank.
+    return R if R in operands else I
+
+
 def _is_unreadable(error: spmd.SpmdTypeError) -> bool:
-    """Whether the checker lacks a rule, rather than having one that refuses.
+    """Tell whether the checker lacks a rule, rather than having one that refuses.
 
     Where DTensor would move data it may only lack the sharding that needs none (it runs a linear of
     three dims as ``bmm``); the rule table then decides.

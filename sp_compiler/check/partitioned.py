@@ -1,9 +1,9 @@
 """Re-derive the placement of every value of a compiled region, forward and backward.
 
-Types of values: replicated (R and I are the same numbers), ``S(dim)`` and P. Forward, they follow
-from those of the inputs by the rule table; backward, from the saved values and from the tangents,
-whose placements are the duals of the outputs'. Nothing that sharding decided is believed: where it
-left a claim on a node, the claim has to be derivable.
+Types of values: replicated (R and I are the same numbers), ``S(dim)`` and P. In forward, they
+follow from those of the inputs by the rule table; in backward, from the saved values and from the
+tangents, whose placements are the duals of the outputs'. Nothing that sharding decided is believed:
+where it declared a placement on a node, that has to be derivable.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def check_partitioned(
     outputs = results[: partitioned.num_outputs]
     for index, (node, placement) in enumerate(zip(outputs, region.output_placements, strict=True)):
         _require(node, types, placement, f"output {index} of {region.name}")
-    # Whatever forward may be read as, backward may take it for: both come from one derivation.
+    # All readings of a saved value go on: which one is meant may show in backward only.
     saved = [types[node] for node in results[partitioned.num_outputs :]]
     if partitioned.backward is not None:
         _check_backward(region, partitioned.backward, tangent_outputs, saved, world_size, report)
@@ -73,6 +73,7 @@ def _check_backward(
     report: CheckReport,
 ) -> None:
     placeholders = graph.find_nodes(op="placeholder")
+    # Not strict: behind the saved values come the tangents.
     types: Types = dict(zip(placeholders, saved, strict=False))
     tangents = placeholders[len(saved) :]
     for node, index in zip(tangents, tangent_outputs, strict=True):
@@ -102,9 +103,9 @@ def _walk(graph: Graph, types: Types, world_size: int, report: CheckReport) -> N
 
 
 def _require_arrival(node: Node) -> None:
-    """What a collective sends is read behind its ``wait`` alone, of which it has one.
+    """Refuse to read the result of a started collective but through its one ``wait``.
 
-    Placements cannot tell: what has not arrived is of the same type as what has.
+    Placements cannot tell: a value on its way has the same type as one that has arrived.
     """
     if not is_started(node):
         return
@@ -117,56 +118,48 @@ def _require_arrival(node: Node) -> None:
 
 
 def _derive(node: Node, types: Types, world_size: int) -> list[Results]:
+    """Every placement of the results, over all that may be said of the operands."""
     operands = tensor_operands(node)
     options = [[results[0] for results in types[operand]] for operand in operands]
     segments = {placement.segments for choices in options for placement in choices}
     for operand, choices in zip(operands, options, strict=True):
-        if operand.target in FILLED:  # a shard of a constant, however it is cut
+        if operand.target in FILLED:  # also a shard in the segments of the other operands
             dims = [placement.dim for placement in choices if placement.is_sharded]
             choices += [S(dim, parts) for dim in dims for parts in sorted(segments - {()})]
-    found: dict[Results, None] = {}
+    # A product over the operands, but few nodes have more than one reading.
+    derived: dict[Results, None] = {}
     for placements in itertools.product(*options):
-        # ``x * x`` with x read as S(0) and as R at once would be neither.
-        if _same_choice(operands, placements):
-            found.update(dict.fromkeys(derive(node, placements, world_size)))
-    if not found:
+        # A node that occurs twice has one placement: ``x * x`` with x read as S(0) and as R at
+        # once would be neither.
+        if len({*operands}) == len({*zip(operands, placements, strict=True)}):
+            derived.update(dict.fromkeys(derive(node, placements, world_size)))
+    if not derived:
         _refuse(node, operands, [choices[0] for choices in options], world_size)
-    return list(found)
-
-
-def _same_choice(operands: Sequence[Node], placements: Sequence[Placement]) -> bool:
-    """Whether a node that occurs twice is given one placement."""
-    pairs = dict(zip(operands, placements, strict=True))
-    return all(
-        pairs[node] == placement for node, placement in zip(operands, placements, strict=True)
-    )
+    return list(derived)
 
 
 def _refuse(
     node: Node, operands: Sequence[Node], placements: Sequence[Placement], world_size: int
 ) -> None:
-    got = ", ".join(
-        f"{operand.name} {_describe(operand, placement)}"
-        for operand, placement in zip(operands, placements, strict=True)
-    )
+    """Raise, with the operands as they are and the strategies that there are."""
+    got = []
+    for operand, placement in zip(operands, placements, strict=True):
+        shape = getattr(operand.meta["val"], "shape", None)
+        got.append(f"{operand.name} {placement} {'' if shape is None else tuple(shape)}".rstrip())
     ways = [
         f"({', '.join(map(str, way.operands))}) -> {', '.join(map(str, way.results))}"
         for way in allowed(node, placements, world_size)
     ]
-    message = f"{node.target} of {got or 'nothing'} would give wrong numbers"
+    message = f"{node.target} of {', '.join(got) or 'nothing'} would give wrong numbers"
+    # An operator of the user's has no rule until the user gives it one.
     if getattr(node.target, "namespace", "aten") not in ("aten", "sp_compiler"):
         name = node.target._schema.name
         message += f"; sp_compiler.rule('{name}', ...) says how it is split and where it is linear"
     raise PlacementError(_PASS, f"{message}; allowed: {'; '.join(ways) or 'nothing'}", node)
 
 
-def _describe(node: Node, placement: Placement) -> str:
-    shape = getattr(node.meta["val"], "shape", None)
-    return f"{placement} {tuple(shape)}" if shape is not None else str(placement)
-
-
 def _require_claim(node: Node, types: Types) -> None:
-    """Sharding said how it meant this value: it must be one of the ways it can be read."""
+    """Refuse a value whose declared placement is none of the derived ones."""
     claim = node.meta.get("placement")
     if claim is None:
         return
@@ -179,6 +172,7 @@ def _require_claim(node: Node, types: Types) -> None:
 
 
 def _require(node: Node, types: Types, placement: Placement, what: str) -> None:
+    # One reading that agrees is enough: all of them describe the same numbers.
     wanted = as_value(placement)
     if all(results[0] != wanted for results in types[node]):
         got = " or ".join(str(results[0]) for results in types[node])

@@ -13,7 +13,7 @@ class CheckReport:
 
     Attributes:
         checked: number of nodes whose placement was derived.
-        trusted: nodes whose declared placement was taken over, each with the reason.
+        trusted: nodes whose declared placement was accepted without proof, each with the reason.
     """
 
     checked: int = 0

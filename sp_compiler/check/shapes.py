@@ -1,7 +1,8 @@
 """Global shapes of the results of an operator whose arguments hold one rank's sizes.
 
-The rules speak of global tensors, the graphs of parts. Operands are scaled by their placement; the
-results follow by running the operator without data, except where an argument is a local size.
+Rules are about global tensors, graphs about one rank's parts. Operands are scaled by their
+placement; the results follow by running the operator without data, except where an argument is a
+local size.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from sp_compiler.rules.table import is_pointwise, row_of
 aten = torch.ops.aten
 Shape = tuple[int, ...]
 NO_SUCH_CALL = (AssertionError, IndexError, NotImplementedError, RuntimeError, ValueError)
-"""What an operator raises of shapes that do not go together."""
+"""Errors that an operator raises for shapes that do not go together."""
 
 
 def global_shape(shape: Sequence[int], placement: Placement, world_size: int) -> Shape:
-    """:meth:`Placement.global_shape`; what lacks the dim is no part of anything."""
+    """Return :meth:`Placement.global_shape`; a shape that lacks the dim is returned as it is."""
     if placement.dim >= len(shape):
         return tuple(shape)
     return placement.global_shape(tuple(shape), world_size)
@@ -58,12 +59,13 @@ class GlobalCall:
 def global_calls(
     node: Node, operands: Sequence[Any], placements: Sequence[Placement], world_size: int
 ) -> Iterator[GlobalCall]:
-    """Every call on unsharded tensors of which ``node`` can be one rank's.
+    """Yield every call on unsharded tensors of which ``node`` can be one rank's.
 
     Args:
-        operands: what the operand nodes hold: a meta tensor of the global shape, or no tensor.
+        operands: values of the operand nodes: a meta tensor of the global shape, or no tensor.
         placements: theirs, in the same order.
     """
+    # Three ways, from the cheapest: shapes by arithmetic, by broadcasting, by running the operator.
     sized = _SIZED.get(node.target)
     if sized is not None:
         for shapes in sized(node, operands, placements, world_size):
@@ -72,10 +74,10 @@ def global_calls(
         shape = tuple(torch.broadcast_shapes(*_shapes(operands)))
         yield GlobalCall(node.args, node.kwargs, [shape])
     else:
-        # On replicated operands a call works on all there is, with the sizes of that.
+        # On replicated operands the sizes among the arguments are global already.
         scale = world_size if any(p.is_sharded for p in placements) else 1
         for args, kwargs in _global_arguments(node, scale):
-            # A size that does not fit the operands is refused by the operator itself.
+            # A size that does not fit the global operands is refused by the operator itself.
             with contextlib.suppress(*NO_SUCH_CALL):
                 yield GlobalCall(args, kwargs, _run(node.target, args, kwargs, operands))
 
@@ -83,9 +85,9 @@ def global_calls(
 def _global_arguments(
     node: Node, world_size: int
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Arguments of ``node`` with each size that a shard changes as it is and as all ranks have it.
+    """Arguments of ``node``, with each size that a shard changes as it is and scaled to all ranks.
 
-    Which is meant the operator and its rule say: with sizes of a part, the shapes do not fit.
+    Which of them is meant shows when the operator runs: with the others, the shapes do not fit.
     """
     row = row_of(node)
     named = [] if row is None else [n for n in row.local_arguments if n in arguments(node)]
@@ -104,7 +106,7 @@ def _global_arguments(
 
 
 def _sizes(local: Any, world_size: int) -> list[Any]:
-    """One rank's size or shape, and what it may be a part of."""
+    """One rank's size or shape, and those that it may be a part of."""
     if local is None:  # an optional size that is not given
         return [None]
     if world_size == 1:
@@ -121,12 +123,14 @@ def _shapes(operands: Sequence[Any]) -> list[Shape]:
 def _run(
     target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[Any]
 ) -> list[Shape | None]:
+    """Shapes of the results of ``target`` when its node arguments are ``operands``."""
+    # One value per occurrence, as ``tensor_operands`` lists them: ``x * x`` has two.
     leaves, spec = tree_flatten((args, kwargs))
     values = iter(operands)
     args, kwargs = tree_unflatten(
         [next(values) if isinstance(leaf, Node) else leaf for leaf in leaves], spec
     )
-    # Factories make what they are told to; no data is wanted here.
+    # A factory names its device, and would allocate there.
     if "device" in kwargs:
         kwargs = {**kwargs, "device": torch.device("meta")}
     result = target(*args, **kwargs)
@@ -143,9 +147,10 @@ def _scaled(shape: Shape, world_size: int) -> Iterator[Shape]:
 def _reshaped(
     node: Node, operands: Sequence[Any], placements: Sequence[Placement], world_size: int
 ) -> Iterator[list[Shape | None]]:
+    """Shapes that one rank's result may be a part of, on any dim: the rule finds the right one."""
     (local,) = local_shapes(node)
     assert local is not None
-    # A replicated value has its own sizes: no other call is meant.
+    # The sizes of a replicated value are global.
     if not placements[0].is_sharded:
         yield [local]
         return
@@ -156,12 +161,13 @@ def _reshaped(
 def _expanded(
     node: Node, operands: Sequence[Any], placements: Sequence[Placement], world_size: int
 ) -> Iterator[list[Shape | None]]:
-    """Copies of a replicated value may also be seen as the parts of a longer row of copies."""
+    """Shape of an expansion; copies of a replicated value are also parts of more copies."""
     (local,) = local_shapes(node)
     assert local is not None
     source = operands[0].shape
     offset = len(local) - len(source)
     shape = list(local)
+    # Dims that are not expanded have the global size of the operand.
     for dim, size in enumerate(source):
         if size != 1:
             shape[offset + dim] = size
@@ -175,7 +181,9 @@ def _expanded(
 def _split(
     node: Node, operands: Sequence[Any], placements: Sequence[Placement], world_size: int
 ) -> Iterator[list[Shape | None]]:
+    """Shapes of the parts: those of the operand, with the given sizes on the dim that is split."""
     dim = arguments(node)["dim"] % operands[0].dim()
+    # On the sharded dim the sizes are those of one rank's parts, on any other they are global.
     scale = world_size if placements[0].is_sharded and placements[0].dim == dim else 1
     shape = tuple(operands[0].shape)
     yield [
@@ -186,6 +194,8 @@ def _split(
 
 
 _Sized = Callable[[Node, Sequence[Any], Sequence[Placement], int], Iterator[list[Shape | None]]]
+# Views whose sizes are one rank's: run on global operands they would fail or give another shape, so
+# that the global shapes are computed from the local ones.
 _SIZED: dict[object, _Sized] = {
     **dict.fromkeys(
         (

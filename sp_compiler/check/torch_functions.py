@@ -1,4 +1,4 @@
-"""ATen calls spelled as the torch functions whose typing ``spmd_types`` knows."""
+"""ATen calls rewritten as the torch functions whose typing ``spmd_types`` knows."""
 
 from __future__ import annotations
 
@@ -31,36 +31,35 @@ UNKNOWN_LINEAR = frozenset(
 """Linear operators that ``spmd_types`` does not know to be linear: it refuses partial sums."""
 
 
-def is_spelled(node: Node) -> bool:
-    """Whether the call is written so that its sizes fit a shard."""
-    return node.target._schema.name in _SPELLED
+def is_rewritten(node: Node) -> bool:
+    """Tell whether the call is rewritten to one whose sizes fit a shard."""
+    return node.target._schema.name in _REWRITTEN
 
 
 def call(node: Node, values: dict[Node, Any]) -> Any:
     """Run the torch function of ``node`` on meta tensors."""
     name = node.target._schema.name
-    spell = _SPELLED.get(name)
-    if spell is not None:
+    rewritten = _REWRITTEN.get(name)
+    if rewritten is not None:
+        # By name, for the schema and the function may order their arguments differently; "self"
+        # cannot be a keyword of a plain function's first argument.
         named = tree_map_only(Node, values.__getitem__, arguments(node))
-        return spell(**{f"{key}_" if key == "self" else key: v for key, v in named.items()})
+        return rewritten(**{f"{key}_" if key == "self" else key: v for key, v in named.items()})
     args, kwargs = tree_map_only(Node, values.__getitem__, (node.args, node.kwargs))
-    if "device" in kwargs:
+    if "device" in kwargs:  # a factory, which would allocate there
         kwargs = {**kwargs, "device": "meta"}
-    return _function(name.split("::")[1], node.target)(*args, **kwargs)
-
-
-def _function(name: str, target: Any) -> Function:
-    # spmd_types knows public functions; an overload of ``torch.ops`` it does not look through.
+    # spmd_types knows public functions; it does not look through an overload of ``torch.ops``.
     for namespace in (torch, torch._C._nn, torch.Tensor):
-        if hasattr(namespace, name):
-            return getattr(namespace, name)
-    return target
+        function = getattr(namespace, name.split("::")[1], None)
+        if function is not None:
+            return function(*args, **kwargs)
+    return node.target(*args, **kwargs)
 
 
 def _slice(
     self_: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Tensor:
-    # ``narrow`` is typed, slices are not; a stride has no such twin.
+    # ``narrow`` is typed, slices are not. It has no stride: with one the slice stays a slice.
     begin, stop, stride = slice(start, end, step).indices(self_.shape[dim])
     if stride != 1:
         return aten.slice.Tensor(self_, dim, start, end, step)
@@ -68,11 +67,13 @@ def _slice(
 
 
 def _expand(self_: Tensor, size: Sequence[int], implicit: bool = False) -> Tensor:
-    """Dims that stay as they are, perhaps sharded, are written -1: their size is one rank's."""
+    """Expand with -1 for dims that keep their size: the one given is one rank's."""
     # From the right, as broadcasting aligns them.
     added = len(size) - self_.dim()
-    kept = [-1 if own == new else new for own, new in zip(self_.shape, size[added:], strict=True)]
-    return self_.expand([*size[:added], *kept])
+    pairs = zip(self_.shape, size[added:], strict=True)
+    return self_.expand(
+        [*size[:added], *(-1 if before == after else after for before, after in pairs)]
+    )
 
 
 def _split(self_: Tensor, split_sizes: list[int], dim: int = 0) -> Sequence[Tensor]:
@@ -94,7 +95,7 @@ def _attention(
     return F.scaled_dot_product_attention(query, key, value, **kwargs)
 
 
-_SPELLED: dict[str, Function] = {
+_REWRITTEN: dict[str, Function] = {
     "aten::slice": _slice,
     "aten::expand": _expand,
     "aten::split_with_sizes": _split,
@@ -119,7 +120,7 @@ def reshape(
     for (low, high), (first, last) in reversed(matching_spans(source, target)):
         if high - low > 1:
             x = torch.flatten(x, low, high - 1)
-        if high == low:
+        if high == low:  # a new dim of size 1, which no dim of ``source`` accounts for
             x = torch.unsqueeze(x, low)
         if last - first != 1:
             sizes = [-1 if dim == placement.dim else target[dim] for dim in range(first, last)]

@@ -22,22 +22,22 @@ class Captured:
 
     Attributes:
         module: functional graph; placeholders are parameters, buffers, constants, user inputs and,
-            once normalised, at most one seed. It returns one tuple: the flattened outputs (a leaf
+            once normalized, at most one seed. It returns one tuple: the flattened outputs (a leaf
             that is no tensor is the object itself), then the new value of each mutated buffer.
             Every node has ``meta["val"]`` and ``meta["requires_grad"]``.
-        refs: where each placeholder's value comes from, in order.
+        refs: source of each placeholder's value, in order.
         in_spec: structure of the user inputs as :func:`sp_compiler.trace.export.flatten_inputs`
             flattens them.
         out_spec: structure of the model's own output.
         mutated: names of the buffers that the forward writes.
         aliases: parameter or buffer name to the name under which the same tensor is used.
         constants: tensors that the model made outside its parameters and buffers.
-        notes: what the user should know.
+        notes: remarks for the user, shown in the plan.
         parameters: of the model, used or not.
         sizes: the dims that are left open, ``None`` where all are those of the example; each has a
             placeholder whose value is the size.
-        functions: calls of the model's autograd functions, which the graph names by number; kept
-            alive here.
+        functions: calls of the model's autograd functions, which the graph names by number. The
+            registry of the numbers holds them weakly: they live as long as the capture does.
     """
 
     module: GraphModule
@@ -58,7 +58,7 @@ class Captured:
 
     @property
     def outputs(self) -> list[Any]:
-        """Leaf by leaf, the node or the constant that the model returns."""
+        """The node or the constant that the model returns, for each leaf."""
         returned = list(output_node(self.module.graph).args[0])
         return returned[: len(returned) - len(self.mutated)]
 

@@ -1,4 +1,4 @@
-"""What compilation produces and the runtime executes."""
+"""The result of a compilation, which the runtime executes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RegionCode(Protocol):
 
     @property
     def forward(self) -> Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]]]:
-        """``forward(tp, *inputs)``: outputs of the region, and what ``backward`` needs of it."""
+        """``forward(tp, *inputs)``: outputs of the region, and the tensors saved for backward."""
 
     @property
     def backward(self) -> Callable[..., tuple[Tensor | None, ...]]:
@@ -54,21 +54,22 @@ class CompiledProgram:
     Attributes:
         program: calls of regions whose tensors are those of one rank.
         codes: region name to its compiled code.
-        param_placements: parameter name to how it is stored, ``I`` or sharded. A region that uses
-            an ``I`` parameter as ``R`` returns a partial sum as its gradient.
+        param_placements: parameter name to the placement it is stored in, ``I`` or sharded. A
+            region that uses an ``I`` parameter as ``R`` returns a partial sum as its gradient.
         world_size: number of tensor-parallel ranks.
         differentiable: region name to, for each output, whether a gradient flows through it;
             read from the region's graph where not given.
         loss_backwards: name of the region with the model's loss to its backward from that alone;
             empty where no other gradient can flow there.
         notes: fallbacks with reasons.
-        whole: (region, operator) of those that run whole because the check refused their shards.
+        replicated: (region, operator) of those that run replicated because the check refused their
+            shards.
         code: the generated text.
-        plan: what :func:`sp_compiler.plan` reports, or ``None``.
-        stages: what each pass left, by its name.
-        regions: region name to what its compilation produced (joint graph, what is kept).
-        reports: what each pass did, in order.
-        value_names: region name to what ``code`` calls the values of its graphs' nodes.
+        plan: the report of :func:`sp_compiler.plan`, or ``None``.
+        stages: pass name to the graphs after it.
+        regions: region name to the results of its compilation (joint graph, saved tensors).
+        reports: one per pass, in order.
+        value_names: region name to the names in ``code`` of its graphs' nodes.
     """
 
     program: Program
@@ -78,8 +79,9 @@ class CompiledProgram:
     differentiable: dict[str, tuple[bool, ...]] = field(default_factory=dict)
     loss_backwards: dict[str, LossBackward] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    whole: tuple[tuple[str, str], ...] = ()
+    replicated: tuple[tuple[str, str], ...] = ()
     code: str = ""
+    # Any, for the plan and the records of the regions are made by folders that come after this one.
     plan: Any = None
     stages: Stages = field(default_factory=Stages)
     regions: dict[str, Any] = field(default_factory=dict)
@@ -101,8 +103,10 @@ class CompiledProgram:
             return self.program.calls[ref.index].region.output_placements[ref.output]
         if ref.kind == "param":
             return self.param_placements[self.param_name(ref.name)]
+        # Inputs, buffers, constants and the seed are the same on every rank, and their gradients,
+        # where there are any, are equal too.
         return I
 
     def param_name(self, name: str) -> str:
-        """The name under which a (possibly tied) parameter is stored."""
+        """Return the name under which a (possibly tied) parameter is stored."""
         return self.program.aliases.get(name, name)

@@ -1,6 +1,7 @@
 """Copies of programs and graphs with the example's sizes in place of open ones.
 
-What is decided or accounted for by sizes (placements, splits, memory, checks) reads these.
+Whatever is decided or accounted for by sizes (placements, splits, memory, checks) reads these: to
+compare open sizes would record a guard, and the program would hold for fewer calls.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from sp_compiler.ir.symbolic import Sizes, example_number
 
 
 def concretized(compiled: CompiledProgram) -> CompiledProgram:
-    """``compiled`` with the example's sizes in place of open ones, to be accounted for."""
+    """Copy ``compiled`` with the example's sizes in place of open ones, for the plan."""
     example = Concretizer(compiled.program.sizes)
     regions = {
         name: replace(
@@ -36,7 +37,7 @@ def concretized(compiled: CompiledProgram) -> CompiledProgram:
 
 
 class Concretizer:
-    """Copies of graphs with the example's sizes in place of symbols; nothing is recorded.
+    """Maker of copies of graphs with the example's sizes in place of symbols; records no guard.
 
     Without open ``sizes`` everything is its own copy.
 
@@ -47,13 +48,16 @@ class Concretizer:
     def __init__(self, sizes: Sizes | None) -> None:
         self.twins: dict[Node, Node] = {}
         self._open = sizes is not None
+        # A mode of its own, without a ShapeEnv: the captured one would make the sizes open again.
         self._mode = FakeTensorMode()
+        # By identity, which graphs and regions keep while the programs that own them live. Once
+        # each: calls that share a region have to share the copy.
         self._graphs: dict[int, Graph] = {}
         self._regions: dict[int, Region] = {}
 
     def graph(self, graph: Graph) -> Graph:
-        """The copy of ``graph``, made once."""
-        if not self._open:  # the usual case costs no copy
+        """Return the copy of ``graph``, made once."""
+        if not self._open:  # the usual case, without the cost of a copy
             return graph
         if id(graph) in self._graphs:
             return self._graphs[id(graph)]
@@ -95,13 +99,13 @@ class Concretizer:
         )
 
     def twin(self, node: Node) -> Node:
-        """The node that ``node`` was copied from."""
+        """Return the node that ``node`` was copied from."""
         return self.twins.get(node, node)
 
     def _value(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return example_number(value)
-        # Strides too: what is contiguous with open sizes is with the example's.
+        # With its strides: a tensor that is not contiguous with open sizes must not become so.
         shape, strides = map(example_number, value.shape), map(example_number, value.stride())
         with self._mode:
             return torch.empty_strided(

@@ -1,4 +1,4 @@
-"""A region cut into forward and backward, and what one hands to the other."""
+"""A region split into forward and backward, and the tensors that one hands to the other."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class SavedTensor:
 
     Attributes:
         name: of its node.
-        kind: ``"activation"`` for what the forward computes, else the kind of the region's input.
+        kind: ``"activation"`` for results of the forward, else the kind of the region's input.
         num_bytes: size of its storage on one rank.
         module: path of the user's module that made it, "" for inputs.
         line: of the user's model, as "file.py:12 code", "" where unknown.
         op: operator that made it ("linear"), "" for inputs.
-        reason: why it is kept.
+        reason: why it is saved.
     """
 
     name: str
@@ -35,6 +35,7 @@ class SavedTensor:
     @property
     def is_activation(self) -> bool:
         """Tell whether it costs memory: not a parameter, buffer, constant or user input."""
+        # Those exist anyway, whether backward reads them or not.
         return self.kind in ("activation", "call")
 
 
@@ -56,9 +57,9 @@ class Partitioned:
     """Forward and backward of a region.
 
     Attributes:
-        forward: placeholders: the region's inputs; output: the region's outputs, then what is
-            saved.
-        backward: placeholders: what is saved, then the tangents; output: one gradient (or None)
+        forward: placeholders: the region's inputs; output: the region's outputs, then the saved
+            tensors.
+        backward: placeholders: the saved tensors, then the tangents; output: one gradient (or None)
             per input. Recomputed nodes have ``meta["recomputed"]``. None where nothing needs a
             gradient.
         saved: in the order in which they are handed over; each storage once.

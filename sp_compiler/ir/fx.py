@@ -54,20 +54,21 @@ def is_getitem(node: object) -> bool:
 
 
 def calls(graph: Graph, *targets: Any) -> Iterator[Node]:
-    """Calls of ``targets`` in graph order; the graph may be edited while iterating."""
+    """Yield calls of ``targets`` in graph order; the graph may be edited meanwhile."""
     for node in list(graph.nodes):
         if is_call(node, *targets):
             yield node
 
 
 def output_node(graph: Graph) -> Node:
-    """The one output node of ``graph``."""
+    """Return the one output node of ``graph``."""
     (node,) = graph.find_nodes(op="output")
     return node
 
 
 def base_name(node: Node) -> str:
-    """The node's name without the number that made it unique."""
+    """Return the node's name without the numbers that made it unique."""
+    # Several, since a copy of a numbered name may have been numbered again: ``mul_1_2``.
     return re.sub(r"(_\d+)+$", "", node.name) or node.name
 
 
@@ -81,11 +82,11 @@ def reach(
     following: Callable[[Node], Iterable[Node]],
     stop: Container[Node] = (),
 ) -> dict[Node, None]:
-    """``nodes`` and all that a walk from them meets, nearest first; an ordered set.
+    """Return ``nodes`` and all nodes that a walk from them meets, nearest first; an ordered set.
 
     The only walk over a graph that is not a sweep in graph order. Breadth first, so that a caller
-    that looks for one node finds the nearest; a dict, because what is decided on the way must not
-    depend on the order of a set.
+    that looks for one node finds the nearest; a dict, because decisions of a caller must not depend
+    on the order of a set.
 
     Args:
         nodes: where the walk starts.
@@ -106,22 +107,22 @@ def reach(
 
 
 def operands(node: Node) -> list[Node]:
-    """Nodes that ``node`` is computed from, each once; for :func:`reach`."""
+    """Operands of ``node``, each once; for :func:`reach`."""
     return node.all_input_nodes
 
 
 def users(node: Node) -> Iterable[Node]:
-    """Nodes that use ``node``, each once; for :func:`reach`."""
+    """Users of ``node``, each once; for :func:`reach`."""
     return node.users
 
 
 def ancestors(nodes: Iterable[Node], stop: Container[Node] = ()) -> set[Node]:
-    """``nodes`` and everything they are computed from, up to and including those in ``stop``."""
+    """Return ``nodes`` and everything they are computed from, up to and including ``stop``."""
     return set(reach(nodes, operands, stop))
 
 
 def descendants(nodes: Iterable[Node]) -> set[Node]:
-    """``nodes`` and everything that is computed from them, the output node included."""
+    """Return ``nodes`` and everything that is computed from them, the output node included."""
     return set(reach(nodes, users))
 
 
@@ -129,4 +130,5 @@ def placements_of(node: Node) -> tuple[Placement, Placement] | None:
     """(source, destination) of a placement conversion, ``None`` for any other node."""
     if node.target is not CONVERT.overload:
         return None
+    # As text in the graph, for a schema has no type for them.
     return Placement.parse(node.args[1]), Placement.parse(node.args[2])

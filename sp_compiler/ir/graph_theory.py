@@ -1,11 +1,12 @@
 """FX graphs as graphs of networkx: for users, and to find graphs that are equal up to their order.
 
-networkx is imported where it is needed: the usual compilation asks it nothing.
+networkx is imported where it is needed: most compilations do without it.
 """
 
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -22,12 +23,12 @@ def as_networkx(
     key: Callable[[Node], Hashable],
     attributes: Callable[[Node], Mapping[str, Any]],
 ) -> nx.MultiDiGraph:
-    """The graph of ``nodes``: an edge from each operand to each use of it.
+    """Build the graph of ``nodes``: an edge from each operand to each use of it.
 
     Args:
         nodes: of one FX graph, in order; operands that are not among them are left out.
         key: the name of a node in the result.
-        attributes: what the result says of a node.
+        attributes: of a node in the result.
 
     Returns:
         Edges have ``position``: which operand of the user it is, as positional and then keyword
@@ -50,7 +51,7 @@ def _operands(node: Node) -> list[Node]:
     return [leaf for leaf in leaves if isinstance(leaf, Node)]
 
 
-class Candidate:
+class ComparableGraph:
     """A graph that is compared with others up to the order of its nodes.
 
     Args:
@@ -64,14 +65,14 @@ class Candidate:
         self.nodes = [node for node in graph.nodes if node.op != "output"]
         returned = set(graph.output_node().all_input_nodes)
         self.labels = {node: f"{label(node)} {node in returned}" for node in self.nodes}
+        # Cheap, and equal for isomorphic graphs: nearly all others are told apart by it alone.
         self.key = frozenset(Counter(self.labels.values()).items())
-        """Equal for isomorphic graphs, and cheap: what is compared first."""
 
     def colors(self) -> dict[Node, Hashable]:
-        """Node to all that its ancestors and descendants say of it, equal under isomorphisms.
+        """Node to a hash over its ancestors and descendants, equal under isomorphisms.
 
-        One sweep down and one up, which tells nearly all nodes of a model's layer apart: those that
-        are left are what a search has to try.
+        One sweep down and one up distinguish nearly all nodes of a model's layer: the search has to
+        try out only those that share a color.
         """
         down: dict[Node, Hashable] = {}
         for node in self.nodes:
@@ -86,7 +87,7 @@ class Candidate:
         return both
 
 
-def isomorphism(first: Candidate, second: Candidate) -> dict[Node, Node] | None:
+def isomorphism(first: ComparableGraph, second: ComparableGraph) -> dict[Node, Node] | None:
     """Node of ``second`` to the node of ``first`` that computes the same; ``None``: there is none.
 
     Arguments keep their places: nothing is taken to be commutative.
@@ -99,23 +100,25 @@ def isomorphism(first: Candidate, second: Candidate) -> dict[Node, Node] | None:
     import networkx as nx
 
     matcher = nx.isomorphism.MultiDiGraphMatcher(
-        _compared(second, colors[1]),
-        _compared(first, colors[0]),
-        node_match=lambda one, other: one == other,
-        edge_match=lambda one, other: _positions(one) == _positions(other),
+        _for_matcher(second, colors[1]),
+        _for_matcher(first, colors[0]),
+        node_match=operator.eq,
+        # Two nodes may be joined by several edges: ``x * x``. They match as a set of positions.
+        edge_match=lambda edges, others: _positions(edges) == _positions(others),
     )
+    # Any one will do: nodes that could also be swapped compute the same.
     return next(matcher.isomorphisms_iter(), None)
 
 
-def _compared(candidate: Candidate, colors: Mapping[Node, Hashable]) -> nx.MultiDiGraph:
-    """Graph that the matcher compares: equal hashes are no proof, so labels and edges again."""
+def _for_matcher(graph: ComparableGraph, colors: Mapping[Node, Hashable]) -> nx.MultiDiGraph:
+    # Colors steer the search, labels prove the result: equal hashes are no proof.
     return as_networkx(
-        candidate.nodes,
+        graph.nodes,
         lambda node: node,
-        lambda node: {"label": candidate.labels[node], "color": colors[node]},
+        lambda node: {"label": graph.labels[node], "color": colors[node]},
     )
 
 
 def _positions(edges: Mapping[Any, Mapping[str, int]]) -> list[int]:
-    """Return which operands the edges between two nodes are."""
+    """Positions of the edges between two nodes among the operands of the second."""
     return sorted(itertools.chain.from_iterable(edge.values() for edge in edges.values()))

@@ -1,4 +1,4 @@
-"""What a user asks of the placements of parameters: ``hints=`` of :func:`sp_compiler.compile`."""
+"""Placements of parameters that a user asks for: ``hints=`` of :func:`sp_compiler.compile`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Parameters = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
 def forbid(*placements: Shard | Replicate) -> Forbid:
-    """A hint that rules placements out and leaves the choice among the others.
+    """Make a hint that rules placements out and leaves the choice among the others.
 
     >>> sp_compiler.compile(model, tp=8, hints={"lm_head": sp_compiler.forbid(Shard(0))})
 
@@ -73,9 +73,8 @@ class Wish:
 
     @property
     def allowed(self) -> tuple[bool, ...]:
-        """Tell whether it may be replicated, and sharded on each dim."""
-        ways = (I, *map(S, range(self.rank)))
-        return tuple(map(self.allows, ways))
+        """Whether it may be replicated, then whether it may be sharded on each dim."""
+        return tuple(map(self.allows, (I, *map(S, range(self.rank)))))
 
     def __str__(self) -> str:
         return " and ".join(f"hints[{key!r}]={hint_text(hint)}" for key, hint in self.hints)
@@ -94,7 +93,7 @@ def placement_text(placement: Placement) -> str:
 
 
 def checked_hints(hints: Any) -> dict[str, Hint]:
-    """``hints`` if they are names with placements.
+    """Return ``hints`` if they are names with placements.
 
     Raises:
         ArgumentError: no mapping, a key that is no name, or a value that is no placement.
@@ -115,20 +114,21 @@ def checked_hints(hints: Any) -> dict[str, Hint]:
 
 def parameters_of(model: nn.Module) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Every name in ``model``; tied parameters are stored under their first name."""
-    first: dict[int, str] = {}
+    first_name: dict[int, str] = {}
+    # Duplicates too: a hint may use any name of a tied parameter.
     return {
-        name: (first.setdefault(id(parameter), name), tuple(parameter.shape))
+        name: (first_name.setdefault(id(parameter), name), tuple(parameter.shape))
         for name, parameter in model.named_parameters(remove_duplicate=False)
     }
 
 
 def unmatched(hints: Mapping[str, Hint], parameters: Parameters) -> list[str]:
-    """The patterns that match no parameter."""
+    """Patterns that match no parameter."""
     return [key for key in hints if not any(_matches(key, name) for name in parameters)]
 
 
 def wishes_of(hints: Mapping[str, Hint], parameters: Parameters) -> dict[str, Wish]:
-    """Stored name to what is asked of the parameter, where anything is.
+    """Stored name to the union of the hints for the parameter, where it has any.
 
     Raises:
         ArgumentError: a pattern matches nothing, a parameter has no such dim, or two hints (of one
@@ -140,6 +140,7 @@ def wishes_of(hints: Mapping[str, Hint], parameters: Parameters) -> dict[str, Wi
             "that has a weight, where * stands for anything between two dots; "
             f"near it are {', '.join(near(key, parameters)) or 'no names'}"
         )
+    # By stored name, so that hints for two names of a tied parameter meet and can contradict.
     by_stored_name: dict[str, dict[str, Hint]] = {}
     shapes = dict(parameters.values())
     for name, (stored, _) in parameters.items():
@@ -165,7 +166,8 @@ def _wish(name: str, shape: tuple[int, ...], hints: Mapping[str, Hint]) -> Wish:
 
 
 def _matches(pattern: str, name: str) -> bool:
-    # ``lm_head`` means its weight; any other parameter has to be named.
+    # ``lm_head`` means its weight and not its bias, which may be sharded on other dims: any other
+    # parameter has to be named.
     return _glob(pattern, name) or _glob(pattern, _module_with_weight(name))
 
 
@@ -176,7 +178,7 @@ def _glob(pattern: str, name: str) -> bool:
 
 
 def named_or_inside(pattern: str, names: Iterable[str]) -> list[str]:
-    """The names that a pattern matches, and those inside modules that it matches."""
+    """Names that a pattern matches, and those inside modules that it matches."""
     count = len(pattern.split("."))
     return [name for name in names if _glob(pattern, ".".join(name.split(".")[:count]))]
 
@@ -188,6 +190,7 @@ def _module_with_weight(name: str) -> str:
 def near(name: str, parameters: Iterable[str], count: int = 3) -> list[str]:
     """Names of parameters, and of modules with a weight, that a user may have meant."""
     names = list(parameters)
-    below = [other for other in names if _matches(f"{name}.*", other)]
+    # The name of a container: what the user meant is inside.
+    inside = [other for other in names if _matches(f"{name}.*", other)]
     known = dict.fromkeys([*map(_module_with_weight, names), *names])
-    return below[:count] or difflib.get_close_matches(name, known, count, 0.4)
+    return inside[:count] or difflib.get_close_matches(name, known, count, 0.4)

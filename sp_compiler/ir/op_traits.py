@@ -1,4 +1,4 @@
-"""Kinds of operators: the one table that passes ask instead of naming operators themselves."""
+"""Kinds of operators: the one table that passes consult instead of naming operators themselves."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ MATMULS = {
     aten.linear.default: (0, 1),
     aten.convolution.default: (0, 1),
 }
-# Rows sorted by expert times a matrix an expert; by name, for the second is another package's.
+# Rows sorted by expert times a matrix per expert; by name, for the second belongs to transformers,
+# which need not be installed.
 _GROUPED = frozenset({"aten::_grouped_mm", "transformers::grouped_mm_fallback"})
+# The forms of ``scaled_dot_product_attention`` that PyTorch picks by device and dtype.
 FUSED_ATTENTION = frozenset(
     {
         aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -34,6 +36,7 @@ FUSED_ATTENTION = frozenset(
         aten._scaled_dot_product_fused_attention_overrideable.default,
     }
 )
+# Views of a part of their argument: to save the result keeps the full storage alive.
 NARROWING_VIEWS = frozenset(
     {
         aten.slice.Tensor,
@@ -46,7 +49,7 @@ NARROWING_VIEWS = frozenset(
         *(ours.overload for ours in OPERATORS.values() if ours.view == "part"),
     }
 )
-# Views that their schemas do not tell.
+# Views whose schemas declare no alias.
 _OTHER_VIEWS = frozenset(
     {aten._unsafe_view.default, *(ours.overload for ours in OPERATORS.values() if ours.view)}
 )
@@ -79,14 +82,15 @@ COPIES = frozenset({aten.clone.default, aten._to_copy.default})
 
 
 def conversion_of(node: Node) -> Conversion | None:
-    """Conversion that a ``convert`` node is; ``None``: none, or one that nothing implements."""
+    """Conversion of a ``convert`` node; ``None``: another node, or nothing implements it."""
     placements = placements_of(node)
     return None if placements is None else conversion_between(*placements)
 
 
 def collective_of(node: Node) -> str | None:
-    """The collective that a conversion is: ``"all_gather"``, ``"reduce_scatter"``..."""
+    """Return the collective of a conversion: ``"all_gather"``, ``"reduce_scatter"``..."""
     conversion = conversion_of(node)
+    # No crossings: a slice of what the rank has, or nothing at all.
     return conversion.method if conversion is not None and conversion.link_crossings else None
 
 
@@ -96,7 +100,7 @@ def is_collective(node: Node) -> bool:
 
 
 def is_identity(node: Node) -> bool:
-    """A conversion that leaves every rank's tensor as it is; only the gradient may change."""
+    """Tell whether a conversion leaves every rank's tensor as it is, gradients apart."""
     conversion = conversion_of(node)
     return conversion is not None and not conversion.method
 
@@ -107,7 +111,7 @@ def is_wait(node: Node) -> bool:
 
 
 def is_started(node: Node) -> bool:
-    """A collective that goes on while what follows runs, until its ``wait``."""
+    """Tell whether a collective goes on beside the nodes that follow, until its ``wait``."""
     return any(is_wait(user) for user in node.users)
 
 
@@ -115,6 +119,7 @@ def is_view(node: Node) -> bool:
     """Tell whether the result shares the storage of its first argument (read from the schema)."""
     if node.op != "call_function":
         return False
+    # A part of a split is a view as the split is; a result of an operator with several is not.
     if node.target is operator.getitem:
         return is_view(node.args[0])
     if node.target in _OTHER_VIEWS or is_identity(node):
@@ -124,16 +129,18 @@ def is_view(node: Node) -> bool:
     if schema is None or not schema.arguments:
         return False
     alias = schema.arguments[0].alias_info
-    return alias is not None and not alias.is_write
+    return (
+        alias is not None and not alias.is_write
+    )  # an alias that is written: an in-place operator
 
 
 def is_part(node: Node) -> bool:
-    """One of an operator's several results, with a storage of its own."""
+    """Tell whether ``node`` is one of an operator's several results, with its own storage."""
     return node.target is operator.getitem and not is_view(node)
 
 
 def base(node: Node) -> Node:
-    """The node that owns the storage of ``node``."""
+    """Return the node that owns the storage of ``node``."""
     while is_view(node):
         node = node.args[0]
     return node
@@ -153,7 +160,7 @@ def is_copy(node: Node) -> bool:
 
 
 def is_cast(node: Node) -> bool:
-    """A copy that changes only the element type."""
+    """Tell whether ``node`` is a copy that changes only the element type."""
     return node.target is aten._to_copy.default
 
 
@@ -161,6 +168,8 @@ def draws(node: Node) -> bool:
     """Tell whether the operator draws random numbers, which its own arguments may switch off."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
+    # Attention has ``dropout_p``, recurrent layers ``dropout`` and ``train``; a module in eval mode
+    # or without dropout calls the same operator.
     given = arguments(node)
     is_off = any(given.get(name) == 0.0 for name in ("dropout_p", "dropout"))
     return not is_off and not any(given.get(name) is False for name in ("train", "training"))
@@ -171,13 +180,13 @@ def is_dropout_mask(node: Node) -> bool:
 
 
 def has_inner_communication(node: Node) -> bool:
-    """Operators that communicate inside; re-running one would repeat the collectives."""
+    """Tell whether the operator communicates inside; to rerun it would repeat the collectives."""
     ours = operator_of(node.target)
     return ours is not None and ours.collectives is not None
 
 
 def matmul_factors(node: Node) -> tuple[Node, Node] | None:
-    """The two factors of a matrix product, None for other operators."""
+    """Return the two factors of a matrix product, ``None`` for other operators."""
     positions = MATMULS.get(node.target)
     if getattr(getattr(node.target, "_schema", None), "name", "") in _GROUPED:
         positions = (0, 1)

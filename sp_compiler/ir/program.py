@@ -1,8 +1,8 @@
 """The compiler's own representation of a model: distinct regions and the calls that use them.
 
-A region is a flat graph of ATen operators (composite ones such as ``linear`` stay whole) whose
-placeholders are its parameters, buffers and values; each distinct region is solved, checked,
-traced and emitted once and called once per layer that it stands for.
+A region is a flat graph of ATen operators (composite ones such as ``linear`` are not decomposed)
+whose placeholders are its parameters, buffers and values; each distinct region is solved, checked,
+traced and emitted once, and called once per layer that it represents.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Region:
         input_kinds: :data:`RefKind` of each placeholder, in order.
         input_names: for parameters and buffers the name in the block (``"attn.c_attn.weight"``),
             for values a readable name, in order.
-        input_placements: set by sharding; local tensors have exactly these placements (never "T").
+        input_placements: set by sharding; placements of the local tensors (never "T").
         output_placements: set by sharding.
     """
 
@@ -85,17 +85,17 @@ class Call:
 
 @dataclass
 class Program:
-    """The whole model: calls in execution order.
+    """The model: calls in execution order.
 
     Attributes:
         calls: every value used by a call was produced by an earlier one.
         outputs: the flattened outputs of the model; a leaf that is no tensor is the object itself.
-        out_spec: how to rebuild the model's own output type from the leaves.
+        out_spec: structure of the model's own output, to be rebuilt from the leaves.
         mutated_buffers: buffer name to the new value that is written back after the forward.
         aliases: parameter name to the name under which the same tensor is used (tied weights).
-        notes: what the user should know (fallbacks with reasons).
+        notes: remarks for the user (fallbacks with reasons).
         parameters: of the model, used or not.
-        wishes: what the user's hints ask of parameters.
+        wishes: union of the user's hints, by parameter.
         sizes: the dims that are left open, ``None`` where all are those of the example.
         functions: calls of the model's autograd functions, see
             :class:`~sp_compiler.ir.captured.Captured`.
@@ -120,11 +120,11 @@ class Program:
         return list({id(call.region): call.region for call in self.calls}.values())
 
     def paths(self, region: Region) -> list[str]:
-        """The layers that ``region`` stands for, one for each call; "" outside of layers."""
+        """Layers that ``region`` represents, one for each call; "" outside of layers."""
         return [call.path for call in self.calls if call.region is region]
 
     def own_parameters(self, world_size: int) -> list[frozenset[int]]:
-        """For each call the positions of parameters whose gradient it computes once and for all.
+        """For each call, the positions of parameters whose final gradient it computes.
 
         Other parameters' gradients are temporary: parts of those that several calls use, until they
         are added up, and of replicated parameters on ``world_size`` ranks, until they are reduced.
@@ -146,14 +146,16 @@ class Program:
 
     def last_uses(self) -> list[list[int]]:
         """For each call: the calls whose outputs are used for the last time by it."""
-        kept = (*self.outputs, *self.mutated_buffers.values())
-        kept_calls = {ref.index for ref in kept if isinstance(ref, Ref) and ref.kind == "call"}
-        last: dict[int, int] = {}
+        # By call and not by output, as the runtime frees them. A call of which one output is
+        # returned keeps all of them to the end.
+        returned = (*self.outputs, *self.mutated_buffers.values())
+        returned_calls = {r.index for r in returned if isinstance(r, Ref) and r.kind == "call"}
+        last_user: dict[int, int] = {}
         for index, call in enumerate(self.calls):
-            last[index] = index  # outputs that nobody uses die at once
-            last.update((ref.index, index) for ref in call.args if ref.kind == "call")
+            last_user[index] = index  # outputs that nobody uses die at once
+            last_user.update((ref.index, index) for ref in call.args if ref.kind == "call")
         dead: list[list[int]] = [[] for _ in self.calls]
-        for producer, user in last.items():
-            if producer not in kept_calls:
+        for producer, user in last_user.items():
+            if producer not in returned_calls:
                 dead[user].append(producer)
         return dead

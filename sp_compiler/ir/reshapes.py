@@ -1,4 +1,4 @@
-"""Which dims are which after a reshape: the one matcher of two shapes of the same elements.
+"""Correspondence of dims before and after a reshape: the one matcher of two shapes.
 
 Row-major order decides it: dims are cut where the numbers of elements of both shapes agree. PyTorch
 has a matcher of its own (``view_groups`` of its DTensor): private, and it goes no further than the
@@ -13,20 +13,21 @@ from dataclasses import dataclass, field
 from sp_compiler.ir.symbolic import is_open
 
 Span = tuple[int, int]
-"""First dim, and the one behind the last."""
+"""First dim, and one past the last."""
 
 
 def matching_spans(source: Sequence[int], target: Sequence[int]) -> list[tuple[Span, Span]]:
     """Smallest runs of dims of both shapes with the same number of elements, in order.
 
-    A size of 1 that has no counterpart is a run against none: ``(2, 3) -> (2, 1, 3)`` gives
-    ``(0, 1), (0, 1)``, ``(1, 2), (1, 3)``.
+    A size of 1 that has no counterpart joins the run behind it: ``(2, 3) -> (2, 1, 3)`` gives
+    ``(0, 1), (0, 1)``, ``(1, 2), (1, 3)``. At the end it is a run against none.
     """
     # Both shapes have as many elements, so the loop ends at the end of both.
     spans = []
     low = first = 0
     while low < len(source) or first < len(target):
         high, last = low, first
+        # Elements in the run so far, on either side; the smaller side takes its next dim.
         left = right = 1
         if high < len(source):
             left, high = source[high], high + 1
@@ -64,15 +65,16 @@ def common_factors(source: Sequence[int], target: Sequence[int]) -> CommonFactor
     as little as possible is asked of them, for each comparison is recorded.
     """
     factors = CommonFactors(source=[[] for _ in source], target=[[] for _ in target])
-    # An open size is never asked whether it is 1: those that are 1 in the example are not open.
+    # An open size is never compared with 1: a size that is 1 in the example is not left open.
     left = [(dim, size) for dim, size in enumerate(source) if is_open(size) or size != 1][::-1]
     for position, missing in enumerate(target):
+        # ``missing``: what the target's dim still needs, ``size``: what the source's dim has left.
         while missing > 1:
             if not left:
                 return None
             dim, size = left.pop()
             if missing % size:
-                if size % missing:
+                if size % missing:  # neither divides the other: the dims overlap in part only
                     return None
                 left.append((dim, size // missing))  # goes on in the target's next dim
                 size = missing

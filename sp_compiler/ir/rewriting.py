@@ -5,9 +5,9 @@ meta key            what the makers write
 ==================  =============================================================================
 ``val``             FakeTensor without gradient, or a tuple of them
 ``requires_grad``   whether a gradient flows to the node in training
-``nn_module_stack``  of the node that the new one stands for
+``nn_module_stack``  of the node that the new one replaces or serves
 ``stack_trace``     likewise
-``source``          name of the node that the new one stands for, in the graph before the pass
+``source``          name of the node that the new one replaces, in the graph before the pass
 ``origin``          name of the pass that made the node
 ==================  =============================================================================
 """
@@ -47,20 +47,21 @@ def make_call(
     name: str | None = None,
     meta: Mapping[str, Any] | None = None,
 ) -> Node:
-    """Call ``target`` at the insertion point of ``graph``; returns the new node.
+    """Add a call of ``target`` at the insertion point of ``graph``; returns the new node.
 
     Args:
         graph: the graph, whose nodes have ``meta["val"]``.
         target: operator overload.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        like: node that the new one stands for: gives the user's module and source line, and
+        like: node that the new one replaces or serves: gives the user's module and source line, and
             ``requires_grad``.
         origin: name of the pass.
-        name: wish for the node's name; the operator's by default.
-        meta: what the caller knows better, such as ``val``, or wants besides.
+        name: proposal for the node's name; the operator's by default.
+        meta: entries that the caller knows better, such as ``val``, or further ones.
     """
     node = graph.create_node("call_function", target, args, dict(kwargs or {}), name)
+    # ``source`` is inherited: a node that replaces a replacement names the original.
     node.meta = {
         **{key: like.meta[key] for key in _INHERITED if key in like.meta},
         **(meta or {}),
@@ -82,14 +83,14 @@ def make_like(
     name: str | None = None,
     **changes: Any,
 ) -> Node:
-    """Call ``target`` in the place of ``like``, in its graph or a copy: with all of its meta.
+    """Add a call of ``target`` in place of ``like``, in its graph or a copy, with all of its meta.
 
-    As :func:`make_call`, but the new node is what ``like`` was, placement and tags included. A node
-    of the backward that stands for none of the region has no ``source``, and neither has its twin:
-    its own name may be that of some other node there.
+    As :func:`make_call`, but the new node keeps all that is known of ``like``, placement and tags
+    included. A node of the backward that has no counterpart in the region has no ``source``, and
+    neither has the new one: the name of ``like`` may be that of another node there.
 
     Args:
-        changes: entries of the meta that are others.
+        changes: entries of the meta that differ.
     """
     node = graph.create_node("call_function", target, args, {}, name)
     node.meta = {**like.meta, **changes, "origin": origin}
@@ -105,7 +106,7 @@ def insert_call(
     origin: str,
     name: str | None = None,
 ) -> Node:
-    """Call ``target`` in front of ``anchor``, which it stands for or serves.
+    """Insert a call of ``target`` in front of ``anchor``, which it replaces or serves.
 
     As :func:`make_call`, but for graphs that autograd has yet to differentiate: whether the result
     requires a gradient follows from the operands and not from ``anchor``.
@@ -136,15 +137,16 @@ def replace_call(
 
 
 def replace_with(node: Node, value: Node) -> None:
-    """Let every user of ``node`` use ``value`` and erase ``node``."""
+    """Make every user of ``node`` use ``value``, and erase ``node``."""
     node.replace_all_uses_with(value)
     node.graph.erase_node(node)
 
 
 def erase_dead(graph: Graph) -> int:
-    """Erase calls without users (a captured graph is pure); returns how many."""
+    """Erase calls without users (a captured graph is pure); returns their number."""
     num_erased = 0
-    # Backwards, so that what only dead nodes use is dead by the time that it is met.
+    # FX's own eliminate_dead_code keeps what draws random numbers. Backwards, so that a node with
+    # dead users alone has lost them by the time that it is met.
     for node in reversed(graph.nodes):
         if node.op in ("call_function", "get_attr") and not node.users:
             graph.erase_node(node)
@@ -159,7 +161,7 @@ def inherit(node: Node, like: Node) -> None:
 
 
 def copy_graph(graph: Graph) -> Graph:
-    """A copy with the same node names and the same meta entries."""
+    """Copy ``graph`` with the same node names and the same meta entries."""
     copy = Graph()
     copies: dict[Node, Node] = {}
     for node in graph.nodes:
@@ -168,9 +170,9 @@ def copy_graph(graph: Graph) -> Graph:
 
 
 def copy_call(graph: Graph, node: Node, args: Any, kwargs: Any, name: str) -> Node:
-    """The call ``node`` on operands of another graph, under another name, with the same meta.
+    """Copy the call ``node`` to operands of another graph, under another name, with its meta.
 
-    ``Graph.node_copy`` would take the name of ``node`` first, and number later nodes differently.
+    ``Graph.node_copy`` would claim the name of ``node`` first, and number later nodes differently.
     """
     copy = graph.create_node("call_function", node.target, args, kwargs, name)
     copy.meta = dict(node.meta)
@@ -182,29 +184,29 @@ def copy_call(graph: Graph, node: Node, args: Any, kwargs: Any, name: str) -> No
 
 @contextlib.contextmanager
 def running_fakes(mode: FakeTensorMode) -> Iterator[None]:
-    """Operators run without data; with open sizes none of them may ask for a size."""
+    """Run operators without data, and without fixing open sizes."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mode)
         if mode.shape_env is not None:
-            # torch internals: composite operators ask for sizes in C++, unless they decompose in
-            # Python; an open size that is asked for becomes that of the example.
+            # torch internals: composite operators read sizes in C++, unless they decompose in
+            # Python; an open size that is read becomes that of the example.
             stack.enter_context(enable_python_dispatcher())
         yield
 
 
 def fake_value(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Result of calling ``target`` on the ``meta["val"]`` of its node arguments; no data moves."""
+    """Call ``target`` on the ``meta["val"]`` of its node arguments, without data."""
     # torch internals: detect_fake_mode. Values know their mode; a graph has no other place for it.
     args, kwargs = pytree.tree_map_only(Node, lambda node: node.meta["val"], (args, dict(kwargs)))
     mode = detect_fake_mode((args, kwargs))
-    if mode is None:
+    if mode is None:  # no tensor among the arguments, or real ones
         return target(*args, **kwargs)
     with running_fakes(mode), torch.no_grad():
         return target(*args, **kwargs)
 
 
 def fake_mode_of(graph: Graph) -> FakeTensorMode:
-    """The fake mode under which every ``val`` of ``graph`` lives; a new one for an empty graph."""
+    """Return the fake mode of every ``val`` of ``graph``; a new one for a graph without tensors."""
     for node in graph.nodes:
         for leaf in pytree.tree_leaves(node.meta.get("val")):
             if isinstance(leaf, torch.Tensor):
@@ -217,11 +219,12 @@ def differentiable_result(
 ) -> tuple[Any, bool]:
     """Value of a call on fakes, and whether it requires a gradient.
 
-    Autograd itself says so: non-differentiable operators need no table. Equal calls, which every
-    further layer has, are run once.
+    Autograd itself decides: no table of non-differentiable operators is needed. Equal calls, which
+    every further layer has, are run once.
     """
     known = _KNOWN_RESULTS.setdefault(mode, {})
     kwargs = dict(kwargs or {})
+    # Text as the key: arguments hold lists and open sizes, which have no hash.
     call = f"{target} {map_arg((args, kwargs), _described)}"
     if call not in known:
         args, kwargs = map_arg((args, kwargs), _differentiable_fake)
@@ -254,7 +257,7 @@ def _without_gradient(value: Any) -> tuple[Any, bool]:
 
 
 def _described(operand: Node) -> str:
-    """Text of all of ``operand`` that the result of a call on fakes depends on."""
+    """All properties of ``operand`` that the result of a call on fakes depends on, as text."""
     fakes = [
         (tuple(x.shape), x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor) else x
         for x in pytree.tree_leaves(operand.meta["val"])
@@ -265,6 +268,7 @@ def _described(operand: Node) -> str:
 def _differentiable_fake(node: Node) -> Any:
     requires_grad = node.meta["requires_grad"]
 
+    # Detached: the fake itself belongs to the node, and must not become part of an autograd graph.
     def leaf(fake: torch.Tensor) -> torch.Tensor:
         return fake.detach().requires_grad_(requires_grad and carries_gradient(fake))
 

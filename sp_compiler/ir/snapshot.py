@@ -1,4 +1,4 @@
-"""What the program looked like after one pass: copies that later passes cannot change."""
+"""The program after one pass: copies of its graphs that later passes cannot change."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Snapshot:
 
     @classmethod
     def of_program(cls, name: str, program: Program) -> Snapshot:
-        """Copies of the region graphs of ``program``."""
+        """Copy the region graphs of ``program``."""
         graphs = {region.name: copy_graph(region.module.graph) for region in program.regions}
         wiring = [
             f"{call.region.name}({', '.join(map(_ref_text, call.args))})" for call in program.calls
@@ -59,7 +59,7 @@ class Snapshot:
         Nodes are named ``"<graph>/<node>"`` and have ``graph``; ``op`` and ``target`` as FX has
         them, as text; ``shape`` (of one rank once sharded; ``None`` for what is no single tensor,
         open sizes as text) and ``dtype``; ``placement``; ``module``, the path in the model, and
-        ``source_line``, as "file.py:12 code". What a node does not have is "". An edge goes from an
+        ``source_line``, as "file.py:12 code"; "" where a node has none. An edge goes from an
         operand to each of its uses and has ``position``, which operand of the user it is.
         The result's own attributes are ``name``, of the pass, and ``calls``.
         """
@@ -73,9 +73,9 @@ class Snapshot:
         return result
 
     def renamed(self, names: Sequence[str]) -> Snapshot:
-        """Under ``names``, one for the region of each call; those of further calls are left out.
+        """Copy with ``names``, one for the region of each call; further calls are left out.
 
-        A graph whose calls get several names is there several times, once for each.
+        A graph whose calls get several names occurs several times, once for each.
         """
         if not self.calls:  # before the model was cut into regions
             return self
@@ -91,13 +91,13 @@ class Snapshot:
         )
 
     def paths(self, graph_name: str) -> list[str]:
-        """The layers that use the graph."""
+        """Layers that use the graph."""
         region = region_of(graph_name)
         return [path for path, name in self.calls if name in (region, graph_name)]
 
 
 class Stages(dict[str, Snapshot]):
-    """What each pass left, by its name, in order; two stages have a name for the public, too.
+    """Graphs after each pass, by its name, in order; two stages have a public name as well.
 
     ``"capture"`` is the captured model as regions, before anything is sharded; ``"final"`` is one
     rank's program with what backward recomputes.
@@ -124,7 +124,7 @@ def region_of(graph_name: str) -> str:
 
 
 def _attributes(node: Node) -> dict[str, Any]:
-    """Return what :meth:`Snapshot.to_networkx` says of a node, as plain Python values."""
+    """Attributes of a node in :meth:`Snapshot.to_networkx`, as plain Python values."""
     value = node.meta.get("val")
     shape, dtype = None, ""
     if isinstance(value, Tensor):

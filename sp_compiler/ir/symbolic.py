@@ -49,14 +49,14 @@ class OpenSize:
 
 @dataclass
 class Sizes:
-    """The open dims of one capture, and for which sizes what was made of it holds.
+    """The open dims of one capture, and the sizes for which the program made of it holds.
 
     Attributes:
-        env: where comparisons are recorded.
+        env: record of the comparisons.
         open: every open dim; dims that have to be equal may share a symbol.
         fixed: shapes of the tensor leaves of the example, ``None`` for an open dim.
-        ties: other dims that an open one stands for: (leaf, dim, position in ``open``).
-        proofs: what was found by computing at the example's sizes; recomputed for others.
+        ties: further dims with the symbol of an open one: (leaf, dim, position in ``open``).
+        proofs: facts that were computed at the example's sizes; recomputed for others.
     """
 
     env: ShapeEnv
@@ -69,7 +69,9 @@ class Sizes:
 
     @property
     def distinct(self) -> list[OpenSize]:
-        """One for each name."""
+        """The first open dim of each name."""
+        # Reversed twice: of equal keys a dict keeps the last value, and here it is the first dim
+        # that counts.
         return list({size.name: size for size in reversed(self.open)}.values())[::-1]
 
     @property
@@ -90,17 +92,21 @@ class Sizes:
                 raise NotSymbolic(f"{guard.expr} is about no dim of an input")
 
     def rejection(self, leaves: Sequence[Any]) -> str | None:
-        """Say why the program does not hold for these flattened inputs; ``None``: it does."""
-        for dim, given, size in self._fixed_dims(leaves):
-            if given != size:
-                return f"dim {dim} of an input is {given}, not {size}"
+        """Return why the program does not hold for these flattened inputs; ``None``: it does."""
+        # Cheapest first, for every call of the module asks: numbers, guards, then proofs, each of
+        # which is computed once for the same sizes.
+        for leaf_value, shape in zip(leaves, self.fixed, strict=True):
+            for dim, size in enumerate(shape or ()):
+                if size is not None and leaf_value.shape[dim] != size:
+                    return f"dim {dim} of an input is {leaf_value.shape[dim]}, not {size}"
         actual = tuple(int(leaves[size.leaf].shape[size.dim]) for size in self.open)
         for leaf, dim, position in self.ties:
             if leaves[leaf].shape[dim] != actual[position]:
                 return f"dim {dim} of an input is not {self.open[position].name}"
         binding = {size.symbol: value for size, value in zip(self.open, actual, strict=True)}
-        if not self._holds(actual):
-            return self._failed(binding)
+        if not self._guards_hold(actual):
+            return self._failed_guard(binding)
+        # torch keeps ranges apart from guards: a comparison with a constant may only narrow one.
         for opened, value in zip(self.open, actual, strict=True):
             limits = self.env.var_to_range.get(opened.symbol)
             if limits is not None and not limits.lower <= value <= limits.upper:
@@ -109,48 +115,37 @@ class Sizes:
             self._proven[actual] = all(proof(binding) for proof in self.proofs)
         return None if self._proven[actual] else "an attention mask is another one at these sizes"
 
-    def _fixed_dims(self, leaves: Sequence[Any]) -> Iterator[tuple[int, int, int]]:
-        """Yield each dim that is not open: its position, its size in ``leaves`` and as compiled."""
-        for leaf, shape in zip(leaves, self.fixed, strict=True):
-            for dim, size in enumerate(shape or ()):
-                if size is not None:
-                    yield dim, leaf.shape[dim], size
-
-    def _holds(self, actual: Sequence[int]) -> bool:
+    def _guards_hold(self, actual: Sequence[int]) -> bool:
         guards = self.env.guards
         # Compiled to one expression: evaluating sympy would take milliseconds in every call. Later
-        # passes add guards, so that it is made again when their number has grown.
+        # passes add guards: it is made anew when their number has grown.
         if self._guards is None or self._guards[0] != len(guards):
             text = " and ".join(f"({_TEXT.doprint(guard.expr)})" for guard in guards) or "True"
             names = ", ".join(str(size.symbol) for size in self.open)
             self._guards = len(guards), eval(f"lambda {names}: {text}", {"math": math})
         return bool(self._guards[1](*actual))
 
-    def _failed(self, binding: Mapping[sympy.Symbol, int]) -> str:
+    def _failed_guard(self, binding: Mapping[sympy.Symbol, int]) -> str:
         for guard in self.env.guards:
             if not guard.expr.xreplace(binding):
-                where = _user_line(guard)
+                frame = guard.sloc.framework_loc
+                where = f" ({frame.filename}:{frame.lineno})" if hasattr(frame, "lineno") else ""
                 named = guard.expr.xreplace({s.symbol: sympy.Symbol(s.name) for s in self.open})
+                # Equal dims have one name, so that a guard that they are equal reads "true".
                 what = "dims that were equal to stay so" if named is sympy.true else named
-                return f"the model or its compilation requires {what}" + where
-        raise AssertionError("all guards hold")  # where this is asked, one does not
+                return f"the model or its compilation requires {what}{where}"
+        raise AssertionError("all guards hold")  # this is called where one does not
 
 
 _TEXT = PythonPrinter()
 
 
-def _user_line(guard: Any) -> str:
-    """Place of a comparison in the user's code, as " (file.py:12)"; "" where unknown."""
-    frame = guard.sloc.framework_loc
-    return f" ({frame.filename}:{frame.lineno})" if hasattr(frame, "lineno") else ""
-
-
 class NotSymbolic(SPCompilerError):
-    """These sizes cannot stay open; the reason."""
+    """Sizes cannot stay open; the reason."""
 
 
 def open_sizes(placeholders: Mapping[int, Node], leaves: Sequence[Any], env: ShapeEnv) -> Sizes:
-    """The open dims of an exported graph whose input placeholders are given by leaf.
+    """Return the open dims of an exported graph whose input placeholders are given by leaf.
 
     Dims in the same position with the same size in the example are taken to be equal.
     """
@@ -181,11 +176,15 @@ def open_sizes(placeholders: Mapping[int, Node], leaves: Sequence[Any], env: Sha
                 bool(size == other)
             dims.append((symbol, size, leaf, dim))
         fixed.append(tuple(shape))
+    # By expression, which is that of the symbol itself no longer where two were found equal.
     names: dict[sympy.Expr, str] = {}
     for _, value, leaf, dim in dims:
         names.setdefault(value.node.expr, _name(leaves[leaf], dim, names))
-    opened = tuple(OpenSize(*one, names[one[1].node.expr]) for one in dims)
-    return Sizes(env, opened, tuple(fixed), tuple(ties))
+    opened = [
+        OpenSize(symbol, value, leaf, dim, names[value.node.expr])
+        for symbol, value, leaf, dim in dims
+    ]
+    return Sizes(env, tuple(opened), tuple(fixed), tuple(ties))
 
 
 def _name(example: Tensor, dim: int, taken: Mapping[Any, str]) -> str:
@@ -198,10 +197,11 @@ def _name(example: Tensor, dim: int, taken: Mapping[Any, str]) -> str:
 def inline_sizes(graph: Graph) -> None:
     """Write symbolic numbers into their users in place of the nodes that compute them.
 
-    Not those that depend on the numbers in a tensor: they have no value in the example.
+    Numbers that depend on the contents of a tensor stay nodes.
     """
     for node in list(graph.nodes):
         value = node.meta.get("val")
+        # Read from a tensor: without a value in the example, it could not be compared later.
         if isinstance(value, SYMBOLIC) and not value.node.has_hint():
             continue
         if isinstance(value, (*SYMBOLIC, int, float)) and node.op == "call_function":
@@ -212,14 +212,16 @@ def inline_sizes(graph: Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users:
             value = node.meta.get("val")
-            # What returns nothing and takes numbers asserts what is recorded anyway.
+            # A call that returns nothing and takes numbers is export's assertion of a guard, which
+            # is recorded anyway.
             numbers = pytree.tree_leaves(node.args) if value is None else [value]
             if any(isinstance(number, (*SYMBOLIC, bool, int, float)) for number in numbers):
                 graph.erase_node(node)
 
 
 def plain(value: Any) -> Any:
-    """A symbolic number whose symbols turned out to be fixed as a number; others as they are."""
+    """Return a symbolic number that turned out to be fixed as a number; others as they are."""
+    # ``node.expr`` applies what has been found since; a SymInt itself never changes.
     if isinstance(value, SYMBOLIC):
         expr = value.node.expr
         if expr.is_number:
@@ -228,7 +230,7 @@ def plain(value: Any) -> Any:
 
 
 def example_number(value: Any) -> Any:
-    """The example's number behind a symbolic one, with nothing recorded; others as they are."""
+    """Return the example's number behind a symbolic one, recording nothing; others as they are."""
     if isinstance(value, SYMBOLIC):
         number = value.node.hint
         if number is None:
@@ -252,22 +254,22 @@ def pin(value: Any) -> None:
 
 def same_shape(first: Sequence[Any], second: Sequence[Any]) -> bool:
     """Tell whether two shapes are equal whatever the open sizes are; nothing is recorded."""
-    return len(first) == len(second) and all(map(_same, first, second))
-
-
-def _same(first: Any, second: Any) -> bool:
-    first, second = plain(first), plain(second)
-    if not isinstance(first, SYMBOLIC) or not isinstance(second, SYMBOLIC):
-        return (
-            not isinstance(first, SYMBOLIC)
-            and not isinstance(second, SYMBOLIC)
-            and bool(first == second)
-        )
-    return first.node.expr == second.node.expr or statically_known_true(first == second)
+    if len(first) != len(second):
+        return False
+    for one, other in zip(map(plain, first), map(plain, second), strict=True):
+        if isinstance(one, SYMBOLIC) is not isinstance(other, SYMBOLIC):
+            return False  # they may be equal in the example, but not at every size
+        if not isinstance(one, SYMBOLIC):
+            if one != other:
+                return False
+        # The expressions first: torch's own proof asks sympy, which takes its time.
+        elif one.node.expr != other.node.expr and not statically_known_true(one == other):
+            return False
+    return True
 
 
 def numbers_in(node: Node) -> Iterator[Any]:
-    """Symbolic numbers among the arguments of ``node`` and in the shapes of its results."""
+    """Yield symbolic numbers among the arguments of ``node`` and in the shapes of its results."""
     for leaf in pytree.tree_leaves((node.args, node.kwargs, node.meta.get("val"))):
         if isinstance(leaf, Tensor):
             yield from (size for size in leaf.shape if isinstance(size, SYMBOLIC))
@@ -284,17 +286,17 @@ def symbols_in(nodes: Iterable[Node]) -> set[sympy.Symbol]:
 
 
 def symbol_of(node: Node) -> sympy.Symbol | None:
-    """The symbol that a placeholder of a size stands for now; ``None`` for other nodes."""
+    """Return the present symbol of a placeholder of a size; ``None`` for other nodes."""
     value = node.meta.get("val")
     if node.op != "placeholder" or not isinstance(value, SYMBOLIC):
         return None
-    # "Now": two symbols may have been found equal since, and a symbol to be a number.
+    # Since the capture two symbols may have been found equal, and a symbol to be a number.
     expr = value.node.expr
     return expr if isinstance(expr, sympy.Symbol) else None
 
 
 def text(value: Any, names: Mapping[sympy.Symbol, str]) -> str:
-    """A symbolic number as a Python expression of ``names``.
+    """Print a symbolic number as a Python expression of ``names``.
 
     Raises:
         NotSymbolic: it depends on a symbol without a name.
@@ -309,7 +311,7 @@ def text(value: Any, names: Mapping[sympy.Symbol, str]) -> str:
 
 
 def evaluate(value: Any, binding: Mapping[sympy.Symbol, int]) -> Any:
-    """Arguments with every symbolic number as the number that it is for these sizes."""
+    """Replace every symbolic number in ``value`` by its number for these sizes."""
 
     def number(leaf: Any) -> Any:
         if not isinstance(leaf, SYMBOLIC):
@@ -321,7 +323,10 @@ def evaluate(value: Any, binding: Mapping[sympy.Symbol, int]) -> Any:
 
 
 class SizedInterpreter(Interpreter):
-    """Runs a graph for the sizes that its placeholders of sizes are given."""
+    """Interpreter of graphs with open sizes, which are read off the placeholders of sizes.
+
+    torch's own would pass symbols on to operators on real tensors.
+    """
 
     def run(self, *args: Any, **options: Any) -> Any:
         nodes = self.module.graph.find_nodes(op="placeholder")

@@ -24,12 +24,13 @@ _DTYPES = {"float": "f", "bfloat": "bf", "uint": "u", "int": "i", "complex": "c"
 
 
 def render(graph: Graph | GraphModule, *, metas: Collection[str] = METAS) -> str:
-    """The whole graph, a line a node.
+    """Render a graph, a line per node.
 
     Args:
         graph: any graph; nothing in it is changed.
-        metas: what to append of each node's meta: ``"val"`` (`` : dtype[shape]``), ``"placement"``
-            (`` @ S(0)``) and ``"recompute"`` (`` #save``); left out where the node has none.
+        metas: entries to append of each node's meta: ``"val"`` (`` : dtype[shape]``),
+            ``"placement"`` (`` @ S(0)``) and ``"recompute"`` (`` #save``); left out where the node
+            has none.
     """
     if isinstance(graph, GraphModule):
         graph = graph.graph
@@ -43,7 +44,7 @@ def render_node(
     name: Callable[[Node], str] = lambda node: f"%{node.name}",
     metas: Collection[str] = METAS,
 ) -> str:
-    """One line for ``node``; ``name`` says how a value is called."""
+    """Render one line for ``node``; ``name`` gives the name of a value."""
     suffix = render_metas(node, metas)
     if node.op == "output":
         (values,) = node.args
@@ -53,7 +54,7 @@ def render_node(
 
 
 def render_call(node: Node, name: Callable[[Node], str]) -> str:
-    """``aten.add.Tensor(%0, 1.5, alpha=2)``."""
+    """Render a call: ``aten.add.Tensor(%0, 1.5, alpha=2)``."""
     if node.op == "placeholder":
         default = "".join(f" = {render_value(arg, name)}" for arg in node.args)
         return f"{render_target(node)}{default}"
@@ -63,21 +64,22 @@ def render_call(node: Node, name: Callable[[Node], str]) -> str:
 
 
 def render_arguments(node: Node, name: Callable[[Node], str]) -> str:
-    """Positional and keyword arguments as they are written in a call."""
+    """Render positional and keyword arguments as they are written in a call."""
     parts = [render_value(arg, name) for arg in node.args]
     parts += [f"{key}={render_value(arg, name)}" for key, arg in node.kwargs.items()]
     return ", ".join(parts)
 
 
 def render_metas(node: Node, metas: Collection[str] = METAS) -> str:
-    """Return what follows a call: `` : f32[2, 4] @ S(1) #save``."""
+    """Render the part behind a call: `` : f32[2, 4] @ S(1) #save``."""
     marks = {"val": " : ", "placement": " @ ", "recompute": " #"}
+    # In the order of METAS, whatever that of ``metas``: the text is compared.
     texts = {meta: meta_text(node, meta) for meta in METAS if meta in metas}
     return "".join(f"{marks[meta]}{text}" for meta, text in texts.items() if text)
 
 
 def meta_text(node: Node, meta: Meta) -> str:
-    """One entry of the node's meta as text, "" where it has none."""
+    """Render one entry of the node's meta, "" where it has none."""
     value = node.meta.get(meta)
     if value is None:
         return ""
@@ -85,7 +87,7 @@ def meta_text(node: Node, meta: Meta) -> str:
 
 
 def render_target(node: Node) -> str:
-    """``aten.linear``, ``aten.add.Tensor``, ``getitem``, ``.view``, ``placeholder[x]``."""
+    """Render ``aten.linear``, ``aten.add.Tensor``, ``getitem``, ``.view``, ``placeholder[x]``."""
     target = node.target
     if isinstance(target, str):
         forms = {"call_method": ".{}", "call_module": "module[{}]", "output": "{}"}
@@ -94,12 +96,13 @@ def render_target(node: Node) -> str:
 
 
 def render_function(function: Any) -> str:
-    """Name of an operator or function; the overload ``default`` goes without saying."""
+    """Render the name of an operator or function, without the overload ``default``."""
     if isinstance(function, torch._ops.OpOverload):
         return str(function).removesuffix(".default")
     name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
-    if name is None:
+    if name is None:  # a callable object
         return _plain(function)
+    # torch's builtins say that they belong to classes such as ``_VariableFunctionsClass``.
     short = name.rpartition(".")[2]
     if getattr(torch, short, None) is function:
         return f"torch.{short}"
@@ -108,7 +111,7 @@ def render_function(function: Any) -> str:
 
 
 def render_type(value: Any) -> str:
-    """``f32[2, 4]`` for a tensor, ``(f32[2], i64[])`` for several, else the value itself."""
+    """Render ``f32[2, 4]`` for a tensor, ``(f32[2], i64[])`` for several, else the value."""
     if isinstance(value, Tensor):
         return f"{render_dtype(value.dtype)}[{', '.join(str(size) for size in value.shape)}]"
     if isinstance(value, tuple | list):
@@ -117,14 +120,15 @@ def render_type(value: Any) -> str:
 
 
 def render_dtype(dtype: torch.dtype) -> str:
-    """``f32``, ``bf16``, ``i64``, ``bool``; the name of torch where there is no short one."""
+    """Render ``f32``, ``bf16``, ``i64``, ``bool``; torch's name where there is no short one."""
     text = str(dtype).removeprefix("torch.")
+    # Names with more than letters and one number, such as float8_e4m3fn, have no short form.
     stem = text.rstrip("0123456789")
     return _DTYPES[stem] + text[len(stem) :] if stem in _DTYPES else text
 
 
 def render_value(value: Any, name: Callable[[Node], str]) -> str:
-    """An argument: nodes by ``name``, containers by item, all else without memory addresses."""
+    """Render an argument: nodes by ``name``, containers by item, no memory addresses."""
     if isinstance(value, Node):
         return name(value)
     if isinstance(value, slice):
@@ -142,7 +146,7 @@ def render_value(value: Any, name: Callable[[Node], str]) -> str:
 
 
 def _plain(value: Any) -> str:
-    """``repr`` where that is the same in every run, else the kind of the object."""
+    """Return ``repr`` where that is the same in every run, else the kind of the object."""
     if isinstance(value, Tensor):
         return f"tensor {render_type(value)}"
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):

@@ -46,5 +46,5 @@ def test_the_nearest_operator_of_a_refused_sum_runs_whole(monkeypatch: pytest.Mo
     monkeypatch.setattr(pipeline, "check_partitioned", check)
     x = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     compiled = parity.assert_parity(parity.make_case(TwiceUsed().double(), {"x": x}), tp=2)
-    assert len(set(compiled.whole)) == len(refused) == 2
+    assert len(set(compiled.replicated)) == len(refused) == 2
     assert sum("runs whole on every rank" in note for note in compiled.notes) == 2

@@ -42,7 +42,7 @@ def test_grouped_products_are_sharded_and_right(tp: int, sequence_parallel: bool
     program = parity.compiled(
         found, tp=tp, sequence_parallel=sequence_parallel, hints={"up": Shard(2), "down": Shard(1)}
     )
-    assert program.whole == ()
+    assert program.replicated == ()
     step = parity.simulate(found, program)
     assert parity.output_error(step, found) < 0.01
     assert parity.gradient_error(step.grads, found.grads, floor=0.1) < 0.03

@@ -11,7 +11,7 @@ import torch
 from torch.fx import Graph, Node
 
 from sp_compiler.ir.fx import tensor_operands
-from sp_compiler.ir.graph_theory import Candidate, as_networkx, isomorphism
+from sp_compiler.ir.graph_theory import ComparableGraph, as_networkx, isomorphism
 
 _aten = torch.ops.aten
 # An operator (by its number of operands) and the positions of its operands among earlier values.
@@ -58,7 +58,7 @@ def _is_isomorphism(twins: dict[Node, Node], first: Graph, second: Graph) -> boo
 
 
 def _compare(first: Graph, second: Graph) -> dict[Node, Node] | None:
-    return isomorphism(Candidate(first, _label), Candidate(second, _label))
+    return isomorphism(ComparableGraph(first, _label), ComparableGraph(second, _label))
 
 
 def _random_recipe(rng: random.Random, num_inputs: int, num_calls: int) -> Recipe:
@@ -169,7 +169,7 @@ def test_keyword_arguments_may_be_given_in_any_order() -> None:
         graph.output((norm,))
         graphs.append(graph)
     label = lambda node: str(node.target)  # noqa: E731
-    assert isomorphism(*(Candidate(graph, label) for graph in graphs)) is not None
+    assert isomorphism(*(ComparableGraph(graph, label) for graph in graphs)) is not None
 
 
 def test_an_operand_used_twice_has_two_edges() -> None:

@@ -322,5 +322,5 @@ class OneExpertEach(nn.Module):
 def test_as_many_experts_as_ranks(tp: int) -> None:
     """The gradient of a sum over a dim of local size 1 is not expanded at all."""
     compiled = parity.assert_parity(_case(OneExpertEach()), tp=tp)
-    assert not compiled.whole
+    assert not compiled.replicated
     assert compiled.param_placements["down"].is_sharded

@@ -209,7 +209,7 @@ def _operators(compiled: CompiledProgram, region: Region) -> Iterator[Fallback]:
 
 def _why_product(node: Node, region: Region, compiled: CompiledProgram) -> tuple[str, str]:
     """Reason and advice for a matrix product that has a rule."""
-    if (region.name, node.meta.get("source", node.name)) in compiled.whole:
+    if (region.name, node.meta.get("source", node.name)) in compiled.replicated:
         advice = "Please report it with the note in plan.notes"
         return "how it would be sharded could not be proven", advice
     factors = tensor_operands(node)[:2]

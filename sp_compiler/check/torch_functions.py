@@ -95,12 +95,18 @@ def _attention(
     return F.scaled_dot_product_attention(query, key, value, **kwargs)
 
 
+def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    # DTensor before torch 2.12 counts a negative dim from the operands' end, not the result's.
+    return torch.stack(tuple(tensors), dim % (tensors[0].dim() + 1))
+
+
 _REWRITTEN: dict[str, Function] = {
     "aten::slice": _slice,
     "aten::expand": _expand,
     "aten::split_with_sizes": _split,
     "aten::_to_copy": _to_copy,
     "aten::detach": _detach,
+    "aten::stack": _stack,
     "aten::scaled_dot_product_attention": _attention,
 }
 

@@ -35,7 +35,9 @@ def overloads(name: str) -> list[Any]:
 def _is_tensor_operator(target: Any) -> bool:
     types = [str(argument.type) for argument in target._schema.arguments]
     has_tensor = any("Tensor" in kind for kind in types)
-    return has_tensor and not target._schema.is_mutable and "Dimname" not in "".join(types)
+    # Named dims have a type of their own since torch 2.12; before it they are strings.
+    named = any(mark in target._overloadname.lower() for mark in ("dimname", "names", "named"))
+    return has_tensor and not target._schema.is_mutable and not named
 
 
 _EXCLUDED = {

@@ -7,9 +7,10 @@ What holds afterwards:
 - dims are negative, so that a token-wise operator stays valid when leading dims are flattened;
 - a bias is added by an ``add`` of its own, so that it can follow the reduction of a row-parallel
   product; products with a plain weight act on the last dim of unflattened values;
-- an operand (1, s, h) or (s, h) of a pointwise (b, s, h) result is expanded to (b, s, h);
-- dropout is ``sp_compiler.dropout`` or a stored mask, with one seed placeholder for the graph;
-  fused attention has no dropout; nothing else is random.
+- an operand (1, s, h) or (s, h) of a pointwise (b, s, h) result is expanded to (b, s, h), one of
+  (b, 1, 1) to (b, s, 1);
+- dropout is ``sp_compiler.dropout`` or a stored mask, other random numbers are made of
+  ``sp_compiler.uniform``, with one seed placeholder for the graph; fused attention has no dropout.
 """
 
 from __future__ import annotations
@@ -21,27 +22,22 @@ from typing import Literal
 import torch
 from torch.fx import Graph, Node
 
-from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.base.pass_report import Pass
-from sp_compiler.base.provenance import layer_of, node_origin
+from sp_compiler.base.provenance import layer_of
 from sp_compiler.ir.captured import Captured
-from sp_compiler.ir.fx import arguments, calls, is_call, is_getitem, shape_of
-from sp_compiler.ir.op_traits import draws
-from sp_compiler.ir.program import Ref
+from sp_compiler.ir.fx import arguments, calls, is_call, shape_of
 from sp_compiler.ir.rewriting import (
     erase_dead,
-    fake_mode_of,
     insert_call,
     replace_call,
     replace_with,
-    set_value,
 )
 from sp_compiler.ir.symbolic import same_shape
-from sp_compiler.ops.dropout import DROPOUT, DROPOUT_MASK
 from sp_compiler.passes.normalize.attention import explicit_attention, fold_attention_masks
 from sp_compiler.passes.normalize.decompose import canonical_spelling
 from sp_compiler.passes.normalize.fused_projections import split_packed, split_slices
 from sp_compiler.passes.normalize.negative_dims import make_dims_negative
+from sp_compiler.passes.normalize.random_numbers import draw_by_counter
 from sp_compiler.passes.normalize.views import keep_token_order, shorten_view_chains
 
 _ORIGIN = Pass.NORMALIZE
@@ -62,10 +58,6 @@ _COPIES = (
     _aten.contiguous.default,
     _aten.lift_fresh_copy.default,
 )
-_RANDOM_BUT_HANDLED = (
-    _aten.native_dropout.default,
-    _aten.scaled_dot_product_attention.default,
-)
 
 
 def normalize(captured: Captured, dropout: Literal["regenerate", "stored"] = "regenerate") -> None:
@@ -78,7 +70,7 @@ def normalize(captured: Captured, dropout: Literal["regenerate", "stored"] = "re
         dropout: ``"regenerate"`` emits ``sp_compiler.dropout``, ``"stored"`` a mask and its use.
 
     Raises:
-        UnsupportedError: a random operator other than dropout.
+        UnsupportedError: random numbers that cannot be drawn by the counter-based generator.
     """
     graph = captured.module.graph
     # Spelling first: what follows names few operators, of many that mean the same.
@@ -93,11 +85,10 @@ def normalize(captured: Captured, dropout: Literal["regenerate", "stored"] = "re
     split_packed(graph)
     split_slices(graph)
     # A mask that is folded away needs no explicit attention; what is left and drops becomes
-    # dropout of its own, so that every other operator that draws is refused only then.
+    # dropout of its own, and only then is known what draws random numbers.
     fold_attention_masks(graph, captured.sizes)
     explicit_attention(graph)
-    _refuse_random(graph)
-    _replace_dropout(captured, stored=dropout == "stored")
+    draw_by_counter(captured, stored=dropout == "stored")
     # Biases stand apart, so that a row-parallel product can be reduced before one is added.
     _split_bias(graph)
     _split_addmm(graph)
@@ -107,7 +98,7 @@ def normalize(captured: Captured, dropout: Literal["regenerate", "stored"] = "re
     erase_dead(graph)
     keep_token_order(graph)
     shorten_view_chains(graph)
-    _expand_batch(graph)  # last: it adds what a chain of views would take in
+    _expand_tokens(graph)  # last: it adds what a chain of views would take in
     erase_dead(graph)
     captured.drop_unused_placeholders()
     graph.lint()
@@ -183,70 +174,6 @@ def _splits_with_sizes(graph: Graph) -> None:
         )
 
 
-def _refuse_random(graph: Graph) -> None:
-    for node in graph.nodes:
-        if draws(node) and not is_call(node, *_RANDOM_BUT_HANDLED):
-            raise UnsupportedError(
-                f"operator {node.target} draws random numbers (stochastic depth, noise); only "
-                "dropout is supported in train mode: switch it off, or call model.eval()\n"
-                + node_origin(node)
-            )
-
-
-def _replace_dropout(captured: Captured, stored: bool) -> None:
-    """``native_dropout(x, p, True)[0]`` -> ``dropout(x, seed, p, site, dim=0, world_size=1)``.
-
-    Stored: ``native_dropout_backward(x, dropout_mask(x, seed, p, site, 0, 1), 1 / (1 - p))``, which
-    is the product with the mask and has a derivative.
-    """
-    graph = captured.module.graph
-    site = 0
-    for node in calls(graph, _aten.native_dropout.default):
-        x, p, train = node.args
-        assert isinstance(x, Node)
-        result = _only_result(node)
-        if train is False or p == 0:
-            replace_with(result, x)
-        elif p == 1:  # the scale 1 / (1 - p) would be infinite
-            replace_call(result, _aten.mul.Tensor, (x, 0.0), origin=_ORIGIN)
-        else:
-            args = (x, _seed(captured), p, 0, 0, 1)
-            if stored:
-                drawn = insert_call(result, DROPOUT_MASK.overload, args, origin=_ORIGIN)
-                applied = (x, drawn, 1 / (1 - float(p)))
-                apply = _aten.native_dropout_backward.default
-                replace_call(result, apply, applied, origin=_ORIGIN, name="dropout")
-            else:
-                drawn = replace_call(result, DROPOUT.overload, args, origin=_ORIGIN, name="dropout")
-            # Numbered only now, so that all calls are alike to the fakes.
-            drawn.update_arg(3, site)
-            site += 1
-        graph.erase_node(node)
-
-
-def _only_result(node: Node) -> Node:
-    results = [user for user in node.users if is_getitem(user)]
-    if len(results) != 1 or results[0].args[1] != 0:
-        raise UnsupportedError(
-            f"the mask of a dropout is used by the model itself\n{node_origin(node)}"
-        )
-    return results[0]
-
-
-def _seed(captured: Captured) -> Node:
-    """The placeholder of the dropout seed, made at the first use."""
-    placeholders = captured.placeholders
-    if captured.refs and captured.refs[-1].kind == "seed":
-        return placeholders[-1]
-    mode = fake_mode_of(captured.module.graph)
-    with captured.module.graph.inserting_after(placeholders[-1]):
-        seed = captured.module.graph.placeholder("seed")
-    with mode:
-        set_value(seed, torch.zeros((), dtype=torch.int64))
-    captured.refs.append(Ref("seed"))
-    return seed
-
-
 def _split_bias(graph: Graph) -> None:
     """``linear(x, w, b)`` -> ``linear(x, w) + b``."""
     for node in calls(graph, _aten.linear.default):
@@ -320,24 +247,26 @@ def _merge_reshapes(graph: Graph) -> None:
             node.args = (source, node.args[1])
 
 
-def _expand_batch(graph: Graph) -> None:
-    """Make the broadcast of a (1, s, ...) or (s, ...) operand over the batch a node of its own."""
+def _expand_tokens(graph: Graph) -> None:
+    """Make the broadcast of an operand over some of the tokens a node of its own.
+
+    Of (1, s, ...) or (s, ...) over the batch, and of a number per sequence (b, 1, 1), such as
+    stochastic depth has, over the sequence.
+    """
     for node in list(graph.nodes):
         tags = getattr(node.target, "tags", ())
         if node.op != "call_function" or torch.Tag.pointwise not in tags:
             continue
         result = shape_of(node)
-        # Only (b, s, h): its rows of tokens are flattened together, and what is broadcast over the
-        # batch has no rows until it is expanded.
-        if len(result) != 3 or result[0] == 1:
+        # Only (b, s, h): its rows of tokens are flattened together, and what is broadcast over
+        # some of them has no rows until it is expanded.
+        if len(result) != 3 or result[0] == 1 or result[1] == 1:
             continue
         for operand in dict.fromkeys(node.all_input_nodes):
             shape = shape_of(operand)
-            if (
-                same_shape(shape[-2:-1], result[1:2])
-                and math.prod(shape[:-2]) == 1
-                and result[1] > 1
-            ):
-                size = [result[0], *shape[-2:]]
+            per_position = same_shape(shape[-2:-1], result[1:2]) and math.prod(shape[:-2]) == 1
+            # Of (b, 1, h) not: expanded before it is cut into rows, it would take s times as much.
+            if per_position or same_shape(shape, (result[0], 1, 1)):
+                size = [*result[:2], shape[-1]]
                 wide = insert_call(node, _aten.expand.default, (operand, size), origin=_ORIGIN)
                 node.replace_input_with(operand, wide)

@@ -26,6 +26,7 @@ def canonical_spelling(graph: Graph) -> None:
     - ``x.type_as(y)`` -> a cast of ``x``, or ``x``
     - ``copy(x, y)``, ``fill(x, y)`` -> ``y``, cast and expanded
     - ``expand_as``, ``reshape_as``, ``view_as`` -> ``expand``, ``reshape``
+    - ``broadcast_tensors(x, y)[i]`` -> ``expand`` of one
     - ``x @ w.T`` -> ``linear(x, w)``
     - ``einsum`` -> ``matmul`` or ``linear``, sums and moves of dims, see :func:`.einsum.contract`
     - ``glu(x)`` -> ``a * sigmoid(b)`` of the halves of ``x``
@@ -151,6 +152,12 @@ def _expand_to(node: Node, x: Any) -> None:
     replace_with(node, x)
 
 
+def _broadcast_tensors(node: Node) -> None:
+    for user in list(node.users):
+        _expand_to(user, node.args[0][user.args[1]])
+    node.graph.erase_node(node)
+
+
 def _reshape_as(node: Node) -> None:
     size = list(shape_of(node))
     replace_call(node, _aten.reshape.default, (node.args[0], size), origin=_ORIGIN)
@@ -271,6 +278,7 @@ _REWRITES: dict[object, Callable[[Node], None]] = {
     _aten.cross_entropy_loss.default: _cross_entropy,
     _aten.type_as.default: _type_as,
     _aten.broadcast_to.default: _broadcast_to,
+    _aten.broadcast_tensors.default: _broadcast_tensors,
     _aten.copy.default: _copy,
     _aten.fill.Tensor: _copy,
     _aten.expand_as.default: _expand_as,

@@ -12,9 +12,9 @@ from torch.fx.node import map_arg
 from sp_compiler.ir.fx import is_call
 from sp_compiler.ir.graph_theory import ComparableGraph, isomorphism
 from sp_compiler.ir.hints import Wish
-from sp_compiler.ir.op_traits import draws
+from sp_compiler.ir.op_traits import DRAWS, draws
 from sp_compiler.ir.program import Ref, Region
-from sp_compiler.passes.outline.draft import DROPOUTS, Draft
+from sp_compiler.passes.outline.draft import Draft
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,9 @@ def _labels(draft: Draft, asked: Mapping[int, tuple[bool, ...]]) -> dict[Node, s
     """Text of all about each node but its operands that two pieces of one region agree in.
 
     Parameters and buffers go by their names in the layer, for a layer's weights of one shape must
-    not change places in what a person reads. Dropouts are told apart by what they are used for: the
-    number of its site makes a mask distinct, and all that uses it has the number of the region.
-    Other random numbers come from torch's generator: they are drawn in order.
+    not change places in what a person reads. Draws are told apart by what they are used for: the
+    number of its site makes one distinct, and all that uses it has the number of the region.
+    What still comes from torch's generator is drawn in order.
     """
     labels = {}
     for position, node in enumerate(draft.inputs):
@@ -101,7 +101,7 @@ def _labels(draft: Draft, asked: Mapping[int, tuple[bool, ...]]) -> dict[Node, s
         if node.op != "call_function":
             continue
         args, kwargs = map_arg((node.args, node.kwargs), lambda operand: _Numbered(0))
-        if is_call(node, *DROPOUTS):
+        if is_call(node, *DRAWS):
             args = (*args[:3], *args[4:])
         turn = num_drawn if draws(node) else None
         num_drawn += turn is not None

@@ -13,13 +13,12 @@ from torch.fx.node import map_arg
 
 from sp_compiler.base.provenance import module_path
 from sp_compiler.ir.fx import is_call
+from sp_compiler.ir.op_traits import DRAWS
 from sp_compiler.ir.program import Ref, RefKind, Region
 from sp_compiler.ir.rewriting import copy_call
 from sp_compiler.ir.symbolic import same_shape, symbol_of, symbols_in
-from sp_compiler.ops.dropout import DROPOUT, DROPOUT_MASK
 from sp_compiler.passes.outline.pieces import Piece
 
-DROPOUTS = (DROPOUT.overload, DROPOUT_MASK.overload)
 _WITH_WEIGHT = (
     torch.ops.aten.linear.default,
     torch.ops.aten.matmul.default,
@@ -71,7 +70,7 @@ def draft_region(
     site = 0  # counted inside the region, so that all layers have the same numbers
     for node in piece.nodes:
         args = map_arg(node.args, copies.__getitem__)
-        if is_call(node, *DROPOUTS):
+        if is_call(node, *DRAWS):
             args = (*args[:3], site, *args[4:])
             site += 1
         kwargs = map_arg(node.kwargs, copies.__getitem__)

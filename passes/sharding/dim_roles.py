@@ -136,15 +136,20 @@ def _activate_call(program: Program, call: Call, facts: dict[int, RegionValues])
             if value_of(producer.outputs[ref.output]) in facts[id(producer)].active:
                 active[node, 0] = None
     for node in operators(call.region):
-        if any(value_of(operand) in active for operand in tensor_operands(node)):
+        if _is_source(node) or any(value_of(x) in active for x in tensor_operands(node)):
             active.update(dict.fromkeys(_shardable(node)))
     return len(active) != before
 
 
 def _shardable(node: Node) -> list[Value]:
-    """Differentiable results and dropout masks; every rank has other numbers whole."""
+    """Differentiable results, masks and random numbers; every rank has others unsharded."""
     placed = _is_placed(node)
     return [value for value in results_of(node) if placed or carries_gradient(_fake(value))]
+
+
+def _is_source(node: Node) -> bool:
+    """Random numbers, which are made of nothing but their place: a rank draws only its part."""
+    return _is_placed(node) and not any(x.meta["val"].dim() for x in tensor_operands(node))
 
 
 def is_elementwise(node: Node) -> bool:

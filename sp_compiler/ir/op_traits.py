@@ -9,8 +9,9 @@ from torch.fx import Node
 
 from sp_compiler.ir.fx import arguments, placements_of
 from sp_compiler.ops.convert import WAIT, Conversion, conversion_between
-from sp_compiler.ops.dropout import DROPOUT_MASK
+from sp_compiler.ops.dropout import DROPOUT, DROPOUT_MASK
 from sp_compiler.ops.registry import OPERATORS, operator_of
+from sp_compiler.ops.uniform import UNIFORM
 
 aten = torch.ops.aten
 
@@ -164,8 +165,12 @@ def is_cast(node: Node) -> bool:
     return node.target is aten._to_copy.default
 
 
+DRAWS = (DROPOUT.overload, DROPOUT_MASK.overload, UNIFORM.overload)
+"""Operators of ours that draw by a counter; the argument ``site``, the fourth, tells them apart."""
+
+
 def draws(node: Node) -> bool:
-    """Tell whether the operator draws random numbers, which its own arguments may switch off."""
+    """Tell whether the operator draws from torch's generator; its arguments may switch that off."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     # Attention has ``dropout_p``, recurrent layers ``dropout`` and ``train``; a module in eval mode

@@ -170,7 +170,8 @@ def _shard_rows(rule: OpRule, offers: Offers) -> Strategy | None:
             return None
         else:
             operands.append(R)
-    if not any(p.kind == "T" for p in operands):
+    # What is placed may make its rows of nothing but their place.
+    if not any(p.kind == "T" for p in operands) and not rule.placed:
         return None
     return Strategy(tuple(operands), tuple(T(count) for count in offers.result_rows))
 

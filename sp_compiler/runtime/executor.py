@@ -19,7 +19,7 @@ from sp_compiler.base.errors import ArgumentError
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.program import Call, Ref
 from sp_compiler.ops.communicator import Communicator
-from sp_compiler.ops.dropout import call_seed
+from sp_compiler.ops.counter import call_seed
 from sp_compiler.runtime.reductions import DeferredGradients, ReplicateParameters
 from sp_compiler.runtime.region_call import RegionRunner
 
@@ -97,7 +97,7 @@ class Executor:
             params: stored name to parameter, placed as ``compiled.param_placements``.
             buffers: name to buffer.
             flat_inputs: the flattened user inputs.
-            seed: the dropout seed of this forward; needed where ``needs_seed``.
+            seed: the seed of this forward's random numbers; needed where ``needs_seed``.
         """
         # The capture ran under the caller's autocast and has its casts; twice would round twice.
         with without_autocast():
@@ -200,7 +200,7 @@ class _Frame:
         if ref.kind == "constant":
             return self.compiled.program.constants[ref.name]
         if self.seed is None:
-            raise ArgumentError("the program draws dropout masks: a seed is needed")
+            raise ArgumentError("the program draws random numbers: a seed is needed")
         # Of the call, not of the region: layers that share code must not share masks.
         return call_seed(self.seed, call_index)
 

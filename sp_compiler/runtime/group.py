@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from sp_compiler.base.errors import ArgumentError, UnsupportedError
 from sp_compiler.ops.communicator import Communicator
-from sp_compiler.ops.dropout import draw_seed
+from sp_compiler.ops.counter import draw_seed
 
 AXIS = "tp"
 _HOW = (
@@ -116,7 +116,7 @@ def _refuse_other_axes(mesh: DeviceMesh) -> None:
 
 
 def forward_seed(group: TensorParallelGroup, device: torch.device) -> Tensor:
-    """The dropout seed of one forward, the same on all ranks: that of rank 0's generator."""
+    """The seed of one forward's random numbers, the same on all ranks: from rank 0's generator."""
     seed = draw_seed().to(device)
     if group.process_group is not None:
         dist.broadcast(seed, group=group.process_group, group_src=0)

@@ -67,7 +67,11 @@ def _is_simple(node: Node) -> bool:
             return False
     if node.op != "call_function" or node.target in (operator.getitem, _SET_GRAD):
         return True
-    return isinstance(node.target, OpOverload) and not node.target._schema.is_mutable
+    return isinstance(node.target, OpOverload) and not _writes(node)
+
+
+def _writes(node: Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def _attribute(module: GraphModule, node: Node) -> Any:
@@ -205,4 +209,11 @@ def _trace(node: Node, mode: FakeTensorMode) -> Graph:
         values = [
             pytree.tree_map_only(Tensor, Tensor.detach, source.meta["val"]) for source in inputs
         ]
-        return make_fx(call)(*values).graph
+        graph = make_fx(call)(*values).graph
+        # Some composites write to what they make, feature dropout to its noise. Not always: under
+        # functionalize others are made of other operators, dropout of what draws a mask.
+        if any(
+            isinstance(x.target, OpOverload) and x.target._schema.is_mutable for x in graph.nodes
+        ):
+            graph = make_fx(torch.func.functionalize(call))(*values).graph
+        return graph

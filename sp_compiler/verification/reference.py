@@ -14,7 +14,7 @@ from torch import Tensor
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.ir.captured import Captured
 from sp_compiler.ir.program import Program, Ref
-from sp_compiler.ops.dropout import call_seed
+from sp_compiler.ops.counter import call_seed
 from sp_compiler.verification.interpret import run_graph
 
 
@@ -44,7 +44,7 @@ def run_captured(
         params: global parameters by their name in ``model.named_parameters()``.
         buffers: global buffers by name.
         flat_inputs: leaves of :func:`sp_compiler.trace.export.flatten_inputs`.
-        seed: dropout seed, 0-dim int64; the dropouts of a flat graph share it and differ in site.
+        seed: of random numbers, 0-dim int64; those of a flat graph share it and differ in site.
     """
     sources = _Sources(params, buffers, captured.constants, flat_inputs, seed)
     values = [sources.get(ref) for ref in captured.refs]
@@ -96,7 +96,7 @@ class _Sources:
             return int(self.flat_inputs[ref.index].shape[ref.output])
         if ref.kind == "seed":
             if self.seed is None:
-                raise ArgumentError("the graph has dropout; pass seed= (a 0-dim int64 tensor)")
+                raise ArgumentError("the graph draws random numbers; pass seed= (0-dim int64)")
             return self.seed if call_index is None else call_seed(self.seed, call_index)
         named = {"param": self.params, "buffer": self.buffers, "constant": self.constants}
         return named[ref.kind][ref.name]

@@ -110,7 +110,7 @@ def simulate_step(
         full_params: stored name to whole parameter; those with ``requires_grad`` get gradients.
         buffers: name to buffer.
         flat_inputs: flattened user inputs, whole tensors.
-        seed: 0-dim int64 dropout seed, needed where the program has dropout.
+        seed: 0-dim int64, needed where the program draws random numbers.
         output_grads: gradient of each flat output (``None``: none). Without it: 1 for the first
             output that is a single number, else ones for every differentiable output; no backward
             where nothing is differentiable.

@@ -13,10 +13,12 @@ from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.placement import P, Placement, R, S
 from sp_compiler.check.derive import declared_strategies
+from sp_compiler.ops import counter
 from sp_compiler.ops import dropout as module
 from sp_compiler.ops.communicator import Communicator
-from sp_compiler.ops.dropout import call_seed, draw_seed
+from sp_compiler.ops.counter import call_seed
 from tests.helpers.own_operators import Case, assert_registered, assert_right, node_of
+from tests.helpers.statistics import assert_fair
 
 SEED = torch.tensor(-4_611_686_018_427_387_847)
 SHAPE = (4, 8, 12)
@@ -49,20 +51,9 @@ def _mask(
     return dropout_mask(torch.zeros(shape), seed, p, site, dim, world_size, rank)
 
 
-def _bits(shape: tuple[int, ...], seed: int | Tensor = SEED, site: int = 0) -> Tensor:
-    return module._Grid(torch.zeros(shape), torch.as_tensor(seed), site, 0, 1, 0).hash_all()
-
-
 def _gather(tensor: Any, world_size: int, dim: int) -> Tensor:
     """The parts of all simulated ranks, put together."""
     return torch.cat([tensor._local_tensors[rank] for rank in range(world_size)], dim)
-
-
-def _assert_fair(sample: Tensor, p: float = 0.5) -> None:
-    """Each row of ``sample`` (of booleans or bits) is true with frequency ``p``, within 6 sigma."""
-    count, total = sample.sum(-1).double(), sample.shape[-1]
-    sigma = math.sqrt(p * (1 - p) / total)
-    assert ((count / total - p).abs() < 6 * sigma).all()
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -100,7 +91,7 @@ def test_blocks_do_not_show(block: int, dim: int, monkeypatch: pytest.MonkeyPatc
     rank = torch.tensor(3)
     mask = dropout_mask(x, SEED, 0.3, 5, dim, 4, rank)
     value = dropout(x, SEED, 0.3, 5, dim, 4, rank)
-    monkeypatch.setattr(module, "_CPU_BLOCK", block)
+    monkeypatch.setattr(counter, "_CPU_BLOCK", block)
     assert torch.equal(dropout_mask(x, SEED, 0.3, 5, dim, 4, 3), mask)
     assert torch.equal(dropout(x, SEED, 0.3, 5, dim, 4, 3), value)
 
@@ -145,10 +136,10 @@ def test_nothing_is_dropped_at_zero_and_anything_outside_is_refused() -> None:
 @pytest.mark.parametrize("p", [1e-4, 0.1, 0.5, 0.9])
 def test_drop_rate(p: float) -> None:
     dropped = ~_mask((512, 512), p=p)
-    _assert_fair(dropped.flatten(), p)
+    assert_fair(dropped.flatten(), p)
     if p >= 0.1:  # a row of rare drops is far from normal
-        _assert_fair(dropped, p)
-        _assert_fair(dropped.T, p)
+        assert_fair(dropped, p)
+        assert_fair(dropped.T, p)
 
 
 def test_probability_resolution() -> None:
@@ -171,7 +162,7 @@ def test_counts_in_windows_follow_the_binomial_distribution() -> None:
 @pytest.mark.parametrize("shift", [(0, 1), (1, 0), (1, 1), (0, 2), (0, 64), (64, 0), (512, 512)])
 def test_neighbours_are_independent(shift: tuple[int, int]) -> None:
     mask = _mask((1024, 1024))
-    _assert_fair((mask ^ mask.roll(shift, (0, 1))).flatten())
+    assert_fair((mask ^ mask.roll(shift, (0, 1))).flatten())
 
 
 def test_pairs_of_rows_and_pairs_of_columns_are_independent() -> None:
@@ -191,7 +182,7 @@ def test_sites_seeds_and_calls_are_independent() -> None:
     masks += [_mask(shape, seed=call_seed(SEED, call)) for call in (0, 1, 2)]
     for first in range(len(masks)):
         for second in range(first):
-            _assert_fair((masks[first] ^ masks[second]).flatten())
+            assert_fair((masks[first] ^ masks[second]).flatten())
 
 
 def test_shards_are_independent() -> None:
@@ -199,7 +190,7 @@ def test_shards_are_independent() -> None:
     masks += [_mask((128, 128), dim=1, world_size=4, rank=rank) for rank in range(1, 4)]
     for first in range(len(masks)):
         for second in range(first):
-            _assert_fair((masks[first] ^ masks[second]).flatten())
+            assert_fair((masks[first] ^ masks[second]).flatten())
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -210,7 +201,7 @@ def test_positions_beyond_32_bits_count(dim: int) -> None:
     masks = [_mask((64, 64), dim=dim, world_size=world_size, rank=rank) for rank in ranks]
     for first in range(len(masks)):
         for second in range(first):
-            _assert_fair((masks[first] ^ masks[second]).flatten())
+            assert_fair((masks[first] ^ masks[second]).flatten())
 
 
 def test_wide_rows_agree_across_shardings() -> None:
@@ -220,44 +211,9 @@ def test_wide_rows_agree_across_shardings() -> None:
     assert torch.equal(torch.cat(halves, 1), whole)
 
 
-def test_every_bit_of_the_hash_is_fair() -> None:
-    bits = (_bits((256, 256)).flatten() >> torch.arange(32).unsqueeze(1)) & 1
-    _assert_fair(bits)
-
-
 @pytest.mark.parametrize("bit", [0, 1, 31, 32, 62])
 def test_a_flipped_seed_bit_flips_half_of_the_mask(bit: int) -> None:
-    _assert_fair((_mask((256, 256)) ^ _mask((256, 256), seed=SEED ^ (1 << bit))).flatten())
-
-
-def test_call_seeds_are_distinct_and_well_mixed() -> None:
-    seeds = [int(call_seed(torch.tensor(seed), call)) for seed in range(64) for call in range(64)]
-    assert len(set(seeds)) == len(seeds)
-    result = call_seed(SEED, 7)
-    assert result.shape == ()
-    assert result.dtype == torch.int64
-    bits = (torch.tensor(seeds) >> torch.arange(64).unsqueeze(1)) & 1
-    _assert_fair(bits)
-
-
-def test_drawn_seeds_follow_the_default_generator() -> None:
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        first, second = draw_seed(), draw_seed()
-        torch.manual_seed(3)
-        assert torch.equal(draw_seed(), first)
-    assert first.shape == ()
-    assert first.dtype == torch.int64
-    assert not torch.equal(first, second)
-
-
-def test_the_stream_is_pinned() -> None:
-    """A change of these numbers breaks resumed training runs: state it in the changelog."""
-    assert _bits((2, 3), seed=0).tolist() == [
-        [1662068832, -369574355, 689636930],
-        [475933576, -107697544, 1376187517],
-    ]
-    assert int(call_seed(torch.tensor(0), 0)) == -6411193824288604561
+    assert_fair((_mask((256, 256)) ^ _mask((256, 256), seed=SEED ^ (1 << bit))).flatten())
 
 
 # As operators.

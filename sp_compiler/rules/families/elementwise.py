@@ -92,6 +92,19 @@ def _dropout(node: Node) -> OpRule:
     return OpRule((dims, ()), (dims,), linear=linear, rows="broadcast", placed=True)
 
 
+@rule(
+    "sp_compiler::uniform",
+    local_arguments={
+        "size": lambda call: list(call.result_shapes[0]),
+        "dim": _placed_dim,
+        "world_size": _placed_ranks,
+    },
+)
+def _uniform(node: Node) -> OpRule:
+    dims = numbered(result_shapes(node)[0])
+    return OpRule(((),), (dims,), rows="broadcast", placed=True)
+
+
 @rule("sp_compiler_function::apply")
 def _autograd_function(node: Node) -> OpRule | None:
     shapes, results = operand_shapes(node), result_shapes(node)

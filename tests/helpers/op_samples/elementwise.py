@@ -23,6 +23,10 @@ def _dropout(draw: Draw) -> Args:
     return [draw.numbers(*draw.shape()), torch.tensor(7), 0.3, 5, 0, 1]
 
 
+def _uniform(draw: Draw) -> Args:
+    return [torch.tensor(7), list(draw.shape()), torch.float64, 5, 0, 1]
+
+
 class _Turned(torch.autograd.Function):
     """Pointwise in both directions; the backward is not the derivative."""
 
@@ -51,4 +55,5 @@ SAMPLES: dict[str, Sample] = {
     "sp_compiler_function::apply": _autograd_function,
     "sp_compiler::dropout": _dropout,
     "sp_compiler::dropout_mask": _dropout,
+    "sp_compiler::uniform": _uniform,
 }

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sp_compiler.base.errors import UnsupportedError
 from tests.helpers.normalized import body, normalized, outputs, randn
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -51,14 +48,3 @@ def test_certain_dropout_is_zero_with_a_gradient() -> None:
     assert torch.equal(result, torch.zeros(2, 3, dtype=torch.float64))
     assert x.grad is not None
     assert torch.equal(x.grad, torch.zeros(2, 3, dtype=torch.float64))
-
-
-@pytest.mark.parametrize(
-    "function", [torch.rand_like, lambda x: F.dropout1d(x, 0.5), F.alpha_dropout]
-)
-def test_other_randomness_is_refused(function: Callable[[Tensor], Tensor]) -> None:
-    training = (
-        (lambda x: F.alpha_dropout(x, 0.5, True)) if function is F.alpha_dropout else function
-    )
-    with pytest.raises(UnsupportedError, match="random numbers"):
-        normalized(training, randn(2, 3, 4))

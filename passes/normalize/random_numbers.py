@@ -1,0 +1,293 @@
+"""Random numbers by the counter-based generator: the same for every number of ranks.
+
+Dropout is an operator of its own, which needs no numbers in memory. Every other distribution is
+made of uniform numbers by elementwise operators, which have sharding rules and are recomputed for
+little. Torch's generators are not consumed, and the numbers are not those that they would draw.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from sp_compiler.base.errors import UnsupportedError
+from sp_compiler.base.pass_report import Pass
+from sp_compiler.base.provenance import node_origin
+from sp_compiler.ir.captured import Captured
+from sp_compiler.ir.fx import arguments, calls, is_getitem, shape_of
+from sp_compiler.ir.op_traits import DRAWS, draws
+from sp_compiler.ir.program import Ref
+from sp_compiler.ir.rewriting import (
+    fake_mode_of,
+    insert_call,
+    replace_call,
+    replace_with,
+    set_value,
+)
+from sp_compiler.ops.dropout import DROPOUT, DROPOUT_MASK
+from sp_compiler.ops.uniform import UNIFORM
+
+_ORIGIN = Pass.NORMALIZE
+_aten = torch.ops.aten
+_SITE = 3
+"""Position of the site among the arguments of every operator in ``DRAWS``."""
+
+
+def draw_by_counter(captured: Captured, *, stored: bool) -> None:
+    """Rewrite every operator of the graph of ``captured`` that draws random numbers, in place.
+
+    - ``native_dropout(x, p, True)[0]`` -> ``dropout(x, seed, p, site, dim=0, world_size=1)``;
+      stored: ``native_dropout_backward(x, dropout_mask(x, seed, p, site, 0, 1), 1 / (1 - p))``,
+      which is the product with the mask and has a derivative
+    - ``rand`` -> ``u = uniform(seed, size, dtype, site, dim=0, world_size=1)``
+    - ``uniform``, ``randint`` -> ``u``, scaled and rounded down; ``bernoulli`` -> ``-floor(u - p)``
+    - ``randn``, ``normal``, ``log_normal``, ``exponential``, ``geometric``, ``cauchy`` -> the
+      inverse of their distribution function at ``u``
+    - ``multinomial`` -> the largest of ``p / -log(u)``; ``randperm`` -> the order of ``u``
+    - ``rrelu`` in training -> ``where(x > 0, x, x * u)`` with ``u`` scaled
+
+    The graph gets one more placeholder, ``seed``. Sites are numbered in graph order.
+
+    Raises:
+        UnsupportedError: a distribution that is not among them, or a generator of the model's own.
+    """
+    graph = captured.module.graph
+    for node in list(graph.nodes):
+        if node.target is _aten.native_dropout.default:
+            _replace_dropout(captured, node, stored)
+        elif node.target in _DISTRIBUTIONS and draws(node):
+            numbers = _DISTRIBUTIONS[node.target](_Draw(captured, node))
+            replace_with(node, _of_type(node, numbers))
+        elif draws(node):
+            raise UnsupportedError(
+                f"operator {node.target} draws random numbers in a way that the compiler does not "
+                "know; draw them outside of the model and pass them in, or call model.eval()\n"
+                + node_origin(node)
+            )
+    # Numbered only now: until then all calls are alike to the fakes, which run equal ones once.
+    for site, node in enumerate(calls(graph, *DRAWS)):
+        node.update_arg(_SITE, site)
+
+
+def _replace_dropout(captured: Captured, node: Node, stored: bool) -> None:
+    x, p, train = node.args
+    assert isinstance(x, Node)
+    result = _only_result(node)
+    if train is False or p == 0:
+        replace_with(result, x)
+    elif p == 1:  # the scale 1 / (1 - p) would be infinite
+        replace_call(result, _aten.mul.Tensor, (x, 0.0), origin=_ORIGIN)
+    else:
+        args = (x, _seed(captured), p, 0, 0, 1)
+        if stored:
+            mask = insert_call(result, DROPOUT_MASK.overload, args, origin=_ORIGIN)
+            applied = (x, mask, 1 / (1 - float(p)))
+            apply = _aten.native_dropout_backward.default
+            replace_call(result, apply, applied, origin=_ORIGIN, name="dropout")
+        else:
+            replace_call(result, DROPOUT.overload, args, origin=_ORIGIN, name="dropout")
+    node.graph.erase_node(node)
+
+
+def _only_result(node: Node) -> Node:
+    results = [user for user in node.users if is_getitem(user)]
+    if len(results) != 1 or results[0].args[1] != 0:
+        raise UnsupportedError(
+            f"the mask of a dropout is used by the model itself\n{node_origin(node)}"
+        )
+    return results[0]
+
+
+def _seed(captured: Captured) -> Node:
+    """The placeholder of the seed, made at the first use."""
+    placeholders = captured.placeholders
+    if captured.refs and captured.refs[-1].kind == "seed":
+        return placeholders[-1]
+    values = [node.meta["val"] for node in placeholders]
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    # Where the seed is, numbers are drawn: on the device of the first tensor, as when it runs.
+    device = tensors[0].device if tensors else torch.device("cpu")
+    graph = captured.module.graph
+    mode = fake_mode_of(graph)
+    with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
+        seed = graph.placeholder("seed")
+    with mode:
+        set_value(seed, torch.zeros((), dtype=torch.int64, device=device))
+    captured.refs.append(Ref("seed"))
+    return seed
+
+
+def _of_type(node: Node, numbers: Node) -> Node:
+    """``numbers``, cast to the type that ``node`` has."""
+    dtype = node.meta["val"].dtype
+    if numbers.meta["val"].dtype is dtype:
+        return numbers
+    return insert_call(node, _aten._to_copy.default, (numbers,), {"dtype": dtype}, origin=_ORIGIN)
+
+
+class _Draw:
+    """A call that draws, and what its numbers are made of, in front of it."""
+
+    def __init__(self, captured: Captured, node: Node) -> None:
+        self.node = node
+        self.given = arguments(node)
+        self._captured = captured
+        # Of multinomial: the type of the weights, for its result is integers.
+        types = {x.meta["val"].dtype for x in (node, *node.all_input_nodes)}
+        self.dtype = torch.float64 if torch.float64 in types else torch.float32
+        """Of the numbers in between: those of 16 bits are too few for the tails."""
+
+    def uniform(
+        self, dtype: torch.dtype | None = None, size: tuple[int, ...] | None = None
+    ) -> Node:
+        """Numbers between 0 and 1, as many as the call returns; never 0 or 1."""
+        shape = list(shape_of(self.node) if size is None else size)
+        args = (_seed(self._captured), shape, dtype or self.dtype, 0, 0, 1)
+        return self.apply(UNIFORM.overload, *args)
+
+    def between(self, low: float, high: float) -> Node:
+        """Uniform numbers of an interval."""
+        return self.scaled(self.uniform(), high - low, low)
+
+    def normal(self, mean: Any = 0.0, std: Any = 1.0) -> Node:
+        """Normal numbers; ``mean`` and ``std`` get no gradient, as torch has it."""
+        numbers = self.apply(_aten.special_ndtri.default, self.uniform())
+        return self.scaled(numbers, self.constant(std), self.constant(mean))
+
+    def scaled(self, x: Node, factor: Any, offset: Any) -> Node:
+        """``x * factor + offset``, of which what changes nothing is left out."""
+        if isinstance(factor, Node) or factor != 1:
+            x = self.apply(_aten.mul.Tensor, x, factor)
+        if isinstance(offset, Node) or offset != 0:
+            x = self.apply(_aten.add.Tensor, x, offset)
+        return x
+
+    def constant(self, value: Any) -> Any:
+        """An argument that no gradient flows to, in the type of the numbers in between."""
+        if not isinstance(value, Node):
+            return value
+        if value.meta["requires_grad"]:
+            value = self.apply(_aten.detach.default, value)
+        if value.meta["val"].dtype is self.dtype:
+            return value
+        return self.apply(_aten._to_copy.default, value, dtype=self.dtype)
+
+    def log_uniform(self) -> Node:
+        return self.apply(_aten.log.default, self.uniform())
+
+    def apply(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+        return insert_call(self.node, target, args, kwargs, origin=_ORIGIN)
+
+
+def _rand(draw: _Draw) -> Node:
+    # In the type of the result: a number close to 1 would be rounded to it.
+    return draw.uniform(draw.node.meta["val"].dtype)
+
+
+def _uniform(draw: _Draw) -> Node:
+    return draw.between(draw.given["from"], draw.given["to"])
+
+
+def _normal(draw: _Draw) -> Node:
+    return draw.normal(draw.given.get("mean", 0.0), draw.given.get("std", 1.0))
+
+
+def _log_normal(draw: _Draw) -> Node:
+    return draw.apply(_aten.exp.default, _normal(draw))
+
+
+def _bernoulli(draw: _Draw) -> Node:
+    p = draw.constant(draw.given.get("p", draw.given["self"]))
+    # Not ``u < p``: of booleans every rank has all, of floating numbers its part. The sign of a
+    # difference is exact, so that nothing is drawn where p is 0, and all where it is 1.
+    excess = draw.apply(_aten.sub.Tensor, draw.uniform(), p)
+    return draw.apply(_aten.neg.default, draw.apply(_aten.floor.default, excess))
+
+
+def _randint(draw: _Draw) -> Node:
+    low, high = draw.given.get("low", 0), draw.given["high"]
+    # In float64, which tells all numbers of a range of up to 2^53 apart.
+    numbers = draw.scaled(draw.uniform(torch.float64), high - low, 0)
+    return draw.scaled(draw.apply(_aten.floor.default, numbers), 1, low)
+
+
+def _exponential(draw: _Draw) -> Node:
+    return draw.apply(_aten.mul.Tensor, draw.log_uniform(), -1 / draw.given["lambd"])
+
+
+def _geometric(draw: _Draw) -> Node:
+    """Number of the first success: an exponential number of trials, rounded up."""
+    p = draw.given["p"]
+    trials = draw.scaled(draw.log_uniform(), 1 / math.log1p(-p) if p < 1 else 0.0, 0)
+    return draw.scaled(draw.apply(_aten.floor.default, trials), 1, 1)
+
+
+def _cauchy(draw: _Draw) -> Node:
+    angles = draw.scaled(draw.uniform(), math.pi, -math.pi / 2)
+    numbers = draw.apply(_aten.tan.default, angles)
+    return draw.scaled(numbers, draw.given["sigma"], draw.given["median"])
+
+
+def _rrelu(draw: _Draw) -> Node:
+    x = draw.given["self"]
+    slope = _of_type(draw.node, draw.between(draw.given["lower"], draw.given["upper"]))
+    is_positive = draw.apply(_aten.gt.Scalar, x, 0)
+    return draw.apply(_aten.where.self, is_positive, x, draw.apply(_aten.mul.Tensor, x, slope))
+
+
+def _multinomial(draw: _Draw) -> Node:
+    weights = draw.constant(draw.given["self"])
+    shape, count = shape_of(weights), draw.given["num_samples"]
+    if draw.given["replacement"] and count != 1:
+        # The first class at which the sum of weights exceeds a share of all: a class of weight 0
+        # never does. A share below 1 of the last sum is rounded to less than it.
+        sums = draw.apply(_aten.cumsum.default, weights, -1)
+        total = draw.apply(_aten.slice.Tensor, sums, -1, shape[-1] - 1, shape[-1])
+        share = draw.apply(_aten.mul.Tensor, draw.uniform(), total)
+        return draw.apply(_aten.searchsorted.Tensor, sums, share, right=True)
+    # A race of the classes, each after an exponential time with its weight as the rate, is won
+    # with a chance that is the weight's share; the next places are draws without replacement.
+    times = draw.apply(_aten.log.default, draw.uniform(size=shape))
+    speed = draw.apply(_aten.div.Tensor, weights, draw.apply(_aten.neg.default, times))
+    places = draw.apply(_aten.topk.default, speed, count, -1)
+    return draw.apply(operator.getitem, places, 1)
+
+
+def _randperm(draw: _Draw) -> Node:
+    # In float64: of many numbers of 24 digits two would be equal, and their order not random.
+    order = draw.apply(_aten.sort.default, draw.uniform(torch.float64), -1)
+    return draw.apply(operator.getitem, order, 1)
+
+
+_DISTRIBUTIONS: dict[object, Callable[[_Draw], Node]] = {
+    _aten.rand.default: _rand,
+    _aten.rand_like.default: _rand,
+    _aten.uniform.default: _uniform,
+    _aten.randn.default: _normal,
+    _aten.randn_like.default: _normal,
+    _aten.normal.Tensor_float: _normal,
+    _aten.normal.float_Tensor: _normal,
+    _aten.normal.Tensor_Tensor: _normal,
+    _aten.normal.float_float: _normal,
+    _aten.normal_functional.default: _normal,
+    _aten.log_normal.default: _log_normal,
+    _aten.bernoulli.default: _bernoulli,
+    _aten.bernoulli.p: _bernoulli,
+    _aten.bernoulli.Tensor: _bernoulli,
+    _aten.randint.default: _randint,
+    _aten.randint.low: _randint,
+    _aten.randint_like.default: _randint,
+    _aten.randint_like.low_dtype: _randint,
+    _aten.exponential.default: _exponential,
+    _aten.geometric.default: _geometric,
+    _aten.cauchy.default: _cauchy,
+    _aten.rrelu.default: _rrelu,
+    _aten.multinomial.default: _multinomial,
+    _aten.randperm.default: _randperm,
+}

@@ -1,0 +1,163 @@
+"""The counter-based generator behind dropout and all other random numbers of a compiled model.
+
+A number is a pure function of a 64-bit seed, the number of the draw in its region (its site) and
+the 64-bit position of the element in the *global* tensor, so it is the same when it is recomputed
+and for every number of ranks, and different on every shard. The position is split in the row (all
+dims but the last) and the column. A row gets a 64-bit key from the finaliser of SplitMix64 (Steele
+et al., "Fast splittable pseudorandom number generators", 2014); an element gets 32 bits from its
+column and the two halves of the key, by two rounds of a 32-bit finaliser from Wellons' search for
+low-bias integer hashes ("hash-prospector": shifts 16, 15, 15, multipliers 0x21f0aaad and
+0xd35a2d97).
+
+Integers are signed throughout, for want of unsigned arithmetic in torch; sums and products wrap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+# Elements per block: two int32 temporaries of this size about fill the L2 cache of one core.
+_CPU_BLOCK = 1 << 17
+# Elsewhere a block only bounds the temporaries.
+_DEVICE_BLOCK = 1 << 24
+
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX_FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MIX_SECOND = 0x94D049BB133111EB - (1 << 64)
+_HASH_FIRST = 0x21F0AAAD
+_HASH_SECOND = 0xD35A2D97 - (1 << 32)
+
+
+def call_seed(seed: Tensor, call_index: int) -> Tensor:
+    """The seed of the ``call_index``-th region call of a forward whose seed is ``seed``."""
+    return _mix64(_mix64(seed) + call_index)
+
+
+def draw_seed() -> Tensor:
+    """A seed (0-dim int64) drawn from torch's default CPU generator."""
+    return torch.randint(-(1 << 63), (1 << 63) - 1, (), dtype=torch.int64, device="cpu")
+
+
+class Grid:
+    """Keys of the rows and numbers of the columns of a part, as (all other dims, last dim).
+
+    Args:
+        shape: of one rank's part.
+        device: where the numbers are made.
+        seed: 0-dim int64.
+        site: number of this draw among those that share ``seed``.
+        dim: the sharded dimension; of no meaning where ``world_size`` is 1.
+        world_size: over how many ranks ``dim`` is sharded; 1 for a replicated tensor, of which
+            every rank draws the same numbers.
+        rank: this rank; a tensor where ranks are simulated.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        device: torch.device,
+        seed: Tensor,
+        site: int,
+        dim: int,
+        world_size: int,
+        rank: int | Tensor,
+    ) -> None:
+        sizes = tuple(shape) or (1,)
+        dim %= len(sizes)
+        self.device = device
+        self.shape = _flat(sizes)
+        rows, columns = (torch.arange(size, device=device) for size in self.shape)
+        self.num_columns = sizes[-1]
+        if world_size > 1 and dim == len(sizes) - 1:
+            self.num_columns *= world_size
+            columns = columns + rank * sizes[-1]
+        elif world_size > 1:
+            inner = prod(sizes[dim:-1])
+            outer = torch.arange(prod(sizes[:dim]), device=device) * (inner * world_size)
+            part = torch.arange(inner, device=device) + rank * inner
+            rows = (outer.unsqueeze(1) + part).flatten()
+        key = _mix64(_mix64(seed) + _mix64(torch.full_like(seed, site)))
+        low, high = _halves(_mix64(key + rows * _GOLDEN))
+        self.low, self.high = low.unsqueeze(1), high.unsqueeze(1)
+        self.columns, self.column_highs = _halves(columns)
+
+    def hash_all(self) -> Tensor:
+        """32 well-mixed bits (int32) for each element, in one go."""
+        everything = (slice(None), slice(None))
+        return self._hash(everything, None, None)
+
+    def blocks(self) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
+        """The same block by block: the rows and columns, and their bits, valid until the next."""
+        num_rows, num_columns = self.shape
+        height, width = block_shape(self.shape, self.device)
+        buffers = torch.empty(2, height * width, dtype=torch.int32, device=self.device)
+        for top in range(0, num_rows, max(1, height)):
+            for left in range(0, num_columns, max(1, width)):
+                bottom, right = min(top + height, num_rows), min(left + width, num_columns)
+                shape = (bottom - top, right - left)
+                bits, shifted = buffers[:, : prod(shape)].view(2, *shape).unbind()
+                block = (slice(top, bottom), slice(left, right))
+                yield block, self._hash(block, bits, shifted)
+
+    def _hash(
+        self, block: tuple[slice, slice], bits: Tensor | None, shifted: Tensor | None
+    ) -> Tensor:
+        rows, columns = block
+        bits = torch.bitwise_xor(self.low[rows], self.columns[columns], out=bits)
+        _xor_shift(bits, 16, shifted).mul_(_HASH_FIRST)
+        _xor_shift(bits, 15, shifted).mul_(_HASH_SECOND)
+        _xor_shift(bits, 15, shifted)
+        bits.bitwise_xor_(self.high[rows])
+        if self.num_columns > 1 << 32:
+            bits.bitwise_xor_(self.column_highs[columns] * _HASH_SECOND)
+        _xor_shift(bits, 16, shifted).mul_(_HASH_FIRST)
+        # Without the last shift: it only reaches the low bits, which hardly matter to a comparison.
+        return _xor_shift(bits, 15, shifted).mul_(_HASH_SECOND)
+
+
+def _xor_shift(x: Tensor, shift: int, buffer: Tensor | None) -> Tensor:
+    """``x ^= x >>> shift`` on int32 in place; torch repeats the sign, hence the mask."""
+    shifted = torch.bitwise_right_shift(x, shift, out=buffer)
+    return x.bitwise_xor_(shifted.bitwise_and_((1 << (32 - shift)) - 1))
+
+
+def _mix64(x: Tensor) -> Tensor:
+    """The finaliser of SplitMix64, a bijection of int64."""
+    x = x + _GOLDEN
+    for shift, factor in ((30, _MIX_FIRST), (27, _MIX_SECOND)):
+        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    return x ^ ((x >> 31) & ((1 << 33) - 1))
+
+
+def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Low and high 32 bits of int64 as int32; sign-extended first, so that the cast is exact."""
+    return ((x << 32) >> 32).to(torch.int32), (x >> 32).to(torch.int32)
+
+
+def is_plain(rank: int | Tensor, *tensors: Tensor) -> bool:
+    """False for simulated ranks and other tensor subclasses, which want ordinary operators."""
+    plain = (Tensor, torch.nn.Parameter)
+    return isinstance(rank, int) and all(type(x) in plain for x in tensors)
+
+
+def scratch_bytes(shape: Sequence[int], device: torch.device) -> int:
+    """Two int32 blocks, and the keys of the rows and the numbers of the columns."""
+    return 2 * 4 * prod(block_shape(shape, device)) + 8 * sum(_flat(shape))
+
+
+def block_shape(shape: Sequence[int], device: torch.device) -> tuple[int, int]:
+    """Rows and columns of the largest block of a part of this shape."""
+    num_rows, num_columns = _flat(shape)
+    size = _CPU_BLOCK * torch.get_num_threads() if device.type == "cpu" else _DEVICE_BLOCK
+    width = min(size, num_columns)
+    return min(max(1, size // max(1, width)), num_rows), width
+
+
+def _flat(shape: Sequence[int]) -> tuple[int, int]:
+    """All dims but the last as one, and the last; a number is a row of one."""
+    *leading, last = tuple(shape) or (1,)
+    return prod(leading), last

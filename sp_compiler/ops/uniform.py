@@ -1,0 +1,100 @@
+"""Uniform random numbers, of which normalization makes all other distributions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sp_compiler.base.placement import R, S
+from sp_compiler.ops.communicator import Communicator
+from sp_compiler.ops.counter import Grid, is_plain, scratch_bytes
+from sp_compiler.ops.registry import Arguments, Operator, Typing, register
+
+_DIGITS = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+"""Binary digits of a type that one hash of 32 bits fills."""
+
+
+@torch.no_grad()
+def uniform(
+    tp: Communicator,
+    seed: Tensor,
+    size: Sequence[int],
+    dtype: torch.dtype,
+    site: int,
+    dim: int,
+    world_size: int,
+) -> Tensor:
+    """Numbers between 0 and 1, neither of them included, on the device of ``seed``.
+
+    They are the odd multiples of 2^-d, d being the digits of ``dtype``: exact, so that none is
+    rounded to 1; never 0, so that a logarithm is finite; and symmetric about 0.5.
+
+    Args:
+        tp: whose rank it is.
+        seed: 0-dim int64.
+        size: of one rank's part of a tensor that is sharded on ``dim`` over ``world_size`` ranks;
+            1 for a replicated one, of which every rank draws the same numbers.
+        dtype: a floating type.
+        site: number of this draw among those that share ``seed``.
+        dim: the sharded dimension; of no meaning where ``world_size`` is 1.
+    """
+    # The numbers of a double take two hashes; a negative site is no other draw's.
+    sites = (site, -1 - site) if dtype == torch.float64 else (site,)
+    grids = [Grid(size, seed.device, seed, each, dim, world_size, tp.rank) for each in sites]
+    if not is_plain(tp.rank, seed):
+        return _fraction([grid.hash_all() for grid in grids], dtype).view(list(size))
+    result = torch.empty(list(size), dtype=dtype, device=seed.device)
+    flat = result.view(grids[0].shape)
+    for parts in zip(*[grid.blocks() for grid in grids], strict=True):
+        flat[parts[0][0]] = _fraction([bits for _, bits in parts], dtype)
+    return result
+
+
+def _fraction(bits: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The first digits of hashes behind the point, the last digit made 1."""
+    if dtype == torch.float64:
+        high, low = (
+            _first_digits(each, count).long() for each, count in zip(bits, (26, 27), strict=True)
+        )
+        return ((high << 27) | low | 1).to(dtype) * 2.0**-53
+    digits = _DIGITS[dtype]
+    # The first digits: the generator mixes its last ones less.
+    return (_first_digits(bits[0], digits) | 1).to(dtype) * 2.0**-digits
+
+
+def _first_digits(bits: Tensor, count: int) -> Tensor:
+    """The first ``count`` of 32 bits as a number; torch repeats the sign, hence the mask."""
+    return (bits >> (32 - count)) & ((1 << count) - 1)
+
+
+def _fake(seed: Tensor, size: Sequence[int], dtype: torch.dtype, *rest: int) -> Tensor:
+    return seed.new_empty(list(size), dtype=dtype)
+
+
+def _typings(args: Arguments, world_size: int) -> Sequence[Typing]:
+    typings: list[Typing] = []
+    if args["world_size"] == 1:
+        typings.append(((R,), (R,)))
+    if args["world_size"] == world_size:
+        typings.append(((R,), (S(args["dim"] % max(1, len(args["size"]))),)))
+    return typings
+
+
+def _scratch_bytes(args: Arguments, result: Tensor) -> int:
+    return scratch_bytes(result.shape, result.device) * (2 if args["dtype"] == torch.float64 else 1)
+
+
+UNIFORM = register(
+    Operator(
+        name="uniform",
+        schema="(Tensor seed, SymInt[] size, ScalarType dtype, SymInt site, SymInt dim, "
+        "SymInt world_size) -> Tensor",
+        kernel=uniform,
+        fake=_fake,
+        typings=_typings,
+        placed=True,
+        scratch_bytes=_scratch_bytes,
+    )
+)

@@ -16,9 +16,9 @@ from sp_compiler.module.module_tree import MirrorModule
 from sp_compiler.module.parameters import optimizers_of, place
 from sp_compiler.module.state import ModuleState
 from sp_compiler.runtime.executor import Executor
+from sp_compiler.runtime.parameter_gradients import local_tensor
 from sp_compiler.runtime.program_cache import call_key
 from sp_compiler.runtime.rank_checks import check_values, checks_enabled
-from sp_compiler.runtime.region_call import local_tensor
 from sp_compiler.trace.export import input_names
 
 

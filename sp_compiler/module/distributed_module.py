@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,8 +27,9 @@ from sp_compiler.module.state import Build, ModuleState
 from sp_compiler.module.views import SignedForward, tied_names
 from sp_compiler.runtime.group import TensorParallelGroup, forward_seed
 from sp_compiler.runtime.padding import make_room
+from sp_compiler.runtime.parameter_gradients import local_tensor
 from sp_compiler.runtime.reductions import watch_optimizer_steps
-from sp_compiler.runtime.region_call import local_tensor, refuse_transforms
+from sp_compiler.runtime.region_call import refuse_transforms
 from sp_compiler.trace.export import flatten_inputs
 
 _FULL_STATE = "torch's get_model_state_dict with StateDictOptions(full_state_dict=True)"
@@ -91,7 +93,7 @@ class DistributedModule(MirrorModule):
         """
         state = self._sp_state
         leaves, structure = flatten_inputs(args, kwargs)
-        refuse_transforms((*leaves, *state.parameters.values()))
+        refuse_transforms(itertools.chain(leaves, state.parameters.values()))
         leaves = [plain_input(leaf) for leaf in leaves]
         executor = executor_for(state, leaves, structure)
         require_data(state)

@@ -19,7 +19,7 @@ from sp_compiler.base.placement import I, Placement
 from sp_compiler.module.module_tree import MirrorModule
 from sp_compiler.runtime.group import device_type_of
 from sp_compiler.runtime.padding import make_room
-from sp_compiler.runtime.region_call import local_tensor
+from sp_compiler.runtime.parameter_gradients import local_tensor
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"

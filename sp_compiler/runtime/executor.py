@@ -81,6 +81,7 @@ class Executor:
         }
         # What depends on the program alone is found once, not in every step.
         self._replicated = _parameters_used_as_r(compiled)
+        self._arguments = [_arguments(compiled, call) for call in compiled.program.calls]
         self._last_use = compiled.program.last_uses()
         self.needs_seed = any("seed" in region.input_kinds for region in compiled.program.regions)
 
@@ -126,27 +127,28 @@ class Executor:
         return Execution(outputs, {name: value.detach() for name, value in mutated.items()})
 
     def _call(self, frame: _Frame, index: int, call: Call) -> tuple[Any, ...]:
+        arguments = self._arguments[index]
+        runner = self._runners[call.region.name]
         # What the layer's hooks see: no parameters, no sizes.
-        own = ("param", "size")
-        values = [frame.value(ref, index) for ref in call.args if ref.kind not in own]
+        values = [
+            frame.value(ref, index) for ref, name, _ in arguments if not name and ref.kind != "size"
+        ]
 
         def invoke(*values: Any) -> tuple[Any, ...]:
             # Hooks of the layer may have replaced values; parameters are looked up only now, for
             # fully_shard gathers them in such a hook.
             rest = iter(values)
-            inputs, owners = [], []
-            for ref, placement in zip(call.args, call.region.input_placements, strict=True):
-                owner = frame.parameter(ref) if ref.kind == "param" else None
+            inputs: list[Any] = []
+            owners: list[Tensor | None] = []
+            for ref, name, is_replicated in arguments:
+                if not name:
+                    owners.append(None)
+                    inputs.append(frame.value(ref) if ref.kind == "size" else next(rest))
+                    continue
+                owner = frame.params[name]
                 owners.append(owner)
-                if ref.kind == "size":
-                    inputs.append(frame.value(ref))
-                elif owner is None:
-                    inputs.append(next(rest))
-                elif placement.kind == "R":
-                    inputs.append(frame.replicated.get(self.compiled.param_name(ref.name), owner))
-                else:
-                    inputs.append(owner)
-            return self._runners[call.region.name](inputs, owners)
+                inputs.append(frame.replicated.get(name, owner) if is_replicated else owner)
+            return runner(inputs, owners)
 
         if call.path and self._call_block is not None:
             return self._call_block(call.path, invoke, values)
@@ -190,7 +192,7 @@ class _Frame:
         if ref.kind == "call":
             return self.results[ref.index][ref.output]
         if ref.kind == "param":
-            return self.parameter(ref)
+            return self.params[self.compiled.param_name(ref.name)]
         if ref.kind == "input":
             return self.flat_inputs[ref.index]
         if ref.kind == "size":
@@ -204,8 +206,13 @@ class _Frame:
         # Of the call, not of the region: layers that share code must not share masks.
         return call_seed(self.seed, call_index)
 
-    def parameter(self, ref: Ref) -> Tensor:
-        return self.params[self.compiled.param_name(ref.name)]
+
+def _arguments(compiled: CompiledProgram, call: Call) -> list[tuple[Ref, str, bool]]:
+    """Each argument of a call: its source, the stored name of a parameter, whether it is R."""
+    return [
+        (ref, compiled.param_name(ref.name) if ref.kind == "param" else "", placement.kind == "R")
+        for ref, placement in zip(call.args, call.region.input_placements, strict=True)
+    ]
 
 
 def _parameters_used_as_r(compiled: CompiledProgram) -> tuple[str, ...]:

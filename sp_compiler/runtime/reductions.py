@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.ops.communicator import Communicator
-from sp_compiler.runtime.region_call import forbid_double_backward, local_tensor
+from sp_compiler.runtime.parameter_gradients import deliver, local_tensor, parameter_edges
+from sp_compiler.runtime.region_call import forbid_double_backward
 
 
 class DeferredGradients:
@@ -86,7 +86,7 @@ class ReplicateParameters(torch.autograd.Function):
         *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.tp, ctx.deferred, ctx.names = tp, deferred, names
-        ctx.specs = tuple(getattr(parameter, "_spec", None) for parameter in parameters)
+        ctx.parameters = parameter_edges(parameters)
         # A parameter that this loss does not use must keep grad None, as in eager.
         ctx.set_materialize_grads(False)
         return tuple(local_tensor(parameter).detach() for parameter in parameters)
@@ -102,13 +102,9 @@ class ReplicateParameters(torch.autograd.Function):
             partial = [
                 ctx.deferred.take(name, grad) for name, grad in zip(ctx.names, grads, strict=True)
             ]
-            reduced = reduce_gradients(ctx.tp, partial)
-            results = [
-                DTensor(grad, spec, requires_grad=False)
-                if grad is not None and spec is not None
-                else grad
-                for grad, spec in zip(reduced, ctx.specs, strict=True)
-            ]
+            results = reduce_gradients(ctx.tp, partial)
+        if ctx.parameters:
+            deliver(ctx.parameters, ctx.next_functions, results, grads)
         return (None, None, None, *forbid_double_backward(results, grads))
 
 
@@ -122,8 +118,9 @@ def reduce_gradients(tp: Communicator, grads: Sequence[Tensor | None]) -> list[T
     for parts in by_dtype.values():
         # Norms and biases: dozens of small tensors, whose latencies would add up.
         flat = torch.cat([part.reshape(-1) for _, part in parts])
-        pieces = tp.all_reduce(flat, "P", "I").split([part.numel() for _, part in parts])
+        total = tp.all_reduce(flat, "P", "I")
+        # Copies: views would share one version counter and keep the whole bucket alive.
+        pieces = torch.split_with_sizes_copy(total, [part.numel() for _, part in parts])
         for (index, part), piece in zip(parts, pieces, strict=True):
-            # A copy: views would share one version counter and keep the whole bucket alive.
-            result[index] = piece.clone().view(part.shape)
+            result[index] = piece.view(part.shape)
     return result

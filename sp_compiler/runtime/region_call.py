@@ -16,11 +16,7 @@ from sp_compiler.base.placement import Placement
 from sp_compiler.ir.compiled_program import LossBackward, RegionCode
 from sp_compiler.ops.communicator import Communicator
 from sp_compiler.runtime.padding import padded_part, without_rank_padding
-
-
-def local_tensor(value: Any) -> Any:
-    """This rank's part of a DTensor; anything else as it is."""
-    return value._local_tensor if isinstance(value, DTensor) else value
+from sp_compiler.runtime.parameter_gradients import deliver, local_tensor, parameter_edges
 
 
 def refuse_transforms(values: Iterable[Any]) -> None:
@@ -73,18 +69,44 @@ class RegionRunner:
 
     def operands(self, inputs: Sequence[Any]) -> list[Any]:
         """This rank's part of each input, padding included."""
-        parts = [local_tensor(value) for value in inputs]
+        # Inlined, like the reading of _local_tensor everywhere below: with a small kernel behind
+        # every operator, a call of Python's for each input is what a step waits for.
+        parts = [value._local_tensor if isinstance(value, DTensor) else value for value in inputs]
         for index, placement in self.padded.items():
             parts[index] = padded_part(parts[index], placement, self.tp.world_size)
         return parts
 
-    def without_padding(self, index: int, grad: Tensor) -> Tensor:
-        """The gradient of input ``index`` as the parameter is stored."""
-        placement = self.padded.get(index)
-        if placement is None:
-            return grad
+    def run_backward(
+        self, saved: tuple[Any, ...], grads: Sequence[Tensor | None], metas: Sequence[Any]
+    ) -> list[Tensor | None]:
+        """One gradient for each input of the region, this rank's part, padding included.
+
+        Args:
+            saved: what the forward saved.
+            grads: of every output, ``None`` where nothing flows back; not all of them are.
+            metas: shape, dtype and device of each differentiable output, in order.
+        """
+        loss = self.loss_backward
+        # The usual training step: no gradient but the loss's, so none of zeros flows through.
+        if loss is not None and all(
+            (grad is not None) == (index == loss.output) for index, grad in enumerate(grads)
+        ):
+            return list(loss.run(self.tp, saved, _unsharded(grads[loss.output])))
+        flowing = [grad for grad, flows in zip(grads, self.differentiable, strict=True) if flows]
+        tangents = [
+            torch.zeros(shape, dtype=dtype, device=device)
+            if grad is None
+            else _unsharded(grad).contiguous()
+            for grad, (shape, dtype, device) in zip(flowing, metas, strict=True)
+        ]
+        return list(self.code.backward(self.tp, saved, *tangents))
+
+    def without_padding(self, index: int, grad: Tensor | None) -> Tensor | None:
+        """The gradient of the padded input ``index`` as the parameter is stored."""
+        if grad is None:
+            return None
         assert isinstance(self.tp.rank, int)
-        return without_rank_padding(grad, placement, self.tp.rank, self.tp.world_size)
+        return without_rank_padding(grad, self.padded[index], self.tp.rank, self.tp.world_size)
 
 
 class RegionFunction(torch.autograd.Function):
@@ -98,10 +120,12 @@ class RegionFunction(torch.autograd.Function):
         outputs, saved = runner.code.forward(runner.tp, *locals_)
         outputs = _distinct(outputs, locals_, inputs)
         ctx.runner = runner
+        # Gradients that nobody asks for stay None and cost nothing.
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(
-            *[out for out, used in zip(outputs, runner.differentiable, strict=True) if not used]
-        )
+        if not all(runner.differentiable):
+            ctx.mark_non_differentiable(
+                *[out for out, used in zip(outputs, runner.differentiable, strict=True) if not used]
+            )
         # Shapes instead of outputs, which would stay alive until backward.
         ctx.tangent_metas = [
             (out.shape, out.dtype, out.device)
@@ -109,50 +133,27 @@ class RegionFunction(torch.autograd.Function):
             if used
         ]
         _save(ctx, saved, locals_, owners if owners is not None else inputs)
-        ctx.parameters = tuple(
-            index for index, value in enumerate(inputs) if isinstance(value, DTensor)
-        )
-        ctx.parameter_specs = tuple(inputs[index]._spec for index in ctx.parameters)
+        ctx.parameters = parameter_edges(inputs)
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        runner = ctx.runner
-        used = [grad for grad, flows in zip(grads, runner.differentiable, strict=True) if flows]
-        # Gradients that nobody asks for stay None (materialize_grads is off) and cost nothing.
-        given = [index for index, grad in enumerate(grads) if grad is not None]
-        num_inputs = len(ctx.needs_input_grad) - 2
-        if not given:
-            return (None,) * (num_inputs + 2)
-        from_loss = runner.loss_backward
-        with torch.no_grad():
-            # The usual training step: no gradient but the loss's, so none of zeros flows through.
-            if from_loss is not None and given == [from_loss.output]:
-                found = from_loss.run(runner.tp, _saved(ctx), _whole(grads[from_loss.output]))
-            else:
-                tangents = _tangents(used, ctx.tangent_metas)
-                found = runner.code.backward(runner.tp, _saved(ctx), *tangents)
-        results = list(found)
+        runner: RegionRunner = ctx.runner
         needed = ctx.needs_input_grad[2:]
-        results = [grad if need else None for grad, need in zip(results, needed, strict=True)]
-        for index, spec in zip(ctx.parameters, ctx.parameter_specs, strict=True):
-            if results[index] is not None:
-                local = runner.without_padding(index, results[index]).contiguous()
-                # Without from_local, whose own node and checks take longer than a small kernel.
-                results[index] = DTensor(local, spec, requires_grad=False)
-        return (None, None, *forbid_double_backward(results, used))
+        if all(grad is None for grad in grads):
+            return (None, None, *[None] * len(needed))
+        with torch.no_grad():  # create_graph turns gradients on in here
+            results = runner.run_backward(_saved(ctx), grads, ctx.tangent_metas)
+            results = [grad if need else None for grad, need in zip(results, needed, strict=True)]
+            for index in runner.padded:
+                results[index] = runner.without_padding(index, results[index])
+        # Outside of no_grad, where create_graph shows.
+        if ctx.parameters:
+            deliver(ctx.parameters, ctx.next_functions, results, grads)
+        return (None, None, *forbid_double_backward(results, grads))
 
 
-def _tangents(grads: Sequence[Tensor | None], metas: Sequence[Any]) -> list[Tensor]:
-    return [
-        torch.zeros(meta[0], dtype=meta[1], device=meta[2])
-        if grad is None
-        else _whole(grad).contiguous()
-        for grad, meta in zip(grads, metas, strict=True)
-    ]
-
-
-def _whole(grad: Tensor) -> Tensor:
+def _unsharded(grad: Any) -> Tensor:
     """A gradient from a computation that mixed an output with DTensors, on every rank."""
     return grad.full_tensor() if isinstance(grad, DTensor) else grad
 
@@ -165,8 +166,6 @@ def _distinct(
     Autograd writes one history into each object that a function returns.
     """
     seen = {id(local) for local, value in zip(locals_, inputs, strict=True) if local is not value}
-    if not seen and len({id(out) for out in outputs}) == len(outputs):
-        return tuple(outputs)
     result = []
     for out in outputs:
         result.append(out.view_as(out) if id(out) in seen else out)
@@ -197,7 +196,9 @@ def _save(ctx: Any, saved: Sequence[Any], locals_: Sequence[Any], owners: Sequen
 
 def _saved(ctx: Any) -> tuple[Any, ...]:
     # Reading saved_tensors is what raises for a parameter that was changed since.
-    values = [local_tensor(value) for value in ctx.saved_tensors]
+    values = [
+        value._local_tensor if isinstance(value, DTensor) else value for value in ctx.saved_tensors
+    ]
     for position, placement in ctx.padded.items():
         values[position] = padded_part(values[position], placement, ctx.runner.tp.world_size)
     for index, other in ctx.others.items():

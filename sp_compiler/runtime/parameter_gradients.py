@@ -1,0 +1,126 @@
+"""Gradients of distributed parameters, brought to where autograd would put them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+_AccumulateGrad = torch._C._functions.AccumulateGrad
+# Number of the backward that put a gradient into its parameter, an attribute of the gradient: there
+# it disappears together with it, while a table of ours would not hear of ``grad = None``.
+_BACKWARD = "_sp_backward"
+
+ParameterEdge = tuple[int, int, DTensorSpec]
+"""Index among the inputs of an autograd function, among those that are tensors, and its spec.
+
+Not the parameter itself: fully_shard frees what it gathered."""
+
+
+def local_tensor(value: Any) -> Any:
+    """This rank's part of a DTensor; anything else as it is."""
+    return value._local_tensor if isinstance(value, DTensor) else value
+
+
+def parameter_edges(inputs: Sequence[Any]) -> list[ParameterEdge]:
+    """Those of ``inputs`` that are distributed parameters."""
+    edges: list[ParameterEdge] = []
+    num_tensors = 0
+    for index, value in enumerate(inputs):
+        if isinstance(value, DTensor):
+            edges.append((index, num_tensors, value._spec))
+        num_tensors += isinstance(value, Tensor)  # autograd counts no others
+    return edges
+
+
+def deliver(
+    edges: Sequence[ParameterEdge],
+    nodes: Sequence[tuple[Any, int]],
+    results: list[Tensor | None],
+    grads: Sequence[Tensor | None],
+) -> None:
+    """Bring the gradients of parameters, among ``results``, to where they belong.
+
+    What is put into ``parameter.grad`` becomes ``None``; what autograd does more with becomes a
+    DTensor. In neither case does its memory belong to another tensor, for autograd adds to ``grad``
+    in place. It copies what somebody else holds too, but of a DTensor it sees the wrapper, which is
+    always new: two parameters that are added to each other would get one gradient, and what either
+    accumulates would be added to both.
+
+    Args:
+        edges: see :func:`parameter_edges`.
+        nodes: ``next_functions`` of the autograd function.
+        results: this rank's gradients of all its inputs, as parameters are stored; changed.
+        grads: what its backward was given.
+    """
+    tensors = [local_tensor(grad) for grad in (*grads, *results) if grad is not None]
+    # One look for all of them: in nearly every region each gradient has a storage of its own.
+    has_shared = len({tensor.untyped_storage()._cdata for tensor in tensors}) < len(tensors)
+    for index, edge, spec in edges:
+        grad = results[index]
+        if grad is None:
+            continue
+        local = grad.contiguous()
+        if has_shared:
+            rest = (*grads, *results[:index], *results[index + 1 :])
+            if any(other is not None and _overlap(local, local_tensor(other)) for other in rest):
+                local = local.clone()
+        # Past from_local, whose checks and node take longer than a small kernel, and past __init__,
+        # which does nothing and takes longer than all the rest.
+        wrapped = DTensor.__new__(DTensor, local, spec, requires_grad=False)
+        results[index] = None if _accumulated(nodes[edge][0], wrapped) else wrapped
+
+
+def _accumulated(node: Any, grad: DTensor) -> bool:
+    """Whether ``grad`` could be given to the parameter behind ``node``, as autograd would do it.
+
+    Autograd detaches what it gets, which for a DTensor takes ten times as long as for a tensor,
+    longer than a small kernel. So where that is all that it does it is passed by: for the first
+    gradient of a parameter without hooks, in a backward that fills ``grad``. Further ones of the
+    same backward (a weight that several regions use) are added as they come, autograd's order, so
+    that sums have the same bits. What was there before the backward is left to autograd.
+    """
+    if torch.is_grad_enabled() or not isinstance(node, _AccumulateGrad):
+        return False
+    parameter = node.variable
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        return False
+    present, backward = parameter.grad, torch._C._current_graph_task_id()
+    if present is not None and getattr(present, _BACKWARD, None) != backward:
+        return False
+    if parameter.grad_dtype != grad.dtype:  # autograd converts
+        return False
+    try:
+        if not torch._C._will_engine_execute_node(node):
+            return False
+    except RuntimeError:  # torch.autograd.grad returns it, and leaves the parameter alone
+        return False
+    if present is None:
+        setattr(grad, _BACKWARD, backward)
+        parameter.grad = grad
+    else:
+        present._local_tensor.add_(grad._local_tensor)
+        torch.autograd.graph.increment_version(present)  # of which the part knows nothing
+    return True
+
+
+def _overlap(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors have memory in common; of one that is not dense, up to its last element.
+
+    Parts of one storage that lie side by side have none: gradients of linears that were fused.
+    """
+    if first.untyped_storage()._cdata != second.untyped_storage()._cdata:
+        return False
+    (start, stop), (other_start, other_stop) = map(_extent, (first, second))
+    return start < other_stop and other_start < stop
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """First element in its storage, and the one behind the last."""
+    start = tensor.storage_offset()
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + last + 1

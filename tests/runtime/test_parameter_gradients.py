@@ -1,0 +1,155 @@
+"""Gradients of distributed parameters arrive as autograd would bring them, bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from sp_compiler.runtime.parameter_gradients import deliver, local_tensor, parameter_edges
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield DeviceMesh("cpu", [0, 1])
+    dist.destroy_process_group()
+
+
+class _Sum(torch.autograd.Function):
+    """Sum of the local parts of parameters; its gradients of all of them are one tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, scale: float, *parameters: Tensor) -> Tensor:
+        ctx.scale, ctx.parameters = scale, parameter_edges((scale, *parameters))
+        ctx.shape, ctx.count = local_tensor(parameters[0]).shape, len(parameters)
+        total = sum(local_tensor(parameter).sum() for parameter in parameters)
+        return torch.as_tensor(total).detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        own = (grad * ctx.scale).expand(ctx.shape).contiguous()
+        results: list[Tensor | None] = [None, *[own] * ctx.count]
+        deliver(ctx.parameters, ctx.next_functions, results, (grad,))
+        return tuple(results)
+
+
+def _parameters(mesh: DeviceMesh | None) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randn(2, 3, generator=generator) for _ in range(2)]
+    if mesh is None:
+        return [nn.Parameter(part) for part in parts]
+    return [nn.Parameter(DTensor.from_local(part, mesh, [Shard(0)])) for part in parts]
+
+
+def _loss(*parameters: Tensor) -> Tensor:
+    # Thirds: the order of a sum of three shows in its bits.
+    uses = [_Sum.apply(scale / 3, *parameters) for scale in (0.1, 7.3, 1e4)]
+    return torch.stack(uses).sum()
+
+
+def _once(first: Tensor, second: Tensor) -> None:
+    _loss(first, second).backward()
+
+
+def _accumulated(first: Tensor, second: Tensor) -> None:
+    for _ in range(3):
+        _loss(first, second).backward()
+        second.grad = None
+
+
+def _zeroed_in_place(first: Tensor, second: Tensor) -> None:
+    _loss(first, second).backward()
+    torch.optim.SGD([first, second]).zero_grad(set_to_none=False)
+    _loss(first, second).backward()
+
+
+def _hooks(first: Tensor, second: Tensor) -> None:
+    first.register_hook(lambda grad: grad * 2)
+
+    def triple(parameter: Any) -> None:
+        parameter.grad.mul_(3)
+
+    second.register_post_accumulate_grad_hook(triple)
+    _loss(first, second).backward()
+
+
+def _of_one(first: Tensor, second: Tensor) -> None:
+    _loss(first, second).backward(inputs=[second])
+
+
+def _returned(first: Tensor, second: Tensor) -> None:
+    grads = torch.autograd.grad(_loss(first, second), [first, second])
+    assert first.grad is None
+    assert second.grad is None
+    first.grad, second.grad = grads
+
+
+def _with_a_use_of_autograds_own(first: Tensor, second: Tensor) -> None:
+    part = first.to_local() if isinstance(first, DTensor) else first
+    (_loss(first, second) + part.square().sum()).backward()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        _once,
+        _accumulated,
+        _zeroed_in_place,
+        _hooks,
+        _of_one,
+        _returned,
+        _with_a_use_of_autograds_own,
+    ],
+)
+def test_as_of_plain_parameters(use: Callable[..., None], mesh: DeviceMesh) -> None:
+    plain, distributed = _parameters(None), _parameters(mesh)
+    use(*plain)
+    use(*distributed)
+    for expected, actual in zip(plain, distributed, strict=True):
+        if expected.grad is None:
+            assert actual.grad is None
+        else:
+            assert isinstance(actual.grad, DTensor)
+            assert actual.grad.placements == (Shard(0),)
+            assert torch.equal(local_tensor(actual.grad), expected.grad)
+
+
+def test_no_two_gradients_share_memory(mesh: DeviceMesh) -> None:
+    first, second = _parameters(mesh)
+    _Sum.apply(1.0, first, second).backward()
+    assert second.grad is not None
+    before = local_tensor(second.grad).clone()
+    assert first.grad is not None
+    first.grad.zero_()
+    assert torch.equal(local_tensor(second.grad), before)
+
+
+def test_one_that_is_added_to_counts_it(mesh: DeviceMesh) -> None:
+    """Autograd finds that a gradient is not any more what somebody saved for backward."""
+    first, second = _parameters(mesh)
+    seen: list[Tensor] = []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            if first.grad is not None:
+                seen.append(first.grad)
+                seen.append(torch.tensor(first.grad._version))
+            return grad
+
+    torch.stack([Look.apply(_Sum.apply(1.0, first, second)) for _ in range(3)]).sum().backward()
+    assert len(seen) == 4
+    assert seen[0] is seen[2]
+    assert seen[3] > seen[1]

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-_AccumulateGrad = torch._C._functions.AccumulateGrad
+_AccumulateGrad = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]  # no stub
 # Number of the backward that put a gradient into its parameter, an attribute of the gradient: there
 # it disappears together with it, while a table of ours would not hear of ``grad = None``.
 _BACKWARD = "_sp_backward"
@@ -121,6 +121,8 @@ def _overlap(first: Tensor, second: Tensor) -> bool:
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
     """First element in its storage, and the one behind the last."""
-    start = tensor.storage_offset()
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    start = int(tensor.storage_offset())
+    last = sum(
+        (int(size) - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+    )
     return start, start + last + 1

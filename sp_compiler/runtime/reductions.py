@@ -120,7 +120,9 @@ def reduce_gradients(tp: Communicator, grads: Sequence[Tensor | None]) -> list[T
         flat = torch.cat([part.reshape(-1) for _, part in parts])
         total = tp.all_reduce(flat, "P", "I")
         # Copies: views would share one version counter and keep the whole bucket alive.
-        pieces = torch.split_with_sizes_copy(total, [part.numel() for _, part in parts])
+        pieces = torch.ops.aten.split_with_sizes_copy.default(
+            total, [part.numel() for _, part in parts]
+        )
         for (index, part), piece in zip(parts, pieces, strict=True):
             result[index] = piece.view(part.shape)
     return result

@@ -1,4 +1,4 @@
-"""From the solver's choices to the sharded program."""
+"""Assembly of the sharded program from the solver's choices."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Sharded:
 
 
 class Choices:
-    """The solver's choices, by what each vertex stands for.
+    """The solver's choices, by the subject of each vertex.
 
     Attributes:
         strategies: of each operator.
@@ -62,7 +62,7 @@ class Choices:
             self.uses.update(zip(vertex.needs, option.needs, strict=True))
             if isinstance(subject, OperatorSubject):
                 self.strategies[subject.node] = strategies[choice]
-            else:  # alike in all that it makes and needs
+            else:  # its options have one placement for all values
                 self.placed[subject] = (*option.makes, *option.needs)[0]
 
 
@@ -75,7 +75,7 @@ def assemble(
     example: Concretizer,
     world_size: int,
 ) -> Sharded:
-    """Rewrite every region of ``opened`` as was decided on its twin in ``program``.
+    """Rewrite every region of ``opened`` by the decisions on its twin in ``program``.
 
     Args:
         opened: the program with its open sizes.
@@ -108,7 +108,8 @@ def assemble(
 def assemble_unsharded(
     opened: Program, program: Program, facts: Mapping[int, RegionValues], example: Concretizer
 ) -> Sharded:
-    """One rank: every value is unsharded, nothing is converted."""
+    """Program of one rank: every value is unsharded, nothing is converted."""
+    # Through the same rewrite as on several ranks: it writes the metadata that later passes read.
     lowered = {}
     for region, source in zip(program.regions, opened.regions, strict=True):
         values = facts[id(region)]
@@ -137,15 +138,17 @@ def lower(
     example: Concretizer,
     world_size: int,
 ) -> Region:
-    """Rewrite ``region`` as was decided on its twin with the example's sizes."""
+    """Rewrite ``region`` by the decisions on its twin with the example's sizes."""
     active = {(example.twin(node), index) for node, index in facts.active}
     strategies = {example.twin(node): strategy for node, strategy in chosen.items()}
     for node, strategy in strategies.items():
+        # The factors were those of the example's sizes: on the open ones they hold only for calls
+        # whose sizes factor alike, which is recorded here.
         if any(placement.is_sharded for placement in (*strategy.operands, *strategy.results)):
             record_factors(node)
         values = (*map(value_of, tensor_operands(node)), *results_of(node))
         for value, placement in zip(values, (*strategy.operands, *strategy.results), strict=True):
-            if placement.segments:  # which are of the example's sizes, whatever their sum is
+            if placement.segments:  # numbers of the example, whatever the open size is
                 pin(shape_of(value)[placement.dim])
     return RegionLowering(region, active, strategies, inputs, outputs, world_size).run()
 
@@ -153,7 +156,7 @@ def lower(
 def _input(
     program: Program, problem: Problem, choices: Choices, i: int, position: int
 ) -> Placement:
-    """How input ``position`` of region ``i`` arrives."""
+    """Placement in which input ``position`` of region ``i`` arrives."""
     region = program.regions[i]
     if region.input_kinds[position] == "param":
         node = region.placeholders[position]
@@ -162,6 +165,7 @@ def _input(
         as_r, as_i = (((i, (node, 0)), kind) in choices.uses for kind in (R, I))
         # Taken as R, its gradient stays a partial sum: all of them are reduced together.
         return R if stored == I and as_r and not as_i else stored
+    # Not active: a mask or a table, which is replicated everywhere.
     crossing = problem.crossings.get(Port("in", i, position))
     return I if crossing is None else choices.placed[crossing]
 
@@ -169,10 +173,11 @@ def _input(
 def _output(
     program: Program, problem: Problem, choices: Choices, i: int, position: int
 ) -> Placement:
-    """How output ``position`` of region ``i`` leaves it."""
+    """Placement in which output ``position`` of region ``i`` leaves it."""
     crossing = problem.crossings.get(Port("out", i, position))
     if crossing is not None:
         return choices.placed[crossing]
+    # No region reads it: it goes to the user, if it is active, or is a buffer's new value.
     for index, ref in enumerate(program.outputs):
         if not isinstance(ref, Ref) or ref.kind != "call" or ref.output != position:
             continue

@@ -1,4 +1,4 @@
-"""Which values take part in sharding, and what their dimensions mean.
+"""Values that take part in sharding, and the roles of their dimensions.
 
 A value is (node, index of its result). It is *active* when it depends on a parameter or on an input
 that needs a gradient; all others (positions, masks, rotary tables) are computed by every rank.
@@ -23,12 +23,12 @@ from sp_compiler.rules.table import is_pointwise, rule_for
 
 Value = tuple[Node, int]
 
-WholeNode = tuple[str, str]
-"""Names of a region and of an operator in it that is to run whole."""
+ReplicatedNode = tuple[str, str]
+"""Names of a region and of an operator in it that is to run replicated."""
 
 
 def value_of(node: Node) -> Value:
-    """The value that ``node`` names, looking through ``getitem`` of a multi-result operator."""
+    """Return the value that ``node`` names, looking through ``getitem`` of several results."""
     if node.op == "call_function" and node.target is operator.getitem:
         return node.args[0], node.args[1]
     return node, 0
@@ -58,7 +58,7 @@ def _fake(value: Value):  # type: ignore[no-untyped-def]
 
 
 def operators(region: Region) -> Iterator[Node]:
-    """Nodes that compute: everything but placeholders, outputs and ``getitem``."""
+    """Yield nodes that compute: everything but placeholders, outputs and ``getitem``."""
     for node in region.module.graph.nodes:
         if node.op == "call_function" and node.target is not operator.getitem:
             yield node
@@ -77,6 +77,8 @@ class RegionValues:
         rules: the rule of every active operator.
     """
 
+    # Dicts with None as values are ordered sets: the solver's vertices follow their order, which
+    # has to be the same on every rank.
     active: dict[Value, None] = field(default_factory=dict)
     tokens: dict[tuple[Value, int], None] = field(default_factory=dict)
     features: dict[tuple[Value, int], None] = field(default_factory=dict)
@@ -91,11 +93,12 @@ class RegionValues:
         self.tokens.update({(value, dim): None for dim, size in enumerate(sizes) if size != 1})
 
     def num_rows(self, value: Value) -> int:
-        """How many leading dims flatten to rows of tokens; 0 where tokens are elsewhere too."""
+        """Number of leading dims that flatten to rows of tokens; 0 where tokens are elsewhere."""
         shape = shape_of(value)
         tokens = [dim for dim in range(len(shape)) if (value, dim) in self.tokens]
         if not tokens:
             return 0
+        # Up to the last token dim; in between only sizes of 1, which change no row.
         count = tokens[-1] + 1
         leading = all(dim in tokens or shape[dim] == 1 for dim in range(count))
         return count if leading else 0
@@ -104,12 +107,15 @@ class RegionValues:
         return sum((value, dim) in self.tokens for dim in range(len(shape_of(value))))
 
 
-def activate(program: Program, whole: Collection[WholeNode] = ()) -> dict[int, RegionValues]:
+def activate(
+    program: Program, replicated: Collection[ReplicatedNode] = ()
+) -> dict[int, RegionValues]:
     """Facts by ``id(region)``; activity flows along the calls until nothing changes.
 
-    Operators in ``whole`` have no rule.
+    Operators in ``replicated`` have no rule.
     """
     facts = {id(region): RegionValues() for region in program.regions}
+    # To a fixed point: a region that is called twice may get an active value at the second call.
     changed = True
     while changed:
         changed = False
@@ -119,13 +125,13 @@ def activate(program: Program, whole: Collection[WholeNode] = ()) -> dict[int, R
         values = facts[id(region)]
         for node in operators(region):
             if any(value in values.active for value in results_of(node)):
-                refused = (region.name, node.name) in whole
+                refused = (region.name, node.name) in replicated
                 values.rules[node] = None if refused else rule_for(node)
     return facts
 
 
 def _activate_call(program: Program, call: Call, facts: dict[int, RegionValues]) -> bool:
-    """Carry activity into and through a call; whether any value of its region became active."""
+    """Carry activity into and through a call; tell whether any value became active."""
     active = facts[id(call.region)].active
     before = len(active)
     for node, ref in zip(call.region.placeholders, call.args, strict=True):
@@ -137,23 +143,24 @@ def _activate_call(program: Program, call: Call, facts: dict[int, RegionValues])
                 active[node, 0] = None
     for node in operators(call.region):
         if _is_source(node) or any(value_of(x) in active for x in tensor_operands(node)):
-            active.update(dict.fromkeys(_shardable(node)))
+            # Integers and booleans made of activations are computed by every rank; not so dropout
+            # masks and random numbers, which belong to one rank's part of a value.
+            placed = _is_placed(node)
+            active.update(
+                (value, None)
+                for value in results_of(node)
+                if placed or carries_gradient(_fake(value))
+            )
     return len(active) != before
 
 
-def _shardable(node: Node) -> list[Value]:
-    """Differentiable results, masks and random numbers; every rank has others unsharded."""
-    placed = _is_placed(node)
-    return [value for value in results_of(node) if placed or carries_gradient(_fake(value))]
-
-
 def _is_source(node: Node) -> bool:
-    """Random numbers, which are made of nothing but their place: a rank draws only its part."""
+    """Tell whether a node makes random numbers by their place alone: a rank draws only its part."""
     return _is_placed(node) and not any(x.meta["val"].dim() for x in tensor_operands(node))
 
 
 def is_elementwise(node: Node) -> bool:
-    """Pointwise operators and dropout, whose masks follow the element's place in the whole."""
+    """Tell pointwise operators and dropout, whose masks follow the element's global position."""
     return _is_placed(node) or is_pointwise(node)
 
 
@@ -163,27 +170,28 @@ def _is_placed(node: Node) -> bool:
 
 
 def residual_stream(program: Program, facts: dict[int, RegionValues]) -> dict[Value, None]:
-    """Values that cross regions as rows of tokens, and what elementwise operators tie to them.
+    """Values that cross regions as rows of tokens, and those tied to them elementwise.
 
-    Plain tensor parallelism has them whole on every rank; ``label_dims`` must have run.
+    Plain tensor parallelism has them replicated on every rank; ``label_dims`` must have run.
     """
-    found: dict[Value, None] = {}
+    stream: dict[Value, None] = {}
     for call in program.calls:
         for node, ref in zip(call.region.placeholders, call.args, strict=True):
             if ref.kind == "call" and facts[id(call.region)].num_rows((node, 0)):
                 producer = program.calls[ref.index].region
-                found[node, 0] = found[value_of(producer.outputs[ref.output])] = None
+                stream[node, 0] = stream[value_of(producer.outputs[ref.output])] = None
     # To a fixed point: a sum ties its operands in both directions, across regions too.
     before = -1
-    while len(found) != before:
-        before = len(found)
+    while len(stream) != before:
+        before = len(stream)
         for region in program.regions:
             for node in filter(is_elementwise, facts[id(region)].rules):
                 operands = map(value_of, tensor_operands(node))
+                # Not those that are broadcast: a bias is no part of the stream.
                 tied = [v for v in operands if shape_of(v) == shape_of((node, 0))]
-                if any(value in found for value in (*tied, (node, 0))):
-                    found.update(dict.fromkeys((*tied, (node, 0))))
-    return found
+                if any(value in stream for value in (*tied, (node, 0))):
+                    stream.update(dict.fromkeys((*tied, (node, 0))))
+    return stream
 
 
 def label_dims(region: Region, facts: RegionValues, world_size: int) -> None:
@@ -198,8 +206,9 @@ def label_dims(region: Region, facts: RegionValues, world_size: int) -> None:
 
 
 def _seed(region: Region, facts: RegionValues) -> None:
+    """Mark the dims whose role is known without a rule: those where values enter and leave."""
     for node, kind in zip(region.placeholders, region.input_kinds, strict=True):
-        if kind == "size":
+        if kind == "size":  # a number, without dims
             continue
         value = (node, 0)
         rank = len(shape_of(value))
@@ -223,19 +232,22 @@ def _seed(region: Region, facts: RegionValues) -> None:
 
 
 def _seed_rows(facts: RegionValues, value: Value) -> None:
-    """Activations that cross regions are (tokens..., features); others have more dims."""
+    """Mark tokens of activations that cross regions as (tokens..., features)."""
+    # With more dims the layout is not known: (b, a, s, d) has features in front of tokens.
     rank = len(shape_of(value))
     if value in facts.active and rank in (2, 3):
         facts.add_tokens(value, rank - 1)
 
 
 def _propagate(node: Node, rule: OpRule, facts: RegionValues, world_size: int) -> bool:
+    """Carry roles through one operator, in both directions; tell whether any is new."""
     places = list(_places(node, rule))
     before = len(facts.tokens) + len(facts.features) + _count(facts)
     for table in (facts.tokens, facts.features):
         marked = _marked(places, table)
         for value, dims in places:
             for d, dim in enumerate(dims):
+                # All factors: a dim that merges tokens with features is neither.
                 marks = dim and all(factor.name in marked for factor in dim)
                 if marks and (table is facts.features or shape_of(value)[d] != 1):
                     table[value, d] = None
@@ -256,7 +268,8 @@ def _marked(places: list[tuple[Value, Dims]], table: dict[tuple[Value, int], Non
 
 
 def _pick_tokens(node: Node, facts: RegionValues) -> None:
-    """Mark what is picked from the tokens, in any order (those of one expert), as tokens."""
+    """Mark rows that are picked from the tokens, in any order (those of one expert), as tokens."""
+    # By hand, for the rule of ``index`` has no factor that leads from one to the other.
     if node.target is not torch.ops.aten.index.Tensor:
         return
     source, indices = value_of(node.args[0]), node.args[1]
@@ -267,7 +280,7 @@ def _pick_tokens(node: Node, facts: RegionValues) -> None:
 
 
 def _count(facts: RegionValues) -> int:
-    return sum(len(found) for found in facts.segmentations.values())
+    return sum(len(segmentations) for segmentations in facts.segmentations.values())
 
 
 def _places(node: Node, rule: OpRule) -> Iterator[tuple[Value, Dims]]:
@@ -280,12 +293,17 @@ def _places(node: Node, rule: OpRule) -> Iterator[tuple[Value, Dims]]:
 def _demand(
     node: Node, rule: OpRule, facts: RegionValues, world_size: int, tokens: set[str]
 ) -> None:
-    """Carry from results back to operands in which parts a dim will be cut."""
+    """Carry the parts in which a dim will be cut from results back to operands.
+
+    A parameter is stored for the operators behind it: a fused q, k, v is split only after its
+    product, and has to be sharded within each of the three.
+    """
     operands = [value_of(operand) for operand in tensor_operands(node)]
     if rule.split is not None:
         dim, sizes = rule.split
         if all(size % world_size == 0 for size in sizes):
             facts.segmentations.setdefault((operands[0], dim), {})[sizes] = None
+    # By factor, which is the same dim before and after the operator.
     wanted: dict[Factor, dict[tuple[int, ...], None]] = {}
     for value, d, factors in _dims_of(results_of(node), rule.results):
         if len(factors) == 1:
@@ -295,32 +313,28 @@ def _demand(
         if len(factors) == 1:
             parts = wanted.get(factors[0], {})
         else:
-            cut = _inner_cut(factors, world_size, tokens)
+            # A fused dim may be cut inside: (3 h) of q, k, v and (b a) of a batch's heads along h
+            # and a. Not along tokens, which are sharded as rows.
+            cut = [
+                f
+                for f in factors[1:]
+                if f.size % world_size == 0 and not f.blocked and f.name not in tokens
+            ]
             parts = {parts_at(factors, factor): None for factor in cut}
             inner.update(dict.fromkeys(factor.name for factor in cut))
         if parts:
             facts.segmentations.setdefault((value, d), {}).update(parts)
-    # What is cut out of a fused dim is heads, whatever was fused with it.
+    # A factor that is cut out of a fused dim is a feature (heads), whatever was fused with it.
     for value, d, factors in _dims_of(results_of(node), rule.results):
         if len(factors) == 1 and factors[0].name in inner:
             facts.features[value, d] = None
 
 
 def _dims_of(values: list[Value], dims: tuple[Dims, ...]) -> Iterator[tuple[Value, int, Dim]]:
-    """Each dim of each value, with its factors."""
+    """Yield each dim of each value, with its factors."""
     for value, each in zip(values, dims, strict=True):
         for d, factors in enumerate(each):
             yield value, d, factors
-
-
-def _inner_cut(dim: tuple[Factor, ...], world_size: int, tokens: set[str]) -> list[Factor]:
-    """Factors along which a fused dim may be cut inside: those that divide and are not tokens.
-
-    (3 h) of q, k, v and (b a) of a batch's heads are cut along h and a.
-    """
-    return [
-        f for f in dim[1:] if f.size % world_size == 0 and not f.blocked and f.name not in tokens
-    ]
 
 
 def parts_at(dim: tuple[Factor, ...], factor: Factor) -> tuple[int, ...]:

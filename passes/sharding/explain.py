@@ -1,9 +1,9 @@
-"""Answers why a parameter is (not) sharded, by solving the placement problem again.
+"""Answers to why a parameter is (not) sharded, by solving the placement problem again.
 
-Asked for by hand, so that the sharding pass need not keep what nobody may ask for.
+It is solved only when a user asks: the sharding pass keeps nothing for it.
 
-Every way to store the parameter and to run its readers is forced in turn, everything else being
-chosen best for it: the difference from the optimum is what the way costs.
+Every way to store the parameter and to run its readers is forced in turn, and everything else is
+optimized around it: the difference from the optimum is the cost of that way.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from sp_compiler.ir.op_traits import is_view
 from sp_compiler.ir.program import Program
 from sp_compiler.ops.convert import conversion_between
 from sp_compiler.options import CompileOptions
-from sp_compiler.passes.sharding.dim_roles import WholeNode, bytes_of
+from sp_compiler.passes.sharding.dim_roles import ReplicatedNode, bytes_of
 from sp_compiler.passes.sharding.outputs import route_outputs
 from sp_compiler.passes.sharding.prices import Key
 from sp_compiler.passes.sharding.problem import OperatorSubject
-from sp_compiler.passes.sharding.reasons import operator_text, why_whole
+from sp_compiler.passes.sharding.reasons import operator_text, why_replicated
 from sp_compiler.passes.sharding.shard import placement_problem
 from sp_compiler.planning.placement_explanation import (
     Explanation,
@@ -40,42 +40,44 @@ def explain(
     program: Program,
     options: CompileOptions,
     fixed: dict[str, Placement],
-    whole: Collection[WholeNode],
+    replicated: Collection[ReplicatedNode],
     name: str,
 ) -> Explanation:
-    """Why the parameters that a name stands for are placed as they are.
+    """Explain why the parameters of a name are placed as they are.
 
     Args:
         program: unsharded.
         options: of the compilation.
         fixed: placements that an earlier compilation decided.
-        whole: operators that the compilation had to run whole.
+        replicated: operators that the compilation had to run replicated.
         name: of a parameter or a module of the user's model, perhaps with ``*`` as in hints.
 
     Raises:
-        ArgumentError: no such name; the message has what is near.
+        ArgumentError: no such name; the message suggests similar ones.
     """
     names = _parameters_of(program, name)
     if options.tp == 1:
         reason = "one rank holds everything"
-        found = [_unexplained(program, item, "Replicate()", reason) for item in names]
-        return Explanation(name, 1, tuple(found))
-    question = _Question(program, options, fixed, whole)
+        answers = [_unexplained(program, item, "Replicate()", reason) for item in names]
+        return Explanation(name, 1, tuple(answers))
+    question = _Question(program, options, fixed, replicated)
     return Explanation(name, options.tp, tuple(map(question.answer, names)))
 
 
 def _parameters_of(program: Program, name: str) -> list[str]:
-    """The parameters of this name and those inside modules of this name, each once."""
+    """Parameters of this name and those inside modules of this name, each once."""
     names = list(program.parameters)
-    found = named_or_inside(name, names) if isinstance(name, str) else []
-    if not found:
+    matching = named_or_inside(name, names) if isinstance(name, str) else []
+    if not matching:
         close = near(name, names) if isinstance(name, str) else []
         raise ArgumentError(
             f"explain({name!r}): expected the name of a parameter, or of a module that has some, "
             "where * stands for anything between two dots; "
             f"near it are {', '.join(close) or 'no names'}"
         )
-    return list({program.parameters[item][0]: item for item in reversed(found)}.values())[::-1]
+    # By stored name, so that a tied parameter is explained once; reversed twice, under the first of
+    # its names that match.
+    return list({program.parameters[item][0]: item for item in reversed(matching)}.values())[::-1]
 
 
 def _unexplained(program: Program, name: str, placement: str, reason: str) -> ParameterExplanation:
@@ -83,16 +85,16 @@ def _unexplained(program: Program, name: str, placement: str, reason: str) -> Pa
 
 
 class _Question:
-    """One solved problem, and what forcing a vertex to one of its options changes."""
+    """One solved problem, and the changes when a vertex is forced to one of its options."""
 
     def __init__(
         self,
         program: Program,
         options: CompileOptions,
         fixed: dict[str, Placement],
-        whole: Collection[WholeNode],
+        replicated: Collection[ReplicatedNode],
     ) -> None:
-        self.builder = placement_problem(route_outputs(program), options, fixed, whole)
+        self.builder = placement_problem(route_outputs(program), options, fixed, replicated)
         self.program = self.builder.program
         self.fixed = fixed
         self.vertices = self.builder.problem.vertices
@@ -101,11 +103,12 @@ class _Question:
 
     def answer(self, name: str) -> ParameterExplanation:
         stored_name, shape = self.program.parameters[name]
-        stored_alike = self.builder.problem.parameters.get(stored_name)
-        if stored_alike is None:
+        # Parameters that a repeated region reads at one place are one subject: stored alike.
+        subject = self.builder.problem.parameters.get(stored_name)
+        if subject is None:
             return _unexplained(self.program, name, "", "the forward does not use it")
-        vertex = self.subjects.index(stored_alike)
-        keys = list(self._places(stored_name))
+        vertex = self.subjects.index(subject)
+        keys = self._keys(stored_name)
         readers = list(self._readers(keys))
         stored = [self._way(vertex, i, keys) for i in range(len(self.vertices[vertex].options))]
         placement = self.vertices[vertex].options[self.best[vertex]].makes[0]
@@ -118,17 +121,18 @@ class _Question:
             tuple(self._operator(reader, keys) for reader in readers),
         )
 
-    def _places(self, name: str) -> Iterator[Key]:
-        """The values of the problem that are this parameter."""
-        found: dict[Key, None] = {}
+    def _keys(self, name: str) -> list[Key]:
+        """Values of the problem that are this parameter, each once: regions repeat."""
+        keys: dict[Key, None] = {}
         for call in self.program.calls:
             for node, ref in zip(call.region.placeholders, call.args, strict=True):
                 if ref.kind == "param" and ref.name == name:
-                    found[self.builder.index[id(call.region)], (node, 0)] = None
-        yield from found
+                    keys[self.builder.index[id(call.region)], (node, 0)] = None
+        return list(keys)
 
     def _readers(self, keys: list[Key]) -> Iterator[int]:
         """Operators that read the parameter, or a view of it."""
+        # In graph order, so that the views of a view are known when its readers come.
         views = set(keys)
         for number, (vertex, subject) in enumerate(zip(self.vertices, self.subjects, strict=True)):
             if not isinstance(subject, OperatorSubject) or views.isdisjoint(vertex.needs):
@@ -146,9 +150,10 @@ class _Question:
             operator_text(subject.node), self.builder.prices.num_calls[subject.region], ways
         )
 
-    # What one way costs.
+    # The cost of one way.
 
     def _forced(self, number: int, index: int) -> list[int] | None:
+        """The cheapest choices with option ``index`` of a vertex; ``None``: there are none."""
         if index == self.best[number]:
             return self.best
         vertex = self.vertices[number]
@@ -173,7 +178,8 @@ class _Question:
         if choices is None:
             return Way(operands, results, chosen, False, 0.0, 0.0, 0.0, 0.0, 0, ())
         costs = zip(self._costs(choices), self._costs(self.best), strict=True)
-        communication, compute, memory = (mine - best for mine, best in costs)
+        communication, compute, memory = (forced - best for forced, best in costs)
+        # Never negative but for rounding: the optimum is at most as costly as any forced choice.
         return Way(
             operands,
             results,
@@ -209,24 +215,27 @@ class _Question:
     def _extra(self, choices: list[int]) -> list[Conversion]:
         """Conversions that the optimum does without, costliest first; free ones are left out."""
         usual = conversions(self.vertices, self.best)
-        found = [item for item in conversions(self.vertices, choices) if item not in usual]
-        return sorted(filter(self._price, found), key=self._price, reverse=True)
+        extra = [item for item in conversions(self.vertices, choices) if item not in usual]
+        return sorted(filter(self._price, extra), key=self._price, reverse=True)
 
     def _conversion_text(self, conversion: Conversion) -> str:
         (_, (node, _)), source, target = conversion
         row = conversion_between(source, target)
-        what = "all-gather and slice" if row is None else row.text
+        # No row: one sharding to another, which goes by way of the full value.
+        kind = "all-gather and slice" if row is None else row.text
         where = module_path(node)
         of = f"{node.name} in {where}" if where else node.name
         price = f"{self._price(conversion):.1f} us"
-        return f"{what} of {of} ({source} to {target}), {price}"
+        return f"{kind} of {of} ({source} to {target}), {price}"
 
     # In words.
 
     def _reason(self, name: str, number: int, keys: list[Key], stored: list[Way]) -> str:
+        """Text for the placement of a parameter, the strongest reason first."""
         vertex = self.vertices[number]
         placement = vertex.options[self.best[number]].makes[0]
         wish = self.program.wishes.get(name)
+        # Decided before any cost was compared: by an earlier compilation, then by the user.
         if name in self.fixed:
             return "placed by the first compilation, for good"
         if wish is not None and not all(wish.allowed):
@@ -241,25 +250,23 @@ class _Question:
             costs = [f"{way.results[0]} would cost {way.more_us:.1f} us more" for way, _ in others]
             return "; ".join([text, *costs])
         if not others:
-            return "cannot be sharded: " + "; ".join(self._why_never(keys))
+            rank = len(keys[0][1][0].meta["val"].shape)
+            reasons = (self.builder.why_not_sharded(keys, dim) for dim in range(rank))
+            return "cannot be sharded: " + "; ".join(dict.fromkeys(reasons))
         return "; ".join(self._costlier(way, number, index) for way, index in others)
 
     def _costlier(self, way: Way, number: int, index: int) -> str:
-        """Say what sharding would cost more, the costliest conversion that it needs, and why."""
+        """Text with the extra cost of sharding, the costliest conversion that it needs, and why."""
         choices = self._forced(number, index)
-        assert choices is not None
+        assert choices is not None  # only possible ways come here
         text = f"{way.results[0]} would cost {way.more_us:.1f} us more"
         for conversion in self._extra(choices)[:1]:
             why = self._why(conversion, choices)
             text += f", with {self._conversion_text(conversion)}{why and f', as {why}'}"
         return text
 
-    def _why_never(self, keys: list[Key]) -> list[str]:
-        rank = len(keys[0][1][0].meta["val"].shape)
-        return list(dict.fromkeys(self.builder.why_not_sharded(keys, dim) for dim in range(rank)))
-
     def _why(self, conversion: Conversion, choices: list[int]) -> str:
-        """Why the reader behind a conversion cannot take the value as it is; "" where it could."""
+        """Explain why the reader behind a conversion cannot do without; "" where it could."""
         key, source, target = conversion
         for number, vertex in enumerate(self.vertices):
             subject = self.subjects[number]
@@ -269,9 +276,10 @@ class _Question:
                 continue
             position = vertex.needs.index(key)
             taken = [option.needs[position] for option in vertex.options]
+            # A reader that could take the source has its own reasons not to, which are costs.
             if taken[choices[number]] == target and source not in taken:
                 i, value = key
-                return why_whole(
+                return why_replicated(
                     subject.node,
                     self.builder.facts[i].rules[subject.node],
                     value,
@@ -282,7 +290,7 @@ class _Question:
 
 
 def _stored_text(placement: Placement) -> str:
-    """As a hint, with the sizes of the parts of a fused dim."""
+    """Placement as a hint, with the sizes of the parts of a fused dim."""
     text = placement_text(placement)
     if len(placement.segments) == 1:
         return f"{text} with padding behind {placement.segments[0]}"

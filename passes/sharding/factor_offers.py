@@ -1,4 +1,4 @@
-"""Which factors of an operator may be sharded where it stands, and in which parts."""
+"""Factors of an operator that may be sharded where it stands in the graph, and their parts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sp_compiler.rules.factors import Dim, Factor, OpRule
 
 
 class FactorOffers:
-    """The graph around one operator with a rule.
+    """Offers for the factors of one operator with a rule, from the roles of its dims.
 
     Args:
         facts: of its region, with labelled dims.
@@ -33,6 +33,7 @@ class FactorOffers:
         self._world_size = world_size
         dims = (*rule.operands, *rule.results)
         self._dims = list(zip((*operands, *results), dims, strict=True))
+        # Tokens are sharded as rows, or not at all: never a factor of them by itself.
         self._of_tokens = {
             part.name
             for value, item in self._dims
@@ -43,21 +44,21 @@ class FactorOffers:
         self._is_fixed = results[0] in unsharded and is_elementwise(results[0][0])
 
     def shardable(self, factor: Factor) -> bool:
-        """Whether ``factor`` may be sharded and comes from a parameter's dim somewhere."""
+        """Tell whether ``factor`` may be sharded and comes from a parameter's dim somewhere."""
         features = self._facts.features
         return self._may_cut(factor) and any(
             (value, d) in features for value, d, _ in self._places(factor)
         )
 
     def segmentations(self, factor: Factor) -> list[tuple[int, ...]]:
-        """In which parts the dim is cut further on, which tells features from tokens too."""
+        """Parts in which the dim is cut by later operators, which only happens to features."""
         if not self._may_cut(factor):
             return []
-        found: dict[tuple[int, ...], None] = {}
+        segmentations: dict[tuple[int, ...], None] = {}
         for value, d, dim in self._places(factor):
             if len(dim) == 1:
-                found.update(self._facts.segmentations.get((value, d), {}))
-        return list(found)
+                segmentations.update(self._facts.segmentations.get((value, d), {}))
+        return list(segmentations)
 
     def _places(self, factor: Factor) -> Iterator[tuple[Value, int, Dim]]:
         for value, item in self._dims:
@@ -70,8 +71,8 @@ class FactorOffers:
             return False
         demanded = self._facts.segmentations
         for value, d, dim in self._places(factor):
-            # Of a fused dim only the outermost factor that divides: the layouts of the others tie
-            # where nothing later cuts the dim there.
+            # Of a fused dim only the outermost factor that divides: shardings by the others cost
+            # the same, and an odd one might be picked. Unless a later operator cuts the dim there.
             dividing = [
                 part.name
                 for part in dim

@@ -1,4 +1,4 @@
-"""The model's outputs: which may stay sharded, and how those that regions read get free of them."""
+"""The model's outputs: those that may stay sharded, and separation from values of regions."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from sp_compiler.options import CompileOptions
 
 
 def may_shard(program: Program, index: int, options: CompileOptions) -> bool:
-    """Whether output ``index`` may stay sharded.
+    """Tell whether output ``index`` may stay sharded.
 
-    With a loss in the graph nobody reads the logits unsharded, unless asked to.
+    With a loss among the outputs, logits stay sharded unless the user asks for them in full.
     """
     if options.outputs != "auto":
         return options.outputs == "shard"
+    # A loss is an output without dims; the loss itself has none that could be sharded.
     shapes = [_output_value(program, ref).meta["val"].shape for ref in _call_outputs(program)]
     ref = program.outputs[index]
     return len(_output_value(program, ref).meta["val"].shape) > 1 and any(
@@ -38,17 +39,17 @@ def _output_value(program: Program, ref: Ref) -> Node:
 
 @dataclass(frozen=True)
 class Routed:
-    """A program whose outputs no region reads; ``refs``: those that some region read before."""
+    """A program whose outputs no region reads; ``refs``: outputs that some region had read."""
 
     program: Program
     refs: tuple[Ref, ...]
 
 
 def route_outputs(program: Program) -> Routed:
-    """Let model outputs that other regions read too be placed freely.
+    """Separate model outputs from values that other regions read, so that both can be placed.
 
-    A region called once returns such a value twice; those of a repeated region pass through a
-    region of their own at the end.
+    A region called once returns such a value twice; outputs of a repeated region, whose ports have
+    one placement in all calls, pass through a region of their own at the end.
     """
     read = {
         (ref.index, ref.output) for call in program.calls for ref in call.args if ref.kind == "call"
@@ -84,7 +85,7 @@ def _return_twice(program: Program, ref: Ref) -> Program:
 
 
 def _pass_through(program: Program, refs: list[Ref]) -> tuple[Region, list[Ref]]:
-    """A region that returns ``refs``, and the refs of the open sizes that it takes behind them."""
+    """Region that returns ``refs``, and the refs of the open sizes that it takes behind them."""
     graph = Graph()
     nodes = []
     for number, ref in enumerate(refs):
@@ -92,6 +93,7 @@ def _pass_through(program: Program, refs: list[Ref]) -> tuple[Region, list[Ref]]
         node = graph.placeholder(f"output_{number}")
         node.meta = {k: v for k, v in source.meta.items() if k in ("val", "requires_grad")}
         nodes.append(node)
+    # Its shapes have symbols, and every region gets the sizes behind its symbols as inputs.
     sizes = {
         symbol_of(node): (node, ref)
         for call in program.calls

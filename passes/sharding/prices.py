@@ -22,14 +22,14 @@ _LAST_RESORT_US = 1e6
 
 
 class Prices:
-    """Prices of running, converting, saving and holding, in all calls of a region together.
+    """Prices of running, converting, saving and holding values, over all calls of a region.
 
     Args:
         program: unsharded.
         facts: of each region.
         world_size: number of ranks.
-        nominal_tokens: the placements are priced as if this many tokens were in a batch: decided
-            once, they must suit the batches to come, not a short example.
+        nominal_tokens: placements are priced as if a batch had this many tokens: decided once, they
+            must suit the batches to come, not a short example.
         fixed: storage placements decided by an earlier compilation.
     """
 
@@ -53,6 +53,7 @@ class Prices:
             for value in each.active
             if each.num_rows(value)
         ]
+        # Scaled up only: an example that is longer than nominal is taken at its word.
         self._scale = max(1.0, nominal_tokens / max(1, max(rows, default=1)))
         self._params = [
             {
@@ -77,42 +78,45 @@ class Prices:
         if value[0] in self._params[i]:
             if source.is_sharded and target.is_replicated and self._is_fixed(i, value[0]):
                 return _LAST_RESORT_US * self.num_calls[i]
-            # Its gradient goes with all others in one bucket: no latency of its own.
-            wire = bytes_of(value) * 2 / H100.link_bytes_per_us
-            return wire * self.num_calls[i] if (source, target) == (I, R) else None
+            # Its gradient goes with all others in one bucket: no latency of its own. An all-reduce
+            # crosses the link twice.
+            wire_us = bytes_of(value) * 2 / H100.link_bytes_per_us
+            return wire_us * self.num_calls[i] if (source, target) == (I, R) else None
         needs_grad = bool(value[0].meta.get("requires_grad"))
-        size = self._nominal_bytes(i, value)
-        cost = conversion_us(size, source, target, self._world_size, needs_grad=needs_grad)
+        num_bytes = self._nominal_bytes(i, value)
+        cost = conversion_us(num_bytes, source, target, self._world_size, needs_grad=needs_grad)
         return None if cost is None else cost * self.num_calls[i]
 
     def operator_us(
         self, i: int, node: Node, operands: list[Value], results: list[Value], strategy: Strategy
     ) -> float:
         """Price of running ``node`` by ``strategy``."""
-        total, is_sharded = 0.0, False
+        moved_bytes, is_sharded = 0.0, False
         placed = zip((*operands, *results), (*strategy.operands, *strategy.results), strict=True)
         for value, placement in placed:
-            size = self._nominal_bytes(i, value)
-            total += size / self._world_size if placement.is_sharded else size
+            num_bytes = self._nominal_bytes(i, value)
+            moved_bytes += num_bytes / self._world_size if placement.is_sharded else num_bytes
             is_sharded |= placement.is_sharded
+        # A product with any sharded operand is divided: by rows, columns or the summed dim.
         flops = product_flops(node) * self._scale_of(i, results[0])
-        cost = operator_us(flops / self._world_size if is_sharded else flops, total)
+        cost = operator_us(flops / self._world_size if is_sharded else flops, moved_bytes)
         return cost * self.num_calls[i]
 
     def replicated_us(self, param: Value) -> float:
-        """Price of a parameter that every rank holds; what is small beside a matrix is cheap."""
-        size = bytes_of(param)
-        # So by the square of its size: a norm's weight is never worth a collective.
-        share = size / self._largest_matrix_bytes
-        held_twice = size * (self._world_size - 1) / self._world_size
-        return held_twice * share * H100.replicated_byte_us
+        """Price of a parameter that every rank holds, which grows with the square of its size."""
+        # The square makes a norm's weight, small beside a matrix, never worth a collective.
+        num_bytes = bytes_of(param)
+        share = num_bytes / self._largest_matrix_bytes
+        redundant_bytes = num_bytes * (self._world_size - 1) / self._world_size
+        return redundant_bytes * share * H100.replicated_byte_us
 
     def saved_us(self, keys: Sequence[Key]) -> float:
-        """Price of values that every rank saves for backward, over sharding them."""
-        size = sum(self._nominal_bytes(i, value) * self.num_calls[i] for i, value in keys)
-        return size * (self._world_size - 1) / self._world_size * H100.kept_byte_us
+        """Price of values that every rank saves for backward, compared with sharding them."""
+        num_bytes = sum(self._nominal_bytes(i, value) * self.num_calls[i] for i, value in keys)
+        return num_bytes * (self._world_size - 1) / self._world_size * H100.kept_byte_us
 
     def _is_fixed(self, i: int, node: Node) -> bool:
+        # The first call answers for all: parameters that they read at one place are placed alike.
         position = self._regions[i].placeholders.index(node)
         calls = (call for call in self._program.calls if call.region is self._regions[i])
         return next(calls).args[position].name in self._fixed

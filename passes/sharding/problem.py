@@ -1,4 +1,4 @@
-"""From a program to the placement problem: vertices, their options, the price of each."""
+"""Construction of the placement problem of a program: vertices, their options, prices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from sp_compiler.passes.sharding.dim_roles import (
 )
 from sp_compiler.passes.sharding.factor_offers import FactorOffers
 from sp_compiler.passes.sharding.prices import Key, Prices
-from sp_compiler.passes.sharding.reasons import why_whole
+from sp_compiler.passes.sharding.reasons import why_replicated
 from sp_compiler.rules.padding import may_pad
 from sp_compiler.rules.strategies import Offers, Strategy, strategies
 from sp_compiler.rules.vocabulary import vocabulary_strategies
@@ -44,7 +44,7 @@ class OperatorSubject:
 
 @dataclass(frozen=True)
 class ParameterSubject:
-    """A parameter, or several that regions read at the same place: all are stored alike."""
+    """A parameter, or several that regions read at the same place: all have one placement."""
 
     number: int
 
@@ -84,7 +84,7 @@ class Port:
 
 @dataclass
 class Problem:
-    """The vertices and what each stands for, in the same order.
+    """The vertices and the subject of each, in the same order.
 
     Attributes:
         strategies: for operators, the strategy behind each option; empty for the others.
@@ -142,7 +142,7 @@ class ProblemBuilder:
         self._fixed = fixed
 
     def build(self) -> Problem:
-        """Add all vertices; operators first, for the others ask which placements they take."""
+        """Add all vertices; operators first: parameters and crossings ask what they can take."""
         for i, region in enumerate(self.regions):
             for node in operators(region):
                 if node in self.facts[i].rules:
@@ -153,14 +153,15 @@ class ProblemBuilder:
         return self.problem
 
     def why_not_sharded(self, keys: list[Key], dim: int) -> str:
-        """Why a parameter, the values ``keys``, cannot be stored sharded on ``dim``."""
+        """Explain why a parameter, the values ``keys``, cannot be stored sharded on ``dim``."""
+        # The first reader that has no strategy for it; if each has one, they differ in segments.
         for vertex, subject in zip(self.problem.vertices, self.problem.subjects, strict=True):
             for position, (i, value) in enumerate(vertex.needs):
                 taken = [option.needs[position] for option in vertex.options]
                 if (i, value) in keys and not any(p.kind == "S" and p.dim == dim for p in taken):
                     assert isinstance(subject, OperatorSubject)
                     rule = self.facts[i].rules[subject.node]
-                    return why_whole(subject.node, rule, value, dim, self.world_size)
+                    return why_replicated(subject.node, rule, value, dim, self.world_size)
         return "its readers do not agree on a way"
 
     # Operators.
@@ -171,7 +172,7 @@ class ProblemBuilder:
         results = results_of(node)
         active = [value in facts.active for value in operands]
         made = [value in facts.active for value in results]
-        # What every rank computes by itself is neither a partial sum nor sharded.
+        # Values that every rank computes by itself are neither partial sums nor sharded.
         possible = [
             strategy
             for strategy in self._strategies(i, node, operands, results)
@@ -215,12 +216,14 @@ class ProblemBuilder:
                 and factors.shardable(factor)
             ),
         )
-        found = strategies(rule, len(operands), len(results), offers)
-        return found + vocabulary_strategies(node, self.world_size)
+        by_rule = strategies(rule, len(operands), len(results), offers)
+        return by_rule + vocabulary_strategies(node, self.world_size)
 
     # Parameters.
 
     def _add_params(self) -> None:
+        # A region's place has one placement in all calls, and a parameter one at all places:
+        # everything that is tied this way is one vertex.
         uses: list[tuple[tuple[int, int] | str, tuple[int, int] | str]] = []
         for call in self.program.calls:
             i = self.index[id(call.region)]
@@ -244,11 +247,13 @@ class ProblemBuilder:
             self.problem.add(subject, Vertex((), tuple(keys), options))
 
     def _allowed(self, name: str, keys: list[Key]) -> list[Placement]:
-        """Ways to store a parameter: those that all its readers can take and hints do not rule out.
+        """Placements to store a parameter in: all readers can take them, and hints allow them.
 
         Raises:
             ArgumentError: hints rule out all of them.
         """
+        # No parameter is gathered: a shard that one reader cannot take is no way to store it.
+        # Sorted, for the order of a set differs from rank to rank.
         taken = [set(placements) for placements in self._taken(keys)]
         common = set.intersection(*taken) if taken else set()
         offered = [I, *sorted(placement for placement in common if placement.kind == "S")]
@@ -256,6 +261,7 @@ class ProblemBuilder:
         allowed = [p for p in offered if wish is None or wish.allows(p)]
         if not allowed:
             assert wish is not None
+            # A wish that forbids replication asks for at least one dim.
             shape, ways = shape_of(keys[0][1]), dict.fromkeys(map(placement_text, offered))
             wanted = wish.allowed[1:].index(True)
             raise ArgumentError(
@@ -265,7 +271,7 @@ class ProblemBuilder:
         return allowed
 
     def _taken(self, keys: list[Key]) -> Iterable[list[Placement]]:
-        """The placements in which each reader can take one of the values."""
+        """Yield, for each reader, the placements in which it can take one of the values."""
         for vertex in self.problem.vertices:
             for position, value in enumerate(vertex.needs):
                 if value in keys:
@@ -286,8 +292,11 @@ class ProblemBuilder:
                     producer = self.index[id(self.program.calls[ref.index].region)]
                     crossings.append((Port("out", producer, ref.output), Port("in", i, position)))
                 elif ref.kind == "input":
+                    # The user passes it in full on every rank and expects a full gradient.
                     vertex = Vertex((), ((i, (node, 0)),), [Option((), (I,), 0.0)])
                     self.problem.add(InputSubject(ref.index), vertex)
+        # One placement for a port in all calls, since all calls share the code: the ports of a
+        # chain of equal layers are one vertex.
         for number, ports in enumerate(_classes(crossings)):
             self._add_crossing(CrossingSubject(number), ports)
 
@@ -308,6 +317,7 @@ class ProblemBuilder:
             # The residual stream: sharded by rows or unsharded, never by features, which norms mix.
             allowed = [T(rows), I, R] if self._sequence_parallel else [I, R]
         else:
+            # Whatever some reader can take; conversions serve the others. Sorted, as above.
             taken = {placement for placements in self._taken(ins) for placement in placements}
             allowed = [*sorted(p for p in taken if p.kind == "S"), I, R]
         saved_us = self.prices.saved_us(outs)
@@ -326,6 +336,8 @@ class ProblemBuilder:
             if value not in facts.active:
                 continue
             allowed = [I]
+            # By features alone, such as the vocabulary of logits: rows of flattened tokens are no
+            # dim of an output.
             if self._shard_outputs(index):
                 allowed += [
                     shard_of(size, dim, self.world_size)
@@ -337,7 +349,7 @@ class ProblemBuilder:
 
 
 def _classes(pairs: Iterable[tuple[Item, Item]]) -> list[list[Item]]:
-    """Classes of what ``pairs`` tie together, all in order of first appearance."""
+    """Classes of items that ``pairs`` tie together, all in order of first appearance."""
     union = UnionFind()
     for pair in pairs:
         union.union(*pair)

@@ -1,4 +1,4 @@
-"""Why an operator cannot take a sharded operand, in words."""
+"""Reasons why an operator cannot take a sharded operand, in words."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from torch.fx import Node
 from sp_compiler.base.provenance import module_path, source_line
 from sp_compiler.ir.fx import tensor_operands
 from sp_compiler.passes.sharding.dim_roles import Value, value_of
-from sp_compiler.rules.factors import Dim, OpRule
+from sp_compiler.rules.factors import OpRule
 from sp_compiler.rules.vocabulary import has_vocabulary, vocabulary_obstacle
 
 
 def operator_text(node: Node) -> str:
-    """Such as ``aten.linear in layers.0.mlp.up (model.py:12 x = self.up(x))``."""
+    """Return text such as ``aten.linear in layers.0.mlp.up (model.py:12 x = self.up(x))``."""
     where = module_path(node)
     line = source_line(node)
     return f"{node.target}{f' in {where}' if where else ''}{f' ({line})' if line else ''}"
 
 
-def why_whole(node: Node, rule: OpRule | None, value: Value, dim: int, world_size: int) -> str:
-    """Why ``node`` does not take its operand ``value`` sharded on ``dim``."""
+def why_replicated(node: Node, rule: OpRule | None, value: Value, dim: int, world_size: int) -> str:
+    """Explain why ``node`` does not take its operand ``value`` sharded on ``dim``."""
     if rule is None and has_vocabulary(node):
         obstacle = vocabulary_obstacle(node) or f"it is not sharded on dim {dim}"
         return f"{operator_text(node)} runs whole: {obstacle}"
@@ -27,16 +27,15 @@ def why_whole(node: Node, rule: OpRule | None, value: Value, dim: int, world_siz
         return f"there is no sharding rule for {operator_text(node)}"
     operands = [value_of(operand) for operand in tensor_operands(node)]
     factors = rule.operands[operands.index(value)][dim]
-    return f"{operator_text(node)} {_why_dim_whole(factors, dim, world_size)}"
-
-
-def _why_dim_whole(factors: Dim, dim: int, world_size: int) -> str:
     if not factors:
-        return f"has dim {dim} of size 1"
+        return f"{operator_text(node)} has dim {dim} of size 1"
     if any(factor.blocked for factor in factors):
-        return f"needs dim {dim} whole on every rank"
+        return f"{operator_text(node)} needs dim {dim} whole on every rank"
+    # Of a fused dim the outermost factor alone: an inner one is sharded only where a later operator
+    # cuts the dim there, which is no property of this operator.
     outer = factors[0].size
     if outer % world_size:
         sizes = " x ".join(str(factor.size) for factor in factors)
-        return f"has {sizes} along dim {dim}, and {outer} does not divide by {world_size}"
-    return f"has no way to run with dim {dim} sharded"
+        why = f"has {sizes} along dim {dim}, and {outer} does not divide by {world_size}"
+        return f"{operator_text(node)} {why}"
+    return f"{operator_text(node)} has no way to run with dim {dim} sharded"

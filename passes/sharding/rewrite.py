@@ -72,7 +72,7 @@ class RegionLowering:
         self.produced: dict[Value, Placement] = {}
 
     def run(self) -> Region:
-        """The sharded region."""
+        """Return the sharded region."""
         for node, placement in zip(self.region.placeholders, self.inputs, strict=True):
             self._placeholder(node, placement)
         for node in self.region.module.graph.nodes:
@@ -95,8 +95,9 @@ class RegionLowering:
         )
 
     def get(self, value: Value, placement: Placement) -> Node:
-        """The node that holds ``value`` placed like this, converted at most once."""
+        """Return the node that holds ``value`` in this placement, converted at most once."""
         made = self.made[value]
+        # Without a gradient R and I are one: no conversion, whichever a strategy names.
         if value not in self.active and placement.is_replicated:
             placement = self.produced[value]
         if placement not in made:
@@ -124,13 +125,15 @@ class RegionLowering:
         if node in self.chosen:
             self._lower_active(node, self.chosen[node])
             return
-        # Every rank runs it on replicated values.
+        # Not active: every rank runs it on replicated values.
         new = self.graph.node_copy(node, lambda operand: self.get(value_of(operand), R))
         _copy_meta(node, new)
         self._results(node, new, (R,) * len(results_of(node)))
 
     def _lower_active(self, node: Node, strategy: Strategy) -> None:
+        """Call ``node`` on operands in the placements of ``strategy``, with local sizes."""
         leaves, spec = tree_flatten((node.args, node.kwargs))
+        # One per occurrence of an operand, in the order in which the leaves come.
         placements = iter(strategy.operands)
         rows = next((p.dim for p in strategy.results if p.kind == "T"), 0)
         for position, leaf in enumerate(leaves):
@@ -163,6 +166,7 @@ class RegionLowering:
 
     def _without_rows(self, node: Node, operand: Node, rank: int) -> Node:
         """Drop the leading size-1 dims of a broadcast operand where the rows are flattened."""
+        # Else (1, 1, h) beside rows (n, h) would broadcast to three dims.
         shape = operand.meta["val"].shape
         if len(shape) <= rank:
             return operand
@@ -177,6 +181,7 @@ class RegionLowering:
 
     def _vocabulary_embedding(self, node: Node, values: dict[str, Any]) -> Node:
         weight, ids = values["weight"], values["indices"]
+        # The global number: ``weight`` is a shard by now, and may be padded.
         num_rows = arguments(node)["weight"].meta["val"].shape[0]
         rows = self._emit(
             VOCAB_EMBEDDING.overload, (weight, ids, num_rows, self.world_size), {}, node
@@ -191,45 +196,52 @@ class RegionLowering:
         return self._emit(aten.where.self, (is_padding, constant, rows), {}, node)
 
     def _vocabulary_loss(self, node: Node, values: dict[str, Any]) -> Node:
+        """The loss per token by our operator, then the reduction by ATen's."""
         logits, target, ignore = values["self"], values["target"], values["ignore_index"]
         classes = arguments(node)["self"].meta["val"].shape[1]
         nll_args = (logits, target, ignore, classes, self.world_size)
         pair = self._emit(VOCAB_NLL.overload, nll_args, {}, node)
         nll = self._emit(operator.getitem, (pair, 0), {}, node)
+        # ATen's codes: 0 none, 1 mean, 2 sum.
         if values["reduction"] == 0:
             return nll
         total = self._emit(aten.sum.default, (nll,), {}, node)
         if values["reduction"] == 2:
             return total
+        # The mean is over the tokens that are not ignored.
         counted = self._emit(aten.ne.Scalar, (target, ignore), {}, node)
         count = self._emit(aten.sum.default, (counted,), {}, node)
         return self._emit(aten.div.Tensor, (total, count), {}, node)
 
     def _mean(self, node: Node, args: tuple[Any, ...]) -> Node:
-        """A sum of one rank's part over the number of all that the mean is taken of."""
+        """Lower a mean over a sharded dim: the sum of one rank's part, by the global count."""
+        # A mean of one rank's part would not add up to the mean of all.
         values = arguments(node)
-        whole = shape_of(value_of(values["self"]))
-        dims = values.get("dim") or list(range(len(whole)))
+        shape = shape_of(value_of(values["self"]))
+        dims = values.get("dim") or list(range(len(shape)))
         dtype = {"dtype": values["dtype"]} if values["dtype"] is not None else {}
         sum_args = (args[0], dims, values.get("keepdim", False))
         total = self._emit(aten.sum.dim_IntList, sum_args, dtype, node)
-        count = math.prod(whole[dim] for dim in dims)
+        count = math.prod(shape[dim] for dim in dims)
         return self._emit(aten.div.Tensor, (total, count), {}, node)
 
     # Conversions.
 
     def _convert(self, value: Value, source: Placement, target: Placement) -> Node:
         kinds = {source.kind, target.kind}
+        # No operator goes from one sharding to another: by way of the full value, which others may
+        # need too. ``get`` makes it once.
         if source.is_sharded and target.is_sharded and source != target:
-            whole = self.get(value, I if value in self.active else R)
-            return self._convert_node(whole, value, I, target)
+            full = self.get(value, I if value in self.active else R)
+            return self._convert_node(full, value, I, target)
         if kinds == {"R"} or (source == I and target == R and value not in self.active):
             return self.made[value][source]
         return self._convert_node(self.made[value][source], value, source, target)
 
     def _convert_node(self, x: Node, value: Value, source: Placement, target: Placement) -> Node:
+        """Emit the conversion, between reshapes to and from rows where either side is a T."""
         like, shape = value[0], shape_of(value)
-        _part_of(value, target, self.world_size)
+        _part_of(value, target, self.world_size)  # for its error, and to record what divides
         if target.kind == "T":
             x = self._to_rows(x, shape, target.dim, like)
         text = (str(local_placement(source)), str(local_placement(target)))
@@ -241,7 +253,7 @@ class RegionLowering:
     def _to_rows(self, x: Node, shape: tuple[int, ...], num_dims: int, like: Node) -> Node:
         """Flatten the token dims; pad with copies of the last row, so that no row makes a NaN.
 
-        The padding gets no gradient: it is cut off again before anything sums over tokens.
+        The padding gets no gradient: it is cut off again before any sum over tokens.
         """
         rows, rest = math.prod(shape[:num_dims]), shape[num_dims:]
         if num_dims != 1:
@@ -278,6 +290,8 @@ class RegionLowering:
             self._made(value, placement, item)
 
     def _made(self, value: Value, placement: Placement, new: Node) -> None:
+        """Record that ``new`` holds ``value``."""
+        # The first line of defence against a wrong rule; the check of placements is the second.
         shape, expected = shape_of(value), _part_of(value, placement, self.world_size)
         got = tuple(new.meta["val"].shape)
         if got != tuple(expected):
@@ -292,7 +306,7 @@ class RegionLowering:
 
 
 def _part_of(value: Value, placement: Placement, world_size: int) -> tuple[int, ...]:
-    """Shape of one rank's part; that an open size divides as the example does is recorded."""
+    """Shape of one rank's part; records that an open size divides as the example does."""
     shape = shape_of(value)
     if not placement.is_sharded:
         return shape
@@ -302,7 +316,7 @@ def _part_of(value: Value, placement: Placement, world_size: int) -> tuple[int, 
 
 
 def _may_need_padding(rows: int, world_size: int) -> bool:
-    """Always for an open number of rows, so that one program serves those that divide too."""
+    """Tell whether rows are padded; an open number always, for some call may not divide."""
     return is_open(rows) or bool(rows % world_size)
 
 

@@ -17,7 +17,7 @@ from sp_compiler.ir.hints import hint_text, wishes_of
 from sp_compiler.ir.program import Program, Ref
 from sp_compiler.options import CompileOptions
 from sp_compiler.passes.sharding.assemble import Choices, Sharded, assemble, assemble_unsharded
-from sp_compiler.passes.sharding.dim_roles import WholeNode, activate, label_dims
+from sp_compiler.passes.sharding.dim_roles import ReplicatedNode, activate, label_dims
 from sp_compiler.passes.sharding.outputs import Routed, may_shard, route_outputs
 from sp_compiler.passes.sharding.problem import ProblemBuilder
 from sp_compiler.rules.vocabulary import has_vocabulary
@@ -28,7 +28,7 @@ def shard(
     program: Program,
     options: CompileOptions,
     fixed: dict[str, Placement] | None = None,
-    whole: Collection[WholeNode] = (),
+    replicated: Collection[ReplicatedNode] = (),
 ) -> Sharded:
     """Shard ``program`` over ``options.tp`` ranks.
 
@@ -36,29 +36,30 @@ def shard(
         program: unsharded; see :func:`sp_compiler.passes.outline.outline`.
         options: ``tp``, ``sequence_parallel``, ``nominal_tokens``, ``outputs`` are read.
         fixed: storage placements that an earlier compilation gave to the parameters.
-        whole: operators that run whole on every rank, whatever their rule says.
+        replicated: operators that run replicated on every rank, whatever their rule says.
 
     Raises:
         PassError: the program is sharded already: its shapes are those of one rank.
     """
     if any(region.input_placements for region in program.regions):
         raise PassError(Pass.SHARD, "the program is sharded already; shard what outline() returned")
-    # What is decided is decided for the example's sizes; what is made of it has the open ones.
+    # Decisions are made for the example's sizes; the program that they are carried out on has the
+    # open ones, and records only the divisions that the chosen shards need.
     example = Concretizer(program.sizes)
     routed, fixed = route_outputs(program), fixed or {}
     opened = routed.program
     if options.tp == 1:
         concrete = example.program(opened)
         return _with_returned(assemble_unsharded(opened, concrete, activate(concrete), example), {})
-    builder = placement_problem(routed, options, fixed, whole, example)
+    builder = placement_problem(routed, options, fixed, replicated, example)
     problem = builder.problem
     try:
         solution = solve(problem.vertices, builder.prices.conversion_us)
     except SPCompilerError as error:
-        raise _blamed_on_hints(program, options, fixed, whole, error) from error
+        raise _blamed_on_hints(program, options, fixed, replicated, error) from error
     for facts in builder.facts:
         for node, rule in facts.rules.items():
-            # Lookups in and losses over a vocabulary are sharded by a way of their own.
+            # Lookups in and losses over a vocabulary have strategies without a rule.
             if rule is None and not has_vocabulary(node):
                 report_of(Pass.SHARD).decline(node, "no sharding rule, or one that was refused")
     choices = Choices(problem, solution.choices)
@@ -79,15 +80,15 @@ def placement_problem(
     routed: Routed,
     options: CompileOptions,
     fixed: dict[str, Placement],
-    whole: Collection[WholeNode],
+    replicated: Collection[ReplicatedNode],
     example: Concretizer | None = None,
 ) -> ProblemBuilder:
     """Build the problem of placing a program on ``options.tp`` ranks, at least two.
 
-    It is that of the example's sizes, which ``example`` puts in place of open ones.
+    Open sizes are those of the example: ``example`` makes and keeps the copy.
     """
     program = (example or Concretizer(routed.program.sizes)).program(routed.program)
-    facts = activate(program, whole)
+    facts = activate(program, replicated)
     for region in program.regions:
         label_dims(region, facts[id(region)], options.tp)
     builder = ProblemBuilder(
@@ -109,31 +110,33 @@ def _blamed_on_hints(
     program: Program,
     options: CompileOptions,
     fixed: dict[str, Placement],
-    whole: Collection[WholeNode],
+    replicated: Collection[ReplicatedNode],
     error: SPCompilerError,
 ) -> SPCompilerError:
-    """Return an error with the hints that cannot be met together.
+    """Return an error with a smallest set of hints that cannot be met together.
 
-    Without any of them, all others can.
+    Without any one of them, the others can.
     """
 
     def impossible(keys: Iterable[str]) -> bool:
-        kept = wishes_of({key: options.hints[key] for key in keys}, program.parameters)
-        routed = route_outputs(replace(program, wishes=kept))
-        builder = placement_problem(routed, options, fixed, whole)
+        wishes = wishes_of({key: options.hints[key] for key in keys}, program.parameters)
+        routed = route_outputs(replace(program, wishes=wishes))
+        builder = placement_problem(routed, options, fixed, replicated)
         try:
             solve(builder.problem.vertices, builder.prices.conversion_us)
         except SPCompilerError:
             return True
         return False
 
-    if impossible(()):
+    if impossible(()):  # the hints are not to blame
         return error
-    guilty = dict(options.hints)
+    # Each hint is left out once, and stays out where the rest contradict without it. One more
+    # solution per hint, but only on the way to an error.
+    contradicting = dict(options.hints)
     for key in options.hints:
-        if impossible(other for other in guilty if other != key):
-            del guilty[key]
-    texts = " and ".join(f"hints[{key!r}]={hint_text(hint)}" for key, hint in guilty.items())
+        if impossible(other for other in contradicting if other != key):
+            del contradicting[key]
+    texts = " and ".join(f"hints[{key!r}]={hint_text(hint)}" for key, hint in contradicting.items())
     return ArgumentError(
         f"{texts} cannot be met together on {options.tp} ranks: some operator reads parameters "
         "placed by them and has no way to run with both; drop one, or ask plan.explain(name) "
@@ -143,6 +146,7 @@ def _blamed_on_hints(
 
 def _with_returned(sharded: Sharded, fixed: dict[str, Placement]) -> Sharded:
     """Also place the parameters that the model returns and no operator reads."""
+    # No vertex of the problem has them, and yet the runtime has to know how they are stored.
     program = sharded.program
     leaves = (*program.outputs, *program.mutated_buffers.values())
     names = [leaf.name for leaf in leaves if isinstance(leaf, Ref) and leaf.kind == "param"]

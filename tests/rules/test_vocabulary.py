@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import sp_compiler
 from sp_compiler.ir.fx import calls
-from sp_compiler.passes.sharding.reasons import why_whole
+from sp_compiler.passes.sharding.reasons import why_replicated
 from sp_compiler.rules.vocabulary import vocabulary_obstacle, vocabulary_strategies
 from tests.helpers import parity
 from tests.helpers.normalized import normalized, randn
@@ -50,7 +50,7 @@ def test_why_a_vocabulary_is_whole(
     assert bool(vocabulary_obstacle(node)) == bool(why)
     assert len(vocabulary_strategies(node, 2)) == (not why)
     if why:
-        text = why_whole(node, None, (node.all_input_nodes[0], 0), 1, 2)
+        text = why_replicated(node, None, (node.all_input_nodes[0], 0), 1, 2)
         assert f"runs whole: {why}" in text
 
 

@@ -1,6 +1,6 @@
-"""Bring a captured graph into the one form that the later passes know.
+"""Rewrite a captured graph to the one form that the later passes know.
 
-What holds afterwards:
+Afterwards these hold:
 
 - no aliases, copies or asserts; a cast is ``_to_copy(x, dtype=...)``;
 - every view is ``reshape`` with explicit sizes; splits are ``split_with_sizes``;
@@ -34,7 +34,7 @@ from sp_compiler.ir.rewriting import (
 )
 from sp_compiler.ir.symbolic import same_shape
 from sp_compiler.passes.normalize.attention import explicit_attention, fold_attention_masks
-from sp_compiler.passes.normalize.decompose import canonical_spelling
+from sp_compiler.passes.normalize.decompose import canonical_operators
 from sp_compiler.passes.normalize.fused_projections import split_packed, split_slices
 from sp_compiler.passes.normalize.negative_dims import make_dims_negative
 from sp_compiler.passes.normalize.random_numbers import draw_by_counter
@@ -63,7 +63,7 @@ _COPIES = (
 def normalize(captured: Captured, dropout: Literal["regenerate", "stored"] = "regenerate") -> None:
     """Rewrite the graph of ``captured`` in place; a second run changes nothing.
 
-    The module's code is not generated anew: nothing runs it.
+    The module's code is not regenerated: nothing runs it.
 
     Args:
         captured: a fresh capture.
@@ -73,10 +73,11 @@ def normalize(captured: Captured, dropout: Literal["regenerate", "stored"] = "re
         UnsupportedError: random numbers that cannot be drawn by the counter-based generator.
     """
     graph = captured.module.graph
-    # Spelling first: what follows names few operators, of many that mean the same.
+    # Assertions of the dtypes at the capture: they read values, and would keep dead ones alive.
     for node in calls(graph, _aten._assert_tensor_metadata.default):
         graph.erase_node(node)
-    canonical_spelling(graph)
+    # One name per operator first: the steps below match few of the many that mean the same.
+    canonical_operators(graph)
     _drop_copies(graph)
     _canonical_views(graph)
     _splits_with_sizes(graph)
@@ -84,28 +85,28 @@ def normalize(captured: Captured, dropout: Literal["regenerate", "stored"] = "re
     # Before rules see them, or a fused projection would be sharded across q, k and v.
     split_packed(graph)
     split_slices(graph)
-    # A mask that is folded away needs no explicit attention; what is left and drops becomes
-    # dropout of its own, and only then is known what draws random numbers.
+    # A mask that is folded away needs no explicit attention. Attention with dropout left inside
+    # becomes explicit, with a dropout of its own: only then is known what draws random numbers.
     fold_attention_masks(graph, captured.sizes)
     explicit_attention(graph)
     draw_by_counter(captured, stored=dropout == "stored")
-    # Biases stand apart, so that a row-parallel product can be reduced before one is added.
+    # Biases are added apart, so that a row-parallel product can be reduced before.
     _split_bias(graph)
     _split_addmm(graph)
     _unflatten_products(graph)
     _merge_reshapes(graph)
-    # The next ones ask whether a value has one user: dead users would count.
+    # The next steps ask whether a value has one user: dead users would count.
     erase_dead(graph)
     keep_token_order(graph)
     shorten_view_chains(graph)
-    _expand_tokens(graph)  # last: it adds what a chain of views would take in
+    _expand_tokens(graph)  # last: a chain of views would absorb the expansions
     erase_dead(graph)
     captured.drop_unused_placeholders()
     graph.lint()
 
 
 def _drop_copies(graph: Graph) -> None:
-    """Values are never written, so a copy of one is the value itself; a change of dtype stays."""
+    """Replace copies by their sources, for values are never written; a change of dtype stays."""
     for node in calls(graph, *_COPIES):
         replace_with(node, node.args[0])
     for node in calls(graph, _aten._to_copy.default):
@@ -113,18 +114,20 @@ def _drop_copies(graph: Graph) -> None:
         if source.dtype is value.dtype and source.device == value.device:
             replace_with(node, node.args[0])
         else:
-            kept = {key: node.kwargs[key] for key in ("dtype", "device") if key in node.kwargs}
+            # Layout, pinned memory and memory format change no number. A device that does not
+            # change is left out: it would be a literal of the capture's.
+            options = {key: node.kwargs[key] for key in ("dtype", "device") if key in node.kwargs}
             if source.device == value.device:
-                kept.pop("device", None)
-            node.kwargs = kept
-    # Elsewhere a detach is a wall that gradients must not cross.
+                options.pop("device", None)
+            node.kwargs = options
+    # Of a value with a gradient a detach stays: it stops the gradient.
     for node in calls(graph, _aten.detach.default):
         if not node.args[0].meta["requires_grad"]:
             replace_with(node, node.args[0])
 
 
 def _canonical_views(graph: Graph) -> None:
-    """``view``, ``flatten``, ``squeeze``... -> ``reshape``; what changes nothing goes."""
+    """``view``, ``flatten``, ``squeeze``... -> ``reshape``; views that change nothing go."""
     for node in calls(graph, *_RESHAPES, _aten.expand.default, _aten.slice.Tensor):
         source = node.args[0]
         assert isinstance(source, Node)
@@ -143,6 +146,7 @@ def _canonical_views(graph: Graph) -> None:
 
 
 def _explicit_slice(node: Node, source: Node) -> None:
+    """Write start and end as positions from the front: equal slices get equal arguments."""
     bound = arguments(node)
     size = shape_of(source)[bound["dim"]]
     start, end = (
@@ -155,10 +159,11 @@ def _explicit_slice(node: Node, source: Node) -> None:
 
 
 def _position(index: int | None, size: int, default: int) -> int:
-    """``index`` counted from the front and inside ``0..size``."""
+    """Return ``index`` counted from the front and clipped to ``0..size``."""
     if index is None:
         return default
-    if isinstance(index, int) and index >= sys.maxsize:  # how exports write "to the end"
+    # torch.export writes "to the end" so. An open index is not compared: that would be recorded.
+    if isinstance(index, int) and index >= sys.maxsize:
         return size
     index = index + size if index < 0 else index
     return size if index > size else 0 if index < 0 else index
@@ -184,7 +189,7 @@ def _split_bias(graph: Graph) -> None:
 
 
 def _split_addmm(graph: Graph) -> None:
-    """``addmm(b, x, w)`` -> ``matmul(x, w) + b``."""
+    """``addmm(b, x, w)`` -> ``matmul(x, w) + b``: GPT-2's Conv1D."""
     for node in calls(graph, _aten.addmm.default):
         bound = arguments(node)
         if bound["beta"] == 1 and bound["alpha"] == 1:
@@ -196,7 +201,8 @@ def _split_addmm(graph: Graph) -> None:
 def _unflatten_products(graph: Graph) -> None:
     """``reshape(linear(x, w) + b, (..., o))`` -> ``linear(reshape(x, (..., i)), w) + b``.
 
-    With ``x`` (n, i), so that the product acts on tokens in the form that everything around it has.
+    With ``x`` (n, i): GPT-2's Conv1D flattens the tokens around its product. Afterwards it acts on
+    tokens in the form that everything around it has, and the two reshapes of ``x`` cancel.
     """
     for node in calls(graph, _aten.linear.default, _aten.matmul.default):
         x, weight = node.args
@@ -205,6 +211,7 @@ def _unflatten_products(graph: Graph) -> None:
             continue
         last = _biased(node)
         users = [user for user in last.users if is_call(user, _aten.reshape.default)]
+        # All of them, or the product would be computed twice.
         if not users or len(users) != len(last.users):
             continue
         shape = shape_of(users[0])
@@ -225,7 +232,7 @@ def _unflatten_products(graph: Graph) -> None:
 
 
 def _biased(product: Node) -> Node:
-    """The sum of ``product`` and a bias where that is its only use, else ``product`` itself."""
+    """Return the sum of ``product`` and a bias where that is its only use, else ``product``."""
     users = list(product.users)
     if len(users) == 1 and is_call(users[0], _aten.add.Tensor) and users[0].args[0] is product:
         bias = users[0].args[1]
@@ -238,6 +245,7 @@ def _merge_reshapes(graph: Graph) -> None:
     """``reshape(reshape(x, a), b)`` -> ``reshape(x, b)``, or ``x`` where it has that shape."""
     for node in calls(graph, _aten.reshape.default):
         source = node.args[0]
+        # Not across layers, so that equal layers stay equal.
         while is_call(source, _aten.reshape.default) and layer_of(source) == layer_of(node):
             source = source.args[0]
         assert isinstance(source, Node)

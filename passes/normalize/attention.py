@@ -1,11 +1,10 @@
-"""Fused attention: masks that are known, and the explicit core where there is dropout inside."""
+"""Fused attention: masks that are constant, and the explicit core where dropout is inside."""
 
 from __future__ import annotations
 
 import math
 import operator
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from sp_compiler.ir.symbolic import Binding, Sizes, evaluate
 _ORIGIN = Pass.NORMALIZE
 _aten = torch.ops.aten
 _sdpa = _aten.scaled_dot_product_attention.default
-# Largest number of elements that is computed to learn what a mask is.
+# Largest mask that is computed to find out its kind: a quarter of a gigabyte of booleans.
 _MAX_ELEMENTS = 1 << 28
 # Operators that read only the shape and type of their first operand.
 _SHAPE_ONLY = (
@@ -35,14 +34,15 @@ _SHAPE_ONLY = (
 
 
 def fold_attention_masks(graph: Graph, sizes: Sizes | None = None) -> None:
-    """Replace masks that do not depend on any input by what they are: causal, or none at all.
+    """Replace masks that depend on no input by their kind: causal, or none at all.
 
-    ``sdpa(q, k, v, mask)`` -> ``sdpa(q, k, v, None, p, is_causal=True)`` where ``mask`` computes to
-    the lower triangle, -> ``sdpa(q, k, v)`` where it lets everything through. The mask is computed,
-    not guessed: it must depend on nothing but constants of the graph and open ``sizes``, for which
-    it is computed anew wherever the program is to be used.
+    ``sdpa(q, k, v, mask)`` -> ``sdpa(q, k, v, None, p, is_causal=True)`` where ``mask`` evaluates
+    to the lower triangle, -> ``sdpa(q, k, v)`` where it lets everything through. The mask is
+    computed, not guessed: it must depend on nothing but constants of the graph and open ``sizes``,
+    for which it is recomputed wherever the program is to be used.
     """
     binding = sizes.example if sizes is not None else {}
+    # For the graph: all layers share one mask, or masks made of the same parts.
     known: dict[Node, Tensor | None] = {}
     kinds: dict[Node, str | None] = {}
     for node in calls(graph, _sdpa):
@@ -55,24 +55,21 @@ def fold_attention_masks(graph: Graph, sizes: Sizes | None = None) -> None:
             if kinds[mask] is not None and sizes is not None:
                 sizes.proofs.append(_proof(mask, kinds[mask]))
         if kinds[mask] is not None:
-            bound["attn_mask"], bound["is_causal"] = None, kinds[mask] == "causal"
-            _set_attention(node, bound)
+            factors = (bound["query"], bound["key"], bound["value"])
+            node.args = (*factors, None, bound["dropout_p"], kinds[mask] == "causal")
+            node.kwargs = {name: bound[name] for name in ("scale", "enable_gqa") if bound[name]}
             report_of(Pass.NORMALIZE).rewrote(kind="attention mask")
         else:
             reason = "the mask is neither causal nor open, or depends on an input"
             report_of(Pass.NORMALIZE).decline(node, reason)
 
 
-def _set_attention(node: Node, bound: dict[str, Any]) -> None:
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    node.args = tuple(bound[name] for name in names)
-    node.kwargs = {name: bound[name] for name in ("scale", "enable_gqa") if bound[name]}
-
-
 def _kind(mask: Tensor | None) -> str | None:
-    """``"causal"``, ``"all"`` or, for any other or unknown mask, ``None``."""
+    """Return ``"causal"``, ``"all"`` or, for any other or unknown mask, ``None``."""
     if mask is None or mask.ndim < 2:
         return None
+    # A mask of numbers is added to the scores: the lowest number, or -inf, forbids. Any other value
+    # (a bias by distance, as ALiBi's) is no mask in this sense.
     allowed = mask if mask.dtype is torch.bool else mask == 0
     forbidden = ~allowed if mask.dtype is torch.bool else mask <= torch.finfo(mask.dtype).min
     if not bool((allowed | forbidden).all()):
@@ -85,8 +82,8 @@ def _kind(mask: Tensor | None) -> str | None:
 
 
 def _proof(mask: Node, kind: str | None) -> Callable[[Binding], bool]:
-    """Prove that ``mask`` is of this kind for other sizes too, on a copy of what computes it."""
-    # A copy, because the mask is erased from the graph once nobody uses it.
+    """Return a function that tells whether ``mask`` is of this kind for other sizes too."""
+    # On a copy, because the mask is erased from the graph once nobody uses it.
     graph, copies, needed = Graph(), dict[Node, Node](), ancestors([mask])
     for node in mask.graph.nodes:
         if node in needed:
@@ -95,10 +92,10 @@ def _proof(mask: Node, kind: str | None) -> Callable[[Binding], bool]:
 
 
 def _constant(node: Node, known: dict[Node, Tensor | None], binding: Binding) -> Tensor | None:
-    """The numbers of a value that depends on no input, computed on the CPU; ``None`` for others."""
+    """Compute a value that depends on no input, on the CPU; ``None`` for others."""
     if node in known:
         return known[node]
-    known[node] = None  # what depends on an input, and what is too large, stays unknown
+    known[node] = None  # values that depend on an input, and those that are too large
     if node.op == "call_function" and _is_small(node, binding):
         known[node] = _compute(node, known, binding)
     return known[node]
@@ -114,6 +111,7 @@ def _is_small(node: Node, binding: Binding) -> bool:
 def _compute(node: Node, known: dict[Node, Tensor | None], binding: Binding) -> Tensor | None:
     if draws(node):
         return None
+    # Of these the operand may well depend on an input: its numbers are not read.
     if any(node.target is target for target in _SHAPE_ONLY):
         value = node.args[0].meta["val"]
         empty = torch.empty(evaluate(tuple(value.shape), binding), dtype=value.dtype)
@@ -133,7 +131,8 @@ def explicit_attention(graph: Graph) -> None:
 
     ``sdpa(q, k, v, mask, p, causal)`` -> ``matmul(dropout(softmax(mask(q @ k^T * scale))), v)``
 
-    with q (b, a, s, d), k and v (b, a or kv heads, l, d). Without dropout it stays fused.
+    with q (b, a, s, d), k and v (b, a or kv heads, l, d). Without dropout it stays fused; with it a
+    fused kernel would draw the mask inside, from torch's generator and not from the seed.
     """
     triangles: dict[str, Node] = {}
     for node in calls(graph, _sdpa):
@@ -144,7 +143,14 @@ def explicit_attention(graph: Graph) -> None:
         if bound["enable_gqa"]:
             num_heads = shape_of(query)[-3]
             key, value = (_repeat_heads(node, x, num_heads) for x in (key, value))
-        scores = _scores(node, query, key, bound["scale"])
+        scale = bound["scale"]
+        if scale is None:
+            scale = 1 / math.sqrt(shape_of(query)[-1])
+        key = insert_call(node, _aten.transpose.int, (key, -2, -1), origin=_ORIGIN)
+        scores = insert_call(
+            node, _aten.matmul.default, (query, key), origin=_ORIGIN, name="scores"
+        )
+        scores = insert_call(node, _aten.mul.Tensor, (scores, scale), origin=_ORIGIN, name="scores")
         mask = bound["attn_mask"]
         if bound["is_causal"]:
             mask = _triangle(graph, shape_of(scores)[-2:], triangles)  # type: ignore[arg-type]
@@ -159,7 +165,7 @@ def explicit_attention(graph: Graph) -> None:
 
 
 def _repeat_heads(node: Node, x: Node, num_heads: int) -> Node:
-    """(b, kv heads, l, d) -> (b, num_heads, l, d), every head repeated next to itself."""
+    """(b, kv heads, l, d) -> (b, num_heads, l, d), every head repeated beside itself."""
     *lead, kv_heads, length, width = shape_of(x)
     if kv_heads == num_heads:
         return x
@@ -170,20 +176,12 @@ def _repeat_heads(node: Node, x: Node, num_heads: int) -> Node:
     return insert_call(node, _aten.reshape.default, (wide, size), origin=_ORIGIN)
 
 
-def _scores(node: Node, query: Node, key: Node, scale: float | None) -> Node:
-    if scale is None:
-        scale = 1 / math.sqrt(shape_of(query)[-1])
-    keys = insert_call(node, _aten.transpose.int, (key, -2, -1), origin=_ORIGIN)
-    scores = insert_call(node, _aten.matmul.default, (query, keys), origin=_ORIGIN, name="scores")
-    return insert_call(node, _aten.mul.Tensor, (scores, scale), origin=_ORIGIN, name="scores")
-
-
 def _masked_softmax(node: Node, scores: Node, mask: Node | None, *, causal: bool) -> Node:
-    """Probabilities; a row forbidden altogether is zero, as in fused attention."""
+    """Probabilities; a row that is masked out completely is zero, as in fused attention."""
     is_bool = mask is not None and mask.meta["val"].dtype is torch.bool
     if is_bool:
-        # A causal row always sees itself; of a given mask a row may forbid everything, and the
-        # softmax of nothing but -inf is NaN.
+        # A causal row always sees itself; a given mask may forbid all of a row, and the softmax of
+        # nothing but -inf is NaN.
         lowest = -math.inf if causal else torch.finfo(scores.meta["val"].dtype).min
         args = (mask, scores, lowest)
         scores = insert_call(node, _aten.where.ScalarOther, args, origin=_ORIGIN)
@@ -199,7 +197,8 @@ def _masked_softmax(node: Node, scores: Node, mask: Node | None, *, causal: bool
 
 
 def _triangle(graph: Graph, size: tuple[int, int], known: dict[str, Node]) -> Node:
-    """The causal mask (queries, keys), made once in front of the graph and shared by all layers."""
+    """Return the causal mask (queries, keys), made once in front of the graph for all layers."""
+    # As text: open sizes have no hash.
     if str(size) in known:
         return known[str(size)]
     first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
@@ -211,7 +210,7 @@ def _triangle(graph: Graph, size: tuple[int, int], known: dict[str, Node]) -> No
     options = {"dtype": torch.bool, "device": device}
     ones = insert_call(first, _aten.ones.default, (list(size),), options, origin=_ORIGIN)
     mask = insert_call(first, _aten.tril.default, (ones,), origin=_ORIGIN, name="causal_mask")
-    # All layers share it: in none of them, or it would be an output of the first.
+    # It belongs to no layer, or outlining would make it an output of the first one.
     for node in (ones, mask):
         node.meta.pop("nn_module_stack", None)
         node.meta.pop("stack_trace", None)

@@ -1,4 +1,4 @@
-"""One name for operators that have several, and known ones in place of what they stand for."""
+"""One form for operators that have several, and known operators in place of rarer ones."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _ORIGIN = Pass.NORMALIZE
 _aten = torch.ops.aten
 
 
-def canonical_spelling(graph: Graph) -> None:
-    """Rewrite in place; every operator that is spelled otherwise becomes the one on the right.
+def canonical_operators(graph: Graph) -> None:
+    """Rewrite in place; each form on the left becomes the one on the right.
 
     - ``&`` -> ``bitwise_and``; ``t()``, ``.T`` -> ``transpose``, ``permute``
     - ``x.type_as(y)`` -> a cast of ``x``, or ``x``
@@ -34,10 +34,10 @@ def canonical_spelling(graph: Graph) -> None:
     - ``_weight_norm(v, g)`` -> ``v * (g / norm(v))``
     - ``x[..., i::n]`` of a dim that n divides -> ``select`` from its last n elements side by side
     - ``repeat``, ``repeat_interleave`` with a number -> ``reshape``, ``expand``, ``reshape``
-    - a new tensor like an activation -> of that size, so that it does not depend on the activation
-    - a new tensor of a type that is not said -> of the type that it had when captured
+    - a new tensor like an activation -> one of that size, which does not depend on the activation
+    - a new tensor without a dtype -> one of the dtype that it had when captured
     """
-    # A list: rewrites insert nodes, which are in canonical spelling already.
+    # A list: rewrites insert nodes, which are in canonical form already.
     for node in list(graph.nodes):
         rewrite = _REWRITES.get(node.target) if node.op == "call_function" else None
         if rewrite is not None:
@@ -73,14 +73,14 @@ def _product(node: Node) -> None:
     x, other = node.args[:2]
     assert isinstance(x, Node)
     assert isinstance(other, Node)
-    # A vector times a matrix stays: ``linear`` shards rows of tokens, of which it has none.
+    # A vector times a matrix stays: its result has no rows of tokens, which ``linear``'s rule has.
     if len(shape_of(x)) > 1 and _is_transposed(other):
         replace_call(node, _aten.linear.default, (x, other.args[0]), origin=_ORIGIN)
 
 
 def _einsum(node: Node) -> None:
-    """Not of integers, whose sums are of another type."""
     bound = arguments(node)
+    # Integers stay: ``einsum`` keeps their type, and ``sum`` would widen it.
     if carries_gradient(node.meta["val"]):
         replace_with(node, contract(node, bound["equation"], bound["tensors"], bound["path"]))
 
@@ -110,7 +110,7 @@ def _norm_except_dim(node: Node) -> None:
 
 
 def _norm_except(node: Node, x: Node, power: int, dim: int) -> Node:
-    """Of what every index into ``dim`` has; -1 is no dim here but stands for all of ``x``."""
+    """Norm of the elements at each index of ``dim``; -1 is no dim here but means all of ``x``."""
     rank = len(shape_of(x))
     others = [other for other in range(rank) if other != dim % rank]
     args = (x, power) if dim == -1 else (x, power, others, True)
@@ -118,7 +118,7 @@ def _norm_except(node: Node, x: Node, power: int, dim: int) -> Node:
 
 
 def _is_transposed(node: Node) -> bool:
-    """Tell whether it is ``w.T`` of a ``w`` with two dims, whatever it is spelled as."""
+    """Tell whether it is ``w.T`` of a ``w`` with two dims, in whatever form."""
     if len(shape_of(node)) != 2 or not is_call(node, _aten.transpose.int, _aten.permute.default):
         return False
     dims = node.args[1:] if is_call(node, _aten.transpose.int) else node.args[1]
@@ -131,7 +131,7 @@ def _type_as(node: Node) -> None:
 
 
 def _copy(node: Node) -> None:
-    """No value is ever written: a copy over another is the source, in the other's form."""
+    # No value is ever written: a copy over another is the source, in the other's shape and dtype.
     _expand_to(node, _cast(node, node.args[1], node.meta["val"].dtype))
 
 
@@ -164,6 +164,7 @@ def _reshape_as(node: Node) -> None:
 
 
 def _strided_slice(node: Node) -> None:
+    """Interleaved rotary embeddings and their like: ``x[..., ::2]`` and ``x[..., 1::2]``."""
     bound = arguments(node)
     x, step = bound["self"], bound["step"]
     shape = shape_of(x)
@@ -171,7 +172,7 @@ def _strided_slice(node: Node) -> None:
     if step == 1:
         return
     start, _, _ = slice(bound["start"], bound["end"], step).indices(shape[dim])
-    # Every n-th of a dim that n does not divide has no factors that a rule could name.
+    # A dim that the step does not divide has no factors that a rule could name.
     if shape[dim] % step or shape_of(node)[dim] != shape[dim] // step:
         return
     size = [*shape[:dim], shape[dim] // step, step, *shape[dim + 1 :]]
@@ -180,7 +181,7 @@ def _strided_slice(node: Node) -> None:
 
 
 def _repeat(node: Node) -> None:
-    """(n,) -> (r, 1 of n...) -> (r * n,) for every dim at once."""
+    """(n,) -> (1, n) -> (r, n) -> (r * n,) for every dim at once."""
     x, counts = node.args
     added = len(counts) - len(shape_of(x))
     shape = (*[1] * added, *shape_of(x))
@@ -189,9 +190,10 @@ def _repeat(node: Node) -> None:
 
 
 def _repeat_interleave(node: Node) -> None:
+    """(n,) -> (n, 1) -> (n, r) -> (n * r,), as key-value heads are repeated."""
     bound = arguments(node)
     shape = shape_of(bound["self"])
-    if bound["dim"] is None:
+    if bound["dim"] is None:  # of all elements, flattened
         return
     dim = bound["dim"] % len(shape)
     narrow = [(n, 1) for n in shape]
@@ -200,7 +202,8 @@ def _repeat_interleave(node: Node) -> None:
 
 
 def _repeated(node: Node, narrow: list[tuple[int, int]], wide: list[tuple[int, int]]) -> None:
-    """Through one dim for the elements and one for the copies, where there are copies."""
+    """Copy by way of a dim for the elements and one for the copies, where there are copies."""
+    # Only dims with copies are split in two.
     copied = [pair != other for pair, other in zip(narrow, wide, strict=True)]
 
     def size(pairs: list[tuple[int, int]]) -> list[int]:
@@ -215,7 +218,10 @@ def _repeated(node: Node, narrow: list[tuple[int, int]], wide: list[tuple[int, i
 
 
 def _cross_entropy(node: Node) -> None:
-    """Rows of logits are what a vocabulary is sharded for; a transpose before it is undone."""
+    """(b, v, s) -> (b * s, v): the loss over a sharded vocabulary takes rows of logits.
+
+    Models transpose to put classes into dim 1; the moves here and theirs cancel.
+    """
     args = arguments(node)
     logits, target = args["self"], args["target"]
     shape = shape_of(logits)
@@ -233,7 +239,7 @@ def _cross_entropy(node: Node) -> None:
         flat = insert_call(node, _aten.reshape.default, (target, [-1]), origin=_ORIGIN)
     rest = (args["weight"], args["reduction"], args["ignore_index"], args["label_smoothing"])
     new = (rows(logits), flat, *rest)
-    if args["reduction"]:
+    if args["reduction"]:  # 1: mean, 2: sum, of which the result has no dims
         replace_call(node, node.target, new, origin=_ORIGIN)
         return
     losses = insert_call(node, node.target, new, origin=_ORIGIN)
@@ -241,13 +247,14 @@ def _cross_entropy(node: Node) -> None:
 
 
 def _like(node: Node) -> None:
+    # Else a mask of zeros like the hidden states would be active, and placed with them.
     source, value = node.args[0], node.meta["val"]
     if not isinstance(source, Node) or not source.meta["requires_grad"]:
         return
     name = node.target._schema.name.split("::")[1].removeprefix("new_").removesuffix("_like")
     args: tuple[Any, ...] = (list(value.shape),)
     args += (arguments(node)["fill_value"],) if name == "full" else ()
-    # What is not initialised is overwritten, and zeros are the same on every rank.
+    # Uninitialized memory is to be overwritten: zeros do as well, and are equal on every rank.
     target = getattr(_aten, "zeros" if name == "empty" else name).default
     kwargs = {"dtype": value.dtype, "device": value.device}
     replace_call(node, target, args, kwargs, origin=_ORIGIN)

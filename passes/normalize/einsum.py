@@ -1,4 +1,4 @@
-"""``einsum`` spelled as what it is made of: sums, products of matrices, moves of dims."""
+"""``einsum`` as sums, matrix products and moves of dims, for which there are sharding rules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sp_compiler.ir.rewriting import insert_call
 from sp_compiler.ir.symbolic import same_shape
 from sp_compiler.passes.normalize.views import move
 
-# A letter, or the position of a dim among those that "..." stands for.
+# A letter, or the position of a dim among those that "..." covers.
 Label = str | int
 # A value and the label of each of its dims.
 Labelled = tuple[Node, list[Label]]
@@ -42,30 +42,34 @@ def contract(
     bthd,bthd->bth      ``sum(mul(x, y), -1)``
     ==================  =======================================================================
 
-    A letter that one operand alone has and that nobody needs is summed first, of one that it has
-    twice the diagonal is taken, and more than two operands are multiplied pair by pair.
+    A letter that only one operand has and that is not in the result is summed first; of a letter
+    that an operand has twice the diagonal is taken; more than two operands are multiplied pair by
+    pair.
 
     Args:
-        node: what the new nodes stand for.
+        node: the call that the new nodes replace.
         equation: letters, "..." for any number of dims, with or without a right side.
         operands: a value for each term on the left.
         path: positions of each pair to multiply, whose product is put behind the others; from left
             to right if there is none.
     """
     labels, out = _labels(equation, [len(shape_of(x)) for x in operands])
-    rest = [_diagonal(node, x, names) for x, names in zip(operands, labels, strict=True)]
-    # A dim of size 1 is broadcast: dropped, or it would be summed over where it must be repeated.
-    sizes = _sizes(rest)
-    rest = [_without_broadcast(node, *operand, sizes) for operand in rest]
+    remaining = [_diagonal(node, x, names) for x, names in zip(operands, labels, strict=True)]
+    # Dims of size 1 that are broadcast are dropped: they would be summed instead of repeated.
+    sizes = _sizes(remaining)
+    remaining = [_without_broadcast(node, *operand, sizes) for operand in remaining]
     pairs = list(path or ())
-    while len(rest) > 1:
+    while len(remaining) > 1:
         first, second = sorted((pairs.pop(0), pairs.pop(0))) if path else (0, 1)
-        right, left = rest.pop(second), rest.pop(first)
-        needed = {*out, *(name for _, names in rest for name in names)}
-        order = dict.fromkeys((*left[1], *right[1])) if rest else out
+        # The later one first: its removal does not move the other.
+        right, left = remaining.pop(second), remaining.pop(first)
+        needed = {*out, *(name for _, names in remaining for name in names)}
+        # The last product comes in the order of the result, so that no move follows.
+        order = dict.fromkeys((*left[1], *right[1])) if remaining else out
         kept = [name for name in order if name in needed]
-        rest.insert(len(rest) if path else 0, _product(node, left, right, kept, sizes))
-    result, names = _summed(node, *rest[0], out)
+        product = _product(node, left, right, kept, sizes)
+        remaining.insert(len(remaining) if path else 0, product)
+    result, names = _summed(node, *remaining[0], out)
     return _moved(node, result, names, out)
 
 
@@ -75,13 +79,15 @@ def _labels(equation: str, ranks: Sequence[int]) -> tuple[list[list[Label]], lis
     terms = left.split(",")
     dots = [rank - len(term.replace("...", "")) for term, rank in zip(terms, ranks, strict=True)]
     most = max(dots)
+    # numpy's convention, which torch follows: letters that occur once, in alphabetical order.
     if not arrow:
         letters = left.replace("...", "").replace(",", "")
         right = "..." + "".join(sorted(name for name in letters if letters.count(name) == 1))
 
+    # The dims of "..." are aligned from the right, as broadcasting does.
     def expand(term: str, count: int) -> list[Label]:
-        before, found, after = term.partition("...")
-        return [*before, *(range(most - count, most) if found else ()), *after]
+        before, ellipsis, after = term.partition("...")
+        return [*before, *(range(most - count, most) if ellipsis else ()), *after]
 
     expanded = [expand(term, count) for term, count in zip(terms, dots, strict=True)]
     return expanded, expand(right, most)
@@ -92,10 +98,11 @@ def _call(node: Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 def _diagonal(node: Node, x: Node, names: list[Label]) -> Labelled:
-    """Each label once."""
+    """Take diagonals until each label occurs once."""
     for name in dict.fromkeys(names):
         while names.count(name) > 1:
             first, second = [dim for dim, other in enumerate(names) if other == name][:2]
+            # The diagonal becomes the last dim.
             x = _call(node, _aten.diagonal.default, x, 0, first, second)
             names = [other for dim, other in enumerate(names) if dim not in (first, second)]
             names.append(name)
@@ -113,13 +120,14 @@ def _sizes(operands: Sequence[Labelled]) -> dict[Label, int]:
 
 
 def _is_one(size: int) -> bool:
+    # By same_shape: a plain comparison of an open size would be recorded.
     return same_shape((size,), (1,))
 
 
 def _without_broadcast(
     node: Node, x: Node, names: list[Label], sizes: dict[Label, int]
 ) -> Labelled:
-    """Without the dims of size 1 that another operand has more of."""
+    """Drop the dims of size 1 of which another operand has more."""
     kept = [
         name
         for name, size in zip(names, shape_of(x), strict=True)
@@ -131,17 +139,19 @@ def _without_broadcast(
 def _product(
     node: Node, left: Labelled, right: Labelled, kept: list[Label], sizes: dict[Label, int]
 ) -> Labelled:
-    """Of two operands, summed over all labels but those ``kept``; these say which comes first."""
+    """Multiply two operands and sum over all labels but ``kept``, whose order the result has."""
+    # Labels that neither the result nor the other operand has: smaller before the product.
     left, right = (
-        _summed(node, *one, [*kept, *other[1]]) for one, other in ((left, right), (right, left))
+        _summed(node, *operand, [*kept, *other[1]])
+        for operand, other in ((left, right), (right, left))
     )
     # Labels of both that stay are a batch; of both that go, the inner sum; of one, its own rows.
     batch = [name for name in kept if name in left[1] and name in right[1]]
-    own = [
+    rows_left, rows_right = (
         [name for name in kept if name in names and name not in batch] for _, names in (left, right)
-    ]
+    )
     # The one whose rows come first in the result goes left: no dims have to move afterwards.
-    if own[1] and (not own[0] or kept.index(own[1][0]) < kept.index(own[0][0])):
+    if rows_right and (not rows_left or kept.index(rows_right[0]) < kept.index(rows_left[0])):
         left, right = right, left
     (x, x_names), (y, y_names) = left, right
     x_own = [name for name in x_names if name not in y_names]
@@ -151,17 +161,18 @@ def _product(
     def size(names: Iterable[Label]) -> int:
         return math.prod(sizes[name] for name in names)
 
-    # An outer product, or a sum of products of all there is: no product of matrices helps.
+    # An outer product, or a sum over elementwise products: these are no matrix products.
     if not inner or not (x_own or y_own):
         names = [*(name for name in kept if name in (*x_names, *y_names)), *inner]
         factors = [_aligned(node, *operand, names, sizes) for operand in (left, right)]
         return _summed(node, _call(node, _aten.mul.Tensor, *factors), names, kept)
     x = _moved(node, x, x_names, [*batch, *x_own, *inner])
     lead = [sizes[name] for name in batch]
-    # Rows of a plain weight may have any number of dims.
+    # A product with a plain weight takes rows of any number of dims, which keeps the tokens apart;
+    # one with a batch takes matrices.
     rows = [size(x_own)] if batch or not x_own else [sizes[name] for name in x_own]
     x = _reshaped(node, x, [*lead, *rows, size(inner)])
-    # A weight stored (out, in) stays as it is, for ``linear`` transposes it itself.
+    # A weight stored (out, in) needs no move, for ``linear`` transposes it itself.
     if not batch and y_names == [*y_own, *inner]:
         y = _reshaped(node, y, [size(y_own), size(inner)])
         product = _call(node, _aten.linear.default, x, y)
@@ -174,17 +185,17 @@ def _product(
 
 
 def _summed(node: Node, x: Node, names: list[Label], kept: Sequence[Label]) -> Labelled:
-    """Without the labels that are not ``kept``."""
-    gone = [dim for dim, name in enumerate(names) if name not in kept]
-    if gone:
-        x = _call(node, _aten.sum.dim_IntList, x, gone)
+    """Sum over the labels that are not ``kept``."""
+    dims = [dim for dim, name in enumerate(names) if name not in kept]
+    if dims:
+        x = _call(node, _aten.sum.dim_IntList, x, dims)
     return x, [name for name in names if name in kept]
 
 
 def _aligned(
     node: Node, x: Node, names: list[Label], order: list[Label], sizes: dict[Label, int]
 ) -> Node:
-    """A dim for every label in ``order``, of size 1 where ``x`` has none."""
+    """Give ``x`` a dim for every label in ``order``, of size 1 where it has none."""
     x = _moved(node, x, names, [name for name in order if name in names])
     return _reshaped(node, x, [sizes[name] if name in names else 1 for name in order])
 

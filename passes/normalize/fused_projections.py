@@ -1,4 +1,8 @@
-"""Packed projections: a last dim unflattened and indexed is a last dim split."""
+"""Fused projections (q, k, v in one product) as splits of its last dim.
+
+A split is the form from which sharding learns the segments of the weight: each of q, k and v has to
+be sharded over all ranks, not the three one after another.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +28,12 @@ _MOVES = (
 
 
 def split_packed(graph: Graph) -> None:
-    """Rewrite in place the way ``nn.MultiheadAttention`` takes q, k and v out of one product.
+    """Rewrite, in place, the way in which ``nn.MultiheadAttention`` takes q, k and v apart.
 
     ``reshape(x, (..., n, e))`` -> moves of dims -> ``select(_, dim of n, i)``
     becomes ``split_with_sizes(x, [e] * n, -1)[i]``, where the moves leave the other dims in order.
     """
-    splits: dict[Node, Node] = {}
+    splits: dict[Node, Node] = {}  # one for the selects of q, k and v
     for node in calls(graph, _aten.select.int):
         unflattened = _packed_source(node)
         if unflattened is None:
@@ -55,10 +59,9 @@ def split_packed(graph: Graph) -> None:
 
 
 def split_slices(graph: Graph) -> None:
-    """``y[..., :a]``, ``y[..., a:b]``... of a product, all of it once -> its ``split_with_sizes``.
+    """``y[..., :a]``, ``y[..., a:b]``... that partition a product -> its ``split_with_sizes``.
 
-    In place. The parts of a packed projection: as a split they say which segments of its weight
-    belong together. Of other values (halves of a head to rotate, say) slices stay what they are.
+    In place. Of other values (halves of a head to rotate, say) slices stay as they are.
     """
     for product in calls(graph, _aten.linear.default, _aten.matmul.default, _aten.mm.default):
         slices = [
@@ -66,12 +69,13 @@ def split_slices(graph: Graph) -> None:
             for user in product.users
             if is_call(user, _aten.slice.Tensor) and user.args[1] == -1 and len(user.args) == 4
         ]
-        # A feature dim is never open; sizes that are belong to tokens, of which nothing is fused.
+        # A feature dim is never open: open sizes belong to tokens, which are never fused.
         if not slices or any(map(is_open, tree_leaves([node.args[2:] for node in slices]))):
             continue
         # Sorted: a model may take the values before the keys.
         slices.sort(key=lambda node: node.args[2:])
         ends = [0, *(node.args[3] for node in slices)]
+        # Each starts where the one before ends, and the last ends with the dim.
         if [node.args[2] for node in slices] != ends[:-1] or ends[-1] != shape_of(product)[-1]:
             continue
         sizes = [shape_of(node)[-1] for node in slices]
@@ -82,14 +86,19 @@ def split_slices(graph: Graph) -> None:
 
 
 def _packed_source(select: Node) -> Node | None:
-    """The ``reshape`` that ``select`` indexes the unflattened dim of, or ``None``."""
+    """Return the ``reshape`` whose unflattened dim ``select`` indexes, or ``None``."""
     chain: list[Node] = []
     node = select.args[0]
     while is_call(node, *_MOVES):
         assert isinstance(node, Node)
         if _unflattens_last(node):
             dims = _moved_dims(node, chain[::-1])
-            return node if dims is not None and _leaves_order(dims, select, node) else None
+            packed = len(shape_of(node)) - 2
+            if dims is None or dims[select.args[1]] != packed:
+                return None
+            # The other dims in their first order: else the part would have to be transposed.
+            rest = [dim for dim in dims if dim is not None and dim != packed]
+            return node if rest == sorted(rest) else None
         chain.append(node)
         node = node.args[0]
     return None
@@ -106,7 +115,10 @@ def _unflattens_last(node: Node) -> bool:
 
 
 def _moved_dims(start: Node, moves: list[Node]) -> list[int | None] | None:
-    """Return which dim of ``start`` each dim is after ``moves``; one of size 1 has none."""
+    """Return, for each dim after ``moves``, the dim of ``start`` that it was; ``None`` for size 1.
+
+    ``None`` altogether where a reshape merges or splits dims.
+    """
     dims: list[int | None] = [d if n > 1 else None for d, n in enumerate(shape_of(start))]
     for move in moves:
         if is_call(move, _aten.transpose.int):
@@ -114,7 +126,7 @@ def _moved_dims(start: Node, moves: list[Node]) -> list[int | None] | None:
             dims[first], dims[second] = dims[second], dims[first]
         elif is_call(move, _aten.permute.default):
             dims = [dims[dim] for dim in move.args[1]]
-        else:
+        else:  # a reshape or unsqueeze may only add and remove dims of size 1
             kept = iter([dim for dim in dims if dim is not None])
             sizes = shape_of(move)
             kept_sizes = [shape_of(start)[d] for d in dims if d is not None]
@@ -122,12 +134,3 @@ def _moved_dims(start: Node, moves: list[Node]) -> list[int | None] | None:
                 return None
             dims = [next(kept) if size > 1 else None for size in sizes]
     return dims
-
-
-def _leaves_order(dims: list[int | None], select: Node, start: Node) -> bool:
-    """Tell whether ``select`` picks the unflattened dim and the others are in their first order."""
-    packed = len(shape_of(start)) - 2
-    if dims[select.args[1]] != packed:
-        return False
-    rest = [dim for dim in dims if dim is not None and dim != packed]
-    return rest == sorted(rest)

@@ -1,13 +1,11 @@
 """Dimension arguments counted from the end.
 
 Only of operators with a sharding rule: those are known to count dims of their first operand, or of
-their result. Of others ``-1`` may mean something else ("all" to ``_weight_norm``), and they run
-whole.
+their result. For others ``-1`` may mean something else ("all" to ``_weight_norm``), and they run
+replicated.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,18 +42,16 @@ def _make_negative(node: Node) -> None:
         value = bound.get(argument.name)
         if argument.name not in _DIM_ARGUMENTS or value is None:
             continue
-        rank = _rank(node, bound)
+        # A leaf: the first argument of ``cat`` is a list.
+        first = next(leaf for leaf in pytree.tree_leaves(bound) if isinstance(leaf, Node))
+        counted = (node if node.target in _OF_RESULT else first).meta["val"]
+        rank = counted.ndim if isinstance(counted, Tensor) else 0
         if isinstance(value, int):
             value = value - rank if 0 <= value < rank else value
         else:
             value = [dim - rank if 0 <= dim < rank else dim for dim in value]
+        # By position where it is given so or would be the next one; a default gets explicit here.
         if position <= len(node.args) and not argument.kwarg_only:
             node.args = (*node.args[:position], value, *node.args[position + 1 :])
         else:
             node.kwargs = {**node.kwargs, argument.name: value}
-
-
-def _rank(node: Node, bound: dict[str, Any]) -> int:
-    first = next(leaf for leaf in pytree.tree_leaves(bound) if isinstance(leaf, Node))
-    value = (node if node.target in _OF_RESULT else first).meta["val"]
-    return value.ndim if isinstance(value, Tensor) else 0

@@ -27,12 +27,15 @@ _PRODUCTS = (_aten.linear.default, _aten.matmul.default)
 
 
 def keep_token_order(graph: Graph) -> None:
-    """Let token-wise operators act on tokens as they come, in place.
+    """Move transposes of tokens out of the way of token-wise operators, in place.
 
     ``linear(transpose(x, -2, -3), w)`` -> ``transpose(linear(x, w), -2, -3)``, likewise the sum
     with a bias and the split of the last dim; then upwards
     ``transpose(linear(x, w), -2, -3)`` -> ``linear(transpose(x, -2, -3), w)`` where ``x`` is itself
     a view, so that the moves meet those of the attention core and cancel.
+
+    ``nn.MultiheadAttention`` computes on (s, b, h), between two transposes: inside a layer all
+    tokens should be in the order of the residual stream, whose rows are sharded.
     """
     for node in calls(graph, *_PRODUCTS, _aten.add.Tensor, _aten.split_with_sizes.default):
         if _is_token_wise(node) and _swaps_tokens(node.args[0]) and _same_layer(node, node.args[0]):
@@ -54,9 +57,9 @@ def _is_token_wise(node: Node) -> bool:
         return arguments(node)["dim"] == -1
     other = node.args[1]
     rank = len(shape_of(other)) if isinstance(other, Node) else 0
-    if is_call(node, _aten.add.Tensor):
+    if is_call(node, _aten.add.Tensor):  # with a bias, or a number
         return rank <= 1 and len(shape_of(node)) == 3
-    return rank == 2 and len(shape_of(node)) == 3
+    return rank == 2 and len(shape_of(node)) == 3  # a plain weight
 
 
 def _sink_transpose(node: Node) -> None:
@@ -79,6 +82,7 @@ def _sink_transpose(node: Node) -> None:
 def _raise_transpose(node: Node) -> None:
     chain: list[Node] = []
     source = node.args[0]
+    # One user each, for the chain is computed anew on the other order of tokens.
     while (
         is_call(source, *_PRODUCTS, _aten.add.Tensor)
         and len(source.users) == 1
@@ -99,12 +103,12 @@ def _raise_transpose(node: Node) -> None:
 
 
 def shorten_view_chains(graph: Graph) -> None:
-    """Views in a row -> at most ``reshape``, ``transpose`` or ``permute``, ``reshape``.
+    """Consecutive views -> at most ``reshape``, ``transpose`` or ``permute``, ``reshape``.
 
     Steps that do nothing are left out; a chain that would not get shorter stays as it is. Chains do
     not cross layers, and their inner values have no other user.
     """
-    # From the end of each chain, so that it is taken whole and not from its middle on.
+    # From the end of each chain, so that it is taken in full and not from its middle on.
     for node in reversed(list(calls(graph, *_VIEWS))):
         if not node.users or _continues(node):
             continue
@@ -138,7 +142,7 @@ def _same_layer(node: Node, other: object) -> bool:
 
 
 def _shortest(chain: list[Node]) -> list[ViewStep] | None:
-    """At most three (operator, arguments) that do what ``chain`` does; ``None``: not known."""
+    """Return at most three (operator, arguments) equal to ``chain``; ``None``: not known."""
     source, result = shape_of(chain[0].args[0]), shape_of(chain[-1])
     if 0 in source:  # an empty batch: sizes do not tell which dim became which
         return None
@@ -152,8 +156,8 @@ def _shortest(chain: list[Node]) -> list[ViewStep] | None:
             factors.swap(first, second)
         else:
             factors.permute(node.args[1])
-    # Neighbours moved together are fewer dims to move, unless the reshapes around the move are only
-    # needed because of that.
+    # Neighbors that are moved together are fewer dims to move; but to group them may take reshapes
+    # around the move that it would not need without. Both are tried.
     plans = (_steps(*factors.groups(coarse), source, result) for coarse in (False, True))
     return min(plans, key=len)
 
@@ -175,7 +179,8 @@ def _steps(
 
 
 def move(order: list[int]) -> ViewStep:
-    """A permutation as an operator: ``transpose`` where it swaps two dims."""
+    """Return a permutation as an operator: ``transpose`` where it swaps two dims."""
+    # Counted from the end, as in all of a normalized graph.
     moved = [dim - len(order) for dim, origin in enumerate(order) if dim != origin]
     if len(moved) == 2:
         return _aten.transpose.int, tuple(moved)
@@ -183,7 +188,7 @@ def move(order: list[int]) -> ViewStep:
 
 
 class _Factors:
-    """The dims of a view as products of factors of the dims of its source.
+    """Dims of a view as products of factors of the dims of its source.
 
     ``sizes`` and ``order``: size of each factor, and the factors in the source's order;
     ``dims``: for each dim of the view its factors, outermost first.
@@ -201,12 +206,13 @@ class _Factors:
         self.dims = [self.dims[dim] for dim in dims]
 
     def reshape(self, shape: tuple[int, ...]) -> bool:
-        """Group the factors anew, splitting one where needed; False where none fits."""
+        """Regroup the factors, splitting one where needed; False where none fits."""
         factors = [factor for dim in self.dims for factor in dim]
         common = common_factors([self.sizes[factor] for factor in factors], shape)
         if common is None:
             return False
         parts: dict[int, int] = {}  # position among the common factors to factor
+        # A factor that is split keeps its number for its first part; the others are put behind it.
         for factor, (first, *rest) in zip(factors, common.source, strict=True):
             parts[first], self.sizes[factor] = factor, common.sizes[first]
             place = self.order.index(factor)
@@ -221,7 +227,7 @@ class _Factors:
     def groups(self, coarse: bool) -> tuple[list[int], list[int]]:
         """Sizes of the parts of the source and their order in the view.
 
-        The parts are the factors or, if ``coarse``, as many neighbours together as stay neighbours.
+        The parts are the factors or, if ``coarse``, runs of factors that stay neighbors.
         """
         final = [factor for dim in self.dims for factor in dim]
         following = dict(pairwise(final))

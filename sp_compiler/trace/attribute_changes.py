@@ -1,8 +1,8 @@
-"""What a forward changes in the Python attributes of the model's modules.
+"""Changes that a forward makes to the Python attributes of the model's modules.
 
 A captured graph holds tensors and buffers. Anything else that the forward changes (a counter, a
-list, a tensor that is no buffer) changes only while it is captured, and would be fixed as it was
-then without a word.
+list, a tensor that is no buffer) changes only while it is captured, and would silently stay as it
+was then.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+# Attributes of every module; "forward" is there because the watching one is set on the instance.
 _EVERY_MODULES = {*vars(nn.Module()), "forward"}
+# Compared by value; anything else by identity.
 _PLAIN = (bool, int, float, complex, str, bytes, torch.device)
 _CONTAINERS = (list, tuple, set, dict)
 _State = dict[tuple[str, str], Any]
@@ -25,11 +27,11 @@ _State = dict[tuple[str, str], Any]
 def watched_state(model: nn.Module) -> Iterator[dict[str, str]]:
     """While ``model`` is exported: name of each attribute that its forward changes, and how.
 
-    Filled by the time that the context ends; tensors that the forward added are gone then. Other
-    attributes that it adds are what is set up at a first call, and are left alone.
+    Filled by the time that the context ends; tensors that the forward added are removed then. Other
+    attributes that it adds are set up at a first call, and are left alone.
     """
     changes: dict[str, str] = {}
-    forward, own = model.forward, vars(model).get("forward")
+    forward, on_instance = model.forward, vars(model).get("forward")
     before = _state(model)
 
     @functools.wraps(forward)
@@ -45,15 +47,17 @@ def watched_state(model: nn.Module) -> Iterator[dict[str, str]]:
         yield changes
     finally:
         vars(model).pop("forward")
-        if own is not None:
-            vars(model)["forward"] = own
+        if on_instance is not None:
+            vars(model)["forward"] = on_instance
         modules = dict(model.named_modules())
         for (path, name), value in _state(model).items():
+            # A fake tensor of the export, which the model would meet at its next call.
             if (path, name) not in before and isinstance(value, Tensor):
                 del modules[path].__dict__[name]
 
 
 def _state(model: nn.Module) -> _State:
+    # Containers are copied, one level deep: they may be changed in place.
     return {
         (path, name): type(value)(value) if type(value) in _CONTAINERS else value
         for path, module in model.named_modules()
@@ -67,6 +71,7 @@ def _changes(before: _State, after: _State) -> dict[str, str]:
     texts = {}
     for (path, name), value in after.items():
         old = before.get((path, name))
+        # A new attribute is set up at a first call, but for tensors, which are results.
         is_state = (path, name) in before or isinstance(value, Tensor)
         if is_state and not _same(old, value):
             texts[f"{path}.{name}" if path else name] = f"{_text(old)} -> {_text(value)}"
@@ -74,7 +79,7 @@ def _changes(before: _State, after: _State) -> dict[str, str]:
 
 
 def _same(first: Any, second: Any) -> bool:
-    """Without an operation on tensors, for they are being traced."""
+    """Tell whether two states are equal, without an operation on tensors: they are being traced."""
     if first is second:
         return True
     if type(first) is not type(second):

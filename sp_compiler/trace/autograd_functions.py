@@ -2,8 +2,8 @@
 
 Export would trace through the forward of one and lose its backward. While a model is captured every
 call of one is recorded as the operator ``sp_compiler_function::apply`` instead, whose kernel is
-composite: where a region is differentiated the function itself runs again, and what its forward and
-its backward do is traced as operators like any other.
+composite: where a region is differentiated the function itself runs again, and the operators of its
+forward and backward are traced like any other.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _library = torch.library.Library("sp_compiler_function", "DEF")
 _library.define("apply(Tensor[] inputs, int call) -> Tensor[]")
 _APPLY = torch.autograd.Function.__dict__["apply"]
 
-# What pointwise functions are made of beside the operators that torch says are pointwise.
+# Operators that pointwise functions may use beside those that torch tags as pointwise.
 _KEEP_SHAPE = frozenset(
     {
         "clone",
@@ -45,8 +45,8 @@ _KEEP_SHAPE = frozenset(
         "scalar_tensor",
     }
 )
-_TENSOR = object()
-# What turns a constant of the code into a tensor.
+_TENSOR = object()  # in place of a tensor among returned leaves
+# Operators that turn a constant of the code into a tensor.
 _LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 # Two shapes of each rank that share no size: a number made of a size differs between them.
 _PROBES = ((3, 5, 7, 11, 13, 17), (4, 6, 8, 10, 12, 14))
@@ -61,9 +61,10 @@ class FunctionCall:
         spec: structure of ``(args, kwargs)``.
         leaves: those leaves, with ``None`` for each tensor.
         positions: of the tensors among the leaves.
-        autocast: what was on around the call.
-        returned: what the function returned, with ``_TENSOR`` for tensors, and its structure.
-        pointwise: by rank and types of the operands, whether it is, as far as that was asked.
+        autocast: the autocasts that were on around the call.
+        returned: the leaves that the function returned, with ``_TENSOR`` for tensors, and their
+            structure.
+        pointwise: by rank and dtypes of the operands, whether it is pointwise; filled on demand.
     """
 
     function: type[torch.autograd.Function]
@@ -75,17 +76,21 @@ class FunctionCall:
     pointwise: dict[tuple[int, tuple[torch.dtype, ...]], bool] = field(default_factory=dict)
 
     def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Call the function itself; returns the tensors among its results."""
         leaves = list(self.leaves)
         for position, value in zip(self.positions, inputs, strict=True):
             leaves[position] = value
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        # As it was around the call: the casts inside the function are not in the graph yet.
         with under_autocast(self.autocast):
+            # The original ``apply``: the patched one would record the call once more.
             result = _APPLY.__get__(None, self.function)(*args, **kwargs)
         leaves, spec = pytree.tree_flatten(result)
         self.returned = [_TENSOR if isinstance(x, Tensor) else x for x in leaves], spec
         return [x for x in leaves if isinstance(x, Tensor)]
 
     def result(self, outputs: Sequence[Tensor]) -> Any:
+        """Rebuild the function's own result around ``outputs``."""
         assert self.returned is not None
         leaves, spec = self.returned
         values = iter(outputs)
@@ -93,8 +98,8 @@ class FunctionCall:
         return pytree.tree_unflatten(returned, spec)
 
 
-# An operator of torch takes numbers and tensors, so a graph names a call by number. The calls
-# belong to the captures and programs whose graphs name them, and go with them.
+# An operator of torch takes numbers and tensors: a graph names a call by number. The calls belong
+# to the captures and programs whose graphs name them, and go with them.
 _CALLS: WeakValueDictionary[int, FunctionCall] = WeakValueDictionary()
 _NUMBERS = itertools.count()
 
@@ -113,7 +118,7 @@ def function_name(call: int) -> str:
 
 @contextlib.contextmanager
 def recorded_functions() -> Iterator[list[FunctionCall]]:
-    """Calls of autograd functions become operators; yields the calls, for the capture to keep."""
+    """Record calls of autograd functions as operators; yields the calls, for the capture."""
     recorded: list[FunctionCall] = []
 
     def apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
@@ -131,7 +136,9 @@ def _record(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    if function is CheckpointFunction:  # its backward is that of what it runs
+    # The reentrant form of torch.utils.checkpoint: its backward is that of the function that it
+    # runs, which is traced without it.
+    if function is CheckpointFunction:
         return _APPLY.__get__(None, function)(*args, **kwargs)
     leaves, spec = pytree.tree_flatten((args, kwargs))
     positions = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -141,8 +148,8 @@ def _record(
     constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     number, call = numbered(FunctionCall(function, spec, constants, positions, autocast_state()))
     recorded.append(call)
-    # torch internals: _version, which every write into a tensor raises; there is no other sign that
-    # a function writes into what it is given.
+    # torch internals: _version, which every write into a tensor increments; nothing else shows that
+    # a function writes into its inputs.
     versions = [x._version for x in inputs]
     with _Watched(function, inputs):
         outputs = torch.ops.sp_compiler_function.apply(inputs, number)
@@ -155,9 +162,9 @@ def _record(
 
 
 def numbered(call: FunctionCall) -> tuple[int, FunctionCall]:
-    """The number that graphs name ``call`` by, and the call that has it, to be kept alive.
+    """Return the number of ``call`` in graphs, and the call that has it, to be kept alive.
 
-    Equal calls have one number, so that layers with one each stay alike.
+    Equal calls have one number, so that layers with one each stay equal.
     """
     for number, known in list(_CALLS.items()):
         if _key(call) == _key(known) and all(map(_is_same, call.leaves, known.leaves)):
@@ -172,13 +179,15 @@ def _key(call: FunctionCall) -> tuple[Any, ...]:
 
 
 def _is_same(one: Any, other: Any) -> bool:
+    # By text, in which NaN is NaN and -0.0 is not 0.0. Other objects by identity: their own
+    # comparison is code of the user's.
     plain = type(one) is type(other) and isinstance(one, (int, float, str))
     return one is other or (plain and repr(one) == repr(other))
 
 
 class _Watched(TorchDispatchMode):
-    """Refuses what would be lost: random numbers, which would be drawn again, and tensors that the
-    function is not given, whose gradients nobody would ask for."""
+    """Mode that refuses random numbers, which the next run would draw anew, and tensors that are
+    not among the arguments, whose gradients would be lost."""
 
     def __init__(self, function: type, inputs: Sequence[Tensor]) -> None:
         super().__init__()
@@ -197,6 +206,7 @@ class _Watched(TorchDispatchMode):
                 f"{self._name} uses a tensor that it is not given ({func}); pass it to apply()"
             )
         result = func(*args, **(kwargs or {}))
+        # Results are given, too: of the function's own computation.
         made = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
         self._known.update((id(x), x) for x in made)
         return result
@@ -205,8 +215,8 @@ class _Watched(TorchDispatchMode):
 def is_pointwise_function(call: int, rank: int, dtypes: tuple[torch.dtype, ...]) -> bool:
     """Prove that forward and backward of a recorded call, of operands of one shape, are pointwise.
 
-    Found by tracing both at two shapes: only pointwise operators, on values of that shape or on
-    numbers, and the same ones, so that no number depends on a size.
+    Both are traced at two shapes: all operators have to be pointwise, on values of that shape or on
+    numbers, and the same at both, so that no number depends on a size.
     """
     answers = _CALLS[call].pointwise
     if (rank, dtypes) not in answers:
@@ -217,7 +227,7 @@ def is_pointwise_function(call: int, rank: int, dtypes: tuple[torch.dtype, ...])
 def _keeps_shapes(call: int, rank: int, dtypes: tuple[torch.dtype, ...]) -> bool:
     try:
         first, second = (_traced(_CALLS[call], shape[:rank], dtypes) for shape in _PROBES)
-    except Exception:  # whatever the user's code raises for shapes that are not its own
+    except Exception:  # the user's code may raise anything for shapes that are not its own
         return False
     return first is not None and first == second
 
@@ -225,7 +235,7 @@ def _keeps_shapes(call: int, rank: int, dtypes: tuple[torch.dtype, ...]) -> bool
 def _traced(
     call: FunctionCall, shape: tuple[int, ...], dtypes: Sequence[torch.dtype]
 ) -> str | None:
-    """The code of forward and backward, ``None`` where something is not pointwise."""
+    """Return the code of forward and backward, ``None`` where an operator is not pointwise."""
 
     def both(inputs: list[Tensor], tangents: list[Tensor]) -> Any:
         outputs = call.run(inputs)
@@ -240,7 +250,7 @@ def _traced(
         x = torch.empty(shape, dtype=dtype, device="meta")
         return x.requires_grad_(dtype.is_floating_point)
 
-    # On meta: only shapes and operators matter.
+    # On the meta device: only shapes and operators matter.
     inputs = [example(dtype) for dtype in dtypes]
     with torch.no_grad():
         results = call.run(inputs)
@@ -254,7 +264,7 @@ def _pointwise(module: GraphModule) -> bool:
     (shape,) = {node.meta["val"].shape for node in module.graph.find_nodes(op="placeholder")}
     for node in module.graph.nodes:
         if node.op == "get_attr":
-            return False  # a tensor of the function's own, of whatever shape
+            return False  # a tensor of the function's own, whose dims nobody knows
         if node.op != "call_function":
             continue
         target, value = node.target, node.meta.get("val")

@@ -1,7 +1,7 @@
-"""Dtypes that kernels refuse although fake tensors let them pass, found before anything is changed.
+"""Check for dtypes that kernels refuse although fake tensors accept them, before any change.
 
-Without this a model that gets inputs of another dtype would be captured, its parameters would be
-placed, and only then a kernel would raise, without a word of the user's model.
+Without it a model that gets inputs of another dtype would be captured, its parameters would be
+placed, and only then a kernel would raise, without naming a line of the user's model.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def check_dtypes(graph: Graph, inputs: dict[str, Any]) -> None:
 
     Args:
         graph: as captured.
-        inputs: what the user passed, by name of the argument, for the message.
+        inputs: the user's values by name of the argument, for the message.
 
     Raises:
         CaptureError: naming the operator, its module and line, what it got and the inputs.
@@ -61,10 +61,11 @@ def check_dtypes(graph: Graph, inputs: dict[str, Any]) -> None:
 
 
 def _wrong(node: Node) -> str:
-    """Say what an operator gets that it has no kernel for; "" for nothing."""
+    """Return which dtypes an operator gets that it has no kernel for; "" for none."""
     if node.op != "call_function":
         return ""
     if node.target in _CLASSES:
+        # A target of floating point holds probabilities per class.
         target = _value(arguments(node)["target"])
         if target.is_floating_point() or target.dtype in (torch.int64, torch.uint8):
             return ""

@@ -1,4 +1,4 @@
-"""What has to hold, and what is changed for a moment, while a model is exported."""
+"""Requirements on a model that is exported, and the temporary changes around the export."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
-# What was said already, so that the captures of one model for several shapes say it once.
-_SAID: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+# Warnings per model, so that its captures for several shapes give each of them once.
+_WARNED: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
 _DATA_DEPENDENT = ("GuardOnDataDependentSymNode", "DataDependentOutputException", "UserError")
 
 
 def check_capturable(model: nn.Module) -> None:
-    """Refuse what export would lose without a word.
+    """Refuse parts of a model that export would silently lose.
 
     Raises:
         UnsupportedError: a hook on a module inside the model, or a scripted module.
@@ -51,7 +51,7 @@ def check_capturable(model: nn.Module) -> None:
                 for hook in getattr(module, kind).values()
             )
         ]
-        if name and kinds:
+        if name and kinds:  # those of the root itself run around the compiled module
             raise UnsupportedError(
                 f"module {name!r} ({type(module).__name__}) has hooks ({', '.join(kinds)}), which "
                 "cannot run inside the compiled model; remove them, or put them on the whole model "
@@ -60,10 +60,10 @@ def check_capturable(model: nn.Module) -> None:
 
 
 def _is_captured(hook: Any) -> bool:
-    """Tell whether a hook is a part of the forward, and so of the graph.
+    """Tell whether a hook is a part of the forward, and therefore of the graph.
 
-    Such as those with which transformers collects routers' logits: they stay on the model after its
-    first call.
+    Transformers collects routers' logits with such hooks, which stay on the model after its first
+    call.
     """
     module = getattr(hook, "__module__", None) or ""
     return module.partition(".")[0] == "transformers" and not _is_without_effect(hook)
@@ -72,23 +72,24 @@ def _is_captured(hook: Any) -> bool:
 def _is_without_effect(hook: Any) -> bool:
     """Tell whether leaving a hook out changes no number and no parameter's gradient.
 
-    That with which transformers makes embeddings of a checkpointed model require a gradient.
+    Transformers has one, which makes the embeddings of a checkpointed model require a gradient.
     """
     return getattr(hook, "__name__", "") == "make_inputs_require_grads"
 
 
 @contextlib.contextmanager
 def export_context(model: nn.Module, *, use_cache: bool = False) -> Iterator[list[FunctionCall]]:
-    """The state in which a model is exported; everything is restored on the way out.
+    """Set up the state in which a model is exported; everything is restored on the way out.
 
-    Yields the calls of autograd functions, which grow while the model is exported.
+    Yields the calls of autograd functions, a list that grows while the model is exported.
 
-    ``use_cache`` says whether the caller asked for a cache, which is refused with a warning.
+    ``use_cache``: whether the caller asked for a cache, which is refused with a warning.
 
     The root's own hooks are left to the caller's module; gradients are recorded whatever the mode
     of the caller; autocast stays as it is.
     """
     with contextlib.ExitStack() as stack:
+        # A first call under no_grad must capture the same graph as one in training.
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_without_hooks(model))
@@ -97,10 +98,13 @@ def export_context(model: nn.Module, *, use_cache: bool = False) -> Iterator[lis
         functions = stack.enter_context(recorded_functions())
         stack.enter_context(explicit_einsum())
         stack.enter_context(_without_tensor_hooks())
-        stack.enter_context(_without_own_warnings())
-        _warn_about_checkpointing(model)
+        stack.enter_context(_without_torch_warnings())
+        if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+            message = "gradient checkpointing set on the model is ignored"
+            _warn_once(model, f"{message}: recompute= of sp_compiler governs")
         with watched_state(model) as changes:
             yield functions
+    # Behind the block: where the export fails, its error is what the user has to read.
     if changes:
         _warn_once(
             model,
@@ -122,9 +126,9 @@ def _without_hooks(model: nn.Module) -> Iterator[None]:
     for module, kind, hooks in saved:
         # torch internals: the four dictionaries of hooks on modules. Export calls hooks and records
         # what they do; a module has no public way to set hooks aside and to put them back in order.
-        captured = {} if module is model else hooks
-        kept = OrderedDict((key, hook) for key, hook in captured.items() if _is_captured(hook))
-        setattr(module, kind, kept)
+        candidates = {} if module is model else hooks
+        part_of_forward = ((key, hook) for key, hook in candidates.items() if _is_captured(hook))
+        setattr(module, kind, OrderedDict(part_of_forward))
     try:
         yield
     finally:
@@ -135,55 +139,43 @@ def _without_hooks(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def without_cache(model: nn.Module, *, asked: bool) -> Iterator[None]:
     """Force ``config.use_cache`` off: a key/value cache cannot leave a captured graph."""
-    configs = _configs_with(model, "use_cache")
+    # By identity: parts of a model share its config, or have configs that are equal.
+    configs: dict[int, Any] = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "use_cache", False) is True:
+            configs[id(config)] = config
     if configs or asked:
         _warn_once(model, "use_cache=True is ignored: a compiled model keeps no cache")
-    for config in configs:
+    for config in configs.values():
         config.use_cache = False
     try:
         yield
     finally:
-        for config in configs:
+        for config in configs.values():
             config.use_cache = True
 
 
-def _configs_with(model: nn.Module, flag: str) -> list[Any]:
-    configs = {}
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if getattr(config, flag, False) is True:
-            configs[id(config)] = config
-    return list(configs.values())
-
-
-def _warn_about_checkpointing(model: nn.Module) -> None:
-    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-        _warn_once(
-            model,
-            "gradient checkpointing set on the model is ignored: recompute= of sp_compiler governs",
-        )
-
-
 def _warn_once(model: nn.Module, message: str) -> None:
-    said = _SAID.setdefault(model, set())
-    if message not in said:
-        said.add(message)
+    warned = _WARNED.setdefault(model, set())
+    if message not in warned:
+        warned.add(message)
         warn(message)
 
 
 @contextlib.contextmanager
-def _without_own_warnings() -> Iterator[None]:
-    """Silence what torch's export says about its own code, which no user can fix."""
+def _without_torch_warnings() -> Iterator[None]:
+    """Silence warnings of torch's export about its own code, which no user can fix."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)", FutureWarning)
-        # Said in the user's terms, see watched_state.
+        # Given in the user's terms instead, see watched_state.
         warnings.filterwarnings("ignore", r"The tensor attributes? .* assigned during export")
         yield
 
 
 @contextlib.contextmanager
 def _without_tensor_hooks() -> Iterator[None]:
-    """Refuse hooks on tensors, of which a captured graph knows nothing."""
+    """Refuse hooks on tensors, which a captured graph cannot express."""
 
     def refuse(tensor: Any, hook: Any) -> None:
         raise UnsupportedError(
@@ -214,7 +206,7 @@ def _given_causal_hint() -> Iterator[None]:
 
 
 def capture_error(model: nn.Module, error: Exception) -> CaptureError | UnsupportedError:
-    """Make an error that a user can act on of an exception that export raised."""
+    """Turn an exception of the export into an error that a user can act on."""
     where = _user_frame(model, error.__traceback__)
     if isinstance(error, UnsupportedError):
         return UnsupportedError(f"{error}\n{where}".rstrip())
@@ -222,6 +214,7 @@ def capture_error(model: nn.Module, error: Exception) -> CaptureError | Unsuppor
     advice = (
         "the model's forward must run as it is on the example inputs; run it once without compiling"
     )
+    # Recognized by name and text, for want of anything better: torch raises them as they are.
     if type(error).__name__ in _DATA_DEPENDENT:
         advice = (
             "the control flow or a shape depends on the values of a tensor; compute it with tensor "
@@ -245,6 +238,7 @@ def _user_frame(model: nn.Module, trace: TracebackType | None) -> str:
     """Module path and source line of the innermost frame inside a forward of the user's model."""
     names = {id(module): name for name, module in model.named_modules()}
     text = ""
+    # Outermost first: the last frame that fits is kept.
     for frame, line in traceback.walk_tb(trace):
         filename = frame.f_code.co_filename
         first = frame.f_code.co_varnames[:1]  # the name that the user gave to "self"

@@ -39,14 +39,14 @@ _aten = torch.ops.aten
 def flatten_inputs(
     args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
 ) -> tuple[list[Any], pytree.TreeSpec]:
-    """Leaves and structure of a call's inputs; the order of keyword arguments does not matter."""
+    """Leaves and structure of a call's inputs, whatever the order of the keyword arguments."""
     return pytree.tree_flatten((tuple(args), dict(sorted((kwargs or {}).items()))))
 
 
 def input_names(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
 ) -> list[str]:
-    """Return what a user calls the leaves of :func:`flatten_inputs`: ``x``, ``batch['ids']``."""
+    """Return the user's names of the leaves of :func:`flatten_inputs`: ``x``, ``batch['ids']``."""
     paths, _ = pytree.tree_flatten_with_path((tuple(args), dict(sorted((kwargs or {}).items()))))
     positional = [
         name
@@ -71,7 +71,7 @@ def capture(
     lift_casts: bool = False,
     open_dims: bool = False,
 ) -> Captured:
-    """Export ``model`` on example inputs, in the mode (train or eval, autocast) that is on now.
+    """Export ``model`` on example inputs, in the current mode (train or eval, autocast).
 
     Args:
         model: unmodified; its parameters may live on the ``meta`` device.
@@ -90,6 +90,7 @@ def capture(
     leaves, in_spec = flatten_inputs(args, kwargs)
     leaves = _as_examples(leaves, model)
     example_args, example_kwargs = pytree.tree_unflatten(leaves, in_spec)
+    # An argument overrides the config: export_context switches off the config's alone.
     use_cache = example_kwargs.get("use_cache") is True
     if use_cache:
         example_kwargs = {**example_kwargs, "use_cache": False}
@@ -106,12 +107,13 @@ def capture(
             )
             _unfreeze(exported.graph_module.graph)
             exported = functionalize(exported)
-        except Exception as error:  # whatever user code or export raises
+        except Exception as error:  # user code and export may raise anything
             raise capture_error(model, error) from error
     # The graph holds the casts of autocast now; running its operators must not cast once more.
     with without_autocast():
         captured = _captured(exported, model, in_spec, leaves, lift_casts, open_dims)
     captured.functions = functions
+    # Last, since only now do all values have the dtypes that kernels will see.
     names = input_names(model, args, kwargs)
     check_dtypes(captured.module.graph, dict(zip(names, leaves, strict=True)))
     captured.module.recompile()
@@ -126,7 +128,7 @@ def _captured(
     lift_casts: bool,
     open_dims: bool,
 ) -> Captured:
-    # In this order: what changes placeholders comes before the values computed from them.
+    # Placeholders get their final form first: the values computed from them are propagated last.
     inline_sizes(exported.graph_module.graph)
     captured = _from_exported(exported, model, in_spec)
     captured.parameters = parameters_of(model)
@@ -137,7 +139,10 @@ def _captured(
     _make_fake(captured, leaves, model)
     if lift_casts:
         lift_casts_to_float64(captured)
-    _forget_strides(captured.module.graph)
+    # view -> reshape: strides depend on the kernels, which are not those of the export, and a view
+    # that fits the strides of one does not fit those of another.
+    for node in calls(captured.module.graph, _aten.view.default, _aten._unsafe_view.default):
+        node.target = _aten.reshape.default
     _propagate(captured.module.graph)
     return captured
 
@@ -146,13 +151,15 @@ def _open_shapes(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any
     shapes = ShapesCollection()
     for leaf in pytree.tree_leaves((args, kwargs)):
         if isinstance(leaf, Tensor):
-            # Nothing holds for 0 or 1 and for larger sizes too.
+            # torch treats 0 and 1 as sizes of their own kind: no graph holds for them and for
+            # larger sizes alike.
             shapes[leaf] = {dim: Dim.AUTO for dim, size in enumerate(leaf.shape) if size > 1}
     return shapes.dynamic_shapes(model, tuple(args), dict(kwargs))
 
 
 def _unfreeze(graph: Graph) -> None:
-    """Let comparisons of sizes be recorded after the export too."""
+    """Let comparisons of sizes be recorded after the export, too."""
+    # Export freezes it at its end; a comparison then would be answered and forgotten.
     env = getattr(fake_mode_of(graph), "shape_env", None)
     if env is not None:
         env.frozen = False
@@ -185,11 +192,12 @@ def _add_sizes(captured: Captured, leaves: Sequence[Any]) -> None:
 
 
 def _as_examples(leaves: list[Any], model: nn.Module) -> list[Any]:
-    """Leaves on the model's device that export can take.
+    """Return leaves that export can take: fresh tensors, on the meta device if the model is.
 
-    Never the caller's own tensors: export leaves marks on them, and reads the ``grad`` of results
-    of a computation. A tensor passed twice is cloned, for export would merge it, and so is one made
-    in inference mode, which could not be recorded for a gradient.
+    Never the caller's own: export leaves marks on them, and reads the ``grad`` of tensors that are
+    results of a computation. A tensor that is passed twice (labels and input ids) is cloned, for
+    export would merge the two inputs; so is one made in inference mode, of which autograd could
+    record nothing.
     """
     meta = any(parameter.is_meta for parameter in model.parameters())
     seen: set[int] = set()
@@ -209,7 +217,7 @@ def _as_examples(leaves: list[Any], model: nn.Module) -> list[Any]:
 def _from_exported(
     exported: ExportedProgram, model: nn.Module, in_spec: pytree.TreeSpec
 ) -> Captured:
-    """The exported graph with its signature turned into refs and tied tensors merged."""
+    """Turn the signature of an exported graph into refs, and merge tied tensors."""
     graph = exported.graph_module.graph
     canonical = _canonical_names(model)
     leaf_order = iter(_leaf_order(exported))
@@ -236,7 +244,7 @@ def _from_exported(
 
 
 def _canonical_names(model: nn.Module) -> dict[str, str]:
-    """Every name of a parameter or buffer to that in ``model.named_parameters()``, the first."""
+    """Every name of a parameter or buffer to the first one, in ``model.named_parameters()``."""
     tensors = [
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
@@ -246,14 +254,15 @@ def _canonical_names(model: nn.Module) -> dict[str, str]:
 
 
 def _leaf_order(exported: ExportedProgram) -> list[int]:
-    """For each input leaf of the exported program its index in :func:`flatten_inputs`."""
+    """For each input leaf of the exported program, its index in :func:`flatten_inputs`."""
+    # Export keeps keyword arguments in the order in which they were given, flatten_inputs sorts
+    # them: numbers are sent through both.
     spec = exported.call_spec.in_spec
     args, kwargs = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
-    exported_index, _ = flatten_inputs(args, kwargs)
-    order = [0] * len(exported_index)
-    # Export keeps keyword arguments as they were given; here their order does not matter.
-    for own, exported_position in enumerate(exported_index):
-        order[exported_position] = own
+    exported_positions, _ = flatten_inputs(args, kwargs)
+    order = [0] * len(exported_positions)
+    for sorted_position, exported_position in enumerate(exported_positions):
+        order[exported_position] = sorted_position
     return order
 
 
@@ -277,7 +286,7 @@ def _mutated_last(
 ) -> list[str]:
     """Order the returned values: the model's outputs, then mutated buffers; returns their names.
 
-    No gradient flows through what is written into a buffer.
+    Written values are detached: no gradient flows through a buffer.
     """
     results, written, names = [], [], []
     for value, spec in zip(output.args[0], specs, strict=True):
@@ -324,15 +333,9 @@ def _propagate(graph: Graph) -> None:
             ) from error
 
 
-def _forget_strides(graph: Graph) -> None:
-    """view -> reshape: strides depend on the kernels, which are not those of the export."""
-    for node in calls(graph, _aten.view.default, _aten._unsafe_view.default):
-        node.target = _aten.reshape.default
-
-
 def _make_fake(captured: Captured, leaves: list[Any], model: nn.Module) -> None:
     """Give every placeholder a value in one new fake mode; the ``meta`` device becomes the CPU."""
-    # One mode for all values: those of export's own mode are of tensors that it made itself.
+    # One new mode for all values: those of export's own are of tensors that it made itself.
     mode = FakeTensorMode(shape_env=captured.sizes.env if captured.sizes is not None else None)
     parameters = dict(model.named_parameters())
     for node, ref in zip(captured.placeholders, captured.refs, strict=True):
@@ -356,7 +359,7 @@ def _make_fake(captured: Captured, leaves: list[Any], model: nn.Module) -> None:
 
 
 def _move_to_cpu(graph: Graph) -> None:
-    """Let what was captured on the ``meta`` device run on the CPU."""
+    """Make a graph that was captured on the ``meta`` device run on the CPU."""
     for node in list(graph.nodes):
         if node.op == "call_function" and getattr(node.kwargs.get("device"), "type", "") == "meta":
             node.kwargs = {**node.kwargs, "device": torch.device("cpu")}
@@ -364,7 +367,9 @@ def _move_to_cpu(graph: Graph) -> None:
         source = node.args[0]
         assert isinstance(source, Node)
         dtype = source.meta["val"].dtype
-        if not dtype.is_floating_point:  # which only accelerators count
+        # The CPU has no kernel for integers. Models with experts choose by device whether to cast,
+        # and on the meta device they did not.
+        if not dtype.is_floating_point:
             to = _aten._to_copy.default
             cast = functools.partial(make_call, graph, to, like=node, origin="capture")
             with graph.inserting_before(node):

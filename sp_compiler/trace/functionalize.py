@@ -1,9 +1,9 @@
-"""An exported graph as functional operators: nothing is written in place, no subgraphs.
+"""Rewrite of an exported graph to functional operators: no writes in place, no subgraphs.
 
 ``ExportedProgram.run_decompositions`` does that by tracing the graph again, which takes as long as
 the export. Most models write nothing in forward. For them it is enough to inline the subgraphs and
 to replace the few composite operators that may return a view of their operand (``to``,
-``contiguous``, ``chunk`` ...) by what they do to operands of this shape and type.
+``contiguous``, ``chunk`` ...) by the operators that they run for this shape and dtype.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 
 
 def functionalize(exported: ExportedProgram) -> ExportedProgram:
-    """``exported``, of ``torch.export.export``, as functional composite operators; changes it.
+    """Rewrite ``exported``, of ``torch.export.export``, to functional composite operators.
 
-    What was computed under ``no_grad`` is detached. The nodes keep the module and source line of
-    the user's model.
+    Values that were computed under ``no_grad`` are detached. The nodes keep the module and source
+    line of the user's model.
     """
     module = exported.graph_module
     _prepare_subgraphs(module)
@@ -53,8 +53,8 @@ def _nodes(module: GraphModule) -> Iterator[Node]:
     """Yield all nodes, those of subgraphs too."""
     for node in module.graph.nodes:
         yield node
-        if node.op == "get_attr" and isinstance(found := _attribute(module, node), GraphModule):
-            yield from _nodes(found)
+        if node.op == "get_attr" and isinstance(body := _attribute(module, node), GraphModule):
+            yield from _nodes(body)
 
 
 def _is_simple(node: Node) -> bool:
@@ -79,7 +79,7 @@ def _attribute(module: GraphModule, node: Node) -> Any:
 
 
 def _body(module: GraphModule, node: Node) -> GraphModule:
-    """The subgraph that ``node`` runs."""
+    """Return the subgraph that ``node`` runs."""
     (attribute,) = [arg for arg in node.args if isinstance(arg, Node) and arg.op == "get_attr"]
     body = _attribute(module, attribute)
     assert isinstance(body, GraphModule)
@@ -87,7 +87,7 @@ def _body(module: GraphModule, node: Node) -> GraphModule:
 
 
 def _prepare_subgraphs(module: GraphModule) -> None:
-    """Let grad-mode and autocast regions be inlined without losing what they mean.
+    """Prepare grad-mode and autocast regions for inlining without a change of meaning.
 
     ``run_decompositions`` calls the body; it is interpreted node by node, so that the nodes keep
     the module and source line of the user's model.
@@ -103,6 +103,7 @@ def _prepare_subgraphs(module: GraphModule) -> None:
 
 
 def _detach_outputs(body: GraphModule, region: Node) -> None:
+    """Detach the results of a ``no_grad`` region, which is all that is left of it when inlined."""
     output, results = output_node(body.graph), []
     for value in output.args[0]:
         if isinstance(value, Node):
@@ -117,12 +118,13 @@ def _detach_outputs(body: GraphModule, region: Node) -> None:
     body.recompile()
 
 
-# Without another trace.
+# The way without another trace.
 
 
 def _inline(module: GraphModule) -> None:
     """Copy the nodes of every subgraph to where it is called."""
     graph = module.graph
+    # Grad mode alone: functionalize() leaves autocast regions to run_decompositions.
     for node in calls(graph, _SET_GRAD):
         body = _body(module, node)
         _inline(body)
@@ -133,8 +135,8 @@ def _inline(module: GraphModule) -> None:
 
 
 def _replace(node: Node, body: Graph, inputs: Any) -> list[Node]:
-    """Put the nodes of ``body``, called with ``inputs``, in the place of ``node``; returns them."""
-    graph, before = node.graph, node.prev  # copying tells nobody which nodes are new: those between
+    """Put the nodes of ``body``, called with ``inputs``, in place of ``node``; returns them."""
+    graph, before = node.graph, node.prev  # graph_copy does not return the new nodes: those between
     values = dict(zip(body.find_nodes(op="placeholder"), inputs, strict=True))
     with graph.inserting_before(node):
         results = graph.graph_copy(body, values)
@@ -154,9 +156,9 @@ def _replace(node: Node, body: Graph, inputs: Any) -> list[Node]:
 
 
 def _decompose_views(graph: Graph) -> None:
-    """Replace composite operators that ``run_decompositions`` would not leave whole either."""
+    """Decompose the composite operators that ``run_decompositions`` would decompose."""
     mode = fake_mode_of(graph)
-    bodies: dict[Hashable, Graph] = {}  # of a layer's calls, those of every further layer
+    bodies: dict[Hashable, Graph] = {}
     for node in list(graph.nodes):
         if node.op != "call_function" or not _is_decomposed(node.target):
             continue
@@ -169,25 +171,26 @@ def _decompose_views(graph: Graph) -> None:
 
 
 def _is_decomposed(target: Any) -> bool:
-    """``reshape`` is not: it is what the compiler makes of views."""
+    """Tell whether an operator is decomposed; ``reshape`` is not: all views become reshapes."""
     return (
         isinstance(target, OpOverload)
         and target is not _aten.reshape.default
-        # torch internals: torch._export.utils knows which composites run_decompositions leaves
-        # whole; with a list of our own the two ways to functionalize would differ.
+        # torch internals: torch._export.utils knows which composites run_decompositions keeps; with
+        # a list of our own the two ways to functionalize would differ.
         and _is_cia_op(target)
         and not _is_preservable_cia_op(target)
     )
 
 
 def _signature(node: Node) -> Hashable:
-    """Equal for calls that do the same to operands of the same shape, strides, type and device."""
+    """Equal for calls that do the same to operands of the same shape, strides, dtype and device."""
     inputs = node.all_input_nodes
     arguments = map_arg((node.args, node.kwargs), lambda source: f"%{inputs.index(source)}")
     return node.target, repr(arguments), tuple(_layout(source.meta["val"]) for source in inputs)
 
 
 def _layout(value: Any) -> Hashable:
+    # Strides and offset as well: they decide whether ``contiguous`` copies.
     return tuple(
         (leaf.shape, leaf.stride(), leaf.storage_offset(), leaf.dtype, leaf.device)
         if isinstance(leaf, Tensor)
@@ -197,7 +200,7 @@ def _layout(value: Any) -> Hashable:
 
 
 def _trace(node: Node, mode: FakeTensorMode) -> Graph:
-    """The operators that one call is made of."""
+    """Trace the operators that one call runs."""
     inputs = node.all_input_nodes
 
     def call(*values: Any) -> Any:

@@ -1,7 +1,7 @@
 """The joint forward and backward graph of a region.
 
 The only file that touches PyTorch's private ahead-of-time autograd; ``tests/trace/test_joint.py``
-holds the contract it relies on (torch 2.11 to 2.13).
+tests the behavior that it relies on (torch 2.11 to 2.13).
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from sp_compiler.ir.symbolic import inline_sizes, same_shape
 
 aten = torch.ops.aten
 
-# torch internals: descriptors say which input and output of a joint graph is what; without them the
-# order of gradients and tangents would have to be guessed from their numbers.
+# torch internals: descriptors identify the inputs and outputs of a joint graph; without them the
+# order of gradients and tangents would have to be guessed from their number.
 _SOURCE = "sp_source"
 _TOKEN_INPUTS = (ForwardTokenAOTInput, BackwardTokenAOTInput)
 _TOKEN_OUTPUTS = (ForwardTokenAOTOutput, BackwardTokenAOTOutput)
@@ -94,7 +94,7 @@ class JointGraph:
         return list(self._results[self.num_outputs :])
 
     def copy(self) -> JointGraph:
-        """With nodes of its own, whose ``meta`` can be changed."""
+        """Return a joint graph with nodes of its own, whose ``meta`` can be changed."""
         return replace(self, graph=copy_graph(self.graph))
 
     @property
@@ -104,7 +104,7 @@ class JointGraph:
     def backward_nodes(self) -> set[fx.Node]:
         """Nodes that depend on a tangent, and those that the forward outputs do not need."""
         forward = ancestors(self.outputs)
-        # A forward operator may have results that the forward itself does not use, such as rstd.
+        # A forward operator may have results that only backward reads, such as rstd of a norm.
         for node in self.graph.nodes:
             if node.target is operator.getitem and node.args[0] in forward:
                 forward.add(node)
@@ -126,6 +126,7 @@ def trace_joint(region: Region) -> JointGraph:
     args = [_fake_input(node, mode) for node in region.placeholders]
     with contextlib.ExitStack() as stack:
         if mode.shape_env is not None:
+            # Composite operators in C++ would read open sizes, and so fix them.
             stack.enter_context(enable_python_dispatcher())
         stack.enter_context(fx.traceback.preserve_node_meta())
         stack.enter_context(mode)
@@ -173,7 +174,8 @@ def _with_sources(original: fx.Graph) -> fx.Graph:
 def _fake_input(node: fx.Node, mode: FakeTensorMode) -> Tensor:
     value = node.meta.get("val")
     if isinstance(value, torch.SymInt):
-        # The tracer learns of a symbol from a tensor; the placeholder becomes the number again.
+        # The tracer learns of a symbol from a tensor; _rebuild() makes the placeholder a number
+        # again.
         with mode:
             return torch.empty((value,), device="cpu")
     if not isinstance(value, FakeTensor):
@@ -186,7 +188,7 @@ def _fake_input(node: fx.Node, mode: FakeTensorMode) -> Tensor:
 
 
 def _rebuild(traced: fx.Graph, region: Region) -> JointGraph:
-    """Copy a traced graph into one with this file's order and names; ends PyTorch's conventions."""
+    """Copy a traced graph with this file's order and names, free of PyTorch's conventions."""
     _drop_effects(traced)
     placeholders = traced.find_nodes(op="placeholder")
     inputs = {_input_index(node): node for node in placeholders if not _is_tangent(node)}
@@ -200,6 +202,7 @@ def _rebuild(traced: fx.Graph, region: Region) -> JointGraph:
     for node in traced.nodes:
         if node.op == "call_function":
             copies[node] = graph.node_copy(node, copies.__getitem__)
+            # "getitem_7" says nothing; the generated code shows these names.
             if node.target is operator.getitem:
                 copies[node]._rename(_result_name(node))
     # By descriptor and not by position: inputs without gradient have none in PyTorch's order.
@@ -216,7 +219,7 @@ def _rebuild(traced: fx.Graph, region: Region) -> JointGraph:
 
 
 def _drop_effects(traced: fx.Graph) -> None:
-    """Let factorizations raise for singular matrices themselves, without an operator for it.
+    """Make factorizations raise for singular matrices themselves, without an operator for it.
 
     PyTorch 2.13 keeps that operator, which has no result, alive and in order by tokens: inputs and
     outputs of the graph, in forward and backward each.
@@ -237,8 +240,8 @@ def _drop_effects(traced: fx.Graph) -> None:
             args = node.args
         else:
             continue
+        # Its argument is the error code, one of the results of the factorization.
         factorization = args[0].args[0]
-        # The operator dropped here is what raised for singular matrices; now the kernel does.
         factorization.update_kwarg("check_errors", True)
         traced.erase_node(node)
     output = traced.output_node()
@@ -299,7 +302,7 @@ def _results(traced: fx.Graph) -> tuple[dict[int, fx.Node], dict[int, fx.Node]]:
 
 
 def _drop_no_ops(graph: fx.Graph) -> None:
-    """Forget aliases and copies that keep dtype and layout: a functional graph needs none."""
+    """Drop aliases and copies that keep dtype and layout: a functional graph needs none."""
     for node in list(graph.nodes):
         if node.target in _ALIASES or (node.target in _COPIES and _copies_nothing(node)):
             node.replace_all_uses_with(node.args[0])
@@ -310,17 +313,17 @@ def _drop_no_ops(graph: fx.Graph) -> None:
 
 def _copies_nothing(node: fx.Node) -> bool:
     source, result = node.args[0].meta["val"], node.meta["val"]
-    same = source.dtype == result.dtype and source.device == result.device
-    return same and (source.stride() == result.stride() or _is_output_copy(node))
-
-
-def _is_output_copy(node: fx.Node) -> bool:
-    return _SOURCE not in node.meta.get("custom", {}) and all(
+    # The copies of outputs were made for the trace alone, see _Interpreted: no node of the region
+    # is their source. They go whatever the strides.
+    is_output_copy = _SOURCE not in node.meta.get("custom", {}) and all(
         user.op == "output" for user in node.users
     )
+    same = source.dtype == result.dtype and source.device == result.device
+    return same and (is_output_copy or source.stride() == result.stride())
 
 
 def _copy_provenance(joint: JointGraph, region: Region) -> None:
+    """Copy meta from the region's nodes to those that they became, gradients included."""
     sources = {node.name: node for node in region.module.graph.nodes}
     backward = joint.backward_nodes()
     for node, source in zip(joint.inputs, region.placeholders, strict=True):
@@ -337,6 +340,7 @@ def _copy_provenance(joint: JointGraph, region: Region) -> None:
         _copy_keys(node, sources[name], ("nn_module_stack", "stack_trace"))
         if _relabels(sources[name]):
             node.meta["relabels"] = True
+        # An operator may be traced as several: the last one in forward of its shape has its value.
         if node not in backward and _same_shape(node, sources[name]):
             values[name] = node
     for name, node in values.items():
@@ -354,7 +358,7 @@ def _relabels(node: fx.Node) -> bool:
 
 
 def _is_spread(node: fx.Node) -> bool:
-    """Find values whose rank has one element per segment: rows of heads, one head each."""
+    """Tell whether a rank has one element per segment: rows of heads, one head each."""
     placement = node.meta.get("placement")
     return bool(placement and placement.segments) and (
         node.meta["val"].shape[placement.dim] == len(placement.segments)

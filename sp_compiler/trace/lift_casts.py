@@ -1,4 +1,8 @@
-"""Keep a float64 model in float64: its own roundings to float32 taken out of the captured graph."""
+"""Removal of the roundings to float32 that a float64 model does itself, from a captured graph.
+
+Transformers' models compute their loss in float32 whatever their dtype: a comparison in float64
+would see that rounding and nothing below it.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ def lift_casts_to_float64(captured: Captured) -> None:
         if ref.kind == "constant" and captured.constants[ref.name].dtype in _LOWER:
             captured.constants[ref.name] = captured.constants[ref.name].double()
             set_value(node, node.meta["val"].double())
-    # All of them, for whatever reason they are there: a comparison at 1e-10 has no use for any.
+    # All of them, whatever their reason: a comparison at 1e-10 can use none.
     for node in captured.module.graph.nodes:
         if node.op == "call_function":
             node.args = torch.fx.node.map_aggregate(node.args, _lifted)

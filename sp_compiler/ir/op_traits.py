@@ -130,9 +130,9 @@ def is_view(node: Node) -> bool:
     if schema is None or not schema.arguments:
         return False
     alias = schema.arguments[0].alias_info
-    return (
-        alias is not None and not alias.is_write
-    )  # an alias that is written: an in-place operator
+    if alias is None or alias.is_write:  # an alias that is written: an in-place operator
+        return False
+    return isinstance(node.args[0], Node)  # a number has no storage: conj(1 + 2j) of a gradient
 
 
 def is_part(node: Node) -> bool:

@@ -1,4 +1,4 @@
-"""Each distinct block, forward and backward, on random data: sharded against whole.
+"""Each distinct block, forward and backward, on random data: sharded against unsharded.
 
 Finds what a whole step hides: a conversion whose forward is right and whose gradient is not, or a
 gradient that differs between ranks.
@@ -18,9 +18,12 @@ from torch.fx import Node
 from sp_compiler.base.errors import SPCompilerError
 from sp_compiler.base.placement import Placement
 from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.ir.fx import carries_gradient
 from sp_compiler.ir.program import Program, Region
 from sp_compiler.verification.interpret import run_graph
-from sp_compiler.verification.report import Comparison, gradient_errors, output_errors
+from sp_compiler.verification.judge import Numbers, Precision, Reference
+from sp_compiler.verification.precision import widest
+from sp_compiler.verification.report import Comparison
 from sp_compiler.verification.simulate import gather_check, scatter, simulated_ranks
 
 _SEED = 7
@@ -30,53 +33,134 @@ def check_blocks(
     program: Program,
     variants: Mapping[str, CompiledProgram],
     call_inputs: Sequence[Sequence[Any]],
-    tolerance: float,
 ) -> Iterator[Comparison]:
-    """Compare every region, as each pass left it, with the whole one; all ways it was split.
+    """Compare every region, as each pass left it, with the unsharded one; all ways it was split.
 
     Args:
-        program: of whole tensors.
+        program: of full tensors.
         variants: by pass, the compiled program with the code to run.
         call_inputs: what each call of ``program`` was given, for inputs that cannot be random.
-        tolerance: allowed relative error.
     """
     for region in program.regions:
         index = next(i for i, call in enumerate(program.calls) if call.region is region)
-        data = _Data.of(region, call_inputs[index])
+        block = _Block.of(region, call_inputs[index])
         for stage, compiled in variants.items():
             # Sharding may put calls behind the others.
             pairs = zip(program.calls, compiled.program.calls, strict=False)
-            ways = {mine.region.name: None for call, mine in pairs if call.region is region}
+            ways = {split.region.name: None for call, split in pairs if call.region is region}
             for name in ways:
-                yield _check(stage, region, name, compiled, data, tolerance)
+                yield block.compare(stage, name, compiled)
 
 
 @dataclass(frozen=True)
-class _Data:
-    """Inputs and tangents of one whole region, and what it computes of them."""
+class _Block:
+    """Inputs and tangents of one unsharded region, and what it computes of them.
 
+    Attributes:
+        inputs: random where they require gradients, in float64; else as they were given.
+        tangents: of the outputs, in float64.
+    """
+
+    region: Region
     inputs: list[Any]
-    outputs: list[Tensor]
     tangents: list[Tensor]
-    grads: dict[str, Tensor | None]
+    reference: Reference
 
     @classmethod
-    def of(cls, region: Region, given: Sequence[Any]) -> _Data:
+    def of(cls, region: Region, given: Sequence[Any]) -> _Block:
         generator = torch.Generator().manual_seed(_SEED)
         inputs = [
             _random(value, generator) if node.meta["requires_grad"] else _plain(value)
             for node, value in zip(region.placeholders, given, strict=True)
         ]
-        outputs = list(run_graph(region.module, inputs))
-        tangents = [_random(value, generator).detach() for value in outputs]
-        pairs = [pair for pair in zip(outputs, tangents, strict=True) if pair[0].requires_grad]
-        if pairs:
-            torch.autograd.backward([root for root, _ in pairs], [grad for _, grad in pairs])
-        grads = {
-            name: value.grad if isinstance(value, Tensor) else None
-            for name, value in zip(_names(region), inputs, strict=True)
-        }
-        return cls([_plain(v) for v in inputs], [v.detach() for v in outputs], tangents, grads)
+        tangents = [_random(node.meta["val"], generator).detach() for node in region.outputs]
+        types = [_dtype(node) for node in region.placeholders]
+
+        def run(precision: Precision) -> Numbers:
+            leaves = [
+                _in(precision, value, dtype) for value, dtype in zip(inputs, types, strict=True)
+            ]
+            with precision.entered():
+                outputs = list(run_graph(region.module, leaves))
+                pairs = [
+                    (value, tangent.to(value.dtype))
+                    for value, tangent in zip(outputs, tangents, strict=True)
+                    if value.requires_grad
+                ]
+                if pairs:
+                    torch.autograd.backward([root for root, _ in pairs], [t for _, t in pairs])
+            grads = {
+                name: value.grad if isinstance(value, Tensor) else None
+                for name, value in zip(_names(region), leaves, strict=True)
+            }
+            return Numbers([value.detach() for value in outputs], grads)
+
+        return cls(region, list(map(_plain, inputs)), tangents, Reference.of(run))
+
+    def compare(self, stage: str, name: str, compiled: CompiledProgram) -> Comparison:
+        """Compare with the region ``name`` of a compiled program on simulated ranks."""
+        try:
+            numbers = self._sharded(name, compiled)
+        except (SPCompilerError, RuntimeError) as error:
+            return self.reference.failed(stage, name, error)
+        return self.reference.compare(stage, name, numbers)
+
+    def _sharded(self, name: str, compiled: CompiledProgram) -> Numbers:
+        region = compiled.regions[name].region
+        code, world_size = compiled.codes[name], compiled.world_size
+        places, kinds = region.input_placements, region.output_placements
+        precision, true = self.reference.precision, self.reference.true
+        inputs = [
+            _in(precision, _rows(value, node, placement, world_size, pad=1.0), _dtype(node))
+            if isinstance(value, Tensor)
+            else value
+            for value, node, placement in zip(self.inputs, region.placeholders, places, strict=True)
+        ]
+        tangents = [
+            tangent.to(precision.dtype(node.meta["val"].dtype))
+            for tangent, node in zip(
+                self._tangents(region, world_size), region.outputs, strict=True
+            )
+        ]
+        # Outside the ranks' mode: what is scattered must be a full tensor.
+        with precision.entered(), simulated_ranks(world_size) as tp, torch.no_grad():
+            results, saved = code.forward(
+                tp, *[scatter(v, p, world_size) for v, p in zip(inputs, places, strict=True)]
+            )
+            grads: Sequence[Any] = [None] * len(inputs)
+            flows = compiled.differentiable[name]
+            if any(flows):
+                parts = [
+                    scatter(tangent, placement.dual, world_size)
+                    for tangent, placement, flow in zip(tangents, kinds, flows, strict=True)
+                    if flow
+                ]
+                grads = code.backward(tp, saved, *parts)
+            # Sharding may return an output a second time, placed differently: a step sees it.
+            outputs = [
+                _joined(value, placement, expected)
+                for value, placement, expected in zip(results, kinds, true.outputs, strict=False)
+            ]
+            named = {
+                name: None if grad is None else _joined(grad, placement.dual, full)
+                for name, grad, placement, full in zip(
+                    _names(self.region), grads, places, self.inputs, strict=True
+                )
+            }
+        return Numbers(outputs, named)
+
+    def _tangents(self, region: Region, world_size: int) -> list[Tensor]:
+        """For each output of the sharded region; nothing flows into one that is returned again."""
+        given = zip(self.tangents, region.outputs, region.output_placements, strict=False)
+        tangents = [
+            _rows(tangent, node, place, world_size, pad=0.0) for tangent, node, place in given
+        ]
+        again = list(zip(region.outputs, region.output_placements, strict=True))[len(tangents) :]
+        for node, placement in again:
+            value = node.meta["val"]
+            shape = placement.global_shape(tuple(value.shape), world_size)
+            tangents.append(torch.zeros(shape, dtype=widest(value.dtype)))
+        return tangents
 
 
 def _names(region: Region) -> list[str]:
@@ -88,80 +172,31 @@ def _plain(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-def _random(value: Tensor, generator: torch.Generator) -> Tensor:
-    """Random numbers, of a size at which products of matrices stay of order one."""
-    if not value.is_floating_point():
+def _dtype(node: Node) -> torch.dtype | None:
+    value = node.meta["val"]
+    return value.dtype if isinstance(value, Tensor) else None
+
+
+def _in(precision: Precision, value: Any, dtype: torch.dtype | None) -> Any:
+    """A leaf for an input of type ``dtype``."""
+    if not isinstance(value, Tensor) or dtype is None:
         return value
-    noise = torch.randn(value.shape, generator=generator, dtype=torch.float64)
-    scale = 1 / math.sqrt(min(value.shape[-1], 64)) if value.dim() == 2 else 1.0
-    return (noise * scale).to(value).requires_grad_()
+    # A copy: leaves of several runs must not share gradients, nor see each other's writes.
+    copy = value.detach().clone().to(precision.dtype(dtype))
+    return copy.requires_grad_(value.requires_grad)
 
 
-def _check(
-    stage: str,
-    whole: Region,
-    name: str,
-    compiled: CompiledProgram,
-    data: _Data,
-    tolerance: float,
-) -> Comparison:
-    try:
-        errors = _errors(whole, name, compiled, data)
-    except (SPCompilerError, RuntimeError) as error:
-        return Comparison(stage, name, math.inf, tolerance, message=str(error))
-    where = max(errors, key=errors.__getitem__, default="")
-    return Comparison(stage, name, errors.get(where, 0.0), tolerance, where)
+def _random(value: Tensor, generator: torch.Generator) -> Tensor:
+    """Random numbers in float64, of a size at which products of matrices stay of order one.
 
-
-def _errors(whole: Region, name: str, compiled: CompiledProgram, data: _Data) -> dict[str, float]:
-    region = compiled.regions[name].region
-    code, world_size = compiled.codes[name], compiled.world_size
-    places, kinds = region.input_placements, region.output_placements
-    inputs = [
-        _rows(value, node, placement, world_size, pad=1.0) if isinstance(value, Tensor) else value
-        for value, node, placement in zip(data.inputs, region.placeholders, places, strict=True)
-    ]
-    tangents = _tangents(region, data, world_size)
-    with simulated_ranks(world_size) as tp, torch.no_grad():
-        found, saved = code.forward(
-            tp, *[scatter(v, p, world_size) for v, p in zip(inputs, places, strict=True)]
-        )
-        grads: Sequence[Any] = [None] * len(inputs)
-        flows = compiled.differentiable[name]
-        if any(flows):
-            parts = [
-                scatter(tangent, placement.dual, world_size)
-                for tangent, placement, flow in zip(tangents, kinds, flows, strict=True)
-                if flow
-            ]
-            grads = code.backward(tp, saved, *parts)
-        # Sharding may return an output a second time, placed differently: the whole step sees it.
-        outputs = [
-            _joined(value, placement, true)
-            for value, placement, true in zip(found, kinds, data.outputs, strict=False)
-        ]
-        named = {
-            name: None if grad is None else _joined(grad, placement.dual, true)
-            for name, grad, placement, true in zip(
-                _names(whole), grads, places, data.inputs, strict=True
-            )
-        }
-    errors = output_errors(outputs, data.outputs)
-    of_grads = gradient_errors(named, data.grads)
-    return errors | {f"gradient of {name}": error for name, error in of_grads.items()}
-
-
-def _tangents(region: Region, data: _Data, world_size: int) -> list[Tensor]:
-    """For each output of the sharded region; nothing flows into one that is returned again."""
-    given = zip(data.tangents, region.outputs, region.output_placements, strict=False)
-    found = [_rows(tangent, node, place, world_size, pad=0.0) for tangent, node, place in given]
-    for node, placement in list(zip(region.outputs, region.output_placements, strict=True))[
-        len(found) :
-    ]:
-        value = node.meta["val"]
-        shape = placement.global_shape(tuple(value.shape), world_size)
-        found.append(torch.zeros(shape, dtype=value.dtype))
-    return found
+    ``value`` gives the shape; where its type knows no gradient the result is zero.
+    """
+    shape, device = tuple(value.shape), value.device
+    if not carries_gradient(value):
+        return torch.zeros(shape, dtype=value.dtype, device=device)
+    noise = torch.randn(shape, generator=generator, dtype=widest(value.dtype))
+    scale = 1 / math.sqrt(min(shape[-1], 64)) if len(shape) == 2 else 1.0
+    return (noise * scale).to(device).requires_grad_()
 
 
 def _rows(
@@ -179,7 +214,7 @@ def _rows(
 
 
 def _joined(local: Tensor, placement: Placement, true: Tensor) -> Tensor:
-    """The whole value, without padding, shaped as ``true``."""
+    """The full value, without padding, shaped as ``true``."""
     joined = gather_check(local, placement)
     rows = math.prod(true.shape[: true.dim() - joined.dim() + 1])
     if joined.dim() and placement.kind == "S" and joined.shape[0] > rows:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sp_compiler.base.pass_report import Pass, PassReport, report_lines
@@ -26,6 +27,9 @@ class Comparison:
         tolerance: what is allowed.
         where: the output or gradient with the worst error.
         message: why there is nothing to compare, "" otherwise.
+        noise: the noise floor: the worst relative change of the unsharded numbers under another
+            order of rounding, in the precision of the comparison.
+        rounding: what the model's own dtypes round off: their worst relative change from there.
     """
 
     stage: str
@@ -34,6 +38,8 @@ class Comparison:
     tolerance: float
     where: str = ""
     message: str = ""
+    noise: float = 0.0
+    rounding: float = 0.0
 
     @property
     def ok(self) -> bool:
@@ -48,13 +54,15 @@ class VerifyReport:
         model_name: class of the model.
         tp: number of simulated ranks.
         table: every comparison, the whole step in the order of the passes, then single blocks.
-        passes: what each pass did to the float64 copy.
+        passes: what each pass did.
+        precision: in which both sides were computed.
     """
 
     model_name: str
     tp: int
     table: tuple[Comparison, ...]
     passes: tuple[PassReport, ...] = ()
+    precision: str = "float64"
 
     @property
     def ok(self) -> bool:
@@ -85,6 +93,7 @@ class VerifyReport:
         data = {
             "model_name": self.model_name,
             "tp": self.tp,
+            "precision": self.precision,
             "ok": self.ok,
             "worst": self.worst if self.worst < float("inf") else None,
             "first_bad_pass": self.first_bad_pass,
@@ -95,58 +104,67 @@ class VerifyReport:
 
     def __str__(self) -> str:
         verdict = "ok" if self.ok else f"WRONG since pass {self.first_bad_pass!r}"
-        lines = [f"{self.model_name} on {self.tp} simulated ranks: {verdict}"]
+        lines = [
+            f"{self.model_name} on {self.tp} simulated ranks, in {self.precision}: {verdict}; "
+            "error, what is allowed, noise floor, rounding of the model's own dtypes"
+        ]
         stages = max((len(row.stage) for row in self.table), default=0)
         subjects = max((len(row.subject) for row in self.table), default=0)
         for row in self.table:
             mark = "ok " if row.ok else "BAD"
             lines.append(
                 f"  {mark} {row.stage:<{stages}}  {row.subject:<{subjects}}  "
-                f"{row.error:8.1e} of {row.tolerance:.0e}  {row.where}".rstrip()
+                f"{row.error:8.1e} of {row.tolerance:.0e}  "
+                f"{row.noise:7.0e}  {row.rounding:7.0e}  {row.where}".rstrip()
             )
             lines += [f"        {line}" for line in row.message.splitlines()]
         lines += ["Passes", *(f"  {line}" for line in report_lines(self.passes))]
         return "\n".join(lines)
 
 
-def output_errors(found: Sequence[Any], true: Sequence[Any]) -> dict[str, float]:
+def output_errors(actual: Sequence[Any], expected: Sequence[Any]) -> dict[str, float]:
     """Relative error of each output, by "output i"; what is no tensor must be equal."""
     errors = {}
-    for index, (mine, theirs) in enumerate(zip(found, true, strict=True)):
-        if not isinstance(theirs, Tensor):
-            errors[f"output {index}"] = 0.0 if mine == theirs else float("inf")
+    for index, (value, true) in enumerate(zip(actual, expected, strict=True)):
+        if not isinstance(true, Tensor):
+            errors[f"output {index}"] = 0.0 if value == true else float("inf")
             continue
-        errors[f"output {index}"] = _difference(mine, theirs, _size(theirs) or 1.0)
+        errors[f"output {index}"] = _difference(value, true, _size(true) or 1.0)
     return errors
 
 
 def gradient_errors(
-    found: Mapping[str, Tensor | None], true: Mapping[str, Tensor | None]
+    actual: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None]
 ) -> dict[str, float]:
     """max|g - g0| / max(max|g0|, FLOOR of the largest gradient) by name; no gradient is zero."""
-    sizes = {name: 0.0 if g is None else _size(g) for name, g in true.items()}
+    sizes = {name: 0.0 if g is None else _size(g) for name, g in expected.items()}
     floor = FLOOR * max(sizes.values(), default=0.0) or 1.0
     errors = {}
-    for name, theirs in true.items():
-        mine = found.get(name)
-        if theirs is None:
-            errors[name] = 0.0 if mine is None else _size(mine) / floor
-        elif mine is None:
+    for name, true in expected.items():
+        value = actual.get(name)
+        if true is None:
+            errors[name] = 0.0 if value is None else _size(value) / floor
+        elif value is None:
             errors[name] = sizes[name] / max(sizes[name], floor)
         else:
-            errors[name] = _difference(mine, theirs, max(sizes[name], floor))
+            errors[name] = _difference(value, true, max(sizes[name], floor))
     return errors
 
 
 def _size(tensor: Tensor) -> float:
-    return float(tensor.detach().double().abs().max()) if tensor.numel() else 0.0
+    return float(_wide(tensor).abs().max()) if tensor.numel() else 0.0
 
 
-def _difference(mine: Tensor, theirs: Tensor, scale: float) -> float:
-    if mine.shape != theirs.shape:
+def _wide(tensor: Tensor) -> Tensor:
+    """``tensor`` so that differences are exact; complex numbers keep both parts."""
+    return tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def _difference(value: Tensor, true: Tensor, scale: float) -> float:
+    if value.shape != true.shape:
         return float("inf")
-    difference = (mine.detach().double() - theirs.detach().double()).abs()
-    same = (mine == theirs) | (mine.isnan() & theirs.isnan())
+    difference = (_wide(value) - _wide(true)).abs()
+    same = (value == true) | (value.isnan() & true.isnan())
     difference = difference.masked_fill(same, 0.0)  # equal infinities differ by NaN
     worst = float(difference.max()) if difference.numel() else 0.0
     return worst / scale if worst == worst else float("inf")

@@ -24,6 +24,7 @@ from sp_compiler.ir.program import Ref
 from sp_compiler.ops.communicator import Communicator
 from sp_compiler.ops.registry import operator_of
 from sp_compiler.runtime.executor import Executor
+from sp_compiler.verification.judge import unit_tangent
 
 _c10d = torch.ops._c10d_functional
 
@@ -173,7 +174,7 @@ def _backward(
         if not isinstance(value, Tensor) or not value.requires_grad:
             continue
         if output_grads is None:
-            tangent = torch.ones_like(value)
+            tangent = unit_tangent(value)
         elif grad is None:
             continue
         else:

@@ -1,10 +1,13 @@
-"""Does a compiled model compute what the model does? Answered pass by pass, in float64."""
+"""Does a compiled model compute what the model does? Answered pass by pass."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -13,13 +16,11 @@ from torch.utils import _pytree as pytree
 
 from sp_compiler.base.errors import ArgumentError, PassError, SPCompilerError
 from sp_compiler.base.pass_report import Pass
-from sp_compiler.base.units import parse_bytes
 from sp_compiler.compiler import Compilation, to_program
 from sp_compiler.ir.captured import Captured
-from sp_compiler.ir.compiled_program import CompiledProgram, LossBackward, RegionCode
-from sp_compiler.ir.forward_backward import Partitioned
-from sp_compiler.ir.op_traits import draws
+from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.program import Program
+from sp_compiler.ops.uniform import UNIFORM
 from sp_compiler.options import (
     CompileOptions,
     ExampleInputs,
@@ -28,24 +29,16 @@ from sp_compiler.options import (
     with_options,
 )
 from sp_compiler.pass_manager.runner import PassRunner
-from sp_compiler.passes.memory.partition import partition
 from sp_compiler.passes.normalize.random_numbers import draw_by_counter
 from sp_compiler.trace.environment import without_cache
 from sp_compiler.trace.export import capture, flatten_inputs
 from sp_compiler.verification.blocks import check_blocks
-from sp_compiler.verification.interpret import PartitionedCode, ShardedCode
-from sp_compiler.verification.reference import ReferenceResult, run_captured, run_program
-from sp_compiler.verification.report import (
-    Comparison,
-    VerifyReport,
-    gradient_errors,
-    output_errors,
-)
+from sp_compiler.verification.judge import Numbers, Precision, Reference, backward
+from sp_compiler.verification.precision import NothingDropped
+from sp_compiler.verification.reference import run_captured, run_program
+from sp_compiler.verification.report import Comparison, VerifyReport
 from sp_compiler.verification.simulate import simulate_step
-
-TOLERANCE = 1e-10
-EAGER_TOLERANCE = 1e-6
-"""The model may round to float32 inside, by kernels that differ."""
+from sp_compiler.verification.variants import variants_by_pass
 
 _SEED = 1234567
 
@@ -56,18 +49,22 @@ def verify(
 ) -> VerifyReport:
     """Compare a compiled ``model`` with itself on one device: outputs and every gradient.
 
-    Works on a float64 copy, whose casts to lower types are lifted on both sides, on ranks simulated
-    in this process: no process group is needed or touched. The result of each pass is compared, to
-    find the one that broke, your own among them; then each distinct block, forward and backward, on
-    random data, which also shows what no loss shows (a gradient that differs between ranks).
-    Random numbers are the same on both sides; against the model itself dropouts are switched off.
+    Runs the program of the model as it is, on ranks simulated in this process: no process group is
+    needed or touched. Both sides compute in float64, whatever casts they hold; where an operator
+    has no kernel for that, in the model's own dtypes. Beside each error stands the *noise floor*,
+    what another order of rounding changes in the unsharded graph, and what the model's own dtypes
+    round off; only an error well above the noise floor is wrong.
+
+    The result of each pass is compared, to find the one that broke it, your own among them; then
+    each distinct block, forward and backward, on random data, which also shows what no loss shows
+    (a gradient that differs between ranks). Random numbers are the same on both sides; against the
+    model itself dropouts drop nothing.
 
     >>> print(sp_compiler.verify(model, ((), {"input_ids": ids, "labels": ids}), tp=4))
 
     Args:
-        model: with real parameters, in the mode (train or eval) to verify; is left as it is. A
-            ``memory_budget`` is that of ``model`` as it is; the float64 copy gets as much more as
-            it is larger.
+        model: with real parameters, in the mode (train or eval, autocast) to verify; is left as it
+            is.
         example_inputs: (args, kwargs).
         tp: number of simulated ranks.
 
@@ -80,234 +77,168 @@ def verify(
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise ArgumentError(
             "model: its parameters are on the meta device and have no values to compare; "
-            "build a smaller model on a real device, or use sp_compiler.plan"
+            "build a smaller model on a real device, or use sp_compiler.plan or "
+            "sp_compiler.compile(..., verify=True)"
         )
-    budget = _in_float64(model, options.get("memory_budget"))
-    checked = CompileOptions.of(tp, {**options, "memory_budget": budget})
+    checked = CompileOptions.of(tp, options)
     asked = kwargs.get("use_cache") is True
     if asked:
         kwargs = {**kwargs, "use_cache": False}
-    step = _Step.of(copy.deepcopy(model).double(), args, kwargs)
+    step = Step.of(copy.deepcopy(model), args, kwargs)
     run = PassRunner()
     with without_cache(step.model, asked=asked):
-        rows = _before_sharding(step, checked)
+        rows, precision = _before_sharding(step, checked)
         if not any(row.message for row in rows):  # else there is no program to shard
             rows += _after_sharding(step, checked, run)
-    return VerifyReport(type(model).__name__, tp, tuple(rows), tuple(run.reports))
-
-
-def _in_float64(model: nn.Module, memory_budget: int | str | None) -> int | None:
-    if memory_budget is None:
-        return None
-    sizes = [p.element_size() for p in model.parameters() if p.is_floating_point()]
-    return parse_bytes("memory_budget", memory_budget) * 8 // min(sizes, default=8)
+    name = type(model).__name__
+    return VerifyReport(name, tp, tuple(rows), tuple(run.reports), precision.name)
 
 
 @dataclass(frozen=True)
-class _Step:
-    """A float64 model with the inputs of one forward."""
+class Tensors:
+    """Everything that one step reads, by name or position."""
+
+    params: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    inputs: Sequence[Any]
+
+    def leaves(self, precision: Precision) -> Tensors:
+        """Return copies with gradients of their own."""
+        params = {name: precision.leaf(value) for name, value in self.params.items()}
+        buffers = {name: precision.leaf(value) for name, value in self.buffers.items()}
+        return Tensors(params, buffers, list(map(precision.leaf, self.inputs)))
+
+    def grads(self) -> dict[str, Tensor | None]:
+        """Return what backward left, by name; an input's is its position."""
+        inputs = {
+            f"input {index}": value
+            for index, value in enumerate(self.inputs)
+            if isinstance(value, Tensor) and value.requires_grad
+        }
+        return {name: value.grad for name, value in {**self.params, **inputs}.items()}
+
+
+@dataclass(frozen=True)
+class Step:
+    """A model with the inputs of one forward."""
 
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    inputs: list[Any]
+    spec: pytree.TreeSpec
+    tensors: Tensors
 
     @classmethod
-    def of(cls, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Step:
-        leaves, spec = flatten_inputs(args, kwargs)
-        inputs = [_double(leaf) for leaf in leaves]
-        mine, named = pytree.tree_unflatten(inputs, spec)
-        return cls(model, tuple(mine), named, inputs)
+    def of(cls, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Step:
+        inputs, spec = flatten_inputs(args, kwargs)
+        tensors = Tensors(dict(model.named_parameters()), dict(model.named_buffers()), inputs)
+        return cls(model, tuple(args), kwargs, spec, tensors)
 
-    def capture(self, *, lifted: bool) -> Captured:
-        return capture(self.model, self.args, self.kwargs, lift_casts=lifted)
+    def capture(self) -> Captured:
+        return capture(self.model, self.args, self.kwargs)
 
-    @property
-    def params(self) -> dict[str, Tensor]:
-        return dict(self.model.named_parameters())
+    def numbers(
+        self,
+        run: Callable[[Tensors], Sequence[Any]],
+        precision: Precision,
+        mode: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> Numbers:
+        """Outputs of ``run`` and their gradients, computed inside ``mode``."""
+        tensors = self.tensors.leaves(precision)
+        with precision.entered(), mode(), torch.random.fork_rng():
+            torch.manual_seed(_SEED)  # what draws from torch's generator draws the same each time
+            outputs = list(run(tensors))
+            backward(outputs)
+        detached = [item.detach() if isinstance(item, Tensor) else item for item in outputs]
+        return Numbers(detached, tensors.grads())
 
-    @property
-    def buffers(self) -> dict[str, Tensor]:
-        return {name: value.clone() for name, value in self.model.named_buffers()}
-
-    def quiet(self) -> _Step:
-        """In eval mode, so that nothing is random."""
-        return replace(self, model=copy.deepcopy(self.model).eval())
-
-
-@dataclass(frozen=True)
-class _Numbers:
-    """What one step computed."""
-
-    outputs: list[Any]
-    grads: dict[str, Tensor | None]
-
-
-def _double(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    value = leaf.detach().clone()
-    value = value.double() if value.is_floating_point() else value
-    return value.requires_grad_(leaf.requires_grad)
+    def run_eager(self, tensors: Tensors) -> list[Any]:
+        """Leaves of what the model itself returns."""
+        model = copy.deepcopy(self.model)  # its attributes may be written
+        args, kwargs = pytree.tree_unflatten(list(tensors.inputs), self.spec)
+        state = {**tensors.buffers, **tensors.params}
+        outputs = torch.func.functional_call(model, state, tuple(args), dict(kwargs))
+        return pytree.tree_leaves(outputs)
 
 
-# Passes before the model is sharded: on one device.
+# Passes before the model is sharded: on one device, with nothing dropped.
 
 
-def _before_sharding(step: _Step, options: CompileOptions) -> list[Comparison]:
-    unlifted = step.capture(lifted=False)
-    if _draws(unlifted):
-        step = step.quiet()
-        unlifted = step.capture(lifted=False)
-    tensors = step.params, step.buffers, step.inputs
-    with torch.random.fork_rng():
-        torch.manual_seed(0)  # what draws in eval mode too draws the same on both sides
-        eager = _numbers(step, lambda: _leaves(step))
-        torch.manual_seed(0)
-        exported = _numbers(step, lambda: run_captured(unlifted, *tensors).outputs)
-    rows = [_compared(Pass.EXPORT, exported, eager, EAGER_TOLERANCE)]
+def _before_sharding(step: Step, options: CompileOptions) -> tuple[list[Comparison], Precision]:
+    def numbers(run: Callable[[Tensors], Sequence[Any]], precision: Precision) -> Numbers:
+        return step.numbers(run, precision, NothingDropped)
 
-    lifted, reference = step.capture(lifted=True), step.capture(lifted=True)
-    is_random = _draws(lifted)
-    # Later passes have the numbers of the counter, which torch's generator does not have.
-    draw_by_counter(reference, stored=False)
-    seed = torch.zeros((), dtype=torch.int64)
-    true = _numbers(step, lambda: run_captured(reference, *tensors, seed).outputs)
+    eager = Reference.of(partial(numbers, step.run_eager))
+    captured = step.capture()
+    exported = numbers(partial(run_flat, captured), eager.precision)
+    rows = [eager.compare(Pass.EXPORT, "model", exported)]
+    # Later passes answer for the capture: eager code may ask for the dtype, which is another here.
+    true = Reference(eager.precision, exported, eager.noise, eager.rounding)
+    counted = step.capture()
+    draw_by_counter(counted, stored=False)
+    draws_numbers = any(node.target is UNIFORM.overload for node in counted.module.graph.nodes)
+    if draws_numbers:  # those of the counter, which torch's generator does not have
+        true = Reference.of(partial(numbers, partial(run_flat, counted)))
 
     def compare(name: str, left: Captured | Program) -> None:
-        def run() -> list[Any]:
-            if isinstance(left, Program):
-                return run_program(left, *tensors).outputs
-            return run_captured(left, *tensors, seed).outputs
-
         # Each call of a program has a seed of its own: its numbers are others than the capture's.
-        if not (is_random and isinstance(left, Program)):
-            rows.append(_compared(name, _numbers(step, run), true))
+        if draws_numbers and isinstance(left, Program):
+            return
+        rows.append(true.compare(name, "model", numbers(partial(run_flat, left), true.precision)))
 
     try:
-        to_program(lifted, options, PassRunner(observer=compare))
+        to_program(captured, options, PassRunner(observer=compare))
     except PassError as error:
-        rows.append(_failed(error.pass_name, "model", error))
-    return rows
+        rows.append(true.failed(error.pass_name, "model", error))
+    return rows, true.precision
 
 
-def _draws(captured: Captured) -> bool:
-    return any(map(draws, captured.module.graph.nodes))
+def run_flat(graph: Captured | Program, tensors: Tensors) -> list[Any]:
+    """Outputs of an unsharded graph."""
+    run: Any = run_program if isinstance(graph, Program) else run_captured
+    result = run(graph, tensors.params, tensors.buffers, tensors.inputs, torch.tensor(_SEED))
+    return list(result.outputs)
 
 
-def _leaves(step: _Step) -> list[Any]:
-    model = copy.deepcopy(step.model)  # its buffers may be written
-    tensors = {**dict(model.named_buffers()), **step.params}
-    outputs = torch.func.functional_call(model, tensors, step.args, dict(step.kwargs))
-    return pytree.tree_leaves(outputs)
+# Passes from sharding on: on simulated ranks, with dropout.
 
 
-def _numbers(step: _Step, run: Callable[[], Sequence[Any]]) -> _Numbers:
-    """Outputs and gradients of one step; the gradients are taken off the tensors again."""
-    outputs = list(run())
-    _backward(outputs)
-    tensors = {**step.params, **_named_inputs(step.inputs)}
-    grads = {name: tensor.grad for name, tensor in tensors.items()}
-    for tensor in tensors.values():
-        tensor.grad = None
-    detached = [item.detach() if isinstance(item, Tensor) else item for item in outputs]
-    return _Numbers(detached, grads)
-
-
-def _named_inputs(inputs: Sequence[Any]) -> dict[str, Tensor]:
-    return {
-        f"input {index}": value
-        for index, value in enumerate(inputs)
-        if isinstance(value, Tensor) and value.requires_grad
-    }
-
-
-def _backward(outputs: Sequence[Any]) -> None:
-    """From the first output that is a number, else from all with ones, as on simulated ranks."""
-    roots = [item for item in outputs if isinstance(item, Tensor) and item.requires_grad]
-    roots = [item for item in roots if item.dim() == 0][:1] or roots
-    if roots:
-        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
-
-
-# Passes from sharding on: on simulated ranks.
-
-
-def _after_sharding(step: _Step, options: CompileOptions, run: PassRunner) -> Iterator[Comparison]:
-    captured = run.once(Pass.EXPORT, capture, step.model, step.args, step.kwargs, lift_casts=True)
+def _after_sharding(step: Step, options: CompileOptions, run: PassRunner) -> Iterator[Comparison]:
+    captured = run.once(Pass.EXPORT, capture, step.model, step.args, step.kwargs)
     program = to_program(captured, options, run)
-    reference: list[ReferenceResult] = []
+    call_inputs: list[list[Any]] = []
 
-    def run_reference() -> list[Any]:
-        seed = torch.tensor(_SEED)
-        result = run_program(program, step.params, step.buffers, step.inputs, seed)
-        reference.append(result)
+    def run_reference(tensors: Tensors) -> list[Any]:
+        result = run_program(
+            program, tensors.params, tensors.buffers, tensors.inputs, torch.tensor(_SEED)
+        )
+        call_inputs[:] = result.call_inputs
         return result.outputs
 
-    true = _numbers(step, run_reference)
+    true = Reference.of(lambda precision: step.numbers(run_reference, precision))
     try:
         compiled = Compilation(program, options, run=run).finish(options)
     except PassError as error:
-        yield _failed(error.pass_name, "model", error)
+        yield true.failed(error.pass_name, "model", error)
         if error.pass_name != Pass.CHECK:
             return
         run.forget_from(Pass.SHARD)  # with the operators that run replicated for the error
         compiled = Compilation(program, options, checked=False, run=run).finish(options)
-    variants = _variants(compiled)
+    variants = variants_by_pass(compiled)
     for stage, variant in variants.items():
         yield _simulated(stage, variant, step, true)
-    yield from check_blocks(program, variants, reference[0].call_inputs, TOLERANCE)
+    yield from check_blocks(program, variants, call_inputs)
 
 
-def _variants(compiled: CompiledProgram) -> dict[str, CompiledProgram]:
-    """The program as each pass left it, by the pass: only how its regions are run differs."""
-    regions = compiled.regions.values()
-    sharded: dict[str, RegionCode] = {
-        item.region.name: ShardedCode(item.region, item.differentiable) for item in regions
-    }
-    variants: dict[str, CompiledProgram] = {
-        Pass.SHARD: replace(compiled, codes=sharded, loss_backwards={})
-    }
-    if Pass.OVERLAP in compiled.stages:
-        losses = {name: loss.output for name, loss in compiled.loss_backwards.items()}
-        parts = [partition(item.joint, losses.get(item.region.name)) for item in regions]
-        variants[Pass.PARTITION] = _split(compiled, parts)
-    last = Pass.OVERLAP if Pass.OVERLAP in compiled.stages else Pass.PARTITION
-    variants[last] = _split(compiled, [item.partitioned for item in regions])
-    return {**variants, Pass.CODEGEN: compiled}
-
-
-def _split(compiled: CompiledProgram, parts: Sequence[Partitioned]) -> CompiledProgram:
-    """The program run by these forwards and backwards, one for each of its regions."""
-    codes = dict(zip(compiled.regions, map(PartitionedCode, parts), strict=True))
-    from_loss = {
-        name: LossBackward(loss.output, codes[name].loss_backward)
-        for name, loss in compiled.loss_backwards.items()
-    }
-    return replace(compiled, codes=dict(codes), loss_backwards=from_loss)
-
-
-def _simulated(stage: str, compiled: CompiledProgram, step: _Step, true: _Numbers) -> Comparison:
-    seed = torch.tensor(_SEED)
+def _simulated(stage: str, compiled: CompiledProgram, step: Step, true: Reference) -> Comparison:
+    tensors = step.tensors.leaves(true.precision)
     try:
-        result = simulate_step(compiled, step.params, step.buffers, step.inputs, seed)
+        with true.precision.entered():
+            result = simulate_step(
+                compiled, tensors.params, tensors.buffers, tensors.inputs, torch.tensor(_SEED)
+            )
     except (SPCompilerError, RuntimeError) as error:
-        return _failed(stage, "model", error)
-    grads = {name: result.grads.get(name) for name in step.params}
+        return true.failed(stage, "model", error)
+    grads = {name: result.grads.get(name) for name in tensors.params}
     grads |= {f"input {index}": grad for index, grad in enumerate(result.input_grads)}
-    return _compared(stage, _Numbers(result.outputs, grads), true)
-
-
-def _compared(
-    stage: str, found: _Numbers, true: _Numbers, tolerance: float = TOLERANCE
-) -> Comparison:
-    errors = {
-        **output_errors(found.outputs, true.outputs),
-        **{f"gradient of {n}": e for n, e in gradient_errors(found.grads, true.grads).items()},
-    }
-    where = max(errors, key=errors.__getitem__, default="")
-    return Comparison(stage, "model", errors.get(where, 0.0), tolerance, where)
-
-
-def _failed(stage: str, subject: str, error: Exception) -> Comparison:
-    return Comparison(stage, subject, float("inf"), TOLERANCE, message=str(error))
+    return true.compare(stage, "model", Numbers(result.outputs, grads))

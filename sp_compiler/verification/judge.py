@@ -1,0 +1,134 @@
+"""Tells a bug from rounding: numbers of two computations, and how far rounding alone moves one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sp_compiler.verification.precision import OtherRounding, in_float64, widest
+from sp_compiler.verification.report import Comparison, gradient_errors, output_errors
+
+TOLERANCE = 1e-10
+"""In float64; the noise floor of a step is about 1e-15."""
+# Sharding changes the order of all sums of a step at once, a noise floor is one other order.
+_TIMES_NOISE = 8.0
+
+
+@dataclass(frozen=True)
+class Precision:
+    """In which types a graph is run.
+
+    Attributes:
+        name: as a report has it.
+        dtype: type of the graph to the one that is used in its place.
+        entered: context to compute in.
+    """
+
+    name: str
+    dtype: Callable[[torch.dtype], torch.dtype]
+    entered: Callable[[], AbstractContextManager[None]]
+
+    def leaf(self, value: Any) -> Any:
+        """A copy of ``value`` that may collect a gradient of its own."""
+        if not isinstance(value, Tensor):
+            return value
+        copy = value.detach().clone().to(self.dtype(value.dtype))
+        return copy.requires_grad_(value.requires_grad)
+
+
+FLOAT64 = Precision("float64", widest, in_float64)
+OWN = Precision("its own dtypes", lambda dtype: dtype, contextlib.nullcontext)
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What a forward and a backward computed: outputs in order, gradients by name."""
+
+    outputs: Sequence[Any]
+    grads: Mapping[str, Tensor | None]
+
+    def errors(self, true: Numbers) -> dict[str, float]:
+        """Relative errors by output and gradient."""
+        of_grads = gradient_errors(self.grads, true.grads)
+        named = {f"gradient of {name}": error for name, error in of_grads.items()}
+        return output_errors(self.outputs, true.outputs) | named
+
+    def worst(self, true: Numbers) -> float:
+        return max(self.errors(true).values(), default=0.0)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What an unsharded graph computes, and what rounding does to it.
+
+    Attributes:
+        precision: in which both sides are run.
+        true: its numbers.
+        noise: relative change of the worst number under another order of rounding.
+        rounding: the same between ``precision`` and the graph's own dtypes.
+    """
+
+    precision: Precision
+    true: Numbers
+    noise: float
+    rounding: float
+
+    @classmethod
+    def of(cls, run: Callable[[Precision], Numbers]) -> Reference:
+        """Run a graph in float64, or in its own dtypes where an operator knows no other.
+
+        Args:
+            run: computes its numbers in a precision; what must be the same every time (inputs,
+                seeds) is.
+        """
+        try:
+            precision, true = FLOAT64, run(FLOAT64)
+        except Exception:  # whatever an operator of the user raises; else it comes again
+            precision, true = OWN, run(OWN)
+
+        @contextlib.contextmanager
+        def otherwise() -> Any:
+            with precision.entered(), OtherRounding():
+                yield
+
+        moved = run(Precision(precision.name, precision.dtype, otherwise))
+        return cls(precision, true, moved.worst(true), run(OWN).worst(true))
+
+    @property
+    def tolerance(self) -> float:
+        """Relative error from which on a difference is no rounding."""
+        return max(TOLERANCE, _TIMES_NOISE * self.noise)
+
+    def compare(self, stage: str, subject: str, numbers: Numbers) -> Comparison:
+        """Judge what ``stage`` made of the same graph."""
+        errors = numbers.errors(self.true)
+        where = max(errors, key=errors.__getitem__, default="")
+        return self._comparison(stage, subject, errors.get(where, 0.0), where=where)
+
+    def failed(self, stage: str, subject: str, error: Exception) -> Comparison:
+        """Say that ``stage`` left nothing to compare."""
+        return self._comparison(stage, subject, float("inf"), message=str(error))
+
+    def _comparison(self, stage: str, subject: str, error: float, **texts: str) -> Comparison:
+        return Comparison(
+            stage, subject, error, self.tolerance, noise=self.noise, rounding=self.rounding, **texts
+        )
+
+
+def unit_tangent(output: Tensor) -> Tensor:
+    """Ones; of a complex output also in its imaginary part, so that errors there show."""
+    return torch.full_like(output, 1 + 1j if output.is_complex() else 1)
+
+
+def backward(outputs: Sequence[Any]) -> None:
+    """From the first output that is a number, else from all with ones, as on simulated ranks."""
+    roots = [item for item in outputs if isinstance(item, Tensor) and item.requires_grad]
+    roots = [item for item in roots if item.dim() == 0][:1] or roots
+    if roots:
+        torch.autograd.backward(roots, list(map(unit_tangent, roots)))

@@ -1,0 +1,190 @@
+"""Runs graphs as they are, but in more precision, with other rounding, or with nothing dropped.
+
+What is judged is the program that runs, in the dtypes that it has. Its roundings would hide small
+mistakes, so it runs in float64, whatever casts it holds: a mode under the dispatcher replaces every
+lower type on the way to a kernel. No graph is changed for it, so both sides of a comparison, eager
+code included, are run alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_aten = torch.ops.aten
+_WIDE = {torch.complex32: torch.complex128, torch.complex64: torch.complex128}
+
+
+def widest(dtype: torch.dtype) -> torch.dtype:
+    """The float64 type of the same kind; integers and bool are their own."""
+    return torch.float64 if dtype.is_floating_point else _WIDE.get(dtype, dtype)
+
+
+@contextlib.contextmanager
+def in_float64() -> Iterator[None]:
+    """Compute everything inside in float64 and complex128, forward and backward."""
+    default = torch.get_default_dtype()
+    # Of what has no floating point operand: quotients of integers, factories.
+    torch.set_default_dtype(torch.float64)
+    try:
+        with Float64Mode():
+            yield
+    finally:
+        torch.set_default_dtype(default)
+
+
+class Float64Mode(TorchDispatchMode):
+    """Gives every operator float64 in place of lower types, for operands and for arguments."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        # A copy of an argument that is written would be changed in its place.
+        lifted = _lift_dtypes if func._schema.is_mutable else _lift
+        args = tuple(map(lifted, args))
+        kwargs = {name: lifted(value) for name, value in (kwargs or {}).items()}
+        kernel = _KERNELS.get(func._schema.name, func)
+        if func in _HALF_TO_FLOAT:
+            args = (*args[:2], False)
+        return kernel(*args, **kwargs)
+
+
+_HALF_TO_FLOAT = frozenset({_aten._softmax.default, _aten._log_softmax.default})
+"""Their last argument asks for float32 of a half; in float64 there is nothing to ask for."""
+
+
+def _lift_dtypes(value: Any) -> Any:
+    return widest(value) if isinstance(value, torch.dtype) else value
+
+
+def _lift(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        # Constants that a graph holds come in their own type.
+        return value.to(widest(value.dtype)) if value.dtype != widest(value.dtype) else value
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_lift, value))
+    return _lift_dtypes(value)
+
+
+def _grouped_mm(
+    x: Tensor,
+    y: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``aten::_grouped_mm``, of which there are kernels for bfloat16 alone.
+
+    Groups are rows of ``x``, columns of ``y`` or, where neither has a dim of groups, parts of the
+    dim that is summed over.
+    """
+    if offs is None:
+        return x @ y
+    ends = [int(end) for end in offs]
+    parts = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+    if x.dim() == 2 and y.dim() == 2:
+        return torch.stack([x[:, part] @ y[part] for part in parts])
+    if x.dim() == 2:
+        result = x.new_zeros(x.shape[0], y.shape[-1])
+        for part, matrix in zip(parts, y, strict=True):
+            result[part] = x[part] @ matrix
+        return result
+    result = x.new_zeros(x.shape[1], y.shape[-1])
+    for part, matrix in zip(parts, x, strict=True):
+        result[:, part] = matrix @ y[:, part]
+    return result
+
+
+_KERNELS: dict[str, Callable[..., Any]] = {"aten::_grouped_mm": _grouped_mm}
+
+
+class OtherRounding(TorchDispatchMode):
+    """Rounds otherwise: sums run backwards, and every result is off by up to one unit.
+
+    What this changes in the numbers of one graph is its *noise floor*: no comparison of two ways to
+    compute the same can tell errors below it from rounding.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        # A generator of its own: the model's draws must be the same with and without the mode.
+        self._generator = torch.Generator().manual_seed(0)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _REVERSED:
+            args = _REVERSED[func](*args)
+        result = func(*args, **kwargs)
+        if (
+            func.is_view
+            or func._schema.is_mutable
+            or not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(args))
+        ):
+            return result
+        return pytree.tree_map_only(Tensor, self._moved, result)
+
+    def _moved(self, value: Tensor) -> Tensor:
+        if not (value.is_floating_point() or value.is_complex()):
+            return value
+        unit = torch.finfo(value.dtype).eps
+        noise = torch.rand(value.shape, generator=self._generator, dtype=torch.float32)
+        factor = (1 + unit * (noise.double() - 0.5) * 2).to(value.device)
+        # The product is exact to the type's own rounding; infinities and zeros stay.
+        return (value.to(widest(value.dtype)) * factor).to(value.dtype)
+
+
+def _flip_mm(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    return x.flip(-1), y.flip(-2)
+
+
+def _flip_addmm(bias: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return bias, *_flip_mm(x, y)
+
+
+_REVERSED: dict[Any, Callable[..., tuple[Any, ...]]] = {
+    _aten.mm.default: _flip_mm,
+    _aten.bmm.default: _flip_mm,
+    _aten.addmm.default: _flip_addmm,
+    _aten.baddbmm.default: _flip_addmm,
+    _aten.sum.default: lambda x: (x.flip(list(range(x.dim()))),),
+    _aten.sum.dim_IntList: lambda x, dims=None, *rest: (
+        x.flip(dims or list(range(x.dim()))),
+        dims,
+        *rest,
+    ),
+}
+
+
+class NothingDropped(TorchDispatchMode):
+    """Every dropout keeps all elements, scaled as ever.
+
+    Eager dropouts draw from torch's generator and ours from a counter, so that only without the
+    draws can both be compared: also where a model drops in eval mode.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kernel = _KEEP_ALL.get(func._schema.name, func)
+        return kernel(*args, **(kwargs or {}))
+
+
+def _keep_native(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+    return (x / (1 - p) if train else x), torch.ones_like(x, dtype=torch.bool)
+
+
+_KEEP_ALL: dict[str, Callable[..., Any]] = {
+    "aten::native_dropout": _keep_native,
+    "aten::bernoulli": lambda x, *rest, **options: torch.ones_like(x),
+    "aten::bernoulli_": lambda x, *rest, **options: x.fill_(1),
+    "sp_compiler::dropout": lambda x, seed, p, *rest: x / (1 - p),
+    "sp_compiler::dropout_mask": lambda x, *rest: torch.ones_like(x, dtype=torch.bool),
+}

@@ -1,0 +1,40 @@
+"""A compiled program as each pass left it, to find the one that broke its numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from sp_compiler.base.pass_report import Pass
+from sp_compiler.ir.compiled_program import CompiledProgram, LossBackward, RegionCode
+from sp_compiler.ir.forward_backward import Partitioned
+from sp_compiler.passes.memory.partition import partition
+from sp_compiler.verification.interpret import PartitionedCode, ShardedCode
+
+
+def variants_by_pass(compiled: CompiledProgram) -> dict[str, CompiledProgram]:
+    """The program as each pass left it, by the pass: only how its regions are run differs."""
+    regions = compiled.regions.values()
+    sharded: dict[str, RegionCode] = {
+        item.region.name: ShardedCode(item.region, item.differentiable) for item in regions
+    }
+    variants: dict[str, CompiledProgram] = {
+        Pass.SHARD: replace(compiled, codes=sharded, loss_backwards={})
+    }
+    if Pass.OVERLAP in compiled.stages:
+        losses = {name: loss.output for name, loss in compiled.loss_backwards.items()}
+        parts = [partition(item.joint, losses.get(item.region.name)) for item in regions]
+        variants[Pass.PARTITION] = _split(compiled, parts)
+    last = Pass.OVERLAP if Pass.OVERLAP in compiled.stages else Pass.PARTITION
+    variants[last] = _split(compiled, [item.partitioned for item in regions])
+    return {**variants, Pass.CODEGEN: compiled}
+
+
+def _split(compiled: CompiledProgram, parts: Sequence[Partitioned]) -> CompiledProgram:
+    """The program run by these forwards and backwards, one for each of its regions."""
+    codes = dict(zip(compiled.regions, map(PartitionedCode, parts), strict=True))
+    from_loss = {
+        name: LossBackward(loss.output, codes[name].loss_backward)
+        for name, loss in compiled.loss_backwards.items()
+    }
+    return replace(compiled, codes=dict(codes), loss_backwards=from_loss)

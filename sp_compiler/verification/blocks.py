@@ -122,8 +122,7 @@ class _Block:
                 self._tangents(region, world_size), region.outputs, strict=True
             )
         ]
-        # Outside the ranks' mode: what is scattered must be a full tensor.
-        with precision.entered(), simulated_ranks(world_size) as tp, torch.no_grad():
+        with simulated_ranks(world_size) as tp, precision.entered(), torch.no_grad():
             results, saved = code.forward(
                 tp, *[scatter(v, p, world_size) for v, p in zip(inputs, places, strict=True)]
             )

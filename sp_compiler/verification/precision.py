@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sp_compiler.ops.uniform import UNIFORM
+
 _aten = torch.ops.aten
 _WIDE = {torch.complex32: torch.complex128, torch.complex64: torch.complex128}
 
@@ -45,6 +47,9 @@ class Float64Mode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        # Its type says how many random bits a number has; generated code calls the kernel itself.
+        if func is UNIFORM.overload:
+            return _lift(func(*args, **(kwargs or {})))
         # A copy of an argument that is written would be changed in its place.
         lifted = _lift_dtypes if func._schema.is_mutable else _lift
         args = tuple(map(lifted, args))
@@ -137,8 +142,10 @@ class OtherRounding(TorchDispatchMode):
         unit = torch.finfo(value.dtype).eps
         noise = torch.rand(value.shape, generator=self._generator, dtype=torch.float32)
         factor = (1 + unit * (noise.double() - 0.5) * 2).to(value.device)
-        # The product is exact to the type's own rounding; infinities and zeros stay.
-        return (value.to(widest(value.dtype)) * factor).to(value.dtype)
+        moved = (value.to(widest(value.dtype)) * factor).to(value.dtype)
+        # Whole numbers are exact (positions, masks, what was rounded down): moved by a unit they
+        # would become other integers. Infinities stay too.
+        return moved if value.is_complex() else torch.where(value == value.round(), value, moved)
 
 
 def _flip_mm(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

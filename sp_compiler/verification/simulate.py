@@ -103,6 +103,7 @@ def simulate_step(
     flat_inputs: Sequence[Any],
     seed: Tensor | None = None,
     output_grads: Sequence[Tensor | None] | None = None,
+    mode: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> SimulatedStep:
     """Run a compiled program forward and backward on all ranks in this process.
 
@@ -115,12 +116,14 @@ def simulate_step(
         output_grads: gradient of each flat output (``None``: none). Without it: 1 for the first
             output that is a single number, else ones for every differentiable output; no backward
             where nothing is differentiable.
+        mode: entered inside of the ranks' own, so that it sees each operation once for all ranks,
+            and ours as wholes.
 
     Raises:
         RankMismatchError: replicated outputs or gradients that differ between ranks.
     """
     world_size, placements = compiled.world_size, compiled.param_placements
-    with simulated_ranks(world_size) as tp:
+    with simulated_ranks(world_size) as tp, mode():
         params = {
             name: scatter(value, placements[name], world_size).requires_grad_(value.requires_grad)
             for name, value in full_params.items()

@@ -233,10 +233,14 @@ def _after_sharding(step: Step, options: CompileOptions, run: PassRunner) -> Ite
 def _simulated(stage: str, compiled: CompiledProgram, step: Step, true: Reference) -> Comparison:
     tensors = step.tensors.leaves(true.precision)
     try:
-        with true.precision.entered():
-            result = simulate_step(
-                compiled, tensors.params, tensors.buffers, tensors.inputs, torch.tensor(_SEED)
-            )
+        result = simulate_step(
+            compiled,
+            tensors.params,
+            tensors.buffers,
+            tensors.inputs,
+            torch.tensor(_SEED),
+            mode=true.precision.entered,
+        )
     except (SPCompilerError, RuntimeError) as error:
         return true.failed(stage, "model", error)
     grads = {name: result.grads.get(name) for name in tensors.params}

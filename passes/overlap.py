@@ -1,7 +1,7 @@
-"""Run work of backward that nothing waits for while collectives are on their way.
+"""Overlap of collectives in backward with work that does not depend on them.
 
-What no collective of the same graph depends on, as the gradients of weights, is put off until the
-next collective has been started; what needs a collective's result waits for it, and not before::
+Work on which no collective of the same graph depends, such as the gradients of weights, is deferred
+until the next collective has been started; the first user of a collective's result waits for it::
 
     grad_w = mm(t(g), x)             grad_x = mm(g, w)
     grad_x = mm(g, w)          ->    started = convert(grad_x, P, S(0))
@@ -9,9 +9,9 @@ next collective has been started; what needs a collective's result waits for it,
     ... grad_x ...                   arrived = wait(started)
                                      ... arrived ...
 
-This is the order of Megatron-LM's linear layers (Korthikanti et al. 2022, section 4.2.2), and where
-backward gathers its gradient before it computes the forward again, that is computed meanwhile.
-Memory comes first: nothing is put off where the peak of the backward would be higher for it.
+This is the order of Megatron-LM's linear layers (Korthikanti et al. 2022, section 4.2.2). Where
+backward gathers its gradient before it recomputes the forward, the recomputation runs meanwhile.
+Memory comes first: nothing is deferred where that would raise the peak of the backward.
 
 Nodes keep their meta; a ``wait`` has that of its collective, with ``meta["origin"] = "overlap"``.
 """
@@ -40,11 +40,11 @@ _wait = WAIT.overload
 def overlap_backward(
     parts: Partitioned, own_parameters: Collection[int], sizes: Sizes | None = None
 ) -> Partitioned:
-    """``parts``, which is left as it is, with backwards in which work runs under collectives.
+    """Copy ``parts`` with backwards in which work runs under collectives.
 
     Args:
         own_parameters: see :meth:`sp_compiler.ir.program.Program.own_parameters`.
-        sizes: what is open; memory is that of the example's sizes.
+        sizes: the open ones; memory is that of the example's sizes.
     """
     if parts.backward is None:
         return parts
@@ -58,12 +58,13 @@ def overlap_backward(
 def overlapped(
     graph: Graph, own_parameters: Collection[int] = (), sizes: Sizes | None = None
 ) -> Graph:
-    """A copy of ``graph`` in another order, with waits; itself where nothing would wait."""
+    """Copy ``graph`` in another order, with waits; return it as it is where nothing would wait."""
+    # Scheduled on the example's sizes, in which memory can be compared; carried out on the twins.
     example = Concretizer(sizes)
-    found = _schedule(example.graph(graph), own_parameters)
-    if found is None:
+    schedule = _schedule(example.graph(graph), own_parameters)
+    if schedule is None:
         return graph
-    order, waits = found
+    order, waits = schedule
     twins = {
         example.twin(user): list(map(example.twin, started)) for user, started in waits.items()
     }
@@ -73,39 +74,44 @@ def overlapped(
 def _schedule(
     graph: Graph, own_parameters: Collection[int]
 ) -> tuple[list[Node], dict[Node, list[Node]]] | None:
-    """The order, and collectives by the node that waits for them; ``None``: nothing would."""
+    """Return the order, and collectives by the node that waits for them; ``None``: none would."""
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     limit_bytes = backward_peak_bytes(graph, own_parameters)
-    at_once, at_rest = ancestors(filter(is_collective, nodes)), set[Node]()
+    # Everything that a collective needs keeps its place: to defer that would delay the collective.
+    undeferred, blocking = ancestors(filter(is_collective, nodes)), set[Node]()
+    # Start with everything deferred, and take back what the peak shows not to fit. It ends, since
+    # each round adds to one of the two sets or returns.
     while True:
-        order = _order(nodes, at_once)
-        waits = _waits(order, at_rest)
+        order = _order(nodes, undeferred)
+        waits = _waits(order, blocking)
         if not waits:
             return None
         peak_bytes, moment = peak_in_order(graph, own_parameters, order, waits)
         if moment is None or peak_bytes <= limit_bytes:
             for node in nodes:
-                if node in at_rest:
+                if node in blocking:
                     report_of(Pass.OVERLAP).decline(node, "on its way it would raise the peak")
             return order, waits
-        culprits = _put_off_beyond(moment, nodes, order, at_once)
+        culprits = _deferred_beyond(moment, nodes, order, undeferred)
         sent = _under_way(moment, order, waits)
+        # Deferred work first: it keeps its operands alive, and without it the collective still
+        # overlaps with the rest. The one with the largest operands frees the most.
         if culprits:
             needed = ancestors([max(culprits, key=_operand_bytes)])
-            at_once.update(node for node in needed if node.op == "call_function")
+            undeferred.update(node for node in needed if node.op == "call_function")
         elif sent:
-            at_rest |= sent
+            blocking |= sent
         else:
             return None
 
 
-def _put_off_beyond(
-    moment: Node, nodes: Sequence[Node], order: Sequence[Node], at_once: Collection[Node]
+def _deferred_beyond(
+    moment: Node, nodes: Sequence[Node], order: Sequence[Node], undeferred: Collection[Node]
 ) -> list[Node]:
-    """What ran before ``moment``, or is it, and now does not run before it."""
+    """Nodes that ran before ``moment``, or at it, and no longer run before it."""
     before = set(nodes[: nodes.index(moment) + 1])
     after = order[order.index(moment) :]
-    return [n for n in after if n in before and n not in at_once and not _comes_with_others(n)]
+    return [n for n in after if n in before and n not in undeferred and not _comes_with_others(n)]
 
 
 def _under_way(
@@ -123,14 +129,19 @@ def _under_way(
 
 
 def _with_waits(graph: Graph, order: Sequence[Node], waits: Mapping[Node, Sequence[Node]]) -> Graph:
-    """A copy of ``graph`` in ``order``."""
+    """Copy ``graph`` in ``order``, each wait in front of the node that needs it."""
     copy = Graph()
     copies: dict[Node, Node] = {}
     for node in graph.find_nodes(op="placeholder"):
         copies[node] = copy.node_copy(node)
     for node in order:
         for started in waits.get(node, ()):
-            copies[started] = _wait_for(copy, copies[started])
+            source = copies[started]
+            # Later nodes find the wait in the collective's place: nothing else reads what is sent.
+            copies[started] = make_like(
+                copy, _wait, (source, source.args[3]),
+                like=source, origin=Pass.OVERLAP, name=f"{source.name}_arrived",
+            )  # fmt: skip
             report_of(Pass.OVERLAP).rewrote(kind="wait")
         copies[node] = copy.node_copy(node, copies.__getitem__)
     copy.node_copy(graph.output_node(), copies.__getitem__)
@@ -138,25 +149,26 @@ def _with_waits(graph: Graph, order: Sequence[Node], waits: Mapping[Node, Sequen
     return copy
 
 
-def _order(nodes: Sequence[Node], at_once: Collection[Node]) -> list[Node]:
-    """``at_once`` as it was, all else behind the next collective.
+def _order(nodes: Sequence[Node], undeferred: Collection[Node]) -> list[Node]:
+    """Order ``undeferred`` as it was, and all others behind the next collective.
 
-    Views are put in front of their first use, parts of results behind what they are parts of.
+    Views come in front of their first use, parts of results behind the operator that made them.
     """
     order: dict[Node, None] = {}
-    put_off: list[Node] = []
+    deferred: list[Node] = []
     for node in nodes:
         if _comes_with_others(node):
             continue
-        if node not in at_once:
-            put_off.append(node)
+        if node not in undeferred:
+            deferred.append(node)
             continue
         _place(node, order)
         if is_collective(node):
-            for waiting in put_off:
+            for waiting in deferred:
                 _place(waiting, order)
-            put_off.clear()
-    for node in (*put_off, *nodes):
+            deferred.clear()
+    # No collective comes any more; then views that only the output reads.
+    for node in (*deferred, *nodes):
         if node not in order:
             _place(node, order)
     return list(order)
@@ -172,38 +184,30 @@ def _place(node: Node, order: dict[Node, None]) -> None:
 
 
 def _operand_bytes(node: Node) -> int:
-    """Bytes that exist for ``node``."""
+    """Bytes that ``node`` keeps alive until it runs; arguments live anyway."""
     owners = {base(source) for source in node.all_input_nodes}
     return sum(tensor_bytes(o.meta["val"]) for o in owners if o.op != "placeholder")
 
 
 def _comes_with_others(node: Node) -> bool:
+    # No work of their own: a view costs nothing, a part is there with its operator.
     return is_view(node) or is_part(node)
 
 
-def _waits(order: Sequence[Node], at_rest: Collection[Node]) -> dict[Node, list[Node]]:
-    """Collectives by the node that uses them first, where that is not the next one.
+def _waits(order: Sequence[Node], blocking: Collection[Node]) -> dict[Node, list[Node]]:
+    """Collectives by the node that uses them first, where work runs in between.
 
-    Those ``at_rest`` are waited for where they are started.
+    Those in ``blocking`` are waited for where they are started.
     """
     position = {node: index for index, node in enumerate(order)}
     waits: dict[Node, list[Node]] = {}
     for node in order:
+        # The output node has no position: a collective that is only returned blocks.
         users = [user for user in node.users if user in position]
-        if collective_of(node) is None or not users or node in at_rest:
+        if collective_of(node) is None or not users or node in blocking:
             continue
         first = min(users, key=position.__getitem__)
-        if _works_between(order[position[node] + 1 : position[first]]):
+        between = order[position[node] + 1 : position[first]]
+        if not all(map(_comes_with_others, between)):
             waits.setdefault(first, []).append(node)
     return waits
-
-
-def _works_between(nodes: Collection[Node]) -> bool:
-    return not all(map(_comes_with_others, nodes))
-
-
-def _wait_for(graph: Graph, started: Node) -> Node:
-    name, world_size = f"{started.name}_arrived", started.args[3]
-    return make_like(
-        graph, _wait, (started, world_size), like=started, origin=Pass.OVERLAP, name=name
-    )

@@ -34,11 +34,12 @@ aten = torch.ops.aten
 
 _RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _PRODUCTS = (aten.mm.default, aten.linear.default)
+# Views that are the identity if they keep the shape; a transpose may keep it and move the elements.
 _KEEPS_ORDER = (*_RESHAPES, aten.expand.default, aten.slice.Tensor)
 
 
 def simplify(graph: Graph) -> None:
-    """Apply every rule once in topological order; each is a kind of the pass's report."""
+    """Apply every rule once per node; each is a kind of the pass's report."""
     report = report_of(Pass.SIMPLIFY)
     # In topological order, so that the operands that a rule sees are simplified already.
     for node in list(graph.nodes):
@@ -49,6 +50,7 @@ def simplify(graph: Graph) -> None:
                 node.replace_all_uses_with(replacement)
                 graph.erase_node(node)
                 break
+    # Behind the rules, which make views equal that were not.
     report.rewrote(_merge_equal_views(graph), kind="merge_equal_views")
     erase_dead(graph)
     graph.lint()
@@ -58,18 +60,20 @@ def _view_of_view(node: Node) -> Node | None:
     """``view(view(x, a), b)`` -> ``view(x, b)``."""
     if node.target not in _RESHAPES or node.args[0].target not in _RESHAPES:
         return None
+    # The check of placements derives the result of each view: it could not follow one step that
+    # changes the dim of which the shard is a part.
     if node.meta.get("relabels") or node.args[0].meta.get("relabels"):
         report_of(Pass.SIMPLIFY).decline(node, "the views change what the shard is a part of")
         return None
     with node.graph.inserting_before(node):
         merged = _call(aten.view.default, (node.args[0].args[0], node.args[1]), like=node)
     if 1 in merged.meta["val"].shape[:-1]:
-        merged.meta["relabels"] = True  # a shard of that dim may have been one of its neighbour
+        merged.meta["relabels"] = True  # a shard of that dim may have been one of its neighbor
     return _same_shape(merged) or merged
 
 
 def _same_shape(node: Node) -> Node | None:
-    """A view that keeps the shape -> its argument, unless the placement is another one then."""
+    """A view that keeps the shape -> its argument, unless that changes the placement."""
     if node.target not in _KEEPS_ORDER or node.meta.get("relabels"):
         return None
     source = node.args[0]
@@ -86,6 +90,7 @@ def _double_transpose(node: Node) -> Node | None:
 
 
 def _dims(node: Node) -> set[int]:
+    # A set: ``transpose(x, 0, 1)`` and ``transpose(x, 1, 0)`` are the same. Empty for ``t``.
     rank = node.meta["val"].dim()
     return {dim % rank for dim in node.args[1:]}
 
@@ -97,6 +102,7 @@ def _sum_then_squeeze(node: Node) -> Node | None:
         return None
     call = arguments(total)
     rank = call["self"].meta["val"].dim()
+    # No dims: over all of them.
     dropped = {dim % rank for dim in call["dim"] or range(rank)}
     squeezed = [size for dim, size in enumerate(total.meta["val"].shape) if dim not in dropped]
     if not call["keepdim"] or total.kwargs or not same_shape(squeezed, node.meta["val"].shape):
@@ -111,10 +117,10 @@ def _fuse_bias(node: Node) -> Node | None:
         return None
     if not all(isinstance(arg, Node) for arg in node.args[:2]):
         return None
-    for product, bias in (node.args[:2], node.args[1::-1]):
+    for product, bias in (node.args[:2], node.args[1::-1]):  # the sum may have either order
         matmul = product.args[0] if product.target in _RESHAPES else product
         if _is_biased_product(product, matmul, bias):
-            # Who else uses the product wants it without the bias: it would be computed twice.
+            # Another user needs the product without the bias: it would be computed twice.
             if len(product.users) == len(matmul.users) == 1:
                 return _with_bias(node, product, matmul, bias)
             report_of(Pass.SIMPLIFY).decline(node, "the product without the bias is used too")
@@ -122,26 +128,28 @@ def _fuse_bias(node: Node) -> Node | None:
 
 
 def _is_biased_product(product: Node, matmul: Node, bias: Node) -> bool:
-    if matmul.target not in _PRODUCTS or len(matmul.args) > 2:
+    if matmul.target not in _PRODUCTS or len(matmul.args) > 2:  # it has a bias already
         return False
-    ours, theirs = bias.meta["val"], product.meta["val"]
+    bias_value, value = bias.meta["val"], product.meta["val"]
+    # The last dim on both sides of the view between: one that splits it would split the bias.
     return (
-        ours.dim() == 1
-        and ours.dtype == theirs.dtype
-        and same_shape(ours.shape, theirs.shape[-1:])
-        and same_shape(ours.shape, matmul.meta["val"].shape[-1:])
+        bias_value.dim() == 1
+        and bias_value.dtype == value.dtype
+        and same_shape(bias_value.shape, value.shape[-1:])
+        and same_shape(bias_value.shape, matmul.meta["val"].shape[-1:])
     )
 
 
 def _with_bias(node: Node, product: Node, matmul: Node, bias: Node) -> Node:
     with node.graph.inserting_before(node):
+        # ``mm`` is left of products whose weight is stored (in, out): GPT-2's.
         target, args = aten.linear.default, (*matmul.args, bias)
         if matmul.target is aten.mm.default:
             target, args = aten.addmm.default, (bias, *matmul.args)
         fused = _call(target, args, like=node, val=matmul.meta["val"])
         if product is matmul:
             return fused
-        fused.meta.pop("placement", None)  # that of the view, whose dims are others
+        fused.meta.pop("placement", None)  # that of the view, which has other dims
         return _call(aten.view.default, (fused, product.args[1]), like=node)
 
 
@@ -169,19 +177,22 @@ def _call(target: Any, args: tuple[Any, ...], *, like: Node, val: Any = None) ->
 
 
 def _merge_equal_views(graph: Graph) -> int:
+    """Let equal views be one; returns how many were merged."""
     first: dict[str, Node] = {}
-    merged = 0
+    num_merged = 0
     for node in list(graph.nodes):
         if not is_view(node):
             continue
-        kept = first.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
-        if kept is not node:
-            node.replace_all_uses_with(kept)
+        # As text, in which a node is its name and an open size its expression.
+        equal = first.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
+        if equal is not node:
+            node.replace_all_uses_with(equal)
             graph.erase_node(node)
-            merged += 1
-    return merged
+            num_merged += 1
+    return num_merged
 
 
+# Views first: the later rules look for a product behind at most one view.
 _RULES: tuple[Callable[[Node], Node | None], ...] = (
     _view_of_view,
     _same_shape,

@@ -1,8 +1,8 @@
-"""Cut a flat graph into the program's regions: one distinct region for all layers that are alike.
+"""Partition of a flat graph into the program's regions: one for all layers that are equal.
 
-What is outside layers (:mod:`sp_compiler.base.provenance`) is glue. Layers whose graphs are equal,
-down to shapes, types and what requires a gradient, share one region; so do layers that compute the
-same in another order, such as keys before queries in every other layer.
+Nodes outside layers (:mod:`sp_compiler.base.provenance`) are glue. Layers whose graphs are equal,
+down to shapes, dtypes and which values require a gradient, share one region; so do layers that
+compute the same in another order, such as keys before queries in every other layer.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from sp_compiler.passes.outline.pieces import pieces_of
 
 
 def outline(captured: Captured, wishes: Mapping[str, Wish] | None = None) -> Program:
-    """The program of a normalised capture; ``captured`` itself stays as it is.
+    """Build the program of a normalized capture, which itself is not modified.
 
     Every call's arguments come from parameters, buffers, constants, user inputs, the seed and
     earlier calls. A value that a piece only passes on is not an output of it.
 
     Args:
-        captured: normalised.
+        captured: normalized.
         wishes: by parameter; layers whose parameters must be placed differently are kept apart.
     """
     wishes = dict(wishes or {})
@@ -41,11 +41,13 @@ def outline(captured: Captured, wishes: Mapping[str, Wish] | None = None) -> Pro
         draft, inputs = draft_region(piece, refs, outputs)
         num_distinct = len(distinct.regions)
         use = distinct.use_of(draft, asked_of_inputs(inputs, refs, wishes))
+        # Layers of one class were expected to be one region.
         alike = next((call for call in program_calls if call.region.name == piece.name), None)
         if alike is not None and alike.path and len(distinct.regions) > num_distinct:
             report.decline(piece.nodes[0], f"the layer is no region with {alike.path}: they differ")
         args = tuple(refs[inputs[position]] for position in use.inputs)
         program_calls.append(Call(use.region, piece.layer.path, args))
+        # Later pieces find the results of this one in ``refs``.
         for node, position in zip(outputs, use.outputs, strict=True):
             refs[node] = Ref("call", index=index, output=position)
     report.rewrote(len(pieces) - len(distinct.regions), kind="layer that shares a region")

@@ -1,4 +1,4 @@
-"""Which pieces are one region: those that are equal, or equal up to the order of their nodes."""
+"""Distinct regions: pieces that are equal, or equal up to the order of their nodes, are one."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from sp_compiler.passes.outline.draft import Draft
 
 @dataclass(frozen=True)
 class Use:
-    """Use of a region by a piece: which of the piece's values are which of the region's.
+    """Use of a region by a piece: correspondence of the piece's values to the region's.
 
     Attributes:
-        region: what the piece computes.
+        region: the computation of the piece.
         inputs: for each placeholder of ``region`` its position among the inputs of the piece.
         outputs: for each output of the piece its position among those of ``region``.
     """
@@ -33,7 +33,7 @@ class Use:
 
 
 class DistinctRegions:
-    """The regions found so far; what is equal to one of them becomes a use of it."""
+    """The regions so far; a piece that is equal to one of them becomes a use of it."""
 
     def __init__(self) -> None:
         self.regions: list[Region] = []
@@ -41,13 +41,14 @@ class DistinctRegions:
         self._candidates: list[tuple[ComparableGraph, Draft, Region]] = []
 
     def use_of(self, draft: Draft, asked: Mapping[int, tuple[bool, ...]]) -> Use:
-        """The region of ``draft``, by its text or else by isomorphism; a new one if there is none.
+        """Return the region of ``draft``, by its text, else by isomorphism; else make a new one.
 
-        ``asked``: what the user's hints allow of inputs, by position; no other region will do.
+        ``asked``: placements that the user's hints allow of inputs, by position. Regions whose
+        hints differ are different: their parameters are placed differently.
         """
         text = f"{_canonical_text(draft)}\n{asked}"
         if text not in self._uses:
-            # Only layers that equal no earlier one in order come here: a few of a model.
+            # Few layers of a model come here: the others equal an earlier one, order included.
             candidate = ComparableGraph(draft.graph, _labels(draft, asked).__getitem__)
             use = self._reordered_use(candidate, draft)
             if use is None:
@@ -55,25 +56,26 @@ class DistinctRegions:
                 use = Use(region, range(len(draft.inputs)), range(len(draft.outputs)))
                 self.regions.append(region)
                 self._candidates.append((candidate, draft, region))
-            self._uses[text] = use  # so that a third layer in this order is found by its text
+            self._uses[text] = use  # a third layer in this order is then found by its text
         return self._uses[text]
 
     def _reordered_use(self, graph: ComparableGraph, draft: Draft) -> Use | None:
-        for known, other, region in self._candidates:
-            twins = isomorphism(known, graph)
+        for known_graph, known_draft, region in self._candidates:
+            twins = isomorphism(known_graph, graph)
             if twins is not None:
-                theirs = [twins[node] for node in draft.inputs]
-                outputs = {node: position for position, node in enumerate(other.outputs)}
+                inputs = [twins[node] for node in draft.inputs]
+                outputs = {node: position for position, node in enumerate(known_draft.outputs)}
                 return Use(
                     region,
-                    [theirs.index(node) for node in other.inputs],
+                    [inputs.index(node) for node in known_draft.inputs],
                     [outputs[twins[node]] for node in draft.outputs],
                 )
         return None
 
 
 def _canonical_text(draft: Draft) -> str:
-    """Text of all that must agree for two pieces to be one region."""
+    """Text of everything that must agree for two pieces to be one region, names left out."""
+    # A dictionary lookup per layer: comparing each with all others would be quadratic.
     number = {node: index for index, node in enumerate(draft.graph.nodes)}
     lines = [" ".join(draft.input_kinds)]
     for node in draft.graph.nodes:
@@ -84,12 +86,12 @@ def _canonical_text(draft: Draft) -> str:
 
 
 def _labels(draft: Draft, asked: Mapping[int, tuple[bool, ...]]) -> dict[Node, str]:
-    """Text of all about each node but its operands that two pieces of one region agree in.
+    """Text of everything about each node but its operands that two pieces of one region share.
 
-    Parameters and buffers go by their names in the layer, for a layer's weights of one shape must
-    not change places in what a person reads. Draws are told apart by what they are used for: the
-    number of its site makes one distinct, and all that uses it has the number of the region.
-    What still comes from torch's generator is drawn in order.
+    Parameters and buffers go by their names in the layer: weights of one shape must not swap their
+    names in generated code and reports. Draws by the counter are distinguished by their users and
+    not by the number of their site, which is the region's. Other random numbers come from torch's
+    generator, in order.
     """
     labels = {}
     for position, node in enumerate(draft.inputs):
@@ -100,9 +102,10 @@ def _labels(draft: Draft, asked: Mapping[int, tuple[bool, ...]]) -> dict[Node, s
     for node in draft.graph.nodes:
         if node.op != "call_function":
             continue
+        # Operands all look alike here: the matcher compares edges.
         args, kwargs = map_arg((node.args, node.kwargs), lambda operand: _Numbered(0))
         if is_call(node, *DRAWS):
-            args = (*args[:3], *args[4:])
+            args = (*args[:3], *args[4:])  # without the site
         turn = num_drawn if draws(node) else None
         num_drawn += turn is not None
         call = f"{node.target} {args} {dict(sorted(kwargs.items()))}"
@@ -119,7 +122,7 @@ def asked_of_inputs(
 
 @dataclass(frozen=True)
 class _Numbered:
-    """Stands for a node in the canonical text."""
+    """A node in the canonical text."""
 
     index: int
 

@@ -27,12 +27,13 @@ _WITH_WEIGHT = (
 )
 # Order of a region's placeholders.
 _KIND_ORDER: tuple[RefKind, ...] = ("param", "buffer", "constant", "input", "call", "seed", "size")
+# Without "source", which names nodes of the flat graph: from here on it names the region's.
 _KEPT_META = ("val", "requires_grad", "nn_module_stack", "stack_trace", "origin")
 
 
 @dataclass
 class Draft:
-    """A region whose graph is not a module yet, which most repeated layers never need."""
+    """A region whose graph is no module yet: that costs time, and repeated layers need none."""
 
     name: str
     graph: Graph
@@ -56,14 +57,18 @@ class Draft:
 def draft_region(
     piece: Piece, refs: dict[Node, Ref], outputs: list[Node]
 ) -> tuple[Draft, list[Node]]:
-    """The region of one piece and the nodes of the flat graph that are its inputs, in order."""
+    """Return the region of one piece and its inputs, nodes of the flat graph, in order."""
     inputs = _inputs_of(piece, refs)
     graph = Graph()
     copies: dict[Node, Node] = {}
     names = []
     for node in inputs:
-        name = _input_name(refs[node], piece.layer.path)
-        copies[node] = graph.placeholder(_identifier(name) or _carried_name(node, outputs))
+        # Parameters and buffers as the layer calls them, so that equal layers have equal names;
+        # constants by their own name; values have none.
+        name = refs[node].name
+        if refs[node].kind in ("param", "buffer"):
+            name = name.removeprefix(f"{piece.layer.path}.")
+        copies[node] = graph.placeholder(re.sub(r"\W", "_", name) or _carried_name(node, outputs))
         copies[node].target = copies[node].name
         copies[node].meta = _meta(node, keys=("val", "requires_grad"))
         names.append(name or copies[node].name)
@@ -85,21 +90,15 @@ def _inputs_of(piece: Piece, refs: dict[Node, Ref]) -> list[Node]:
     """Values from outside, ordered by kind and then by first use."""
     inside = set(piece.nodes)
     used = dict.fromkeys(n for node in piece.nodes for n in node.all_input_nodes if n not in inside)
+    # Open sizes are no operands: they are in the shapes and arguments of the nodes.
     sizes = [node for node, ref in refs.items() if ref.kind == "size"]
     symbols = symbols_in([*used, *piece.nodes]) if sizes else set()
     used |= {node: None for node in sizes if symbol_of(node) in symbols}
     return sorted(used, key=lambda node: _KIND_ORDER.index(refs[node].kind))
 
 
-def _input_name(ref: Ref, path: str) -> str:
-    """Name inside the layer of a parameter or buffer; "" for values, which have none."""
-    if ref.kind in ("param", "buffer"):
-        return ref.name.removeprefix(f"{path}.")
-    return ref.name
-
-
 def _carried_name(node: Node, outputs: list[Node]) -> str:
-    """A value from elsewhere: ``hidden`` where the region returns one like it."""
+    """Name a value from elsewhere: ``hidden`` where the region returns one like it."""
     value = node.meta["val"]
     if not isinstance(value, Tensor):
         return node.name
@@ -115,7 +114,7 @@ def _meta(node: Node, keys: tuple[str, ...] = _KEPT_META) -> dict[str, Any]:
 
 
 def _value_name(node: Node) -> str:
-    """Name a value in its region; numbered afresh where several have one name.
+    """Name a value in its region; FX numbers several of one name.
 
     Results of a module's own weight are named after the module (``c_attn``), others after the
     operator.
@@ -129,13 +128,9 @@ def _value_name(node: Node) -> str:
 
 
 def _applies_weight(node: Node) -> bool:
-    """Find products with, norms by and lookups in a parameter, and sums of one and a bias."""
+    """Tell products with, norms by and lookups in a parameter, and sums of one and a bias."""
     weights = [arg for arg in node.all_input_nodes if arg.op == "placeholder"]
     if is_call(node, torch.ops.aten.add.Tensor):
         source = node.args[0]
         return bool(weights) and isinstance(source, Node) and is_call(source, *_WITH_WEIGHT)
     return bool(weights) and is_call(node, *_WITH_WEIGHT)
-
-
-def _identifier(name: str) -> str:
-    return re.sub(r"\W", "_", name)

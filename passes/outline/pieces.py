@@ -22,13 +22,16 @@ class Piece:
 
 
 def pieces_of(graph: Graph) -> list[Piece]:
-    """Consecutive runs of one layer.
+    """Return consecutive runs of one layer.
 
     Glue that needs no layer's result goes to the front, or, where only one later piece of glue uses
     it, there.
     """
     nodes = [node for unit in _units(graph.nodes) for node in unit]
-    layers = _layers(nodes)
+    # The parts of a split belong where the split does, whatever module unpacked them.
+    layers: dict[Node, Layer] = {}
+    for node in nodes:
+        layers[node] = layers[node.args[0]] if is_getitem(node) else layer_of(node)
     after_layer: set[Node] = set()
     early, rest = [], []
     for node in nodes:
@@ -43,7 +46,7 @@ def pieces_of(graph: Graph) -> list[Piece]:
         if pieces[-1].layer != layer:
             pieces.append(Piece(layer))
         pieces[-1].nodes.append(node)
-    # What only the loss needs, such as shifted labels, would otherwise live all through the layers.
+    # Values that only the loss needs, such as shifted labels, would else live through all layers.
     for piece in pieces[1:]:
         if piece.layer is OUTSIDE:
             _sink(pieces[0], piece)
@@ -53,7 +56,7 @@ def pieces_of(graph: Graph) -> list[Piece]:
 
 
 def _units(nodes: Iterable[Node]) -> list[list[Node]]:
-    """Each operator with the parts of its results: a list of tensors cannot leave a region."""
+    """Group each operator with its results: a list of tensors cannot leave a region."""
     units: dict[Node, list[Node]] = {}
     for node in nodes:
         if is_getitem(node):
@@ -63,16 +66,9 @@ def _units(nodes: Iterable[Node]) -> list[list[Node]]:
     return list(units.values())
 
 
-def _layers(nodes: list[Node]) -> dict[Node, Layer]:
-    """Layer of each node; the parts of a split belong where the split does."""
-    layers: dict[Node, Layer] = {}
-    for node in nodes:
-        layers[node] = layers[node.args[0]] if is_getitem(node) else layer_of(node)
-    return layers
-
-
 def _with_enclosed_glue(layers: list[Layer]) -> list[Layer]:
-    """Glue between two pieces of the same layer joins that layer."""
+    """Assign glue between two pieces of the same layer to that layer."""
+    # Of each node the nearest layers on both sides, in one sweep each.
     following = OUTSIDE
     next_layer = []
     for layer in reversed(layers):
@@ -90,6 +86,7 @@ def _sink(first: Piece, last: Piece) -> None:
     targets = set(last.nodes)
     kept: list[list[Node]] = []
     sunk: list[list[Node]] = []
+    # Backwards, so that the users of a node have moved before it is asked where they are.
     for unit in reversed(_units(first.nodes)):
         users = {user for node in unit for user in node.users}.difference(unit)
         if users and targets.issuperset(users):

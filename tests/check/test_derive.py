@@ -1,4 +1,4 @@
-"""The rule table as a type checker: wrong combinations are refused, offered ones are right."""
+"""The rule table as a type checker: wrong combinations are refused, offered ones are correct."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def derived(node: Node, *operands: str) -> set[str]:
 
 
 def test_index_tensors_that_do_not_go_together_are_refused() -> None:
-    """Whole, the second would be (7, 2), which has no common shape with (7,)."""
+    """Unsharded, the second would be (7, 2), which does not broadcast with (7,)."""
     indices = [{(7,): torch.int64}, {(7, 1): torch.int64}]
     node = call(aten.index_put.default, (5, 6), indices, (7, 7), True)
     assert derived(node, "R", "R", "R", "R") == {"R"}
@@ -102,10 +102,10 @@ REFUSED: dict[str, Case] = {
     "norm of a partial sum": (
         aten.native_layer_norm.default, [(4, 6), [6], None, None, 0.1], ["P"],
     ),
-    "partial plus whole": (aten.add.Tensor, [(4, 6), (4, 6)], ["P", "R"]),
+    "partial plus replicated": (aten.add.Tensor, [(4, 6), (4, 6)], ["P", "R"]),
     "partial plus a number": (aten.add.Tensor, [(4, 6), 1.0], ["P"]),
     "partial times partial": (aten.mul.Tensor, [(4, 6), (4, 6)], ["P", "P"]),
-    "whole by partial": (aten.div.Tensor, [(4, 6), (4, 6)], ["R", "P"]),
+    "replicated by partial": (aten.div.Tensor, [(4, 6), (4, 6)], ["R", "P"]),
     "partial by partial": (aten.mm.default, [(4, 6), (6, 2)], ["P", "P"]),
     "fill a partial sum": (
         aten.masked_fill.Scalar, [(4, 6), {(4, 6): torch.bool}, -1.0], ["P", "R"],
@@ -116,8 +116,8 @@ REFUSED: dict[str, Case] = {
     "norm over a shard": (aten.native_layer_norm.default, [(4, 3), [3], None, None, 0.1], ["S(1)"]),
     "other dims": (aten.add.Tensor, [(4, 4), (4, 4)], ["S(0)", "S(1)"]),
     "other segments": (aten.add.Tensor, [(8, 4), (8, 4)], ["S(0)", "S(0|8,8)"]),
-    "whole with a shard of the same size": (aten.add.Tensor, [(4, 6), (4, 6)], ["S(0)", "R"]),
-    "whole weight after a shard": (aten.linear.default, [(4, 6), (2, 6)], ["S(1)", "R"]),
+    "replicated with a shard of the same size": (aten.add.Tensor, [(4, 6), (4, 6)], ["S(0)", "R"]),
+    "replicated weight after a shard": (aten.linear.default, [(4, 6), (2, 6)], ["S(1)", "R"]),
     "bias under a contraction": (
         aten.linear.default, [(4, 3), (2, 3), (2,)], ["S(1)", "S(1)", "R"],
     ),
@@ -125,18 +125,18 @@ REFUSED: dict[str, Case] = {
     "lookup in a shard": (aten.embedding.default, [(8, 4), {(2, 3): torch.int64}], ["S(0)", "R"]),
     "cut of a shard": (aten.slice.Tensor, [(4, 6), 0, 0, 2], ["S(0)"]),
     "split of other segments": (aten.split_with_sizes.default, [(4, 6), [2, 4], 1], ["S(1|6,6)"]),
-    "join along a shard and a whole": (aten.cat.default, [[(4, 6), (4, 6)]], ["S(0)", "R"]),
+    "join of a shard and a replicated part": (aten.cat.default, [[(4, 6), (4, 6)]], ["S(0)", "R"]),
     "shard that a view takes apart": (aten.view.default, [(3, 4), [2, 6]], ["S(1)"]),
     "no rule": (aten.cumprod.default, [(4, 6), 1], ["S(0)"]),
     "random numbers": (aten.bernoulli.default, [(4, 6)], ["R"]),
     "conversion of something else": (sp.convert.default, [(4, 6), "S(0)", "R", WORLD], ["S(1)"]),
     "conversion that is not there": (sp.convert.default, [(4, 6), "R", "P", WORLD], ["R"]),
     "conversion for other ranks": (sp.convert.default, [(4, 6), "S(0)", "R", 3], ["S(0)"]),
-    "dropout of a shard as a whole": (
+    "dropout of a shard as replicated": (
         sp.dropout.default, [(4, 6), (), 0.1, 0, 0, 1], ["S(0)", "R"],
     ),
     "dropout of another dim": (sp.dropout.default, [(4, 6), (), 0.1, 0, 1, 2], ["S(0)", "R"]),
-    "dropout of a whole as a shard": (sp.dropout.default, [(4, 6), (), 0.1, 0, 0, 2], ["R", "R"]),
+    "replicated dropout as a shard": (sp.dropout.default, [(4, 6), (), 0.1, 0, 0, 2], ["R", "R"]),
     "loss gradient that is partial": (
         sp.vocab_nll_backward.default,
         [(4,), (4, 6), (4,), (4,), -1, 6 * WORLD, WORLD],
@@ -156,7 +156,7 @@ def test_refuses(case: str) -> None:
 
 
 ACCEPTED: dict[str, tuple[Any, list[Any], list[str], set[str]]] = {
-    "whole": (aten.gelu.default, [(4, 6)], ["R"], {"R"}),
+    "replicated": (aten.gelu.default, [(4, 6)], ["R"], {"R"}),
     "sum of partial sums": (aten.add.Tensor, [(4, 6), (4, 6)], ["P", "P"], {"P"}),
     "column-parallel": (aten.linear.default, [(4, 6), (2, 6)], ["R", "S(0)"], {"S(1)"}),
     "row-parallel": (aten.linear.default, [(4, 3), (2, 3)], ["S(1)", "S(1)"], {"P"}),
@@ -239,7 +239,7 @@ _SIZES = {
     aten.select_backward.default: 1,
 }
 NUMBER_OF_STRATEGIES = {
-    # whole, linear sets, and one for each dim that can be sharded
+    # replicated, linear sets, and one for each dim that can be sharded
     aten.gelu_backward.default: 4,
     aten.addmm.default: 5,
     aten.native_layer_norm.default: 3,
@@ -266,9 +266,9 @@ def node_of(target: Any, args: Sequence[Any]) -> Node:
 @pytest.mark.parametrize("target", NUMERIC, ids=str)
 def test_every_strategy_of_a_gradient_gives_the_right_numbers(target: Any) -> None:
     args = NUMERIC[target]
-    whole = node_of(target, args)
-    replicated = [Placement.parse("R")] * len(tensor_operands(whole))
-    ways = list(dict.fromkeys(allowed(whole, replicated, WORLD)))
+    unsharded = node_of(target, args)
+    replicated = [Placement.parse("R")] * len(tensor_operands(unsharded))
+    ways = list(dict.fromkeys(allowed(unsharded, replicated, WORLD)))
     ways = [way for way in ways if len(way.operands) == len(replicated)]
     assert len(ways) >= NUMBER_OF_STRATEGIES.get(target, 2)
     expected = _tuple(target(*args))

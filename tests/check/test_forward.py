@@ -1,4 +1,4 @@
-"""The checks accept what is right and refuse every conversion that is missing or misdirected."""
+"""The checks accept correct graphs and refuse every missing or misdirected conversion."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 
 @pytest.fixture(scope="module")
 def regions() -> dict[str, CompiledRegion]:
-    """Those of a compiled model, scheduled under their collectives; the last one has the loss."""
+    """Backwards of a compiled model, overlapped with collectives; the last one has the loss."""
     return parity.compiled(parity.case("gpt2", 2, 12), tp=WORLD).regions
 
 

@@ -1,4 +1,4 @@
-"""What the check cannot prove runs whole: slower, noted, and right."""
+"""Operators that the check cannot prove run replicated: slower, noted, and correct."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 
 
 class TwiceUsed(nn.Module):
-    """The gradient of ``gelu`` is a sum that no operator of the model stands for."""
+    """The gradient of ``gelu`` is a sum that is no operator of the model."""
 
     def __init__(self) -> None:
         super().__init__()

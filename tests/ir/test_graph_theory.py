@@ -1,4 +1,4 @@
-"""Equality of graphs up to the order of their nodes, against every order there is."""
+"""Equality of graphs up to the order of their nodes, against all orders."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _label(node: Node) -> str:
 
 
 def _is_isomorphism(twins: dict[Node, Node], first: Graph, second: Graph) -> bool:
-    """Whether ``twins`` (node of ``second`` to node of ``first``) keeps all that a graph is."""
+    """Tell whether ``twins`` (node of ``second`` to node of ``first``) keeps labels and edges."""
     nodes = [[node for node in graph.nodes if node.op != "output"] for graph in (first, second)]
     returned = [set(graph.output_node().all_input_nodes) for graph in (first, second)]
     return (
@@ -144,7 +144,7 @@ def test_what_is_returned_counts() -> None:
 
 
 def test_interchangeable_branches_stay_together() -> None:
-    """Four equal branches, each with two calls: any may be any, but no branch is torn apart."""
+    """Four equal branches of two calls each: branches may swap, but none is torn apart."""
     recipe: list[tuple[str, tuple[int, ...]]] = [_X] * 4
     recipe += [("relu", (i,)) for i in range(4)] + [("exp", (4 + i,)) for i in range(4)]
     first = _graph(recipe, outputs=(8, 9, 10, 11))

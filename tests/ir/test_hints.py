@@ -1,4 +1,4 @@
-"""Placements that users pin or forbid: what keys match, that they are honoured, what is refused."""
+"""Placements that users pin or forbid: keys that match, that they are honored, refusals."""
 
 from __future__ import annotations
 

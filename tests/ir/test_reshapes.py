@@ -1,4 +1,4 @@
-"""Which dims are which after a reshape, on shapes of all kinds."""
+"""Correspondence of dims before and after a reshape, on shapes of all kinds."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_spans_are_the_smallest_that_hold_the_same_elements(pair: tuple[Shape, S
 def test_common_factors_exist_where_each_boundary_divides_the_next(
     pair: tuple[Shape, Shape],
 ) -> None:
-    """The definition, of which the matcher is the walk."""
+    """The definition, which the matcher follows in one walk."""
     boundaries = sorted(_boundaries(pair[0]) | _boundaries(pair[1]))
     steps = list(itertools.pairwise(boundaries))
     found = common_factors(*pair)

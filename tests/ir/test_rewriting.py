@@ -1,4 +1,4 @@
-"""One way to make a node: what it records, and that nobody goes around it; one walk over graphs."""
+"""The one way to make a node: its records, that nobody bypasses it; the one walk over graphs."""
 
 from __future__ import annotations
 

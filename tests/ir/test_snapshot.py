@@ -1,4 +1,4 @@
-"""Snapshots as graphs of networkx: what users ask of a graph without FX."""
+"""Snapshots as graphs of networkx, for users who know no FX."""
 
 from __future__ import annotations
 

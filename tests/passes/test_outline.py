@@ -1,4 +1,4 @@
-"""Outlining: the program computes what the flat graph does, from one region per kind of layer."""
+"""Outlining: the program computes the same as the flat graph, with one region per kind of layer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def outlined(
 
 
 def check_program(program: Program) -> None:
-    """What every program promises."""
+    """Invariants of every program."""
     names = [region.name for region in program.regions]
     assert len(set(names)) == len(names)
     for region in program.regions:

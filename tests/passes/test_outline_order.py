@@ -107,7 +107,7 @@ def test_layers_traced_in_another_order_are_one_region() -> None:
 
 
 def _identity_uses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take what is isomorphic for what is equal in order."""
+    """Take isomorphic graphs for graphs of equal order."""
     found = distinct.DistinctRegions._reordered_use
 
     def unturned(self: Any, *args: Any) -> Any:
@@ -162,7 +162,7 @@ def test_two_ranks_compute_the_gradients_of_the_model(p: tuple[float, float]) ->
 def test_layers_that_differ_in_a_number_or_in_wiring_stay_two(
     turned: bool, difference: dict[str, Any]
 ) -> None:
-    """In the same order, where their texts differ, and in another, where no node fits."""
+    """In the same order, where their texts differ, and in another, where no node matches."""
     _, program = outlined(_model(Layer(), Layer(turned, **difference)), _input())
     assert _layers(program) == ["Layer", "Layer2"]
 
@@ -191,7 +191,7 @@ class Renamed(Layer):
 
 
 def test_weights_of_other_names_stay_apart() -> None:
-    """Or a reader would find the queries of one layer under the keys' name."""
+    """Else a reader would find the queries of one layer under the keys' name."""
     assert _layers(outlined(_model(Layer(), Renamed()), _input())[1]) == ["Layer", "Renamed"]
 
 

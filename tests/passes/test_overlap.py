@@ -1,4 +1,4 @@
-"""What backward does while collectives are on their way: its order, its waits, its numbers."""
+"""Overlap of backward with its collectives: order, waits, numbers."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def linear_backward(width: int = 60) -> Graph:
     b = Builder()
     x, w, p = b.input("x", 8, 4), b.input("w", 6, 4), b.input("p", width, 6)
     wide = b.call(aten.exp.default, b.input("z", 4, width), name="wide")
-    whole = b.gather(b.mm(wide, p, "g"), "whole")
-    turned = b.call(aten.t.default, whole, name="turned")
+    full = b.gather(b.mm(wide, p, "g"), "full")
+    turned = b.call(aten.t.default, full, name="turned")
     grad_w = b.mm(turned, x, "grad_w")
-    grad_x = b.mm(whole, w, "grad_x")
+    grad_x = b.mm(full, w, "grad_x")
     part = b.scatter(grad_x, "part")
     last = b.call(aten.mul.Tensor, part, 2.0, name="last")
     return b.output(last, grad_w)
@@ -84,10 +84,10 @@ def test_the_gradient_of_a_weight_goes_behind_the_next_collective() -> None:
     assert text(overlapped(before, OWN)) == [
         "wide = exp(z)",
         "g = mm(wide, p)",
-        "whole = convert(g)",
-        "grad_x = mm(whole, w)",
+        "full = convert(g)",
+        "grad_x = mm(full, w)",
         "part = convert(grad_x)",
-        "turned = t(whole)",
+        "turned = t(full)",
         "grad_w = mm(turned, x)",
         "part_arrived = wait(part)",
         "last = mul(part_arrived)",
@@ -98,15 +98,15 @@ def test_the_gradient_of_a_weight_goes_behind_the_next_collective() -> None:
 def test_what_is_computed_again_runs_under_the_gather_before_it() -> None:
     b = Builder()
     x, w, g = b.input("x", 8, 6), b.input("w", 6, 6), b.input("g", 4, 6)
-    whole = b.gather(g, "whole")
+    full = b.gather(g, "full")
     again = b.call(aten.exp.default, x, name="again")
-    grad = b.call(aten.mul.Tensor, whole, again, name="grad")
+    grad = b.call(aten.mul.Tensor, full, again, name="grad")
     part = b.scatter(b.mm(grad, w, "grad_x"), "part")
     assert text(overlapped(b.output(part))) == [
-        "whole = convert(g)",
+        "full = convert(g)",
         "again = exp(x)",
-        "whole_arrived = wait(whole)",
-        "grad = mul(whole_arrived, again)",
+        "full_arrived = wait(full)",
+        "grad = mul(full_arrived, again)",
         "grad_x = mm(grad, w)",
         "part = convert(grad_x)",  # nothing is left to do meanwhile
     ]
@@ -123,21 +123,21 @@ def test_all_results_of_an_operator_stay_with_it() -> None:
     grad_w = b.call(operator.getitem, norm, 1, name="grad_w")
     grad_x = b.call(operator.getitem, norm, 0, name="grad_x")
     scaled = b.call(aten.mul.Tensor, grad_w, 2.0, name="scaled")
-    whole = b.gather(grad_x, "whole")
-    last = b.call(aten.exp.default, whole, name="last")
+    full = b.gather(grad_x, "full")
+    last = b.call(aten.exp.default, full, name="last")
     assert [line.split(" = ")[0] for line in text(overlapped(b.output(last, scaled)))] == [
         "norm",
         "grad_w",
         "grad_x",
-        "whole",
+        "full",
         "scaled",
-        "whole_arrived",
+        "full_arrived",
         "last",
     ]
 
 
 def unchanged() -> dict[str, Graph]:
-    """Graphs in which nothing can go on meanwhile."""
+    """Graphs in which nothing can run meanwhile."""
     found = {}
     b = Builder()
     x, w = b.input("x", 8, 4), b.input("w", 4, 4)
@@ -180,7 +180,7 @@ def test_a_wait_is_typed_as_what_arrives_and_of_nothing_else() -> None:
     assert derive(wait, [S(0)], WORLD) == []
 
 
-WHOLE, GRAD_X, PART, GRAD_W = 4 * 8 * 6, 4 * 8 * 4, 4 * 4 * 4, 4 * 6 * 4  # bytes
+FULL, GRAD_X, PART, GRAD_W = 4 * 8 * 6, 4 * 8 * 4, 4 * 4 * 4, 4 * 6 * 4  # bytes
 
 
 def test_what_is_sent_exists_until_it_has_arrived() -> None:
@@ -189,32 +189,32 @@ def test_what_is_sent_exists_until_it_has_arrived() -> None:
     (wide, g, *rest) = [node for node in graph.nodes if node.op == "call_function"]
     g.replace_input_with(wide, graph.find_nodes(op="placeholder")[3])  # no longer the peak
     graph.erase_node(wide)
-    assert backward_peak_bytes(graph, ()) == WHOLE + GRAD_X + PART + GRAD_W
+    assert backward_peak_bytes(graph, ()) == FULL + GRAD_X + PART + GRAD_W
     (wait,) = [node for node in rest if is_wait(node)]
     wait.replace_all_uses_with(wait.args[0])
     graph.erase_node(wait)
-    assert backward_peak_bytes(graph, ()) == WHOLE + PART + max(GRAD_X, GRAD_W)
+    assert backward_peak_bytes(graph, ()) == FULL + PART + max(GRAD_X, GRAD_W)
 
 
 def test_memory_comes_first() -> None:
-    """Where the peak would rise for it, the weight's gradient stays where it was."""
+    """Where deferring would raise the peak, the weight's gradient stays where it was."""
     for width in range(1, 80):
         graph = linear_backward(width)
         found, before = overlapped(graph, OWN), backward_peak_bytes(graph, OWN)
         assert backward_peak_bytes(found, OWN) <= before
-        pays = before >= WHOLE + GRAD_X + PART
+        pays = before >= FULL + GRAD_X + PART
         assert any(map(is_wait, found.nodes)) == pays, width
 
 
 @pytest.mark.parametrize("columns", [1, 40])
 def test_what_is_sent_does_not_raise_the_peak(columns: int) -> None:
-    """Where ``again`` is the peak, the gather before it does not go on meanwhile."""
+    """Where ``again`` is the peak, the gather before it blocks."""
     b = Builder()
     g, x, w = b.input("g", 4, 4), b.input("x", 8, columns), b.input("w", columns, 4)
     scaled = b.call(aten.mul.Tensor, g, 2.0, name="scaled")
-    whole = b.gather(scaled, "whole")
+    full = b.gather(scaled, "full")
     again = b.mm(b.call(aten.exp.default, x, name="wide"), w, "again")
-    graph = b.output(b.call(aten.mul.Tensor, whole, again, name="grad"))
+    graph = b.output(b.call(aten.mul.Tensor, full, again, name="grad"))
     assert any(map(is_wait, overlapped(graph).nodes)) == (columns == 1)
     assert backward_peak_bytes(overlapped(graph), ()) == backward_peak_bytes(graph, ())
 
@@ -229,7 +229,7 @@ def test_time_under_a_collective_is_counted_once() -> None:
 
     kernels = [nodes[name] for name in ("wide", "g", "grad_x", "last")]
     meanwhile = max(link_us("part"), compute_us(nodes["grad_w"]))
-    expected = link_us("whole") + sum(map(compute_us, kernels)) + meanwhile
+    expected = link_us("full") + sum(map(compute_us, kernels)) + meanwhile
     assert elapsed_us(graph, WORLD) == pytest.approx(expected, rel=1e-12)
     assert elapsed_us(linear_backward(), WORLD) > elapsed_us(graph, WORLD)
 
@@ -281,7 +281,7 @@ def test_the_last_region_is_not_fully_recomputed() -> None:
 
 
 class Heads(nn.Module):
-    """Two layers alike, then heads for several vocabularies at once."""
+    """Two equal layers, then heads for several vocabularies."""
 
     def __init__(self, *sizes: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the passes report of themselves on whole models, and where they decline."""
+"""Reports of the passes on full models, and where they decline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How to split every call, against every assignment."""
+"""The split of every call, against brute force over all assignments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What to keep of a forward, against every subset."""
+"""The saved values of a forward, against brute force over all subsets."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _forwards(draw: st.DrawFn) -> list[ForwardValue]:
 
 
 def _subsets(values: Sequence[ForwardValue]) -> list[Choice]:
-    """What every allowed set of kept values costs."""
+    """Cost of every allowed set of kept values."""
     keepable = [index for index, value in enumerate(values) if value.can_keep]
     sets = itertools.chain.from_iterable(
         itertools.combinations(keepable, size) for size in range(len(keepable) + 1)

@@ -225,7 +225,7 @@ def test_what_would_be_lost_is_refused(call: Call, message: str) -> None:
 
 
 def test_calls_go_with_the_program_that_names_them() -> None:
-    """They hold what the user gave the function, and the process may compile many models."""
+    """They hold the user's arguments of the function, and a process may compile many models."""
     gc.collect()
     before = len(autograd_functions._CALLS)
     compiled = build(_model(_CALLS["pointwise"]), (_x(),), {}, CompileOptions(tp=2))

@@ -1,4 +1,4 @@
-"""Capture: the exported graph computes what the model does, and says clearly when it cannot."""
+"""Capture: the graph computes the same as the model, and errors say clearly when it cannot."""
 
 from __future__ import annotations
 

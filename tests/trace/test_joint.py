@@ -1,4 +1,4 @@
-"""The contract with PyTorch's ahead-of-time autograd, and what the joint graph promises."""
+"""The contract with PyTorch's ahead-of-time autograd, and the properties of a joint graph."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_values_on_the_meta_device_keep_their_backward() -> None:
 
 
 def test_a_factorization_raises_by_itself() -> None:
-    """No token orders the operators that raise for singular matrices, nor are they there."""
+    """Neither operators that raise for singular matrices are left, nor tokens that order them."""
 
     class Inverse(nn.Module):
         def forward(self, x: Tensor) -> tuple[Tensor]:

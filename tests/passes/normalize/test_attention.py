@@ -1,4 +1,4 @@
-"""Fused attention: masks that are known, and the explicit core."""
+"""Fused attention: masks that are constant, and the explicit core."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ sp = torch.ops.sp_compiler
 
 
 def _bool_mask(rows: int, columns: int) -> Tensor:
-    """Random, with one row that forbids everything."""
+    """A random mask, with one row that forbids everything."""
     mask = randn(rows, columns) > -0.5
     mask[1] = False
     return mask
@@ -137,7 +137,7 @@ def test_only_a_triangle_at_the_top_left_is_causal(offset: int, is_causal: bool)
 
 @pytest.mark.parametrize("lowest", [-1.0, -1e4, -1e300])
 def test_a_soft_triangle_stays(lowest: float) -> None:
-    """What is added to forbidden scores is no more than a number, unless it is the lowest."""
+    """A number that is added to scores forbids them only if it is the lowest."""
     x = randn(2, 3, 6, 4)
     attend = _with_mask(lambda x: x.new_full((6, 6), lowest).triu(1))
     captured = normalized(attend, x)

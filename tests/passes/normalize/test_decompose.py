@@ -1,4 +1,4 @@
-"""Operators that are spelled otherwise: the same numbers, and the known operator in the graph."""
+"""Operators with several forms: the same numbers, and the canonical operator in the graph."""
 
 from __future__ import annotations
 
@@ -316,7 +316,7 @@ def test_weight_norm() -> None:
 
 @pytest.mark.parametrize("dim", [0, 1, 2, -2, -3, -1])
 def test_the_last_dim_of_a_weight_norm_is_not_minus_one(dim: int) -> None:
-    """-1 is the norm of the whole weight."""
+    """-1 is the norm of the full weight."""
     v = randn(4, 3, 2, grad=True)
     g = randn(*(n if d == dim % 3 else 1 for d, n in enumerate(v.shape)), grad=True)
     for function in (torch._weight_norm, lambda v, g, dim: torch.norm_except_dim(v, 2, dim) * g):

@@ -18,7 +18,7 @@ sp = torch.ops.sp_compiler
 
 
 def _packed_attention_inputs(x: Tensor) -> tuple[Tensor, ...]:
-    """What ``nn.MultiheadAttention`` does to the product of its packed weight."""
+    """The views of ``nn.MultiheadAttention`` on the product of its fused weight."""
     packed = x.unflatten(-1, (3, 4)).unsqueeze(0).transpose(0, -2).squeeze(-2).contiguous()
     return packed[0], packed[1], packed[2]
 

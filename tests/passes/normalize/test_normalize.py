@@ -36,7 +36,7 @@ def test_normalized_zoo_equals_eager(name: str) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "t5", "encoder_causal", "vit"])
 @pytest.mark.parametrize("dropout", ["regenerate", "stored"])
 def test_normal_form(name: str, dropout: Any) -> None:
-    """What holds afterwards, and that a second run finds nothing to do."""
+    """The invariants afterwards, and that a second run changes nothing."""
     captured = capture(zoo.build(name, dropout=0.1), (), zoo.inputs(name))
     normalize(captured, dropout=dropout)
     graph = captured.module.graph

@@ -55,7 +55,7 @@ class SlicedProjection(nn.Module):
 
 
 class OddSlices(nn.Module):
-    """Slices of one product that overlap, or leave a hole: nobody's split."""
+    """Slices of one product that overlap, or leave a hole: no split."""
 
     def __init__(self, start: int) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class NormedOverHeads(nn.Module):
 
 
 class Experts(nn.Module):
-    """Two of four experts a token, whose rows are sorted by expert."""
+    """Two of four experts per token, whose rows are sorted by expert."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,7 +241,7 @@ def test_heads_stay_apart(model: type[nn.Module], tp: int, batch: int) -> None:
 @pytest.mark.parametrize("model", [EinsumAttention, EinsumMLP, EinsumExperts, Gated])
 @pytest.mark.parametrize("tp", [2, 4])
 def test_one_sum_over_the_ranks(model: type[nn.Module], tp: int) -> None:
-    """As where the same is written with linear layers, products and chunks."""
+    """As where the model is written with linear layers, products and chunks."""
     found = _case(model())
     compiled = parity.assert_parity(found, tp=tp)
     assert parameter_share(compiled) == 1.0

@@ -30,7 +30,7 @@ WIDTH = 8
 
 
 class Mlp(nn.Module):
-    """A residual perceptron; its hidden dim is what one rank can have a part of."""
+    """A residual perceptron; its hidden dim can be sharded."""
 
     def __init__(self, hidden: int = 16, bias: bool = False) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Tied(nn.Module):
 
 
 class ThreeHeads(nn.Module):
-    """Attention between the three heads of each token, which no two ranks can share."""
+    """Attention between the three heads of each token, which do not divide by two ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ def test_one_sum_over_the_ranks(name: str) -> None:
 
 
 def test_layers_exchange_tokens() -> None:
-    """Each gathers its tokens and scatters its sum; what the model returns is gathered once."""
+    """Each gathers its tokens and scatters its sum; the model's result is gathered once."""
     found = collectives(sharded(case(Layers)).program)
     assert found == [("S(0)", "R"), ("P", "S(0)")] * 2 + [("S(0)", "I")]
     assert collectives(sharded(case(Layers), sequence_parallel=False).program) == _SUM * 2

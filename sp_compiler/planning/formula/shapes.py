@@ -258,7 +258,10 @@ def _unsqueezed(node: Node, operands: Sequence[Shape]) -> list[Shape]:
 def _view(node: Node, operands: Sequence[Shape]) -> list[Shape]:
     # For a product by batches whatever is left of rows and columns is one dim.
     batches = any(user.target is aten.bmm.default for user in node.users)
-    return [tuple(reshaped(operands[0], node.meta["val"].shape, to_right=not batches))]
+    placement = node.meta.get("placement")
+    sharded = placement.dim if placement is not None and placement.kind == "S" else None
+    shape = node.meta["val"].shape
+    return [tuple(reshaped(operands[0], shape, sharded=sharded, to_right=not batches))]
 
 
 def _same(node: Node, operands: Sequence[Shape]) -> list[Shape]:

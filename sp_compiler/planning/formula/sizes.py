@@ -249,11 +249,18 @@ def cut_inner(dim: Dim, size: int) -> tuple[Dim, Dim] | None:
     return tuple(rest), tuple(inner)
 
 
-def reshaped(dims: Sequence[Dim], shape: Sequence[int], *, to_right: bool = True) -> list[Dim]:
+def reshaped(
+    dims: Sequence[Dim],
+    shape: Sequence[int],
+    *,
+    sharded: int | None = None,
+    to_right: bool = True,
+) -> list[Dim]:
     """Dims of a view; one that has no factors of its own in the source is unknown.
 
-    A factor of 1 goes where a new dim has size 1, else outermost into the dim to its right, or
-    innermost into the one to its left.
+    Sizes alone do not say where a factor of 1 goes. What each rank has one of goes into the dim
+    ``sharded``, where that is known. Of the others each new dim of size 1 takes one; those that are
+    left over go outermost into the dim to their right, or innermost into the one to their left.
     """
     source = tuple(itertools.chain.from_iterable(dims))
     for atom in resolved(source):
@@ -261,22 +268,42 @@ def reshaped(dims: Sequence[Dim], shape: Sequence[int], *, to_right: bool = True
     rest: Dim | None = source
     result: list[Dim] = []
     for position in reversed(range(len(shape))):
-        cut = None if rest is None else cut_inner(rest, shape[position])
+        # A factor of 1 is no part of a size above 1: those are given out below.
+        size = shape[position]
+        cut = None if rest is None else (rest, ()) if size == 1 else cut_inner(rest, size)
         if cut is None:  # the leading dims may still be those of the source
             same = position < len(dims) and [*map(size_of, dims)][: position + 1] == [
                 *shape[: position + 1]
             ]
-            result.append(dims[position] if same else unknown(shape[position]))
+            result.append(dims[position] if same else unknown(size))
             rest = None
         else:
             rest, inner = cut
-            alone = position > 0 and (shape[position - 1] == 1 or not to_right)
-            while rest and rest[-1].value == 1 and not alone:
-                rest, inner = rest[:-1], (rest[-1], *inner)
-            if not inner and result and shape.count(1) > [*map(size_of, dims)].count(1):
+            rest = resolved(rest)
+            count = _ones_taken(rest, shape, position, sharded, to_right)
+            rest, inner = rest[: len(rest) - count], (*rest[len(rest) - count :], *inner)
+            new = shape.count(1) > [*map(size_of, dims)].count(1)
+            if not inner and result and new and sharded in (None, position):
                 inner, result[-1] = _outer_share(result[-1])
             result.append(inner)
     return result[::-1]
+
+
+def _ones_taken(
+    rest: Dim, shape: Sequence[int], position: int, sharded: int | None, to_right: bool
+) -> int:
+    """Return how many of the innermost factors of ``rest``, all of them 1, one dim of a view has."""
+    ones = [*itertools.takewhile(lambda atom: atom.value == 1, reversed(rest))]
+    shares = [number for number, atom in enumerate(ones) if isinstance(atom.meaning, Share)]
+    left = [*itertools.takewhile(lambda size: size == 1, reversed(shape[:position]))]
+    # Dims of size 1 further left take one each; there is nothing further left of the first dim.
+    spare = len(ones) - len(left) if to_right or position == 0 else 0
+    count = max(spare, min(1, len(ones)) if shape[position] == 1 else 0)
+    if shares and sharded == position:
+        return max(count, shares[-1] + 1)
+    if shares and sharded is not None and position - len(left) - 1 <= sharded < position:
+        return min(count, shares[0])
+    return count
 
 
 def _cut_segments(atom: Atom, shape: Sequence[int]) -> None:

@@ -51,8 +51,14 @@ name in the model. At the sizes of the plan they give the planned bytes exactly.
 | L | layers |
 | n, n2, ... | a size without a role; `plan.activation_formula.symbols` has its value |
 
-A size of 1 that could be larger (one sequence in a batch, as many heads as ranks) is followed too,
-but where a view merges it with a neighbour its place is a guess. Where b·s is not a multiple of t,
+A size of 1 that could be larger (one sequence in a batch, as many heads as ranks) is followed too:
+what each rank has one of stays in the dim that is sharded. Where a batch of one does not tell the
+batch from a dim that is 1 in every batch, the formula has a size without a role for it.
+`activation_formula.value(formula, b=4, s=4096)` gives the bytes at other sizes, or raises where the
+formula does not tell: a size without a role that is not given, a width that is written as others
+are and is given another value, sizes that t does not divide and that it did divide in the plan.
+
+Where b·s is not a multiple of t,
 tokens are padded and the formula has `ceiling(b*s/t)`; where a width or a vocabulary is padded it
 has `ceiling(f/t)` or `ceiling(v/t)`.
 

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import sympy
 
+from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.storage import Storage
 from sp_compiler.cost.step_memory import Kept, StepMemory
 from sp_compiler.cost.step_walk import SEED_BYTES
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.planning.formula.roles import MEANINGS, Role, find_roles
 from sp_compiler.planning.formula.shapes import follow_shapes
-from sp_compiler.planning.formula.sizes import Atom, Dim, expression, size_of, unknowns
+from sp_compiler.planning.formula.sizes import Atom, Dim, divided, expression, size_of, unknowns
 
 _WIDTHS = "hakdefcv"
+_NO_ROLE = "n"
 WORLD = sympy.Symbol("t", positive=True, integer=True)
 
 
@@ -31,11 +33,13 @@ class Size:
         meaning: in words.
         equal_to: what it is written as in the formulas, where the numbers of this program allow:
             ``h/a`` for the width of a head, ``4*h`` for that of a feed-forward network.
+        has_role: whether it is known what the size is, and so how it goes with the others.
     """
 
     value: int
     meaning: str
     equal_to: sympy.Expr | None = None
+    has_role: bool = True
 
 
 @dataclass(frozen=True)
@@ -47,19 +51,61 @@ class ActivationFormula:
         tensors: name of a distinct block to each of the tensors that it keeps.
         total: of the whole model.
         symbols: by name; those with ``equal_to`` do not occur.
+        divided: sizes that ranks divide evenly in this program; where they do not, ranks pad.
     """
 
     blocks: Mapping[str, sympy.Expr]
     tensors: Mapping[str, tuple[sympy.Expr, ...]]
     total: sympy.Expr
     symbols: Mapping[str, Size]
+    divided: tuple[sympy.Expr, ...] = ()
 
     def value(self, formula: sympy.Expr, **sizes: int) -> int:
-        """Bytes of ``formula`` at the sizes of this program but for ``sizes``, by symbol."""
-        values = {name: size.value for name, size in self.symbols.items()} | sizes
-        return int(
-            formula.xreplace({_symbol(name): sympy.Integer(n) for name, n in values.items()})
-        )
+        """Bytes of ``formula`` at the sizes of this program but for ``sizes``, by symbol.
+
+        A symbol that is written as others follows them.
+
+        Raises:
+            ArgumentError: the formula does not tell at these sizes: a symbol that it does not
+                have, or that is written as others are and is given another value; a size without a
+                role that is not given, where others change; sizes that ranks do not divide.
+        """
+        values = {
+            _symbol(name): sympy.Integer(sizes.get(name, size.value))
+            for name, size in self.symbols.items()
+        }
+        for text in self._refusals(formula, sizes, values):
+            raise ArgumentError(f"activation_formula.value: {text}")
+        return int(formula.xreplace(values))
+
+    def _refusals(
+        self,
+        formula: sympy.Expr,
+        sizes: Mapping[str, int],
+        values: Mapping[sympy.Symbol, sympy.Integer],
+    ) -> Iterator[str]:
+        """Say what the formula does not tell at ``sizes``."""
+        for name, number in sizes.items():
+            if name not in self.symbols:
+                yield f"there is no {name}, only {', '.join(self.symbols)}"
+                continue
+            written = self.symbols[name].equal_to
+            if written is not None and written.xreplace(values) != number:
+                yield (
+                    f"{name} is {self.symbols[name].value} like {written} in this plan, and "
+                    f"written so: {name} = {number} needs a plan where they differ"
+                )
+        if all(number == self.symbols[name].value for name, number in sizes.items()):
+            return
+        for name, size in self.symbols.items():
+            if not size.has_role and name not in sizes and _symbol(name) in formula.free_symbols:
+                yield (
+                    f"{name} is {size.meaning}: give its value too, {name}={size.value} where it "
+                    "stays as it is"
+                )
+        for expr in self.divided:
+            if expr.free_symbols <= formula.free_symbols and expr.xreplace(values) % values[WORLD]:
+                yield f"{expr} = {expr.xreplace(values)} is not divisible by t = {values[WORLD]}"
 
     def widths_only(self, formula: sympy.Expr) -> sympy.Expr:
         """``formula`` without what has no width in it: row statistics, seeds, single numbers.
@@ -79,6 +125,7 @@ class ActivationFormula:
                 "value": size.value,
                 "meaning": size.meaning,
                 "equal_to": None if size.equal_to is None else str(size.equal_to),
+                "has_role": size.has_role,
             }
             for name, size in self.symbols.items()
         }
@@ -141,7 +188,7 @@ def activation_formula(
     }
     total = sympy.expand(sympy.Add(*formulas.terms()))
     sizes = formulas.names.sizes(itertools.chain([total], *tensors.values()))
-    found = ActivationFormula(blocks, tensors, total, sizes)
+    found = ActivationFormula(blocks, tensors, total, sizes, formulas.names.divided())
     # To the byte: a size that was named wrongly cannot stay unseen.
     assert found.value(total) == memory.kept_bytes, total
     return found
@@ -207,7 +254,7 @@ class Names:
         self._written: dict[Atom, sympy.Expr] = {}
         self._sizes: dict[str, Size] = {}
         self._regions: dict[str, sympy.Symbol] = {}
-        self._world = world_size
+        self._divided: dict[sympy.Expr, None] = {}
         if world_size > 1:
             self._sizes["t"] = Size(world_size, "tensor-parallel ranks")
         for role in roles:
@@ -215,7 +262,13 @@ class Names:
         self._relate()
 
     def expression(self, dim: Dim) -> sympy.Expr:
+        for part in divided(dim):
+            self._divided[self.expression(part)] = None
         return expression(dim, self._atom, WORLD).xreplace(self._equalities())
+
+    def divided(self) -> tuple[sympy.Expr, ...]:
+        """Sizes that ranks divide evenly."""
+        return tuple(self._divided)
 
     def value(self, formula: sympy.Expr) -> int:
         values = {_symbol(name): sympy.Integer(size.value) for name, size in self._sizes.items()}
@@ -243,7 +296,7 @@ class Names:
     def _new(self, letter: str, value: int, meaning: str) -> sympy.Symbol:
         taken = sum(name.rstrip("0123456789") == letter for name in self._sizes)
         name = f"{letter}{taken + 1}" if taken else letter
-        self._sizes[name] = Size(value, meaning)
+        self._sizes[name] = Size(value, meaning, has_role=letter != _NO_ROLE)
         return _symbol(name)
 
     def _name(self, role: Role) -> None:
@@ -299,6 +352,7 @@ class Names:
         if atom.hint is not None:
             whole = expression(atom.hint.dim, self._atom, WORLD)
             return whole / atom.hint.divided - atom.hint.less
-        if atom.value < 2:
-            return sympy.Integer(atom.value)
-        return self._new("n", atom.value, "a size without a role")
+        meaning = "a size without a role"
+        if atom.in_doubt:
+            meaning = "the batch, or 1 in every batch, which a batch of one does not tell"
+        return self._new(_NO_ROLE, atom.value, meaning)

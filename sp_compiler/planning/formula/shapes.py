@@ -12,41 +12,29 @@ distinct block and in under 0.2 s a model.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
 from sp_compiler.ir.compiled_program import CompiledProgram
-from sp_compiler.ir.fx import arguments, placements_of, tensor_operands
-from sp_compiler.ir.op_traits import FUSED_ATTENTION
 from sp_compiler.ir.program import Ref
-from sp_compiler.ops.convert import CONVERT
-from sp_compiler.ops.registry import operator_of
+from sp_compiler.planning.formula.operators import (
+    VIEWS,
+    Shape,
+    one_ranks_part,
+    results_of,
+    unsharded,
+    values_of,
+)
 from sp_compiler.planning.formula.sizes import (
     Atom,
-    Dim,
-    gathered,
-    joined,
-    parts_of,
-    reshaped,
-    share,
     size_of,
-    sliced,
     unify,
     unknown,
 )
-from sp_compiler.rules.factors import Factor
-from sp_compiler.rules.families.views import permutation
-from sp_compiler.rules.table import is_pointwise, rule_for
-
-aten = torch.ops.aten
-
-Shape = tuple[Dim, ...]
 
 
 @dataclass
@@ -61,6 +49,10 @@ class Shapes:
     values: dict[str, dict[str, list[Shape]]] = field(default_factory=dict)
     inputs: dict[int, Shape] = field(default_factory=dict)
 
+    @property
+    def has_batch_of_one(self) -> bool:
+        return any(atom.value == 1 for shape in self.inputs.values() for (atom,) in shape)
+
     def of(self, region: str, node: str) -> Shape:
         """Dims of a node with one result."""
         (shape,) = self.values[region][node]
@@ -70,6 +62,10 @@ class Shapes:
 def follow_shapes(compiled: CompiledProgram) -> Shapes:
     """Walk every distinct forward once, then connect the calls."""
     shapes = Shapes()
+    for node, ref in _inputs(compiled):
+        # A dim of 1 could be larger for another input, in contrast to one of a parameter.
+        sizes = tuple((Atom(size),) for size in node.meta["val"].shape)
+        shapes.inputs.setdefault(ref.index, sizes)
     stored: dict[tuple[str, str], Shape] = {}
     for call in compiled.program.calls:
         forward = compiled.regions[call.region.name].partitioned.forward
@@ -79,16 +75,26 @@ def follow_shapes(compiled: CompiledProgram) -> Shapes:
             for ref, node in zip(call.args, taken, strict=True)
         ]
         if call.region.name not in shapes.values:
-            shapes.values[call.region.name] = _follow(forward, given)
+            shapes.values[call.region.name] = _follow(forward, given, shapes.has_batch_of_one)
             continue
         for ref, shape, node in zip(call.args, given, taken, strict=True):
-            mine = shapes.of(call.region.name, node.name)
-            both = (
-                _whole(item, compiled.placement(ref), compiled.world_size) for item in (shape, mine)
+            first_call = shapes.of(call.region.name, node.name)
+            full_shapes = (
+                unsharded(local, compiled.placement(ref), compiled.world_size)
+                for local in (shape, first_call)
             )
-            for left, right in zip(*both, strict=True):
+            for left, right in zip(*full_shapes, strict=True):
                 unify(left, right)
     return shapes
+
+
+def _inputs(compiled: CompiledProgram) -> Iterator[tuple[Node, Ref]]:
+    for call in compiled.program.calls:
+        forward = compiled.regions[call.region.name].partitioned.forward
+        taken = forward.find_nodes(op="placeholder")
+        yield from (
+            (node, ref) for node, ref in zip(taken, call.args, strict=True) if ref.kind == "input"
+        )
 
 
 def _given(
@@ -102,13 +108,12 @@ def _given(
     if ref.kind == "call":
         return _output(compiled, ref, shapes)
     if ref.kind == "input":
-        # A dim of 1 could be larger for another input, in contrast to one of a parameter.
-        sizes = tuple((Atom(size),) for size in node.meta["val"].shape)
-        return shapes.inputs.setdefault(ref.index, sizes)
+        return shapes.inputs[ref.index]
     name = compiled.param_name(ref.name) if ref.kind == "param" else ref.name
     placement = compiled.placement(ref)
-    whole = _whole(_fresh(node.meta["val"]), placement, compiled.world_size)
-    return _part(stored.setdefault((ref.kind, name), whole), placement, compiled.world_size)
+    full = unsharded(_fresh(node.meta["val"]), placement, compiled.world_size)
+    full = stored.setdefault((ref.kind, name), full)
+    return one_ranks_part(full, placement, compiled.world_size)
 
 
 def _output(compiled: CompiledProgram, ref: Ref, shapes: Shapes) -> Shape:
@@ -117,279 +122,43 @@ def _output(compiled: CompiledProgram, ref: Ref, shapes: Shapes) -> Shape:
     return shapes.of(region, results[ref.output].name)
 
 
-def _whole(shape: Shape, placement: Any, world_size: int) -> Shape:
-    if placement.kind != "S":
-        return shape
-    return tuple(
-        gathered(dim, world_size, placement.padding(world_size))
-        if position == placement.dim
-        else dim
-        for position, dim in enumerate(shape)
-    )
-
-
-def _part(shape: Shape, placement: Any, world_size: int) -> Shape:
-    if placement.kind != "S":
-        return shape
-    count = len(placement.segments) if len(set(placement.segments)) == 1 else 1
-    return tuple(
-        share(dim, world_size, count) if position == placement.dim else dim
-        for position, dim in enumerate(shape)
-    )
-
-
 # One graph.
 
 
-def _follow(graph: Graph, given: Sequence[Shape]) -> dict[str, list[Shape]]:
+def _follow(graph: Graph, given: Sequence[Shape], has_batch_of_one: bool) -> dict[str, list[Shape]]:
     taken = graph.find_nodes(op="placeholder")
     known = {node.name: [shape] for node, shape in zip(taken, given, strict=True)}
     for node in graph.nodes:
         if node.op == "call_function":
-            known[node.name] = _checked(node, _results(node, known))
+            results = results_of(node, known)
+            if node.target in VIEWS and has_batch_of_one:
+                results = [_doubted(shape, known[node.args[0].name][0]) for shape in results]
+            known[node.name] = _checked(node, results, has_batch_of_one)
     return known
 
 
-def _fresh(value: Any) -> Shape:
-    return tuple(map(unknown, value.shape)) if isinstance(value, Tensor) else ()
+def _doubted(result: Shape, source: Shape) -> Shape:
+    """Put dims of 1 in doubt that a view makes of nothing: part of what has no factors, maybe."""
+    if result.count(()) <= source.count(()):
+        return result
+    return tuple(dim or (Atom(1, in_doubt=True),) for dim in result)
 
 
-def _values(node: Node) -> list[Any]:
-    value = node.meta["val"]
-    return list(value) if isinstance(value, (list, tuple)) else [value]
+def _fresh(value: Any, has_batch_of_one: bool = False) -> Shape:
+    if not isinstance(value, Tensor):
+        return ()
+    one = (Atom(1, in_doubt=True),) if has_batch_of_one else ()
+    return tuple(unknown(size) if size != 1 else one for size in value.shape)
 
 
-def _checked(node: Node, found: Sequence[Shape]) -> list[Shape]:
+def _checked(node: Node, found: Sequence[Shape], has_batch_of_one: bool) -> list[Shape]:
     """Return what was found, and unknowns for dims that do not have the size of the value's."""
     results = []
-    for position, value in enumerate(_values(node)):
-        fresh = _fresh(value)
+    for position, value in enumerate(values_of(node)):
+        fresh = _fresh(value, has_batch_of_one)
         shape = found[position] if position < len(found) else fresh
         if len(shape) != len(fresh):
             shape = fresh
         pairs = zip(shape, fresh, strict=True)
         results.append(tuple(a if size_of(a) == size_of(b) else b for a, b in pairs))
     return results
-
-
-def _results(node: Node, known: dict[str, list[Shape]]) -> list[Shape]:
-    if node.target is operator.getitem:
-        return [known[node.args[0].name][node.args[1]]]
-    operands = [known[source.name][0] for source in tensor_operands(node)]
-    special = _SPECIAL.get(node.target)
-    if special is not None:
-        return special(node, operands)
-    if node.target in FUSED_ATTENTION:
-        return _attention(node, operands)
-    ours = operator_of(node.target)
-    if ours is not None and ours.dims:
-        return _lettered(ours.dims, operands)
-    if is_pointwise(node) or node.target is aten.expand.default:
-        return _elementwise(node, operands)
-    return _by_rule(node, operands)
-
-
-def _by_rule(node: Node, operands: Sequence[Shape]) -> list[Shape]:
-    rule = rule_for(node)
-    if rule is None:
-        return []
-    known: dict[tuple[str, int], Dim] = {}
-    for dims, shape in zip(rule.operands, operands, strict=False):
-        for factors, dim in zip(dims, shape, strict=False):
-            if len(factors) != 1 or factors[0].size != size_of(dim):
-                continue
-            key = (factors[0].name, factors[0].size)
-            if key in known:
-                unify(known[key], dim)
-            known.setdefault(key, dim)
-
-    def of(factor: Factor) -> Dim:
-        return known.setdefault((factor.name, factor.size), unknown(factor.size))
-
-    results = []
-    for dims in rule.results:
-        result = [tuple(atom for factor in dim for atom in of(factor)) for dim in dims]
-        if operands and len(operands[0]) == len(result):  # rules leave out dims of 1
-            pairs = zip(result, operands[0], strict=True)
-            result = [mine or (dim if size_of(dim) == 1 else ()) for mine, dim in pairs]
-        results.append(tuple(result))
-    return results
-
-
-def _lettered(dims: str, operands: Sequence[Shape]) -> list[Shape]:
-    """Equal letters are equal dims: ``"vh,...->...h"``; see :class:`Operator.dims`."""
-    given, made = (side.replace("...", ".").split(",") for side in dims.split("->"))
-    known: dict[str, Shape] = {}
-    for letters, shape in zip(given, operands, strict=True):
-        position = 0
-        for letter in letters:
-            count = len(shape) - len(letters) + 1 if letter == "." else 1
-            found = shape[position : position + count]
-            for pair in zip(known.setdefault(letter, found), found, strict=True):
-                unify(*pair)
-            position += count
-    return [tuple(dim for letter in letters for dim in known[letter]) for letters in made]
-
-
-def _elementwise(node: Node, operands: Sequence[Shape]) -> list[Shape]:
-    """Dims aligned from the right; what can only be 1 is broadcast."""
-    shape = []
-    for position in range(-len(node.meta["val"].shape), 0):
-        dims = [s[position] for s in operands if len(s) >= -position and s[position]]
-        size = node.meta["val"].shape[position]
-        dims = [dim for dim in dims if size_of(dim) == size]
-        for other in dims[1:]:
-            unify(dims[0], other)
-        shape.append(dims[0] if dims else unknown(size))
-    return [tuple(shape)]
-
-
-def _permuted(node: Node, operands: Sequence[Shape]) -> list[Shape]:
-    (shape,) = operands
-    return [tuple(shape[dim] for dim in permutation(node, len(shape)))]
-
-
-def _unsqueezed(node: Node, operands: Sequence[Shape]) -> list[Shape]:
-    (shape,) = operands
-    dim = arguments(node)["dim"] % (len(shape) + 1)
-    return [(*shape[:dim], (), *shape[dim:])]
-
-
-def _view(node: Node, operands: Sequence[Shape]) -> list[Shape]:
-    # For a product by batches whatever is left of rows and columns is one dim.
-    batches = any(user.target is aten.bmm.default for user in node.users)
-    placement = node.meta.get("placement")
-    sharded = placement.dim if placement is not None and placement.kind == "S" else None
-    shape = node.meta["val"].shape
-    return [tuple(reshaped(operands[0], shape, sharded=sharded, to_right=not batches))]
-
-
-def _same(node: Node, operands: Sequence[Shape]) -> list[Shape]:
-    return [operands[0]] * len(_values(node))
-
-
-def _converted(node: Node, operands: Sequence[Shape]) -> list[Shape]:
-    pair, world_size = placements_of(node), arguments(node)["world_size"]
-    assert pair is not None
-    source, target = pair
-    return [_part(_whole(operands[0], source, world_size), target, world_size)]
-
-
-def _product(node: Node, operands: Sequence[Shape]) -> list[Shape]:
-    left, right = operands
-    for pair in [*zip(left[:-2], right[:-2], strict=True), (left[-1], right[-2])]:
-        unify(*pair)
-    return [(*left[:-1], right[-1])]
-
-
-def _linear(node: Node, operands: Sequence[Shape]) -> list[Shape]:
-    left, weight, *bias = operands
-    unify(left[-1], weight[1])
-    for shape in bias:
-        unify(shape[0], weight[0])
-    return [(*left[:-1], weight[0])]
-
-
-def _lookup(node: Node, operands: Sequence[Shape]) -> list[Shape]:
-    weight, ids = operands
-    return [(*ids, weight[1])]
-
-
-def _mean_loss(node: Node, operands: Sequence[Shape]) -> list[Shape]:
-    unify(operands[0][0], operands[1][0])
-    return []
-
-
-def _split(node: Node, operands: Sequence[Shape]) -> list[Shape]:
-    (shape,) = operands
-    dim = arguments(node)["dim"] % len(shape)
-    parts = parts_of(shape[dim], [value.shape[dim] for value in _values(node)])
-    return [(*shape[:dim], part, *shape[dim + 1 :]) for part in parts]
-
-
-def _slice(node: Node, operands: Sequence[Shape]) -> list[Shape]:
-    args, (shape,) = arguments(node), operands
-    dim = args["dim"] % len(shape)
-    size = node.meta["val"].shape[dim]
-    if args["step"] != 1 or size == 0:
-        return []
-    start = args["start"] or 0
-    start += size_of(shape[dim]) if start < 0 else 0
-    part = sliced(shape[dim], start, size)
-    return [(*shape[:dim], part, *shape[dim + 1 :])]
-
-
-def _cat(node: Node, operands: Sequence[Shape]) -> list[Shape]:
-    dim = arguments(node).get("dim", 0) % node.meta["val"].ndim
-    operands = [shape for shape in operands if len(shape) == node.meta["val"].ndim]
-    for other in operands[1:]:
-        for position, pair in enumerate(zip(operands[0], other, strict=True)):
-            if position != dim:
-                unify(*pair)
-    whole = joined([shape[dim] for shape in operands])
-    return [(*operands[0][:dim], whole, *operands[0][dim + 1 :])]
-
-
-def _padded(node: Node, operands: Sequence[Shape]) -> list[Shape]:
-    shape, pads = list(operands[0]), arguments(node)["pad"]
-    for position in range(len(pads) // 2):
-        dim = len(shape) - 1 - position
-        for size in pads[2 * position : 2 * position + 2]:
-            if size > 0:
-                shape[dim] = joined([shape[dim], unknown(size)])
-    return [tuple(shape)]
-
-
-def _attention(node: Node, operands: Sequence[Shape]) -> list[Shape]:
-    """Context (b, a, s, d) and row statistics (b, a, s)."""
-    query, key, value = operands[:3]
-    unify(query[0], key[0])
-    unify(query[3], key[3])
-    unify(key[1], value[1])
-    unify(key[2], value[2])
-    if size_of(query[1]) == size_of(key[1]):
-        unify(query[1], key[1])
-    return [(*query[:3], value[3]), query[:3]]
-
-
-Special = Callable[[Node, Sequence[Shape]], list[Shape]]
-_SPECIAL: dict[Any, Special] = {
-    **dict.fromkeys(
-        (
-            aten.view.default,
-            aten._unsafe_view.default,
-            aten.reshape.default,
-            aten.squeeze.dim,
-            aten.squeeze.dims,
-            aten.squeeze.default,
-        ),
-        _view,
-    ),
-    **dict.fromkeys(
-        (
-            aten._softmax.default,
-            aten._log_softmax.default,
-            aten._safe_softmax.default,
-            aten.cumsum.default,
-            aten.sort.default,
-            aten.sort.stable,
-            aten.zeros_like.default,
-            aten.ones_like.default,
-            aten.full_like.default,
-            aten.empty_like.default,
-        ),
-        _same,
-    ),
-    **dict.fromkeys((aten.permute.default, aten.transpose.int, aten.t.default), _permuted),
-    aten.unsqueeze.default: _unsqueezed,
-    CONVERT.overload: _converted,
-    aten.mm.default: _product,
-    aten.bmm.default: _product,
-    aten.linear.default: _linear,
-    aten.embedding.default: _lookup,
-    aten.nll_loss_forward.default: _mean_loss,
-    aten.split_with_sizes.default: _split,
-    aten.slice.Tensor: _slice,
-    aten.cat.default: _cat,
-    aten.constant_pad_nd.default: _padded,
-}

@@ -25,11 +25,14 @@ class Atom:
         meaning: what it was found to be made of; ``None``: an unknown.
         hint: what to call it where it stays unknown and has no name: made by an operator that has
             a number for a size, such as half of a dim.
+        in_doubt: a 1 that the graph has as a number, in a program for a batch of one: the batch, or
+            a dim that is 1 in every batch and is broadcast.
     """
 
     value: int
     meaning: Meaning | None = None
     hint: Hint | None = None
+    in_doubt: bool = False
 
 
 Dim = tuple[Atom, ...]
@@ -38,7 +41,14 @@ Dim = tuple[Atom, ...]
 
 @dataclass(frozen=True, eq=False)
 class Product:
+    """Factors of a size.
+
+    ``share``: one rank's part that they were written for, where ranks need not divide the first of
+    them: 2 ranks share the tokens of 3 sequences of 8.
+    """
+
     dim: Dim
+    share: Share | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +86,10 @@ def unknown(size: int, hint: Hint | None = None) -> Dim:
     return (Atom(size, hint=hint),) if size != 1 else ()
 
 
+def is_in_doubt(dim: Dim) -> bool:
+    return any(atom.in_doubt for atom in resolved(dim))
+
+
 def size_of(dim: Dim) -> int:
     return prod(atom.value for atom in dim)
 
@@ -95,8 +109,9 @@ def _factors(atom: Atom) -> Dim:
         # Ranks divide the outermost factor, that of a segment where there are several.
         position = sizes.index(segments) if segments in sizes[:-1] else -1
         if len(factors) > 1 and position >= 0 and factors[position].value % world_size == 0:
-            divided = share((factors[position],), world_size)
-            atom.meaning = Product((*factors[:position], *divided, *factors[position + 1 :]))
+            part = share((factors[position],), world_size)
+            factors = (*factors[:position], *part, *factors[position + 1 :])
+            atom.meaning = Product(factors, atom.meaning)
             return resolved(atom.meaning.dim)
     return (atom,)
 
@@ -138,10 +153,10 @@ def _unify_inner(lefts: list[Atom], rights: list[Atom]) -> bool:
     x, y = lefts.pop(), rights.pop()
     if x.value == y.value:
         # The next factor is all that a rank has of a sharded dim: its partner is inside the other.
-        if _is_single(lefts) and (parts := _split(y, y.value)):
+        if _is_single(lefts) and (parts := split_inner(y, y.value)):
             rights += parts[:-1]
             y = parts[-1]
-        elif _is_single(rights) and (parts := _split(x, x.value)):
+        elif _is_single(rights) and (parts := split_inner(x, x.value)):
             lefts += parts[:-1]
             x = parts[-1]
         _merge(x, y)
@@ -149,10 +164,10 @@ def _unify_inner(lefts: list[Atom], rights: list[Atom]) -> bool:
         rights.append(y)
     elif y.value == 1:
         lefts.append(x)
-    elif x.value % y.value == 0 and (parts := _split(x, y.value)):
+    elif x.value % y.value == 0 and (parts := split_inner(x, y.value)):
         lefts += parts
         rights.append(y)
-    elif y.value % x.value == 0 and (parts := _split(y, x.value)):
+    elif y.value % x.value == 0 and (parts := split_inner(y, x.value)):
         rights += parts
         lefts.append(x)
     else:
@@ -206,7 +221,7 @@ def _depends(dim: Iterable[Atom], atom: Atom) -> bool:
 
 def _inside(atom: Atom) -> Dim:
     match atom.meaning:
-        case Product(dim):
+        case Product(dim, _):
             return dim
         case Share(whole, _):
             return whole
@@ -216,7 +231,7 @@ def _inside(atom: Atom) -> Dim:
             return atom.hint.dim if atom.hint else ()
 
 
-def _split(atom: Atom, inner: int) -> Dim:
+def split_inner(atom: Atom, inner: int) -> Dim:
     """Cut a factor in two, the inner one of size ``inner``; () where it has no such parts."""
     if atom.meaning is None and atom.value > inner:
         atom.meaning = Product((Atom(atom.value // inner), Atom(inner)))
@@ -240,87 +255,13 @@ def cut_inner(dim: Dim, size: int) -> tuple[Dim, Dim] | None:
             return None
         atom = rest.pop()
         if size % atom.value:
-            if atom.value % size or not (parts := _split(atom, size)):
+            if atom.value % size or not (parts := split_inner(atom, size)):
                 return None
             rest += parts
             continue
         inner.insert(0, atom)
         size //= atom.value
     return tuple(rest), tuple(inner)
-
-
-def reshaped(
-    dims: Sequence[Dim],
-    shape: Sequence[int],
-    *,
-    sharded: int | None = None,
-    to_right: bool = True,
-) -> list[Dim]:
-    """Dims of a view; one that has no factors of its own in the source is unknown.
-
-    Sizes alone do not say where a factor of 1 goes. What each rank has one of goes into the dim
-    ``sharded``, where that is known. Of the others each new dim of size 1 takes one; those that are
-    left over go outermost into the dim to their right, or innermost into the one to their left.
-    """
-    source = tuple(itertools.chain.from_iterable(dims))
-    for atom in resolved(source):
-        _cut_segments(atom, shape)
-    rest: Dim | None = source
-    result: list[Dim] = []
-    for position in reversed(range(len(shape))):
-        # A factor of 1 is no part of a size above 1: those are given out below.
-        size = shape[position]
-        cut = None if rest is None else (rest, ()) if size == 1 else cut_inner(rest, size)
-        if cut is None:  # the leading dims may still be those of the source
-            same = position < len(dims) and [*map(size_of, dims)][: position + 1] == [
-                *shape[: position + 1]
-            ]
-            result.append(dims[position] if same else unknown(size))
-            rest = None
-        else:
-            rest, inner = cut
-            rest = resolved(rest)
-            count = _ones_taken(rest, shape, position, sharded, to_right)
-            rest, inner = rest[: len(rest) - count], (*rest[len(rest) - count :], *inner)
-            new = shape.count(1) > [*map(size_of, dims)].count(1)
-            if not inner and result and new and sharded in (None, position):
-                inner, result[-1] = _outer_share(result[-1])
-            result.append(inner)
-    return result[::-1]
-
-
-def _ones_taken(
-    rest: Dim, shape: Sequence[int], position: int, sharded: int | None, to_right: bool
-) -> int:
-    """Return how many of the innermost factors of ``rest``, all of them 1, one dim of a view has."""
-    ones = [*itertools.takewhile(lambda atom: atom.value == 1, reversed(rest))]
-    shares = [number for number, atom in enumerate(ones) if isinstance(atom.meaning, Share)]
-    left = [*itertools.takewhile(lambda size: size == 1, reversed(shape[:position]))]
-    # Dims of size 1 further left take one each; there is nothing further left of the first dim.
-    spare = len(ones) - len(left) if to_right or position == 0 else 0
-    count = max(spare, min(1, len(ones)) if shape[position] == 1 else 0)
-    if shares and sharded == position:
-        return max(count, shares[-1] + 1)
-    if shares and sharded is not None and position - len(left) - 1 <= sharded < position:
-        return min(count, shares[0])
-    return count
-
-
-def _cut_segments(atom: Atom, shape: Sequence[int]) -> None:
-    """Where a view takes the segments of a sharded dim apart, ranks divide the inner factor."""
-    if isinstance(atom.meaning, Share) and atom.meaning.segments > 1:
-        count = atom.meaning.segments
-        if (count, atom.value // count) in itertools.pairwise(shape):
-            cut_inner(atom.meaning.whole, size_of(atom.meaning.whole) // count)
-
-
-def _outer_share(dim: Dim) -> tuple[Dim, Dim]:
-    """A sharded dim as the factor that ranks divide, one element a rank, and the rest."""
-    first, *rest = resolved(dim) or (None,)
-    if first is None or not isinstance(first.meaning, Share):
-        return (), dim
-    outer, *inner = _split(first, first.value) or (first,)
-    return ((outer,), (*inner, *rest)) if outer.value == 1 else ((), dim)
 
 
 def parts_of(dim: Dim, sizes: Sequence[int]) -> list[Dim]:
@@ -385,6 +326,24 @@ def _atom_expression(atom: Atom, symbol: Symbols, world_size: sympy.Expr) -> sym
             return sympy.ceiling(part) if size_of(whole) % ranks else part
         case _:
             return symbol(atom)
+
+
+def divided(dim: Dim) -> list[Dim]:
+    """Return the dims of which :func:`expression` takes it that ranks divide them evenly."""
+    result: list[Dim] = []
+    resolved(dim)  # writes shares as products, where that can be done
+    for atom in dim:
+        meaning = atom.meaning
+        if isinstance(meaning, Product) and meaning.share is not None:
+            meaning = meaning.share
+        if isinstance(meaning, Share):
+            rounded = _without_padding(meaning.whole, meaning.world_size) is not None
+            if not rounded and size_of(meaning.whole) % meaning.world_size == 0:
+                result.append(meaning.whole)
+            result += divided(meaning.whole)
+        elif meaning is not None:
+            result += divided(_inside(atom))
+    return result
 
 
 def _without_padding(whole: Dim, ranks: int) -> Dim | None:

@@ -1,0 +1,284 @@
+"""Dims of an operator's results from those of its operands."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from sp_compiler.ir.fx import arguments, placements_of, tensor_operands
+from sp_compiler.ir.op_traits import FUSED_ATTENTION
+from sp_compiler.ops.convert import CONVERT
+from sp_compiler.ops.registry import operator_of
+from sp_compiler.planning.formula.reshapes import reshaped
+from sp_compiler.planning.formula.sizes import (
+    Dim,
+    gathered,
+    is_in_doubt,
+    joined,
+    parts_of,
+    share,
+    size_of,
+    sliced,
+    unify,
+    unknown,
+)
+from sp_compiler.rules.factors import Factor
+from sp_compiler.rules.families.views import permutation
+from sp_compiler.rules.table import is_pointwise, rule_for
+
+aten = torch.ops.aten
+
+Shape = tuple[Dim, ...]
+
+
+def values_of(node: Node) -> list[Any]:
+    value = node.meta["val"]
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def unsharded(shape: Shape, placement: Any, world_size: int) -> Shape:
+    if placement.kind != "S":
+        return shape
+    return tuple(
+        gathered(dim, world_size, placement.padding(world_size))
+        if position == placement.dim
+        else dim
+        for position, dim in enumerate(shape)
+    )
+
+
+def one_ranks_part(shape: Shape, placement: Any, world_size: int) -> Shape:
+    if placement.kind != "S":
+        return shape
+    count = len(placement.segments) if len(set(placement.segments)) == 1 else 1
+    return tuple(
+        share(dim, world_size, count) if position == placement.dim else dim
+        for position, dim in enumerate(shape)
+    )
+
+
+def results_of(node: Node, known: dict[str, list[Shape]]) -> list[Shape]:
+    if node.target is operator.getitem:
+        return [known[node.args[0].name][node.args[1]]]
+    operands = [known[source.name][0] for source in tensor_operands(node)]
+    special = _SPECIAL.get(node.target)
+    if special is not None:
+        return special(node, operands)
+    if node.target in FUSED_ATTENTION:
+        return _attention(node, operands)
+    ours = operator_of(node.target)
+    if ours is not None and ours.dims:
+        return _lettered(ours.dims, operands)
+    if is_pointwise(node) or node.target is aten.expand.default:
+        return _elementwise(node, operands)
+    return _by_rule(node, operands)
+
+
+def _by_rule(node: Node, operands: Sequence[Shape]) -> list[Shape]:
+    rule = rule_for(node)
+    if rule is None:
+        return []
+    known: dict[tuple[str, int], Dim] = {}
+    for dims, shape in zip(rule.operands, operands, strict=False):
+        for factors, dim in zip(dims, shape, strict=False):
+            if len(factors) != 1 or factors[0].size != size_of(dim):
+                continue
+            key = (factors[0].name, factors[0].size)
+            if key in known:
+                unify(known[key], dim)
+            known.setdefault(key, dim)
+
+    def of(factor: Factor) -> Dim:
+        return known.setdefault((factor.name, factor.size), unknown(factor.size))
+
+    results = []
+    for dims in rule.results:
+        result = [tuple(atom for factor in dim for atom in of(factor)) for dim in dims]
+        if operands and len(operands[0]) == len(result):  # rules leave out dims of 1
+            pairs = zip(result, operands[0], strict=True)
+            result = [mine or (dim if size_of(dim) == 1 else ()) for mine, dim in pairs]
+        results.append(tuple(result))
+    return results
+
+
+def _lettered(dims: str, operands: Sequence[Shape]) -> list[Shape]:
+    """Equal letters are equal dims: ``"vh,...->...h"``; see :class:`Operator.dims`."""
+    given, made = (side.replace("...", ".").split(",") for side in dims.split("->"))
+    known: dict[str, Shape] = {}
+    for letters, shape in zip(given, operands, strict=True):
+        position = 0
+        for letter in letters:
+            count = len(shape) - len(letters) + 1 if letter == "." else 1
+            found = shape[position : position + count]
+            for pair in zip(known.setdefault(letter, found), found, strict=True):
+                unify(*pair)
+            position += count
+    return [tuple(dim for letter in letters for dim in known[letter]) for letters in made]
+
+
+def _elementwise(node: Node, operands: Sequence[Shape]) -> list[Shape]:
+    """Dims aligned from the right; what can only be 1 is broadcast."""
+    shape = []
+    for position in range(-len(node.meta["val"].shape), 0):
+        dims = [s[position] for s in operands if len(s) >= -position and s[position]]
+        size = node.meta["val"].shape[position]
+        dims = [dim for dim in dims if size_of(dim) == size]
+        # What is in doubt may be broadcast: it is not known to be the same as the others.
+        dims = [dim for dim in dims if not is_in_doubt(dim)] or dims[:1]
+        for other in dims[1:]:
+            unify(dims[0], other)
+        shape.append(dims[0] if dims else unknown(size))
+    return [tuple(shape)]
+
+
+def _permuted(node: Node, operands: Sequence[Shape]) -> list[Shape]:
+    (shape,) = operands
+    return [tuple(shape[dim] for dim in permutation(node, len(shape)))]
+
+
+def _unsqueezed(node: Node, operands: Sequence[Shape]) -> list[Shape]:
+    (shape,) = operands
+    dim = arguments(node)["dim"] % (len(shape) + 1)
+    return [(*shape[:dim], (), *shape[dim:])]
+
+
+def _view(node: Node, operands: Sequence[Shape]) -> list[Shape]:
+    # For a product by batches whatever is left of rows and columns is one dim.
+    batches = any(user.target is aten.bmm.default for user in node.users)
+    placement = node.meta.get("placement")
+    sharded = placement.dim if placement is not None and placement.kind == "S" else None
+    shape = node.meta["val"].shape
+    return [tuple(reshaped(operands[0], shape, sharded=sharded, to_right=not batches))]
+
+
+def _same(node: Node, operands: Sequence[Shape]) -> list[Shape]:
+    return [operands[0]] * len(values_of(node))
+
+
+def _converted(node: Node, operands: Sequence[Shape]) -> list[Shape]:
+    pair, world_size = placements_of(node), arguments(node)["world_size"]
+    assert pair is not None
+    source, target = pair
+    return [one_ranks_part(unsharded(operands[0], source, world_size), target, world_size)]
+
+
+def _product(node: Node, operands: Sequence[Shape]) -> list[Shape]:
+    left, right = operands
+    for pair in [*zip(left[:-2], right[:-2], strict=True), (left[-1], right[-2])]:
+        unify(*pair)
+    return [(*left[:-1], right[-1])]
+
+
+def _linear(node: Node, operands: Sequence[Shape]) -> list[Shape]:
+    left, weight, *bias = operands
+    unify(left[-1], weight[1])
+    for shape in bias:
+        unify(shape[0], weight[0])
+    return [(*left[:-1], weight[0])]
+
+
+def _lookup(node: Node, operands: Sequence[Shape]) -> list[Shape]:
+    weight, ids = operands
+    return [(*ids, weight[1])]
+
+
+def _mean_loss(node: Node, operands: Sequence[Shape]) -> list[Shape]:
+    unify(operands[0][0], operands[1][0])
+    return []
+
+
+def _split(node: Node, operands: Sequence[Shape]) -> list[Shape]:
+    (shape,) = operands
+    dim = arguments(node)["dim"] % len(shape)
+    parts = parts_of(shape[dim], [value.shape[dim] for value in values_of(node)])
+    return [(*shape[:dim], part, *shape[dim + 1 :]) for part in parts]
+
+
+def _slice(node: Node, operands: Sequence[Shape]) -> list[Shape]:
+    args, (shape,) = arguments(node), operands
+    dim = args["dim"] % len(shape)
+    size = node.meta["val"].shape[dim]
+    if args["step"] != 1 or size == 0:
+        return []
+    start = args["start"] or 0
+    start += size_of(shape[dim]) if start < 0 else 0
+    part = sliced(shape[dim], start, size)
+    return [(*shape[:dim], part, *shape[dim + 1 :])]
+
+
+def _cat(node: Node, operands: Sequence[Shape]) -> list[Shape]:
+    dim = arguments(node).get("dim", 0) % node.meta["val"].ndim
+    operands = [shape for shape in operands if len(shape) == node.meta["val"].ndim]
+    for other in operands[1:]:
+        for position, pair in enumerate(zip(operands[0], other, strict=True)):
+            if position != dim:
+                unify(*pair)
+    whole = joined([shape[dim] for shape in operands])
+    return [(*operands[0][:dim], whole, *operands[0][dim + 1 :])]
+
+
+def _padded(node: Node, operands: Sequence[Shape]) -> list[Shape]:
+    shape, pads = list(operands[0]), arguments(node)["pad"]
+    for position in range(len(pads) // 2):
+        dim = len(shape) - 1 - position
+        for size in pads[2 * position : 2 * position + 2]:
+            if size > 0:
+                shape[dim] = joined([shape[dim], unknown(size)])
+    return [tuple(shape)]
+
+
+def _attention(node: Node, operands: Sequence[Shape]) -> list[Shape]:
+    """Context (b, a, s, d) and row statistics (b, a, s)."""
+    query, key, value = operands[:3]
+    unify(query[0], key[0])
+    unify(query[3], key[3])
+    unify(key[1], value[1])
+    unify(key[2], value[2])
+    if size_of(query[1]) == size_of(key[1]):
+        unify(query[1], key[1])
+    return [(*query[:3], value[3]), query[:3]]
+
+
+VIEWS = (
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.squeeze.default,
+)
+Special = Callable[[Node, Sequence[Shape]], list[Shape]]
+_SPECIAL: dict[Any, Special] = {
+    **dict.fromkeys(VIEWS, _view),
+    **dict.fromkeys(
+        (
+            aten._softmax.default,
+            aten._log_softmax.default,
+            aten._safe_softmax.default,
+            aten.cumsum.default,
+            aten.sort.default,
+            aten.sort.stable,
+            aten.zeros_like.default,
+            aten.ones_like.default,
+            aten.full_like.default,
+            aten.empty_like.default,
+        ),
+        _same,
+    ),
+    **dict.fromkeys((aten.permute.default, aten.transpose.int, aten.t.default), _permuted),
+    aten.unsqueeze.default: _unsqueezed,
+    CONVERT.overload: _converted,
+    aten.mm.default: _product,
+    aten.bmm.default: _product,
+    aten.linear.default: _linear,
+    aten.embedding.default: _lookup,
+    aten.nll_loss_forward.default: _mean_loss,
+    aten.split_with_sizes.default: _split,
+    aten.slice.Tensor: _slice,
+    aten.cat.default: _cat,
+    aten.constant_pad_nd.default: _padded,
+}

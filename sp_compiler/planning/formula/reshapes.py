@@ -1,0 +1,96 @@
+"""Dims of a view, from the factors of its source.
+
+Sizes are symbolic products here, in contrast to :mod:`sp_compiler.ir.reshapes`, which matches two
+shapes of plain numbers: its factors are never 1, while a batch of one, or the one head that a rank
+has, must come out as a factor; and where a size cannot be cut, the dims left of it still can.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from sp_compiler.planning.formula.sizes import (
+    Atom,
+    Dim,
+    Share,
+    cut_inner,
+    resolved,
+    size_of,
+    split_inner,
+    unknown,
+)
+
+
+def reshaped(
+    dims: Sequence[Dim],
+    shape: Sequence[int],
+    *,
+    sharded: int | None = None,
+    to_right: bool = True,
+) -> list[Dim]:
+    """Dims of a view; one that has no factors of its own in the source is unknown.
+
+    Sizes alone do not say where a factor of 1 goes. What each rank has one of goes into the dim
+    ``sharded``, where that is known. Of the others each new dim of size 1 takes one; those that are
+    left over go outermost into the dim to their right, or innermost into the one to their left.
+    """
+    source = tuple(itertools.chain.from_iterable(dims))
+    for atom in resolved(source):
+        _cut_segments(atom, shape)
+    rest: Dim | None = source
+    result: list[Dim] = []
+    for position in reversed(range(len(shape))):
+        # A factor of 1 is no part of a size above 1: those are given out below.
+        size = shape[position]
+        cut = None if rest is None else (rest, ()) if size == 1 else cut_inner(rest, size)
+        if cut is None:  # the leading dims may still be those of the source
+            same = position < len(dims) and [*map(size_of, dims)][: position + 1] == [
+                *shape[: position + 1]
+            ]
+            result.append(dims[position] if same else unknown(size))
+            rest = None
+        else:
+            rest, inner = cut
+            rest = resolved(rest)
+            count = _ones_taken(rest, shape, position, sharded, to_right)
+            rest, inner = rest[: len(rest) - count], (*rest[len(rest) - count :], *inner)
+            new = shape.count(1) > [*map(size_of, dims)].count(1)
+            if not inner and result and new and sharded in (None, position):
+                inner, result[-1] = _outer_share(result[-1])
+            result.append(inner)
+    return result[::-1]
+
+
+def _ones_taken(
+    rest: Dim, shape: Sequence[int], position: int, sharded: int | None, to_right: bool
+) -> int:
+    """Return how many of the innermost factors of ``rest``, each of them 1, a dim of a view has."""
+    ones = [*itertools.takewhile(lambda atom: atom.value == 1, reversed(rest))]
+    shares = [number for number, atom in enumerate(ones) if isinstance(atom.meaning, Share)]
+    left = [*itertools.takewhile(lambda size: size == 1, reversed(shape[:position]))]
+    # Dims of size 1 further left take one each; there is nothing further left of the first dim.
+    spare = len(ones) - len(left) if to_right or position == 0 else 0
+    count = max(spare, min(1, len(ones)) if shape[position] == 1 else 0)
+    if shares and sharded == position:
+        return max(count, shares[-1] + 1)
+    if shares and sharded is not None and position - len(left) - 1 <= sharded < position:
+        return min(count, shares[0])
+    return count
+
+
+def _cut_segments(atom: Atom, shape: Sequence[int]) -> None:
+    """Where a view takes the segments of a sharded dim apart, ranks divide the inner factor."""
+    if isinstance(atom.meaning, Share) and atom.meaning.segments > 1:
+        count = atom.meaning.segments
+        if (count, atom.value // count) in itertools.pairwise(shape):
+            cut_inner(atom.meaning.whole, size_of(atom.meaning.whole) // count)
+
+
+def _outer_share(dim: Dim) -> tuple[Dim, Dim]:
+    """A sharded dim as the factor that ranks divide, one element a rank, and the rest."""
+    first, *rest = resolved(dim) or (None,)
+    if first is None or not isinstance(first.meaning, Share):
+        return (), dim
+    outer, *inner = split_inner(first, first.value) or (first,)
+    return ((outer,), (*inner, *rest)) if outer.value == 1 else ((), dim)

@@ -96,9 +96,9 @@ class Alignment:
         Of a replaced or expanded operator only the tensors that go in are compared.
         """
         if old in self.expansions:
-            mine = set(self.expansions[old])
+            expansion = set(self.expansions[old])
             parts = [part for node in self.expansions[old] for part in tensor_operands(node)]
-            return self._same_set(tensor_operands(old), [p for p in parts if p not in mine])
+            return self._same_set(tensor_operands(old), [p for p in parts if p not in expansion])
         if not _same_operator(old, new):
             return self.same_value(tensor_operands(old), tensor_operands(new))
         return self.same_value(_named_arguments(old), _named_arguments(new))
@@ -158,9 +158,9 @@ class Alignment:
         """Match operators of equal names that were made from the same nodes: nothing changed."""
         old = {(node.name, _source_and_root(node)): node for node in self._open_before()}
         for new in self._open_after():
-            found = old.get((new.name, _source_and_root(new)))
-            if found is not None and _same_operator(found, new):
-                self._match(found, new)
+            counterpart = old.get((new.name, _source_and_root(new)))
+            if counterpart is not None and _same_operator(counterpart, new):
+                self._match(counterpart, new)
 
     def _match_groups(self, old_key: _Key, new_key: _Key) -> None:
         """Match nodes of equal keys, which are nodes that one captured node became."""
@@ -199,10 +199,12 @@ class Alignment:
         """Match nodes of the same operator whose operands match, from operands to users."""
         position = {node: index for index, node in enumerate(self.before)}
         for node in self._open_after():
-            found = [old for old in self._users_of_same(node) if self._same_operands(old, node)]
-            if found:
-                exact = [old for old in found if self.same_arguments(old, node)]
-                self._match(min(exact or found, key=position.__getitem__), node)
+            candidates = [
+                old for old in self._users_of_same(node) if self._same_operands(old, node)
+            ]
+            if candidates:
+                exact = [old for old in candidates if self.same_arguments(old, node)]
+                self._match(min(exact or candidates, key=position.__getitem__), node)
 
     def _users_of_same(self, new: Node) -> list[Node]:
         """Open nodes of ``new``'s operator that may take the same first operand."""
@@ -211,15 +213,15 @@ class Alignment:
             return [old for old in self._open_before() if _same_operator(old, new)]
         # Not by ``reach``: whether a user is passed through depends on the operand it is met by.
         values = [self.back[v] for v in self._values_after(operands[0]) if v in self.back]
-        found: dict[Node, None] = {}
+        unmatched: dict[Node, None] = {}
         while values:
             value = values.pop()
             for user in value.users:
-                if user not in self.forth and user not in found:
-                    found[user] = None
+                if user not in self.forth and user not in unmatched:
+                    unmatched[user] = None
                     if _passed_on(user) is value:
                         values.append(user)
-        return [old for old in found if _same_operator(old, new)]
+        return [old for old in unmatched if _same_operator(old, new)]
 
     def _same_operands(self, old: Node, new: Node) -> bool:
         return self.same_value(tensor_operands(old), tensor_operands(new))

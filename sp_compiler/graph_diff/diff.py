@@ -70,7 +70,7 @@ def _as_stage(value: Any, other: Any) -> Snapshot:
     if len(regions) != 1:
         raise ArgumentError(
             f"cannot compare a single graph with {len(regions)} regions ({', '.join(regions)}); "
-            "compare it with one of their graphs, or give the whole stage or program"
+            "compare it with one of their graphs, or give the full stage or program"
         )
     return Snapshot("", {regions[0]: graph}, stage.calls)
 

@@ -110,23 +110,23 @@ def _kept(compiled: CompiledProgram, region: Region, memory: StepMemory) -> list
     holders: dict[Any, int] = {}
     for item in memory.kept:
         holders[item.storage] = holders.get(item.storage, 0) + 1
-    mine: dict[int, list[Kept]] = {}
+    by_position: dict[int, list[Kept]] = {}
     for item in memory.kept:
         if compiled.program.calls[item.call].region is region:
-            mine.setdefault(item.position, []).append(item)
-    found = []
-    for position, items in sorted(mine.items()):
+            by_position.setdefault(item.position, []).append(item)
+    storages = []
+    for position, items in sorted(by_position.items()):
         shared: Shared = ""
         if all(item.storage in memory.returned for item in items):
             shared = "returned"
         elif all(holders[item.storage] > 1 for item in items):
             shared = "shared"
-        found.append(KeptStorage(position, items[-1].storage, shared))
-    return found
+        storages.append(KeptStorage(position, items[-1].storage, shared))
+    return storages
 
 
 def _gathered_again(parts: Partitioned) -> set[str]:
-    """Names of kept tensors of which backward takes nothing but the gathered whole."""
+    """Names of kept tensors that backward reads only after gathering them from all ranks."""
     if parts.step_backward is None:
         return set()
     return {
@@ -231,7 +231,7 @@ class _Size:
 
 def _parameters(compiled: CompiledProgram) -> dict[str, _Size]:
     """By stored name: this rank's part of every parameter that the forward uses."""
-    found: dict[str, _Size] = {}
+    sizes: dict[str, _Size] = {}
     for call in compiled.program.calls:
         region = call.region
         for node, ref, used in zip(
@@ -240,8 +240,8 @@ def _parameters(compiled: CompiledProgram) -> dict[str, _Size]:
             if ref.kind != "param":
                 continue
             name, value = compiled.param_name(ref.name), node.meta["val"]
-            before = found.get(name)
-            found[name] = _Size(
+            before = sizes.get(name)
+            sizes[name] = _Size(
                 tensor_bytes(value),
                 value.numel(),
                 str(value.dtype),
@@ -249,7 +249,7 @@ def _parameters(compiled: CompiledProgram) -> dict[str, _Size]:
                 compiled.param_placements[name].is_replicated and compiled.world_size > 1,
                 used.kind == "R" or (before is not None and before.reduced),
             )
-    return found
+    return sizes
 
 
 def _gradient_reduction(

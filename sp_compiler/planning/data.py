@@ -18,7 +18,7 @@ from sp_compiler.planning.formula import ActivationFormula
 from sp_compiler.planning.placement_explanation import Explanation
 
 ADAMW_BYTES = 8
-"""Optimizer state a parameter: two moments in float32, as ``torch.optim.AdamW`` on float32 has."""
+"""Optimizer state per parameter: two moments in float32, as of ``torch.optim.AdamW``."""
 
 Shared = Literal["", "shared", "returned"]
 Policy = Literal["keep", "keep the shard"]
@@ -53,7 +53,7 @@ class KeptTensor:
 
 @dataclass(frozen=True)
 class Work:
-    """Arithmetic and time of one function, or of a whole step, on one rank.
+    """Arithmetic and time of one function, or of a step, on one rank.
 
     Attributes:
         model_flops: of matrix products that the model itself needs.
@@ -99,7 +99,7 @@ class BlockPlan:
         name: its class in the generated code.
         paths: the layers that it stands for, "" for what is outside of layers; one for each call.
         kept: what a call keeps for its backward.
-        forward: collectives of the forward, one entry a kind.
+        forward: collectives of the forward, one entry per kind.
         backward: of the backward, gathers that are repeated included.
         work: of forward and backward.
     """
@@ -161,17 +161,17 @@ class PlanData:
         tp: number of tensor-parallel ranks.
         options: those of the compilation.
         parameter_bytes: this rank's part of the parameters that the forward uses.
-        replicated_parameter_bytes: the part of ``parameter_bytes`` that every rank holds whole.
+        replicated_parameter_bytes: the part of ``parameter_bytes`` that is the same on every rank.
         gradient_bytes: of parameters that are trained, in their own dtype.
-        optimizer_bytes: AdamW's two moments in float32, 8 bytes a trained parameter.
+        optimizer_bytes: AdamW's two moments in float32, 8 bytes per trained parameter.
         activation_bytes: kept between forward and backward: each storage once, without parameters,
             buffers, the user's inputs and what the model returns.
         activation_peak_bytes: the most that exists at once in a step of what calls keep, hand on
             and make inside (see :mod:`sp_compiler.cost.memory`), with gradients of activations.
         returned_bytes: of the model's outputs.
         blocks: distinct blocks in order of first use.
-        gradient_reduction: the all-reduces, one a dtype, of replicated parameters' gradients.
-        work: of the whole step.
+        gradient_reduction: the all-reduces, one per dtype, of replicated parameters' gradients.
+        work: of the step.
         fallbacks: what runs or is stored replicated, and why.
         costly_fallbacks: those that take a good part of a step, the largest first; see ``strict``
             of :func:`sp_compiler.compile`.
@@ -235,13 +235,13 @@ class PlanData:
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
-        """Of one whole step, one entry a kind."""
-        found = [
+        """Of one step, one entry per kind."""
+        of_blocks = [
             Collective(item.kind, item.count * block.num_calls, item.num_bytes * block.num_calls)
             for block in self.blocks
             for item in (*block.forward, *block.backward)
         ]
-        return merged([*found, *self.gradient_reduction])
+        return merged([*of_blocks, *self.gradient_reduction])
 
     @property
     def step_us(self) -> float:

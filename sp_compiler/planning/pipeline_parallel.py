@@ -121,27 +121,27 @@ def pipeline(
     """See :meth:`sp_compiler.Plan.pipeline`."""
     _check(calls, stages, microbatches, chunks, bytes_per_parameter)
     parts = _split(calls, stages * chunks)
-    found = []
+    plans = []
     for stage in range(stages):
-        mine = parts[stage::stages]
-        in_flight, activation_bytes = _most_in_flight(mine, stage, stages, microbatches)
-        used = {name for part in mine for call in part for name in call.parameters}
+        own_chunks = parts[stage::stages]
+        in_flight, activation_bytes = _most_in_flight(own_chunks, stage, stages, microbatches)
+        used = {name for part in own_chunks for call in part for name in call.parameters}
         numel = sum(sizes[name].numel for name in used)
         trained = sum(sizes[name].numel for name in used if sizes[name].trained)
         frozen_bytes = sum(sizes[name].num_bytes for name in used if not sizes[name].trained)
-        found.append(
+        plans.append(
             StagePlan(
-                chunks=tuple(tuple(call.path for call in part) for part in mine),
+                chunks=tuple(tuple(call.path for call in part) for part in own_chunks),
                 parameters=numel,
                 state_bytes=round(trained * bytes_per_parameter) + frozen_bytes,
                 in_flight=in_flight,
                 activation_bytes=activation_bytes,
-                working_bytes=max(call.working_bytes for part in mine for call in part),
-                microbatch_us=sum(call.step_us for part in mine for call in part),
+                working_bytes=max(call.working_bytes for part in own_chunks for call in part),
+                microbatch_us=sum(call.step_us for part in own_chunks for call in part),
             )
         )
     bubble = (stages - 1) / (chunks * microbatches)
-    return PipelinePlan(tuple(found), microbatches, chunks, bubble)
+    return PipelinePlan(tuple(plans), microbatches, chunks, bubble)
 
 
 def _check(

@@ -23,7 +23,7 @@ class Way:
         more_us: the sum of the three others, never negative: the chosen way is the optimum.
         communication_us: of collectives and of copies around them.
         compute_us: of the operators of the whole model.
-        memory_us: price of what every rank holds whole.
+        memory_us: price of what is replicated on every rank.
         parameter_bytes: of the parameter on one rank.
         conversions: what this way converts and the chosen one does not, costliest first.
     """

@@ -38,10 +38,10 @@ def report(plan: PlanData) -> str:
 
 
 def _memory(plan: PlanData) -> list[tuple[str, str, str]]:
-    whole = f"{bytes_text(plan.replicated_parameter_bytes)} of them on every rank"
+    replicated = f"{bytes_text(plan.replicated_parameter_bytes)} of them on every rank"
     calls = sum(block.num_calls for block in plan.blocks)
     rows = [
-        ("parameters", plan.parameter_bytes, whole if plan.tp > 1 else ""),
+        ("parameters", plan.parameter_bytes, replicated if plan.tp > 1 else ""),
         ("gradients", plan.gradient_bytes, ""),
         ("optimizer", plan.optimizer_bytes, "AdamW, two float32 moments"),
         ("activations kept", plan.activation_bytes, f"between forward and backward, {calls} calls"),
@@ -61,7 +61,7 @@ def _budget(plan: PlanData) -> Iterable[str]:
     rows = [
         (
             f"{block.num_calls} x {block.name}",
-            f"keeps {bytes_text(block.kept_bytes)} a call",
+            f"saves {bytes_text(block.kept_bytes)} per call",
             f"computes again for {block.work.recompute_us:.0f} us",
         )
         for block in plan.blocks
@@ -100,9 +100,9 @@ def _block(block: BlockPlan) -> str:
         f"{work.step_us / 1e3:.2f} ms estimated, "
         f"{work.communication_us / 1e3:.2f} ms of it communication",
     ]
-    for name, found in (("forward", block.forward), ("backward", block.backward)):
-        if found:
-            text = "; ".join(f"{item.kind} {_collective_text(item)}" for item in found)
+    for name, collectives in (("forward", block.forward), ("backward", block.backward)):
+        if collectives:
+            text = "; ".join(f"{item.kind} {_collective_text(item)}" for item in collectives)
             lines.append(f"  {name}: {text}")
     rows = table((_tensor(tensor, block.paths[0]) for tensor in block.kept), "    ")
     return "\n".join([*lines, rows] if rows else lines)

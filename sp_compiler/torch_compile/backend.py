@@ -33,9 +33,9 @@ def sp_compiler_backend(
 ) -> CompiledGraph:
     """Compile a graph that dynamo captured, at its first call.
 
-    Parameters stay the user's own, whole on every rank; the compiled graph reads its shard of them
-    and gives every one its whole gradient, the same on all ranks. All ranks must call the model
-    with the same inputs. ``tp=1``, the default, gives recomputation alone.
+    Parameters stay the user's own, in full on every rank; the compiled graph reads its shard of
+    them and gives every one its full gradient, the same on all ranks. All ranks must call the
+    model with the same inputs. ``tp=1``, the default, gives recomputation alone.
 
     Args:
         module: torch-level graph with parameters and buffers as inputs.
@@ -88,7 +88,7 @@ def _parse(options: dict[str, Any], device_type: str) -> tuple[CompileOptions, T
         )
     if options.get("outputs", "replicate") != "replicate":
         raise ArgumentError(
-            f"outputs={options['outputs']!r}: torch.compile needs whole outputs; expected "
+            f"outputs={options['outputs']!r}: torch.compile needs replicated outputs; expected "
             "'replicate' (sp_compiler.compile can return sharded ones)"
         )
     mesh: DeviceMesh | None = options.pop("mesh", None)

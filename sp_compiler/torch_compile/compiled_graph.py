@@ -1,4 +1,4 @@
-"""A graph of ``torch.compile`` that runs sharded, called with whole parameters on every rank."""
+"""A graph of ``torch.compile`` that runs sharded, called with full parameters on every rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sp_compiler.runtime.group import TensorParallelGroup, forward_seed
 from sp_compiler.runtime.program_cache import CallKey, ProgramCache, call_key
 from sp_compiler.runtime.rank_checks import RankAgreement, check_values, checks_enabled
 from sp_compiler.torch_compile.dynamo_graph import BoundInputs, DynamoGraph
-from sp_compiler.torch_compile.whole_parameters import local_parameters
+from sp_compiler.torch_compile.full_parameters import local_parameters
 
 Build = Callable[[nn.Module, Sequence[Tensor]], CompiledProgram]
 _INSTANCES = itertools.count()
@@ -70,7 +70,7 @@ class CompiledGraph:
         self._agreement = RankAgreement(group, f"graph{next(_INSTANCES)}", options)
 
     def __call__(self, *args: Any) -> Any:
-        """The graph's outputs, whole on every rank; buffers that it changes are changed.
+        """The graph's outputs, replicated; buffers that it changes are changed.
 
         Raises:
             RankMismatchError: the ranks call different graphs or with inputs of different kinds.
@@ -124,6 +124,6 @@ def _refuse_distributed(bound: BoundInputs) -> None:
     for name, tensor in bound.params.items():
         if isinstance(tensor, DTensor):
             raise ArgumentError(
-                f"parameter {name!r} is a DTensor; torch.compile with this backend takes whole "
+                f"parameter {name!r} is a DTensor; torch.compile with this backend takes full "
                 "parameters (sp_compiler.compile makes distributed ones)"
             )

@@ -27,7 +27,7 @@ _TABLES = ("_modules", "_parameters", "_buffers")
 
 @dataclass(frozen=True)
 class BoundInputs:
-    """The arguments of one call: whole parameters and buffers by name, and the other values."""
+    """The arguments of one call: full parameters and buffers by name, and the other values."""
 
     params: dict[str, Tensor]
     buffers: dict[str, Tensor]

@@ -21,7 +21,7 @@ from sp_compiler.base.placement import S
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.torch_compile.backend import sp_compiler_backend
 from sp_compiler.torch_compile.dynamo_graph import dotted_path
-from sp_compiler.torch_compile.whole_parameters import gather_gradients
+from sp_compiler.torch_compile.full_parameters import gather_gradients
 from tests.helpers.dynamo import (
     HIDDEN,
     compiled_by_dynamo,
@@ -279,15 +279,15 @@ def test_gradients_are_gathered_in_buckets() -> None:
     first = torch.arange(6.0).view(2, 3)
     second = torch.arange(4.0).view(4, 1)
     double = torch.ones(2, dtype=torch.float64)
-    whole = gather_gradients(
+    full = gather_gradients(
         tp, [first, None, second, double], [S(1), S(0), S(0, (4, 4)), S(0)], bucket_bytes=40
     )
-    assert whole[1] is None
-    torch.testing.assert_close(whole[0], torch.cat([first, -first], 1))
+    assert full[1] is None
+    torch.testing.assert_close(full[0], torch.cat([first, -first], 1))
     torch.testing.assert_close(
-        whole[2], torch.cat([second[:2], -second[:2], second[2:], -second[2:]])
+        full[2], torch.cat([second[:2], -second[:2], second[2:], -second[2:]])
     )
-    torch.testing.assert_close(whole[3], torch.cat([double, -double]))
+    torch.testing.assert_close(full[3], torch.cat([double, -double]))
     assert tp.gathered == [10, 2]
     gather_gradients(tp, [first, second], [S(1), S(0)], bucket_bytes=39)
     assert tp.gathered[2:] == [6, 4]

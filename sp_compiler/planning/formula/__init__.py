@@ -188,10 +188,10 @@ def activation_formula(
     }
     total = sympy.expand(sympy.Add(*formulas.terms()))
     sizes = formulas.names.sizes(itertools.chain([total], *tensors.values()))
-    found = ActivationFormula(blocks, tensors, total, sizes, formulas.names.divided())
+    formula = ActivationFormula(blocks, tensors, total, sizes, formulas.names.divided())
     # To the byte: a size that was named wrongly cannot stay unseen.
-    assert found.value(total) == memory.kept_bytes, total
-    return found
+    assert formula.value(total) == memory.kept_bytes, total
+    return formula
 
 
 class _Formulas:
@@ -201,17 +201,17 @@ class _Formulas:
         self.compiled, self.memory = compiled, memory
         self._shapes = follow_shapes(compiled)
         self.names = Names(find_roles(compiled, self._shapes), compiled.world_size)
-        self._found: dict[tuple[str, str], sympy.Expr] = {}
+        self._known: dict[tuple[str, str], sympy.Expr] = {}
 
     def of(self, storage: Storage) -> sympy.Expr:
         """Bytes of ``storage``, which a forward made."""
         _, index, name = storage.owner
         region = self.compiled.program.calls[index].region.name
-        if (region, name) not in self._found:
-            self._found[region, name] = self._of(region, name)
-        found = self._found[region, name]
-        assert self.names.value(found) == storage.num_bytes, (storage, found)
-        return found
+        if (region, name) not in self._known:
+            self._known[region, name] = self._of(region, name)
+        formula = self._known[region, name]
+        assert self.names.value(formula) == storage.num_bytes, (storage, formula)
+        return formula
 
     def _of(self, region: str, name: str) -> sympy.Expr:
         graph = self.compiled.regions[region].partitioned.forward
@@ -350,8 +350,8 @@ class Names:
 
     def _without_role(self, atom: Atom) -> sympy.Expr:
         if atom.hint is not None:
-            whole = expression(atom.hint.dim, self._atom, WORLD)
-            return whole / atom.hint.divided - atom.hint.less
+            hinted = expression(atom.hint.dim, self._atom, WORLD)
+            return hinted / atom.hint.divided - atom.hint.less
         meaning = "a size without a role"
         if atom.in_doubt:
             meaning = "the batch, or 1 in every batch, which a batch of one does not tell"

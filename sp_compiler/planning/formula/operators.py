@@ -100,7 +100,7 @@ def _by_rule(node: Node, operands: Sequence[Shape]) -> list[Shape]:
         result = [tuple(atom for factor in dim for atom in of(factor)) for dim in dims]
         if operands and len(operands[0]) == len(result):  # rules leave out dims of 1
             pairs = zip(result, operands[0], strict=True)
-            result = [mine or (dim if size_of(dim) == 1 else ()) for mine, dim in pairs]
+            result = [made or (dim if size_of(dim) == 1 else ()) for made, dim in pairs]
         results.append(tuple(result))
     return results
 
@@ -113,8 +113,8 @@ def _lettered(dims: str, operands: Sequence[Shape]) -> list[Shape]:
         position = 0
         for letter in letters:
             count = len(shape) - len(letters) + 1 if letter == "." else 1
-            found = shape[position : position + count]
-            for pair in zip(known.setdefault(letter, found), found, strict=True):
+            dims_of_letter = shape[position : position + count]
+            for pair in zip(known.setdefault(letter, dims_of_letter), dims_of_letter, strict=True):
                 unify(*pair)
             position += count
     return [tuple(dim for letter in letters for dim in known[letter]) for letters in made]
@@ -217,8 +217,8 @@ def _cat(node: Node, operands: Sequence[Shape]) -> list[Shape]:
         for position, pair in enumerate(zip(operands[0], other, strict=True)):
             if position != dim:
                 unify(*pair)
-    whole = joined([shape[dim] for shape in operands])
-    return [(*operands[0][:dim], whole, *operands[0][dim + 1 :])]
+    made = joined([shape[dim] for shape in operands])
+    return [(*operands[0][:dim], made, *operands[0][dim + 1 :])]
 
 
 def _padded(node: Node, operands: Sequence[Shape]) -> list[Shape]:

@@ -84,7 +84,7 @@ def _cut_segments(atom: Atom, shape: Sequence[int]) -> None:
     if isinstance(atom.meaning, Share) and atom.meaning.segments > 1:
         count = atom.meaning.segments
         if (count, atom.value // count) in itertools.pairwise(shape):
-            cut_inner(atom.meaning.whole, size_of(atom.meaning.whole) // count)
+            cut_inner(atom.meaning.full, size_of(atom.meaning.full) // count)
 
 
 def _outer_share(dim: Dim) -> tuple[Dim, Dim]:

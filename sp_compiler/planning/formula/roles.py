@@ -46,24 +46,24 @@ class Role:
 
 def find_roles(compiled: CompiledProgram, shapes: Shapes) -> list[Role]:
     """Dims of the whole model that have a role, in the order of :data:`MEANINGS`."""
-    found = [Role("h", dim) for dim in _handed_on(compiled, shapes)]
+    roles = [Role("h", dim) for dim in _handed_on(compiled, shapes)]
     for region in compiled.program.regions:
-        found += _of_region(compiled, region, shapes)
-    found += [
+        roles += _of_region(compiled, region, shapes)
+    roles += [
         Role("b", shape[0])
         for shape in shapes.inputs.values()
-        if shape and not _is_among(shape[0], [role.dim for role in found if role.letter == "s"])
+        if shape and not _is_among(shape[0], [role.dim for role in roles if role.letter == "s"])
     ][:1]
     order = {letter: position for position, letter in enumerate(MEANINGS)}
-    found = [Role(role.letter, whole(role.dim)) for role in found]
-    return sorted(found, key=lambda r: (order[r.letter], -size_of(r.dim) * (r.letter == "f")))
+    roles = [Role(role.letter, on_all_ranks(role.dim)) for role in roles]
+    return sorted(roles, key=lambda r: (order[r.letter], -size_of(r.dim) * (r.letter == "f")))
 
 
-def whole(dim: Dim) -> Dim:
+def on_all_ranks(dim: Dim) -> Dim:
     """Return ``dim`` on all ranks together."""
     first, *rest = resolved(dim) or (None,)
     if first is not None and isinstance(first.meaning, Share):
-        return (*resolved(first.meaning.whole), *rest)
+        return (*resolved(first.meaning.full), *rest)
     return resolved(dim)
 
 
@@ -114,7 +114,7 @@ def _of_region(compiled: CompiledProgram, region: Region, shapes: Shapes) -> Ite
         elif factors and factors[1] in params:
             read.append(shape(factors[0])[-1])
             made.update(unknowns(shape(node)[-1]))
-    widths = {dim: None for dim in map(whole, read) if made.issuperset(unknowns(dim))}
+    widths = {dim: None for dim in map(on_all_ranks, read) if made.issuperset(unknowns(dim))}
     yield from (Role("f", dim) for dim in widths)
 
 
@@ -137,7 +137,7 @@ def _attention(query: Shape, key: Shape, value: Shape) -> Iterator[Role]:
 
 
 def _core(heads: Dim, rows: Dim, width: Dim) -> Iterator[Role]:
-    factors = whole(heads)
+    factors = on_all_ranks(heads)
     yield Role("s", rows)
     if len(factors) > 1:  # keys and values are repeated for the queries of a group
         yield Role("k", factors[:1])

@@ -151,12 +151,12 @@ def _fresh(value: Any, has_batch_of_one: bool = False) -> Shape:
     return tuple(unknown(size) if size != 1 else one for size in value.shape)
 
 
-def _checked(node: Node, found: Sequence[Shape], has_batch_of_one: bool) -> list[Shape]:
-    """Return what was found, and unknowns for dims that do not have the size of the value's."""
+def _checked(node: Node, derived: Sequence[Shape], has_batch_of_one: bool) -> list[Shape]:
+    """Return what was derived, and unknowns for dims that do not have the size of the value's."""
     results = []
     for position, value in enumerate(values_of(node)):
         fresh = _fresh(value, has_batch_of_one)
-        shape = found[position] if position < len(found) else fresh
+        shape = derived[position] if position < len(derived) else fresh
         if len(shape) != len(fresh):
             shape = fresh
         pairs = zip(shape, fresh, strict=True)

@@ -60,12 +60,12 @@ class Sum:
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """One rank's part of ``whole``, rounded up where ``whole`` is a sum that ends in padding.
+    """One rank's part of ``full``, rounded up where ``full`` is a sum that ends in padding.
 
-    ``segments``: number of equal segments of ``whole``, each of which ranks divide.
+    ``segments``: number of equal segments of ``full``, each of which ranks divide.
     """
 
-    whole: Dim
+    full: Dim
     world_size: int
     segments: int = 1
 
@@ -104,7 +104,7 @@ def _factors(atom: Atom) -> Dim:
         return resolved(atom.meaning.dim)
     if isinstance(atom.meaning, Share):
         world_size, segments = atom.meaning.world_size, atom.meaning.segments
-        factors = resolved(atom.meaning.whole)
+        factors = resolved(atom.meaning.full)
         sizes = [*itertools.accumulate((f.value for f in factors), operator.mul, initial=1)]
         # Ranks divide the outermost factor, that of a segment where there are several.
         position = sizes.index(segments) if segments in sizes[:-1] else -1
@@ -116,9 +116,9 @@ def _factors(atom: Atom) -> Dim:
     return (atom,)
 
 
-def share(whole: Dim, world_size: int, segments: int = 1) -> Dim:
+def share(full: Dim, world_size: int, segments: int = 1) -> Dim:
     """One rank's part of a dim that is sharded."""
-    return (Atom(-(-size_of(whole) // world_size), Share(whole, world_size, segments)),)
+    return (Atom(-(-size_of(full) // world_size), Share(full, world_size, segments)),)
 
 
 def gathered(dim: Dim, world_size: int, padding: int = 0) -> Dim:
@@ -128,20 +128,24 @@ def gathered(dim: Dim, world_size: int, padding: int = 0) -> Dim:
         return unknown(world_size)
     for position, atom in enumerate(factors):
         if isinstance(atom.meaning, Share):
-            return (*factors[:position], *atom.meaning.whole, *factors[position + 1 :])
+            return (*factors[:position], *atom.meaning.full, *factors[position + 1 :])
     first, *rest = factors
-    whole = Atom(first.value * world_size - padding)
+    full = Atom(first.value * world_size - padding)
     if first.meaning is None:
-        first.meaning = Share((whole,), world_size)
-    return (whole, *rest)
+        first.meaning = Share((full,), world_size)
+    return (full, *rest)
 
 
 def unify(left: Dim, right: Dim) -> None:
     """Learn that two dims are the same; what cannot be aligned stays as it is."""
-    for whole, other in ((left, right), (right, left)):
-        found, parts = resolved(whole), resolved(other)
-        if len(found) == 1 and parts and found[0].meaning is None and not _depends(parts, found[0]):
-            _equate(found[0], parts)
+    for side, other in ((left, right), (right, left)):
+        factors, parts = resolved(side), resolved(other)
+        if len(factors) != 1 or not parts:
+            continue
+        (atom,) = factors
+        # An atom that is part of what it would be made of stays unknown.
+        if atom.meaning is None and not _depends(parts, atom):
+            _equate(atom, parts)
             return
     lefts, rights = list(resolved(left)), list(resolved(right))
     while lefts and rights and _unify_inner(lefts, rights):
@@ -182,10 +186,10 @@ def _is_single(factors: Sequence[Atom]) -> bool:
 
 def unknowns(dim: Dim) -> Dim:
     """Return the unknowns that ``dim`` is made of in the end."""
-    found: list[Atom] = []
+    atoms: list[Atom] = []
     for atom in resolved(dim):
-        found += [atom] if atom.meaning is None else unknowns(_inside(atom))
-    return tuple(dict.fromkeys(found))
+        atoms += [atom] if atom.meaning is None else unknowns(_inside(atom))
+    return tuple(dict.fromkeys(atoms))
 
 
 def _merge(x: Atom, y: Atom) -> None:
@@ -196,11 +200,11 @@ def _merge(x: Atom, y: Atom) -> None:
     elif y.meaning is None and not _depends((x,), y):
         _equate(y, (x,))
     elif isinstance(x.meaning, Share) and isinstance(y.meaning, Share):
-        unify(x.meaning.whole, y.meaning.whole)
+        unify(x.meaning.full, y.meaning.full)
     elif isinstance(x.meaning, Sum) and isinstance(y.meaning, Sum):
-        mine, others = x.meaning.parts, y.meaning.parts
-        if [*map(size_of, mine)] == [*map(size_of, others)]:
-            for pair in zip(mine, others, strict=True):
+        parts = x.meaning.parts, y.meaning.parts
+        if [*map(size_of, parts[0])] == [*map(size_of, parts[1])]:
+            for pair in zip(*parts, strict=True):
                 unify(*pair)
 
 
@@ -216,15 +220,15 @@ def _equate(atom: Atom, dim: Dim) -> None:
 
 
 def _depends(dim: Iterable[Atom], atom: Atom) -> bool:
-    return any(found is atom or _depends(_inside(found), atom) for found in dim)
+    return any(part is atom or _depends(_inside(part), atom) for part in dim)
 
 
 def _inside(atom: Atom) -> Dim:
     match atom.meaning:
         case Product(dim, _):
             return dim
-        case Share(whole, _):
-            return whole
+        case Share(full, _):
+            return full
         case Sum(parts):
             return tuple(itertools.chain.from_iterable(parts))
         case None:
@@ -237,7 +241,7 @@ def split_inner(atom: Atom, inner: int) -> Dim:
         atom.meaning = Product((Atom(atom.value // inner), Atom(inner)))
         return resolved((atom,))
     if isinstance(atom.meaning, Share) and atom.meaning.segments == 1:
-        cut = cut_inner(atom.meaning.whole, inner)
+        cut = cut_inner(atom.meaning.full, inner)
         if cut is not None:
             atom.meaning = Product((*share(cut[0], atom.meaning.world_size), *cut[1]))
             return resolved((atom,))
@@ -273,8 +277,8 @@ def parts_of(dim: Dim, sizes: Sequence[int]) -> list[Dim]:
         (atom,) = factors
         if isinstance(atom.meaning, Share):
             world_size = atom.meaning.world_size
-            whole = parts_of(atom.meaning.whole, [size * world_size for size in sizes])
-            return [share(part, world_size) for part in whole]
+            full = parts_of(atom.meaning.full, [size * world_size for size in sizes])
+            return [share(part, world_size) for part in full]
         if atom.meaning is None:
             atom.meaning = Sum(tuple(map(unknown, sizes)))
         if isinstance(atom.meaning, Sum) and [*map(size_of, atom.meaning.parts)] == [*sizes]:
@@ -302,8 +306,8 @@ def sliced(dim: Dim, start: int, size: int) -> Dim:
             return joined(parts[ends.index(start) : ends.index(start + size)])
     if size_of(dim) - size == 1:
         return unknown(size, Hint(dim, less=1))
-    whole = size_of(dim) % size == 0
-    return unknown(size, Hint(dim, size_of(dim) // size) if whole else None)
+    is_fraction = size_of(dim) % size == 0
+    return unknown(size, Hint(dim, size_of(dim) // size) if is_fraction else None)
 
 
 Symbols = Callable[[Atom], sympy.Expr]
@@ -318,12 +322,12 @@ def _atom_expression(atom: Atom, symbol: Symbols, world_size: sympy.Expr) -> sym
     match atom.meaning:
         case Sum(parts):
             return sympy.Add(*(expression(part, symbol, world_size) for part in parts))
-        case Share(whole, ranks):
-            rows = _without_padding(whole, ranks)
+        case Share(full, ranks):
+            rows = _without_padding(full, ranks)
             if rows is not None:
                 return sympy.ceiling(expression(rows, symbol, world_size) / world_size)
-            part = expression(whole, symbol, world_size) / world_size
-            return sympy.ceiling(part) if size_of(whole) % ranks else part
+            part = expression(full, symbol, world_size) / world_size
+            return sympy.ceiling(part) if size_of(full) % ranks else part
         case _:
             return symbol(atom)
 
@@ -337,18 +341,18 @@ def divided(dim: Dim) -> list[Dim]:
         if isinstance(meaning, Product) and meaning.share is not None:
             meaning = meaning.share
         if isinstance(meaning, Share):
-            rounded = _without_padding(meaning.whole, meaning.world_size) is not None
-            if not rounded and size_of(meaning.whole) % meaning.world_size == 0:
-                result.append(meaning.whole)
-            result += divided(meaning.whole)
+            rounded = _without_padding(meaning.full, meaning.world_size) is not None
+            if not rounded and size_of(meaning.full) % meaning.world_size == 0:
+                result.append(meaning.full)
+            result += divided(meaning.full)
         elif meaning is not None:
             result += divided(_inside(atom))
     return result
 
 
-def _without_padding(whole: Dim, ranks: int) -> Dim | None:
-    """Return the part of ``whole`` that was padded to a multiple of ``ranks``."""
-    factors = resolved(whole)
+def _without_padding(full: Dim, ranks: int) -> Dim | None:
+    """Return the part of ``full`` that was padded to a multiple of ``ranks``."""
+    factors = resolved(full)
     if len(factors) != 1 or not isinstance(factors[0].meaning, Sum):
         return None
     *rows, padding = factors[0].meaning.parts

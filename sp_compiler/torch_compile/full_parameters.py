@@ -1,4 +1,4 @@
-"""Parameters that stay whole on every rank, of which a compiled program reads one rank's part."""
+"""Full parameters on every rank, of which a compiled program reads one rank's part."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ _BUCKET_BYTES = 64 << 20
 
 
 def local_parameters(
-    tp: Communicator, whole: Mapping[str, Tensor], placements: Mapping[str, Placement]
+    tp: Communicator, full: Mapping[str, Tensor], placements: Mapping[str, Placement]
 ) -> dict[str, Tensor]:
-    """Every parameter as the program stores it; the gradient of each is whole on every rank.
+    """Every parameter as the program stores it; every rank has its full gradient.
 
     Args:
         tp: this rank.
-        whole: name to parameter, the same numbers on every rank.
+        full: name to parameter, the same numbers on every rank.
         placements: name to how the program stores it, ``I`` or sharded.
     """
-    local = dict(whole)
+    local = dict(full)
     if tp.world_size == 1:
         return local
-    sharded = [name for name in whole if name in placements and placements[name].is_sharded]
-    trained = [name for name in sharded if whole[name].requires_grad]
+    sharded = [name for name in full if name in placements and placements[name].is_sharded]
+    trained = [name for name in sharded if full[name].requires_grad]
     # Without a node for autograd: frozen parameters need no gathering.
     for name in sharded:
-        if not whole[name].requires_grad:
-            local[name] = tp.shard(whole[name], "I", str(placements[name]))
+        if not full[name].requires_grad:
+            local[name] = tp.shard(full[name], "I", str(placements[name]))
     if trained:
         where = tuple(placements[name] for name in trained)
-        parts = ShardParameters.apply(tp, where, *[whole[name] for name in trained])
+        parts = ShardParameters.apply(tp, where, *[full[name] for name in trained])
         local.update(zip(trained, parts, strict=True))
     return local
 
@@ -63,8 +63,8 @@ class ShardParameters(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         with torch.no_grad():
-            whole = gather_gradients(ctx.tp, grads, ctx.placements)
-        return (None, None, *forbid_double_backward(whole, grads))
+            full = gather_gradients(ctx.tp, grads, ctx.placements)
+        return (None, None, *forbid_double_backward(full, grads))
 
 
 def gather_gradients(
@@ -73,7 +73,7 @@ def gather_gradients(
     placements: Sequence[Placement],
     bucket_bytes: int = _BUCKET_BYTES,
 ) -> list[Tensor | None]:
-    """Whole gradients from every rank's parts, one all-gather for each bucket of one dtype."""
+    """Full gradients from every rank's parts, one all-gather for each bucket of one dtype."""
     result: list[Tensor | None] = [None] * len(grads)
     for bucket in _buckets(grads, bucket_bytes):
         flat = torch.cat([grad.reshape(-1) for _, grad in bucket])

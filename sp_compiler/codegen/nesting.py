@@ -208,23 +208,43 @@ class _Storages:
     def __init__(self, nodes: Sequence[Node], returned: Iterable[Node], gradients: bool) -> None:
         kept = {base(node) for node in returned}
         self._gradients = kept if gradients else set()
+        # All that does not change from one nesting to the next is looked up once: peaks are wanted
+        # for every value that might be nested.
+        self._bases = {each: base(each) for node in nodes for each in (node, *node.all_input_nodes)}
+        self._needs = {
+            node: (
+                _bytes(node.meta["val"]) + example_number(scratch_bytes(node)),
+                _kept_bytes(node),
+            )
+            for node in nodes
+            if self._bases[node] is node
+        }
         self._holders: dict[Node, list[Node]] = {}
         self._users: dict[Node, list[Node]] = {}
         self._last = nodes[-1:]
         for node in nodes:
-            owner = base(node)
+            owner = self._bases[node]
             if owner.op != "placeholder" and owner not in kept:
                 self._holders.setdefault(owner, []).append(node)
         for node in nodes:
-            for used in {base(used): None for used in (node, *node.all_input_nodes)}:
+            for used in {self._bases[used]: None for used in (node, *node.all_input_nodes)}:
                 self._users.setdefault(used, []).append(node)
             if is_wait(node):  # until it has arrived, a collective holds what it sends
                 for sent in node.all_input_nodes[0].all_input_nodes:
                     self._users.setdefault(base(sent), []).append(node)
+        self._freed = [
+            (
+                _bytes(owner.meta["val"]),
+                [*map(_statement_of, holders)],
+                [*map(_statement_of, self._users[owner])],
+            )
+            for owner, holders in self._holders.items()
+        ]
 
     def users(self, node: Node) -> Sequence[Node]:
         """What reads the storage of ``node``; nothing that matters where the caller holds it."""
-        return self._users[base(node)] if base(node) in self._holders else self._last
+        owner = self._bases[node]
+        return self._users[owner] if owner in self._holders else self._last
 
     def limits(self, statements: Sequence[Node], tree: _Tree) -> dict[Node, int]:
         """What each statement may hold, so that the peak of the function stays what it is.
@@ -261,20 +281,20 @@ class _Storages:
             for step, node in enumerate(nodes)
         }
         frees: dict[Node, int] = {}
-        for owner, holders in self._holders.items():
-            index, step = max(place[_statement_of(user)] for user in self._users[owner])
-            named = any(_statement_of(h) is order[place[_statement_of(h)][0]][0] for h in holders)
+        for num_bytes, holders, users in self._freed:
+            index, step = max(map(place.__getitem__, users))
+            named = any(holder is order[place[holder][0]][0] for holder in holders)
             last = order[index][1][-1 if named else step]
-            frees[last] = frees.get(last, 0) + _bytes(owner.meta["val"])
+            frees[last] = frees.get(last, 0) + num_bytes
         live = 0
         peaks = {}
         for statement, nodes in order:
             peak = live
             for node in nodes:
-                if base(node) is node:
-                    scratch = example_number(scratch_bytes(node))
-                    peak = max(peak, live + _bytes(node.meta["val"]) + scratch)
-                    live += _kept_bytes(node)
+                if node in self._needs:
+                    during_bytes, after_bytes = self._needs[node]
+                    peak = max(peak, live + during_bytes)
+                    live += after_bytes
                 live -= frees.get(node, 0)
             peaks[statement] = peak
         return peaks

@@ -58,6 +58,7 @@ def _broadcast_to(node: Node) -> None:
 
 
 def _t(node: Node) -> None:
+    # Dims from the end, as make_dims_negative writes those of captured operators.
     replace_call(node, _aten.transpose.int, (node.args[0], -2, -1), origin=_ORIGIN)
 
 

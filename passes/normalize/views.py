@@ -71,6 +71,7 @@ def _sink_transpose(node: Node) -> None:
         back = insert_call(node, _aten.transpose.int, (moved, -2, -3), origin=_ORIGIN)
         replace_with(node, back)
         return
+    # A split returns a list: each of its parts is transposed back.
     for part in [user for user in node.users if is_getitem(user)]:
         index = part.args[1]
         value = insert_call(part, part.target, (moved, index), origin=_ORIGIN)

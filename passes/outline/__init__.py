@@ -71,6 +71,7 @@ def outline(captured: Captured, wishes: Mapping[str, Wish] | None = None) -> Pro
 
 def _make_names_unique(regions: Iterable[Region]) -> None:
     """Number the second and later regions of the same name: ``Block``, ``Block2``."""
+    # A model may have a class ``Block2`` of its own, which comes first or later.
     taken: set[str] = set()
     for region in regions:
         name, count = region.name, 1

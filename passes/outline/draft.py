@@ -70,6 +70,7 @@ def draft_region(
             name = name.removeprefix(f"{piece.layer.path}.")
         copies[node] = graph.placeholder(re.sub(r"\W", "_", name) or _carried_name(node, outputs))
         copies[node].target = copies[node].name
+        # Without module and source line: those are of another layer, and differ between calls.
         copies[node].meta = _meta(node, keys=("val", "requires_grad"))
         names.append(name or copies[node].name)
     site = 0  # counted inside the region, so that all layers have the same numbers

@@ -163,7 +163,8 @@ def _input(
         call = next(call for call in program.calls if call.region is region)
         stored = choices.placed[problem.parameters[call.args[position].name]]
         as_r, as_i = (((i, (node, 0)), kind) in choices.uses for kind in (R, I))
-        # Taken as R, its gradient stays a partial sum: all of them are reduced together.
+        # Taken as R, its gradient stays a partial sum: the runtime reduces all of them together.
+        # Where the region also needs it as I, it comes as I and is converted inside.
         return R if stored == I and as_r and not as_i else stored
     # Not active: a mask or a table, which is replicated everywhere.
     crossing = problem.crossings.get(Port("in", i, position))

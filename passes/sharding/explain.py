@@ -156,6 +156,7 @@ class _Question:
         """The cheapest choices with option ``index`` of a vertex; ``None``: there are none."""
         if index == self.best[number]:
             return self.best
+        # Everything else is solved anew around the one option that is left.
         vertex = self.vertices[number]
         only = replace(vertex, options=[vertex.options[index]])
         vertices = [*self.vertices[:number], only, *self.vertices[number + 1 :]]

@@ -57,6 +57,7 @@ def route_outputs(program: Program) -> Routed:
     count = Counter(id(call.region) for call in program.calls)
     moved: dict[Ref, Ref] = {}
     passed: list[Ref] = []
+    # Each once: a model may return one value in several places.
     for ref in dict.fromkeys(_call_outputs(program)):
         repeated = count[id(program.calls[ref.index].region)] > 1
         if repeated:
@@ -75,6 +76,7 @@ def route_outputs(program: Program) -> Routed:
 
 
 def _return_twice(program: Program, ref: Ref) -> Program:
+    # The same node in two positions: sharding places the positions apart, and converts in between.
     old = program.calls[ref.index].region
     graph = copy_graph(old.module.graph)
     (returned,) = graph.find_nodes(op="output")

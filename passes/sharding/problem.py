@@ -137,6 +137,7 @@ class ProblemBuilder:
         self.prices = Prices(program, self.facts, world_size, nominal_tokens, fixed)
         self.problem = Problem()
         self._sequence_parallel = sequence_parallel
+        # Plain tensor parallelism: elementwise operators on these values are offered no sharding.
         self._unsharded = {} if sequence_parallel else residual_stream(program, facts)
         self._shard_outputs = shard_outputs
         self._fixed = fixed
@@ -199,6 +200,7 @@ class ProblemBuilder:
     ) -> list[Strategy]:
         facts, rule, region = self.facts[i], self.facts[i].rules[node], self.regions[i]
         kinds = dict(zip(region.placeholders, region.input_kinds, strict=True))
+        # Without a rule an operator runs replicated, or by a strategy for vocabularies.
         factors = None
         if rule is not None:
             around = (facts, rule, operands, results, self._unsharded, self.world_size)

@@ -68,6 +68,7 @@ class RegionLowering:
         self.outputs = outputs
         self.world_size = world_size
         self.graph = Graph()
+        # Every node that holds a value, by placement, and the placement in which it was produced.
         self.made: dict[Value, dict[Placement, Node]] = {}
         self.produced: dict[Value, Placement] = {}
 
@@ -109,7 +110,7 @@ class RegionLowering:
     def _placeholder(self, node: Node, placement: Placement) -> None:
         new = self.graph.placeholder(node.name)
         _copy_meta(node, new)
-        if isinstance(node.meta["val"], SYMBOLIC):
+        if isinstance(node.meta["val"], SYMBOLIC):  # a size: no value that could be converted
             new.meta["placement"] = placement
             return
         fake = node.meta["val"]
@@ -120,7 +121,7 @@ class RegionLowering:
         self._made((node, 0), placement, new)
 
     def _lower(self, node: Node) -> None:
-        if node.target is operator.getitem:
+        if node.target is operator.getitem:  # made together with its operator, in _results()
             return
         if node in self.chosen:
             self._lower_active(node, self.chosen[node])
@@ -160,6 +161,7 @@ class RegionLowering:
                 ),
                 self.world_size,
             )
+            # The rule knows which of the arguments are sizes of a part.
             target, args, kwargs = local_call(call, args, kwargs)
             new = self._emit(target, args, kwargs, node, name=node.name)
         self._results(node, new, strategy.results)
@@ -189,7 +191,8 @@ class RegionLowering:
         padding = values["padding_idx"]
         if padding < 0:
             return rows
-        # The row of the padding token is looked up but gets no gradient.
+        # The row of the padding token is looked up but gets no gradient. Our operator has no such
+        # argument.
         is_padding = self._emit(aten.eq.Scalar, (ids, padding), {}, node)
         is_padding = self._emit(aten.unsqueeze.default, (is_padding, -1), {}, node)
         constant = self._emit(aten.detach.default, (rows,), {}, node)

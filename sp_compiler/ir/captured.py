@@ -59,6 +59,7 @@ class Captured:
     @property
     def outputs(self) -> list[Any]:
         """The node or the constant that the model returns, for each leaf."""
+        # Behind them the same tuple has the new values of buffers.
         returned = list(output_node(self.module.graph).args[0])
         return returned[: len(returned) - len(self.mutated)]
 

@@ -77,6 +77,8 @@ class Partitioned:
     @property
     def step_backward(self) -> Graph | None:
         """The backward of an ordinary training step."""
+        # It starts from the loss, where there is one: the general backward would compute with zeros
+        # for the gradients of all other outputs.
         return self.backward if self.loss is None else self.loss.backward
 
     @property

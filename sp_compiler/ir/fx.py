@@ -41,6 +41,7 @@ def tensor_operands(node: Node) -> list[Node]:
 
 def is_call(node: object, *targets: Any) -> bool:
     """Tell whether ``node`` is a call of one of ``targets`` (operator overloads, by identity)."""
+    # A target may be any callable, with an ``==`` of its own.
     return (
         isinstance(node, Node)
         and node.op == "call_function"
@@ -55,6 +56,7 @@ def is_getitem(node: object) -> bool:
 
 def calls(graph: Graph, *targets: Any) -> Iterator[Node]:
     """Yield calls of ``targets`` in graph order; the graph may be edited meanwhile."""
+    # Of a copy, in which nodes that are inserted meanwhile do not come up.
     for node in list(graph.nodes):
         if is_call(node, *targets):
             yield node

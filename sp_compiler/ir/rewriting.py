@@ -30,6 +30,7 @@ from torch.utils import _pytree as pytree
 from sp_compiler.base.pass_report import report_of
 from sp_compiler.ir.fx import carries_gradient
 
+# Not the placement nor any tag: those were said of the old node's result.
 _INHERITED = ("nn_module_stack", "stack_trace", "requires_grad")
 
 # One record per fake mode, which is one per capture: it goes when the capture goes.
@@ -111,6 +112,7 @@ def insert_call(
     As :func:`make_call`, but for graphs that autograd has yet to differentiate: whether the result
     requires a gradient follows from the operands and not from ``anchor``.
     """
+    # The report of the pass counts every call that it inserts, by operator.
     report_of(origin).rewrote(kind=target.__name__.split(".")[0])
     val, requires_grad = differentiable_result(fake_mode_of(anchor.graph), target, args, kwargs)
     with anchor.graph.inserting_before(anchor):
@@ -156,6 +158,7 @@ def erase_dead(graph: Graph) -> int:
 
 def inherit(node: Node, like: Node) -> None:
     """Give ``node``, which another tracer made, the module and source line of ``like``."""
+    # No more than that: the other tracer knows the value better.
     keys = ("nn_module_stack", "stack_trace")
     node.meta.update({key: like.meta[key] for key in keys if key in like.meta})
 
@@ -250,7 +253,8 @@ def _record(node: Node, value: Any, requires_grad: bool) -> None:
 
 
 def _without_gradient(value: Any) -> tuple[Any, bool]:
-    """``value`` detached, and whether it required a gradient."""
+    """Return ``value`` detached, and whether it required a gradient."""
+    # A value in the meta of a node would otherwise keep the autograd graph of all before it.
     leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
     detached = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, value)
     return detached, any(leaf.requires_grad for leaf in leaves)

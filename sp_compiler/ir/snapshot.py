@@ -19,6 +19,7 @@ from sp_compiler.ir.text import meta_text, render_target
 if TYPE_CHECKING:
     import networkx as nx
 
+# Behind the name of the region, in names of graphs.
 FORWARD, BACKWARD, LOSS_BACKWARD = ".forward", ".backward", ".loss_backward"
 
 
@@ -43,6 +44,7 @@ class Snapshot:
     @classmethod
     def of_program(cls, name: str, program: Program) -> Snapshot:
         """Copy the region graphs of ``program``."""
+        # Copies, for later passes rewrite the graphs in place.
         graphs = {region.name: copy_graph(region.module.graph) for region in program.regions}
         wiring = [
             f"{call.region.name}({', '.join(map(_ref_text, call.args))})" for call in program.calls
@@ -63,6 +65,7 @@ class Snapshot:
         operand to each of its uses and has ``position``, which operand of the user it is.
         The result's own attributes are ``name``, of the pass, and ``calls``.
         """
+        # Names of nodes are unique in one graph only.
         names = {node: name for name, graph in self.graphs.items() for node in graph.nodes}
         result = as_networkx(
             names,

@@ -64,7 +64,9 @@ class Sizes:
     fixed: tuple[tuple[int | None, ...] | None, ...]
     ties: tuple[tuple[int, int, int], ...] = ()
     proofs: list[Callable[[Binding], bool]] = field(default_factory=list)
+    # The guards as one function, with their number when it was made.
     _guards: tuple[int, Callable[..., bool]] | None = None
+    # Whether all proofs hold, by the sizes of the open dims.
     _proven: dict[tuple[int, ...], bool] = field(default_factory=dict)
 
     @property
@@ -85,6 +87,7 @@ class Sizes:
         Raises:
             NotSymbolic: one of them is about something that is no dim of an input.
         """
+        # Comparisons of sizes without a value in the example, which torch puts off to run time.
         if self.env.deferred_runtime_asserts:
             raise NotSymbolic("a size depends on the numbers in a tensor")
         for guard in self.env.guards:
@@ -209,6 +212,7 @@ def inline_sizes(graph: Graph) -> None:
                 swap = lambda arg: value if arg is node else arg  # noqa: B023, E731
                 user.args = map_arg(user.args, swap)
                 user.kwargs = map_arg(user.kwargs, swap)
+    # Backwards, so that the operands of an erased node may be erased, too.
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users:
             value = node.meta.get("val")
@@ -339,6 +343,6 @@ class SizedInterpreter(Interpreter):
 
     def fetch_args_kwargs_from_env(self, n: Node) -> Any:
         args, kwargs = super().fetch_args_kwargs_from_env(n)
-        if self._binding:
+        if self._binding:  # few graphs have open sizes, and this runs for every node
             args, kwargs = evaluate(args, self._binding), evaluate(kwargs, self._binding)
         return args, kwargs

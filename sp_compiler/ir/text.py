@@ -47,6 +47,7 @@ def render_node(
     """Render one line for ``node``; ``name`` gives the name of a value."""
     suffix = render_metas(node, metas)
     if node.op == "output":
+        # A graph of the user's own may return a single value, without a tuple around it.
         (values,) = node.args
         parts = values if isinstance(values, tuple | list) else (values,)
         return f"output({', '.join(render_value(part, name) for part in parts)}){suffix}"
@@ -106,6 +107,7 @@ def render_function(function: Any) -> str:
     short = name.rpartition(".")[2]
     if getattr(torch, short, None) is function:
         return f"torch.{short}"
+    # ``getitem`` and the like are known without their module.
     module = getattr(function, "__module__", None) or ""
     return name if module in ("_operator", "builtins", "") else f"{module}.{name}"
 

@@ -310,6 +310,8 @@ def _mutated_last(
 
 
 def _refuse_subgraphs(module: GraphModule) -> None:
+    # Control flow such as ``cond`` and ``scan``: no sharding rule sees into a subgraph. Those of
+    # grad mode and autocast are inlined by now.
     for node in module.graph.nodes:
         if node.op == "get_attr" or isinstance(node.target, torch._ops.HigherOrderOperator):
             raise UnsupportedError(
@@ -319,7 +321,8 @@ def _refuse_subgraphs(module: GraphModule) -> None:
 
 
 def _propagate(graph: Graph) -> None:
-    """Compute every value's shape, type and whether it requires a gradient."""
+    """Compute every value's shape, dtype and whether it requires a gradient."""
+    # Export's own values are of another fake mode, and do not tell what requires a gradient.
     mode = fake_mode_of(graph)
     for node in graph.nodes:
         if node.op != "call_function":

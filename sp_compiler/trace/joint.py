@@ -151,6 +151,7 @@ class _Interpreted(nn.Module):
 
     def forward(self, *args: Tensor) -> tuple[Tensor, ...]:
         outputs = self._run(*args)
+        # Contiguous, as tangents have to be: the trace gives them the strides of the outputs.
         return tuple(aten.clone.default(x, memory_format=torch.contiguous_format) for x in outputs)
 
 
@@ -267,6 +268,7 @@ def _copy_placeholder(
     graph: fx.Graph, node: fx.Node, name: str, copies: dict[fx.Node, fx.Node]
 ) -> None:
     copies[node] = graph.placeholder(name)
+    # The descriptor and all else in the meta are PyTorch's own.
     copies[node].meta = {"val": node.meta["val"]}
 
 
@@ -325,6 +327,7 @@ def _copies_nothing(node: fx.Node) -> bool:
 def _copy_provenance(joint: JointGraph, region: Region) -> None:
     """Copy meta from the region's nodes to those that they became, gradients included."""
     sources = {node.name: node for node in region.module.graph.nodes}
+    # A gradient has the source of its forward node, but neither its placement nor its shape.
     backward = joint.backward_nodes()
     for node, source in zip(joint.inputs, region.placeholders, strict=True):
         node.meta["source"] = source.name

@@ -176,7 +176,7 @@ class _Question:
         else:
             operands, results = (), (_stored_text(option.makes[0]),)
         choices = self._forced(number, index)
-        if choices is None:
+        if choices is None:  # some other vertex is left without an option
             return Way(operands, results, chosen, False, 0.0, 0.0, 0.0, 0.0, 0, ())
         costs = zip(self._costs(choices), self._costs(self.best), strict=True)
         communication, compute, memory = (forced - best for forced, best in costs)

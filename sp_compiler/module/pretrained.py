@@ -201,7 +201,7 @@ def load_pretrained(module: MirrorModule, path: str | Path) -> list[str]:
 
 
 @dataclass
-class _Entry:
+class _NamedTensor:
     """A parameter or a persistent buffer with all its names."""
 
     tensor: Tensor
@@ -209,22 +209,22 @@ class _Entry:
     is_buffer: bool
 
 
-def _entries(module: nn.Module) -> list[_Entry]:
-    found: dict[int, _Entry] = {}
+def _entries(module: nn.Module) -> list[_NamedTensor]:
+    found: dict[int, _NamedTensor] = {}
     for path, owner in module.named_modules(remove_duplicate=False):
         skipped = owner._non_persistent_buffers_set
         tensors = [*owner._parameters.items(), *owner._buffers.items()]
         for name, tensor in tensors:
             if tensor is None or name in skipped:
                 continue
-            entry = found.setdefault(id(tensor), _Entry(tensor, [], name in owner._buffers))
+            entry = found.setdefault(id(tensor), _NamedTensor(tensor, [], name in owner._buffers))
             entry.names.append(f"{path}.{name}" if path else name)
     return list(found.values())
 
 
 def _match(
     module: nn.Module, checkpoint: Checkpoint, prefix: str, path: str | Path
-) -> list[tuple[str, _Entry]]:
+) -> list[tuple[str, _NamedTensor]]:
     """Name in the checkpoint and tensor to fill, all of the same shape.
 
     Raises:

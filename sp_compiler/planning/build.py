@@ -220,7 +220,7 @@ def _calls(
 
 
 @dataclass(frozen=True)
-class _Size:
+class _ParameterSize:
     num_bytes: int
     numel: int
     dtype: str
@@ -229,9 +229,9 @@ class _Size:
     reduced: bool
 
 
-def _parameters(compiled: CompiledProgram) -> dict[str, _Size]:
+def _parameters(compiled: CompiledProgram) -> dict[str, _ParameterSize]:
     """By stored name: this rank's part of every parameter that the forward uses."""
-    sizes: dict[str, _Size] = {}
+    sizes: dict[str, _ParameterSize] = {}
     for call in compiled.program.calls:
         region = call.region
         for node, ref, used in zip(
@@ -241,7 +241,7 @@ def _parameters(compiled: CompiledProgram) -> dict[str, _Size]:
                 continue
             name, value = compiled.param_name(ref.name), node.meta["val"]
             before = sizes.get(name)
-            sizes[name] = _Size(
+            sizes[name] = _ParameterSize(
                 tensor_bytes(value),
                 value.numel(),
                 str(value.dtype),
@@ -253,7 +253,7 @@ def _parameters(compiled: CompiledProgram) -> dict[str, _Size]:
 
 
 def _gradient_reduction(
-    compiled: CompiledProgram, sizes: dict[str, _Size]
+    compiled: CompiledProgram, sizes: dict[str, _ParameterSize]
 ) -> tuple[Collective, ...]:
     """One all-reduce for each dtype of the parameters that are stored I and used as R."""
     buckets: dict[str, int] = {}

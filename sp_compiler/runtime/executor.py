@@ -115,7 +115,7 @@ class Executor:
         # Copies of what the caller will write back to, for backward may need the value before.
         before = {name: buffers[name].clone() for name in program.mutated_buffers}
         values = ChainMap(before, buffers)  # type: ignore[arg-type]  # it is only read
-        frame = _Frame(params, values, flat_inputs, seed, self.compiled)
+        frame = _RunState(params, values, flat_inputs, seed, self.compiled)
         frame.replicated = self._replicate(params)
         for index, call in enumerate(program.calls):
             frame.results[index] = self._call(frame, index, call)
@@ -126,7 +126,7 @@ class Executor:
         mutated = {name: frame.value(ref) for name, ref in program.mutated_buffers.items()}
         return Execution(outputs, {name: value.detach() for name, value in mutated.items()})
 
-    def _call(self, frame: _Frame, index: int, call: Call) -> tuple[Any, ...]:
+    def _call(self, frame: _RunState, index: int, call: Call) -> tuple[Any, ...]:
         arguments = self._arguments[index]
         runner = self._runners[call.region.name]
         # What the layer's hooks see: no parameters, no sizes.
@@ -169,7 +169,7 @@ class Executor:
         return dict(zip(names, values, strict=True))
 
 
-class _Frame:
+class _RunState:
     """The values of one forward."""
 
     def __init__(

@@ -154,7 +154,7 @@ def _leaf(leaf: Any) -> Any:
 
 
 @dataclass
-class _Entry(Generic[Value]):
+class _CachedValue(Generic[Value]):
     """A program; ``alike`` is its key for all sizes above 1, ``sizes`` what it leaves open."""
 
     value: Value
@@ -170,7 +170,7 @@ class ProgramCache(Generic[Value]):
 
     def __init__(self, size: int = 16) -> None:
         self.size = size
-        self._entries: OrderedDict[CallKey, _Entry[Value]] = OrderedDict()
+        self._entries: OrderedDict[CallKey, _CachedValue[Value]] = OrderedDict()
         self._closed: set[CallKey] = set()
         self._warned = False
 
@@ -221,7 +221,7 @@ class ProgramCache(Generic[Value]):
         # Left open on request and specialised all the same: asking again would cost as much again.
         if sizes is None and self._alike(key):
             self._closed.add(alike)
-        self._entries[key] = _Entry(value, alike, sizes)
+        self._entries[key] = _CachedValue(value, alike, sizes)
         if len(self._entries) <= self.size:
             return
         self._entries.popitem(last=False)
@@ -233,7 +233,7 @@ class ProgramCache(Generic[Value]):
                 "few fixed shapes, and keep Python numbers that change out of the arguments"
             )
 
-    def _alike(self, key: CallKey) -> list[tuple[CallKey, _Entry[Value]]]:
+    def _alike(self, key: CallKey) -> list[tuple[CallKey, _CachedValue[Value]]]:
         """The entries that differ from ``key`` in sizes above 1 only, the latest last."""
         alike = key.without_sizes()
         return [item for item in self._entries.items() if item[1].alike == alike]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from datetime import timedelta
+from typing import Any, Literal, Unpack
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.placement import Placement
 from sp_compiler.compiler import build
 from sp_compiler.ir.compiled_program import CompiledProgram
@@ -22,7 +24,7 @@ from sp_compiler.options import (
 )
 from sp_compiler.planning.costly_fallbacks import FallbackCheck, refuse_costly
 from sp_compiler.planning.plan import Plan
-from sp_compiler.runtime.group import device_type_of, tensor_parallel_group
+from sp_compiler.runtime.group import RANK_TIMEOUT, device_type_of, tensor_parallel_group
 
 
 @with_options
@@ -32,6 +34,8 @@ def compile(
     tp: int | None = None,
     mesh: DeviceMesh | None = None,
     example_inputs: ExampleInputs | None = None,
+    initial_weights: Literal["compare", "broadcast"] = "compare",
+    rank_timeout: float = RANK_TIMEOUT.total_seconds(),
     **options: Unpack[Options],
 ) -> DistributedModule:
     """Turn an unmodified model into a tensor- and sequence-parallel module.
@@ -52,6 +56,9 @@ def compile(
         mesh: instead of ``tp``, a mesh with an axis named "tp".
         example_inputs: (args, kwargs); compile and place the parameters now instead of at the first
             call, which is needed before an optimizer loads state.
+        initial_weights: the ranks' parameters and buffers, at the first use: ``"compare"`` them and
+            raise where they differ, or ``"broadcast"`` those of rank 0.
+        rank_timeout: seconds that a rank waits for the others before it raises.
 
     Raises:
         ArgumentError: an argument outside what is allowed, no process group of the right size, a
@@ -64,7 +71,14 @@ def compile(
         PassError: one of ``passes`` broke the graph.
     """
     check_model(model)
-    group = tensor_parallel_group(tp, mesh, device_type_of(model))
+    if initial_weights not in ("compare", "broadcast"):
+        raise ArgumentError(
+            f"initial_weights={initial_weights!r}: expected 'compare' or 'broadcast'"
+        )
+    if not isinstance(rank_timeout, (int, float)) or not rank_timeout > 0:
+        raise ArgumentError(f"rank_timeout={rank_timeout!r}: expected a positive number of seconds")
+    timeout = timedelta(seconds=rank_timeout)
+    group = tensor_parallel_group(tp, mesh, device_type_of(model), timeout)
     checked = CompileOptions.of(group.world_size, options)
     wishes_of(checked.hints, parameters_of(model))  # raises before anything is taken over
     check_fallbacks = FallbackCheck(checked, group.rank)
@@ -80,10 +94,14 @@ def compile(
         check_fallbacks(compiled.plan.costly_fallbacks)
         return compiled
 
-    if example_inputs is None:
-        return DistributedModule(model, group, compile_for, options=checked.texts())
-    args, kwargs = checked_inputs(model, example_inputs)
-    result = DistributedModule(model, group, compile_for, options=checked.texts())
+    example = None if example_inputs is None else checked_inputs(model, example_inputs)
+    texts = {**checked.texts(), "initial_weights": initial_weights}
+    result = DistributedModule(
+        model, group, compile_for, options=texts, initial_weights=initial_weights
+    )
+    if example is None:
+        return result
+    args, kwargs = example
     try:
         result.prepare(*args, **kwargs)
     except Exception:

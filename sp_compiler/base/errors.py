@@ -57,3 +57,7 @@ class PlacementError(PassError):
 
 class RankMismatchError(SPCompilerError, RuntimeError):
     """The ranks of one tensor-parallel group disagree on what to run."""
+
+
+class RankFailureError(SPCompilerError, RuntimeError):
+    """Another rank of the tensor-parallel group failed; the message is that rank's own."""

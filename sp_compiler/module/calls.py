@@ -11,14 +11,15 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from sp_compiler.base.errors import ArgumentError
-from sp_compiler.base.placement import Placement
+from sp_compiler.base.placement import I, Placement
 from sp_compiler.module.module_tree import MirrorModule
 from sp_compiler.module.parameters import optimizers_of, place
 from sp_compiler.module.state import ModuleState
 from sp_compiler.runtime.executor import Executor
+from sp_compiler.runtime.group import broadcast
 from sp_compiler.runtime.parameter_gradients import local_tensor
 from sp_compiler.runtime.program_cache import call_key
-from sp_compiler.runtime.rank_checks import check_values, checks_enabled
+from sp_compiler.runtime.rank_checks import fingerprints
 from sp_compiler.trace.export import input_names
 
 
@@ -31,13 +32,13 @@ def executor_for(state: ModuleState, leaves: list[Any], structure: pytree.TreeSp
         structure,
         state.layout.attributes,
     )
-    if checks_enabled():
-        check_values(state.group, "the kind of call", [("", key.digest())])
-        check_values(state.group, "input", [(str(i), leaf) for i, leaf in enumerate(leaves)])
-    state.agreement.check_call(key)
     executor = state.programs.get(key, leaves)
+
+    def names() -> list[str]:
+        return input_names(state.root, *pytree.tree_unflatten(leaves, structure))
+
+    state.agreement.begin_call(key, leaves, names, compiled=executor is not None)
     if executor is None:
-        state.agreement.check_compilation(key)
         # Parameters that are placed under inference_mode could never be trained.
         with torch.inference_mode(False):
             open_dims = state.programs.opens(key, leaves)
@@ -66,6 +67,41 @@ def require_data(state: ModuleState) -> None:
             "them, before the first call"
         )
     state.has_data = True
+    # What was on meta when it was placed. Parts of a sharded one have nothing to be compared with.
+    unsharded = {
+        name: value
+        for name, value in state.parameters.items()
+        if not state.layout.placements.get(name, I).is_sharded
+    }
+    _compare(state, {"parameter": unsharded, "buffer": state.buffers})
+
+
+def _compare(state: ModuleState, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Compare over the ranks, by kind and name, what was not yet, before ranks have parts of it.
+
+    Raises:
+        RankMismatchError: naming the tensors that differ.
+    """
+    if state.group.board is None:
+        return
+    fresh = {
+        f"{kind} {name!r}": local_tensor(value)
+        for kind, named in tensors.items()
+        for name, value in named.items()
+        if f"{kind} {name!r}" not in state.compared
+    }
+    if not fresh:
+        return
+    if state.initial_weights == "broadcast":
+        # Shapes first: a broadcast into another shape would take the process down.
+        described = {n: f"{v.dtype} {tuple(v.shape)} {v.is_meta}" for n, v in fresh.items()}
+        state.agreement.require_equal("broadcasts its weights", described)
+        for value in fresh.values():
+            if not value.is_meta:
+                broadcast(value, state.group)
+    else:
+        state.agreement.require_equal("compares its weights", fingerprints(fresh))
+    state.compared.update(name for name, value in fresh.items() if not value.is_meta)
 
 
 def _compile(
@@ -118,9 +154,8 @@ def _place(state: ModuleState, placements: Mapping[str, Placement]) -> None:
     fixed = dict(state.fixed or {})
     parameters = state.parameters
     fresh = [name for name in placements if name not in fixed]
-    if checks_enabled():
-        named = [(name, local_tensor(parameters[name])) for name in fresh]
-        check_values(state.group, "parameter", named)
+    # Afterwards each rank has a part, and different ones would be trained as one mixture.
+    _compare(state, {"parameter": {n: parameters[n] for n in fresh}, "buffer": state.buffers})
     for name in placements:
         if name in fixed and fixed[name] != placements[name]:
             raise ArgumentError(

@@ -52,6 +52,7 @@ class DistributedModule(MirrorModule):
             Input leaves are numbered as :func:`sp_compiler.trace.export.flatten_inputs` does.
         cache_size: how many programs are kept.
         options: what ``build`` compiles with, by name; every rank must have the same.
+        initial_weights: "compare" them over the ranks at the first use, or "broadcast" rank 0's.
 
     Raises:
         ArgumentError: the model was compiled before, or an optimizer holds its parameters.
@@ -64,6 +65,7 @@ class DistributedModule(MirrorModule):
         build: Build,
         cache_size: int = 16,
         options: Mapping[str, str] | None = None,
+        initial_weights: str = "compare",
     ) -> None:
         check_not_taken(model)
         if group.mesh is not None:
@@ -73,13 +75,22 @@ class DistributedModule(MirrorModule):
         fill_mirror(self, model, layout)
         move_hooks(model, self)
         original = Original(model, self)
-        self._attach(ModuleState(self, original, build, options or {}, cache_size))
+        self._attach(ModuleState(self, original, build, options or {}, cache_size, initial_weights))
 
     def _attach(self, state: ModuleState) -> None:
         # Past the __setattr__ that sets attributes on the model.
         self.__dict__["_sp_state"] = state
         if state.group.mesh is not None:
             show_true_state(self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call :meth:`forward` and the hooks; an error on this rank raises on all of them."""
+        board = self._sp_state.group.board
+        if board is None:
+            return super().__call__(*args, **kwargs)
+        board.trains |= torch.is_grad_enabled()
+        with board.reporting():
+            return super().__call__(*args, **kwargs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own output, on every rank.
@@ -89,7 +100,9 @@ class DistributedModule(MirrorModule):
                 no data yet.
             CaptureError: the model's forward fails, or its control flow depends on data.
             UnsupportedError: called under a transform of ``torch.func`` or forward-mode AD.
-            RankMismatchError: the ranks got inputs of different kinds, or other options.
+            RankMismatchError: the ranks got different inputs, have different weights or options, or
+                a rank does not call the module.
+            RankFailureError: another rank failed.
         """
         state = self._sp_state
         leaves, structure = flatten_inputs(args, kwargs)
@@ -106,6 +119,8 @@ class DistributedModule(MirrorModule):
         with torch.no_grad():
             for name, value in run.mutated_buffers.items():
                 state.buffers[name].copy_(value)
+        if state.agreement.every_call:
+            state.agreement.settle()  # where the program had no collective to do it before
         return user_outputs(executor.compiled, run, state.group)
 
     forward = SignedForward(_forward)
@@ -120,7 +135,8 @@ class DistributedModule(MirrorModule):
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Compile for these example inputs, and place the parameters, without running anything."""
         leaves, structure = flatten_inputs(args, kwargs)
-        executor_for(self._sp_state, [plain_input(leaf) for leaf in leaves], structure)
+        with self._sp_state.reporting():
+            executor_for(self._sp_state, [plain_input(leaf) for leaf in leaves], structure)
 
     def load_pretrained(self, path: str | Path) -> list[str]:
         """Fill the parameters from safetensors files, every rank reading its own part of each.
@@ -138,8 +154,10 @@ class DistributedModule(MirrorModule):
 
         Raises:
             ArgumentError: no such file; a parameter is missing in it or has another shape.
+            RankMismatchError: the ranks found different files.
         """
-        return load_pretrained(self, path)
+        with self._sp_state.reporting():
+            return load_pretrained(self, path, self._sp_state.agreement)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -165,8 +183,20 @@ class DistributedModule(MirrorModule):
         Raises:
             ArgumentError: the parameters have no data yet.
         """
-        require_data(self._sp_state)
-        return full_state_dict(self, self._sp_state.group)
+        state = self._sp_state
+        with state.reporting():
+            require_data(state)
+            state.agreement.require_equal("calls full_state_dict()", {})
+            return full_state_dict(self, state.group)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any module; every rank must call it where a weight is fused, to put it in order."""
+        state = self._sp_state
+        if all(len(placement.segments) < 2 for _, placement in state.stored()):
+            return super().state_dict(*args, **kwargs)
+        with state.reporting():
+            state.agreement.require_equal("calls state_dict()", {})
+            return super().state_dict(*args, **kwargs)
 
     def give_back(self) -> None:
         """Undo the taking over of the model while no parameter is placed; this module is dead then.

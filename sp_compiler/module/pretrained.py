@@ -20,6 +20,7 @@ from sp_compiler.module.module_tree import MirrorModule
 from sp_compiler.runtime.group import device_type_of
 from sp_compiler.runtime.padding import make_room
 from sp_compiler.runtime.parameter_gradients import local_tensor
+from sp_compiler.runtime.rank_checks import RankAgreement, fingerprints
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -70,6 +71,12 @@ class Checkpoint:
         ]
         # A slice may share the memory of the whole tensor as it is mapped from the file.
         return torch.cat(pieces, placement.dim)
+
+    def sample(self, name: str) -> Tensor:
+        """The first row of the tensor; all of it where it has no rows."""
+        source = self._slice(name)
+        first: Tensor = source[0:1] if source.get_shape() else self._file(name).get_tensor(name)
+        return first
 
     def _slice(self, name: str) -> Any:
         with _readable(self._files[name], name):
@@ -180,7 +187,7 @@ def find_name(names: Sequence[str], available: Sequence[str], prefix: str) -> st
     return next((name for name in candidates if name in known), None)
 
 
-def load_pretrained(module: MirrorModule, path: str | Path) -> list[str]:
+def load_pretrained(module: MirrorModule, path: str | Path, agreement: RankAgreement) -> list[str]:
     """Fill the parameters and buffers of a compiled module; see its ``load_pretrained``."""
     layout = module._sp_layout
     prefix = str(getattr(module, "base_model_prefix", "") or "")
@@ -188,6 +195,9 @@ def load_pretrained(module: MirrorModule, path: str | Path) -> list[str]:
     with Checkpoint(path) as checkpoint:
         # Names and shapes before the first tensor: what does not fit changes nothing.
         found = _match(module, checkpoint, prefix, path)
+        # Machines may hold different files; of a mixture of their parts nothing would show.
+        samples = {f"tensor {name!r} of the files": checkpoint.sample(name) for name, _ in found}
+        agreement.require_equal("calls load_pretrained()", fingerprints(samples))
         for stored, entry in found:
             placement = layout.placements.get(entry.names[0], I)
             part = checkpoint.part(stored, placement, layout.group.rank, layout.group.world_size)

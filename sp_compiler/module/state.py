@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import itertools
@@ -39,6 +40,7 @@ class ModuleState:
         build: compiles; see :class:`~sp_compiler.module.distributed_module.DistributedModule`.
         options: what ``build`` compiles with, by name.
         cache_size: how many programs are kept.
+        initial_weights: "compare" or "broadcast", over the ranks, before they have parts.
 
     Attributes:
         layout: how parameters are stored, shared with the modules of the tree.
@@ -47,6 +49,7 @@ class ModuleState:
         programs: one executor for each kind of call.
         deferred: gradients that wait while ``no_sync`` is on.
         agreement: compares the ranks' calls.
+        compared: kind and name of the tensors that the ranks were seen to have alike.
         fixed: placements of all parameters that a program uses; ``None`` before the first one.
         latest: the program that ran or was compiled last.
         has_data: whether no parameter or buffer was on the meta device at the last look.
@@ -59,11 +62,14 @@ class ModuleState:
         build: Build,
         options: Mapping[str, str],
         cache_size: int,
+        initial_weights: str,
     ) -> None:
         self.root = root
         self.original = original
         self.build = build
         self.options = dict(options)
+        self.initial_weights = initial_weights
+        self.compared: set[str] = set()
         self.layout: Layout = root._sp_layout
         self.signature = inspect.signature(original.forward)
         self.modules: dict[str, nn.Module] = dict(root.named_modules(remove_duplicate=False))
@@ -81,11 +87,22 @@ class ModuleState:
     def group(self) -> TensorParallelGroup:
         return self.layout.group
 
+    def reporting(self) -> contextlib.AbstractContextManager[None]:
+        """Let errors inside raise on the other ranks too."""
+        board = self.group.board
+        return contextlib.nullcontext() if board is None else board.reporting()
+
     def copied(self, root: MirrorModule, memo: dict[int, Any]) -> ModuleState:
         """State of ``root``, a deep copy of the present root: the same programs, run by its own."""
         result = ModuleState(
-            root, copy.deepcopy(self.original, memo), self.build, self.options, self.programs.size
+            root,
+            copy.deepcopy(self.original, memo),
+            self.build,
+            self.options,
+            self.programs.size,
+            self.initial_weights,
         )
+        result.compared = set(self.compared)
         result.programs = self.programs.mapped(lambda old: result.executor(old.compiled))
         result.fixed = None if self.fixed is None else dict(self.fixed)
         result.latest = self.latest

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,29 +23,61 @@ _c10d = torch.ops._c10d_functional
 _BelowAutograd = torch._C._AutoDispatchBelowAutograd
 
 
+class Collectives(Protocol):
+    """Starts collectives of contiguous tensors on dim 0; each returns what waits for its result."""
+
+    def all_gather(self, x: Tensor, world_size: int) -> Callable[[], Tensor]: ...
+
+    def reduce_scatter(self, x: Tensor, world_size: int) -> Callable[[], Tensor]: ...
+
+    def all_reduce(self, x: Tensor, op: str) -> Callable[[], Tensor]: ...
+
+
+class FunctionalCollectives:
+    """Torch's functional collectives, which simulated ranks and every backend know."""
+
+    def __init__(self, group_name: str) -> None:
+        self._group_name = group_name
+
+    def all_gather(self, x: Tensor, world_size: int) -> Callable[[], Tensor]:
+        result = _c10d.all_gather_into_tensor(x, world_size, self._group_name)
+        return lambda: _c10d.wait_tensor(result)
+
+    def reduce_scatter(self, x: Tensor, world_size: int) -> Callable[[], Tensor]:
+        result = _c10d.reduce_scatter_tensor(x, "sum", world_size, self._group_name)
+        return lambda: _c10d.wait_tensor(result)
+
+    def all_reduce(self, x: Tensor, op: str) -> Callable[[], Tensor]:
+        result = _c10d.all_reduce(x, op, self._group_name)
+        return lambda: _c10d.wait_tensor(result)
+
+
 class Pending:
     """A collective on its way. Until it has arrived it holds what it sends.
 
     Args:
-        result: of a functional collective.
+        arrive: waits for the result and returns it.
         sent: its operand.
         finish: what becomes of the result once it is there.
     """
 
-    __slots__ = ("_finish", "_result", "_sent")
+    __slots__ = ("_arrive", "_finish", "_sent")
 
     def __init__(
-        self, result: Tensor, sent: Tensor, finish: Callable[[Tensor], Tensor] | None = None
+        self,
+        arrive: Callable[[], Tensor],
+        sent: Tensor,
+        finish: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self._result = result
+        self._arrive = arrive
         self._sent = sent
         self._finish = finish
 
     def wait(self) -> Tensor:
         """The result, arrived. To be called once."""
         with _BelowAutograd():
-            arrived: Tensor = _c10d.wait_tensor(self._result)
-        del self._result, self._sent  # this object may live longer
+            arrived = self._arrive()
+        del self._arrive, self._sent  # this object may live longer
         return arrived if self._finish is None else self._finish(arrived)
 
 
@@ -56,10 +89,18 @@ class Communicator:
         rank: this rank in the group: an int, or a 0-dim int64 tensor that differs by rank where
             several ranks are simulated in one process.
         world_size: number of ranks.
+        collectives: how collectives run; by default as torch's functional ones.
     """
 
-    def __init__(self, group: ProcessGroup | None, rank: int | Tensor, world_size: int) -> None:
-        self.group_name = group.group_name if group is not None else ""
+    def __init__(
+        self,
+        group: ProcessGroup | None,
+        rank: int | Tensor,
+        world_size: int,
+        collectives: Collectives | None = None,
+    ) -> None:
+        name = group.group_name if group is not None else ""
+        self._collectives = collectives or FunctionalCollectives(name)
         self.rank = rank
         self.world_size = world_size
 
@@ -82,7 +123,7 @@ class Communicator:
         source, world_size = Placement.parse(src), self.world_size
         with _BelowAutograd():
             sent = x.contiguous()
-            ranks = _c10d.all_gather_into_tensor(sent, world_size, self.group_name)
+            ranks = self._collectives.all_gather(sent, world_size)
         # The collective puts the parts one behind the other, which for rows is the result: no copy.
         if source.dim == 0 and len(source.segments) < 2 and not source.padding(world_size):
             return Pending(ranks, sent)
@@ -98,13 +139,13 @@ class Communicator:
             ranks = ranks.movedim(target.dim, 0).flatten(0, 1)
         ranks = ranks.contiguous()
         with _BelowAutograd():
-            part = _c10d.reduce_scatter_tensor(ranks, "sum", self.world_size, self.group_name)
+            part = self._collectives.reduce_scatter(ranks, self.world_size)
         return Pending(part, ranks)
 
     def start_all_reduce(self, x: Tensor, src: str, dst: str, op: str = "sum") -> Pending:
         """:meth:`all_reduce` of more than one rank that goes on until it is waited for."""
         with _BelowAutograd():
-            return Pending(_c10d.all_reduce(x.contiguous(), op, self.group_name), x)
+            return Pending(self._collectives.all_reduce(x.contiguous(), op), x)
 
     def shard(self, x: Tensor, src: str, dst: str) -> Tensor:
         """R or I -> S(dim): a copy of this rank's part, which does not keep all of ``x`` alive."""

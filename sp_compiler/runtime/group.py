@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -12,8 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from sp_compiler.base.errors import ArgumentError, UnsupportedError
 from sp_compiler.ops.communicator import Communicator
 from sp_compiler.ops.counter import draw_seed
+from sp_compiler.runtime.failures import FailureBoard, failure_board
+from sp_compiler.runtime.watched_collectives import WatchedCollectives
 
 AXIS = "tp"
+RANK_TIMEOUT = timedelta(minutes=5)
 _HOW = (
     "start one process a rank, for example `torchrun --nproc-per-node={tp} train.py`, and "
     "call torch.distributed.init_process_group() first. To see what compilation does without a "
@@ -29,10 +33,18 @@ class TensorParallelGroup:
     Attributes:
         mesh: the one-dimensional mesh of the axis "tp"; ``None`` for one rank.
         communicator: ``tp`` of the generated code.
+        timeout: how long this rank waits for the others.
+        board: where ranks tell each other that they failed; ``None`` for one rank and for a fake
+            group, whose ranks exist in name only.
+        collectives: those of ``communicator`` where they run on the CPU, so that this rank waits
+            for them; ``None`` on accelerators.
     """
 
     mesh: DeviceMesh | None
     communicator: Communicator
+    timeout: timedelta = RANK_TIMEOUT
+    board: FailureBoard | None = None
+    collectives: WatchedCollectives | None = None
 
     @property
     def rank(self) -> int:
@@ -48,13 +60,20 @@ class TensorParallelGroup:
     def process_group(self) -> dist.ProcessGroup | None:
         return None if self.mesh is None else self.mesh.get_group()
 
+    @property
+    def device_type(self) -> str:
+        return "cpu" if self.mesh is None else self.mesh.device_type
+
 
 def tensor_parallel_group(
-    tp: int | None = None, mesh: DeviceMesh | None = None, device_type: str = "cpu"
+    tp: int | None = None,
+    mesh: DeviceMesh | None = None,
+    device_type: str = "cpu",
+    rank_timeout: timedelta = RANK_TIMEOUT,
 ) -> TensorParallelGroup:
     """The group of ``tp`` ranks, or of the axis "tp" of ``mesh``.
 
-    One rank needs no process group.
+    One rank needs no process group. A rank waits for another one for ``rank_timeout``.
 
     Raises:
         ArgumentError: no process group, one of another size, a mesh without the axis, both
@@ -78,7 +97,15 @@ def tensor_parallel_group(
     if mesh is None:
         axis = DeviceMesh(device_type, list(range(_world_of_size(tp))), mesh_dim_names=(AXIS,))
     group = axis.get_group()
-    return TensorParallelGroup(axis, Communicator(group, dist.get_rank(group), tp))
+    rank, backend = dist.get_rank(group), dist.get_backend(group)
+    if backend == "fake":
+        return TensorParallelGroup(axis, Communicator(group, rank, tp), rank_timeout)
+    board = failure_board(group)
+    if axis.device_type != "cpu" or group._get_backend(torch.device("cpu")).name() != "gloo":
+        return TensorParallelGroup(axis, Communicator(group, rank, tp), rank_timeout, board)
+    watched = WatchedCollectives(group, board, rank_timeout)
+    communicator = Communicator(group, rank, tp, watched)
+    return TensorParallelGroup(axis, communicator, rank_timeout, board, watched)
 
 
 def _world_of_size(tp: int) -> int:
@@ -119,8 +146,20 @@ def forward_seed(group: TensorParallelGroup, device: torch.device) -> Tensor:
     """The seed of one forward's random numbers, the same on all ranks: from rank 0's generator."""
     seed = draw_seed().to(device)
     if group.process_group is not None:
-        dist.broadcast(seed, group=group.process_group, group_src=0)
+        broadcast(seed, group)
     return seed
+
+
+@torch.no_grad()
+def broadcast(value: Tensor, group: TensorParallelGroup) -> None:
+    """Give ``value``, which every rank has, rank 0's numbers."""
+    sent = value.contiguous()
+    if group.collectives is not None:
+        group.collectives.broadcast(sent)
+    else:
+        dist.broadcast(sent, group=group.process_group, group_src=0)
+    if sent is not value:
+        value.copy_(sent)
 
 
 def device_type_of(module: torch.nn.Module) -> str:

@@ -108,9 +108,8 @@ class CallKey:
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def parts(self) -> dict[str, str]:
-        """All of it as text, by what a person calls it."""
+        """All of it but the inputs as text, by what a person calls it."""
         return {
-            "inputs": str(list(self.leaves)),
             "structure": str(self.structure),
             "autocast": str(list(self.autocast)),
             "modules in training mode": _indices(self.training),

@@ -1,4 +1,4 @@
-"""Checks that the ranks of a tensor-parallel group do the same thing."""
+"""Checks that the ranks of a tensor-parallel group do the same thing with the same numbers."""
 
 from __future__ import annotations
 
@@ -7,34 +7,42 @@ import json
 import os
 import textwrap
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _get_process_group_store
 from torch.utils._python_dispatch import _disable_current_modes
 
 from sp_compiler.base.errors import RankMismatchError
+from sp_compiler.runtime.failures import FailureBoard
+from sp_compiler.runtime.fingerprints import combined, fingerprint
 from sp_compiler.runtime.group import TensorParallelGroup
 from sp_compiler.runtime.program_cache import CallKey
 
+# Mistakes of data loading show at once; what begins later (a loader that drifts) is found soon.
+_FIRST_CALLS = 3
+_EVERY = 16
 _REMEMBERED_KEYS = 64
 
 
 def checks_enabled() -> bool:
-    """Whether the user asked for a check of every call (``SP_COMPILER_CHECK=1``)."""
+    """Whether the user asked for the inputs of every call to be compared."""
     return os.environ.get("SP_COMPILER_CHECK", "0") not in ("", "0")
 
 
 class RankAgreement:
-    """Lets the ranks of a group run, or compile, only when all of them do the same.
+    """Compares what the ranks of a group are about to do; where it differs all of them raise.
 
-    A rank that needs another program than the others, compiled or not, is found before anything
-    runs and every rank raises: without this it would compile alone while the others wait in a
-    collective.
+    Every call begins with one number that stands for its kind (shapes, modes, options) and, in the
+    first calls of each kind and then in every 16th, for the values of its inputs. Nobody waits for
+    the numbers of the others until the program's own first collective, which waits for the same
+    ranks: up to there nothing was sent that another rank could take for something else.
+
+    Where the group computes on an accelerator the host must not wait at all: numbers are gathered
+    there, in the calls whose values are compared, and looked at in a later call. Only compilations
+    are compared before they happen, through the group's key-value store.
 
     Args:
         group: the ranks that must agree.
@@ -42,158 +50,219 @@ class RankAgreement:
         options: what this rank compiles with, by name; must be the same on every rank.
 
     Attributes:
-        every_call: whether each call is compared, through one tiny all-gather on the CPU. False for
-            one rank, for a fake group, whose ranks exist in name only, and where the group has no
-            backend for CPU tensors: a comparison on the accelerator would make it wait in every
-            step, so there only compilations are compared, through the group's key-value store.
-        timeout: how long to wait for the other ranks.
+        every_call: whether each call is compared before anything of it is sent.
     """
 
     def __init__(
-        self,
-        group: TensorParallelGroup,
-        name: str,
-        options: Mapping[str, str] | None = None,
-        timeout: timedelta = timedelta(minutes=5),
+        self, group: TensorParallelGroup, name: str, options: Mapping[str, str] | None = None
     ) -> None:
-        process_group = group.process_group
-        self.timeout = timeout
+        self.every_call = group.collectives is not None
         self._group = group
         self._name = name
         self._options = dict(options or {})
-        self._alone = process_group is None or dist.get_backend(process_group) == "fake"
-        self.every_call = (
-            process_group is not None
-            and not self._alone
-            and torch.device("cpu") in process_group._device_types
-        )
-        self._num_compiled = 0
-        self._numbers: OrderedDict[CallKey, int] = OrderedDict()
+        self._num_meetings = 0
+        self._kinds: OrderedDict[CallKey, _Kind] = OrderedDict()
+        self._comparisons: list[_Comparison] = []
 
-    def check_call(self, key: CallKey) -> None:
-        """Raise :class:`RankMismatchError` unless every rank is here with an equal key."""
-        if not self.every_call:
-            return
-        with _disable_current_modes():  # it is no part of the step that a mode may be watching
-            if self._everyone_has(self._number(key)):
-                return
-            # Only now the texts: hashes are enough while the ranks agree.
-            everyone: list[dict[str, str]] = [{}] * self._group.world_size
-            own = {**key.parts(), **self._options}
-            dist.all_gather_object(everyone, own, group=self._group.process_group)
-        raise _mismatch(everyone)
+    def begin_call(
+        self, key: CallKey, leaves: Sequence[Any], names: Callable[[], list[str]], compiled: bool
+    ) -> None:
+        """Compare a call of this kind with these input leaves with those of the other ranks.
 
-    def check_compilation(self, key: CallKey) -> None:
-        """Raise :class:`RankMismatchError` unless every rank compiles for an equal key now.
+        Args:
+            key: of the call.
+            leaves: its flattened inputs.
+            names: what the user calls them; asked for only where something differs.
+            compiled: whether there is a program for it; else it is compared at once, so that all
+                ranks compile or none.
 
-        It goes through a key-value store, not through a collective, so that a rank that compiles
-        alone (its input differs, the others found theirs in the cache) raises after ``timeout``
-        instead of waiting for ever.
+        Raises:
+            RankMismatchError: this call differs, or an earlier one did.
+            RankFailureError: the group is of no use any more.
         """
-        process_group = self._group.process_group
-        if self.every_call or self._alone or process_group is None:
-            return  # compared already, or nobody to agree with
-        store = _get_process_group_store(process_group)
-        prefix = f"sp_compiler/{self._name}/{self._num_compiled}"
-        self._num_compiled += 1
-        own = {"": _digest(key, self._options), **key.parts(), **self._options}
-        store.set(f"{prefix}/{self._group.rank}", json.dumps(own))
-        everyone: list[dict[str, str]] = []
-        for rank in range(self._group.world_size):
-            try:
-                store.wait([f"{prefix}/{rank}"], self.timeout)
-            except RuntimeError as error:  # which class depends on the store
-                raise RankMismatchError(
-                    f"rank {self._group.rank} compiles for a new kind of call ({key.describe()}), "
-                    f"but rank {rank} does not after {self.timeout}: its inputs differ, or it "
-                    "does not call the module. All ranks of a tensor-parallel group must get the "
-                    "same inputs"
-                ) from error
-            everyone.append(json.loads(store.get(f"{prefix}/{rank}").decode()))
-        if len({parts.pop("") for parts in everyone}) > 1:
-            raise _mismatch(everyone)
+        board = self._group.board
+        if board is None:
+            return
+        board.require_usable(self._group.timeout)
+        with _disable_current_modes():  # it is no part of the step that a mode may be watching
+            self.settle(wait=self.every_call)
+            kind = self._kind(key)
+            first = kind.num_calls < _FIRST_CALLS
+            compared = first or kind.num_calls % _EVERY == 0 or checks_enabled()
+            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_meta]
+            values = [fingerprint(tensor) for tensor in tensors] if compared else []
 
-    def _everyone_has(self, number: int) -> bool:
-        process_group = self._group.process_group
-        assert process_group is not None
-        own = torch.tensor([number])
-        everyone = torch.empty(self._group.world_size, dtype=torch.int64)
-        try:
-            process_group._allgather_base(everyone, own).wait(self.timeout)
-        except RuntimeError as error:  # which class depends on the backend
-            raise RankMismatchError(
-                f"rank {self._group.rank} calls the module, but not every other rank of its "
-                f"tensor-parallel group does after {self.timeout} (or one has failed): all of them "
-                "must call it the same number of times, with the same inputs"
-            ) from error
-        return bool((everyone == own).all())
+            def facts() -> dict[str, str]:
+                numbers = [f"{value.item() % 2**64:016x}" for value in values]
+                given = _inputs(names(), key.leaves, leaves, numbers)
+                return {**given, **key.parts(), **self._options}
 
-    def _number(self, key: CallKey) -> int:
-        """63 bits that stand for the key and the options."""
-        number = self._numbers.get(key)
-        if number is None:
-            number = int(_digest(key, self._options)[:16], 16) >> 1
-            self._numbers[key] = number
-            if len(self._numbers) > _REMEMBERED_KEYS:
-                self._numbers.popitem(last=False)
-        return number
+            if self.every_call:
+                self._gather_on_host(board, kind, values, facts)
+            elif compared:
+                self._gather_on_device(kind, values, facts)
+            kind.num_calls += not self.every_call
+        if compiled:
+            return
+        if self.every_call:
+            self.settle()
+        else:
+            self.require_equal("compiles for a new kind of call", facts())
+
+    def settle(self, wait: bool = True) -> None:
+        """Raise :class:`RankMismatchError` where a comparison that was begun found a difference.
+
+        Without ``wait`` only those are looked at whose numbers are there.
+        """
+        with _disable_current_modes():
+            while self._comparisons and (wait or self._comparisons[0].arrived()):
+                comparison = self._comparisons.pop(0)
+                everyone = comparison.everyone()
+                if bool((everyone == everyone[0]).all()):
+                    comparison.kind.num_calls += self.every_call
+                    continue
+                self.require_equal("finds that the ranks differ", comparison.facts())
+                raise AssertionError("numbers differ but not what they stand for")
+
+    def require_equal(self, purpose: str, facts: Mapping[str, str]) -> None:
+        """Raise unless all ranks are here for the same ``purpose`` with equal facts, by name.
+
+        It goes through the group's key-value store, not through a collective: whatever else the
+        other ranks do, they cannot take this for something of theirs.
+
+        Raises:
+            RankMismatchError: naming the facts that differ, and the ranks; or a rank does not come.
+            RankFailureError: a rank has failed.
+        """
+        board = self._group.board
+        if board is None:
+            return
+        self._num_meetings += 1
+        meeting = f"meetings/{self._name}/{self._num_meetings}"
+        own = json.dumps({"call": purpose, **facts})
+        ranks = board.exchange(meeting, own, purpose, self._group.timeout)
+        if len(set(ranks)) > 1:
+            raise _mismatch([json.loads(text) for text in ranks])
+
+    def _gather_on_host(
+        self,
+        board: FailureBoard,
+        kind: _Kind,
+        values: list[Tensor],
+        facts: Callable[[], dict[str, str]],
+    ) -> None:
+        collectives = self._group.collectives
+        assert collectives is not None
+        numbers = [kind.number, int(combined(values)) if values else 0]
+        everyone = collectives.gather_numbers(numbers, "calls the module")
+        self._comparisons.append(_Comparison(kind, everyone, lambda: True, facts))
+        board.before_next = self.settle
+
+    def _gather_on_device(
+        self, kind: _Kind, values: list[Tensor], facts: Callable[[], dict[str, str]]
+    ) -> None:
+        device = self._group.device_type
+        # full() is a kernel; a tensor made of a Python number would be copied, and waited for.
+        own = torch.full((2,), kind.number, dtype=torch.int64, device=device)
+        if values:
+            own[1] = combined([value.to(device) for value in values])
+        everyone = self._group.communicator.all_gather(own, "S(0)", "R").view(-1, 2)
+        on_host = torch.empty_like(everyone, device="cpu", pin_memory=device != "cpu")
+        on_host.copy_(everyone, non_blocking=True)
+        if device == "cpu":
+            arrived: Callable[[], bool] = lambda: True  # noqa: E731
+        else:
+            event = torch.Event(device)
+            event.record()
+            arrived = event.query
+        self._comparisons.append(_Comparison(kind, lambda: on_host, arrived, facts))
+
+    def _kind(self, key: CallKey) -> _Kind:
+        kind = self._kinds.get(key)
+        if kind is None:
+            digest = hashlib.sha256(f"{key.digest()} {sorted(self._options.items())}".encode())
+            kind = self._kinds[key] = _Kind(int(digest.hexdigest()[:16], 16) >> 1)
+            if len(self._kinds) > _REMEMBERED_KEYS:
+                self._kinds.popitem(last=False)
+        return kind
 
 
-def check_values(group: TensorParallelGroup, kind: str, named: Iterable[tuple[str, Any]]) -> None:
-    """Raise unless these tensors (and other values) are bitwise equal on every rank; collective.
+@dataclass
+class _Kind:
+    """Calls of one key: 63 bits for it and the options, and how many calls the ranks shared."""
 
-    Raises:
-        RankMismatchError: naming the first that differs.
+    number: int
+    num_calls: int = 0
+
+
+@dataclass
+class _Comparison:
+    """Numbers of all ranks on their way.
+
+    Attributes:
+        kind: of the call.
+        everyone: waits for the numbers, one row for each rank.
+        arrived: whether that takes no time.
+        facts: what the numbers stand for, by name.
     """
-    if group.process_group is None:
-        return
-    own = [(name, _digest_of_value(value)) for name, value in named]
-    everyone: list[Any] = [None] * group.world_size
-    dist.all_gather_object(everyone, own, group=group.process_group)
-    for rank, theirs in enumerate(everyone):
-        if theirs == everyone[0]:
-            continue
-        raise RankMismatchError(
-            f"{kind} {_first_difference(everyone[0], theirs)} differs between rank 0 and rank "
-            f"{rank} of one tensor-parallel group; every rank must have the same (check seeds and "
-            "data loading: shard data over other mesh axes only)"
-        )
+
+    kind: _Kind
+    everyone: Callable[[], Tensor]
+    arrived: Callable[[], bool]
+    facts: Callable[[], dict[str, str]]
 
 
-def _digest(key: CallKey, options: Mapping[str, str]) -> str:
-    """Text that is the same on every rank for equal keys and options."""
-    return hashlib.sha256(f"{key.digest()} {sorted(options.items())}".encode()).hexdigest()
+def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Facts about tensors for :meth:`RankAgreement.require_equal`: shapes, types and values."""
+    with torch.no_grad(), _disable_current_modes():
+        here = {name: fingerprint(value) for name, value in tensors.items() if not value.is_meta}
+        # One copy to the host for all of them.
+        numbers = torch.stack([value.cpu() for value in here.values()]).tolist() if here else []
+    values = {
+        name: f"values {number % 2**64:016x}" for name, number in zip(here, numbers, strict=True)
+    }
+    return {
+        name: f"{_dtype(value)} {tuple(value.shape)} {values.get(name, 'on meta')}"
+        for name, value in tensors.items()
+    }
+
+
+def _inputs(
+    names: Sequence[str], described: Sequence[Any], leaves: Sequence[Any], numbers: Sequence[str]
+) -> dict[str, str]:
+    """Facts about inputs: what the key says of them, and their values where they are compared."""
+    facts = {}
+    remaining = iter(numbers)
+    for name, text, leaf in zip(names, described, leaves, strict=True):
+        facts[f"input {name!r}"] = str(text)
+        number = next(remaining, "") if isinstance(leaf, Tensor) and not leaf.is_meta else ""
+        if number:
+            few = leaf.detach().reshape(-1)[:4].tolist()
+            facts[f"input {name!r}"] += f" values {number} {few}..."
+    return facts
+
+
+def _dtype(value: Tensor) -> str:
+    return str(value.dtype).removeprefix("torch.")
 
 
 def _mismatch(ranks: Sequence[Mapping[str, str]]) -> RankMismatchError:
     """The error that names what differs between ``ranks``, and its value on each of them."""
-    lines = []
-    for name in dict.fromkeys(name for parts in ranks for name in parts):
+    names, lines = [], []
+    for name in dict.fromkeys(name for facts in ranks for name in facts):
         holders: dict[str, list[str]] = {}
-        for rank, parts in enumerate(ranks):
-            holders.setdefault(parts.get(name, "none"), []).append(str(rank))
+        for rank, facts in enumerate(ranks):
+            holders.setdefault(facts.get(name, "none"), []).append(str(rank))
         if len(holders) > 1:
+            names.append(name)
             lines += [
                 f"  rank {', '.join(who)}: {name}={textwrap.shorten(value, 500)}"
                 for value, who in holders.items()
             ]
+    shown = f"{', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
     return RankMismatchError(
-        "the ranks of one tensor-parallel group must get the same inputs, in the same mode, and "
-        "compile with the same options:\n" + "\n".join(lines)
+        f"{shown} differ{'s' if len(names) == 1 else ''} between the ranks of one tensor-parallel "
+        "group, which must get the same inputs, in the same mode, start with the same weights and "
+        "compile with the same options (data is divided over other mesh axes only: a "
+        "DistributedSampler over all ranks is wrong here):\n" + "\n".join(lines[:40])
     )
-
-
-def _first_difference(first: Sequence[Any], second: Sequence[Any]) -> str:
-    for one, other in zip(first, second, strict=False):
-        if one != other:
-            return repr(one[0])
-    return "(their number)"
-
-
-def _digest_of_value(value: Any) -> str:
-    if not isinstance(value, Tensor):
-        return repr(value)
-    if value.is_meta:
-        return f"{tuple(value.shape)} {value.dtype}"
-    data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return f"{tuple(value.shape)} {value.dtype} {hashlib.sha256(data).hexdigest()}"

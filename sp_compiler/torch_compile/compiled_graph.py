@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.runtime.executor import Executor
 from sp_compiler.runtime.group import TensorParallelGroup, forward_seed
 from sp_compiler.runtime.program_cache import CallKey, ProgramCache, call_key
-from sp_compiler.runtime.rank_checks import RankAgreement, check_values, checks_enabled
+from sp_compiler.runtime.rank_checks import RankAgreement, fingerprints
 from sp_compiler.torch_compile.dynamo_graph import BoundInputs, DynamoGraph
 from sp_compiler.torch_compile.full_parameters import local_parameters
 
@@ -75,6 +76,11 @@ class CompiledGraph:
         Raises:
             RankMismatchError: the ranks call different graphs or with inputs of different kinds.
         """
+        board = self._group.board
+        with contextlib.nullcontext() if board is None else board.reporting():
+            return self._run(args)
+
+    def _run(self, args: tuple[Any, ...]) -> Any:
         bound = self._graph.bind(args)
         _refuse_distributed(bound)
         compiled = self._compiled(bound)
@@ -102,14 +108,16 @@ class CompiledGraph:
         """The program for these inputs, compiled if need be, on all ranks alike."""
         plain = call_key((), bound.params.values(), bound.values, self._graph.fingerprint)
         key = GraphKey(**vars(plain))
-        self._agreement.check_call(key)
-        if checks_enabled():
-            inputs = [(str(index), value) for index, value in enumerate(bound.values)]
-            check_values(self._group, "input", inputs)
-            check_values(self._group, "parameter", bound.params.items())
         compiled = self._programs.get(key)
+
+        def names() -> list[str]:
+            return [str(index) for index in range(len(bound.values))]
+
+        self._agreement.begin_call(key, bound.values, names, compiled=compiled is not None)
         if compiled is None:
-            self._agreement.check_compilation(key)
+            if self._group.board is not None:
+                parameters = {f"parameter {name!r}": p for name, p in bound.params.items()}
+                self._agreement.require_equal("compares its weights", fingerprints(parameters))
             model = self._graph.as_model(bound)
             # Constants that are made now outlive the caller's inference_mode.
             with torch.inference_mode(False):

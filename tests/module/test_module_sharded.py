@@ -206,10 +206,10 @@ def _dropout() -> Any:
 
 def _alone() -> Any:
     """A rank that calls the module alone raises; the group is of no use afterwards."""
-    module = _compiled(_EQUAL)
+    group = tensor_parallel_group(2, rank_timeout=timedelta(seconds=1))
+    module = DistributedModule(_model(), group, lambda *args: handmade_fused(_EQUAL, 2))
     module(_input())
     if dist.get_rank() == 0:
-        module._sp_state.agreement.timeout = timedelta(seconds=1)
         with pytest.raises(RankMismatchError, match="rank 0 calls the module"):
             module(_input()[:2])
     else:

@@ -1,0 +1,302 @@
+"""Failures on one rank, told to the others: all raise, instead of waiting for one that is gone.
+
+::
+
+    rank 1 raises ──> its text into the group's key-value store, and the error on to the user
+    rank 0 waits  ──> looks into the store every half second, finds the text, raises with it
+
+While all goes well nothing is written and nothing read: a wait that is over sooner costs nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_process_group_store
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from sp_compiler.base.errors import RankFailureError, RankMismatchError
+
+LOOK_EVERY = timedelta(seconds=0.5)
+# Ranks that wait for different things this long will wait for ever. Shorter could be the moment
+# between the end of one collective on this rank and on another, on a machine that is busy.
+_DEADLOCK_S = 3.0
+# A rank that dies writes its error before its connections close; the store may be slower.
+_GRACE_S = 2.0
+
+
+class FailureBoard:
+    """Failures on the ranks of one process group, and what its ranks wait for.
+
+    They are counted in rounds. When every rank has raised, and all after the same number of
+    collectives, nothing is left on its way and the group is as good as before: the next call begins
+    a new round. Otherwise the group is of no use any more, and every further call says so.
+
+    Args:
+        process_group: of several ranks that are processes.
+
+    Attributes:
+        rank: this rank in the group.
+        num_started: how many collectives this rank has started.
+        unfinished_step: the optimizer whose ``step()`` has begun and did not end.
+        trains: whether a call recorded a graph, so that errors in backward concern the group.
+        before_next: runs once, before the next collective is started.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self.store = dist.PrefixStore("sp_compiler", _get_process_group_store(process_group))
+        self.rank = dist.get_rank(process_group)
+        self.world_size = dist.get_world_size(process_group)
+        self.num_started = 0
+        self.unfinished_step: str | None = None
+        self.trains = False
+        self.before_next: Callable[[], None] | None = None
+        self._round = 0
+        self._failed = False
+        self._broken: str | None = None
+
+    @contextlib.contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Errors inside raise on the other ranks too."""
+        try:
+            yield
+        except BaseException as error:
+            self.report(error)
+            raise
+
+    def report(self, error: BaseException) -> None:
+        """Write ``error`` for the other ranks, unless this rank has failed in this round."""
+        if self._failed:
+            return
+        self._failed = True
+        record = {"text": f"{type(error).__name__}: {error}", "started": self.num_started}
+        # The store is gone with the process that serves it; then connections break on all ranks.
+        with contextlib.suppress(RuntimeError):
+            self.store.set(self._key(self.rank), json.dumps(record))
+            if self.store.add(self._key("reports"), 1) == 1:
+                self.store.set(self._key("first"), str(self.rank))
+
+    def raise_if_failed(self) -> None:
+        """Raise :class:`RankFailureError` where a rank has failed in this round."""
+        if self.store.check([self._key("first")]):
+            first = int(self.store.get(self._key("first")))
+            text = self._record(first)["text"]
+            raise RankFailureError(f"rank {first} of the tensor-parallel group failed: {text}")
+
+    def require_usable(self, timeout: timedelta) -> None:
+        """Raise unless all ranks can go on, also after a failure that they share.
+
+        Raises:
+            RankFailureError: another rank failed elsewhere, or not at all.
+        """
+        if self.unfinished_step is not None:
+            step, self.unfinished_step = self.unfinished_step, None
+            # Its parameters are changed in part: to go on would let the ranks' weights drift apart.
+            self.report(RuntimeError(f"{step}.step() raised an error"))
+        if self._broken is None and self._failed:
+            self._broken = self._unusable(timeout)
+        if self._broken is not None:
+            raise RankFailureError(self._broken)
+
+    def lost(self, error: Exception) -> RankFailureError:
+        """The error for a broken connection: that of the rank that broke it, where it left one."""
+        deadline = time.monotonic() + _GRACE_S
+        try:
+            while time.monotonic() < deadline:
+                self.raise_if_failed()
+                time.sleep(0.1)
+        except RankFailureError as failure:
+            return failure
+        except RuntimeError:  # of the store
+            pass
+        return RankFailureError(
+            "a rank of the tensor-parallel group is gone: its process has ended, or its process "
+            f"group was destroyed ({error})"
+        )
+
+    def waiting(self, purpose: str, number: int, timeout: timedelta) -> RankWait:
+        """What to look at while this rank waits for the others; see :class:`RankWait`."""
+        return RankWait(self, purpose, number, timeout)
+
+    def exchange(self, name: str, text: str, purpose: str, timeout: timedelta) -> list[str]:
+        """Texts of all ranks under ``name``, which is used once; waits until all are there."""
+        self.store.set(f"{name}/{self.rank}", text)
+        keys = [f"{name}/{rank}" for rank in range(self.world_size)]
+        pause_s = 0.001
+        with contextlib.closing(self.waiting(purpose, -1, timeout)) as wait:
+            while not self.store.check(keys):
+                time.sleep(pause_s)
+                # Ranks arrive together as a rule; who waits longer need not ask so often.
+                pause_s = min(2 * pause_s, LOOK_EVERY.total_seconds())
+                if pause_s == LOOK_EVERY.total_seconds():
+                    wait.look()
+        return [self.store.get(key).decode() for key in keys]
+
+    def _unusable(self, timeout: timedelta) -> str | None:
+        """Why this group cannot go on after the failures of this round; ``None`` where it can."""
+        keys = [self._key(rank) for rank in range(self.world_size)]
+        deadline = time.monotonic() + timeout.total_seconds()
+        while not self.store.check(keys) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+        if missing:
+            return f"rank {self.rank} failed and rank {_listed(missing)} did not; start all again"
+        records = [self._record(rank) for rank in range(self.world_size)]
+        if len({record["started"] for record in records}) > 1:
+            first = int(self.store.get(self._key("first")))
+            return (
+                f"the ranks stopped at different places when rank {first} of the tensor-parallel "
+                f"group failed: {records[first]['text']}\nThe group cannot be used any more; start "
+                "all ranks again"
+            )
+        self._round += 1
+        self._failed = False
+        return None
+
+    def _record(self, rank: int) -> dict[str, Any]:
+        record: dict[str, Any] = json.loads(self.store.get(self._key(rank)))
+        return record
+
+    def _key(self, name: object) -> str:
+        return f"failures/{self._round}/{name}"
+
+
+class RankWait:
+    """One wait for the other ranks: :meth:`look` from time to time, :meth:`close` at its end.
+
+    Args:
+        board: of the group.
+        purpose: a verb phrase, such as "calls the module".
+        number: what else must agree, such as how many collectives there were.
+        timeout: how long to wait.
+    """
+
+    def __init__(self, board: FailureBoard, purpose: str, number: int, timeout: timedelta) -> None:
+        self._board = board
+        self._purpose = purpose
+        self._own = json.dumps([purpose, number])
+        self._timeout = timeout
+        self._start = time.monotonic()
+        self._published = False
+        self._stuck: list[str] = []
+        self._stuck_since = 0.0
+
+    def look(self) -> None:
+        """Raise where this wait is in vain.
+
+        Raises:
+            RankFailureError: a rank has failed.
+            RankMismatchError: another rank waits for something else, or has not come in time.
+        """
+        board, now = self._board, time.monotonic()
+        board.raise_if_failed()
+        if not self._published:
+            self._published = True
+            board.store.set(_waits(board.rank), self._own)
+        purposes = [self._of(rank) for rank in range(board.world_size)]
+        # While one rank runs, it may yet bring all others on.
+        stuck = purposes if all(purposes) and len(set(purposes)) > 1 else []
+        if stuck != self._stuck:
+            self._stuck, self._stuck_since = stuck, now
+        if stuck and now - self._stuck_since > _DEADLOCK_S:
+            waits = [f"rank {rank} {json.loads(text)[0]}" for rank, text in enumerate(stuck)]
+            raise RankMismatchError(
+                f"the ranks wait for each other, {', '.join(waits)}: all ranks of a "
+                "tensor-parallel group must do the same, in the same order"
+            )
+        if now - self._start > self._timeout.total_seconds():
+            late = [rank for rank, text in enumerate(purposes) if text != self._own]
+            raise RankMismatchError(
+                f"rank {board.rank} {self._purpose}, but rank {_listed(late)} does not after "
+                f"{self._timeout} (rank_timeout): all ranks of a tensor-parallel group must do the "
+                "same, in the same order, with the same inputs"
+            )
+
+    def close(self) -> None:
+        """Say, where it was said that this rank waits, that it does not any more."""
+        if self._published:
+            with contextlib.suppress(RuntimeError):  # the store may be gone, with its process
+                self._board.store.set(_waits(self._board.rank), "")
+
+    def _of(self, rank: int) -> str:
+        """What ``rank`` waits for; empty while it runs."""
+        key = _waits(rank)
+        store = self._board.store
+        return store.get(key).decode() if store.check([key]) else ""
+
+
+def _waits(rank: int) -> str:
+    return f"waits/{rank}"
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+_BOARDS: weakref.WeakKeyDictionary[dist.ProcessGroup, FailureBoard] = weakref.WeakKeyDictionary()
+
+
+def failure_board(process_group: dist.ProcessGroup) -> FailureBoard:
+    """The board of the group, the same for all modules that run in it."""
+    _watch_process()
+    if process_group not in _BOARDS:
+        _BOARDS[process_group] = FailureBoard(process_group)
+    return _BOARDS[process_group]
+
+
+@functools.cache
+def _watch_process() -> None:
+    """See, in this process, errors outside of calls: in backward, in an optimizer, uncaught."""
+    # Hooks and the user's own functions raise through the engine, past all code of ours.
+    run_backward = torch.autograd._engine_run_backward
+    torch.autograd._engine_run_backward = _reported(run_backward, lambda board: board.trains)
+
+    def begin(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for board in _BOARDS.values():
+            board.unfinished_step = type(optimizer).__name__
+
+    def end(*_: Any) -> None:
+        for board in _BOARDS.values():
+            board.unfinished_step = None
+
+    register_optimizer_step_pre_hook(begin)
+    register_optimizer_step_post_hook(end)
+    show = sys.excepthook
+
+    def excepthook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        for board in list(_BOARDS.values()):
+            board.report(error)
+        show(kind, error, trace)
+
+    sys.excepthook = excepthook
+
+
+def _reported(
+    function: Callable[..., Any], concerned: Callable[[FailureBoard], bool]
+) -> Callable[..., Any]:
+    """``function`` whose errors are written to the boards that are ``concerned``."""
+
+    @functools.wraps(function)
+    def reported(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except BaseException as error:
+            for board in list(_BOARDS.values()):
+                if concerned(board):
+                    board.report(error)
+            raise
+
+    return reported

@@ -1,0 +1,125 @@
+"""Collectives on the CPU whose waits look, from time to time, whether another rank has failed.
+
+A wait for one of torch's functional collectives ends only with the collective. Here the objects
+that stand for collectives on their way are kept and waited for in slices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from sp_compiler.ops.communicator import FunctionalCollectives
+from sp_compiler.runtime.failures import LOOK_EVERY, FailureBoard
+
+_OPERATIONS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+class WatchedCollectives(FunctionalCollectives):
+    """Collectives of a group; on accelerators, where nothing waits, as functional ones.
+
+    Args:
+        process_group: has a backend for CPU tensors.
+        board: of the group.
+        timeout: how long to wait for the other ranks.
+    """
+
+    def __init__(
+        self, process_group: dist.ProcessGroup, board: FailureBoard, timeout: timedelta
+    ) -> None:
+        super().__init__(process_group.group_name)
+        self._process_group = process_group
+        self._backend: Any = process_group._get_backend(torch.device("cpu"))
+        self._board = board
+        self._timeout = timeout
+
+    def all_gather(self, x: Tensor, world_size: int) -> Callable[[], Tensor]:
+        if not x.is_cpu:
+            return super().all_gather(x, world_size)
+        self._begin()
+        ranks = x.new_empty((world_size * x.shape[0], *x.shape[1:]))
+        return self._arrival(self._process_group._allgather_base(ranks, x), ranks)
+
+    def gather_numbers(self, numbers: list[int], purpose: str) -> Callable[[], Tensor]:
+        """Start to gather a few integers of every rank, ``(world_size, len(numbers))``."""
+        self._begin()
+        own = torch.tensor(numbers)
+        ranks = own.new_empty((self._board.world_size, len(numbers)))
+        work = self._process_group._allgather_base(ranks.view(-1), own)
+        return self._arrival(work, ranks, purpose)
+
+    def reduce_scatter(self, x: Tensor, world_size: int) -> Callable[[], Tensor]:
+        if not x.is_cpu:
+            return super().reduce_scatter(x, world_size)
+        self._begin()
+        if _get_current_dispatch_mode() is not None:
+            # What counts collectives should see the one that was asked for.
+            super().reduce_scatter(x.to("meta"), world_size)
+        # Gloo's own reduce-scatter sums every part by an all-reduce of its own, which takes twice
+        # as long to the same numbers, and its wait knows no timeout.
+        summed = x.clone()
+        arrive = self._arrival(self._backend.allreduce([summed], dist.AllreduceOptions()), summed)
+        return lambda: arrive().chunk(world_size)[self._board.rank].clone()
+
+    def all_reduce(self, x: Tensor, op: str) -> Callable[[], Tensor]:
+        if not x.is_cpu:
+            return super().all_reduce(x, op)
+        self._begin()
+        result = x.clone()
+        options = dist.AllreduceOptions()
+        options.reduceOp = _OPERATIONS[op]
+        return self._arrival(self._process_group.allreduce([result], options), result)
+
+    def broadcast(self, x: Tensor) -> None:
+        """Rank 0's numbers, into ``x`` on every rank."""
+        self._begin()
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        self._arrival(self._process_group.broadcast([x], options), x)()
+
+    def _finish(self, work: dist.Work, number: int, purpose: str) -> None:
+        """Wait for collective ``number``.
+
+        Raises:
+            RankFailureError: another rank has failed or is gone.
+            RankMismatchError: another rank waits for something else, or has not come in time.
+        """
+        with contextlib.closing(self._board.waiting(purpose, number, self._timeout)) as wait:
+            while True:
+                try:
+                    work.wait(LOOK_EVERY)
+                    return
+                except RuntimeError:
+                    # Raised for the end of the slice too, which the collective may have used.
+                    if work.is_completed():
+                        break
+                wait.look()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._board.lost(error) from error
+
+    def _arrival(
+        self, work: dist.Work, result: Tensor, purpose: str = "waits in a forward or backward"
+    ) -> Callable[[], Tensor]:
+        """Start of a wait for ``work``, the collective that was started last."""
+        number = self._board.num_started
+
+        def arrive() -> Tensor:
+            self._finish(work, number, purpose)
+            return result
+
+        return arrive
+
+    def _begin(self) -> None:
+        before, self._board.before_next = self._board.before_next, None
+        if before is not None:
+            before()
+        self._board.num_started += 1

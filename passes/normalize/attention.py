@@ -187,9 +187,7 @@ def _masked_softmax(node: Node, scores: Node, mask: Node | None, *, causal: bool
         scores = insert_call(node, _aten.where.ScalarOther, args, origin=_ORIGIN)
     elif mask is not None:
         scores = insert_call(node, _aten.add.Tensor, (scores, mask), origin=_ORIGIN)
-    probabilities = insert_call(
-        node, _aten.softmax.int, (scores, -1), origin=_ORIGIN, name="probabilities"
-    )
+    probabilities = insert_call(node, _aten.softmax.int, (scores, -1), origin=_ORIGIN, name="probs")
     if is_bool and not causal:
         args = (mask, probabilities, 0.0)
         probabilities = insert_call(node, _aten.where.ScalarOther, args, origin=_ORIGIN)

@@ -12,8 +12,9 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from sp_compiler.base.provenance import module_path
+from sp_compiler.codegen.user_source import frames
 from sp_compiler.ir.fx import is_call
-from sp_compiler.ir.op_traits import DRAWS
+from sp_compiler.ir.op_traits import DRAWS, is_cast
 from sp_compiler.ir.program import Ref, RefKind, Region
 from sp_compiler.ir.rewriting import copy_call
 from sp_compiler.ir.symbolic import same_shape, symbol_of, symbols_in
@@ -107,7 +108,22 @@ def _carried_name(node: Node, outputs: list[Node]) -> str:
         same_shape(value.shape, out.meta["val"].shape) and value.dtype is out.meta["val"].dtype
         for out in outputs
     )
-    return "hidden" if alike and node.op == "call_function" else _value_name(node)
+    if alike and node.op == "call_function":
+        return "hidden"
+    return _assigned_name(node) or _value_name(node)
+
+
+def _assigned_name(node: Node) -> str:
+    """Name that the user's own statement gives to a value; "" where that is not certain."""
+    while is_cast(node):  # ``return cos.to(x.dtype)``: the value has its name from before
+        node = node.args[0]
+    trace = frames(node.meta.get("stack_trace") or "")
+    statement = trace[-1].statement if trace else None
+    # A line has several values: the last, which no other of them uses, is what it assigns.
+    used_by = [frames(user.meta.get("stack_trace") or "")[-1:] for user in node.users]
+    if statement is None or statement.unpacks or trace[-1:] in used_by:
+        return ""
+    return statement.targets[0]
 
 
 def _meta(node: Node, keys: tuple[str, ...] = _KEPT_META) -> dict[str, Any]:

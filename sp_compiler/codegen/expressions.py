@@ -10,7 +10,7 @@ from __future__ import annotations
 import keyword
 import math
 import operator
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,8 +53,6 @@ INFIX = {
 _BINDS = {"+": 1, "-": 1, "*": 2, "/": 2, "==": 0, "<": 0, "<=": 0, ">": 0, ">=": 0, "!=": 0}
 METHODS = {
     aten.t.default: "t",
-    aten.transpose.int: "transpose",
-    aten.permute.default: "permute",
     aten.expand.default: "expand",
     aten.unsqueeze.default: "unsqueeze",
     aten.squeeze.dim: "squeeze",
@@ -245,7 +243,17 @@ class Printer:
             if source.target not in RESHAPES and not is_copied_by(node, source):
                 break
             source = source.args[0]
-        return f"{self._receiver(source)}.reshape({', '.join(sizes) or '()'})"
+        merged = _merged_dims(source.meta["val"].shape, node.meta["val"].shape)
+        call = f"flatten({merged})" if merged else f"reshape({', '.join(sizes) or '()'})"
+        return f"{self._receiver(source)}.{call}"
+
+    def _turn(self, node: Node) -> str:
+        """A transposition; dims from the front, as they stand in the comment behind the line."""
+        x, num_dims = node.args[0], node.meta["val"].dim()
+        dims = node.args[1] if node.target is aten.permute.default else node.args[1:]
+        text = ", ".join(str(dim % num_dims) for dim in dims)
+        name = "permute" if node.target is aten.permute.default else "transpose"
+        return f"{self._receiver(x)}.{name}({text})"
 
     def _slice(self, node: Node) -> str:
         call = arguments(node)
@@ -301,6 +309,20 @@ class Printer:
         if half_to_float:
             return f"torch.{name}({self._arguments(node)})"
         return f"torch.{name.removeprefix('_')}({self.value(x)}, {dim})"
+
+
+def _merged_dims(shape: Sequence[Any], merged: Sequence[Any]) -> str:
+    """Arguments of the ``flatten`` that is the same reshape; "" where there is none.
+
+    It names the dims that become one, and no size that another batch may change.
+    """
+    kept = len(merged) - 1
+    if not 0 < kept < len(shape) - 1 or any(map(is_open, (*shape, *merged))):
+        return ""
+    end = len(shape) - kept
+    if list(shape[end:]) == list(merged[1:]):
+        return f"0, {end - 1}"
+    return str(kept) if list(shape[:kept]) == list(merged[:kept]) else ""
 
 
 def first_alone(node: Node) -> bool:
@@ -377,6 +399,8 @@ _SPECIAL: dict[Any, Callable[[Printer, Node], str]] = {
     torch.ops.sp_compiler.wait.default: Printer._wait,
     aten.view.default: Printer._view,
     aten._unsafe_view.default: Printer._view,
+    aten.transpose.int: Printer._turn,
+    aten.permute.default: Printer._turn,
     aten.slice.Tensor: Printer._slice,
     aten.clone.default: Printer._clone,
     aten._to_copy.default: Printer._cast,

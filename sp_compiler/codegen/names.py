@@ -15,6 +15,7 @@ same on every rank and in every process.
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
@@ -42,7 +43,7 @@ from sp_compiler.trace.joint import JointGraph
 aten = torch.ops.aten
 
 # Names that the generated code has for something else.
-RESERVED = frozenset({"F", "device", "math", "outputs", "saved", "torch", "tp"})
+RESERVED = frozenset({"F", "device", "math", "saved", "torch", "tp"})
 # Names that say nothing about the value; the module's is better where there is one.
 _POOR = frozenset({"out", "output", "outputs", "res", "result", "ret", "temp", "tmp"})
 _TRANSPOSES = frozenset({aten.t.default, aten.transpose.int, aten.permute.default})
@@ -54,65 +55,36 @@ _SUFFIXES = {
 
 
 class ValueNames:
-    """The names of one region's values.
-
-    Attributes:
-        table: name of each node by the node's own.
+    """What the values of one region may be called, best first; :mod:`.lifetimes` takes its pick.
 
     Args:
-        joint: forward and backward in one graph; forwards and backwards cut from it keep the names
-            of its nodes, by which they are looked up.
-        reserved: further names that mean something else, as module-level bindings.
+        joint: forward and backward in one graph; the nodes of graphs cut from it are found by name.
         layer: path of the layer that the region is, whose own name says nothing inside.
     """
 
-    def __init__(self, joint: JointGraph, reserved: Collection[str] = (), layer: str = "") -> None:
+    def __init__(self, joint: JointGraph, layer: str = "") -> None:
         self._joint = joint
-        self._reserved = {*RESERVED, *reserved}
+        self._nodes = {node.name: node for node in joint.graph.nodes}
         self._backward = joint.backward_nodes()
         self._assigned = _assigned_names(joint.graph, self._backward, layer)
-        self._gradient_of = _gradients(joint, self._backward)
-        self.table: dict[str, str] = {}
+        values = _forward_values(joint.graph, self._backward)
+        self._source_of = {value: source for source, value in values.items()}
+        self._gradient_of = _gradients(joint, values)
         self._wishes: dict[Node, list[str]] = {}
 
-    def choose(self, shown: Collection[str] | None = None) -> None:
-        """Give the nodes called ``shown`` and the placeholders names; by default every node."""
-        self.table = {}
-        self._wishes = {}
-        self._taken = set(self._reserved)
-        for node in self._joint.graph.nodes:
-            wanted = node.op == "placeholder" or shown is None or node.name in shown
-            if wanted and node.op != "output":
-                self.table[node.name] = unique(self._wished(node), self._taken)
-
-    def of_graph(self, graph: Graph) -> dict[Node, str]:
-        """Name of each node of a forward or backward, which may have nodes of its own."""
-        taken = set(self._taken)
-        found: dict[Node, str] = {}
-        for node in graph.nodes:
-            if is_wait(node):
-                (source,) = node.all_input_nodes
-                found[node] = self.table.get(source.name) or self._plain(source)
-            elif is_started(node):
-                name = self.table.get(node.name) or self._plain(node)
-                found[node] = unique([f"pending_{name}"], taken)
-            elif node.name in self.table:
-                found[node] = self.table[node.name]
-            elif is_reshape(node):
-                source = node.all_input_nodes[0]
-                found[node] = unique([f"{found[source]}_{node.meta['val'].dim()}d"], taken)
-            elif node.op != "output":
-                found[node] = unique([self._plain(node)], taken)
-        return found
-
-    def _plain(self, node: Node) -> str:
-        return identifier(node.name.strip("_"))
+    def wishes(self, node: Node) -> Sequence[str]:
+        """Identifiers for a node of a forward or backward, which may have nodes of its own."""
+        # What has arrived is the value, what is on its way its pending self.
+        wishes = self._wished(node.all_input_nodes[0] if is_wait(node) else node)
+        wishes = [f"pending_{wishes[0]}"] if is_started(node) else wishes
+        return [identifier(wish, RESERVED) for wish in wishes]
 
     def _base(self, node: Node) -> str:
         """What names of others start with: the name without the number that made it unique."""
         return self._wished(node)[0]
 
     def _wished(self, node: Node) -> list[str]:
+        node = self._nodes.get(node.name, node)
         if node not in self._wishes:
             self._wishes[node] = [_operator_name(node)]  # where the search comes back to it
             self._wishes[node] = list(self._candidates(node)) or [_operator_name(node)]
@@ -131,7 +103,12 @@ class ValueNames:
             partial = "_partial" if self._is_partial(node) else ""
             for name in self._assigned.get(node, ()):
                 yield f"{name}{partial}"
-            if (suffix := _suffix(node)) and not self._assigned.get(node):
+            suffix = _suffix(node)
+            # A pass that made several operators of one may have named them: "scores".
+            source = _without_number(self._source_of.get(node, ""))
+            if source and not suffix and node.target is not operator.getitem:
+                yield source
+            if suffix and not self._assigned.get(node):
                 viewed = self._base(self._viewed(node.args[0]))
                 # Where the value itself is nested, nobody else needs its name.
                 yield from (viewed, f"{viewed}_{suffix}")
@@ -186,16 +163,9 @@ def _suffix(node: Node) -> str:
     return f"{node.meta['val'].dim()}d" if is_reshape(node) else _operator_name(node)
 
 
-def unique(wishes: Sequence[str], taken: set[str]) -> str:
-    """The first free one of ``wishes`` as an identifier, else the first with a number."""
-    names = [identifier(wish, RESERVED) for wish in wishes]
-    name = next((name for name in names if name not in taken), names[0])
-    number = 0
-    while name in taken:
-        number += 1
-        name = f"{names[0]}_{number}"
-    taken.add(name)
-    return name
+def _without_number(name: str) -> str:
+    """The name of a node without what :mod:`torch.fx` puts behind it."""
+    return re.sub(r"(_default)?(_\d+)*$", "", name).strip("_")
 
 
 def _operator_name(node: Node) -> str:
@@ -234,9 +204,11 @@ def _assigned_names(
             trace = traces[node] = frames(node.meta.get("stack_trace") or "")
             for depth in range(len(trace)):
                 groups.setdefault(_group(trace[: depth + 1]), {})[node] = None
-    by_statement = {
-        key: _targets(key[-1].statement, members, backward) for key, members in groups.items()
-    }
+    by_statement: dict[tuple[Frame, ...], Mapping[Node, str]] = {}
+    assigned: dict[Node, str] = {}
+    for key, members in groups.items():  # in the order in which the statements ran
+        by_statement[key] = _targets(key[-1].statement, members, backward, assigned)
+        assigned.update(by_statement[key])
     found = {}
     for node, trace in traces.items():
         depths = range(len(trace), 0, -1)
@@ -261,12 +233,15 @@ def _ranked(assigned: Sequence[str], modules: Sequence[str]) -> list[str]:
 
 
 def _targets(
-    statement: Statement | None, members: Collection[Node], backward: Collection[Node]
+    statement: Statement | None,
+    members: Collection[Node],
+    backward: Collection[Node],
+    assigned: Mapping[Node, str],
 ) -> Mapping[Node, str]:
     """Which of the values that a statement computed are bound to which name.
 
     Only a value that the statement computes last is what it assigns; where that is not certain,
-    as in a loop, nothing is.
+    as in a loop, nothing is. ``assigned`` has the names that earlier statements bound.
     """
     if statement is None:
         return {}
@@ -287,7 +262,26 @@ def _targets(
         return {last[0]: names[statement.used[0]]}
     if statement.listed and len(last) == len(names):
         return dict(zip(last, names, strict=True))
-    return {}
+    # query, key = rotate(query, key): what is made of one old value alone is its new one.
+    made_of = {node: _operands(node, members, assigned).intersection(names) for node in last}
+    renewed = {node: old.pop() for node, old in made_of.items() if len(old) == 1}
+    return renewed if len(set(renewed.values())) == len(last) else {}
+
+
+def _operands(node: Node, members: Collection[Node], assigned: Mapping[Node, str]) -> set[str]:
+    """Names of the values from before the statement that ``node`` is computed from."""
+    names: set[str] = set()
+    pending = [node]
+    seen = {node}
+    for part in pending:  # which grows
+        for operand in part.all_input_nodes:
+            if operand in members or conversion_of(operand) is not None:
+                if operand not in seen:
+                    pending.append(operand)
+                seen.add(operand)
+            elif operand in assigned:
+                names.add(assigned[operand])
+    return names
 
 
 def _uses(node: Node, backward: Collection[Node]) -> Iterator[Node]:
@@ -326,7 +320,7 @@ def _module_names(node: Node, backward: Collection[Node], layer: str) -> Iterato
 # Gradients.
 
 
-def _gradients(joint: JointGraph, backward: Collection[Node]) -> Mapping[Node, Node]:
+def _gradients(joint: JointGraph, values: Mapping[str, Node]) -> Mapping[Node, Node]:
     """The forward value that each value of backward is the gradient of, where that is known.
 
     A value that the backward of another operator takes is the gradient of that one's result.
@@ -335,7 +329,6 @@ def _gradients(joint: JointGraph, backward: Collection[Node]) -> Mapping[Node, N
     for grad, value in zip(joint.grads, joint.inputs, strict=True):
         if grad is not None:
             found.setdefault(grad, value)
-    values = _forward_values(joint.graph, backward)
     tangents = _on_tangents(joint)
     for node in reversed(joint.graph.nodes):
         if node not in tangents or node.op != "call_function" or node in found:

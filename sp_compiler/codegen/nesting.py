@@ -106,7 +106,9 @@ class Nesting:
     def _nest(self, user: Node, inside: Sequence[Node]) -> bool:
         self.nested.update(inside)
         after = self._moved(self.statement_of(user), inside)
-        if after is None or not self._fits(user):
+        # A number is shorter than its name.
+        is_number = all(node.target is aten.scalar_tensor.default for node in inside)
+        if after is None or not (is_number or self._fits(user)):
             self.nested.difference_update(inside)
             return False
         self.statements = after
@@ -224,7 +226,9 @@ class _Storages:
         self._last = nodes[-1:]
         for node in nodes:
             owner = self._bases[node]
-            if owner.op != "placeholder" and owner not in kept:
+            # Several results are freed one by one, each with the part that holds it.
+            is_freed = owner.op != "placeholder" and owner not in kept
+            if is_freed and isinstance(owner.meta["val"], Tensor):
                 self._holders.setdefault(owner, []).append(node)
         for node in nodes:
             for used in {self._bases[used]: None for used in (node, *node.all_input_nodes)}:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torch.fx import Graph, Node
 
@@ -11,12 +11,16 @@ from sp_compiler.base.provenance import module_path
 from sp_compiler.base.python_text import comment
 from sp_compiler.codegen.descriptions import describe
 from sp_compiler.codegen.expressions import Printer, first_alone
-from sp_compiler.codegen.nesting import Nesting, is_named_part, is_unpacked
+from sp_compiler.codegen.lifetimes import Lifetimes, targets
+from sp_compiler.codegen.nesting import Nesting, is_unpacked
 from sp_compiler.ir.fx import placements_of
 from sp_compiler.ir.op_traits import base, is_collective, is_identity, is_started, is_view, is_wait
 
 WIDTH = 100
 """Of a statement, without its indentation and the comment behind it."""
+# A little more is better than three lines for one statement: what is nested was decided with
+# tentative names, and the final ones may be longer.
+_SLACK = 8
 _STRING = r'"(?:[^"\\]|\\.)*"'
 _TOKENS = re.compile(rf"{_STRING}|[()\[\],]")
 
@@ -25,52 +29,67 @@ class Body:
     """The statements of one graph.
 
     Args:
-        printer: has the names of the graph's nodes; what is nested is decided here.
         graph: a forward or backward.
+        printer: has tentative names, by whose length it is decided what is nested.
         layer: is left out of module paths.
         gradients: whether the function returns gradients.
     """
 
-    def __init__(self, printer: Printer, graph: Graph, layer: str, *, gradients: bool) -> None:
+    def __init__(self, graph: Graph, printer: Printer, layer: str, *, gradients: bool) -> None:
+        self.graph = graph
         self.printer = printer
         self._layer = layer
         self._depth = _common_depth(graph)
         self._nesting = nesting = Nesting(graph, printer.idioms, gradients, self._fits)
         printer.nested = nesting.nested
         nesting.run()
-        self._statements = nesting.statements
-        self._parts = {node: list(nesting.tree(node)) for node in self._statements}
-        self._returned = {base(node) for node in graph.output_node().all_input_nodes}
+        self._parts = {node: list(nesting.tree(node)) for node in nesting.statements}
+        self._deaths: Mapping[Node, Sequence[str]] = {}
 
-    @property
-    def shown(self) -> set[str]:
-        """The nodes that have a name, by their own."""
-        return {
-            node.name
-            for statement in self._statements
-            for node in (statement, *statement.users)
-            if node is statement or is_named_part(node)
-        }
+    def choose_names(
+        self,
+        wishes: Callable[[Node], Sequence[str]],
+        given: Mapping[str, str],
+        taken: Collection[str],
+    ) -> None:
+        """Give the final names; the arguments are those of :class:`Lifetimes`."""
+        nested = self._nesting.nested
+        lifetimes = Lifetimes(self.graph, self._parts, nested, wishes, given, taken)
+        self.printer.names = lifetimes.names
+        self._deaths = lifetimes.deaths()
 
     def lines(self) -> list[str]:
         """The statements with their sections, and where names die."""
         lines: list[str] = []
-        deaths = self._last_uses()
-        allocates = [not is_view(node) for node in self._statements]
+        sections = self._sections()
+        # What arrives may have to be copied into place.
+        allocates = [
+            any(is_wait(part) or not is_view(part) for part in parts)
+            for parts in self._parts.values()
+        ]
         left = sum(allocates)
-        for path, section in self._sections():
+        place = -1
+        for path, section in sections:
             recomputed = [_is_recomputed(node) for node in section]
             if path:
                 title = f"recompute {path}" if all(recomputed) else path
                 lines += [*([""] if lines else []), comment(title)]
+            dead: list[str] = []
             for node, again in zip(section, recomputed, strict=True):
+                place += 1
+                # Until something is allocated, what is dead costs nothing.
+                if dead and allocates[place]:
+                    lines += _deletion(dead)
+                    dead = []
                 lines += self._statement(
                     node, "recomputed" if again and not all(recomputed) else ""
                 )
-                left -= not is_view(node)
+                left -= allocates[place]
+                rebound = {self.printer.names[target] for target in targets(node)}
+                dead = [name for name in dead if name not in rebound]
                 # What dies where nothing is allocated any more dies with the function.
-                if (dead := deaths.get(node)) and left:
-                    lines += [f"del {line.rstrip(',')}" for line in fill(", ".join(dead))]
+                dead += self._deaths.get(node, []) if left else []
+            lines += _deletion(dead)
         return lines
 
     def _sections(self) -> list[tuple[str, list[Node]]]:
@@ -80,17 +99,17 @@ class Body:
         """
         sections: list[tuple[str, list[Node]]] = []
         pending: list[Node] = []
-        for node in self._statements:
+        for node, parts in self._parts.items():
             pending.append(node)
-            computes = [part for part in self._parts[node] if not _only_moves(part)]
-            if not computes and node is not self._statements[-1]:
+            computes = [part for part in parts if not _only_moves(part)]
+            if not computes and node is not next(reversed(self._parts)):
                 continue
-            path = self._section_path(node)
+            path = self._section_path(computes[-1] if computes else node)
             if not sections or path not in ("", sections[-1][0]):
                 sections.append((path, []))
             sections[-1][1].extend(pending)
             pending = []
-        return sections
+        return _without_small_recomputations(sections)
 
     def _section_path(self, node: Node) -> str:
         """The child of the layer that ``node`` belongs to; "" where unknown."""
@@ -130,38 +149,36 @@ class Body:
         names = self.printer.names
         if not is_unpacked(node):
             return names[node]
-        parts = {part.args[1]: names[part] for part in node.users}
+        parts = {int(part.args[1]): names[part] for part in node.users}
         if first_alone(node):
             return parts[0]
         targets = [parts.get(index, "_") for index in range(len(node.meta["val"]))]
         return ", ".join(targets) + ("," if len(targets) == 1 else "")
 
-    def _last_uses(self) -> Mapping[Node, list[str]]:
-        """Statement to the names that die after it.
 
-        The names of one storage die together, when it does; what the caller holds is left out, and
-        handles of collectives, which hold nothing once these have arrived.
-        """
-        last: dict[Node, Node] = {}
-        for statement, parts in self._parts.items():
-            for node in parts:
-                for used in (node, *node.all_input_nodes):
-                    last[base(used)] = statement
-        deaths: dict[Node, list[str]] = {}
-        for statement in self._statements:
-            several = is_unpacked(statement)
-            named = list(statement.users) if several else [statement]
-            unused = several and len(named) < len(statement.meta["val"])
-            if unused and not first_alone(statement):
-                deaths.setdefault(statement, []).append("_")
-            for node in named:
-                storage = base(node)
-                held = storage.op == "placeholder" or storage in self._returned
-                if not held and not is_started(node):
-                    # A result that nothing uses dies at once.
-                    end = last.get(storage, statement)
-                    deaths.setdefault(end, []).append(self.printer.names[node])
-        return deaths
+def _without_small_recomputations(
+    sections: Sequence[tuple[str, list[Node]]],
+) -> list[tuple[str, list[Node]]]:
+    """One or two recomputed statements are with what they are recomputed for.
+
+    A heading and a blank line for each would tear apart the section that needs them.
+    """
+    merged: list[tuple[str, list[Node]]] = []
+    early: list[Node] = []
+    for path, nodes in sections:
+        if len(nodes) < 3 and all(map(_is_recomputed, nodes)):
+            early += nodes
+            continue
+        if merged and merged[-1][0] == path:
+            merged[-1][1].extend([*early, *nodes])
+        else:
+            merged.append((path, [*early, *nodes]))
+        early = []
+    return [*merged, ("", early)] if early else merged
+
+
+def _deletion(names: Sequence[str]) -> list[str]:
+    return [f"del {line.rstrip(',')}" for line in fill(", ".join(names))]
 
 
 def _is_recomputed(node: Node) -> bool:
@@ -192,7 +209,7 @@ def fill(text: str) -> list[str]:
     """Items between commas in lines; none that fits into a line is broken."""
     lines: list[str] = []
     for word in _items(text):
-        if lines and len(lines[-1]) + 1 + len(word) <= WIDTH - 4:
+        if lines and len(lines[-1]) + 1 + len(word) <= WIDTH:
             lines[-1] += f" {word}"
         else:
             lines.append(word)
@@ -212,7 +229,7 @@ def _items(text: str) -> list[str]:
 
 def _wrapped(target: str, expression: str) -> list[str]:
     """An assignment, a long one with what is between its parentheses on lines of their own."""
-    if len(target) + len(expression) + 3 <= WIDTH:
+    if len(target) + len(expression) + 3 <= WIDTH + _SLACK:
         return [f"{target} = {expression}"]
     opening = _closed_last(expression)
     if opening is None:

@@ -15,9 +15,11 @@ X = torch.randn(4, 6)
 
 
 def names_of(region: Region) -> dict[str, str]:
-    names = ValueNames(differentiate(region))
-    names.choose()
-    return names.table
+    """What each value would be called best."""
+    joint = differentiate(region)
+    names = ValueNames(joint)
+    nodes = [node for node in joint.graph.nodes if node.op != "output"]
+    return {node.name: names.wishes(node)[0] for node in nodes}
 
 
 def forward_names(module: nn.Module, *args: Tensor) -> set[str]:

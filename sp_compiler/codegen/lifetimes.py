@@ -1,0 +1,118 @@
+"""Which name holds each value of a function, from where to where.
+
+A name is free again behind the last statement that reads its value, as where a person writes
+``x = f(x)``: so names need no numbers, and what is bound anew frees what was bound before. All else
+is deleted where its storage dies, because Python would keep it until the function returns.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+from torch.fx import Graph, Node
+
+from sp_compiler.codegen.expressions import first_alone
+from sp_compiler.codegen.nesting import is_unpacked
+from sp_compiler.ir.op_traits import base, is_started
+
+
+class Lifetimes:
+    """The names of one function.
+
+    Args:
+        graph: a forward or backward.
+        parts: every statement in order, with the nodes that it evaluates.
+        nested: nodes without a name.
+        wishes: names for a node, best first.
+        given: names of inputs that are known from elsewhere, by those of the nodes.
+        taken: names that mean something else.
+
+    Attributes:
+        names: of each node that has one.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        parts: Mapping[Node, Sequence[Node]],
+        nested: Collection[Node],
+        wishes: Callable[[Node], Sequence[str]],
+        given: Mapping[str, str],
+        taken: Iterable[str] = (),
+    ) -> None:
+        self._parts = parts
+        self._inputs = graph.find_nodes(op="placeholder")
+        self._returned = set(graph.output_node().all_input_nodes)
+        self._wishes = wishes
+        self._last_read = {
+            read: place
+            for place, nodes in enumerate(parts.values())
+            for node in nodes
+            for read in node.all_input_nodes
+            if read not in nested
+        }
+        self.names: dict[Node, str] = {}
+        self._choose(given, set(taken))
+
+    def _choose(self, given: Mapping[str, str], taken: set[str]) -> None:
+        # What the caller passes keeps its name to the end: a reader looks it up in the signature.
+        for node in self._inputs:
+            wishes = [given[node.name]] if node.name in given else self._wishes(node)
+            self.names[node] = _first_free(wishes, taken)
+            taken.add(self.names[node])
+        held: dict[str, Node] = {}
+        for place, statement in enumerate(self._parts):
+            # What this statement alone still reads may give its name away: x = f(x).
+            held = {name: node for name, node in held.items() if self._is_read_behind(node, place)}
+            for node in targets(statement):
+                self.names[node] = _first_free(self._wishes(node), taken | held.keys())
+                held[self.names[node]] = node
+
+    def _is_read_behind(self, node: Node, place: int) -> bool:
+        return node in self._returned or self._last_read.get(node, -1) > place
+
+    def deaths(self) -> Mapping[Node, list[str]]:
+        """Statement to the names that die behind it.
+
+        The names of one storage die together, when it does; what the caller holds is left out, and
+        handles of collectives, which hold nothing once these have arrived.
+        """
+        kept = {base(node) for node in (*self._inputs, *self._returned)}
+        last: dict[Node, Node] = {}
+        for statement, nodes in self._parts.items():
+            read = [node for part in nodes for node in part.all_input_nodes]
+            for node in (*targets(statement), *nodes, *read):
+                last[base(node)] = statement
+        bound: dict[str, Node] = {}
+        deaths: dict[Node, list[str]] = {}
+        for statement in self._parts:
+            named = targets(statement)
+            bound.update((self.names[node], node) for node in named if not is_started(node))
+            dead = [name for name, node in bound.items() if last[base(node)] is statement]
+            if has_unused_part(statement):
+                dead.insert(0, "_")
+            for name in dead:
+                if name == "_" or base(bound.pop(name)) not in kept:
+                    deaths.setdefault(statement, []).append(name)
+        return deaths
+
+
+def targets(statement: Node) -> list[Node]:
+    """The values that a statement gives a name to."""
+    if not is_unpacked(statement):
+        return [statement]
+    return sorted(statement.users, key=lambda part: int(part.args[1]))
+
+
+def has_unused_part(statement: Node) -> bool:
+    """Whether one of several results is unpacked into ``_``."""
+    several = is_unpacked(statement) and not first_alone(statement)
+    return several and len(statement.users) < len(statement.meta["val"])
+
+
+def _first_free(wishes: Sequence[str], taken: Collection[str]) -> str:
+    """The first of ``wishes`` that is not ``taken``, else the first with a number."""
+    stem = wishes[0].rstrip("_")  # "sum_" has a "_" because sum is a builtin
+    numbered = (f"{stem}_{number}" for number in itertools.count(1))
+    return next(name for name in itertools.chain(wishes, numbered) if name not in taken)

@@ -20,6 +20,7 @@ from sp_compiler.base.errors import PassError
 from sp_compiler.base.pass_report import Pass
 from sp_compiler.base.python_text import identifier, string
 from sp_compiler.codegen.idioms import RESHAPES, Idioms
+from sp_compiler.codegen.spelling import BINDS, FUNCTIONS, INFIX, METHODS
 from sp_compiler.ir.fx import arguments
 from sp_compiler.ir.op_traits import conversion_of, is_started
 from sp_compiler.ir.symbolic import SYMBOLIC, example_number, is_open, plain, text
@@ -28,76 +29,6 @@ from sp_compiler.ops.registry import operator_of
 
 aten = torch.ops.aten
 
-INFIX = {
-    aten.add.Tensor: "+",
-    aten.add.Scalar: "+",
-    aten.sub.Tensor: "-",
-    aten.sub.Scalar: "-",
-    aten.mul.Tensor: "*",
-    aten.mul.Scalar: "*",
-    aten.div.Tensor: "/",
-    aten.div.Scalar: "/",
-    aten.ne.Tensor: "!=",
-    aten.ne.Scalar: "!=",
-    aten.eq.Tensor: "==",
-    aten.eq.Scalar: "==",
-    aten.lt.Tensor: "<",
-    aten.lt.Scalar: "<",
-    aten.le.Tensor: "<=",
-    aten.le.Scalar: "<=",
-    aten.gt.Tensor: ">",
-    aten.gt.Scalar: ">",
-    aten.ge.Tensor: ">=",
-    aten.ge.Scalar: ">=",
-}
-_BINDS = {"+": 1, "-": 1, "*": 2, "/": 2, "==": 0, "<": 0, "<=": 0, ">": 0, ">=": 0, "!=": 0}
-METHODS = {
-    aten.t.default: "t",
-    aten.expand.default: "expand",
-    aten.unsqueeze.default: "unsqueeze",
-    aten.squeeze.dim: "squeeze",
-    aten.select.int: "select",
-    aten.split.Tensor: "split",
-    aten.unbind.int: "unbind",
-    aten.neg.default: "neg",
-    aten.exp.default: "exp",
-    aten.masked_fill.Scalar: "masked_fill",
-    aten.masked_fill.Tensor: "masked_fill",
-}
-FUNCTIONS = {
-    **{
-        overload: f"torch.{overload.__name__.partition('.')[0]}"
-        for overload in (
-            aten._log_softmax_backward_data.default,
-            aten._softmax_backward_data.default,
-            aten.addmm.default,
-            aten.arange.default,
-            aten.baddbmm.default,
-            aten.bmm.default,
-            aten.cat.default,
-            aten.constant_pad_nd.default,
-            aten.cos.default,
-            aten.embedding.default,
-            aten.full.default,
-            aten.mean.dim,
-            aten.mm.default,
-            aten.ones.default,
-            aten.pow.Tensor_Scalar,
-            aten.relu.default,
-            aten.rsqrt.default,
-            aten.scalar_tensor.default,
-            aten.sigmoid.default,
-            aten.sin.default,
-            aten.stack.default,
-            aten.sum.default,
-            aten.sum.dim_IntList,
-            aten.tanh.default,
-            aten.tril.default,
-        )
-    },
-    aten.gelu.default: "F.gelu",
-    aten.linear.default: "F.linear",
-}
 _DROPPED = {"layout": torch.strided, "pin_memory": False}
 
 
@@ -193,7 +124,7 @@ class Printer:
         if value not in self.nested or not _is_infix(value):
             return text
         # The order of evaluation is that of the graph: sums and products round.
-        inner, outer = _BINDS[INFIX[value.target]], _BINDS[INFIX[user.target]]
+        inner, outer = BINDS[INFIX[value.target]], BINDS[INFIX[user.target]]
         return text if inner > outer or (inner == outer > 0 and not right) else f"({text})"
 
     def _function(self, node: Node) -> str:

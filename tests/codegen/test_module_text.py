@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from sp_compiler.base.errors import PassError
-from sp_compiler.codegen.expressions import FUNCTIONS, METHODS
 from sp_compiler.codegen.loading import load
 from sp_compiler.codegen.module_text import CompiledRegion, module_source
+from sp_compiler.codegen.spelling import FUNCTIONS, METHODS
 from sp_compiler.ir.program import Region
 from sp_compiler.passes.memory.tag import POLICIES
 from tests.helpers.compiled_region import compile_region

@@ -1,0 +1,83 @@
+"""How a person writes an operator: as a symbol, a method of its first argument, a torch function.
+
+Only names of builtins, which cost half of what calling an ``OpOverload`` costs: a function of torch
+that is written in Python, such as most of :mod:`torch.nn.functional`, costs more.
+"""
+
+from __future__ import annotations
+
+import torch
+
+aten = torch.ops.aten
+
+INFIX = {
+    aten.add.Tensor: "+",
+    aten.add.Scalar: "+",
+    aten.sub.Tensor: "-",
+    aten.sub.Scalar: "-",
+    aten.mul.Tensor: "*",
+    aten.mul.Scalar: "*",
+    aten.div.Tensor: "/",
+    aten.div.Scalar: "/",
+    aten.ne.Tensor: "!=",
+    aten.ne.Scalar: "!=",
+    aten.eq.Tensor: "==",
+    aten.eq.Scalar: "==",
+    aten.lt.Tensor: "<",
+    aten.lt.Scalar: "<",
+    aten.le.Tensor: "<=",
+    aten.le.Scalar: "<=",
+    aten.gt.Tensor: ">",
+    aten.gt.Scalar: ">",
+    aten.ge.Tensor: ">=",
+    aten.ge.Scalar: ">=",
+}
+# Tighter ones need no parentheses inside looser ones.
+BINDS = {"+": 1, "-": 1, "*": 2, "/": 2, "==": 0, "<": 0, "<=": 0, ">": 0, ">=": 0, "!=": 0}
+METHODS = {
+    aten.t.default: "t",
+    aten.expand.default: "expand",
+    aten.unsqueeze.default: "unsqueeze",
+    aten.squeeze.dim: "squeeze",
+    aten.select.int: "select",
+    aten.split.Tensor: "split",
+    aten.unbind.int: "unbind",
+    aten.neg.default: "neg",
+    aten.exp.default: "exp",
+    aten.masked_fill.Scalar: "masked_fill",
+    aten.masked_fill.Tensor: "masked_fill",
+}
+FUNCTIONS = {
+    **{
+        overload: f"torch.{overload.__name__.partition('.')[0]}"
+        for overload in (
+            aten._log_softmax_backward_data.default,
+            aten._softmax_backward_data.default,
+            aten.addmm.default,
+            aten.arange.default,
+            aten.baddbmm.default,
+            aten.bmm.default,
+            aten.cat.default,
+            aten.constant_pad_nd.default,
+            aten.cos.default,
+            aten.embedding.default,
+            aten.full.default,
+            aten.mean.dim,
+            aten.mm.default,
+            aten.ones.default,
+            aten.pow.Tensor_Scalar,
+            aten.relu.default,
+            aten.rsqrt.default,
+            aten.scalar_tensor.default,
+            aten.sigmoid.default,
+            aten.sin.default,
+            aten.stack.default,
+            aten.sum.default,
+            aten.sum.dim_IntList,
+            aten.tanh.default,
+            aten.tril.default,
+        )
+    },
+    aten.gelu.default: "F.gelu",
+    aten.linear.default: "F.linear",
+}

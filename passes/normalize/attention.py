@@ -117,6 +117,7 @@ def _compute(node: Node, known: dict[Node, Tensor | None], binding: Binding) -> 
         empty = torch.empty(evaluate(tuple(value.shape), binding), dtype=value.dtype)
         args = (empty, *node.args[1:])
     else:
+        # Down to the factories, for a mask is a short chain of operators on them.
         operands = {operand: _constant(operand, known, binding) for operand in node.all_input_nodes}
         if any(value is None for value in operands.values()):
             return None

@@ -52,6 +52,7 @@ def split_packed(graph: Graph) -> None:
         part = insert_call(
             node, operator.getitem, (splits[unflattened], index), origin=_ORIGIN, name="part"
         )
+        # The moves may have added dims of size 1.
         if not same_shape(shape_of(part), shape_of(node)):
             size = list(shape_of(node))
             part = insert_call(node, _aten.reshape.default, (part, size), origin=_ORIGIN)

@@ -92,7 +92,7 @@ def _inputs_of(piece: Piece, refs: dict[Node, Ref]) -> list[Node]:
     """Values from outside, ordered by kind and then by first use."""
     inside = set(piece.nodes)
     used = dict.fromkeys(n for node in piece.nodes for n in node.all_input_nodes if n not in inside)
-    # Open sizes are no operands: they are in the shapes and arguments of the nodes.
+    # Open sizes are no operands: they occur in the shapes and arguments of the nodes.
     sizes = [node for node, ref in refs.items() if ref.kind == "size"]
     symbols = symbols_in([*used, *piece.nodes]) if sizes else set()
     used |= {node: None for node in sizes if symbol_of(node) in symbols}
@@ -102,7 +102,7 @@ def _inputs_of(piece: Piece, refs: dict[Node, Ref]) -> list[Node]:
 def _carried_name(node: Node, outputs: list[Node]) -> str:
     """Name a value from elsewhere: ``hidden`` where the region returns one like it."""
     value = node.meta["val"]
-    if not isinstance(value, Tensor):
+    if not isinstance(value, Tensor):  # an open size
         return node.name
     alike = any(
         same_shape(value.shape, out.meta["val"].shape) and value.dtype is out.meta["val"].dtype

@@ -100,6 +100,7 @@ def _sink(first: Piece, last: Piece) -> None:
 
 def _name_pieces(pieces: list[Piece]) -> None:
     last = len(pieces) - 1
+    # Names of classes in the generated code; equal ones are numbered once regions are known.
     for index, piece in enumerate(pieces):
         if piece.layer is not OUTSIDE:
             piece.name = identifier(piece.layer.class_name)  # any text may be a class's name

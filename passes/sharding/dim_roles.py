@@ -96,7 +96,7 @@ class RegionValues:
         """Number of leading dims that flatten to rows of tokens; 0 where tokens are elsewhere."""
         shape = shape_of(value)
         tokens = [dim for dim in range(len(shape)) if (value, dim) in self.tokens]
-        if not tokens:
+        if not tokens:  # a weight, or a value with features alone
             return 0
         # Up to the last token dim; in between only sizes of 1, which change no row.
         count = tokens[-1] + 1

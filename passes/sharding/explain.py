@@ -107,6 +107,7 @@ class _Question:
         subject = self.builder.problem.parameters.get(stored_name)
         if subject is None:
             return _unexplained(self.program, name, "", "the forward does not use it")
+        # One vertex, but a value in each region that reads it.
         vertex = self.subjects.index(subject)
         keys = self._keys(stored_name)
         readers = list(self._readers(keys))
@@ -170,6 +171,7 @@ class _Question:
         vertex, chosen = self.vertices[number], index == self.best[number]
         option = vertex.options[index]
         strategies = self.builder.problem.strategies[number]
+        # An operator shows how it runs, a parameter how it is stored.
         if strategies:
             operands = tuple(map(str, strategies[index].operands))
             results = tuple(map(str, strategies[index].results))
@@ -196,6 +198,8 @@ class _Question:
 
     def _costs(self, choices: list[int]) -> tuple[float, float, float]:
         """Communication, compute and the price of memory, in us."""
+        # Of the whole program: a choice here may move costs to any other place. Only operators
+        # compute; options of parameters and of values between regions are priced for their memory.
         paid = sum(map(self._price, conversions(self.vertices, choices)))
         costs = [v.options[i].cost_us for v, i in zip(self.vertices, choices, strict=True)]
         kinds = zip(costs, self.subjects, strict=True)
@@ -261,7 +265,7 @@ class _Question:
         choices = self._forced(number, index)
         assert choices is not None  # only possible ways come here
         text = f"{way.results[0]} would cost {way.more_us:.1f} us more"
-        for conversion in self._extra(choices)[:1]:
+        for conversion in self._extra(choices)[:1]:  # none where computing is what costs more
             why = self._why(conversion, choices)
             text += f", with {self._conversion_text(conversion)}{why and f', as {why}'}"
         return text

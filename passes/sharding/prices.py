@@ -64,7 +64,8 @@ class Prices:
             for region in self._regions
         ]
         params = [node for each in self._params for node in each]
-        # Parameters with more than two dims are stacks of matrices, if there are any.
+        # The yardstick of replicated_us(). Not parameters with more than two dims: those are stacks
+        # of matrices (experts), beside which every matrix would be small.
         matrices = [node for node in params if node.meta["val"].ndim == 2] or params
         self._largest_matrix_bytes = max((bytes_of((node, 0)) for node in matrices), default=0)
 

@@ -94,6 +94,7 @@ class Problem:
 
     vertices: list[Vertex] = field(default_factory=list)
     subjects: list[Subject] = field(default_factory=list)
+    # The solver sees the vertices alone; the others lead from its choices back to the graph.
     strategies: list[list[Strategy]] = field(default_factory=list)
     parameters: dict[str, ParameterSubject] = field(default_factory=dict)
     crossings: dict[Port, CrossingSubject] = field(default_factory=dict)
@@ -180,6 +181,7 @@ class ProblemBuilder:
             if not any(p == P and not a for p, a in zip(strategy.operands, active, strict=True))
             and not any(p.is_sharded and not a for p, a in zip(strategy.results, made, strict=True))
         ]
+        # Values that are not active are replicated anyway: the solver need not know of them.
         options = [
             Option(
                 tuple(p for p, a in zip(s.operands, active, strict=True) if a),

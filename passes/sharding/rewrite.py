@@ -110,7 +110,7 @@ class RegionLowering:
     def _placeholder(self, node: Node, placement: Placement) -> None:
         new = self.graph.placeholder(node.name)
         _copy_meta(node, new)
-        if isinstance(node.meta["val"], SYMBOLIC):  # a size: no value that could be converted
+        if isinstance(node.meta["val"], SYMBOLIC):  # an open size, not a value to be converted
             new.meta["placement"] = placement
             return
         fake = node.meta["val"]
@@ -247,6 +247,7 @@ class RegionLowering:
         _part_of(value, target, self.world_size)  # for its error, and to record what divides
         if target.kind == "T":
             x = self._to_rows(x, shape, target.dim, like)
+        # As the graph has it: rows of tokens are S(0) of the flattened tensor.
         text = (str(local_placement(source)), str(local_placement(target)))
         new = self._emit(CONVERT.overload, (x, *text, self.world_size), {}, like)
         report_of(Pass.SHARD).rewrote(kind=" -> ".join(text))
@@ -313,6 +314,7 @@ def _part_of(value: Value, placement: Placement, world_size: int) -> tuple[int, 
     shape = shape_of(value)
     if not placement.is_sharded:
         return shape
+    # Segments of another dim, or of the same dim at another size: the rule is wrong.
     if placement.segments and sum(placement.segments) != shape[placement.dim]:
         raise PassError(Pass.SHARD, f"{placement} does not cut {shape}", value[0])
     return placement.local_shape(shape, world_size)

@@ -48,7 +48,7 @@ def shard(
     example = Concretizer(program.sizes)
     routed, fixed = route_outputs(program), fixed or {}
     opened = routed.program
-    if options.tp == 1:
+    if options.tp == 1:  # nothing to choose
         concrete = example.program(opened)
         return _with_returned(assemble_unsharded(opened, concrete, activate(concrete), example), {})
     builder = placement_problem(routed, options, fixed, replicated, example)
@@ -97,6 +97,7 @@ def placement_problem(
         world_size=options.tp,
         sequence_parallel=options.sequence_parallel,
         nominal_tokens=options.nominal_tokens,
+        # Outputs that had to be separated from values of regions are returned in full.
         shard_outputs=lambda index: (
             program.outputs[index] not in routed.refs and may_shard(program, index, options)
         ),

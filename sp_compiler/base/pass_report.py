@@ -41,7 +41,7 @@ class Pass(StrEnum):
     CODEGEN = "codegen"
 
     def __repr__(self) -> str:
-        return repr(self.value)  # lists of names in messages mix these with the user's own, texts
+        return repr(self.value)  # as the names of the user's own passes, beside which it is shown
 
 
 @dataclass(frozen=True)

@@ -166,6 +166,7 @@ def numbered(call: FunctionCall) -> tuple[int, FunctionCall]:
 
     Equal calls have one number, so that layers with one each stay equal.
     """
+    # A list: a call of another capture may be collected while the dictionary is read.
     for number, known in list(_CALLS.items()):
         if _key(call) == _key(known) and all(map(_is_same, call.leaves, known.leaves)):
             return number, known

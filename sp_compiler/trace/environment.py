@@ -194,7 +194,7 @@ def _given_causal_hint() -> Iterator[None]:
 
     The mask itself is still used, so only a hint for faster kernels is lost.
     """
-    # torch internals: nn.modules.transformer._detect_is_causal_mask. It reads numbers of the mask,
+    # torch internals: nn.modules.transformer._detect_is_causal_mask. It reads values of the mask,
     # which a fake tensor does not have; there is no argument that switches it off in every layer.
     module = torch.nn.modules.transformer
     original = module._detect_is_causal_mask

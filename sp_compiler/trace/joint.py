@@ -134,6 +134,7 @@ def trace_joint(region: Region) -> JointGraph:
         graph = traced.graph_module.graph
     # PyTorch's order of nodes and its names are not kept: both change between its versions.
     joint = _rebuild(graph, region)
+    # Before provenance: the copies of outputs are known by having none.
     _drop_no_ops(joint.graph)
     _copy_provenance(joint, region)
     return joint

@@ -1,4 +1,4 @@
-"""Where in the user's model a node came from: its layer, its module, its source line."""
+"""Origin of a node in the user's model: its layer, its module, its source line."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def layer_of(node: Node) -> Layer:
         # torch.export writes the class as text, Dynamo as the class itself.
         name = module_class if isinstance(module_class, str) else module_class.__name__
         name = name.rsplit(".", 1)[-1]
-        if name == "ParametrizationList":  # indexed, but a container of what computes a weight
+        if name == "ParametrizationList":  # indexed, but its modules compute a weight
             return OUTSIDE
         if _INDEXED.search(path):
             return Layer(str(key), path, name)

@@ -284,7 +284,7 @@ class _Checker:
         return values
 
     def _operands(self, node: Node) -> list[Placement]:
-        """As values; the segments, which ``spmd_types`` does not know, are those declared."""
+        """Placements of the operands as values; segments, unknown to the checker, as declared."""
         placements = []
         for operand, placement in zip(tensor_operands(node), self._placements(node), strict=True):
             claim = operand.meta.get("placement", placement)

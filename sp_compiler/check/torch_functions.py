@@ -91,7 +91,7 @@ def _detach(self_: Tensor) -> Tensor:
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, **kwargs: Any
 ) -> Tensor:
-    """Without the causal mask, which is made of tensors that ``spmd_types`` does not see."""
+    """Run attention without the causal mask, whose tensors ``spmd_types`` does not see."""
     return F.scaled_dot_product_attention(query, key, value, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""From a program and ways to split its regions to the plain data of the memory budget's solver.
+"""Plain data for the memory budget's solver, from a program and ways to split its regions.
 
 Read off the same walk as :mod:`sp_compiler.cost.step_memory`, so that a sum over the right entries
 is the peak of the plan, to the byte.

@@ -91,7 +91,7 @@ def conversion_of(node: Node) -> Conversion | None:
 def collective_of(node: Node) -> str | None:
     """Return the collective of a conversion: ``"all_gather"``, ``"reduce_scatter"``..."""
     conversion = conversion_of(node)
-    # No crossings: a slice of what the rank has, or nothing at all.
+    # No crossings: a slice of the rank's own tensor, or nothing at all.
     return conversion.method if conversion is not None and conversion.link_crossings else None
 
 

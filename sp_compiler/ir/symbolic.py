@@ -35,7 +35,7 @@ SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 @dataclass(frozen=True)
 class OpenSize:
-    """One open dim: ``value`` stands for the size of dim ``dim`` of input leaf ``leaf``.
+    """One open dim: ``value`` is the size of dim ``dim`` of input leaf ``leaf``.
 
     Dims that are known to be equal have one ``name``.
     """

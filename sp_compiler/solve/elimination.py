@@ -25,7 +25,7 @@ from sp_compiler.solve.placement_problem import ConversionCost, ValueName, Verte
 MAX_PAIRS = 4_000_000
 """Pairs of rows that one elimination may look at, about a second."""
 _CHEAPEST = 24
-"""How many cheap rows are tried as a replacement of each costlier one."""
+"""Number of cheap rows that are tried as a replacement of each costlier one."""
 _MAX_KEY = 1 << 62  # of joint states, numbered in int64
 
 State = Any

@@ -14,6 +14,7 @@ from sp_compiler.ir.fx import arguments, calls, carries_gradient, is_call, shape
 from sp_compiler.ir.rewriting import insert_call, replace_call, replace_with
 from sp_compiler.ir.symbolic import same_shape
 from sp_compiler.passes.normalize.einsum import contract
+from sp_compiler.passes.normalize.losses import cross_entropy, kl_div, nll_loss
 
 _ORIGIN = Pass.NORMALIZE
 _aten = torch.ops.aten
@@ -30,7 +31,10 @@ def canonical_operators(graph: Graph) -> None:
     - ``x @ w.T`` -> ``linear(x, w)``
     - ``einsum`` -> ``matmul`` or ``linear``, sums and moves of dims, see :func:`.einsum.contract`
     - ``glu(x)`` -> ``a * sigmoid(b)`` of the halves of ``x``
-    - ``cross_entropy`` of logits with classes in dim 1 of several -> that of rows of logits
+    - ``cross_entropy`` of logits with classes in dim 1 of several -> that of rows of logits; with
+      probabilities as targets -> their product with ``log_softmax``
+    - ``logsumexp`` that keeps its dims -> one that does not, and ``reshape``
+    - ``nll_loss`` of ``log_softmax(x)`` -> ``cross_entropy`` of ``x``; ``kl_div`` -> elementwise
     - ``_weight_norm(v, g)`` -> ``v * (g / norm(v))``
     - ``x[..., i::n]`` of a dim that n divides -> ``select`` from its last n elements side by side
     - ``repeat``, ``repeat_interleave`` with a number -> ``reshape``, ``expand``, ``reshape``
@@ -218,33 +222,12 @@ def _repeated(node: Node, narrow: list[tuple[int, int]], wide: list[tuple[int, i
     replace_call(node, _aten.reshape.default, (x, list(shape_of(node))), origin=_ORIGIN)
 
 
-def _cross_entropy(node: Node) -> None:
-    """(b, v, s) -> (b * s, v): the loss over a sharded vocabulary takes rows of logits.
-
-    Models transpose to put classes into dim 1; the moves here and theirs cancel.
-    """
-    args = arguments(node)
-    logits, target = args["self"], args["target"]
-    shape = shape_of(logits)
-    if len(shape) < 3:
+def _logsumexp(node: Node) -> None:
+    bound = arguments(node)
+    if not bound["keepdim"]:
         return
-
-    def rows(x: Node) -> Node:
-        for dim in range(1, len(shape) - 1):
-            x = insert_call(node, _aten.transpose.int, (x, dim, dim + 1), origin=_ORIGIN)
-        return insert_call(node, _aten.reshape.default, (x, [-1, shape[1]]), origin=_ORIGIN)
-
-    if len(shape_of(target)) == len(shape):  # probabilities
-        flat = rows(target)
-    else:
-        flat = insert_call(node, _aten.reshape.default, (target, [-1]), origin=_ORIGIN)
-    rest = (args["weight"], args["reduction"], args["ignore_index"], args["label_smoothing"])
-    new = (rows(logits), flat, *rest)
-    if args["reduction"]:  # 1: mean, 2: sum, of which the result has no dims
-        replace_call(node, node.target, new, origin=_ORIGIN)
-        return
-    losses = insert_call(node, node.target, new, origin=_ORIGIN)
-    replace_call(node, _aten.reshape.default, (losses, list(shape_of(node))), origin=_ORIGIN)
+    rows = insert_call(node, node.target, (bound["self"], bound["dim"]), origin=_ORIGIN)
+    replace_call(node, _aten.reshape.default, (rows, list(shape_of(node))), origin=_ORIGIN)
 
 
 def _like(node: Node) -> None:
@@ -283,7 +266,10 @@ _REWRITES: dict[object, Callable[[Node], None]] = {
     _aten.glu.default: _glu,
     _aten._weight_norm.default: _weight_norm,
     _aten.norm_except_dim.default: _norm_except_dim,
-    _aten.cross_entropy_loss.default: _cross_entropy,
+    _aten.cross_entropy_loss.default: cross_entropy,
+    _aten.logsumexp.default: _logsumexp,
+    _aten.nll_loss_nd.default: nll_loss,
+    _aten.kl_div.default: kl_div,
     _aten.type_as.default: _type_as,
     _aten.broadcast_to.default: _broadcast_to,
     _aten.broadcast_tensors.default: _broadcast_tensors,

@@ -221,7 +221,9 @@ class ProblemBuilder:
             ),
         )
         by_rule = strategies(rule, len(operands), len(results), offers)
-        return by_rule + vocabulary_strategies(node, self.world_size)
+        return by_rule + vocabulary_strategies(
+            node, self.world_size, lambda dim: (operands[0], dim) in facts.features
+        )
 
     # Parameters.
 

@@ -26,8 +26,8 @@ from sp_compiler.ir.rewriting import erase_dead, make_call
 from sp_compiler.ir.symbolic import SYMBOLIC, is_open
 from sp_compiler.ops.convert import CONVERT
 from sp_compiler.ops.rows import CUT_ROWS, PAD_ROWS
-from sp_compiler.ops.vocabulary import VOCAB_EMBEDDING, VOCAB_NLL
 from sp_compiler.passes.sharding.dim_roles import Value, results_of, shape_of, value_of
+from sp_compiler.passes.sharding.vocabulary import lower_over_vocabulary
 from sp_compiler.rules.registry import LocalCall
 from sp_compiler.rules.strategies import Strategy
 from sp_compiler.rules.table import is_pointwise, local_call
@@ -146,7 +146,7 @@ class RegionLowering:
                 leaves[position] = operand
         args, kwargs = tree_unflatten(leaves, spec)
         if strategy.lowering == "vocabulary":
-            new = self._vocabulary(node, args)
+            new = self._vocabulary(node, args, kwargs)
         elif strategy.lowering == "sum":
             new = self._mean(node, args)
         else:
@@ -175,46 +175,12 @@ class RegionLowering:
         args = (operand, list(shape[len(shape) - rank :]))
         return self._emit(aten.reshape.default, args, {}, node)
 
-    def _vocabulary(self, node: Node, args: tuple[Any, ...]) -> Node:
-        values = arguments(node) | dict(zip(arguments(node), args, strict=False))
-        if node.target is aten.embedding.default:
-            return self._vocabulary_embedding(node, values)
-        return self._vocabulary_loss(node, values)
+    def _vocabulary(self, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
+        def emit(target: Any, *args: Any, **kwargs: Any) -> Node:
+            return self._emit(target, args, kwargs, node)
 
-    def _vocabulary_embedding(self, node: Node, values: dict[str, Any]) -> Node:
-        weight, ids = values["weight"], values["indices"]
-        # The global number: ``weight`` is a shard by now, and may be padded.
-        num_rows = arguments(node)["weight"].meta["val"].shape[0]
-        rows = self._emit(
-            VOCAB_EMBEDDING.overload, (weight, ids, num_rows, self.world_size), {}, node
-        )
-        padding = values["padding_idx"]
-        if padding < 0:
-            return rows
-        # The row of the padding token is looked up but gets no gradient. Our operator has no such
-        # argument.
-        is_padding = self._emit(aten.eq.Scalar, (ids, padding), {}, node)
-        is_padding = self._emit(aten.unsqueeze.default, (is_padding, -1), {}, node)
-        constant = self._emit(aten.detach.default, (rows,), {}, node)
-        return self._emit(aten.where.self, (is_padding, constant, rows), {}, node)
-
-    def _vocabulary_loss(self, node: Node, values: dict[str, Any]) -> Node:
-        """The loss per token by our operator, then the reduction by ATen's."""
-        logits, target, ignore = values["self"], values["target"], values["ignore_index"]
-        classes = arguments(node)["self"].meta["val"].shape[1]
-        nll_args = (logits, target, ignore, classes, self.world_size)
-        pair = self._emit(VOCAB_NLL.overload, nll_args, {}, node)
-        nll = self._emit(operator.getitem, (pair, 0), {}, node)
-        # ATen's codes: 0 none, 1 mean, 2 sum.
-        if values["reduction"] == 0:
-            return nll
-        total = self._emit(aten.sum.default, (nll,), {}, node)
-        if values["reduction"] == 2:
-            return total
-        # The mean is over the tokens that are not ignored.
-        counted = self._emit(aten.ne.Scalar, (target, ignore), {}, node)
-        count = self._emit(aten.sum.default, (counted,), {}, node)
-        return self._emit(aten.div.Tensor, (total, count), {}, node)
+        values = arguments(node) | dict(zip(arguments(node), args, strict=False)) | kwargs
+        return lower_over_vocabulary(node, values, self.world_size, emit)
 
     def _mean(self, node: Node, args: tuple[Any, ...]) -> Node:
         """Lower a mean over a sharded dim: the sum of one rank's part, by the global count."""

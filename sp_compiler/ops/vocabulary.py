@@ -22,14 +22,14 @@ def vocab_embedding(tp: Communicator, weight: Tensor, ids: Tensor, num_rows: int
     ``weight`` is S(0) (v/t, h), ``ids`` replicated; the result (*ids, h) is P: zeros for the rows
     of other ranks.
     """
-    _require_inside(tp, ids, num_rows, "an embedding of {} rows")
-    local, is_here = _local_ids(tp, ids, weight.shape[0])
+    require_inside(tp, ids, num_rows, "an embedding of {} rows")
+    local, is_here = local_ids(tp, ids, weight.shape[0])
     return embedding(local, weight).where(is_here.unsqueeze(-1), 0)
 
 
 def vocab_embedding_backward(tp: Communicator, grad: Tensor, ids: Tensor, num_rows: int) -> Tensor:
     """Gradient (num_rows, h), placed S(0), of this rank's part of the table."""
-    local, is_here = _local_ids(tp, ids, num_rows)
+    local, is_here = local_ids(tp, ids, num_rows)
     # A row of another rank adds zeros to row 0: an index must be in range, and shapes must not
     # depend on how many ids are here.
     grad = (grad * is_here.unsqueeze(-1)).reshape(-1, grad.shape[-1])
@@ -47,25 +47,32 @@ def vocab_nll(
     target's logit).
     """
     wanted = torch.where(target == ignore_index, torch.zeros_like(target), target)
-    _require_inside(tp, wanted, classes, "a loss over {} classes, as target")
+    require_inside(tp, wanted, classes, "a loss over {} classes, as target")
+    local, is_here = local_ids(tp, target, logits.shape[-1])
+    # Selected, not multiplied: a logit of another class may be infinite.
+    picked = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1).where(is_here, 0)
+    logsumexp, picked = log_total(tp, logits, classes, [picked])
+    nll = torch.where(target == ignore_index, torch.zeros_like(picked), logsumexp - picked)
+    return nll, logsumexp
+
+
+def log_total(
+    tp: Communicator, logits: Tensor, classes: int, others: Sequence[Tensor]
+) -> Sequence[Tensor]:
+    """The logsumexp of each row of all ranks, and the sums over the ranks of ``others``."""
     padding = padding_columns(tp, logits, classes)
     known = logits if padding is None else logits.masked_fill(padding, -torch.inf)
     # The maximum of all ranks, so that exponentials of different ranks can be added.
     peak = tp.reduce(known.amax(-1), "max")
     del known  # as large as the logits
-    local, is_here = _local_ids(tp, target, logits.shape[-1])
-    # Selected, not multiplied: a logit of another class may be infinite.
-    picked = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1).where(is_here, 0)
     exponents = logits - peak.unsqueeze(-1)
     if padding is not None:
         exponents.masked_fill_(padding, -torch.inf)
     total = exponents.exp_().sum(-1)
     del exponents
-    # One collective for both: at this size its latency is all that it costs.
-    total, picked = tp.reduce(torch.stack([total, picked]), "sum").unbind()
-    logsumexp = total.log() + peak
-    nll = torch.where(target == ignore_index, torch.zeros_like(picked), logsumexp - picked)
-    return nll, logsumexp
+    # One collective for all: at this size its latency is all that it costs.
+    total, *sums = tp.reduce(torch.stack([total, *others]), "sum").unbind()
+    return total.log() + peak, *sums
 
 
 def vocab_nll_backward(
@@ -79,7 +86,7 @@ def vocab_nll_backward(
 ) -> Tensor:
     """Gradient of :func:`vocab_nll` for its logits: (softmax - onehot) * grad; no communication."""
     grad = torch.where(target == ignore_index, torch.zeros_like(grad), grad)
-    local, is_here = _local_ids(tp, target, logits.shape[-1])
+    local, is_here = local_ids(tp, target, logits.shape[-1])
     result = (logits - logsumexp.unsqueeze(-1)).exp_().mul_(grad.unsqueeze(-1))
     padding = padding_columns(tp, logits, classes)
     if padding is not None:
@@ -87,7 +94,7 @@ def vocab_nll_backward(
     return result.scatter_add_(-1, local.unsqueeze(-1), -(grad * is_here).unsqueeze(-1))
 
 
-def _require_inside(tp: Communicator, ids: Tensor, size: int, what: str) -> None:
+def require_inside(tp: Communicator, ids: Tensor, size: int, what: str) -> None:
     """Refuse what is no index at all; on a GPU as torch does, at some later time.
 
     Raises:
@@ -112,7 +119,7 @@ def padding_columns(tp: Communicator, logits: Tensor, classes: int) -> Tensor | 
     return torch.arange(columns, device=logits.device) + tp.rank * columns >= classes
 
 
-def _local_ids(tp: Communicator, ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+def local_ids(tp: Communicator, ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     """Row numbers in this rank's part of the vocabulary (0: elsewhere), and which of them are here.
 
     Without a branch on the rank, which under simulation is a tensor.

@@ -1,6 +1,8 @@
-"""Lookups and losses over a sharded vocabulary, which are lowered to their own operators."""
+"""Lookups in and losses over a sharded vocabulary, which become operators of their own."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch.fx import Node
@@ -12,17 +14,50 @@ from sp_compiler.rules.strategies import Strategy
 _aten = torch.ops.aten
 # A lookup finds most tokens on other ranks: a partial sum. A loss is reduced inside, so equal.
 _RESULTS = {_aten.embedding.default: P, _aten.cross_entropy_loss.default: I}
+# Not softmax: of probabilities (experts, attention) the next operator picks or mixes the classes,
+# so that they would be gathered after all; and the exponential of padding may be infinite.
+_OF_ROWS = (_aten.logsumexp.default, _aten.log_softmax.int)
 
 
-def vocabulary_strategies(node: Node, world_size: int) -> list[Strategy]:
-    """The one way over a sharded vocabulary, where ``node`` has it."""
+def vocabulary_strategies(
+    node: Node, world_size: int, is_feature: Callable[[int], bool]
+) -> list[Strategy]:
+    """The one way over a sharded vocabulary, where ``node`` has it.
+
+    Args:
+        node: any operator.
+        world_size: number of ranks.
+        is_feature: whether a dim of the first operand comes from a parameter's.
+    """
+    if node.target in _OF_ROWS:
+        return _strategies_of_rows(node, world_size, is_feature)
     if not has_vocabulary(node) or vocabulary_obstacle(node):
         return []
+    operands = tensor_operands(node)
     # Rows of a table, columns of logits.
     dim = 0 if node.target is _aten.embedding.default else 1
-    size = tensor_operands(node)[0].meta["val"].shape[dim]
-    sharded = shard_of(size, dim, world_size)
-    return [Strategy((sharded, R), (_RESULTS[node.target],), lowering="vocabulary")]
+    sharded = shard_of(operands[0].meta["val"].shape[dim], dim, world_size)
+    placements = (sharded, *[R] * (len(operands) - 1))
+    return [Strategy(placements, (_RESULTS[node.target],), lowering="vocabulary")]
+
+
+def _strategies_of_rows(
+    node: Node, world_size: int, is_feature: Callable[[int], bool]
+) -> list[Strategy]:
+    shape = arguments(node)["self"].meta["val"].shape
+    dims, last = arguments(node)["dim"], len(shape) - 1
+    if arguments(node).get("keepdim"):
+        return []  # normalization leaves none
+    # Not the keys of attention: they are tokens, which are sharded by rows alone.
+    if dims not in (-1, last, [-1], [last]) or last < 0 or not is_feature(last):
+        return []
+    sharded = shard_of(shape[last], last, world_size)
+    # With one class a rank, the gradient of logsumexp has no sum over the classes in the traced
+    # graph, for it would be one over a dim of size 1.
+    if node.target is _aten.log_softmax.int and shape[last] <= world_size:
+        return []
+    result = I if node.target is _aten.logsumexp.default else sharded
+    return [Strategy((sharded,), (result,), lowering="vocabulary")]
 
 
 def has_vocabulary(node: Node) -> bool:
@@ -40,10 +75,4 @@ def vocabulary_obstacle(node: Node) -> str:
     shape = args["self"].meta["val"].shape
     if len(shape) != 2:
         return f"its logits have {len(shape)} dims, and only rows of logits are sharded by class"
-    if args["target"].meta["val"].dtype.is_floating_point:
-        return "its targets are probabilities"
-    if args["weight"] is not None:
-        return "it weighs the classes"
-    if args["label_smoothing"] != 0.0:
-        return "it smooths the labels"
     return ""

@@ -135,7 +135,7 @@ def offered(whole: Whole, world_size: int) -> list[Strategy]:
             may_pad=lambda factor: may_pad(node, lambda operand: operand.op == "placeholder"),
         )
         found += strategies(rule, num_operands, num_results, offers)
-    found += vocabulary_strategies(node, world_size)
+    found += vocabulary_strategies(node, world_size, lambda dim: True)
     if whole.call.is_traced:
         found = [way for way in found if all(p.kind != "T" for p in way.operands)]
     floating = [x.meta["val"].is_floating_point() for x in tensor_operands(node)]

@@ -188,8 +188,8 @@ def test_a_wrong_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lookup in a part of the vocabulary taken for the whole embedding."""
     original = problem.vocabulary_strategies
 
-    def wrong(node: Node, world_size: int) -> list[Strategy]:
-        found = original(node, world_size)
+    def wrong(node: Node, world_size: int, is_feature: Callable[[int], bool]) -> list[Strategy]:
+        found = original(node, world_size, is_feature)
         return [replace(s, results=(I,)) if s.results == (P,) else s for s in found]
 
     _sharded_at_any_rate(monkeypatch)

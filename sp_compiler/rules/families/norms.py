@@ -87,10 +87,15 @@ def _group_norm(node: Node) -> OpRule:
     return OpRule(operands, (image, *others), rows="fixed")
 
 
-@rule(
-    *("aten::softmax", "aten::_softmax", "aten::log_softmax", "aten::_log_softmax", "aten::cumsum"),
-    *("aten::topk", "aten::sort"),
-)
+@rule("aten::log_softmax", "aten::_log_softmax")
+def _log_softmax(node: Node) -> OpRule:
+    """Classes stay classes: a loss that is made of the result can be sharded by them."""
+    (shape,) = operand_shapes(node)
+    dims = numbered(shape, blocked=(positive_dim(arguments(node)["dim"], len(shape)),))
+    return OpRule((dims,), (dims,))
+
+
+@rule("aten::softmax", "aten::_softmax", "aten::cumsum", "aten::topk", "aten::sort")
 def _softmax(node: Node) -> OpRule:
     """Whatever happens along one dim, which may get another size, happens for each row alone."""
     (shape,) = operand_shapes(node)

@@ -21,6 +21,12 @@ from sp_compiler.rules.registry import (
 )
 
 
+@rule("aten::logsumexp")
+def _logsumexp(node: Node) -> OpRule | None:
+    """Normalization leaves none that keeps its dims: the typing check would count them wrong."""
+    return None if arguments(node)["keepdim"] else _reduction(node)
+
+
 @rule("aten::max", "aten::min")
 def _extreme(node: Node) -> OpRule | None:
     """Of two tensors, or along one dim or all."""

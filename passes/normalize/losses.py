@@ -1,0 +1,115 @@
+"""Losses over classes as operators that can be sharded by class."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from sp_compiler.base.pass_report import Pass
+from sp_compiler.ir.fx import arguments, is_call, shape_of
+from sp_compiler.ir.rewriting import insert_call, replace_call, replace_with
+
+_ORIGIN = Pass.NORMALIZE
+_aten = torch.ops.aten
+_MEAN, _SUM = 1, 2  # of torch's enumeration of reductions; 0 is none
+_RESHAPES = (_aten.reshape.default, _aten.view.default, _aten.flatten.using_ints)
+
+
+def cross_entropy(node: Node) -> None:
+    """(b, v, s) -> (b * s, v): the loss over a sharded vocabulary takes rows of logits.
+
+    Models transpose to put classes into dim 1; the moves here and theirs cancel.
+    """
+    args = arguments(node)
+    logits, target = args["self"], args["target"]
+    if target.meta["val"].dtype.is_floating_point:
+        _of_probabilities(node)
+        return
+    if len(shape_of(logits)) < 3:
+        return
+    flat = _call(node, _aten.reshape.default, target, [-1])
+    rest = (args["weight"], args["reduction"], args["ignore_index"], args["label_smoothing"])
+    new = (_rows(node, logits), flat, *rest)
+    if args["reduction"]:
+        replace_call(node, node.target, new, origin=_ORIGIN)
+        return
+    losses = _call(node, node.target, *new)
+    replace_call(node, _aten.reshape.default, (losses, list(shape_of(node))), origin=_ORIGIN)
+
+
+def _of_probabilities(node: Node) -> None:
+    """``-sum(target * weight * log_softmax(x))`` of each row, as torch itself computes it."""
+    args = arguments(node)
+    logits, target = _rows(node, args["self"]), _rows(node, args["target"])
+    smoothing, classes = args["label_smoothing"], shape_of(logits)[-1]
+    if smoothing:
+        target = _call(node, _aten.mul.Tensor, target, 1 - smoothing)
+        target = _call(node, _aten.add.Tensor, target, smoothing / classes)
+    if args["weight"] is not None:
+        target = _call(node, _aten.mul.Tensor, target, args["weight"])
+    log_probabilities = _call(node, _aten.log_softmax.int, logits, -1)
+    products = _call(node, _aten.mul.Tensor, log_probabilities, target)
+    losses = _call(node, _aten.neg.default, _call(node, _aten.sum.dim_IntList, products, [-1]))
+    if args["reduction"]:
+        # Not a mean of the products: of a sum over classes every rank can have its share.
+        losses = _call(node, _aten.sum.default, losses)
+    else:
+        losses = _call(node, _aten.reshape.default, losses, list(shape_of(node)))
+    if args["reduction"] == _MEAN and len(shape_of(logits)) > 1:
+        losses = _call(node, _aten.div.Tensor, losses, shape_of(logits)[0])
+    replace_with(node, losses)
+
+
+def _rows(node: Node, x: Node) -> Node:
+    """``x`` with classes in dim 1 of several as rows of classes."""
+    shape = shape_of(x)
+    if len(shape) < 3:
+        return x
+    for dim in range(1, len(shape) - 1):
+        x = _call(node, _aten.transpose.int, x, dim, dim + 1)
+    return _call(node, _aten.reshape.default, x, [-1, shape[1]])
+
+
+def nll_loss(node: Node) -> None:
+    """Of rows of ``log_softmax(x)``: the loss that is fused with it, and shards by class."""
+    args = arguments(node)
+    shape, source = shape_of(args["self"]), args["self"]
+    while is_call(source, *_RESHAPES):
+        source = source.args[0]
+    if len(shape) != 2 or not is_call(source, _aten.log_softmax.int):
+        return
+    softmax, of_softmax = arguments(source), shape_of(source)
+    if softmax["dim"] not in (-1, len(of_softmax) - 1) or of_softmax[-1] != shape[-1]:
+        return
+    logits = softmax["self"]
+    if softmax["dtype"] is not None:
+        logits = _call(node, _aten._to_copy.default, logits, dtype=softmax["dtype"])
+    if len(of_softmax) != 2:
+        logits = _call(node, _aten.reshape.default, logits, list(shape))
+    rest = (args["target"], args["weight"], args["reduction"], args["ignore_index"])
+    replace_call(node, _aten.cross_entropy_loss.default, (logits, *rest), origin=_ORIGIN)
+
+
+def kl_div(node: Node) -> None:
+    """``t * (log(t) - x)``, 0 where ``t`` is; of ``t`` in logarithms ``exp(t) * (t - x)``."""
+    args = arguments(node)
+    x, target = args["self"], args["target"]
+    if args["log_target"]:
+        difference = _call(node, _aten.sub.Tensor, target, x)
+        weight = _call(node, _aten.exp.default, target)
+        losses = _call(node, _aten.mul.Tensor, weight, difference)
+    else:
+        entropy = _call(node, _aten.xlogy.Tensor, target, target)
+        crossed = _call(node, _aten.mul.Tensor, target, x)
+        losses = _call(node, _aten.sub.Tensor, entropy, crossed)
+    if args["reduction"] == _MEAN:
+        losses = _call(node, _aten.mean.default, losses)
+    elif args["reduction"] == _SUM:
+        losses = _call(node, _aten.sum.default, losses)
+    replace_with(node, losses)
+
+
+def _call(node: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
+    return insert_call(node, target, args, kwargs, origin=_ORIGIN)

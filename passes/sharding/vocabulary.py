@@ -1,0 +1,111 @@
+"""What one rank runs of a lookup or a loss over a sharded vocabulary."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch.fx import Node
+
+from sp_compiler.base.placement import R
+from sp_compiler.ir.fx import arguments
+from sp_compiler.ops.convert import CONVERT
+from sp_compiler.ops.vocabulary import VOCAB_EMBEDDING, VOCAB_NLL
+from sp_compiler.ops.vocabulary_losses import VOCAB_LOGSUMEXP, VOCAB_SMOOTHED_NLL
+
+_aten = torch.ops.aten
+
+
+class Emit(Protocol):
+    """Calls an operator in the graph that is made."""
+
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Node: ...
+
+
+def lower_over_vocabulary(node: Node, values: dict[str, Any], world_size: int, emit: Emit) -> Node:
+    """Emit what stands for ``node``; returns its result.
+
+    - ``embedding`` -> ``vocab_embedding``; where a row is padding, one without a gradient
+    - ``cross_entropy_loss`` -> ``vocab_nll``, or with weights or smoothing ``vocab_smoothed_nll``;
+      their sum, over the number or the weights of the labels
+    - ``logsumexp`` -> ``vocab_logsumexp``; ``log_softmax`` -> ``x`` less it
+
+    Args:
+        node: the unsharded call.
+        values: its arguments by name; tensors are one rank's.
+        world_size: number of ranks.
+        emit: makes the calls.
+    """
+    return _LOWERINGS[node.target](node, values, world_size, emit)
+
+
+def _embedding(node: Node, values: dict[str, Any], world_size: int, emit: Emit) -> Node:
+    weight, ids = values["weight"], values["indices"]
+    # The global number: ``weight`` is a shard by now, and may be padded.
+    num_rows = arguments(node)["weight"].meta["val"].shape[0]
+    rows = emit(VOCAB_EMBEDDING.overload, weight, ids, num_rows, world_size)
+    padding = values["padding_idx"]
+    if padding < 0:
+        return rows
+    # The row of the padding token is looked up but gets no gradient. Our operator has no such
+    # argument.
+    is_padding = emit(_aten.unsqueeze.default, emit(_aten.eq.Scalar, ids, padding), -1)
+    return emit(_aten.where.self, is_padding, emit(_aten.detach.default, rows), rows)
+
+
+def _loss(node: Node, values: dict[str, Any], world_size: int, emit: Emit) -> Node:
+    logits, target, ignore = values["self"], values["target"], values["ignore_index"]
+    weight, smoothing = values["weight"], values["label_smoothing"]
+    classes = arguments(node)["self"].meta["val"].shape[1]
+    if weight is None and smoothing == 0:
+        pair = emit(VOCAB_NLL.overload, logits, target, ignore, classes, world_size)
+    else:
+        dtype = logits.meta["val"].dtype
+        weights = weight or emit(_aten.new_ones.default, target, [classes], dtype=dtype)
+        args = (logits, target, weights, ignore, classes, smoothing, world_size)
+        pair = emit(VOCAB_SMOOTHED_NLL.overload, *args)
+    nll = emit(operator.getitem, pair, 0)
+    # ATen's codes: 0 none, 1 mean, 2 sum.
+    if values["reduction"] == 0:
+        return nll
+    total = emit(_aten.sum.default, nll)
+    if values["reduction"] == 2:
+        return total
+    # The mean is over the tokens that are not ignored.
+    counted = emit(_aten.ne.Scalar, target, ignore)
+    if weight is not None:  # a label counts as much as its class weighs
+        index = emit(_aten.where.ScalarOther, counted, target, 0)
+        counted = emit(
+            _aten.where.ScalarOther, counted, emit(_aten.index.Tensor, weight, [index]), 0
+        )
+    return emit(_aten.div.Tensor, total, emit(_aten.sum.default, counted))
+
+
+def _logsumexp(node: Node, values: dict[str, Any], world_size: int, emit: Emit) -> Node:
+    return _rows(node, values["self"], world_size, emit)
+
+
+def _rows(node: Node, logits: Node, world_size: int, emit: Emit) -> Node:
+    classes = arguments(node)["self"].meta["val"].shape[-1]
+    return emit(VOCAB_LOGSUMEXP.overload, logits, classes, world_size)
+
+
+def _log_softmax(node: Node, values: dict[str, Any], world_size: int, emit: Emit) -> Node:
+    logits, dtype = values["self"], values["dtype"]
+    if dtype is not None and dtype is not logits.meta["val"].dtype:
+        logits = emit(_aten._to_copy.default, logits, dtype=dtype)
+    rows = emit(_aten.unsqueeze.default, _rows(node, logits, world_size, emit), -1)
+    # Every rank subtracts it from columns of its own: its gradient is a sum over the ranks.
+    rows = emit(CONVERT.overload, rows, "I", "R", world_size)
+    rows.meta["placement"] = R
+    return emit(_aten.sub.Tensor, logits, rows)
+
+
+_LOWERINGS: dict[object, Callable[[Node, dict[str, Any], int, Emit], Node]] = {
+    _aten.embedding.default: _embedding,
+    _aten.cross_entropy_loss.default: _loss,
+    _aten.logsumexp.default: _logsumexp,
+    _aten.log_softmax.int: _log_softmax,
+}

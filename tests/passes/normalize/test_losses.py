@@ -1,0 +1,100 @@
+"""Losses over classes become operators that can be sharded by class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.helpers.normalized import body, normalized, outputs, randn
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+_IDS = torch.tensor([1, 0, 3])
+_SOFT = randn(3, 8).softmax(-1)
+_WEIGHT = randn(8).abs()
+
+
+def test_soft_targets() -> None:
+    captured = normalized(
+        lambda x, t: F.cross_entropy(x, t, label_smoothing=0.1), randn(3, 8, grad=True), _SOFT
+    )
+    assert body(captured) == [
+        "%2 = aten.mul.Tensor(%1, 0.9) : f64[3, 8]",
+        "%3 = aten.add.Tensor(%2, 0.0125) : f64[3, 8]",
+        "%4 = aten.log_softmax.int(%0, -1) : f64[3, 8]",
+        "%5 = aten.mul.Tensor(%4, %3) : f64[3, 8]",
+        "%6 = aten.sum.dim_IntList(%5, [-1]) : f64[3]",
+        "%7 = aten.neg(%6) : f64[3]",
+        "%8 = aten.sum(%7) : f64[]",
+        "%9 = aten.div.Tensor(%8, 3) : f64[]",
+        "output(%9)",
+    ]
+
+
+def test_likelihood_of_log_softmax_is_cross_entropy() -> None:
+    captured = normalized(
+        lambda x, y: F.nll_loss(x.log_softmax(-1).view(-1, 8), y), randn(1, 3, 8, grad=True), _IDS
+    )
+    assert body(captured) == [
+        "%2 = aten.reshape(%0, [3, 8]) : f64[3, 8]",
+        "%3 = aten.cross_entropy_loss(%2, %1, None, 1, -100) : f64[]",
+        "output(%3)",
+    ]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: F.nll_loss(x.log_softmax(0), _IDS),
+        lambda x: F.nll_loss(x, _IDS),
+        lambda x: F.nll_loss(x.reshape(8, 3).log_softmax(-1).reshape(3, 8), _IDS),
+    ],
+)
+def test_likelihood_of_anything_else_stays(function: Callable[[Tensor], Tensor]) -> None:
+    assert any("nll_loss" in line for line in body(normalized(function, randn(3, 8, grad=True))))
+
+
+def _soft(reduction: str, weight: Tensor | None, smoothing: float) -> Callable[[Tensor], Tensor]:
+    return lambda x: F.cross_entropy(
+        x, _SOFT, weight, reduction=reduction, label_smoothing=smoothing
+    )
+
+
+def _divergence(reduction: str, log_target: bool) -> Callable[[Tensor], Tensor]:
+    target = _SOFT.log() if log_target else _SOFT
+    return lambda x: F.kl_div(x.log_softmax(-1), target, reduction=reduction, log_target=log_target)
+
+
+_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    f"soft, {reduction}, smoothed by {smoothing}": _soft(reduction, weight, smoothing)
+    for reduction in ("none", "mean", "sum")
+    for weight, smoothing in ((None, 0.0), (_WEIGHT, 0.2))
+}
+_FUNCTIONS |= {
+    f"kl, {reduction}, {log_target}": _divergence(reduction, log_target)
+    for reduction in ("none", "mean", "sum", "batchmean")
+    for log_target in (False, True)
+}
+_FUNCTIONS |= {
+    "soft, one sample": lambda x: F.cross_entropy(x[0], _SOFT[0]),
+    "soft, classes first": lambda x: F.cross_entropy(x.T[None], _SOFT.T[None]),
+    "kl, certain": lambda x: F.kl_div(x.log_softmax(-1), F.one_hot(_IDS, 8).double()),
+    "likelihood, weighed": lambda x: F.nll_loss(x.log_softmax(1), _IDS, _WEIGHT, ignore_index=3),
+    "likelihood, cast": lambda x: F.nll_loss(F.log_softmax(x.float(), 1, dtype=x.dtype), _IDS),
+}
+
+
+@pytest.mark.parametrize("name", _FUNCTIONS)
+def test_values_and_gradients(name: str) -> None:
+    x = randn(3, 8, grad=True)
+    (found,) = outputs(normalized(_FUNCTIONS[name], x), x)
+    expected = _FUNCTIONS[name](x)
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
+    (grad,), (expected_grad,) = (
+        torch.autograd.grad(y, x, torch.ones_like(y)) for y in (found, expected)
+    )
+    torch.testing.assert_close(grad, expected_grad, rtol=1e-13, atol=1e-13)

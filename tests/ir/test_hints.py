@@ -85,9 +85,10 @@ def test_tied_parameters_are_pinned_under_any_name() -> None:
 
 def test_layers_with_other_hints_are_other_blocks() -> None:
     def blocks(hints: Hints) -> list[tuple[str, ...]]:
-        model, inputs = zoo.build("plain", layers=4), zoo.inputs("plain")
-        found = sp_compiler.plan(model, ((), inputs), tp=2, hints=hints)
-        return [block.paths for block in found.blocks if block.paths[0]]
+        captured = capture(zoo.build("plain", layers=4), (), zoo.inputs("plain"))
+        program = to_program(captured, CompileOptions(tp=2, hints=hints))
+        paths = [tuple(program.paths(region)) for region in program.regions]
+        return [layers for layers in paths if layers[0]]
 
     alike = tuple(f"blocks.{layer}" for layer in range(4))
     assert blocks({"blocks.*.mlp.up": Shard(1)}) == [alike]

@@ -119,15 +119,6 @@ def _long_chain(length: int) -> tuple[list[Vertex], Costs]:
     return vertices, costs
 
 
-def test_both_ways_agree_on_a_long_chain() -> None:
-    vertices, costs = _long_chain(20)
-    choices = Elimination(vertices, lambda *key: costs[key]).run()
-    assert choices is not None
-    program, _ = solve_integer_program(vertices, lambda *key: costs[key])
-    found, true = (cost_of(vertices, c, lambda *key: costs[key]) for c in (choices, program))
-    assert found == pytest.approx(true, abs=1e-3)
-
-
 def test_tables_that_grow_too_wide_are_left_to_the_integer_program(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -158,11 +149,18 @@ def test_the_first_of_equal_options_is_chosen() -> None:
     assert solve([Vertex((), ("x",), options)], lambda *_: None).choices == [0]
 
 
-def test_a_search_that_is_cut_short_says_how_far_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_ways_agree_on_a_long_chain_and_a_search_that_is_cut_short_says_how_far_it_came(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     vertices, costs = _long_chain(20)
+    choices = Elimination(vertices, lambda *key: costs[key]).run()
+    assert choices is not None
     best = solve(vertices, lambda *key: costs[key])
+    assert best.choices == choices
     monkeypatch.setattr(elimination, "MAX_PAIRS", 20)
-    assert solve(vertices, lambda *key: costs[key]).gap == 0
+    program = solve(vertices, lambda *key: costs[key])
+    assert program.gap == 0
+    assert program.cost_us == pytest.approx(best.cost_us, abs=1e-3)
     monkeypatch.setattr(placement_milp, "_MAX_COLUMNS", 1)
     found = solve(vertices, lambda *key: costs[key])
     assert 0 < found.gap < 0.1

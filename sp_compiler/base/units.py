@@ -1,4 +1,4 @@
-"""Sizes of memory and times as users write and read them."""
+"""Sizes of memory as users write and read them."""
 
 from __future__ import annotations
 
@@ -45,11 +45,3 @@ def bytes_text(num_bytes: float) -> str:
     while num_bytes >= 1024 and unit < len(UNITS) - 1:
         num_bytes, unit = num_bytes / 1024, unit + 1
     return f"{num_bytes:.2f} {UNITS[unit]}" if unit else f"{num_bytes:.0f} B"
-
-
-def time_text(time_us: float) -> str:
-    """Return a time as a person reads it, such as "617.20 ms"."""
-    # By what is printed: 999.96 us would be "1000.0 us".
-    if abs(time_us) < 999.95:
-        return f"{round(time_us, 1) + 0.0:.1f} us"  # + 0.0: no "-0.0"
-    return f"{time_us / 1e3:.2f} ms" if abs(time_us) < 999.995e3 else f"{time_us / 1e6:.2f} s"

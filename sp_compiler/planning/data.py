@@ -279,7 +279,6 @@ class PlanData:
             "total_bytes": self.total_bytes,
             "step_us": self.step_us,
             "mfu": self.mfu,
-            "hardware": H100.name,
         }
 
     def to_json(self) -> str:

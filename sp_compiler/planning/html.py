@@ -8,10 +8,8 @@ from importlib.resources import files
 
 from jinja2 import Environment, StrictUndefined
 
-from sp_compiler.base.units import bytes_text, time_text
-from sp_compiler.cost.hardware import H100
+from sp_compiler.base.units import bytes_text
 from sp_compiler.planning.data import BlockPlan, KeptTensor, PlanData
-from sp_compiler.planning.placement_legend import legend
 
 _WIDTH, _HEIGHT = 960, 220
 _MOST_BARS = 480
@@ -32,7 +30,7 @@ class _Bar:
 def page(plan: PlanData) -> str:
     """The text of the page."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    environment.filters["bytes"], environment.filters["time"] = bytes_text, time_text
+    environment.filters["bytes"] = bytes_text
     template = files("sp_compiler.planning").joinpath("plan_page.html").read_text(encoding="utf-8")
     state = [
         ("parameters", plan.parameter_bytes),
@@ -48,8 +46,6 @@ def page(plan: PlanData) -> str:
         colors=_COLORS,
         bars=list(_timeline(plan)),
         blocks=list(_tensors(plan)),
-        hardware=H100.name,
-        legend=legend("\n".join((*plan.fallbacks, *plan.notes))),
     )
 
 

@@ -14,8 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from sp_compiler.base.errors import ArgumentError
-from sp_compiler.base.units import bytes_text, time_text
-from sp_compiler.cost.hardware import H100
+from sp_compiler.base.units import bytes_text
 from sp_compiler.planning.data import CallPlan, ParameterSize
 from sp_compiler.planning.table_text import table
 
@@ -89,8 +88,7 @@ class PipelinePlan:
         return json.dumps(self.to_dict(), indent=2)
 
     def __str__(self) -> str:
-        sizes = ("state", "activations", "working", "total")
-        head = ("stage", "layers", "in flight", *sizes, "microbatch")
+        head = ("stage", "layers", "in flight", "state", "activations", "working", "total", "ms")
         rows = [
             (
                 str(number),
@@ -100,14 +98,14 @@ class PipelinePlan:
                 bytes_text(stage.activation_bytes),
                 bytes_text(stage.working_bytes),
                 bytes_text(stage.total_bytes),
-                time_text(stage.microbatch_us),
+                f"{stage.microbatch_us / 1e3:.2f}",
             )
             for number, stage in enumerate(self.stages)
         ]
         return (
             f"{len(self.stages)} pipeline stages of {self.chunks} chunk{'s' * (self.chunks > 1)}, "
             f"{self.microbatches} microbatches; bubble {100 * self.bubble:.1f} %, estimated step "
-            f"{time_text(self.step_us)} on {H100.name}\n" + table([head, *rows])
+            f"{self.step_us / 1e6:.3f} s\n" + table([head, *rows])
         )
 
 

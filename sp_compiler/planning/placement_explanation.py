@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
-from sp_compiler.base.units import bytes_text, time_text
-from sp_compiler.cost.hardware import H100
-from sp_compiler.planning.placement_legend import legend
+from sp_compiler.base.units import bytes_text
 from sp_compiler.planning.table_text import table
 
 
@@ -95,11 +93,7 @@ class Explanation:
         return json.dumps(asdict(self), indent=2)
 
     def __str__(self) -> str:
-        text = "\n\n".join(_parameter(item, self.tp) for item in self.parameters)
-        if not any(item.stored or item.operators for item in self.parameters):
-            return text
-        times = f"Times: more than the chosen way (*) in one step, estimated for {H100.name}"
-        return "\n".join(filter(None, (f"{text}\n\n{times}", legend(text))))
+        return "\n\n".join(_parameter(item, self.tp) for item in self.parameters)
 
 
 def _parameter(item: ParameterExplanation, tp: int) -> str:
@@ -115,8 +109,7 @@ def _parameter(item: ParameterExplanation, tp: int) -> str:
 
 
 def _ways(ways: tuple[Way, ...]) -> str:
-    # Memory has a price in time, so that the solver can weigh it against communication.
-    head = ("", "way", "costs more", "communication", "compute", "memory", "bytes", "converts")
+    head = ("", "way", "us more", "communication", "compute", "memory", "bytes", "converts")
     return table([head, *map(_way, ways)], "    ")
 
 
@@ -126,8 +119,9 @@ def _way(way: Way) -> tuple[str, ...]:
         text = f"{', '.join(way.operands)} -> {text}"
     mark = "*" if way.chosen else ""
     if not way.possible:
-        return (mark, text, "", "", "", "", "", "impossible: nothing else goes with it")
+        return (mark, text, "impossible", "", "", "", "", "")
     times = (way.more_us, way.communication_us, way.compute_us, way.memory_us)
     more = f" and {len(way.conversions) - 1} more" if len(way.conversions) > 1 else ""
     converts = way.conversions[0] + more if way.conversions else ""
-    return (mark, text, *map(time_text, times), bytes_text(way.parameter_bytes), converts)
+    numbers = (f"{round(time, 1) + 0.0:.1f}".rjust(10) for time in times)
+    return (mark, text, *numbers, bytes_text(way.parameter_bytes), converts)

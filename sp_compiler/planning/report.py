@@ -5,25 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from sp_compiler.base.pass_report import report_lines
-from sp_compiler.base.units import bytes_text, parse_bytes, time_text
-from sp_compiler.cost.hardware import H100
+from sp_compiler.base.units import bytes_text, parse_bytes
 from sp_compiler.ops.registry import Collective
 from sp_compiler.planning.data import BlockPlan, KeptTensor, PlanData, Work
-from sp_compiler.planning.placement_legend import legend
 from sp_compiler.planning.table_text import table
 
 _MAX_SOURCE = 60
 
 
 def report(plan: PlanData) -> str:
-    """Return totals, blocks (repeated ones once), fallbacks, what each pass did."""
+    """Totals, blocks (repeated ones once), fallbacks, what each pass did."""
     parts = [
         f"{plan.model_name} on {plan.tp} tensor-parallel rank{'s' * (plan.tp > 1)}, "
         f"recompute={plan.options['recompute']}, dropout={plan.options['dropout']}, "
         f"sequence_parallel={plan.options['sequence_parallel']}",
         "Memory of one rank\n" + table(_memory(plan)),
-        f"One step (forward and backward) of one rank, times estimated for {H100.name}\n"
-        + table(_step(plan)),
+        "One step (forward and backward) of one rank\n" + table(_step(plan)),
         *_budget(plan),
         *(_block(block) for block in plan.blocks),
     ]
@@ -34,8 +31,6 @@ def report(plan: PlanData) -> str:
     ):
         if lines:
             parts.append("\n".join([title, *(f"  {line}" for line in lines)]))
-    if letters := legend("\n".join((*plan.fallbacks, *plan.notes))):
-        parts.append(letters)
     if plan.passes:
         title = f"Passes, compiled in {sum(plan.seconds.values()):.2f} s"
         parts.append("\n".join([title, *(f"  {line}" for line in report_lines(plan.passes))]))
@@ -49,11 +44,7 @@ def _memory(plan: PlanData) -> list[tuple[str, str, str]]:
         ("parameters", plan.parameter_bytes, replicated if plan.tp > 1 else ""),
         ("gradients", plan.gradient_bytes, ""),
         ("optimizer", plan.optimizer_bytes, "AdamW, two float32 moments"),
-        (
-            "saved activations",
-            plan.activation_bytes,
-            f"from forward to backward, {calls} calls",
-        ),
+        ("activations kept", plan.activation_bytes, f"between forward and backward, {calls} calls"),
         ("activation peak", plan.activation_peak_bytes, "with temporaries and their gradients"),
         ("returned", plan.returned_bytes, "outputs of the model, in the peak"),
         ("total", plan.total_bytes, "parameters, gradients, optimizer, activation peak"),
@@ -71,7 +62,7 @@ def _budget(plan: PlanData) -> Iterable[str]:
         (
             f"{block.num_calls} x {block.name}",
             f"saves {bytes_text(block.kept_bytes)} per call",
-            f"recomputes for {time_text(block.work.recompute_us)}",
+            f"computes again for {block.work.recompute_us:.0f} us",
         )
         for block in plan.blocks
     ]
@@ -82,11 +73,11 @@ def _step(plan: PlanData) -> list[tuple[str, str]]:
     work = plan.work
     rows = [
         ("matrix FLOPs", _flops_text(work)),
-        ("estimated time", f"{time_text(plan.step_us)}, MFU {100 * plan.mfu:.1f} %"),
-        ("  compute", time_text(work.compute_us)),
-        ("  of it recompute", time_text(work.recompute_us)),
-        ("  communication", time_text(work.communication_us)),
-        ("  of it under compute", time_text(work.hidden_us)),
+        ("estimated time", f"{plan.step_us / 1e3:.2f} ms, MFU {100 * plan.mfu:.1f} %"),
+        ("  compute", f"{work.compute_us / 1e3:.2f} ms"),
+        ("  of it recompute", f"{work.recompute_us / 1e3:.2f} ms"),
+        ("  communication", f"{work.communication_us / 1e3:.2f} ms"),
+        ("  of it under compute", f"{work.hidden_us / 1e3:.2f} ms"),
     ]
     rows += [(f"  {item.kind}", _collective_text(item)) for item in plan.collectives]
     return rows
@@ -105,9 +96,9 @@ def _block(block: BlockPlan) -> str:
     work = block.work
     lines = [
         f"{block.name} x {block.num_calls}: {_paths(block)}",
-        f"  saves {bytes_text(block.kept_bytes)} per call, "
-        f"{time_text(work.step_us)} estimated, "
-        f"{time_text(work.communication_us)} of it communication",
+        f"  keeps {bytes_text(block.kept_bytes)} a call, "
+        f"{work.step_us / 1e3:.2f} ms estimated, "
+        f"{work.communication_us / 1e3:.2f} ms of it communication",
     ]
     for name, collectives in (("forward", block.forward), ("backward", block.backward)):
         if collectives:

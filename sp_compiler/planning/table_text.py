@@ -5,18 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-_NUMBER = re.compile(r"(-?[\d.]+ (B|[KMGT]iB|us|ms|s))?")
+_NUMBER = re.compile(r"([\d.]+ (B|[KMGT]iB))?")
 
 
 def table(rows: Iterable[Sequence[str]], indent: str = "  ") -> str:
-    """Return aligned columns: sizes and times to the right, others to the left."""
+    """Columns aligned: those of sizes to the right, others to the left."""
     lines = [tuple(row) for row in rows]
     if not lines:
         return ""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    # The first line may be a head, which stands above what its column has.
-    body = lines[1:] or lines
-    right = [all(map(_NUMBER.fullmatch, column)) for column in zip(*body, strict=True)]
+    right = [all(map(_NUMBER.fullmatch, column)) for column in zip(*lines, strict=True)]
     texts = (
         "  ".join(_aligned(*cell) for cell in zip(line, widths, right, strict=True))
         for line in lines

@@ -1,4 +1,4 @@
-"""Sizes of memory as a user writes them, times as a user reads them."""
+"""Sizes of memory as a user writes them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sp_compiler.base.errors import ArgumentError
-from sp_compiler.base.units import parse_bytes, time_text
+from sp_compiler.base.units import parse_bytes
 from sp_compiler.options import CompileOptions
 
 
@@ -24,22 +24,6 @@ from sp_compiler.options import CompileOptions
 )
 def test_sizes(size: int | str, num_bytes: int) -> None:
     assert parse_bytes("memory_budget", size) == num_bytes
-
-
-@pytest.mark.parametrize(
-    ("time_us", "text"),
-    [
-        (0.0, "0.0 us"),
-        (-0.01, "0.0 us"),
-        (12.34, "12.3 us"),
-        (999.96, "1.00 ms"),
-        (617_204.0, "617.20 ms"),
-        (999_996.0, "1.00 s"),
-        (73_827_956.7, "73.83 s"),
-    ],
-)
-def test_times(time_us: float, text: str) -> None:
-    assert time_text(time_us) == text
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from sp_compiler.compiler import build, to_program
 from sp_compiler.options import CompileOptions
 from sp_compiler.passes.sharding.shard import shard
 from sp_compiler.planning.placement_explanation import ParameterExplanation, Way
-from sp_compiler.planning.placement_legend import legend
 from sp_compiler.trace.export import capture
 from tests.models import zoo
 
@@ -181,23 +180,8 @@ def test_text_and_json(llama: Plan) -> None:
     assert lines[0] == "lm_head.weight (128, 32) on 4 ranks: Shard(0)"
     assert lines[1].startswith("  the cheapest way; Replicate() would cost ")
     assert sum(line.startswith("    *  ") for line in lines) == 2
-    assert "estimated for H100 SXM" in str(found)
-    assert {"P: every rank has a part of a sum", "S(0): ranks divide dim 0"} <= set(lines)
     data = json.loads(found.to_json())
     assert data["parameters"][0]["operators"][0]["ways"][0]["operands"] == ["R", "R"]
-
-
-def test_every_letter_of_a_placement_is_explained() -> None:
-    text = "slice of x (I to S(1)), S(0|8,8) -> P, R, T(2) -> T(2)"
-    assert [line.split(":")[0] for line in legend(text).splitlines()] == [
-        "R",
-        "I",
-        "P",
-        "S(0)",
-        "S(0|128,64)",
-        "T(2)",
-    ]
-    assert legend("in part I of the R package") == ""
 
 
 def test_copies_of_a_plan(llama: Plan) -> None:

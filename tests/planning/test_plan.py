@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import operator
 from typing import Any
@@ -38,7 +37,6 @@ from tests.models import zoo
 aten = torch.ops.aten
 
 
-@functools.cache
 def _plan(name: str, tp: int = 2, p: float = 0.0, **options: object) -> Plan:
     model = zoo.build(name, dropout=p)
     return plan(model, ((), zoo.inputs(name)), tp=tp, **options)  # type: ignore[arg-type]
@@ -221,7 +219,6 @@ def test_report_shows_repeated_blocks_once() -> None:
     assert "PlainGPT on 2 tensor-parallel ranks" in text
     assert text.count("Block x 2: blocks.0, blocks.1") == 1
     assert "returned by the model: not counted" in text
-    assert "times estimated for H100 SXM" in text
     assert all(len(line) < 220 for line in text.splitlines())
 
 

@@ -1,0 +1,1 @@
+"""Models of other people's packages, compiled and compared with themselves in eager mode."""

@@ -22,11 +22,12 @@ def describe(node: Node, printer: Printer) -> str:
     """Shape, element type and placement of a value: ``"(64, 32) f32 S(0)"``."""
     value = node.meta.get("val")
     if isinstance(value, torch.SymInt):
-        return "size of an input"
+        return "size of an input"  # a number that differs between calls
     if not isinstance(value, torch.Tensor):
         return ""
     placement = node.meta.get("placement")
     sizes = ", ".join(map(printer.value, value.shape))
+    # As Python writes a tuple of one, for who pastes it.
     sizes = f"({sizes},)" if value.dim() == 1 else f"({sizes})"
     return f"{sizes} {short_dtype(value.dtype)}" + (f" {placement}" if placement else "")
 

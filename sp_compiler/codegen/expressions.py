@@ -66,6 +66,7 @@ class Printer:
         Raises:
             PassError: a conversion that no operation implements.
         """
+        # Before all else: the view that ends an idiom has a spelling of its own too.
         if match := self.idioms.matmuls.get(node):
             return f"torch.matmul({self.value(match.left)}, {self.value(match.right)})"
         special = _SPECIAL.get(node.target)
@@ -93,7 +94,7 @@ class Printer:
             return f"[{inner}]" if isinstance(value, list) else f"({inner},)"
         if isinstance(value := plain(value), SYMBOLIC):
             return text(value, self.sizes)
-        if isinstance(value, torch.device):
+        if isinstance(value, torch.device):  # the one of the inputs, wherever they are then
             return "device"
         return literal(value)
 
@@ -167,6 +168,8 @@ class Printer:
     def _view(self, node: Node) -> str:
         # reshape, not view: the caller's tensors need not have the strides that were traced.
         sizes = [self.value(size) for size in node.meta["val"].shape]
+        # -1 stands for rows of tokens: other batches than that of the example run too. Without
+        # elements torch cannot tell what it is.
         if sizes and math.prod(map(example_number, node.meta["val"].shape)):
             sizes[0] = "-1"
         source = node.args[0]
@@ -193,6 +196,7 @@ class Printer:
         start, end = call["start"] or 0, call["end"]
         if not any(map(is_open, (start, end, size))):
             start, end, _ = slice(start, end).indices(size)
+        # narrow is a method and a view; a slice in brackets would hide that a dim is cut.
         if step == 1 and _is_inside(start, end, size):
             length = self.value(end - start)
             return f"{self._receiver(x)}.narrow({dim}, {self.value(start)}, {length})"
@@ -203,6 +207,7 @@ class Printer:
         return f"{self._receiver(node.args[0])}.{'contiguous' if contiguous else 'clone'}()"
 
     def _cast(self, node: Node) -> str:
+        # The device is dropped: a value is where its operand is.
         if set(node.kwargs) <= {"dtype", *_DROPPED, "device"} and "dtype" in node.kwargs:
             return f"{self._receiver(node.args[0])}.to({literal(node.kwargs['dtype'])})"
         return f"{self._function(node)}({self._arguments(node)})"
@@ -225,19 +230,21 @@ class Printer:
     def _branch(self, value: Node, where: Node) -> str:
         """A number of its own in ``where`` as the number."""
         scalar = value in self.nested and value.target is aten.scalar_tensor.default
+        # Two numbers, or one of another dtype, would give the result another dtype.
         both = scalar and where.args[1].target is where.args[2].target
         if not scalar or both or value.meta["val"].dtype != where.meta["val"].dtype:
             return self.value(value)
         return self.value(value.args[0])
 
     def _layer_norm(self, node: Node) -> str:
+        # torch.layer_norm runs the same kernel and drops mean and rstd at once.
         called = "torch.layer_norm" if first_alone(node) else "torch.native_layer_norm"
         return f"{called}({self._arguments(node)})"
 
     def _softmax(self, node: Node) -> str:
         x, dim, half_to_float = node.args
         name = node.target.__name__.partition(".")[0]
-        if half_to_float:
+        if half_to_float:  # which torch.softmax asks for by a dtype
             return f"torch.{name}({self._arguments(node)})"
         return f"torch.{name.removeprefix('_')}({self.value(x)}, {dim})"
 
@@ -270,6 +277,7 @@ def is_copied_by(reshape: Node, copy: Node) -> bool:
     source, result = copy.args[0].meta["val"], reshape.meta["val"]
     if any(map(is_open, (*source.shape, *source.stride(), *result.shape))):
         return False
+    # Asked of torch itself: when a view is possible depends on strides in many ways.
     twin = torch.empty_strided(source.shape, source.stride(), device="meta")
     try:
         twin.view(result.shape)

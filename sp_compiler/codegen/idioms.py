@@ -45,11 +45,12 @@ class Idioms:
     """
 
     def __init__(self, graph: Graph) -> None:
+        # What the function returns must be a value of its own, not a part of an expression.
         returned = {base(node) for node in graph.output_node().all_input_nodes}
-        found = [_matmul(node) for node in graph.nodes if node.target in RESHAPES]
+        candidates = [_matmul(node) for node in graph.nodes if node.target in RESHAPES]
         self.matmuls = {
             match.result: match
-            for match in found
+            for match in candidates
             if match is not None and returned.isdisjoint(match.inside)
         }
         self.flat_splits = frozenset(
@@ -74,6 +75,7 @@ def _is_flat_split(node: Node) -> bool:
     along = arguments(node)["dim"] % view.dim()
     if along != view.dim() - 1 or not same_shape(view.shape[-1:], source.shape[-1:]):
         return False
+    # A part that is used as it is would have another shape.
     uses = [user for part in node.users for user in part.users]
     return all(user.target in RESHAPES for user in uses)
 
@@ -83,7 +85,7 @@ def _matmul(node: Node) -> Matmul | None:
     if product.target is not aten.bmm.default or len(product.users) > 1:
         return None
     batch = node.meta["val"].shape[:-2]
-    if len(batch) < 2:
+    if len(batch) < 2:  # torch.matmul of three dims is bmm itself
         return None
     inside: list[Node] = []
     factors = []

@@ -78,6 +78,7 @@ class Lifetimes:
         The names of one storage die together, when it does; what the caller holds is left out, and
         handles of collectives, which hold nothing once these have arrived.
         """
+        # Deleting the name of what the caller holds would free nothing.
         kept = {base(node) for node in (*self._inputs, *self._returned)}
         last: dict[Node, Node] = {}
         for statement, nodes in self._parts.items():
@@ -88,6 +89,7 @@ class Lifetimes:
         deaths: dict[Node, list[str]] = {}
         for statement in self._parts:
             named = targets(statement)
+            # A name bound anew holds the new value: the old one has been freed with that.
             bound.update((self.names[node], node) for node in named if not is_started(node))
             dead = [name for name, node in bound.items() if last[base(node)] is statement]
             if has_unused_part(statement):

@@ -104,6 +104,7 @@ class CompiledRegion:
 def module_source(texts: Iterable[RegionText]) -> str:
     """One module with all the classes."""
     texts = list(texts)
+    # Sorted: the text is the same on all ranks, whichever region was printed first.
     bindings = dict(sorted(item for text in texts for item in text.bindings.items()))
     lines = [f"{name} = {target}" for name, target in bindings.items()]
     header = _HEADER
@@ -118,6 +119,7 @@ def region_text(
 ) -> RegionText:
     """Print ``partitioned`` as a class named like ``region``, which the layers ``paths`` use."""
     layer = paths[0] if paths else ""
+    # All functions ask one object, so that a value has the same name in forward and backward.
     wishes = ValueNames(joint, layer).wishes
     bindings: dict[str, str] = {}
     bodies: dict[str, Body] = {}
@@ -127,6 +129,7 @@ def region_text(
         sizes = {symbol_of(node): name for node, name in tentative.items() if symbol_of(node)}
         printer = Printer(tentative, Idioms(graph), sizes, bindings)
         bodies[method] = Body(graph, printer, layer, gradients=method != "forward")
+    # Names of overloads are bound in the module: a value called so would hide them.
     called = {node.target for body in bodies.values() for node in body.graph.nodes}
     taken = {binding(target) for target in called if hasattr(target, "namespace")}
     names: dict[str, str] = {}
@@ -136,6 +139,7 @@ def region_text(
             names.setdefault(node.name, name)
     forward = bodies.pop("forward")
     inputs = forward.graph.find_nodes(op="placeholder")
+    # Of the forward, for all: comments of a backward may tell sizes that it does not take.
     sizes = {symbol_of(node): names[node.name] for node in inputs if symbol_of(node)}
     for body in (forward, *bodies.values()):
         body.printer.sizes = sizes
@@ -162,6 +166,7 @@ def _description(region: Region, paths: Sequence[str], printer: Printer) -> list
     where = ", ".join(paths) if len(paths) < 4 else f"{paths[0]}, {paths[1]}, ... {paths[-1]}"
     inputs: dict[str, list[str]] = {}
     for name, node in zip(region.input_names, region.placeholders, strict=True):
+        # A module's weight and bias in one line: there are many, and they belong together.
         module, _, parameter = name.rpartition(".")
         text = f"{parameter} {describe(node, printer)}" if module else describe(node, printer)
         inputs.setdefault(module or name, []).append(text)
@@ -173,24 +178,21 @@ def _description(region: Region, paths: Sequence[str], printer: Printer) -> list
 
 
 def _module_class(region: Region) -> str:
-    """Class of the outermost module of the user's model that all nodes of the region share."""
-    names: list[str] | None = None
+    """Class of the innermost module of the user's model that holds all nodes of the region."""
+    shared: list[str] | None = None
     for node in region.module.graph.nodes:
         stack = list((node.meta.get("nn_module_stack") or {}).values())
         if node.op != "call_function" or not stack:
             continue
-        mine = [_class_name(entry[1]) for entry in stack]
-        shared = 0
-        while names is not None and shared < min(len(names), len(mine)):
-            if names[shared] != mine[shared]:
-                break
-            shared += 1
-        names = mine if names is None else names[:shared]
-    return names[-1] if names else region.name
-
-
-def _class_name(entry: Any) -> str:
-    return entry.rpartition(".")[2] if isinstance(entry, str) else entry.__name__
+        # torch.export writes the class as text, Dynamo as the class itself.
+        classes = [
+            entry.rpartition(".")[2] if isinstance(entry, str) else entry.__name__
+            for _, entry in stack
+        ]
+        before = classes if shared is None else shared
+        same = [one == other for one, other in zip(before, classes, strict=False)]
+        shared = classes[: [*same, False].index(False)]
+    return shared[-1] if shared else region.name
 
 
 def _forward(partitioned: Partitioned, body: Body) -> str:
@@ -228,6 +230,7 @@ def _backward(method: str, body: Body, num_tangents: int) -> str:
 
 
 def _device_line(statements: Sequence[str], inputs: Sequence[Node], printer: Printer) -> list[str]:
+    # Where the inputs are, not a device that was traced: the user may move the module.
     tensors = [printer.names[node] for node in inputs if isinstance(node.meta["val"], Tensor)]
     uses = any("device=device" in line for line in statements)
     return [f"device = {tensors[0]}.device"] if uses and tensors else []
@@ -235,6 +238,7 @@ def _device_line(statements: Sequence[str], inputs: Sequence[Node], printer: Pri
 
 def _wrapped(head: str, items: Sequence[str], tail: str, *, as_tuple: bool = False) -> list[str]:
     """``head items tail`` in one line, or filled into several where that is too long."""
+    # One name in parentheses alone is no tuple.
     comma = "," if as_tuple and len(items) == 1 else ""
     line = f"{head}{', '.join(items)}{comma}{tail}"
     if len(line) <= WIDTH:

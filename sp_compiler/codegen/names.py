@@ -209,13 +209,13 @@ def _assigned_names(
     for key, members in groups.items():  # in the order in which the statements ran
         by_statement[key] = _targets(key[-1].statement, members, backward, assigned)
         assigned.update(by_statement[key])
-    found = {}
+    wishes = {}
     for node, trace in traces.items():
         depths = range(len(trace), 0, -1)
         statements = [by_statement[_group(trace[:depth])].get(node, "") for depth in depths]
         modules = [] if is_reshape(node) else list(_module_names(node, backward, layer))
-        found[node] = _ranked(statements, modules)
-    return found
+        wishes[node] = _ranked(statements, modules)
+    return wishes
 
 
 def _group(trace: tuple[Frame, ...]) -> tuple[Frame, ...]:
@@ -325,23 +325,23 @@ def _gradients(joint: JointGraph, values: Mapping[str, Node]) -> Mapping[Node, N
 
     A value that the backward of another operator takes is the gradient of that one's result.
     """
-    found: dict[Node, Node] = {}
+    gradient_of: dict[Node, Node] = {}
     for grad, value in zip(joint.grads, joint.inputs, strict=True):
         if grad is not None:
-            found.setdefault(grad, value)
+            gradient_of.setdefault(grad, value)
     tangents = _on_tangents(joint)
     for node in reversed(joint.graph.nodes):
-        if node not in tangents or node.op != "call_function" or node in found:
+        if node not in tangents or node.op != "call_function" or node in gradient_of:
             continue
         for user in node.users:
-            if user in found and (is_view(user) or _is_sum(user, tangents)):
-                found[node] = found[user]
+            if user in gradient_of and (is_view(user) or _is_sum(user, tangents)):
+                gradient_of[node] = gradient_of[user]
                 break
             source = user.meta.get("source")
             if source in values and source != node.meta.get("source") and user in tangents:
-                found[node] = _part_taken(node, user, values[source])
+                gradient_of[node] = _part_taken(node, user, values[source])
                 break
-    return found
+    return gradient_of
 
 
 def _forward_values(graph: Graph, backward: Collection[Node]) -> Mapping[str, Node]:

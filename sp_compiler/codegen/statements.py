@@ -61,7 +61,6 @@ class Body:
     def lines(self) -> list[str]:
         """The statements with their sections, and where names die."""
         lines: list[str] = []
-        sections = self._sections()
         # What arrives may have to be copied into place.
         allocates = [
             any(is_wait(part) or not is_view(part) for part in parts)
@@ -69,8 +68,9 @@ class Body:
         ]
         left = sum(allocates)
         place = -1
-        for path, section in sections:
+        for path, section in self._sections():
             recomputed = [_is_recomputed(node) for node in section]
+            # The word in the heading, or behind each line, but not both.
             if path:
                 title = f"recompute {path}" if all(recomputed) else path
                 lines += [*([""] if lines else []), comment(title)]
@@ -104,6 +104,7 @@ class Body:
             computes = [part for part in parts if not _only_moves(part)]
             if not computes and node is not next(reversed(self._parts)):
                 continue
+            # The innermost expression is evaluated first: the statement belongs to the last.
             path = self._section_path(computes[-1] if computes else node)
             if not sections or path not in ("", sections[-1][0]):
                 sections.append((path, []))
@@ -118,6 +119,7 @@ class Body:
         path = module_path(node)
         if path in ("", self._layer):
             return "(block)" if self._layer else "(model)"
+        # Deeper modules have no section of their own: an attention is read at one go.
         depth = self._depth + 1
         inner = ".".join(path.split(".")[:depth])
         return inner.removeprefix(f"{self._layer}.") if self._layer else inner
@@ -136,13 +138,14 @@ class Body:
         return [*lines[:-1], f"{lines[-1]}  {comment(text)}" if text else lines[-1]]
 
     def _note(self, node: Node) -> str:
-        if self.printer.is_flat_split(node):
+        if self.printer.is_flat_split(node):  # its parts have other shapes than in the graph
             return ""
         if is_unpacked(node):
             node = min(node.users, key=lambda part: part.args[1])
         note = describe(node, self.printer)
         if not is_collective(node) and not is_wait(node):
             return note
+        # The only thing in the text that looks like an arrow: collectives are found at a glance.
         return f"<== {note}" if not is_started(node) else f"==> {note}"
 
     def _target(self, node: Node) -> str:
@@ -152,8 +155,8 @@ class Body:
         parts = {int(part.args[1]): names[part] for part in node.users}
         if first_alone(node):
             return parts[0]
-        targets = [parts.get(index, "_") for index in range(len(node.meta["val"]))]
-        return ", ".join(targets) + ("," if len(targets) == 1 else "")
+        unpacked = [parts.get(index, "_") for index in range(len(node.meta["val"]))]
+        return ", ".join(unpacked) + ("," if len(unpacked) == 1 else "")
 
 
 def _without_small_recomputations(
@@ -196,6 +199,7 @@ def _common_depth(graph: Graph) -> int:
     paths = [module_path(node).split(".") for node in nodes if node.op == "call_function"]
     if not paths:
         return 0
+    # What the first and the last in order share, all between them do.
     first, last = min(paths), max(paths)
     same = [a == b for a, b in zip(first, last, strict=False)]
     return [*same, False].index(False)

@@ -36,12 +36,13 @@ def on_token_rows(graph: Graph) -> Graph:
     copy = copy_graph(graph)
     returned = set(copy.output_node().all_input_nodes)
     for node in list(copy.nodes):
-        if node in returned:
+        if node in returned:  # its shape and strides are the caller's
             continue
         if node.target in RESHAPES:
             _skip_view(node)
         elif (rows := _rows(node)) is not None:
             _compute_on_rows(node, rows)
+    # Backwards, for a view may be all that used the view before it.
     for node in reversed(list(copy.nodes)):
         if node.target in RESHAPES and not node.users:
             copy.erase_node(node)
@@ -67,7 +68,7 @@ def _rows(node: Node) -> torch.Size | None:
     rows: torch.Size | None = None
     for operand in tensor_operands(node):
         shape = operand.meta["val"].shape
-        if not shape:
+        if not shape:  # a number stands beside rows as well
             continue
         source = operand.args[0] if operand.target in RESHAPES else None
         if source is None or not same_shape(shape, value.shape) or not _is_rows(source, shape):
@@ -97,6 +98,8 @@ def _compute_on_rows(node: Node, rows: torch.Size) -> None:
         view = make_like(node.graph, aten.view.default, args, like=node, origin="codegen")
     node.replace_all_uses_with(view, delete_user_cb=lambda user: user is not view)
     node.meta["val"] = value.new_empty(rows)
+    # The dim of a placement is one of the old shape; of rows that are several dims in one it has
+    # no true name.
     if placement is not None and placement.is_sharded:
         del node.meta["placement"]
         if placement.dim == value.dim() - 1:

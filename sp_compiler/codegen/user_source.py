@@ -69,15 +69,15 @@ def _bindings(file: str) -> dict[int, Statement | None]:
         tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):  # not Python, or not what ran
         return {}
-    found: dict[int, Statement | None] = {}
+    statements: dict[int, Statement | None] = {}
     for node, function in _statements(tree):
         if body := getattr(node, "body", None):  # what stands in the head computes too
             statement, end = None, body[0].lineno - 1
         else:
             statement, end = _statement(file, node, function), node.end_lineno or node.lineno
         for line in range(node.lineno, max(end, node.lineno) + 1):
-            found[line] = statement if line not in found else None
-    return found
+            statements[line] = statement if line not in statements else None
+    return statements
 
 
 def _statements(tree: ast.AST, function: ast.AST | None = None) -> Iterator[tuple[ast.stmt, Any]]:
@@ -112,17 +112,17 @@ def _statement(file: str, node: ast.stmt, function: ast.AST | None) -> Statement
 
 def _computed_with(function: ast.AST | None, line: int) -> set[str]:
     """Names that ``function`` reads behind ``line`` for more than to return them."""
-    found: set[str] = set()
+    names: set[str] = set()
     pending = [function] if function is not None else []
     for node in pending:  # which grows
         if getattr(node, "end_lineno", line + 1) <= line:
             continue
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-            found.add(node.id)
+            names.add(node.id)
         parts = list(ast.iter_child_nodes(node))
         if isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple):
             parts = list(node.value.elts)
         if isinstance(node, ast.Return):
             parts = [part for part in parts if not isinstance(part, ast.Name)]
         pending.extend(parts)
-    return found
+    return names

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.base.pass_report import Pass
 from sp_compiler.base.provenance import module_path, source_line
 from sp_compiler.ir.graph_theory import as_networkx
@@ -40,6 +41,15 @@ class Snapshot:
     graphs: dict[str, Graph]
     calls: list[tuple[str, str]] = field(default_factory=list)
     wiring: list[str] = field(default_factory=list)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UnsupportedError(
+            "the graphs of a compiled module cannot be pickled: their nodes hold operators and "
+            "fake tensors; save str(stage), module.code, or module.plan.to_json()"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Snapshot:
+        return self  # nobody changes it
 
     @classmethod
     def of_program(cls, name: str, program: Program) -> Snapshot:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree as pytree
 
 from sp_compiler.base.errors import ArgumentError
@@ -20,6 +21,7 @@ from sp_compiler.runtime.group import broadcast
 from sp_compiler.runtime.parameter_gradients import local_tensor
 from sp_compiler.runtime.program_cache import call_key
 from sp_compiler.runtime.rank_checks import fingerprints
+from sp_compiler.trace.environment import without_saved_tensor_hooks
 from sp_compiler.trace.export import input_names
 
 
@@ -40,7 +42,7 @@ def executor_for(state: ModuleState, leaves: list[Any], structure: pytree.TreeSp
     state.agreement.begin_call(key, leaves, names, compiled=executor is not None)
     if executor is None:
         # Parameters that are placed under inference_mode could never be trained.
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), without_saved_tensor_hooks():
             open_dims = state.programs.opens(key, leaves)
             executor = _compile(state, leaves, structure, open_dims)
         state.programs.put(key, executor, executor.compiled.program.sizes)
@@ -109,6 +111,7 @@ def _compile(
 ) -> Executor:
     if state.fixed is None:
         _refuse_optimizer_state(state)
+        _refuse_other_parallelism(state)
     args, kwargs = pytree.tree_unflatten(leaves, structure)
     state.original.check_arguments(args, kwargs)
     with state.original.awake(state.root) as model:
@@ -134,6 +137,17 @@ def _refuse_optimizer_state(state: ModuleState) -> None:
                 "(it stepped, or state was loaded, before the first call); pass example_inputs "
                 "to sp_compiler.compile, or call the module once before"
             )
+
+
+def _refuse_other_parallelism(state: ModuleState) -> None:
+    """Raise where ``fully_shard`` has taken parts of parameters that are still to be placed."""
+    # By its class: in this very call its hooks have put whole parameters back for a while.
+    if any(isinstance(module, FSDPModule) for module in state.root.modules()):
+        raise ArgumentError(
+            "fully_shard was applied before the parameters were placed over the tensor-parallel "
+            "ranks; pass example_inputs to sp_compiler.compile (or call the module once), and "
+            "apply fully_shard afterwards"
+        )
 
 
 def _refuse_empty(state: ModuleState, leaves: list[Any], names: list[str]) -> None:

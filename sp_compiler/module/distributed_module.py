@@ -83,8 +83,17 @@ class DistributedModule(MirrorModule):
         if state.group.mesh is not None:
             show_true_state(self)
 
+    @torch.compiler.disable(  # one opaque call: torch.compile has nothing to gain inside
+        reason="a module of sp_compiler runs code that is compiled already"
+    )
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call :meth:`forward` and the hooks; an error on this rank raises on all of them."""
+        if torch.compiler.is_exporting():
+            raise UnsupportedError(
+                "torch.export of a compiled module would keep one rank's part of the weights and "
+                "the collectives of this group; export the original model, with the weights of "
+                "module.full_state_dict()"
+            )
         board = self._sp_state.group.board
         if board is None:
             return super().__call__(*args, **kwargs)
@@ -131,6 +140,23 @@ class DistributedModule(MirrorModule):
         for parameter, placement in self._sp_state.stored():
             make_room(parameter, placement, self._sp_state.group.world_size)
         return self
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        """Asked for by DistributedDataParallel before it does anything; Accelerate uses that too.
+
+        Raises:
+            UnsupportedError: there are several ranks.
+        """
+        if self._sp_state.group.mesh is None:
+            return []
+        raise UnsupportedError(
+            "DistributedDataParallel (also accelerate.prepare(model) and transformers.Trainer, "
+            "which use it) would average over ranks that hold different parts of this model, and "
+            "give each of them other data. Train it in a loop of your own with the same batch on "
+            "every rank, give accelerate.prepare the optimizer and the scheduler only; over more "
+            "ranks use torch.distributed.fsdp.fully_shard on another axis of the mesh"
+        )
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Compile for these example inputs, and place the parameters, without running anything."""

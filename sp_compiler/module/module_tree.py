@@ -135,6 +135,21 @@ class MirrorModule(nn.Module):
         self._sp_layout.attributes[self._sp_path, name] = Constant(value)
         return setattr(original, name, value)
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Exchange a parameter of the model.
+
+        Raises:
+            UnsupportedError: the model has none of this name.
+        """
+        if name not in self._parameters:
+            # Such as pruning and older weight norms, which compute a weight from new parameters.
+            raise UnsupportedError(
+                f"cannot add parameter {name!r} to module {self._sp_path or '(model)'!r}: the "
+                "parameters of a compiled model are fixed. Prune (torch.nn.utils.prune) or "
+                "reparametrize the model before sp_compiler.compile"
+            )
+        super().register_parameter(name, param)
+
     def _check_parameter(self, name: str, value: Any) -> None:
         """Raise unless ``value`` can stand where the present parameter is."""
         present = self._parameters.get(name)

@@ -104,16 +104,17 @@ class Original:
         Its parameters have the device but no memory: only their metadata may be read.
         """
         model = self.model
-        del model.forward
-        if self._own_forward is not None:
-            model.forward = self._own_forward
-        # The mirror is what the user switches to train or eval and whose buffers are written back.
         modes = [module.training for module in model.modules()]
-        for module, twin in zip(model.modules(), mirror.modules(), strict=True):
-            module.training = twin.training
-            module._buffers.update(twin._buffers)
-        self._install(mirror, _without_memory)
+        # Inside: there may be no memory even for this, and the model must be put to sleep again.
         try:
+            del model.forward
+            if self._own_forward is not None:
+                model.forward = self._own_forward
+            # The user switches the mirror to train or eval, and its buffers are written back.
+            for module, twin in zip(model.modules(), mirror.modules(), strict=True):
+                module.training = twin.training
+                module._buffers.update(twin._buffers)
+            self._install(mirror, _without_memory)
             yield model
         finally:
             self._install(

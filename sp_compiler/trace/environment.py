@@ -189,6 +189,24 @@ def _without_tensor_hooks() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def without_saved_tensor_hooks() -> Iterator[None]:
+    """Put aside the hooks on saved tensors around the call that compiles.
+
+    ``torch.utils.checkpoint`` counts what autograd saves through them; tracing saves tensors too,
+    in the first run and not in the second.
+    """
+    aside = []
+    while (pair := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        aside.append(pair)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(aside):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+@contextlib.contextmanager
 def _given_causal_hint() -> Iterator[None]:
     """Keep ``nn.TransformerEncoder`` from comparing its mask with a causal one, number by number.
 

@@ -1,0 +1,142 @@
+"""What people put around a compiled module: it works, or an error says what to do."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import prune
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
+
+import sp_compiler
+from sp_compiler import ArgumentError, UnsupportedError
+from tests.helpers.users import assert_same_gradients, batch, compiled, net, prepared
+
+# Variables that torchrun sets.
+_LAUNCHED = {
+    "LOCAL_RANK": "0",
+    "RANK": "0",
+    "WORLD_SIZE": "2",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29599",
+}
+
+
+def _by_checkpoint(module: nn.Module, x: Tensor) -> Tensor:
+    loss: Tensor = checkpoint(lambda x: module(x)["loss"], x, use_reentrant=False)
+    return loss
+
+
+def _by_wrapper(module: nn.Module, x: Tensor) -> Tensor:
+    loss: Tensor = checkpoint_wrapper(module)(x)["loss"]
+    return loss
+
+
+@pytest.mark.parametrize("call", [_by_checkpoint, _by_wrapper])
+def test_the_first_call_may_be_inside_a_checkpoint(call: Callable[..., Tensor]) -> None:
+    """What the compilation saves is not counted; the caller's hooks are there again afterwards."""
+    module, model = compiled(), net()
+    for one in (module, model):
+        call(one, batch().requires_grad_()).backward()
+    assert_same_gradients(module, model)
+
+
+def test_torch_compile_of_a_compiled_module_is_one_opaque_call() -> None:
+    module, model = compiled(), net()
+    wrapped = torch.compile(module, backend="eager")
+    for _ in range(2):
+        loss = wrapped(batch())["loss"]
+    true = model(batch())["loss"]
+    torch.testing.assert_close(loss, true)
+    loss.backward()
+    true.backward()
+    assert_same_gradients(module, model)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_is_refused(strict: bool) -> None:
+    module = prepared()
+    with pytest.raises(Exception, match=r"export the original model|compiled already"):
+        torch.export.export(module, (batch(),), strict=strict)
+    module(batch())["loss"].backward()
+
+
+def test_pruning_is_refused_and_changes_nothing() -> None:
+    module = prepared()
+    with pytest.raises(UnsupportedError, match=r"'head'.*Prune .* before sp_compiler\.compile"):
+        prune.l1_unstructured(module.head, "weight", amount=0.3)
+    module(batch())["loss"].backward()
+    assert set(dict(module.named_parameters())) == set(dict(net().named_parameters()))
+
+
+def test_what_cannot_be_pickled_says_so() -> None:
+    module = prepared()
+    for value, advice in ((module, "state_dict"), (module.stages, r"plan\.to_json\(\)")):
+        with pytest.raises(UnsupportedError, match=advice):
+            pickle.dumps(value)
+    pickle.dumps(module.plan)
+
+
+def test_no_memory_while_the_model_is_prepared() -> None:
+    """The error is torch's own, and the model can be used or compiled afterwards."""
+    model, error = net(), torch.OutOfMemoryError("no memory is left")
+    module = compiled(lambda: model)
+    with (
+        mock.patch("sp_compiler.module.source_model._without_memory", side_effect=error),
+        pytest.raises(torch.OutOfMemoryError, match="no memory is left"),
+    ):
+        module(batch())
+    module(batch())["loss"].backward()
+    model = net()
+    with (
+        mock.patch("sp_compiler.module.source_model._without_memory", side_effect=error),
+        pytest.raises(torch.OutOfMemoryError, match="no memory is left"),
+    ):
+        sp_compiler.compile(model, tp=1, example_inputs=((batch(),), {}))
+    model(batch())
+
+
+@pytest.fixture
+def two_ranks() -> Any:
+    """A default group of two, of which this process plays one."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_data_parallel_wrappers_are_refused() -> None:
+    module = sp_compiler.compile(net(), tp=2)
+    with pytest.raises(UnsupportedError, match=r"accelerate\.prepare.*same batch on every rank"):
+        DistributedDataParallel(module)
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_accelerate_and_trainer_get_the_same_error() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    module = sp_compiler.compile(net(), tp=2)
+    with (
+        mock.patch.dict("os.environ", _LAUNCHED),
+        pytest.raises(UnsupportedError, match=r"transformers\.Trainer"),
+    ):
+        accelerate.Accelerator(cpu=True).prepare(module)
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_fully_shard_before_placement_says_what_to_do() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    module = sp_compiler.compile(net(), mesh=mesh["tp"])
+    fully_shard(module, mesh=mesh["dp"])
+    with pytest.raises(ArgumentError, match=r"fully_shard.*pass example_inputs"):
+        module(batch())

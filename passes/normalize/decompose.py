@@ -13,6 +13,7 @@ from sp_compiler.base.pass_report import Pass
 from sp_compiler.ir.fx import arguments, calls, carries_gradient, is_call, shape_of
 from sp_compiler.ir.rewriting import insert_call, replace_call, replace_with
 from sp_compiler.ir.symbolic import same_shape
+from sp_compiler.passes.normalize.cells import bilinear, gru_cell
 from sp_compiler.passes.normalize.einsum import contract
 from sp_compiler.passes.normalize.losses import cross_entropy, kl_div, nll_loss
 
@@ -34,6 +35,7 @@ def canonical_operators(graph: Graph) -> None:
     - ``cross_entropy`` of logits with classes in dim 1 of several -> that of rows of logits; with
       probabilities as targets -> their product with ``log_softmax``
     - ``logsumexp`` that keeps its dims -> one that does not, and ``reshape``
+    - ``gru_cell`` -> two projections and their gates; ``bilinear`` -> a product, sums of its rows
     - ``nll_loss`` of ``log_softmax(x)`` -> ``cross_entropy`` of ``x``; ``kl_div`` -> elementwise
     - ``_weight_norm(v, g)`` -> ``v * (g / norm(v))``
     - ``x[..., i::n]`` of a dim that n divides -> ``select`` from its last n elements side by side
@@ -267,6 +269,8 @@ _REWRITES: dict[object, Callable[[Node], None]] = {
     _aten._weight_norm.default: _weight_norm,
     _aten.norm_except_dim.default: _norm_except_dim,
     _aten.cross_entropy_loss.default: cross_entropy,
+    _aten.gru_cell.default: gru_cell,
+    _aten.bilinear.default: bilinear,
     _aten.logsumexp.default: _logsumexp,
     _aten.nll_loss_nd.default: nll_loss,
     _aten.kl_div.default: kl_div,

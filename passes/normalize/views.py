@@ -145,7 +145,7 @@ def _same_layer(node: Node, other: object) -> bool:
 def _shortest(chain: list[Node]) -> list[ViewStep] | None:
     """Return at most three (operator, arguments) equal to ``chain``; ``None``: not known."""
     source, result = shape_of(chain[0].args[0]), shape_of(chain[-1])
-    if 0 in source:  # an empty batch: sizes do not tell which dim became which
+    if 0 in source:  # an empty batch: sizes do not determine which dim became which
         return None
     factors = _Factors(source)
     for node in chain:

@@ -220,7 +220,7 @@ def _calls(
 
 
 @dataclass(frozen=True)
-class _ParameterSize:
+class _StoredParameter:
     num_bytes: int
     numel: int
     dtype: str
@@ -229,9 +229,9 @@ class _ParameterSize:
     reduced: bool
 
 
-def _parameters(compiled: CompiledProgram) -> dict[str, _ParameterSize]:
+def _parameters(compiled: CompiledProgram) -> dict[str, _StoredParameter]:
     """By stored name: this rank's part of every parameter that the forward uses."""
-    sizes: dict[str, _ParameterSize] = {}
+    sizes: dict[str, _StoredParameter] = {}
     for call in compiled.program.calls:
         region = call.region
         for node, ref, used in zip(
@@ -241,7 +241,7 @@ def _parameters(compiled: CompiledProgram) -> dict[str, _ParameterSize]:
                 continue
             name, value = compiled.param_name(ref.name), node.meta["val"]
             before = sizes.get(name)
-            sizes[name] = _ParameterSize(
+            sizes[name] = _StoredParameter(
                 tensor_bytes(value),
                 value.numel(),
                 str(value.dtype),
@@ -253,7 +253,7 @@ def _parameters(compiled: CompiledProgram) -> dict[str, _ParameterSize]:
 
 
 def _gradient_reduction(
-    compiled: CompiledProgram, sizes: dict[str, _ParameterSize]
+    compiled: CompiledProgram, sizes: dict[str, _StoredParameter]
 ) -> tuple[Collective, ...]:
     """One all-reduce for each dtype of the parameters that are stored I and used as R."""
     buckets: dict[str, int] = {}

@@ -62,7 +62,7 @@ class RankAgreement:
         self._options = dict(options or {})
         self._num_meetings = 0
         self._kinds: OrderedDict[CallKey, _Kind] = OrderedDict()
-        self._comparisons: list[_Comparison] = []
+        self._comparisons: list[_RankComparison] = []
 
     def begin_call(
         self, key: CallKey, leaves: Sequence[Any], names: Callable[[], list[str]], compiled: bool
@@ -155,7 +155,7 @@ class RankAgreement:
         assert collectives is not None
         numbers = [kind.number, int(combined(values)) if values else 0]
         everyone = collectives.gather_numbers(numbers, "calls the module")
-        self._comparisons.append(_Comparison(kind, everyone, lambda: True, facts))
+        self._comparisons.append(_RankComparison(kind, everyone, lambda: True, facts))
         board.before_next = self.settle
 
     def _gather_on_device(
@@ -175,7 +175,7 @@ class RankAgreement:
             event = torch.Event(device)
             event.record()
             arrived = event.query
-        self._comparisons.append(_Comparison(kind, lambda: on_host, arrived, facts))
+        self._comparisons.append(_RankComparison(kind, lambda: on_host, arrived, facts))
 
     def _kind(self, key: CallKey) -> _Kind:
         kind = self._kinds.get(key)
@@ -196,7 +196,7 @@ class _Kind:
 
 
 @dataclass
-class _Comparison:
+class _RankComparison:
     """Numbers of all ranks on their way.
 
     Attributes:

@@ -139,7 +139,7 @@ def plan(
     args, kwargs = checked_inputs(model, example_inputs)
     checked = CompileOptions.of(tp, options)
     wishes_of(checked.hints, parameters_of(model))  # raises before the model is captured
-    result = build(model, args, kwargs, checked).plan
+    result = build(model, args, kwargs, checked, keep_stages=False).plan
     assert isinstance(result, Plan)
     if checked.strict:
         refuse_costly(result.costly_fallbacks, tp)

@@ -62,6 +62,7 @@ def build(
     fixed: Mapping[str, Placement] | None = None,
     lift_casts: bool = False,
     open_dims: bool = False,
+    keep_stages: bool = True,
 ) -> CompiledProgram:
     """Capture and compile ``model`` for the shapes of its example inputs.
 
@@ -74,8 +75,12 @@ def build(
         lift_casts: keep a float64 model's casts to float32 in float64.
         open_dims: leave the sizes of the inputs open where that is possible, else warn. A memory
             budget is kept for each size by itself, so with one they are not left open.
+        keep_stages: whether the result has ``stages``.
     """
-    compile_with = partial(_build, model, args, kwargs, options, fixed or {}, lift_casts)
+    fixed = fixed or {}
+    compile_with = partial(
+        _build, model, args, kwargs, options, fixed, lift_casts, keep_stages=keep_stages
+    )
     if not open_dims or options.budget_bytes is not None:
         return compile_with(open_dims=False)
     try:
@@ -98,8 +103,9 @@ def _build(
     fixed: Mapping[str, Placement],
     lift_casts: bool,
     open_dims: bool,
+    keep_stages: bool,
 ) -> CompiledProgram:
-    run = PassRunner()
+    run = PassRunner(keep_graphs=keep_stages)
     # With symbols, looking up results of operators takes longer than running them on fakes.
     lookup = dynamo_config.fake_tensor_cache_enabled and not open_dims
     cache_fakes = dynamo_config.patch(fake_tensor_cache_enabled=lookup)

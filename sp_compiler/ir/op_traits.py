@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 
 import torch
@@ -125,14 +126,19 @@ def is_view(node: Node) -> bool:
         return is_view(node.args[0])
     if node.target in _OTHER_VIEWS or is_identity(node):
         return True
+    return _aliases_first(node.target)
+
+
+@functools.cache
+def _aliases_first(target: object) -> bool:
     # Read from the schema: a list of views would miss those of the next version of PyTorch.
-    schema = getattr(node.target, "_schema", None)
+    # Remembered, for torch makes new objects of a schema's arguments at every look.
+    schema = getattr(target, "_schema", None)
     if schema is None or not schema.arguments:
         return False
     alias = schema.arguments[0].alias_info
-    if alias is None or alias.is_write:  # an alias that is written: an in-place operator
-        return False
-    return isinstance(node.args[0], Node)  # a number has no storage: conj(1 + 2j) of a gradient
+    # An alias that is written: an in-place operator.
+    return alias is not None and not alias.is_write
 
 
 def is_part(node: Node) -> bool:

@@ -39,10 +39,14 @@ class PassRunner:
 
     Args:
         observer: called after each pass with its name and with what it left.
+        keep_graphs: whether somebody may ask for :meth:`stages`; else there are none.
     """
 
-    def __init__(self, observer: Callable[[str, Any], None] | None = None) -> None:
+    def __init__(
+        self, observer: Callable[[str, Any], None] | None = None, keep_graphs: bool = True
+    ) -> None:
         self._observer = observer
+        self._keep_graphs = keep_graphs
         self._shared: dict[tuple[str, str, str], _Record] = {}
         self._own: list[_Record] = []
 
@@ -146,7 +150,10 @@ class PassRunner:
             report.node_delta = _num_nodes(left, region) - num_nodes
         if self._observer is not None:
             self._observer(name, left)
-        return _Record(result, report, snapshot_of(name, left, region))
+        # Copied at once, for later passes rewrite graphs in place; every copy takes as long as a
+        # small pass.
+        stage = snapshot_of(name, left, region) if self._keep_graphs else Snapshot(name, {})
+        return _Record(result, report, stage)
 
 
 def _num_nodes(subject: Any, region: str) -> int:

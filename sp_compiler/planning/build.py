@@ -191,6 +191,7 @@ def _calls(
     numbers: dict[Storage, int] = {}
     kept: dict[int, dict[int, int]] = {}
     for item in memory.kept:
+        # What the model returns lives on whether a call saves it or not.
         if item.storage not in memory.returned:
             number = numbers.setdefault(item.storage, len(numbers))
             kept.setdefault(item.call, {})[number] = item.storage.num_bytes

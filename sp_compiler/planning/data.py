@@ -251,6 +251,7 @@ class PlanData:
     @property
     def mfu(self) -> float:
         """Model FLOPs utilisation: of the accelerator's peak, by the model's own FLOPs."""
+        # Of the peak and not of the rate that times are estimated with: as papers define it.
         peak = self.step_us * H100.peak_flops_per_us
         return self.work.model_flops / peak if peak else 0.0
 
@@ -286,6 +287,7 @@ class PlanData:
         return json.dumps(self.to_dict(), indent=2)
 
     def __getstate__(self) -> dict[str, Any]:
+        # What derives it holds graphs, which cannot be pickled: it is derived now.
         known = partial(_known, self.activation_formula)
         return {**vars(self), "explainer": None, "formula_maker": known}
 

@@ -12,6 +12,7 @@ from sp_compiler.base.units import bytes_text
 from sp_compiler.planning.data import BlockPlan, KeptTensor, PlanData
 
 _WIDTH, _HEIGHT = 960, 220
+# Two pixels for each: narrower ones cannot be told apart or pointed at.
 _MOST_BARS = 480
 _COLORS = {"forward": "#3b76af", "backward": "#c8652d"}
 

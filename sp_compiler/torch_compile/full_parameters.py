@@ -28,6 +28,7 @@ def local_parameters(
         placements: name to how the program stores it, ``I`` or sharded.
     """
     local = dict(full)
+    # The very parameters, so that autograd accumulates into them without a node in between.
     if tp.world_size == 1:
         return local
     sharded = [name for name in full if name in placements and placements[name].is_sharded]

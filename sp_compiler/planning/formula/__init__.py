@@ -95,6 +95,7 @@ class ActivationFormula:
                     f"{name} is {self.symbols[name].value} like {written} in this plan, and "
                     f"written so: {name} = {number} needs a plan where they differ"
                 )
+        # At the sizes of the plan itself every formula is exact, whatever its symbols mean.
         if all(number == self.symbols[name].value for name, number in sizes.items()):
             return
         for name, size in self.symbols.items():
@@ -104,6 +105,7 @@ class ActivationFormula:
                     "stays as it is"
                 )
         for expr in self.divided:
+            # Only of what the formula is made of: another block's sizes are no matter here.
             if expr.free_symbols <= formula.free_symbols and expr.xreplace(values) % values[WORLD]:
                 yield f"{expr} = {expr.xreplace(values)} is not divisible by t = {values[WORLD]}"
 
@@ -216,7 +218,7 @@ class _Formulas:
     def _of(self, region: str, name: str) -> sympy.Expr:
         graph = self.compiled.regions[region].partitioned.forward
         (node,) = [node for node in graph.nodes if node.name == name]
-        if node.op == "placeholder":
+        if node.op == "placeholder":  # the one input that is made for each call
             return sympy.Integer(SEED_BYTES)
         dims = self._shapes.of(region, name)
         sizes = (self.names.expression(dim) for dim in dims)
@@ -310,6 +312,7 @@ class Names:
             role.dim, lambda atom: dummies.get(atom, self._written.get(atom)), WORLD
         )
         dummy, atom = next(iter(unknown.items()))
+        # Padded, or a square of the unknown: it cannot be solved for the unknown.
         if formula.has(sympy.ceiling) or sympy.diff(formula, dummy).has(dummy):
             return
         symbol = self._new(role.letter, size_of(role.dim), MEANINGS[role.letter])
@@ -325,6 +328,8 @@ class Names:
         for name, size in list(self._sizes.items()):
             letter, equal = name.rstrip("0123456789"), None
             first, heads = self._sizes[letter], self._sizes.get("a")
+            # Each layer's weights are unknowns of their own: without this a model of equal layers
+            # would have as many widths as weights.
             if name != letter and letter in _WIDTHS and size.value == first.value:
                 equal = first.equal_to or _symbol(letter)
             elif hidden is None:

@@ -1,4 +1,9 @@
-"""Dims of an operator's results from those of its operands."""
+"""Dims of an operator's results from those of its operands.
+
+The sharding rules answer for most operators. Those with a function of their own here are the ones
+without which formulas change: of 30 that were tried one by one and together on 27 plans of 18
+models with 775 saved tensors, 17 changed nothing and are left to the rules.
+"""
 
 from __future__ import annotations
 
@@ -173,22 +178,9 @@ def _product(node: Node, operands: Sequence[Shape]) -> list[Shape]:
     return [(*left[:-1], right[-1])]
 
 
-def _linear(node: Node, operands: Sequence[Shape]) -> list[Shape]:
-    left, weight, *bias = operands
-    unify(left[-1], weight[1])
-    for shape in bias:
-        unify(shape[0], weight[0])
-    return [(*left[:-1], weight[0])]
-
-
 def _lookup(node: Node, operands: Sequence[Shape]) -> list[Shape]:
     weight, ids = operands
     return [(*ids, weight[1])]
-
-
-def _mean_loss(node: Node, operands: Sequence[Shape]) -> list[Shape]:
-    unify(operands[0][0], operands[1][0])
-    return []
 
 
 def _split(node: Node, operands: Sequence[Shape]) -> list[Shape]:
@@ -202,7 +194,7 @@ def _slice(node: Node, operands: Sequence[Shape]) -> list[Shape]:
     args, (shape,) = arguments(node), operands
     dim = args["dim"] % len(shape)
     size = node.meta["val"].shape[dim]
-    if args["step"] != 1 or size == 0:
+    if args["step"] != 1 or size == 0:  # elements that lie apart are no part of a sum
         return []
     start = args["start"] or 0
     start += size_of(shape[dim]) if start < 0 else 0
@@ -212,6 +204,7 @@ def _slice(node: Node, operands: Sequence[Shape]) -> list[Shape]:
 
 def _cat(node: Node, operands: Sequence[Shape]) -> list[Shape]:
     dim = arguments(node).get("dim", 0) % node.meta["val"].ndim
+    # torch leaves out empty tensors of one dim, whatever the others have.
     operands = [shape for shape in operands if len(shape) == node.meta["val"].ndim]
     for other in operands[1:]:
         for position, pair in enumerate(zip(operands[0], other, strict=True)):
@@ -238,45 +231,24 @@ def _attention(node: Node, operands: Sequence[Shape]) -> list[Shape]:
     unify(query[3], key[3])
     unify(key[1], value[1])
     unify(key[2], value[2])
+    # With fewer heads of keys and values each serves a group of queries: not the same dim.
     if size_of(query[1]) == size_of(key[1]):
         unify(query[1], key[1])
     return [(*query[:3], value[3]), query[:3]]
 
 
-VIEWS = (
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.reshape.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.squeeze.default,
-)
+VIEWS = (aten.view.default, aten._unsafe_view.default)
 Special = Callable[[Node, Sequence[Shape]], list[Shape]]
+# What the sharding rules do not say: a rule has no dims of 1, no sums of parts and no padding, and
+# leaves out what it cannot shard.
 _SPECIAL: dict[Any, Special] = {
     **dict.fromkeys(VIEWS, _view),
-    **dict.fromkeys(
-        (
-            aten._softmax.default,
-            aten._log_softmax.default,
-            aten._safe_softmax.default,
-            aten.cumsum.default,
-            aten.sort.default,
-            aten.sort.stable,
-            aten.zeros_like.default,
-            aten.ones_like.default,
-            aten.full_like.default,
-            aten.empty_like.default,
-        ),
-        _same,
-    ),
-    **dict.fromkeys((aten.permute.default, aten.transpose.int, aten.t.default), _permuted),
+    **dict.fromkeys((aten.permute.default, aten.transpose.int), _permuted),
+    aten._log_softmax.default: _same,
     aten.unsqueeze.default: _unsqueezed,
     CONVERT.overload: _converted,
-    aten.mm.default: _product,
     aten.bmm.default: _product,
-    aten.linear.default: _linear,
     aten.embedding.default: _lookup,
-    aten.nll_loss_forward.default: _mean_loss,
     aten.split_with_sizes.default: _split,
     aten.slice.Tensor: _slice,
     aten.cat.default: _cat,

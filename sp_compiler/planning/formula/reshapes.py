@@ -36,10 +36,13 @@ def reshaped(
     left over go outermost into the dim to their right, or innermost into the one to their left.
     """
     source = tuple(itertools.chain.from_iterable(dims))
+    # Before any cut: the first one decides which factor ranks divide, for good.
     for atom in resolved(source):
         _cut_segments(atom, shape)
     rest: Dim | None = source
     result: list[Dim] = []
+    # From the innermost dim: what is left where a size cannot be cut are leading dims, and those
+    # are the ones that views leave alone.
     for position in reversed(range(len(shape))):
         # A factor of 1 is no part of a size above 1: those are given out below.
         size = shape[position]
@@ -73,6 +76,7 @@ def _ones_taken(
     spare = len(ones) - len(left) if to_right or position == 0 else 0
     count = max(spare, min(1, len(ones)) if shape[position] == 1 else 0)
     if shares and sharded == position:
+        # Factors keep their order, so those inside of it come along.
         return max(count, shares[-1] + 1)
     if shares and sharded is not None and position - len(left) - 1 <= sharded < position:
         return min(count, shares[0])

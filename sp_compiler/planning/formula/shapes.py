@@ -62,6 +62,7 @@ class Shapes:
 def follow_shapes(compiled: CompiledProgram) -> Shapes:
     """Walk every distinct forward once, then connect the calls."""
     shapes = Shapes()
+    # All inputs first: what a graph makes itself is in doubt if any of them has a batch of one.
     for node, ref in _inputs(compiled):
         # A dim of 1 could be larger for another input, in contrast to one of a parameter.
         sizes = tuple((Atom(size),) for size in node.meta["val"].shape)

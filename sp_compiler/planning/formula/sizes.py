@@ -124,7 +124,7 @@ def share(full: Dim, world_size: int, segments: int = 1) -> Dim:
 def gathered(dim: Dim, world_size: int, padding: int = 0) -> Dim:
     """The dim that ``dim`` is one rank's part of, ``padding`` less than all parts together."""
     factors = resolved(dim)
-    if not factors:
+    if not factors:  # one element per rank
         return unknown(world_size)
     for position, atom in enumerate(factors):
         if isinstance(atom.meaning, Share):

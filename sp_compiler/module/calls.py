@@ -141,7 +141,7 @@ def _refuse_optimizer_state(state: ModuleState) -> None:
 
 def _refuse_other_parallelism(state: ModuleState) -> None:
     """Raise where ``fully_shard`` has taken parts of parameters that are still to be placed."""
-    # By its class: in this very call its hooks have put whole parameters back for a while.
+    # By its class: in this very call its hooks have put unsharded parameters back for a while.
     if any(isinstance(module, FSDPModule) for module in state.root.modules()):
         raise ArgumentError(
             "fully_shard was applied before the parameters were placed over the tensor-parallel "

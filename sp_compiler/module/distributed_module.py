@@ -169,7 +169,7 @@ class DistributedModule(MirrorModule):
 
         A module that was built on the meta device gets its memory here, so that no rank ever holds
         a whole model: pass ``example_inputs`` to :func:`sp_compiler.compile` (or call
-        :meth:`prepare`), so that placements are known. Before that, whole parameters are read.
+        :meth:`prepare`), so that placements are known. Before that, unsharded parameters are read.
 
         Args:
             path: a ``.safetensors`` file, or a folder as HuggingFace's ``save_pretrained`` writes
@@ -299,7 +299,7 @@ class DistributedModule(MirrorModule):
         """The original's method, where it has one.
 
         Raises:
-            UnsupportedError: several ranks and no ``state_dict=`` of whole weights.
+            UnsupportedError: several ranks and no ``state_dict=`` of unsharded weights.
         """
         if self._sp_state.group.world_size > 1 and kwargs.get("state_dict") is None:
             raise UnsupportedError(

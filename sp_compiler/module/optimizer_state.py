@@ -2,8 +2,8 @@
 
 The state of a parameter whose dim has segments is placed like it: a rank has rows of each segment,
 and checkpoints want a range. ``Optimizer.state_dict()`` shows it as true chunks, and
-``load_state_dict`` takes it, or whole tensors, back to where the parameter is. PyTorch lets nobody
-hook into optimizers that are yet to be made, so these two methods are wrapped.
+``load_state_dict`` takes it, or unsharded tensors, back to where the parameter is. PyTorch lets
+nobody hook into optimizers that are yet to be made, so these two methods are wrapped.
 """
 
 from __future__ import annotations

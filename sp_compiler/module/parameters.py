@@ -64,10 +64,10 @@ def distributed_parameter(parameter: nn.Parameter, group: TensorParallelGroup) -
             "a parameter of the model has hooks; register them on the parameters of the compiled "
             "module, after sp_compiler.compile"
         )
-    whole = parameter.detach().contiguous()
-    spec = tensor_spec(group.mesh, whole.shape, whole.dtype, I)
+    replicated = parameter.detach().contiguous()
+    spec = tensor_spec(group.mesh, replicated.shape, replicated.dtype, I)
     result = nn.Parameter(
-        DTensor(whole, spec, requires_grad=False), requires_grad=parameter.requires_grad
+        DTensor(replicated, spec, requires_grad=False), requires_grad=parameter.requires_grad
     )
     # Marks for optimizers and trainers (no_weight_decay, allreduce, ...).
     result.__dict__.update(vars(parameter))
@@ -84,11 +84,11 @@ def place(parameter: Tensor, placement: Placement, group: TensorParallelGroup) -
     if group.mesh is None or not placement.is_sharded:
         return
     distributed = cast(DTensor, parameter)
-    whole = distributed._local_tensor
-    if tuple(whole.shape) != tuple(parameter.shape):
+    replicated = distributed._local_tensor
+    if tuple(replicated.shape) != tuple(parameter.shape):
         raise ArgumentError("a parameter can be placed only once")
-    distributed._local_tensor = stored_part(whole, placement, group.rank, group.world_size)
-    distributed._spec = tensor_spec(group.mesh, parameter.shape, whole.dtype, placement)
+    distributed._local_tensor = stored_part(replicated, placement, group.rank, group.world_size)
+    distributed._spec = tensor_spec(group.mesh, parameter.shape, replicated.dtype, placement)
     refuse_to_pickle(distributed)
 
 

@@ -69,7 +69,7 @@ class Checkpoint:
             source[(*before, slice(start, stop))]
             for start, stop in _own_ranges(shape[placement.dim], placement, rank, world_size)
         ]
-        # A slice may share the memory of the whole tensor as it is mapped from the file.
+        # A slice may share the memory of the full tensor as it is mapped from the file.
         return torch.cat(pieces, placement.dim)
 
     def sample(self, name: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Weights of a compiled module on their way into files: whole ones, and no part taken for one."""
+"""Weights of a compiled module on their way into files: full ones, and no part taken for one."""
 
 from __future__ import annotations
 

@@ -125,8 +125,8 @@ class Original:
             model.forward = _raise_taken
 
     def give_back(self, mirror: nn.Module) -> None:
-        """The model as it was before, with the whole parameters of ``mirror``."""
-        self._install(mirror, _whole_parameter)
+        """The model as it was before, with the unsharded parameters of ``mirror``."""
+        self._install(mirror, _unsharded_parameter)
         del self.model.forward
         if self._own_forward is not None:
             self.model.forward = self._own_forward
@@ -173,7 +173,7 @@ def _plain(parameter: Tensor) -> Tensor:
     return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
 
 
-def _whole_parameter(parameter: nn.Parameter) -> Tensor:
+def _unsharded_parameter(parameter: nn.Parameter) -> Tensor:
     """A replicated parameter as it was in the model: itself, or the tensor behind a DTensor."""
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 

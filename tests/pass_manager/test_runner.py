@@ -56,6 +56,15 @@ def test_once_runs_once_until_it_is_forgotten() -> None:
     assert len(graph.nodes) == 5
 
 
+def test_graphs_are_kept_where_somebody_may_ask_for_them() -> None:
+    found = parity.case("plain", 2, 12)
+    for keeps in (True, False):
+        run = PassRunner(keep_graphs=keeps)
+        run("grow", grow, _graph(), 1, region=found.program.regions[0].name)
+        assert bool(run.stages(found.program, found.program)) == keeps
+        assert [report.name for report in run.reports] == ["grow"]
+
+
 def test_memory_settings_share_what_does_not_depend_on_them(monkeypatch: Any) -> None:
     found = parity.case("plain", 2, 12)
     compilation = Compilation(found.program, CompileOptions(tp=2))

@@ -145,8 +145,10 @@ class RegionFunction(torch.autograd.Function):
         with torch.no_grad():  # create_graph turns gradients on in here
             results = runner.run_backward(_saved(ctx), grads, ctx.tangent_metas)
             results = [grad if need else None for grad, need in zip(results, needed, strict=True)]
-            for index in runner.padded:
-                results[index] = runner.without_padding(index, results[index])
+            # Simulated ranks pass padded parts in: only what is stored as a parameter has none.
+            for index, _, _ in ctx.parameters:
+                if index in runner.padded:
+                    results[index] = runner.without_padding(index, results[index])
         # Outside of no_grad, where create_graph shows.
         if ctx.parameters:
             deliver(ctx.parameters, ctx.next_functions, results, grads)

@@ -11,12 +11,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from sp_compiler.base.errors import ArgumentError, UnsupportedError
-from sp_compiler.graph_diff.diff import diff
-from sp_compiler.graph_diff.report import GraphDiff
-from sp_compiler.ir.snapshot import Snapshot
+from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.module.calls import executor_for, require_data
 from sp_compiler.module.grad_scaler import check_sharded_gradients_first
+from sp_compiler.module.inspection import Inspection
 from sp_compiler.module.module_tree import Layout, MirrorModule, fill_mirror
 from sp_compiler.module.optimizer_state import show_true_state
 from sp_compiler.module.outputs import plain_input, user_outputs
@@ -35,7 +33,7 @@ from sp_compiler.trace.export import flatten_inputs
 _FULL_STATE = "torch's get_model_state_dict with StateDictOptions(full_state_dict=True)"
 
 
-class DistributedModule(MirrorModule):
+class DistributedModule(Inspection, MirrorModule):
     """A model that runs tensor-parallel; called like the original, with its parameter names.
 
     Parameters are DTensors over the axis "tp" (plain ones for one rank). They are replicated until
@@ -253,39 +251,6 @@ class DistributedModule(MirrorModule):
             yield
         finally:
             deferred.enabled = before
-
-    @property
-    def plan(self) -> Any:
-        """Cost of the latest compilation; see :func:`sp_compiler.plan`."""
-        return self._sp_state.compiled("plan").plan
-
-    @property
-    def code(self) -> str:
-        """The generated Python text that runs."""
-        return self._sp_state.compiled("code").code
-
-    @property
-    def stages(self) -> dict[str, Snapshot]:
-        """Graphs of the latest compilation, pass by pass.
-
-        By the name of the pass (:class:`sp_compiler.base.pass_report.Pass`); ``"capture"`` is
-        another name of ``"outline"``, the captured model cut into regions, and ``"final"`` of
-        ``"tag"``, one rank's part with collectives and with what backward recomputes.
-        """
-        return self._sp_state.compiled("stages").stages
-
-    def diff(self, before: str, after: str) -> GraphDiff:
-        """Return what changed between two of :attr:`stages`, such as ``"capture"`` and ``"final"``.
-
-        Raises:
-            ArgumentError: there is no such stage.
-            NotCompiledError: nothing is compiled yet.
-        """
-        stages = self._sp_state.compiled("diff").stages
-        try:
-            return diff(stages[before], stages[after])
-        except KeyError as error:
-            raise ArgumentError(f"stage {error}: expected one of {', '.join(stages)}") from error
 
     def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Not available: raises with advice."""

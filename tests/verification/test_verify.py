@@ -250,8 +250,8 @@ def test_errors_far_above_rounding_are_found(
 ) -> None:
     """A tolerance that grew would let small mistakes through: a wrong eps, a missing row."""
 
-    def scaled(*args: Any) -> SimulatedStep:
-        step = simulate_step(*args)
+    def scaled(*args: Any, **options: Any) -> SimulatedStep:
+        step = simulate_step(*args, **options)
         grads = {name: None if g is None else g * factor for name, g in step.grads.items()}
         return replace(step, grads=grads)
 

@@ -25,6 +25,7 @@ from sp_compiler.options import (
 from sp_compiler.planning.costly_fallbacks import FallbackCheck, refuse_costly
 from sp_compiler.planning.plan import Plan
 from sp_compiler.runtime.group import RANK_TIMEOUT, device_type_of, tensor_parallel_group
+from sp_compiler.verification.proof import prove, prove_rules
 
 
 @with_options
@@ -36,6 +37,7 @@ def compile(
     example_inputs: ExampleInputs | None = None,
     initial_weights: Literal["compare", "broadcast"] = "compare",
     rank_timeout: float = RANK_TIMEOUT.total_seconds(),
+    verify: bool = False,
     **options: Unpack[Options],
 ) -> DistributedModule:
     """Turn an unmodified model into a tensor- and sequence-parallel module.
@@ -59,6 +61,11 @@ def compile(
         initial_weights: the ranks' parameters and buffers, at the first use: ``"compare"`` them and
             raise where they differ, or ``"broadcast"`` those of rank 0.
         rank_timeout: seconds that a rank waits for the others before it raises.
+        verify: compare every program with the captured model before it runs: normalized and
+            outlined graphs, then each distinct block, forward and backward, on simulated ranks, on
+            random parameters of the model's sizes, in float64. Every rank does so alone; it takes
+            about as long again as compiling where the model is small, and the memory of a step of
+            the unsharded model. :func:`sp_compiler.verify` says more.
 
     Raises:
         ArgumentError: an argument outside what is allowed, no process group of the right size, a
@@ -68,7 +75,8 @@ def compile(
         UnsupportedError: an option of a later version, hooks inside the model, or with ``strict`` a
             costly part that is replicated.
         CaptureError: the model has control flow that depends on data.
-        PassError: one of ``passes`` broke the graph.
+        PassError: one of ``passes`` broke the graph; with ``verify``, a pass broke the numbers; or
+            a rule of :func:`sp_compiler.rule` is wrong, as its first use tells by numbers.
     """
     check_model(model)
     if initial_weights not in ("compare", "broadcast"):
@@ -77,6 +85,8 @@ def compile(
         )
     if not isinstance(rank_timeout, (int, float)) or not rank_timeout > 0:
         raise ArgumentError(f"rank_timeout={rank_timeout!r}: expected a positive number of seconds")
+    if not isinstance(verify, bool):
+        raise ArgumentError(f"verify={verify!r}: expected True or False")
     timeout = timedelta(seconds=rank_timeout)
     group = tensor_parallel_group(tp, mesh, device_type_of(model), timeout)
     checked = CompileOptions.of(group.world_size, options)
@@ -90,8 +100,17 @@ def compile(
         fixed: dict[str, Placement] | None,
         open_dims: bool,
     ) -> CompiledProgram:
-        compiled = build(model, args, kwargs, checked, fixed=fixed, open_dims=open_dims)
+        compiled = build(
+            model,
+            args,
+            kwargs,
+            checked,
+            fixed=fixed,
+            open_dims=open_dims,
+            keep="unsharded" if verify else "stages",
+        )
         check_fallbacks(compiled.plan.costly_fallbacks)
+        (prove if verify else prove_rules)(model, args, kwargs, checked, compiled)
         return compiled
 
     example = None if example_inputs is None else checked_inputs(model, example_inputs)
@@ -139,7 +158,7 @@ def plan(
     args, kwargs = checked_inputs(model, example_inputs)
     checked = CompileOptions.of(tp, options)
     wishes_of(checked.hints, parameters_of(model))  # raises before the model is captured
-    result = build(model, args, kwargs, checked, keep_stages=False).plan
+    result = build(model, args, kwargs, checked, keep="nothing").plan
     assert isinstance(result, Plan)
     if checked.strict:
         refuse_costly(result.costly_fallbacks, tp)

@@ -16,10 +16,11 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from torch._dynamo import config as dynamo_config
+from torch.fx import GraphModule
 
 from sp_compiler.base.autocast import without_autocast
 from sp_compiler.base.errors import PlacementError
@@ -34,6 +35,7 @@ from sp_compiler.ir.compiled_program import CompiledProgram, LossBackward
 from sp_compiler.ir.concretize import Concretizer, concretized
 from sp_compiler.ir.hints import wishes_of
 from sp_compiler.ir.program import Program
+from sp_compiler.ir.rewriting import copy_graph
 from sp_compiler.options import CompileOptions, pass_name
 from sp_compiler.pass_manager.fallback import fallback_note, refused_operator
 from sp_compiler.pass_manager.runner import PassRunner
@@ -52,6 +54,9 @@ from sp_compiler.planning.build import make_plan
 from sp_compiler.trace.export import capture
 from sp_compiler.trace.joint import JointGraph, trace_joint
 
+Kept = Literal["nothing", "stages", "unsharded"]
+"""What a compilation keeps of the graphs that it made, each with what stands before it."""
+
 
 def build(
     model: nn.Module,
@@ -62,7 +67,7 @@ def build(
     fixed: Mapping[str, Placement] | None = None,
     lift_casts: bool = False,
     open_dims: bool = False,
-    keep_stages: bool = True,
+    keep: Kept = "stages",
 ) -> CompiledProgram:
     """Capture and compile ``model`` for the shapes of its example inputs.
 
@@ -75,11 +80,19 @@ def build(
         lift_casts: keep a float64 model's casts to float32 in float64.
         open_dims: leave the sizes of the inputs open where that is possible, else warn. A memory
             budget is kept for each size by itself, so with one they are not left open.
-        keep_stages: whether the result has ``stages``.
+        keep: whether the result has ``stages``, and also the ``unsharded`` graphs, to compare
+            numbers with.
     """
     fixed = fixed or {}
     compile_with = partial(
-        _build, model, args, kwargs, options, fixed, lift_casts, keep_stages=keep_stages
+        _build,
+        model,
+        args,
+        kwargs,
+        options,
+        fixed,
+        lift_casts,
+        keep=keep,
     )
     if not open_dims or options.budget_bytes is not None:
         return compile_with(open_dims=False)
@@ -103,9 +116,9 @@ def _build(
     fixed: Mapping[str, Placement],
     lift_casts: bool,
     open_dims: bool,
-    keep_stages: bool,
+    keep: Kept,
 ) -> CompiledProgram:
-    run = PassRunner(keep_graphs=keep_stages)
+    run = PassRunner(keep_graphs=keep != "nothing")
     # With symbols, looking up results of operators takes longer than running them on fakes.
     lookup = dynamo_config.fake_tensor_cache_enabled and not open_dims
     cache_fakes = dynamo_config.patch(fake_tensor_cache_enabled=lookup)
@@ -115,6 +128,8 @@ def _build(
         captured = run.once(
             Pass.EXPORT, capture, model, args, kwargs, lift_casts=lift_casts, open_dims=open_dims
         )
+        # Normalizing rewrites the capture in place; a proof begins with what it was before.
+        original = _copied(captured) if keep == "unsharded" else None
         program = to_program(captured, options, run)
         compiled = Compilation(program, options, fixed=fixed, run=run).finish(options)
         if program.sizes is not None:
@@ -124,7 +139,14 @@ def _build(
         at_example = Concretizer(program.sizes).program(program)
         explainer = partial(explain, at_example, options, dict(fixed), compiled.replicated)
         compiled.plan = replace(plan, explainer=explainer)
+        compiled.unsharded = (original, program) if original is not None else None
     return compiled
+
+
+def _copied(captured: Captured) -> Captured:
+    graph = copy_graph(captured.module.graph)
+    module = GraphModule(captured.module, graph)
+    return replace(captured, module=module, refs=list(captured.refs))
 
 
 @without_autocast()

@@ -11,6 +11,7 @@ from torch import Tensor
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.pass_report import PassReport
 from sp_compiler.base.placement import I, Placement
+from sp_compiler.ir.captured import Captured
 from sp_compiler.ir.program import Program, Ref
 from sp_compiler.ir.snapshot import Stages
 
@@ -70,6 +71,7 @@ class CompiledProgram:
         regions: region name to the results of its compilation (joint graph, saved tensors).
         reports: one per pass, in order.
         value_names: region name to the names in ``code`` of its graphs' nodes.
+        unsharded: the captured graph and the outlined program, where a proof asks for them.
     """
 
     program: Program
@@ -87,6 +89,7 @@ class CompiledProgram:
     regions: dict[str, Any] = field(default_factory=dict)
     reports: list[PassReport] = field(default_factory=list)
     value_names: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    unsharded: tuple[Captured, Program] | None = None
 
     def __post_init__(self) -> None:
         for region in self.program.regions:

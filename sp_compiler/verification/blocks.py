@@ -7,7 +7,7 @@ gradient that differs between ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from sp_compiler.base.placement import Placement
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.fx import carries_gradient
 from sp_compiler.ir.program import Program, Region
+from sp_compiler.rules.registry import schema_name
 from sp_compiler.verification.interpret import run_graph
 from sp_compiler.verification.judge import Numbers, Precision, Reference
 from sp_compiler.verification.precision import widest
@@ -33,6 +34,9 @@ def check_blocks(
     program: Program,
     variants: Mapping[str, CompiledProgram],
     call_inputs: Sequence[Sequence[Any]],
+    *,
+    floors: bool = True,
+    operators: Set[str] | None = None,
 ) -> Iterator[Comparison]:
     """Compare every region, as each pass left it, with the unsharded one; all ways it was split.
 
@@ -40,10 +44,15 @@ def check_blocks(
         program: of full tensors.
         variants: by pass, the compiled program with the code to run.
         call_inputs: what each call of ``program`` was given, for inputs that cannot be random.
+        floors: measure the noise floor of each block.
+        operators: compare only blocks with one of these, by the name in the schema.
     """
     for region in program.regions:
+        used = set(map(schema_name, region.module.graph.nodes))
+        if operators is not None and not operators & used:
+            continue
         index = next(i for i, call in enumerate(program.calls) if call.region is region)
-        block = _Block.of(region, call_inputs[index])
+        block = _Block.of(region, call_inputs[index], floors)
         for stage, compiled in variants.items():
             # Sharding may put calls behind the others.
             pairs = zip(program.calls, compiled.program.calls, strict=False)
@@ -67,13 +76,13 @@ class _Block:
     reference: Reference
 
     @classmethod
-    def of(cls, region: Region, given: Sequence[Any]) -> _Block:
+    def of(cls, region: Region, given: Sequence[Any], floors: bool) -> _Block:
         generator = torch.Generator().manual_seed(_SEED)
         inputs = [
-            _random(value, generator) if node.meta["requires_grad"] else _plain(value)
+            random_like(value, generator) if node.meta["requires_grad"] else _plain(value)
             for node, value in zip(region.placeholders, given, strict=True)
         ]
-        tangents = [_random(node.meta["val"], generator).detach() for node in region.outputs]
+        tangents = [random_like(node.meta["val"], generator).detach() for node in region.outputs]
         types = [_dtype(node) for node in region.placeholders]
 
         def run(precision: Precision) -> Numbers:
@@ -95,7 +104,7 @@ class _Block:
             }
             return Numbers([value.detach() for value in outputs], grads)
 
-        return cls(region, list(map(_plain, inputs)), tangents, Reference.of(run))
+        return cls(region, list(map(_plain, inputs)), tangents, Reference.of(run, floors=floors))
 
     def compare(self, stage: str, name: str, compiled: CompiledProgram) -> Comparison:
         """Compare with the region ``name`` of a compiled program on simulated ranks."""
@@ -124,7 +133,11 @@ class _Block:
         ]
         with simulated_ranks(world_size) as tp, precision.entered(), torch.no_grad():
             results, saved = code.forward(
-                tp, *[scatter(v, p, world_size) for v, p in zip(inputs, places, strict=True)]
+                tp,
+                *[  # a size stays a number
+                    scatter(value, placement, world_size) if isinstance(value, Tensor) else value
+                    for value, placement in zip(inputs, places, strict=True)
+                ],
             )
             grads: Sequence[Any] = [None] * len(inputs)
             flows = compiled.differentiable[name]
@@ -185,12 +198,14 @@ def _in(precision: Precision, value: Any, dtype: torch.dtype | None) -> Any:
     return copy.requires_grad_(value.requires_grad)
 
 
-def _random(value: Tensor, generator: torch.Generator) -> Tensor:
+def random_like(
+    value: Tensor, generator: torch.Generator, device: torch.device | None = None
+) -> Tensor:
     """Random numbers in float64, of a size at which products of matrices stay of order one.
 
     ``value`` gives the shape; where its type knows no gradient the result is zero.
     """
-    shape, device = tuple(value.shape), value.device
+    shape, device = tuple(value.shape), device or value.device
     if not carries_gradient(value):
         return torch.zeros(shape, dtype=value.dtype, device=device)
     noise = torch.randn(shape, generator=generator, dtype=widest(value.dtype))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from sp_compiler.base.errors import ArgumentError, PassError, SPCompilerError
+from sp_compiler.base.errors import ArgumentError, PassError, SPCompilerError, UnsupportedError
 from sp_compiler.base.pass_report import Pass
 from sp_compiler.compiler import Compilation, to_program
 from sp_compiler.ir.captured import Captured
@@ -127,6 +127,7 @@ class Step:
     kwargs: Mapping[str, Any]
     spec: pytree.TreeSpec
     tensors: Tensors
+    open_dims: bool = False
 
     @classmethod
     def of(cls, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Step:
@@ -135,7 +136,7 @@ class Step:
         return cls(model, tuple(args), kwargs, spec, tensors)
 
     def capture(self) -> Captured:
-        return capture(self.model, self.args, self.kwargs)
+        return capture(self.model, self.args, self.kwargs, open_dims=self.open_dims)
 
     def numbers(
         self,
@@ -165,32 +166,62 @@ class Step:
 
 
 def _before_sharding(step: Step, options: CompileOptions) -> tuple[list[Comparison], Precision]:
-    def numbers(run: Callable[[Tensors], Sequence[Any]], precision: Precision) -> Numbers:
-        return step.numbers(run, precision, NothingDropped)
-
-    eager = Reference.of(partial(numbers, step.run_eager))
+    eager = Reference.of(partial(undropped, step, step.run_eager))
     captured = step.capture()
-    exported = numbers(partial(run_flat, captured), eager.precision)
+    exported = undropped(step, partial(run_flat, captured), eager.precision)
     rows = [eager.compare(Pass.EXPORT, "model", exported)]
     # Later passes answer for the capture: eager code may ask for the dtype, which is another here.
     true = Reference(eager.precision, exported, eager.noise, eager.rounding)
-    counted = step.capture()
-    draw_by_counter(counted, stored=False)
-    draws_numbers = any(node.target is UNIFORM.overload for node in counted.module.graph.nodes)
-    if draws_numbers:  # those of the counter, which torch's generator does not have
-        true = Reference.of(partial(numbers, partial(run_flat, counted)))
+    rows += compare_passes(step, captured, options, true)[0]
+    return rows, true.precision
+
+
+def compare_passes(
+    step: Step, captured: Captured, options: CompileOptions, true: Reference
+) -> tuple[list[Comparison], Program | None]:
+    """Compare what each pass before sharding leaves of ``captured`` with ``true``, its numbers.
+
+    The second result is what the last of them left, ``None`` where one refused its graph.
+    """
+    rows: list[Comparison] = []
 
     def compare(name: str, left: Captured | Program) -> None:
-        # Each call of a program has a seed of its own: its numbers are others than the capture's.
-        if draws_numbers and isinstance(left, Program):
-            return
-        rows.append(true.compare(name, "model", numbers(partial(run_flat, left), true.precision)))
+        reference = true
+        if draws_numbers(left):
+            # Each call of a program has a seed of its own, so other numbers than the capture.
+            counted = None if isinstance(left, Program) else _counted(step)
+            if counted is None:
+                return
+            reference = Reference.of(partial(undropped, step, partial(run_flat, counted)))
+        numbers = undropped(step, partial(run_flat, left), reference.precision)
+        rows.append(reference.compare(name, "model", numbers))
 
     try:
-        to_program(captured, options, PassRunner(observer=compare))
+        return rows, to_program(captured, options, PassRunner(observer=compare))
     except PassError as error:
         rows.append(true.failed(error.pass_name, "model", error))
-    return rows, true.precision
+    return rows, None
+
+
+def draws_numbers(left: Captured | Program) -> bool:
+    """Whether it draws other random numbers than which elements to drop."""
+    modules = [part.module for part in (left.regions if isinstance(left, Program) else [left])]
+    return any(node.target is UNIFORM.overload for m in modules for node in m.graph.nodes)
+
+
+def _counted(step: Step) -> Captured | None:
+    """A capture that draws from the counter as later passes do, which torch's generator cannot."""
+    captured = step.capture()
+    try:
+        draw_by_counter(captured, stored=False)
+    except UnsupportedError:  # a dropout inside of fused attention, which takes more than one pass
+        return None
+    return captured
+
+
+def undropped(step: Step, run: Callable[[Tensors], Sequence[Any]], precision: Precision) -> Numbers:
+    """Outputs and gradients of ``run`` with nothing dropped."""
+    return step.numbers(run, precision, NothingDropped)
 
 
 def run_flat(graph: Captured | Program, tensors: Tensors) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
+from typing import Any
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -82,6 +83,14 @@ def solve_integer_program(
             for options in consumers:
                 # ... and to the target wherever a chosen option needs it so.
                 rows.add([*flows, *((option, -1.0) for option in options)], 0, np.inf)
+    result = _search(columns, rows, num_binary)
+    spans = zip(first, vertices, strict=True)
+    choices = [int(np.argmax(result.x[at : at + len(vertex.options)])) for at, vertex in spans]
+    return choices, float(result.mip_gap) if result.status in _CUT_SHORT else 0.0
+
+
+def _search(columns: list[float], rows: _Rows, num_binary: int) -> Any:
+    """Result of the integer program, of which ``columns`` are the costs, the first ones choices."""
     # Flows are integral by themselves once the options are.
     integrality = np.zeros(len(columns))
     integrality[:num_binary] = 1
@@ -99,9 +108,7 @@ def solve_integer_program(
         result = search(options=options)
     if result.x is None:
         raise ValueError(result.message)
-    spans = zip(first, vertices, strict=True)
-    choices = [int(np.argmax(result.x[at : at + len(vertex.options)])) for at, vertex in spans]
-    return choices, float(result.mip_gap) if result.status in _CUT_SHORT else 0.0
+    return result
 
 
 def _placements(

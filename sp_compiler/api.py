@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, Unpack
 
@@ -10,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.placement import Placement
-from sp_compiler.compiler import build
+from sp_compiler.compiler import Kept, build
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.hints import parameters_of, wishes_of
 from sp_compiler.module.distributed_module import DistributedModule
@@ -61,11 +62,9 @@ def compile(
         initial_weights: the ranks' parameters and buffers, at the first use: ``"compare"`` them and
             raise where they differ, or ``"broadcast"`` those of rank 0.
         rank_timeout: seconds that a rank waits for the others before it raises.
-        verify: compare every program with the captured model before it runs: normalized and
-            outlined graphs, then each distinct block, forward and backward, on simulated ranks, on
-            random parameters of the model's sizes, in float64. Every rank does so alone; it takes
-            about as long again as compiling where the model is small, and the memory of a step of
-            the unsharded model. :func:`sp_compiler.verify` says more.
+        verify: compare every program with the captured model before it runs: each distinct block,
+            forward and backward, on simulated ranks with random parameters in float64. Every rank
+            does so alone, in the memory of a step of the unsharded model.
 
     Raises:
         ArgumentError: an argument outside what is allowed, no process group of the right size, a
@@ -79,44 +78,15 @@ def compile(
             a rule of :func:`sp_compiler.rule` is wrong, as its first use tells by numbers.
     """
     check_model(model)
-    if initial_weights not in ("compare", "broadcast"):
-        raise ArgumentError(
-            f"initial_weights={initial_weights!r}: expected 'compare' or 'broadcast'"
-        )
-    if not isinstance(rank_timeout, (int, float)) or not rank_timeout > 0:
-        raise ArgumentError(f"rank_timeout={rank_timeout!r}: expected a positive number of seconds")
-    if not isinstance(verify, bool):
-        raise ArgumentError(f"verify={verify!r}: expected True or False")
-    timeout = timedelta(seconds=rank_timeout)
-    group = tensor_parallel_group(tp, mesh, device_type_of(model), timeout)
+    _check(initial_weights, rank_timeout, verify)
+    group = tensor_parallel_group(tp, mesh, device_type_of(model), timedelta(seconds=rank_timeout))
     checked = CompileOptions.of(group.world_size, options)
     wishes_of(checked.hints, parameters_of(model))  # raises before anything is taken over
-    check_fallbacks = FallbackCheck(checked, group.rank)
-
-    def compile_for(
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        fixed: dict[str, Placement] | None,
-        open_dims: bool,
-    ) -> CompiledProgram:
-        compiled = build(
-            model,
-            args,
-            kwargs,
-            checked,
-            fixed=fixed,
-            open_dims=open_dims,
-            keep="unsharded" if verify else "stages",
-        )
-        check_fallbacks(compiled.plan.costly_fallbacks)
-        (prove if verify else prove_rules)(model, args, kwargs, checked, compiled)
-        return compiled
-
     example = None if example_inputs is None else checked_inputs(model, example_inputs)
     texts = {**checked.texts(), "initial_weights": initial_weights}
+    builder = _Builder(checked, FallbackCheck(checked, group.rank), verify)
     result = DistributedModule(
-        model, group, compile_for, options=texts, initial_weights=initial_weights
+        model, group, builder, options=texts, initial_weights=initial_weights
     )
     if example is None:
         return result
@@ -127,6 +97,43 @@ def compile(
         result.give_back()
         raise
     return result
+
+
+def _check(initial_weights: str, rank_timeout: float, verify: bool) -> None:
+    if initial_weights not in ("compare", "broadcast"):
+        raise ArgumentError(
+            f"initial_weights={initial_weights!r}: expected 'compare' or 'broadcast'"
+        )
+    if not isinstance(rank_timeout, (int, float)) or not rank_timeout > 0:
+        raise ArgumentError(f"rank_timeout={rank_timeout!r}: expected a positive number of seconds")
+    if not isinstance(verify, bool):
+        raise ArgumentError(f"verify={verify!r}: expected True or False")
+
+
+@dataclass(frozen=True)
+class _Builder:
+    """Compiles the model of one module for the inputs of a call, and judges what comes out."""
+
+    options: CompileOptions
+    check_fallbacks: FallbackCheck
+    verify: bool
+
+    def __call__(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        fixed: dict[str, Placement] | None,
+        open_dims: bool,
+    ) -> CompiledProgram:
+        keep: Kept = "unsharded" if self.verify else "stages"
+        compiled = build(
+            model, args, kwargs, self.options, fixed=fixed, open_dims=open_dims, keep=keep
+        )
+        self.check_fallbacks(compiled.plan.costly_fallbacks)
+        # A user's rule is proven at its first use, whether the rest is or not.
+        (prove if self.verify else prove_rules)(model, args, kwargs, self.options, compiled)
+        return compiled
 
 
 @with_options

@@ -80,8 +80,7 @@ class _Checker:
                     if node.op == "call_function":
                         self._check(node)
         finally:
-            # The checker asks DTensor on a mesh without a group; what DTensor remembers of that
-            # would reach the user's DTensors on an equal mesh.
+            # DTensor, asked on a mesh without a group, would remember it for a user's equal mesh.
             _clear_sharding_prop_cache()
         for index, (node, placement) in enumerate(
             zip(self.region.outputs, self.region.output_placements, strict=True)
@@ -184,11 +183,11 @@ class _Checker:
         pair = placements_of(node)
         if pair is not None:
             # A conversion says from which placement to which: that the operand is so is checked.
-            x = self.values[node.args[0]]
-            self._require(node, x, pair[0], f"the operand of {node.name}")
-            results: Sequence[Placement] = [pair[1]]
-            if not self._choices(node, [as_value(pair[0])]):
-                raise PlacementError(Pass.CHECK, f"no conversion {pair[0]} -> {pair[1]}", node)
+            source, target = pair
+            self._require(node, self.values[node.args[0]], source, f"the operand of {node.name}")
+            if not self._choices(node, [as_value(source)]):
+                raise PlacementError(Pass.CHECK, f"no conversion {source} -> {target}", node)
+            results: Sequence[Placement] = [target]
         else:
             operands = tuple(self._operands(node))
             fitting = [
@@ -278,7 +277,7 @@ class _Checker:
         kinds = {key: self._placement(x) for key, x in tensors.items()}
         if I in kinds.values():
             constant = [
-                key for key, x in tensors.items() if kinds[key] == R and not x.requires_grad
+                x for x, kind in kinds.items() if kind == R and not tensors[x].requires_grad
             ]
             values |= {key: self._new(values[key], I, False) for key in constant}
         return values
@@ -303,14 +302,10 @@ class _Checker:
             )
 
     def _refusal(self, node: Node, error: Exception | None) -> str:
-        got = ", ".join(
-            f"{operand.name} {placement}"
-            for operand, placement in zip(
-                tensor_operands(node), self._placements(node), strict=True
-            )
-        )
+        placed = zip(tensor_operands(node), self._placements(node), strict=True)
+        got = ", ".join(f"{operand.name} {placement}" for operand, placement in placed) or "nothing"
         why = f": {str(error).strip().splitlines()[0]}" if error is not None else ""
-        return f"{node.target} of {got or 'nothing'} would give wrong numbers{why}"
+        return f"{node.target} of {got} would give wrong numbers{why}"
 
 
 def _shapes(value: Any) -> list[tuple[int, ...]]:

@@ -130,12 +130,8 @@ def simulate_step(
             if name in placements
         }
         inputs = [_scatter_input(value, world_size) for value in flat_inputs]
-        run = Executor(compiled, tp).run(
-            params,
-            {name: scatter(value, I, world_size) for name, value in buffers.items()},
-            inputs,
-            seed,
-        )
+        replicated = {name: scatter(value, I, world_size) for name, value in buffers.items()}
+        run = Executor(compiled, tp).run(params, replicated, inputs, seed)
         refs = compiled.program.outputs
         _backward(run.outputs, refs, compiled, output_grads)
         outputs = [

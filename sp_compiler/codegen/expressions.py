@@ -258,9 +258,10 @@ def _merged_dims(shape: Sequence[Any], merged: Sequence[Any]) -> str:
     if not 0 < kept < len(shape) - 1 or any(map(is_open, (*shape, *merged))):
         return ""
     end = len(shape) - kept
-    if list(shape[end:]) == list(merged[1:]):
+    # The product too: without elements other dims than these may have been merged.
+    if list(merged) == [math.prod(shape[:end]), *shape[end:]]:
         return f"0, {end - 1}"
-    return str(kept) if list(shape[:kept]) == list(merged[:kept]) else ""
+    return str(kept) if list(merged) == [*shape[:kept], math.prod(shape[kept:])] else ""
 
 
 def first_alone(node: Node) -> bool:

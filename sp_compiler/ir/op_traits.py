@@ -126,7 +126,8 @@ def is_view(node: Node) -> bool:
         return is_view(node.args[0])
     if node.target in _OTHER_VIEWS or is_identity(node):
         return True
-    return _aliases_first(node.target)
+    # A number has no storage: conj(1 + 2j), which a gradient may have.
+    return _aliases_first(node.target) and isinstance(node.args[0], Node)
 
 
 @functools.cache

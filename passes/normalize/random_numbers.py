@@ -46,7 +46,8 @@ def draw_by_counter(captured: Captured, *, stored: bool) -> None:
       stored: ``native_dropout_backward(x, dropout_mask(x, seed, p, site, 0, 1), 1 / (1 - p))``,
       which is the product with the mask and has a derivative
     - ``rand`` -> ``u = uniform(seed, size, dtype, site, dim=0, world_size=1)``
-    - ``uniform``, ``randint`` -> ``u``, scaled and rounded down; ``bernoulli`` -> ``-floor(u - p)``
+    - ``uniform``, ``randint`` -> ``u``, scaled and rounded down
+    - ``bernoulli`` -> ``abs(floor(u - p))``
     - ``randn``, ``normal``, ``log_normal``, ``exponential``, ``geometric``, ``cauchy`` -> the
       inverse of their distribution function at ``u``
     - ``multinomial`` -> the largest of ``p / -log(u)``; ``randperm`` -> the order of ``u``
@@ -61,7 +62,7 @@ def draw_by_counter(captured: Captured, *, stored: bool) -> None:
     for node in list(graph.nodes):
         if node.target is _aten.native_dropout.default:
             _replace_dropout(captured, node, stored)
-        elif node.target in _DISTRIBUTIONS and draws(node):
+        elif node.target in _DISTRIBUTIONS and draws(node) and not _is_complex(node):
             numbers = _DISTRIBUTIONS[node.target](_Draw(captured, node))
             replace_with(node, _of_type(node, numbers))
         elif draws(node):
@@ -73,6 +74,10 @@ def draw_by_counter(captured: Captured, *, stored: bool) -> None:
     # Numbered only now: until then all calls are alike to the fakes, which run equal ones once.
     for site, node in enumerate(calls(graph, *DRAWS)):
         node.update_arg(_SITE, site)
+
+
+def _is_complex(node: Node) -> bool:
+    return bool(node.meta["val"].is_complex())
 
 
 def _replace_dropout(captured: Captured, node: Node, stored: bool) -> None:
@@ -191,7 +196,9 @@ def _rand(draw: _Draw) -> Node:
 
 
 def _uniform(draw: _Draw) -> Node:
-    return draw.between(draw.given["from"], draw.given["to"])
+    # Drawn in the type of the result, as by rand: a number close to the end would be rounded to it.
+    low, high = draw.given["from"], draw.given["to"]
+    return draw.scaled(draw.uniform(draw.node.meta["val"].dtype), high - low, low)
 
 
 def _normal(draw: _Draw) -> Node:
@@ -207,14 +214,18 @@ def _bernoulli(draw: _Draw) -> Node:
     # Not ``u < p``: of booleans every rank has all, of floating numbers its part. The sign of a
     # difference is exact, so that nothing is drawn where p is 0, and all where it is 1.
     excess = draw.apply(_aten.sub.Tensor, draw.uniform(), p)
-    return draw.apply(_aten.neg.default, draw.apply(_aten.floor.default, excess))
+    # 0 or -1; abs, for the negative of 0 would be -0.
+    return draw.apply(_aten.abs.default, draw.apply(_aten.floor.default, excess))
 
 
 def _randint(draw: _Draw) -> Node:
     low, high = draw.given.get("low", 0), draw.given["high"]
     # In float64, which tells all numbers of a range of up to 2^53 apart.
     numbers = draw.scaled(draw.uniform(torch.float64), high - low, 0)
-    return draw.scaled(draw.apply(_aten.floor.default, numbers), 1, low)
+    numbers = draw.apply(_aten.floor.default, numbers)
+    if max(abs(low), abs(high)) >= 2**53:
+        numbers = draw.apply(_aten._to_copy.default, numbers, dtype=torch.int64)
+    return draw.scaled(numbers, 1, low)
 
 
 def _exponential(draw: _Draw) -> Node:

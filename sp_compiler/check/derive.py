@@ -143,7 +143,9 @@ def _shadows(
     except NO_SUCH_CALL:
         return
     for call in calls:
-        yield _shadow(node, values, call), call.shapes
+        # Of other global sizes a split may have another number of parts than on one rank.
+        if len(call.shapes) == len(local_shapes(node)):
+            yield _shadow(node, values, call), call.shapes
 
 
 def _shadow(node: Node, values: Sequence[Any], call: GlobalCall) -> Node:

@@ -177,7 +177,10 @@ class Printer:
             if source.target not in RESHAPES and not is_copied_by(node, source):
                 break
             source = source.args[0]
-        merged = _merged_dims(source.meta["val"].shape, node.meta["val"].shape)
+        # A part of a split that is done on rows has fewer dims than its graph says.
+        is_part = source.target is operator.getitem and self.is_flat_split(source.args[0])
+        shapes = source.meta["val"].shape, node.meta["val"].shape
+        merged = "" if is_part else _merged_dims(*shapes)
         call = f"flatten({merged})" if merged else f"reshape({', '.join(sizes) or '()'})"
         return f"{self._receiver(source)}.{call}"
 

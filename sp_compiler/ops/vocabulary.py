@@ -64,6 +64,8 @@ def log_total(
     known = logits if padding is None else logits.masked_fill(padding, -torch.inf)
     # The maximum of all ranks, so that exponentials of different ranks can be added.
     peak = tp.reduce(known.amax(-1), "max")
+    # As torch.logsumexp has it: of a row that is all -inf the sum is 0, not inf - inf.
+    peak = peak.where(peak.isfinite(), 0)
     del known  # as large as the logits
     exponents = logits - peak.unsqueeze(-1)
     if padding is not None:

@@ -16,17 +16,19 @@ import json
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.checkpoint import _StopRecomputationError
 
 from sp_compiler.base.errors import RankFailureError, RankMismatchError
 
@@ -73,6 +75,9 @@ class FailureBoard:
         """Errors inside raise on the other ranks too."""
         try:
             yield
+        except _StopRecomputationError:
+            # Not an error: so a checkpoint ends its second forward once it has what it needs.
+            raise
         except BaseException as error:
             self.report(error)
             raise
@@ -262,9 +267,13 @@ def _watch_process() -> None:
     """See, in this process, errors outside of calls: in backward, in an optimizer, uncaught."""
     # Hooks and the user's own functions raise through the engine, past all code of ours.
     run_backward = torch.autograd._engine_run_backward
-    torch.autograd._engine_run_backward = _reported(run_backward, lambda board: board.trains)
+    torch.autograd._engine_run_backward = _reported(run_backward)
 
-    def begin(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        # Parameters of the user's own concern no group; a closure calls the module within the step.
+        if args[1:] or kwargs or not any(isinstance(p, DTensor) for p in parameters):
+            return
         for board in _BOARDS.values():
             board.unfinished_step = type(optimizer).__name__
 
@@ -284,19 +293,35 @@ def _watch_process() -> None:
     sys.excepthook = excepthook
 
 
-def _reported(
-    function: Callable[..., Any], concerned: Callable[[FailureBoard], bool]
-) -> Callable[..., Any]:
-    """``function`` whose errors are written to the boards that are ``concerned``."""
+# By name: the modules of these autograd functions stand behind this one in the order of imports.
+_OURS = {"RegionFunctionBackward", "ReplicateParametersBackward"}
 
-    @functools.wraps(function)
-    def reported(*args: Any, **kwargs: Any) -> Any:
+
+def _reported(run_backward: Callable[..., Any]) -> Callable[..., Any]:
+    """``run_backward`` whose errors are written to the boards, where it was one of a module's."""
+
+    @functools.wraps(run_backward)
+    def reported(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return function(*args, **kwargs)
+            return run_backward(tensors, *args, **kwargs)
         except BaseException as error:
-            for board in list(_BOARDS.values()):
-                if concerned(board):
-                    board.report(error)
+            if _runs_compiled_code(tensors):
+                for board in list(_BOARDS.values()):
+                    if board.trains:
+                        board.report(error)
             raise
 
     return reported
+
+
+def _runs_compiled_code(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether a region is behind ``tensors``: other ranks may be waiting for its collectives."""
+    pending = [tensor.grad_fn for tensor in tensors if isinstance(tensor, torch.Tensor)]
+    seen = set(pending)
+    for node in pending:  # which grows
+        if type(node).__name__ in _OURS:
+            return True
+        following = [after for after, _ in getattr(node, "next_functions", ()) if after not in seen]
+        seen.update(following)
+        pending += following
+    return False

@@ -87,6 +87,8 @@ def _accumulated(node: Any, grad: DTensor) -> bool:
     if torch.is_grad_enabled() or not isinstance(node, _AccumulateGrad):
         return False
     parameter = node.variable
+    if not parameter.requires_grad:  # frozen since the forward
+        return False
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         return False
     present, backward = parameter.grad, torch._C._current_graph_task_id()

@@ -18,7 +18,7 @@ from sp_compiler.ir.symbolic import Sizes
 Value = TypeVar("Value")
 # How many programs of open sizes are compiled for calls that differ in their sizes only.
 _MAX_TRIES = 4
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
 
 
 class Constant:
@@ -55,6 +55,10 @@ def _equal(first: Any, second: Any) -> bool:
 
 def _text(value: Any) -> str:
     """Text that is the same for equal values on every rank; no addresses."""
+    if isinstance(value, torch.device):
+        return value.type  # each rank has a device of its own
+    if isinstance(value, (set, frozenset)):  # in an order that differs between processes
+        return f"{{{', '.join(sorted(map(_text, value)))}}}"
     if isinstance(value, _PLAIN):
         return repr(value)
     # An address differs between ranks; equality of the objects themselves still decides.

@@ -93,19 +93,44 @@ class ReplicateParameters(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        wanted = _wanted(ctx)
         with torch.no_grad():
             if ctx.deferred.enabled:
-                for name, grad in zip(ctx.names, grads, strict=True):
-                    if grad is not None:
+                if wanted is None:
+                    raise UnsupportedError(
+                        "torch.autograd.grad inside of no_sync() has no gradients of replicated "
+                        "parameters to return: they are summed over the ranks later; call it "
+                        "outside, or use loss.backward()"
+                    )
+                for index, (name, grad) in enumerate(zip(ctx.names, grads, strict=True)):
+                    if grad is not None and index in wanted:
                         ctx.deferred.add(name, grad)
                 return (None, None, None, *[None] * len(grads))
+            # What waits since no_sync belongs into grad: only a backward that fills it takes that.
             partial = [
-                ctx.deferred.take(name, grad) for name, grad in zip(ctx.names, grads, strict=True)
+                ctx.deferred.take(name, grad) if wanted is not None and index in wanted else grad
+                for index, (name, grad) in enumerate(zip(ctx.names, grads, strict=True))
             ]
             results = reduce_gradients(ctx.tp, partial)
         if ctx.parameters:
             deliver(ctx.parameters, ctx.next_functions, results, grads)
         return (None, None, None, *forbid_double_backward(results, grads))
+
+
+def _wanted(ctx: Any) -> set[int] | None:
+    """Indices of the parameters whose ``grad`` this backward fills.
+
+    ``None`` for ``torch.autograd.grad``, which fills none. ``backward(inputs=)`` names some.
+    """
+    nodes = [node for node, _ in ctx.next_functions]
+    try:
+        return {
+            index
+            for index, node in enumerate(nodes)
+            if node is not None and torch._C._will_engine_execute_node(node)
+        }
+    except RuntimeError:  # of a leaf whose gradient is returned
+        return None
 
 
 def reduce_gradients(tp: Communicator, grads: Sequence[Tensor | None]) -> list[Tensor | None]:

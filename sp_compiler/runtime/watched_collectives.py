@@ -43,6 +43,9 @@ class WatchedCollectives(FunctionalCollectives):
     def all_gather(self, x: Tensor, world_size: int) -> Callable[[], Tensor]:
         if not x.is_cpu:
             return super().all_gather(x, world_size)
+        if x.is_complex():  # which gloo does not gather
+            arrive = self.all_gather(torch.view_as_real(x.resolve_conj()), world_size)
+            return lambda: torch.view_as_complex(arrive())
         self._begin()
         ranks = x.new_empty((world_size * x.shape[0], *x.shape[1:]))
         return self._arrival(self._process_group._allgather_base(ranks, x), ranks)

@@ -152,7 +152,9 @@ def gradient_errors(
 
 
 def _size(tensor: Tensor) -> float:
-    return float(_wide(tensor).abs().max()) if tensor.numel() else 0.0
+    # Of what can be compared: beside an infinite number every error would look small.
+    finite = _wide(tensor)[tensor.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
 
 
 def _wide(tensor: Tensor) -> Tensor:

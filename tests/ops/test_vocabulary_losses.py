@@ -93,6 +93,23 @@ def test_gradient_of_loss(world_size: int) -> None:
 
 @_RANKS
 @_CLASSES
+def test_logsumexp_of_rows_without_any_class(world_size: int, classes: int) -> None:
+    logits = 10 * _randn(3, classes)
+    logits[0] = -torch.inf
+    logits[1, :2] = -torch.inf
+    case = Case(
+        VOCAB_LOGSUMEXP,
+        lambda x: x.logsumexp(-1),
+        [logits],
+        (classes, world_size),
+        (_columns(1, classes, world_size),),
+        (I,),
+    )
+    assert_right(case, world_size)
+
+
+@_RANKS
+@_CLASSES
 @pytest.mark.parametrize("leading", [(5,), (2, 3), ()])
 def test_logsumexp(world_size: int, classes: int, leading: tuple[int, ...]) -> None:
     columns = _columns(len(leading), classes, world_size)

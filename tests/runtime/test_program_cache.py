@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from typing import Any
 
@@ -96,3 +97,13 @@ def test_the_store_is_bounded_and_warns_once() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         cache.put(keys[3], 3)
+
+
+def test_ranks_agree_about_sets_and_devices() -> None:
+    """A set has another order in each process, and each rank a device of its own."""
+    names = {f"name{number}" for number in range(20)}
+    listed = re.findall(r"name\d+", Constant(names).text)
+    assert listed == sorted(names)
+    one, other = (Constant(torch.device("cpu", index)) for index in (0, 1))
+    assert one.text == other.text
+    assert one != other

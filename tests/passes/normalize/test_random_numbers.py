@@ -32,7 +32,7 @@ def test_stochastic_depth() -> None:
         "%2 = sp_compiler.uniform(%1, [4, 1, 1], torch.float64, 0, 0, 1) : f64[4, 1, 1]",
         "%3 = aten.sub.Tensor(%2, 0.7) : f64[4, 1, 1]",
         "%4 = aten.floor(%3) : f64[4, 1, 1]",
-        "%5 = aten.neg(%4) : f64[4, 1, 1]",
+        "%5 = aten.abs(%4) : f64[4, 1, 1]",
         "%6 = aten.div.Tensor(%5, 0.7) : f64[4, 1, 1]",
         "%7 = aten.expand(%6, [4, 6, 1]) : f64[4, 6, 1]",
         "%8 = aten.mul.Tensor(%0, %7) : f64[4, 6, 8]",
@@ -176,6 +176,8 @@ def test_half_types_never_reach_the_end_of_the_interval() -> None:
         (sample,) = outputs(normalized(torch.rand_like, x), x)
         assert sample.dtype is dtype
         assert 0 < float(sample.min()) < float(sample.max()) < 1
+        (sample,) = outputs(normalized(lambda x: torch.empty_like(x).uniform_(), x), x)
+        assert 0 < float(sample.min()) < float(sample.max()) < 1
         (normal,) = outputs(normalized(torch.randn_like, x), x)
         assert normal.dtype is dtype
         assert 3 < float(normal.abs().max()) < 6
@@ -229,3 +231,19 @@ def test_eval_draws_nothing() -> None:
 def test_other_randomness_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"aten\.poisson\.default draws random numbers"):
         normalize(captured_from(lambda x: torch.poisson(x.abs()), randn(2, 3)))
+    for draw in (torch.rand, torch.randn):
+        with pytest.raises(UnsupportedError, match=r"draws random numbers"):
+            normalize(captured_from(lambda x, d=draw: d(3, dtype=torch.complex64), randn(2)))
+
+
+def test_integers_of_any_size_stay_in_their_range() -> None:
+    x = torch.zeros(_SIZE)
+    low, high = 2**60, 2**60 + 7
+    (sample,) = outputs(normalized(lambda x: torch.randint(low, high, x.shape), x), x)
+    assert_counts(sample - low, [1 / 7] * 7)
+
+
+def test_what_is_not_drawn_is_a_positive_zero() -> None:
+    x = torch.zeros(_SIZE)
+    (sample,) = outputs(normalized(lambda x: torch.bernoulli(x, 0.5), x), x)
+    assert float((1 / sample).min()) == 1.0

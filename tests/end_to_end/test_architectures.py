@@ -26,15 +26,14 @@ _EVERYTHING = [
     for configuration in architectures.CONFIGURATIONS
 ]
 # One of each kind of trap that is quick: what it is that the others do not have. Scans (mamba),
-# windows (swin) and two lengths (t5) take half a minute, so they are slow tests like the rest.
+# windows (swin), two lengths (t5) and latent attention (deepseek_v3) take longest, so they are slow
+# tests like the rest.
 _FAST = [
     ("bloom", "dividing"),  # batch and heads in one dim, ALiBi
     ("codegen", "awkward"),  # qkv in groups of heads
     ("phi3", "dividing"),  # fused gate_up
     ("gemma3_text", "awkward"),  # q/k norms, post-norms, sliding windows
-    ("deepseek_v3", "dividing"),  # latent attention, grouped experts
     ("gpt_oss", "dividing"),  # experts with biases, interleaved gates, attention sinks
-    ("qwen2_moe", "awkward"),  # batched experts, shared expert, auxiliary loss
     ("llama4_text", "dividing"),  # complex rotary embedding
     ("gpt_bigcode", "awkward"),  # one head of keys and values
     ("deberta_v2", "dividing"),  # relative positions by gather

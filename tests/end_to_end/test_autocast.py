@@ -62,7 +62,7 @@ class _Model(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(("around", "inside"), [(True, None), (True, False), (False, True)])
 @pytest.mark.parametrize("name", _PRODUCTS)
 def test_as_in_eager(name: str, around: bool, inside: bool | None, tp: int) -> None:

@@ -302,8 +302,18 @@ _KINDS = (
 )
 
 
-@pytest.mark.parametrize("options", _OPTIONS, ids=lambda options: f"tp{options['tp']}")
-@pytest.mark.parametrize("kind", _KINDS)
+def _in_turn() -> list[Any]:
+    """Every kind in every setting, of which two in turn are fast tests."""
+    cases = []
+    for number, kind in enumerate(_KINDS):
+        for place, options in enumerate(_OPTIONS):
+            label = f"{kind.__name__}-tp{options['tp']}"
+            marks = () if place % 2 == number % 2 else pytest.mark.slow
+            cases.append(pytest.param(kind, options, id=label, marks=marks))
+    return cases
+
+
+@pytest.mark.parametrize(("kind", "options"), _in_turn())
 def test_like_eager(kind: Callable[[], nn.Module], options: dict[str, Any]) -> None:
     _assert_like_eager(kind, _input(kind, 2, 5), **options)
 

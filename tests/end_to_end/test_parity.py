@@ -45,10 +45,18 @@ _ALL: list[Setting] = [
 _EVERY_SETTING = ("gpt2", "llama", "bert", "vit", "t5", "plain", "encoder", "lora")
 
 
-def _cases(settings: dict[str, list[Setting]]) -> list[Any]:
-    """Test parameters by model and size, so that neighbours share a capture."""
+def _cases(settings: dict[str, list[Setting]], fast: int | None = None) -> list[Any]:
+    """Test parameters by model and size, so that neighbours share a capture.
+
+    Of each model but the plain GPT the first ``fast`` settings are fast tests.
+    """
     return [
-        pytest.param(name, *setting, id=_label(name, *setting))
+        pytest.param(
+            name,
+            *setting,
+            id=_label(name, *setting),
+            marks=() if name == "plain" or setting in rows[:fast] else pytest.mark.slow,
+        )
         for name, rows in settings.items()
         for setting in sorted(rows)
     ]
@@ -93,7 +101,7 @@ def _check(
     )
 
 
-@pytest.mark.parametrize(_COLUMNS, _cases(_two_rows_each()))
+@pytest.mark.parametrize(_COLUMNS, _cases(_two_rows_each(), fast=1))
 def test_parity(
     name: str, size: tuple[int, int], tp: int, recompute: str, sequence_parallel: bool
 ) -> None:
@@ -121,14 +129,21 @@ def test_pairwise_rows_cover() -> None:
 
 @pytest.mark.parametrize("tp", [3, 8])
 @pytest.mark.parametrize(
-    "name", ["gpt2", pytest.param("t5", marks=pytest.mark.slow), "llama", "vit", "encoder"]
+    "name",
+    [
+        "llama",
+        "vit",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "t5", "encoder")),
+    ],
 )
 def test_what_does_not_divide_is_padded_or_whole(name: str, tp: int) -> None:
     """Four heads and a width of 32: eight ranks divide only widths, three nothing."""
     parity.assert_parity(parity.case(name, 2, 7), _TIGHT, tp=tp)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "plain"])
+@pytest.mark.parametrize(
+    "name", ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "llama"))]
+)
 @pytest.mark.parametrize("size", [(1, 1), (2, 1), (1, 2)])
 def test_smallest_inputs(name: str, size: tuple[int, int]) -> None:
     """Fewer tokens than ranks. No loss at length 1, which has nothing to predict."""
@@ -136,20 +151,32 @@ def test_smallest_inputs(name: str, size: tuple[int, int]) -> None:
     parity.assert_parity(parity.case(name, *size), _TIGHT, tp=4)
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_gradient_of_inputs_embeds(name: str, sequence_parallel: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "sequence_parallel", "ranks"),
+    [
+        ("gpt2", True, (2,)),
+        ("llama", False, (4,)),
+        *(
+            pytest.param(name, sequence_parallel, (1, 2, 4), marks=pytest.mark.slow)
+            for name in ("gpt2", "llama")
+            for sequence_parallel in (True, False)
+        ),
+    ],
+)
+def test_gradient_of_inputs_embeds(
+    name: str, sequence_parallel: bool, ranks: tuple[int, ...]
+) -> None:
     """It is whole and the same on every rank; the simulation raises where ranks differ."""
     kwargs = zoo.inputs(name, 3, 13)
     generator = torch.Generator().manual_seed(5)
     embeds = torch.randn(3, 13, 32, generator=generator, dtype=torch.float64).requires_grad_()
     found = parity.make_case(zoo.build(name), {"inputs_embeds": embeds, "labels": kwargs["labels"]})
     assert [grad is not None for grad in found.input_grads] == [True, False]
-    for tp in (1, 2, 4):
+    for tp in ranks:
         parity.assert_parity(found, _TIGHT, tp=tp, sequence_parallel=sequence_parallel)
 
 
-_FAST = ("gpt2", "llama", "vit", "plain")
+_FAST = ("llama", "plain")
 _SLOW_OTHERS = [
     pytest.param(name, marks=() if name in _FAST else pytest.mark.slow) for name in zoo.names()
 ]

@@ -317,7 +317,17 @@ def test_a_batch_of_one_is_a_batch() -> None:
     assert formula.value(formula.blocks["Block"], b=2) == other.block("Block").kept_bytes
 
 
-@pytest.mark.parametrize("name", zoo.names())
+# They differ from others of the zoo by their loss, the order of their norms or a mask.
+_VARIANTS = ("gpt2_logits", "llama_logits", "plain_logits", "encoder_seqfirst", "encoder_causal")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in ("t5", *_VARIANTS) else ())
+        for name in zoo.names()
+    ],
+)
 def test_every_model_has_an_exact_formula(name: str) -> None:
     """Settings take turns over the models; of some all of them run among the slow tests."""
     turn = zoo.names().index(name)

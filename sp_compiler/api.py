@@ -73,7 +73,7 @@ def compile(
             says the least that would do.
         UnsupportedError: an option of a later version, hooks inside the model, or with ``strict`` a
             costly part that is replicated.
-        CaptureError: the model has control flow that depends on data.
+        CaptureError: the model has control flow that depends on parameters or activations.
         PassError: one of ``passes`` broke the graph; with ``verify``, a pass broke the numbers; or
             a rule of :func:`sp_compiler.rule` is wrong, as its first use tells by numbers.
     """
@@ -159,7 +159,7 @@ def plan(
         ArgumentError: an argument outside what is allowed, a budget that is too small.
         UnsupportedError: an option of a later version, hooks inside the model, or with ``strict`` a
             costly part that is replicated.
-        CaptureError: the model has control flow that depends on data.
+        CaptureError: the model has control flow that depends on parameters or activations.
         PassError: one of ``passes`` broke the graph.
     """
     args, kwargs = checked_inputs(model, example_inputs)

@@ -66,6 +66,7 @@ def outline(captured: Captured, wishes: Mapping[str, Wish] | None = None) -> Pro
         wishes,
         captured.sizes,
         captured.functions,
+        captured.decisions,
     )
 
 

@@ -1,11 +1,13 @@
-"""Warnings that point at the user's own line."""
+"""Warnings that point at the user's own line, and that line for other texts."""
 
 from __future__ import annotations
 
 import contextlib
+import linecache
 import os
 import sys
 import warnings
+from types import FrameType
 
 import torch
 
@@ -30,3 +32,14 @@ def warn(message: str) -> None:
 def _is_skipped(filename: str) -> bool:
     # "<eval_with_key>", "<string>": generated code, which is ours or PyTorch's.
     return filename.startswith("<") or os.path.realpath(filename).startswith(_SKIPPED)
+
+
+def user_line() -> str:
+    """The innermost line that runs now and is neither PyTorch's nor ours: "file.py:12 code"."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and _is_skipped(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    name, number = frame.f_code.co_filename, frame.f_lineno
+    return f"{os.path.basename(name)}:{number} {linecache.getline(name, number).strip()}"

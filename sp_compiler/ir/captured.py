@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
+from sp_compiler.base.decisions import Decision
 from sp_compiler.ir.fx import output_node
 from sp_compiler.ir.hints import Parameters
 from sp_compiler.ir.program import Ref
@@ -38,6 +39,7 @@ class Captured:
             placeholder whose value is the size.
         functions: calls of the model's autograd functions, which the graph names by number. The
             registry of the numbers holds them weakly: they live as long as the capture does.
+        decisions: numbers that the forward read from inputs and buffers; the graph holds for them.
     """
 
     module: GraphModule
@@ -51,6 +53,7 @@ class Captured:
     parameters: Parameters = field(default_factory=dict)
     sizes: Sizes | None = None
     functions: Sequence[object] = ()
+    decisions: Sequence[Decision] = ()
 
     @property
     def placeholders(self) -> list[Node]:

@@ -16,6 +16,7 @@ import torch
 from torch.fx import GraphModule
 from torch.utils._pytree import TreeSpec
 
+from sp_compiler.base.decisions import Decision
 from sp_compiler.base.placement import Placement, R
 from sp_compiler.ir.hints import Parameters, Wish
 from sp_compiler.ir.symbolic import Sizes
@@ -99,6 +100,8 @@ class Program:
         sizes: the dims that are left open, ``None`` where all are those of the example.
         functions: calls of the model's autograd functions, see
             :class:`~sp_compiler.ir.captured.Captured`.
+        decisions: numbers that the forward read from inputs and buffers; the program holds for
+            them.
     """
 
     calls: list[Call]
@@ -112,6 +115,7 @@ class Program:
     wishes: dict[str, Wish] = field(default_factory=dict)
     sizes: Sizes | None = None
     functions: Sequence[object] = ()
+    decisions: Sequence[Decision] = ()
 
     @property
     def regions(self) -> list[Region]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ def executor_for(state: ModuleState, leaves: list[Any], structure: pytree.TreeSp
         structure,
         state.layout.attributes,
     )
+    key = state.programs.decided(key, leaves, state.buffers)
     executor = state.programs.get(key, leaves)
 
     def names() -> list[str]:
@@ -45,7 +47,11 @@ def executor_for(state: ModuleState, leaves: list[Any], structure: pytree.TreeSp
         with torch.inference_mode(False), without_saved_tensor_hooks():
             open_dims = state.programs.opens(key, leaves)
             executor = _compile(state, leaves, structure, open_dims)
-        state.programs.put(key, executor, executor.compiled.program.sizes)
+        program = executor.compiled.program
+        if program.decisions:
+            key = replace(key, decisions=tuple(map(str, program.decisions)))
+            state.agreement.require_equal("decides how to go on", key.parts())
+        state.programs.put(key, executor, program.sizes, program.decisions)
     state.latest = executor.compiled
     return executor
 

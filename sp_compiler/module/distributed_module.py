@@ -105,7 +105,8 @@ class DistributedModule(Inspection, MirrorModule):
         Raises:
             ArgumentError: arguments that the model's forward does not take, or the parameters have
                 no data yet.
-            CaptureError: the model's forward fails, or its control flow depends on data.
+            CaptureError: the model's forward fails, or its control flow depends on parameters or
+                activations.
             UnsupportedError: called under a transform of ``torch.func`` or forward-mode AD.
             RankMismatchError: the ranks got different inputs, have different weights or options, or
                 a rank does not call the module.

@@ -12,12 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from sp_compiler.base.autocast import Autocast, autocast_state
+from sp_compiler.base.decisions import Decision, hold
 from sp_compiler.base.warn import warn
 from sp_compiler.ir.symbolic import Sizes
 
 Value = TypeVar("Value")
 # How many programs of open sizes are compiled for calls that differ in their sizes only.
 _MAX_TRIES = 4
+# From how many programs on that differ in decisions only a warning is given: two questions with
+# two answers each are four.
+_MANY_DECISIONS = 5
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
 
 
@@ -77,6 +81,7 @@ class CallKey:
         leaves: shape, dtype, device and ``requires_grad`` of tensors; other leaves as constants.
         structure: how the leaves make up the arguments.
         attributes: (module path, name) and value of what the user set on the model's modules.
+        decisions: what the forward reads from its inputs and buffers, and on which line.
 
     Grad mode is no part of it: a program is compiled with its backward, which is not recorded
     under ``no_grad``.
@@ -88,6 +93,11 @@ class CallKey:
     leaves: tuple[Any, ...]
     structure: Any
     attributes: tuple[tuple[tuple[str, str], Constant], ...] = ()
+    decisions: tuple[str, ...] = ()
+
+    def without_decisions(self) -> CallKey:
+        """Key of all calls that differ in nothing but the numbers that the forward reads."""
+        return replace(self, decisions=()) if self.decisions else self
 
     def without_sizes(self) -> CallKey:
         """Key that is the same for all sizes above 1: those alone can be left open together."""
@@ -108,6 +118,7 @@ class CallKey:
             self.leaves,
             str(self.structure),
             self.attributes,
+            self.decisions,
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
@@ -119,12 +130,14 @@ class CallKey:
             "modules in training mode": _indices(self.training),
             "dtype and requires_grad of parameters": str(list(self.parameters)),
             "attributes": str(dict(self.attributes)),
+            "decisions": str(list(self.decisions)),
         }
 
     def describe(self) -> str:
         """The part of it that most often changes from call to call."""
         attributes = f", attributes {dict(self.attributes)}" if self.attributes else ""
-        return f"inputs {list(self.leaves)}, autocast {list(self.autocast)}{attributes}"
+        decisions = f", decisions {list(self.decisions)}" if self.decisions else ""
+        return f"inputs {list(self.leaves)}, autocast {list(self.autocast)}{attributes}{decisions}"
 
 
 def call_key(
@@ -158,11 +171,19 @@ def _leaf(leaf: Any) -> Any:
 
 @dataclass
 class _CachedValue(Generic[Value]):
-    """A program; ``alike`` is its key for all sizes above 1, ``sizes`` what it leaves open."""
+    """A program, and the calls that it holds for.
+
+    Attributes:
+        value: the program.
+        alike: its key for all sizes above 1, without decisions.
+        sizes: what it leaves open.
+        decisions: what its forward read.
+    """
 
     value: Value
     alike: CallKey
     sizes: Sizes | None
+    decisions: Sequence[Decision]
 
 
 class ProgramCache(Generic[Value]):
@@ -175,6 +196,7 @@ class ProgramCache(Generic[Value]):
         self.size = size
         self._entries: OrderedDict[CallKey, _CachedValue[Value]] = OrderedDict()
         self._closed: set[CallKey] = set()
+        self._decide = False
         self._warned = False
 
     def __len__(self) -> int:
@@ -184,17 +206,42 @@ class ProgramCache(Generic[Value]):
         """A cache of the same size that holds ``function`` of every program."""
         result = ProgramCache[Value](self.size)
         result._closed |= self._closed
+        result._decide = self._decide
         for key, entry in self._entries.items():
             result._entries[key] = replace(entry, value=function(entry.value))
         return result
 
+    def decided(
+        self, key: CallKey, leaves: Sequence[Any], buffers: Mapping[str, Tensor]
+    ) -> CallKey:
+        """Return ``key`` with what the forward reads from these inputs and buffers.
+
+        As far as a program is known that holds for it; ``key`` itself is that of a call that is
+        still to be compiled.
+        """
+        if not self._decide:
+            return key
+        # The latest first: what is read changes less often than it stays.
+        for name, entry in reversed(self._alike(key)):
+            fits = name.without_decisions() == key or (
+                entry.sizes is not None and entry.sizes.rejection(leaves) is None
+            )
+            if fits and hold(entry.decisions, leaves, buffers):
+                return replace(key, decisions=name.decisions)
+        return key
+
     def get(self, key: CallKey, leaves: Sequence[Any] = ()) -> Value | None:
-        """The program for a call with these flattened inputs, if there is one."""
+        """The program for a call with these flattened inputs, if there is one.
+
+        ``key`` is that of :meth:`decided`.
+        """
         match = self._entries.get(key)
         if match is None:
             # The latest first: it was specialised because the earlier ones did not hold.
             for name, entry in reversed(self._alike(key)):
-                if entry.sizes is not None and entry.sizes.rejection(leaves) is None:
+                if name.decisions != key.decisions or entry.sizes is None:
+                    continue
+                if entry.sizes.rejection(leaves) is None:
                     key, match = name, entry
                     break
         if match is None:
@@ -208,23 +255,34 @@ class ProgramCache(Generic[Value]):
         So it is where another size came before, unless that failed, or several such programs could
         not help to be specialised: they take longer to compile. Warns what specialised the last.
         """
-        alike = self._alike(key)
-        tried = [entry.sizes for _, entry in alike if entry.sizes is not None]
+        others = self._of_other_sizes(key)
+        reasons = [e.sizes.rejection(leaves) for e in others if e.sizes is not None]
+        # Where there is none the sizes fit, and the forward reads another number.
+        tried = [reason for reason in reasons if reason is not None]
         if tried:
             warn(
-                f"compiled again, {len(alike) + 1} programs now for inputs that differ in nothing "
-                f"but their sizes ({key.describe()}): the last is specialised, "
-                f"{tried[-1].rejection(leaves)}"
+                f"compiled again, {len(others) + 1} programs now for inputs that differ in nothing "
+                f"but their sizes ({key.describe()}): the last is specialised, {tried[-1]}"
             )
-        return bool(alike) and len(tried) < _MAX_TRIES and key.without_sizes() not in self._closed
+        closed = key.without_decisions().without_sizes() in self._closed
+        return bool(others) and len(tried) < _MAX_TRIES and not closed
 
-    def put(self, key: CallKey, value: Value, sizes: Sizes | None = None) -> None:
-        """Store the program that was compiled for ``key`` and holds for ``sizes``."""
-        alike = key.without_sizes()
+    def put(
+        self,
+        key: CallKey,
+        value: Value,
+        sizes: Sizes | None = None,
+        decisions: Sequence[Decision] = (),
+    ) -> None:
+        """Store the program that was compiled for ``key`` and holds for these."""
+        alike = key.without_decisions().without_sizes()
         # Left open on request and specialised all the same: asking again would cost as much again.
-        if sizes is None and self._alike(key):
+        if sizes is None and self._of_other_sizes(key):
             self._closed.add(alike)
-        self._entries[key] = _CachedValue(value, alike, sizes)
+        self._entries[key] = _CachedValue(value, alike, sizes, decisions)
+        self._decide |= bool(decisions)
+        if decisions:
+            self._warn_of_decisions(key)
         if len(self._entries) <= self.size:
             return
         self._entries.popitem(last=False)
@@ -236,7 +294,25 @@ class ProgramCache(Generic[Value]):
                 "few fixed shapes, and keep Python numbers that change out of the arguments"
             )
 
+    def _warn_of_decisions(self, key: CallKey) -> None:
+        same = key.without_decisions()
+        programs = [name for name in self._entries if name.without_decisions() == same]
+        if len(programs) < _MANY_DECISIONS:
+            return
+        # Behind the first number that differs the forward takes another path.
+        pairs = zip(*(name.decisions for name in programs[-2:]), strict=False)
+        differ = next(pair for pair in pairs if len(set(pair)) > 1)
+        warn(
+            f"compiled again, {len(programs)} programs now for inputs that differ in nothing but a "
+            f"number that the forward reads ({', then '.join(differ)}). Compute with the tensor "
+            "itself (torch.where) instead, or read numbers that take few values"
+        )
+
+    def _of_other_sizes(self, key: CallKey) -> list[_CachedValue[Value]]:
+        same = key.without_decisions()
+        return [e for name, e in self._alike(key) if name.without_decisions() != same]
+
     def _alike(self, key: CallKey) -> list[tuple[CallKey, _CachedValue[Value]]]:
-        """The entries that differ from ``key`` in sizes above 1 only, the latest last."""
-        alike = key.without_sizes()
+        """The entries that differ from ``key`` in sizes above 1 and decisions, the latest last."""
+        alike = key.without_decisions().without_sizes()
         return [item for item in self._entries.items() if item[1].alike == alike]

@@ -89,6 +89,8 @@ class RankAgreement:
             kind = self._kind(key)
             first = kind.num_calls < _FIRST_CALLS
             compared = first or kind.num_calls % _EVERY == 0 or checks_enabled()
+            # Another decision is another program: the host has waited for these numbers anyway.
+            decides = bool(key.decisions)
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_meta]
             values = [fingerprint(tensor) for tensor in tensors] if compared else []
 
@@ -99,8 +101,10 @@ class RankAgreement:
 
             if self.every_call:
                 self._gather_on_host(board, kind, values, facts)
-            elif compared:
+            elif compared or decides:
                 self._gather_on_device(kind, values, facts)
+                if decides:
+                    self.settle()
             kind.num_calls += not self.every_call
         if compiled:
             return

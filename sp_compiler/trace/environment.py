@@ -20,6 +20,7 @@ from sp_compiler.base.errors import CaptureError, UnsupportedError
 from sp_compiler.base.warn import LIBRARY_FOLDERS, warn
 from sp_compiler.trace.attribute_changes import watched_state
 from sp_compiler.trace.autograd_functions import FunctionCall, recorded_functions
+from sp_compiler.trace.decisions import Reads
 
 _HOOKS = (
     "_forward_hooks",
@@ -223,7 +224,9 @@ def _given_causal_hint() -> Iterator[None]:
         module._detect_is_causal_mask = original
 
 
-def capture_error(model: nn.Module, error: Exception) -> CaptureError | UnsupportedError:
+def capture_error(
+    model: nn.Module, error: Exception, reads: Reads
+) -> CaptureError | UnsupportedError:
     """Turn an exception of the export into an error that a user can act on."""
     where = _user_frame(model, error.__traceback__)
     if isinstance(error, UnsupportedError):
@@ -234,9 +237,11 @@ def capture_error(model: nn.Module, error: Exception) -> CaptureError | Unsuppor
     )
     # Recognized by name and text, for want of anything better: torch raises them as they are.
     if type(error).__name__ in _DATA_DEPENDENT:
+        if reads.refused is not None:
+            first_line = f"{reads.text()} ({first_line})"
         advice = (
             "the control flow or a shape depends on the values of a tensor; compute it with tensor "
-            "operations (torch.where), or from shapes and arguments that are not tensors"
+            "operations (torch.where), or from inputs, buffers, shapes and arguments"
         )
     if "register a pytree" in str(error) or "register_dataclass" in str(error):
         advice = (
@@ -253,17 +258,24 @@ def capture_error(model: nn.Module, error: Exception) -> CaptureError | Unsuppor
 
 
 def _user_frame(model: nn.Module, trace: TracebackType | None) -> str:
-    """Module path and source line of the innermost frame inside a forward of the user's model."""
+    """Module path and source line of the innermost frame inside a forward of the user's model.
+
+    And the innermost line of a function that is called there, unless it is PyTorch's.
+    """
     names = {id(module): name for name, module in model.named_modules()}
-    text = ""
+    text = inner = ""
     # Outermost first: the last frame that fits is kept.
     for frame, line in traceback.walk_tb(trace):
         filename = frame.f_code.co_filename
         first = frame.f_code.co_varnames[:1]  # the name that the user gave to "self"
         owner = frame.f_locals.get(first[0]) if first else None
-        if filename.startswith(LIBRARY_FOLDERS) or id(owner) not in names:
+        if filename.startswith(LIBRARY_FOLDERS):
             continue
         source = traceback.FrameSummary(filename, line, frame.f_code.co_name).line
-        path = names[id(owner)] or "(model)"
-        text = f"  module: {path} ({type(owner).__name__})\n    {filename}:{line}: {source}\n"
-    return text
+        at = f"    {filename}:{line}: {source}\n"
+        if id(owner) in names:
+            path = names[id(owner)] or "(model)"
+            text, inner = f"  module: {path} ({type(owner).__name__})\n{at}", ""
+        else:
+            inner = at
+    return f"{text}{inner}" if text else ""

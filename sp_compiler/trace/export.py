@@ -28,6 +28,7 @@ from sp_compiler.ir.hints import parameters_of
 from sp_compiler.ir.program import Ref
 from sp_compiler.ir.rewriting import erase_dead, fake_mode_of, make_call, refake, set_value
 from sp_compiler.ir.symbolic import NotSymbolic, inline_sizes, is_open, open_sizes
+from sp_compiler.trace.decisions import Reads, recorded_reads
 from sp_compiler.trace.dtype_check import check_dtypes
 from sp_compiler.trace.environment import capture_error, check_capturable, export_context
 from sp_compiler.trace.functionalize import functionalize
@@ -82,7 +83,7 @@ def capture(
         open_dims: leave the sizes of the inputs' dims open where the model allows it.
 
     Raises:
-        CaptureError: the forward failed or its control flow depends on data.
+        CaptureError: the forward failed or its control flow depends on parameters or activations.
         UnsupportedError: hooks inside the model, operators with subgraphs.
         NotSymbolic: with ``open_dims``, if the model returns a size.
     """
@@ -94,7 +95,11 @@ def capture(
     use_cache = example_kwargs.get("use_cache") is True
     if use_cache:
         example_kwargs = {**example_kwargs, "use_cache": False}
-    with export_context(model, use_cache=use_cache) as functions:
+    real_leaves, _ = flatten_inputs(args, kwargs)
+    with (
+        export_context(model, use_cache=use_cache) as functions,
+        recorded_reads(model, real_leaves) as reads,
+    ):
         try:
             exported = torch.export.export(
                 model,
@@ -108,11 +113,13 @@ def capture(
             _unfreeze(exported.graph_module.graph)
             exported = functionalize(exported)
         except Exception as error:  # user code and export may raise anything
-            raise capture_error(model, error) from error
+            raise capture_error(model, error, reads) from error
     # The graph holds the casts of autocast now; running its operators must not cast once more.
     with without_autocast():
-        captured = _captured(exported, model, in_spec, leaves, lift_casts, open_dims)
+        captured = _captured(exported, model, in_spec, leaves, lift_casts, open_dims, reads)
     captured.functions = functions
+    captured.decisions = reads.decisions
+    captured.notes += [f"holds for {decision}" for decision in reads.decisions]
     # Last, since only now do all values have the dtypes that kernels will see.
     names = input_names(model, args, kwargs)
     check_dtypes(captured.module.graph, dict(zip(names, leaves, strict=True)))
@@ -127,6 +134,7 @@ def _captured(
     leaves: list[Any],
     lift_casts: bool,
     open_dims: bool,
+    reads: Reads,
 ) -> Captured:
     # Placeholders get their final form first: the values computed from them are propagated last.
     inline_sizes(exported.graph_module.graph)
@@ -143,7 +151,7 @@ def _captured(
     # that fits the strides of one does not fit those of another.
     for node in calls(captured.module.graph, _aten.view.default, _aten._unsafe_view.default):
         node.target = _aten.reshape.default
-    _propagate(captured.module.graph)
+    _propagate(captured.module.graph, reads)
     return captured
 
 
@@ -320,7 +328,7 @@ def _refuse_subgraphs(module: GraphModule) -> None:
             )
 
 
-def _propagate(graph: Graph) -> None:
+def _propagate(graph: Graph, reads: Reads) -> None:
     """Compute every value's shape, dtype and whether it requires a gradient."""
     # Export's own values are of another fake mode, and do not tell what requires a gradient.
     mode = fake_mode_of(graph)
@@ -330,6 +338,11 @@ def _propagate(graph: Graph) -> None:
         try:
             refake(node, mode)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            if node.target is _aten.item.default and reads.refused is not None:
+                raise CaptureError(
+                    f"{reads.text()}; compute with the tensor itself (torch.where) instead\n"
+                    f"{node_origin(node)}"
+                ) from error
             raise CaptureError(
                 f"the shape of a value depends on the numbers in a tensor ({node.target}); use "
                 f"masks and torch.where in place of boolean indexing\n{node_origin(node)}"

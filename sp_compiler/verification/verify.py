@@ -71,7 +71,7 @@ def verify(
     Raises:
         ArgumentError: an argument outside what is allowed, parameters on the ``meta`` device.
         UnsupportedError: an option of a later version, or hooks inside the model.
-        CaptureError: the model has control flow that depends on data.
+        CaptureError: the model has control flow that depends on parameters or activations.
     """
     args, kwargs = checked_inputs(model, example_inputs)
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):

@@ -39,10 +39,10 @@ class Branching(nn.Module):
 
 
 class Looping(Branching):
-    """As many layers as the input says."""
+    """As many layers as the first of them says."""
 
     def forward(self, x: Tensor) -> Tensor:
-        for _ in range(int(x[0, 0])):
+        for _ in range(int(self.linear(x)[0, 0])):
             x = self.linear(x)
         return x
 
@@ -61,6 +61,19 @@ class Reading(Branching):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.linear(x)
         return y * y.max().item()
+
+
+def _rectified(x: Tensor) -> Tensor:
+    if x.sum() > 0:
+        return x
+    return -x
+
+
+class Helped(Branching):
+    """Branches in a function that is no method."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _rectified(self.linear(x))
 
 
 class Failing(Branching):
@@ -85,7 +98,8 @@ class Outer(nn.Module):
     ("kind", "line"),
     [
         (Branching, "if y.sum() > 0:"),
-        (Looping, "for _ in range(int(x[0, 0])):"),
+        (Looping, "for _ in range(int(self.linear(x)[0, 0])):"),
+        (Helped, "if x.sum() > 0:"),
         (Selecting, "return y[y > 0].sum()"),
         (Reading, "return y * y.max().item()"),
     ],

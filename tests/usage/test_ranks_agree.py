@@ -207,6 +207,41 @@ def _buffers() -> Any:
     return None
 
 
+class Deciding(nn.Module):
+    """Branches on a number in its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x).square()
+        return y.mean() if x.max() > 10 else y.sum()
+
+
+def _decisions() -> Any:
+    """Ranks take the same path or raise, before and after both paths are compiled."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = Deciding().double()
+    twin = copy.deepcopy(model)
+    module = sp_compiler.compile(model, tp=2)
+    with pytest.raises(RankMismatchError, match="same inputs"):
+        module(batch(4) + 20 * rank)
+    for offset in (0, 20, 0):
+        for one in (module, twin):
+            one(batch(4) + offset).backward()
+    assert_same_gradients(module, twin)
+    for _ in range(20):  # past the calls of each kind whose values are compared
+        module(batch(4))
+        module(batch(4) + 20)
+    with pytest.raises(RankMismatchError, match=r"x\.max") as caught:
+        module(batch(4) + 20 * rank)
+    assert "if x.max() > 10 else" in str(caught.value)
+    torch.testing.assert_close(module(batch(4)), twin(batch(4)))
+    return None
+
+
 def _code() -> Any:
     module = compiled("gpt2", example_inputs=((), zoo.inputs("gpt2")))
     shown = module.diff("capture", "final")
@@ -216,6 +251,7 @@ def _code() -> Any:
 
 CHECKS = (
     _buffers,
+    _decisions,
     _errors,
     _hooks,
     _mismatches,

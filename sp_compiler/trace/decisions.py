@@ -1,0 +1,285 @@
+"""Numbers that a forward reads out of tensors while it is captured.
+
+A traced tensor has no numbers. Those that depend on inputs and buffers alone can be computed from
+the example, and before every call: they are read for real and recorded as decisions of the program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.fx.node import map_arg
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from sp_compiler.base.decisions import Decision, read
+from sp_compiler.base.warn import user_line
+from sp_compiler.ir.program import Ref
+
+_CASTS: dict[object, Callable[[Any], Any]] = {
+    Tensor.item: lambda value: value,
+    Tensor.__bool__: bool,
+    Tensor.is_nonzero: bool,
+    torch.is_nonzero: bool,
+    Tensor.__int__: int,
+    Tensor.__index__: operator.index,
+    Tensor.__float__: float,
+    Tensor.__complex__: complex,
+}
+"""Functions that make a Python number of a tensor, and how they do it of its item."""
+_TESTS: dict[object, Callable[..., Any]] = {
+    torch.equal: lambda x, other: x.shape == other.shape and (x == other).all(),
+    Tensor.equal: lambda x, other: x.shape == other.shape and (x == other).all(),
+    torch.allclose: lambda *args, **kwargs: torch.isclose(*args, **kwargs).all(),
+    Tensor.allclose: lambda *args, **kwargs: torch.isclose(*args, **kwargs).all(),
+    Tensor.__contains__: lambda x, element: (x == element).any(),
+}
+"""Functions that compute a tensor and read it, and the tensor."""
+
+# Modules of the functions that compute with sizes.
+_PURE = ("_operator", "math", "torch", "builtins")
+
+
+@dataclass
+class Reads:
+    """Reads of one capture.
+
+    Attributes:
+        decisions: what was read from inputs and buffers, in order.
+        refused: the line of the first read of anything else, and what that depends on.
+    """
+
+    decisions: list[Decision] = field(default_factory=list)
+    refused: tuple[str, str] | None = None
+
+    def text(self) -> str:
+        """What to say of the read that was refused."""
+        assert self.refused is not None
+        line, origin = self.refused
+        return (
+            f"the forward reads a number that depends on {origin}, which is not known before the "
+            f"program runs: {line}"
+        )
+
+
+@contextlib.contextmanager
+def recorded_reads(model: nn.Module, leaves: Sequence[Any]) -> Iterator[Reads]:
+    """While ``model`` is exported: read numbers from its real inputs and buffers.
+
+    Args:
+        model: its forward is called inside, with traced tensors in place of these.
+        leaves: the real inputs, as :func:`sp_compiler.trace.export.flatten_inputs` flattens them.
+    """
+    reads = Reads()
+    buffers, constants = dict(model.named_buffers()), _attributes(model)
+    forward, on_instance = model.forward, vars(model).get("forward")
+
+    @functools.wraps(forward)
+    def reading(*args: Any, **kwargs: Any) -> Any:
+        sources: dict[Node, Ref] = {}
+        inputs = pytree.tree_leaves((args, dict(sorted(kwargs.items()))))
+        tensors = [(Ref("input", index=index), leaf) for index, leaf in enumerate(inputs)]
+        tensors += [(Ref("buffer", name), value) for name, value in model.named_buffers()]
+        tensors += [(Ref("param", name), value) for name, value in model.named_parameters()]
+        for ref, value in tensors:
+            if isinstance(value, Tensor) and (node := _node_of(value)) is not None:
+                sources[node] = ref
+        traced = _attributes(model)
+        real = [(traced[key], value) for key, value in constants.items() if key in traced]
+        # Export may call the forward more than once; the last call is the one that it keeps.
+        reads.decisions.clear()
+        with _ReadMode(reads, _Sources(sources, real, leaves, buffers)):
+            return forward(*args, **kwargs)
+
+    # On the instance and not as a hook: the root's hooks are set aside during the export.
+    vars(model)["forward"] = reading
+    try:
+        yield reads
+    finally:
+        vars(model).pop("forward")
+        if on_instance is not None:
+            vars(model)["forward"] = on_instance
+
+
+def _attributes(model: nn.Module) -> dict[tuple[str, str], Tensor]:
+    """Return the tensors that are plain attributes of modules: constants of the program."""
+    return {
+        (path, name): value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, Tensor)
+    }
+
+
+def _node_of(tensor: Tensor) -> Node | None:
+    """Return the node that stands for ``tensor`` in the graph that is being traced."""
+    mode = get_proxy_mode()
+    slot = None if mode is None else get_proxy_slot(tensor, mode.tracer, None)
+    return None if slot is None else slot.proxy.node
+
+
+@dataclass(frozen=True)
+class _Sources:
+    """Where the numbers of traced values come from.
+
+    Attributes:
+        refs: of the placeholders that are inputs, buffers and parameters.
+        constants: tensors of the model as they are in the trace, each with the real one.
+        leaves, buffers: the real ones.
+    """
+
+    refs: Mapping[Node, Ref]
+    constants: Sequence[tuple[Tensor, Tensor]]
+    leaves: Sequence[Any]
+    buffers: Mapping[str, Tensor]
+
+    def refusal(self, node: Node) -> str:
+        """Return why no call can compute ``node`` ahead of the program; "" where it can."""
+        if node.op == "placeholder":
+            return self._refusal_of_source(self.refs.get(node))
+        if node.op == "get_attr":
+            return "" if self.constant(node) is not None else "a tensor that the model made"
+        if not isinstance(node.target, OpOverload):
+            # Arithmetic on sizes, which only reads; grad mode and the like are no operands.
+            return "" if getattr(node.target, "__module__", "") in _PURE else str(node.target)
+        if torch.Tag.nondeterministic_seeded in node.target.tags:
+            return f"random numbers ({node.target})"
+        if node.target.namespace not in ("aten", "prims"):
+            return f"an operator of the model's own ({node.target})"
+        return ""
+
+    def _refusal_of_source(self, ref: Ref | None) -> str:
+        if ref is None:
+            return "an input that is no tensor"
+        if ref.kind == "param":
+            return f"parameter {ref.name!r}"
+        value = self.buffers[ref.name] if ref.kind == "buffer" else self.leaves[ref.index]
+        if isinstance(value, FakeTensor) or value.is_meta:
+            return f"an example without numbers ({ref.kind} on the meta device)"
+        return ""
+
+    def constant(self, node: Node) -> Tensor | None:
+        """Return the real tensor behind a ``get_attr``."""
+        mode = get_proxy_mode()
+        value: Any = None if mode is None else getattr(mode.tracer.root, str(node.target), None)
+        for traced, real in self.constants:
+            if value is traced:
+                value = real
+        return value if type(value) in (Tensor, nn.Parameter) and not value.is_meta else None
+
+
+class _ReadMode(TorchFunctionMode):
+    """Answers reads of numbers that can be computed from inputs and buffers."""
+
+    def __init__(self, reads: Reads, sources: _Sources) -> None:
+        super().__init__()
+        self._reads = reads
+        self._sources = sources
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _TESTS:
+            with self:  # which is off in here
+                return bool(_TESTS[func](*args, **(kwargs or {})))
+        if func in _CASTS and (node := _node_of(args[0])) is not None:
+            parts = _computation(node)
+            refusal = next(filter(None, map(self._sources.refusal, parts)), "")
+            if not refusal and _is_cast(parts):
+                refusal = "a computation under an autocast of its own"
+            if not refusal:
+                return _CASTS[func](self._decide(node, parts))
+            # Torch may still have an answer (a constant), or nobody may use what it returns.
+            self._reads.refused = self._reads.refused or (user_line(), refusal)
+        return func(*args, **(kwargs or {}))
+
+    def _decide(self, node: Node, parts: Sequence[Node]) -> Any:
+        """Read the number, and record it unless an earlier decision reads just the same."""
+        fresh = _extracted(node, parts, self._sources)
+        value = read(fresh, self._sources.leaves, self._sources.buffers)
+        for earlier in self._reads.decisions:
+            # Layers ask one by one for what is the same in all of them. Constants have names.
+            if earlier.sources == fresh.sources and earlier.module.code == fresh.module.code:
+                return value
+        # What is made of constants alone is the same in every call.
+        if fresh.sources:
+            self._reads.decisions.append(replace(fresh, value=repr(value)))
+        return value
+
+
+def _computation(node: Node) -> list[Node]:
+    """Return what ``node`` is computed from and by, in order: operands, and writes into them."""
+    before = list(itertools.takewhile(lambda other: other is not node, node.graph.nodes))
+    writers = [other for other in before if _written(other) is not None]
+    needed = {node}
+    size = 0
+    while size != len(needed):
+        size = len(needed)
+        storages = {_storage(each) for each in needed} - {None}
+        needed |= {each for each in writers if _storage(each) in storages}
+        for each in list(needed):
+            needed.update(each.all_input_nodes)
+    return [each for each in (*before, node) if each in needed]
+
+
+def _written(node: Node) -> Node | None:
+    """Return the first operand that ``node`` writes into."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return None
+    for argument, value in zip(schema.arguments, node.args, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            return value if isinstance(value, Node) else None
+    return None
+
+
+def _storage(node: Node) -> int | None:
+    """Return a number that is the same for all values of the trace that share their memory."""
+    value = node.meta.get("val")
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
+
+
+def _is_cast(parts: Sequence[Node]) -> bool:
+    """Tell whether a floating value of ``parts`` is computed inside an autocast of the model's."""
+    # Before a call only the caller's own autocast is on.
+    depth, inside = 0, set()
+    for node in parts[-1].graph.nodes:
+        depth += (node.target is _enter_autocast) - (node.target is _exit_autocast)
+        if depth:
+            inside.add(node)
+    values = (node.meta.get("val") for node in parts if node in inside)
+    return any(isinstance(value, Tensor) and value.is_floating_point() for value in values)
+
+
+def _extracted(node: Node, parts: Sequence[Node], sources: _Sources) -> Decision:
+    """Copy ``parts`` into a graph of their own, whose names do not tell where they came from."""
+    graph, root = Graph(), nn.Module()
+    copies: dict[Node, Node] = {}
+    inputs = [part for part in parts if part.op == "placeholder"]
+    for index, part in enumerate(inputs):
+        copies[part] = graph.placeholder(f"source_{index}")
+    for part in parts:
+        if part.op == "get_attr":
+            setattr(root, str(part.target), sources.constant(part))
+            copies[part] = graph.get_attr(str(part.target))
+        elif part.op == "call_function":
+            args, kwargs = map_arg((part.args, part.kwargs), copies.__getitem__)
+            copies[part] = graph.call_function(part.target, args, kwargs)
+    graph.output(copies[node])
+    refs = [sources.refs[part] for part in inputs]
+    names = tuple(ref.index if ref.kind == "input" else ref.name for ref in refs)
+    writes = any(_written(part) is not None for part in parts)
+    return Decision(GraphModule(root, graph), names, writes, user_line(), "")

@@ -1,0 +1,94 @@
+"""Models that branch on numbers in their inputs and buffers, through the public API."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.helpers.users import WIDTH, assert_same_gradients, batch, compiled, num_compiled
+
+
+class Deciding(nn.Module):
+    """Scales by whether there is a mask, cuts to a length, and warms up for two calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 3, dtype=torch.float64)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor, mask: Tensor, lengths: Tensor | None = None) -> Tensor:
+        self.calls += 1
+        y: Tensor = self.linear(x)
+        if self.calls <= 2:
+            y = y / 2
+        if lengths is not None:
+            y = y * (torch.arange(int(lengths.max())) < lengths[:, None])[..., None]
+        if not mask.any():
+            return y
+        return y.masked_fill(mask[..., None], 0.0)
+
+
+def _masks(*shape: int) -> tuple[Tensor, Tensor]:
+    mask = torch.zeros(shape, dtype=torch.bool)
+    other = mask.clone()
+    other[0, 0] = True
+    return mask, other
+
+
+def test_every_call_takes_the_path_of_its_own_numbers() -> None:
+    eager = Deciding()
+    module = compiled(lambda: copy.deepcopy(eager))
+    none, some = _masks(2, 3)
+    # Warming up without a mask and with one, warm likewise; none of the four is met again.
+    for mask, programs in ((none, 1), (some, 2), (some, 3), (none, 4), (some, 4), (none, 4)):
+        x = batch(2, 3)
+        expected, result = eager(x, mask), module(x, mask)
+        torch.testing.assert_close(result, expected, rtol=1e-11, atol=0)
+        assert num_compiled(module) == programs
+        expected.square().sum().backward()
+        result.square().sum().backward()
+    assert_same_gradients(module, eager)
+    assert int(module.calls) == 6
+
+
+def test_one_program_with_open_sizes_for_each_decision() -> None:
+    eager = Deciding()
+    module = compiled(lambda: copy.deepcopy(eager))
+    eager.calls.fill_(5)
+    module.calls.fill_(5)
+    for seq in (3, 4, 5, 6):
+        for mask in _masks(2, seq):
+            x = batch(2, seq)
+            torch.testing.assert_close(module(x, mask), eager(x, mask), rtol=1e-11, atol=0)
+    # Two of the first size, two for all others.
+    assert num_compiled(module) == 4
+
+
+def test_a_number_that_keeps_changing_is_heard() -> None:
+    eager = Deciding()
+    eager.calls.fill_(5)
+    module = compiled(lambda: copy.deepcopy(eager))
+    mask = _masks(2, 1)[0]
+
+    def call(length: int) -> None:
+        x, lengths = batch(2, 1), torch.tensor([1, length])
+        torch.testing.assert_close(module(x, mask, lengths), eager(x, mask, lengths))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for length in (1, 2, 3, 4):
+            call(length)
+    with pytest.warns(UserWarning, match=r"5 programs now .*lengths\.max\(\).* -> 4, then .* -> 5"):
+        call(5)
+
+
+def test_plan_says_what_was_decided() -> None:
+    module = compiled(Deciding, example_inputs=((batch(2, 3), _masks(2, 3)[0]), {}))
+    assert [note for note in module.plan.notes if "if not mask.any():" in note] == [
+        note for note in module.plan.notes if note.endswith("-> False")
+    ]
+    assert not module.calls  # nothing ran

@@ -50,7 +50,7 @@ def read(
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
         if decision.writes:
             values = [value.clone() for value in values]
-        return Interpreter(decision.module).run(*values).item()  # type: ignore[no-any-return]
+        return Interpreter(decision.module).run(*values).item()
 
 
 def hold(

@@ -69,10 +69,8 @@ def compile(
     Raises:
         ArgumentError: an argument outside what is allowed, no process group of the right size, a
             model that was compiled before, a hint that matches nothing or cannot be met, a budget
-            too small for it (at the first call unless there are ``example_inputs``); the message
-            says the least that would do.
-        UnsupportedError: an option of a later version, hooks inside the model, or with ``strict`` a
-            costly part that is replicated.
+            too small (at the first call unless there are ``example_inputs``).
+        UnsupportedError: hooks inside the model, or with ``strict`` a costly replicated part.
         CaptureError: the model has control flow that depends on parameters or activations.
         PassError: one of ``passes`` broke the graph; with ``verify``, a pass broke the numbers; or
             a rule of :func:`sp_compiler.rule` is wrong, as its first use tells by numbers.
@@ -88,15 +86,17 @@ def compile(
     result = DistributedModule(
         model, group, builder, options=texts, initial_weights=initial_weights
     )
-    if example is None:
-        return result
-    args, kwargs = example
-    try:
-        result.prepare(*args, **kwargs)
-    except Exception:
-        result.give_back()
-        raise
+    if example is not None:
+        _prepare(result, *example)
     return result
+
+
+def _prepare(module: DistributedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    try:
+        module.prepare(*args, **kwargs)
+    except Exception:
+        module.give_back()  # the model goes on as if it had never been compiled
+        raise
 
 
 def _check(initial_weights: str, rank_timeout: float, verify: bool) -> None:

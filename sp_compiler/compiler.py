@@ -254,7 +254,7 @@ class Compilation:
                 contract = example.partitioned(parts), joint.tangent_outputs, tp
                 run(Pass.CHECK, check_partitioned, region, *contract, region=origin)
             paths = tuple(tagged.program.paths(region))
-            regions.append(CompiledRegion(region, joint, parts, paths))
+            regions.append(CompiledRegion(region, parts, joint, paths))
         loaded = run(Pass.CODEGEN, compile_regions, regions, options.backend)
         return CompiledProgram(
             tagged.program,

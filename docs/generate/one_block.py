@@ -13,6 +13,7 @@ from torch.fx import Graph
 from torch.nn import functional as F
 
 from sp_compiler.base.provenance import layer_of
+from sp_compiler.codegen.module_text import printed_regions
 from sp_compiler.compiler import build
 from sp_compiler.ir.snapshot import Snapshot, region_of
 from sp_compiler.ir.text import render, render_node
@@ -96,7 +97,7 @@ def page() -> str:
         about = textwrap.fill(_ABOUT.get(name, ""), 100)
         text = block_text(stage, Block.__name__, "layers.0")
         parts.append(f"## {name}\n\n{about}\n\n```\n{text}\n```\n")
-    code = compiled.regions[Block.__name__].source.strip()
+    code = printed_regions(compiled)[Block.__name__].source.strip()
     about = "What runs, and what `module.code` shows: a class for the block, plain PyTorch."
     parts.append(f"## The generated code\n\n{about}\n\n```python\n{code}\n```")
     return "\n".join(parts) + "\n"

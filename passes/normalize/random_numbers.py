@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -62,22 +63,19 @@ def draw_by_counter(captured: Captured, *, stored: bool) -> None:
     for node in list(graph.nodes):
         if node.target is _aten.native_dropout.default:
             _replace_dropout(captured, node, stored)
-        elif node.target in _DISTRIBUTIONS and draws(node) and not _is_complex(node):
-            numbers = _DISTRIBUTIONS[node.target](_Draw(captured, node))
-            replace_with(node, _of_type(node, numbers))
         elif draws(node):
-            raise UnsupportedError(
-                f"operator {node.target} draws random numbers in a way that the compiler does not "
-                "know; draw them outside of the model and pass them in, or call model.eval()\n"
-                + node_origin(node)
-            )
+            distribution = _DISTRIBUTIONS.get(node.target)
+            if distribution is None or not distribution.makes(node.meta["val"].dtype):
+                raise UnsupportedError(
+                    f"operator {node.target} draws random numbers in a way that the compiler does "
+                    "not know; draw them outside of the model and pass them in, or call "
+                    f"model.eval()\n{node_origin(node)}"
+                )
+            numbers = distribution.draw(_Draw(captured, node))
+            replace_with(node, _of_type(node, numbers))
     # Numbered only now: until then all calls are alike to the fakes, which run equal ones once.
     for site, node in enumerate(calls(graph, *DRAWS)):
         node.update_arg(_SITE, site)
-
-
-def _is_complex(node: Node) -> bool:
-    return bool(node.meta["val"].is_complex())
 
 
 def _replace_dropout(captured: Captured, node: Node, stored: bool) -> None:
@@ -276,29 +274,46 @@ def _randperm(draw: _Draw) -> Node:
     return draw.apply(operator.getitem, order, 1)
 
 
-_DISTRIBUTIONS: dict[object, Callable[[_Draw], Node]] = {
-    _aten.rand.default: _rand,
-    _aten.rand_like.default: _rand,
-    _aten.uniform.default: _uniform,
-    _aten.randn.default: _normal,
-    _aten.randn_like.default: _normal,
-    _aten.normal.Tensor_float: _normal,
-    _aten.normal.float_Tensor: _normal,
-    _aten.normal.Tensor_Tensor: _normal,
-    _aten.normal.float_float: _normal,
-    _aten.normal_functional.default: _normal,
-    _aten.log_normal.default: _log_normal,
-    _aten.bernoulli.default: _bernoulli,
-    _aten.bernoulli.p: _bernoulli,
-    _aten.bernoulli.Tensor: _bernoulli,
-    _aten.randint.default: _randint,
-    _aten.randint.low: _randint,
-    _aten.randint_like.default: _randint,
-    _aten.randint_like.low_dtype: _randint,
-    _aten.exponential.default: _exponential,
-    _aten.geometric.default: _geometric,
-    _aten.cauchy.default: _cauchy,
-    _aten.rrelu.default: _rrelu,
-    _aten.multinomial.default: _multinomial,
-    _aten.randperm.default: _randperm,
+@dataclass(frozen=True)
+class _Distribution:
+    """How numbers of a distribution are made, and of which types.
+
+    Attributes:
+        integers: whether the result may be integers or booleans, beside floating point numbers.
+    """
+
+    draw: Callable[[_Draw], Node]
+    integers: bool = False
+
+    def makes(self, dtype: torch.dtype) -> bool:
+        # Complex numbers are drawn by none: torch scales their parts by 1 / sqrt(2) (randn) or not
+        # at all (rand), and inverse distribution functions know real numbers only.
+        return dtype.is_floating_point or (self.integers and not dtype.is_complex)
+
+
+_DISTRIBUTIONS: dict[object, _Distribution] = {
+    _aten.rand.default: _Distribution(_rand),
+    _aten.rand_like.default: _Distribution(_rand),
+    _aten.uniform.default: _Distribution(_uniform),
+    _aten.randn.default: _Distribution(_normal),
+    _aten.randn_like.default: _Distribution(_normal),
+    _aten.normal.Tensor_float: _Distribution(_normal),
+    _aten.normal.float_Tensor: _Distribution(_normal),
+    _aten.normal.Tensor_Tensor: _Distribution(_normal),
+    _aten.normal.float_float: _Distribution(_normal),
+    _aten.normal_functional.default: _Distribution(_normal),
+    _aten.log_normal.default: _Distribution(_log_normal),
+    _aten.bernoulli.default: _Distribution(_bernoulli, integers=True),
+    _aten.bernoulli.p: _Distribution(_bernoulli, integers=True),
+    _aten.bernoulli.Tensor: _Distribution(_bernoulli, integers=True),
+    _aten.randint.default: _Distribution(_randint, integers=True),
+    _aten.randint.low: _Distribution(_randint, integers=True),
+    _aten.randint_like.default: _Distribution(_randint, integers=True),
+    _aten.randint_like.low_dtype: _Distribution(_randint, integers=True),
+    _aten.exponential.default: _Distribution(_exponential),
+    _aten.geometric.default: _Distribution(_geometric, integers=True),
+    _aten.cauchy.default: _Distribution(_cauchy),
+    _aten.rrelu.default: _Distribution(_rrelu),
+    _aten.multinomial.default: _Distribution(_multinomial, integers=True),
+    _aten.randperm.default: _Distribution(_randperm, integers=True),
 }

@@ -177,10 +177,7 @@ class Printer:
             if source.target not in RESHAPES and not is_copied_by(node, source):
                 break
             source = source.args[0]
-        # A part of a split that is done on rows has fewer dims than its graph says.
-        is_part = source.target is operator.getitem and self.is_flat_split(source.args[0])
-        shapes = source.meta["val"].shape, node.meta["val"].shape
-        merged = "" if is_part else _merged_dims(*shapes)
+        merged = _merged_dims(source.meta["val"].shape, node.meta["val"].shape)
         call = f"flatten({merged})" if merged else f"reshape({', '.join(sizes) or '()'})"
         return f"{self._receiver(source)}.{call}"
 
@@ -214,16 +211,6 @@ class Printer:
         if set(node.kwargs) <= {"dtype", *_DROPPED, "device"} and "dtype" in node.kwargs:
             return f"{self._receiver(node.args[0])}.to({literal(node.kwargs['dtype'])})"
         return f"{self._function(node)}({self._arguments(node)})"
-
-    def _split(self, node: Node) -> str:
-        if self.is_flat_split(node):
-            sizes = self.value(node.args[1])
-            return f"{self._receiver(node.args[0].args[0])}.split({sizes}, -1)"
-        return f"{self._receiver(node.args[0])}.split({self._arguments(node, 1)})"
-
-    def is_flat_split(self, node: Node) -> bool:
-        """Whether the reshape in front of a split is left out."""
-        return node in self.idioms.flat_splits and node.args[0] in self.nested
 
     def _where(self, node: Node) -> str:
         condition, *branches = node.args
@@ -347,7 +334,6 @@ _SPECIAL: dict[Any, Callable[[Printer, Node], str]] = {
     aten.slice.Tensor: Printer._slice,
     aten.clone.default: Printer._clone,
     aten._to_copy.default: Printer._cast,
-    aten.split_with_sizes.default: Printer._split,
     aten.where.self: Printer._where,
     aten.native_layer_norm.default: Printer._layer_norm,
     aten._softmax.default: Printer._softmax,

@@ -1,14 +1,8 @@
 """Several nodes that one function of torch stands for, which runs the same kernels.
 
-===============================================  =====================================
-nodes                                            text
-===============================================  =====================================
-``view(bmm(view(clone(a)), view(clone(b))))``    ``torch.matmul(a, b)``
-``view(split(view(x, (b, s, h)))[i])``           ``view(split(x)[i])``
-===============================================  =====================================
-
-``torch.matmul`` of more than two dims copies what it cannot view, multiplies by ``bmm`` and views
-the result: that is what the trace has written down. Only where nothing else uses the parts.
+``view(bmm(view(clone(a)), view(clone(b))))`` is ``torch.matmul(a, b)``, which of more than two dims
+copies what it cannot view, multiplies by ``bmm`` and views the result: that is what the trace has
+written down. Only where nothing else uses the parts.
 """
 
 from __future__ import annotations
@@ -18,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from sp_compiler.ir.fx import arguments
 from sp_compiler.ir.op_traits import base
 from sp_compiler.ir.symbolic import same_shape
 
@@ -41,7 +34,6 @@ class Idioms:
 
     Attributes:
         matmuls: by the node whose value they compute.
-        flat_splits: splits of a reshape that need not be done.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -53,31 +45,10 @@ class Idioms:
             for match in candidates
             if match is not None and returned.isdisjoint(match.inside)
         }
-        self.flat_splits = frozenset(
-            node
-            for node in graph.nodes
-            if _is_flat_split(node) and node.args[0] not in self.matmuls
-        )
 
     def forget(self, result: Node) -> None:
         """Print the nodes of ``result`` one by one after all."""
         del self.matmuls[result]
-
-
-def _is_flat_split(node: Node) -> bool:
-    """Whether a reshape in front of a split does nothing that those behind it do not do.
-
-    It leaves the last dim alone, along which it is split, and all parts are reshaped.
-    """
-    if node.target is not aten.split_with_sizes.default or node.args[0].target not in RESHAPES:
-        return False
-    view, source = node.args[0].meta["val"], node.args[0].args[0].meta["val"]
-    along = arguments(node)["dim"] % view.dim()
-    if along != view.dim() - 1 or not same_shape(view.shape[-1:], source.shape[-1:]):
-        return False
-    # A part that is used as it is would have another shape.
-    uses = [user for part in node.users for user in part.users]
-    return all(user.target in RESHAPES for user in uses)
 
 
 def _matmul(node: Node) -> Matmul | None:

@@ -19,7 +19,8 @@ from sp_compiler.codegen.loading import load
 from sp_compiler.codegen.names import ValueNames
 from sp_compiler.codegen.statements import WIDTH, Body, fill, indented
 from sp_compiler.codegen.token_rows import on_token_rows
-from sp_compiler.ir.forward_backward import Partitioned
+from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.ir.forward_backward import Partitioned, SplitRegion
 from sp_compiler.ir.program import Region
 from sp_compiler.ir.symbolic import symbol_of
 from sp_compiler.trace.joint import JointGraph
@@ -67,16 +68,14 @@ class RegionText:
 
 
 @dataclass(frozen=True)
-class CompiledRegion:
+class CompiledRegion(SplitRegion):
     """A region, what became of it, and the class that runs it.
 
     Attributes:
         paths: the layers that use it.
     """
 
-    region: Region
     joint: JointGraph
-    partitioned: Partitioned
     paths: tuple[str, ...] = ()
 
     @cached_property
@@ -99,6 +98,12 @@ class CompiledRegion:
         """For each output whether ``backward`` takes a tangent for it."""
         outputs = range(self.joint.num_outputs)
         return tuple(index in self.joint.tangent_outputs for index in outputs)
+
+
+def printed_regions(compiled: CompiledProgram) -> dict[str, CompiledRegion]:
+    """The regions of ``compiled`` by name, with their code."""
+    regions = compiled.regions.items()
+    return {name: region for name, region in regions if isinstance(region, CompiledRegion)}
 
 
 def module_source(texts: Iterable[RegionText]) -> str:

@@ -41,6 +41,7 @@ METHODS = {
     aten.squeeze.dim: "squeeze",
     aten.select.int: "select",
     aten.split.Tensor: "split",
+    aten.split_with_sizes.default: "split",
     aten.unbind.int: "unbind",
     aten.neg.default: "neg",
     aten.exp.default: "exp",

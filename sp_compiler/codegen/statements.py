@@ -138,8 +138,6 @@ class Body:
         return [*lines[:-1], f"{lines[-1]}  {comment(text)}" if text else lines[-1]]
 
     def _note(self, node: Node) -> str:
-        if self.printer.is_flat_split(node):  # its parts have other shapes than in the graph
-            return ""
         if is_unpacked(node):
             node = min(node.users, key=lambda part: part.args[1])
         note = describe(node, self.printer)

@@ -10,6 +10,12 @@ an operator on elements may as well be given the rows::
     c_proj = mm(tanh_2d, w)
 
 Each element is computed from the same elements by the same kernel, in the same order in memory.
+
+So is a split along the last dim, whose parts are reshaped each by itself::
+
+    qkv_3d = view(qkv, (8, 128, 96))
+    q, k, v = split(qkv_3d, 32, 2)           q, k, v = split(qkv, 32, -1)
+    q_4d = view(q, (8, 128, 4, 8))     ->    q_4d = view(q, (8, 128, 4, 8))
 """
 
 from __future__ import annotations
@@ -23,7 +29,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from sp_compiler.codegen.idioms import RESHAPES
-from sp_compiler.ir.fx import tensor_operands
+from sp_compiler.ir.fx import arguments, tensor_operands
 from sp_compiler.ir.op_traits import draws
 from sp_compiler.ir.rewriting import copy_graph, make_like
 from sp_compiler.ir.symbolic import is_open, same_shape
@@ -40,6 +46,8 @@ def on_token_rows(graph: Graph) -> Graph:
             continue
         if node.target in RESHAPES:
             _skip_view(node)
+        elif _is_flat_split(node):
+            _split_rows(node)
         elif (rows := _rows(node)) is not None:
             _compute_on_rows(node, rows)
     # Backwards, for a view may be all that used the view before it.
@@ -89,7 +97,7 @@ def _is_rows(source: Node, shape: Collection[Any]) -> bool:
 
 def _compute_on_rows(node: Node, rows: torch.Size) -> None:
     """``op(view(x, s), view(y, s))`` -> ``view(op(x, y), s)``."""
-    value, placement = node.meta["val"], node.meta.get("placement")
+    value = node.meta["val"]
     for operand in dict.fromkeys(tensor_operands(node)):
         if operand.target in RESHAPES:
             node.replace_input_with(operand, operand.args[0])
@@ -97,10 +105,47 @@ def _compute_on_rows(node: Node, rows: torch.Size) -> None:
         args = (node, list(value.shape))
         view = make_like(node.graph, aten.view.default, args, like=node, origin="codegen")
     node.replace_all_uses_with(view, delete_user_cb=lambda user: user is not view)
-    node.meta["val"] = value.new_empty(rows)
+    _retype(node, value.new_empty(rows))
+
+
+def _is_flat_split(node: Node) -> bool:
+    """Whether a reshape in front of a split does nothing that those behind it do not do.
+
+    It leaves the last dim alone, along which it is split, and all parts are reshaped.
+    """
+    if node.target is not aten.split_with_sizes.default or node.args[0].target not in RESHAPES:
+        return False
+    source = node.args[0].args[0]
+    # That reshape is the end of a torch.matmul, which is printed as one call with it.
+    if source.target is aten.bmm.default:
+        return False
+    shape, rows = node.args[0].meta["val"].shape, source.meta["val"].shape
+    along = arguments(node)["dim"] % len(shape)
+    if along != len(shape) - 1 or not same_shape(shape[-1:], rows[-1:]):
+        return False
+    # A part that is used as it is would have another shape.
+    uses = [user for part in node.users for user in part.users]
+    return all(user.target in RESHAPES for user in uses)
+
+
+def _split_rows(node: Node) -> None:
+    """``split(view(x, s), sizes, last)[i]`` -> ``split(x, sizes, -1)[i]``."""
+    view, sizes, *_ = node.args
+    rows = view.args[0]
+    node.args = (rows, sizes, -1)
+    parts = rows.meta["val"].split(sizes, -1)
+    node.meta["val"] = [*parts]
+    for part in node.users:
+        _retype(part, parts[part.args[1]])
+
+
+def _retype(node: Node, value: Tensor) -> None:
+    """Give ``node`` rows as its value, in place of a value with the same last dim."""
+    num_dims, placement = node.meta["val"].dim(), node.meta.get("placement")
+    node.meta["val"] = value
     # The dim of a placement is one of the old shape; of rows that are several dims in one it has
     # no true name.
     if placement is not None and placement.is_sharded:
         del node.meta["placement"]
-        if placement.dim == value.dim() - 1:
-            node.meta["placement"] = replace(placement, dim=1)
+        if placement.dim == num_dims - 1:
+            node.meta["placement"] = replace(placement, dim=value.dim() - 1)

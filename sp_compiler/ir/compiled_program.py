@@ -12,6 +12,7 @@ from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.pass_report import PassReport
 from sp_compiler.base.placement import I, Placement
 from sp_compiler.ir.captured import Captured
+from sp_compiler.ir.forward_backward import SplitRegion
 from sp_compiler.ir.program import Program, Ref
 from sp_compiler.ir.snapshot import Stages
 
@@ -68,7 +69,7 @@ class CompiledProgram:
         code: the generated text.
         plan: the report of :func:`sp_compiler.plan`, or ``None``.
         stages: pass name to the graphs after it.
-        regions: region name to the results of its compilation (joint graph, saved tensors).
+        regions: region name to its forward and backward.
         reports: one per pass, in order.
         value_names: region name to the names in ``code`` of its graphs' nodes.
         unsharded: the captured graph and the outlined program, where a proof asks for them.
@@ -83,10 +84,9 @@ class CompiledProgram:
     notes: list[str] = field(default_factory=list)
     replicated: tuple[tuple[str, str], ...] = ()
     code: str = ""
-    # Any, for the plan and the records of the regions are made by folders that come after this one.
-    plan: Any = None
+    plan: Any = None  # a Plan, which a later folder makes
     stages: Stages = field(default_factory=Stages)
-    regions: dict[str, Any] = field(default_factory=dict)
+    regions: dict[str, SplitRegion] = field(default_factory=dict)
     reports: list[PassReport] = field(default_factory=list)
     value_names: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     unsharded: tuple[Captured, Program] | None = None

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph
 
+from sp_compiler.ir.program import Region
+
 
 @dataclass(frozen=True)
 class SavedTensor:
@@ -89,3 +91,11 @@ class Partitioned:
         a sum over a program must count it once.
         """
         return sum(tensor.num_bytes for tensor in self.saved if tensor.is_activation)
+
+
+@dataclass(frozen=True)
+class SplitRegion:
+    """A region with what it was split into."""
+
+    region: Region
+    partitioned: Partitioned

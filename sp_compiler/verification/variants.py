@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from sp_compiler.base.pass_report import Pass
+from sp_compiler.codegen.module_text import printed_regions
 from sp_compiler.ir.compiled_program import CompiledProgram, LossBackward, RegionCode
 from sp_compiler.ir.forward_backward import Partitioned
 from sp_compiler.passes.memory.partition import partition
@@ -14,7 +15,7 @@ from sp_compiler.verification.interpret import PartitionedCode, ShardedCode
 
 def variants_by_pass(compiled: CompiledProgram) -> dict[str, CompiledProgram]:
     """The program as each pass left it, by the pass: only how its regions are run differs."""
-    regions = compiled.regions.values()
+    regions = printed_regions(compiled).values()
     sharded: dict[str, RegionCode] = {
         item.region.name: ShardedCode(item.region, item.differentiable) for item in regions
     }

@@ -8,7 +8,7 @@ import pytest
 
 from sp_compiler.base.errors import PlacementError
 from sp_compiler.check import check_partitioned
-from sp_compiler.codegen.module_text import CompiledRegion
+from sp_compiler.codegen.module_text import CompiledRegion, printed_regions
 from sp_compiler.ir.forward_backward import Partitioned
 from sp_compiler.ir.op_traits import is_wait
 from sp_compiler.ir.rewriting import copy_graph
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 @pytest.fixture(scope="module")
 def regions() -> dict[str, CompiledRegion]:
     """Backwards of a compiled model, overlapped with collectives; the last one has the loss."""
-    return parity.compiled(parity.case("gpt2", 2, 12), tp=WORLD).regions
+    return printed_regions(parity.compiled(parity.case("gpt2", 2, 12), tp=WORLD))
 
 
 def _check(compiled: CompiledRegion, parts: Partitioned) -> object:

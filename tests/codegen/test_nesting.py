@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sp_compiler.codegen.module_text import CompiledRegion
+from sp_compiler.codegen.module_text import CompiledRegion, printed_regions
 from sp_compiler.cost.memory import function_peak_bytes
 from tests.helpers import parity
 from tests.helpers.compiled_region import compile_region
@@ -180,7 +180,8 @@ def test_the_peak_is_at_most_that_of_a_statement_per_operator(policy: str) -> No
 def test_the_peak_of_a_backward_with_several_results_at_once() -> None:
     """Each result of a norm's or an attention's backward is freed once, with its own part."""
     found = parity.case("lora", 3, 12)
-    compiled = parity.compiled(found, tp=1, recompute="selective").regions["LoraBlock2"]
+    program = parity.compiled(found, tp=1, recompute="selective")
+    compiled = printed_regions(program)["LoraBlock2"]
     parts = compiled.partitioned
     assert parts.backward is not None
     assert measured_peaks(compiled)[1] <= function_peak_bytes(parts.backward)

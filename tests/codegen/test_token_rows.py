@@ -35,7 +35,7 @@ def shapes(graph: Graph) -> list[tuple[str, tuple[int, ...]]]:
     return [
         (node.target.__name__.partition(".")[0], tuple(node.meta["val"].shape))
         for node in graph.nodes
-        if node.op == "call_function"
+        if isinstance(node.meta.get("val"), Tensor) and node.op == "call_function"
     ]
 
 
@@ -86,7 +86,40 @@ class Softmax(nn.Module):
         return x.sin().reshape(2, 3, 4).softmax(1).reshape(6, 4).cos()
 
 
-@pytest.mark.parametrize("module", [Broadcast, Returned, OtherRows, Transposed, Softmax])
+class Projections(nn.Module):
+    """Parts of a projection, each reshaped by itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = x.sin().reshape(2, 3, 4).split([1, 3], -1)
+        return first.reshape(6, 1) * second.reshape(6, 3)
+
+
+class UsedAsItIs(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = x.sin().reshape(2, 3, 4).split([1, 3], -1)
+        return first.reshape(6, 1) * second.exp().reshape(6, 3)
+
+
+class AlongTokens(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = x.sin().reshape(2, 3, 4).split([1, 2], 1)
+        return first.reshape(2, 1, 2, 2) * second.reshape(2, 2, 2, 2)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [Broadcast, Returned, OtherRows, Transposed, Softmax, UsedAsItIs, AlongTokens],
+)
 def test_near_misses_stay_as_they_are(module: type[nn.Module]) -> None:
     before, after = before_and_after(module())
     assert shapes(after) == shapes(before)
+
+
+def test_parts_are_cut_from_rows() -> None:
+    before, after = before_and_after(Projections())
+    (split,) = [node for node in after.nodes if "split" in node.name]
+    assert split.args[0].target is torch.ops.aten.sin.default
+    assert split.args[1:] == ([1, 3], -1)
+    assert [tuple(part.shape) for part in split.meta["val"]] == [(6, 1), (6, 3)]
+    assert [tuple(part.meta["val"].shape) for part in split.users] == [(6, 1), (6, 3)]
+    assert len(shapes(after)) == len(shapes(before)) - 3  # the views

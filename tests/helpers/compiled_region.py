@@ -19,7 +19,7 @@ def compile_region(region: Region, *, recompute: str, paths: Sequence[str] = ())
     """
     joint = differentiate(region)
     tag_recompute(joint, recompute)
-    return CompiledRegion(region, joint, partition(joint), tuple(paths))
+    return CompiledRegion(region, partition(joint), joint, tuple(paths))
 
 
 def differentiate(region: Region) -> JointGraph:

@@ -108,26 +108,25 @@ def _modes(mesh: DeviceMesh, rank: int) -> Callable[[], Any]:
     return lambda: module.train(rank == 0)(batch(4))
 
 
-def _before_forward(mesh: DeviceMesh, rank: int) -> Callable[[], Any]:
+def _in_hook(hook: str, path: str, mesh: DeviceMesh, rank: int) -> Callable[[], Any]:
+    """A mistake in what is registered by the method ``hook`` of the submodule at ``path``."""
     module = _trained(mesh)
     if rank:
-        module.register_forward_pre_hook(_break)
+        getattr(module.get_submodule(path), hook)(_break)
     return lambda: module(batch(4))["loss"].backward()
+
+
+def _before_forward(mesh: DeviceMesh, rank: int) -> Callable[[], Any]:
+    return _in_hook("register_forward_pre_hook", "", mesh, rank)
 
 
 def _inside_forward(mesh: DeviceMesh, rank: int) -> Callable[[], Any]:
     """After the first block's collectives."""
-    module = _trained(mesh)
-    if rank:
-        module.blocks[1].register_forward_pre_hook(_break)
-    return lambda: module(batch(4))["loss"].backward()
+    return _in_hook("register_forward_pre_hook", "blocks.1", mesh, rank)
 
 
 def _after_forward(mesh: DeviceMesh, rank: int) -> Callable[[], Any]:
-    module = _trained(mesh)
-    if rank:
-        module.register_forward_hook(_break)
-    return lambda: module(batch(4))["loss"].backward()
+    return _in_hook("register_forward_hook", "", mesh, rank)
 
 
 def _backward(mesh: DeviceMesh, rank: int) -> Callable[[], Any]:

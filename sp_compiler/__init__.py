@@ -16,9 +16,11 @@ from sp_compiler.base.errors import (
 )
 from sp_compiler.base.pass_report import PassReport
 from sp_compiler.graph_diff.diff import GraphDiff, diff
+from sp_compiler.grid.gradient_norm import clip_grad_norm_
 from sp_compiler.ir.hints import forbid
 from sp_compiler.planning.plan import Plan
 from sp_compiler.rules.custom import rule
+from sp_compiler.runtime.mesh_axes import data_shard
 from sp_compiler.verification.report import VerifyReport
 from sp_compiler.verification.verify import verify
 
@@ -36,7 +38,9 @@ __all__ = [
     "SPCompilerError",
     "UnsupportedError",
     "VerifyReport",
+    "clip_grad_norm_",
     "compile",
+    "data_shard",
     "diff",
     "forbid",
     "plan",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, Unpack
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.placement import Placement
 from sp_compiler.compiler import Kept, build
+from sp_compiler.grid.data_parallel import checked_options
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.hints import parameters_of, wishes_of
 from sp_compiler.module.distributed_module import DistributedModule
@@ -39,14 +41,15 @@ def compile(
     initial_weights: Literal["compare", "broadcast"] = "compare",
     rank_timeout: float = RANK_TIMEOUT.total_seconds(),
     verify: bool = False,
+    fsdp: bool | Mapping[str, Any] = True,
     **options: Unpack[Options],
 ) -> DistributedModule:
     """Turn an unmodified model into a tensor- and sequence-parallel module.
 
-    The result is called like the model, on every rank with the same full inputs, and returns the
-    model's own output type. It takes over the model's parameters, as DTensors under the same names;
-    the model itself raises when it is called afterwards. Where compilation fails, the model is as
-    before.
+    The result is called like the model, on every rank of the axis "tp" with the same full inputs,
+    and returns the model's own output type. It takes over the model's parameters, as DTensors under
+    the same names; the model itself raises when it is called afterwards. Where compilation fails,
+    the model is as before.
 
     The first call, or ``example_inputs``, compiles for its sizes. The first call of other sizes
     compiles once more and leaves all sizes above 1 open, for every later call that takes the same
@@ -56,7 +59,9 @@ def compile(
     Args:
         model: any ``nn.Module`` that ``torch.export`` can capture.
         tp: number of tensor-parallel ranks; the default process group must have as many.
-        mesh: instead of ``tp``, a mesh with an axis named "tp".
+        mesh: instead of ``tp``, a mesh with an axis named "tp" and, for data parallelism, any of
+            "dp_shard" and "dp_replicate": ranks that differ there get batches of their own (see
+            :func:`sp_compiler.data_shard`), and gradients are averaged over them.
         example_inputs: (args, kwargs); compile and place the parameters now instead of at the first
             call, which is needed before an optimizer loads state.
         initial_weights: the ranks' parameters and buffers, at the first use: ``"compare"`` them and
@@ -65,6 +70,11 @@ def compile(
         verify: compare every program with the captured model before it runs: each distinct block,
             forward and backward, on simulated ranks with random parameters in float64. Every rank
             does so alone, in the memory of a step of the unsharded model.
+        fsdp: apply PyTorch's FSDP2 over the data-parallel axes of ``mesh``, block by block:
+            ``fully_shard`` where it has "dp_shard" (HSDP with both), else ``replicate``. It
+            replaces the parameters, so create optimizers after the first call or with
+            ``example_inputs``. A dict has options for it (``mp_policy``, ``offload_policy``,
+            ``reshard_after_forward``, ``shard_placement_fn``); ``False`` leaves it to you.
 
     Raises:
         ArgumentError: an argument outside what is allowed, no process group of the right size, a
@@ -80,11 +90,17 @@ def compile(
     group = tensor_parallel_group(tp, mesh, device_type_of(model), timedelta(seconds=rank_timeout))
     checked = CompileOptions.of(group.world_size, options)
     wishes_of(checked.hints, parameters_of(model))  # raises before anything is taken over
+    fsdp_options = checked_options(fsdp, group.data, group.world_size)
     example = None if example_inputs is None else checked_inputs(model, example_inputs)
     texts = {**checked.texts(), "initial_weights": initial_weights}
     builder = _Builder(checked, FallbackCheck(checked, group.rank), verify)
     result = DistributedModule(
-        model, group, builder, options=texts, initial_weights=initial_weights
+        model,
+        group,
+        builder,
+        options=texts,
+        initial_weights=initial_weights,
+        fsdp=fsdp_options,
     )
     if example is not None:
         _prepare(result, *example)

@@ -36,6 +36,7 @@ LAYERS = (
     "pass_manager",
     "compiler",
     "verification",
+    "grid",
     "module",
     "torch_compile",
     "api",

@@ -14,11 +14,12 @@ from torch.utils import _pytree as pytree
 
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.placement import I, Placement
+from sp_compiler.grid.data_parallel import apply_data_parallelism
 from sp_compiler.module.module_tree import MirrorModule
 from sp_compiler.module.parameters import optimizers_of, place
 from sp_compiler.module.state import ModuleState
 from sp_compiler.runtime.executor import Executor
-from sp_compiler.runtime.group import broadcast
+from sp_compiler.runtime.group import broadcast, broadcast_over_data
 from sp_compiler.runtime.parameter_gradients import local_tensor
 from sp_compiler.runtime.program_cache import call_key
 from sp_compiler.runtime.rank_checks import fingerprints
@@ -34,6 +35,7 @@ def executor_for(state: ModuleState, leaves: list[Any], structure: pytree.TreeSp
         leaves,
         structure,
         state.layout.attributes,
+        {key: dtype for key, (dtype, _) in state.computed_as().items()},
     )
     key = state.programs.decided(key, leaves, state.buffers)
     executor = state.programs.get(key, leaves)
@@ -54,6 +56,25 @@ def executor_for(state: ModuleState, leaves: list[Any], structure: pytree.TreeSp
         state.programs.put(key, executor, program.sizes, program.decisions)
     state.latest = executor.compiled
     return executor
+
+
+def shard_over_data(state: ModuleState) -> None:
+    """Apply FSDP2 over the mesh's data-parallel axes, once, where the user left it to us.
+
+    Raises:
+        ArgumentError: an optimizer holds the parameters, which FSDP2 replaces.
+    """
+    if state.fsdp_options is None:
+        return
+    for optimizer, _ in optimizers_of(state.root.parameters()):
+        raise ArgumentError(
+            f"{type(optimizer).__name__} holds parameters that are not placed yet, and "
+            "fully_shard replaces them; pass example_inputs to sp_compiler.compile (or call the "
+            "module once), and create the optimizer afterwards"
+        )
+    options, state.fsdp_options = state.fsdp_options, None
+    compiled = state.compiled("data parallelism")
+    apply_data_parallelism(state.root, compiled, state.group.data, options)
 
 
 def require_data(state: ModuleState) -> None:
@@ -102,14 +123,46 @@ def _compare(state: ModuleState, tensors: Mapping[str, Mapping[str, Tensor]]) ->
         return
     if state.initial_weights == "broadcast":
         # Shapes first: a broadcast into another shape would take the process down.
-        described = {n: f"{v.dtype} {tuple(v.shape)} {v.is_meta}" for n, v in fresh.items()}
-        state.agreement.require_equal("broadcasts its weights", described)
+        state.agreement.require_equal("broadcasts its weights", _shapes(fresh))
         for value in fresh.values():
             if not value.is_meta:
                 broadcast(value, state.group)
     else:
         state.agreement.require_equal("compares its weights", fingerprints(fresh))
     state.compared.update(name for name, value in fresh.items() if not value.is_meta)
+
+
+def _compare_over_data(state: ModuleState, placements: Mapping[str, Placement]) -> None:
+    """Let ranks that read different data have one model, cut in one way, before any rank has parts.
+
+    They compile for themselves, perhaps for other sizes, and what they place differently would be
+    averaged all the same.
+
+    Raises:
+        RankMismatchError: naming the tensors, or the parameters whose placements differ.
+    """
+    if not state.group.data_boards:
+        return
+    named = {"parameter": state.parameters, "buffer": state.buffers}
+    tensors = {
+        f"{kind} {name!r}": local_tensor(value)
+        for kind, values in named.items()
+        for name, value in values.items()
+    }
+    facts = {f"placement of {name!r}": str(where) for name, where in placements.items()}
+    if state.initial_weights == "broadcast":
+        purpose = "broadcasts its weights"
+        state.agreement.require_equal_over_data(purpose, {**facts, **_shapes(tensors)})
+        for value in tensors.values():
+            if not value.is_meta:
+                broadcast_over_data(value, state.group)
+    else:
+        purpose = "compares its weights"
+        state.agreement.require_equal_over_data(purpose, {**facts, **fingerprints(tensors)})
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    return {n: f"{v.dtype} {tuple(v.shape)} {v.is_meta}" for n, v in tensors.items()}
 
 
 def _compile(
@@ -120,7 +173,7 @@ def _compile(
         _refuse_other_parallelism(state)
     args, kwargs = pytree.tree_unflatten(leaves, structure)
     state.original.check_arguments(args, kwargs)
-    with state.original.awake(state.root) as model:
+    with state.original.awake(state.root, state.computed_as()) as model:
         if state.fixed is None:
             _refuse_empty(state, leaves, input_names(model, args, kwargs))
         compiled = state.build(model, args, kwargs, state.fixed, open_dims)
@@ -175,6 +228,9 @@ def _place(state: ModuleState, placements: Mapping[str, Placement]) -> None:
     parameters = state.parameters
     fresh = [name for name in placements if name not in fixed]
     # Afterwards each rank has a part, and different ones would be trained as one mixture.
+    if state.fixed is None:
+        # Only now: later compilations are not the same ones on ranks that read different data.
+        _compare_over_data(state, placements)
     _compare(state, {"parameter": {n: parameters[n] for n in fresh}, "buffer": state.buffers})
     for name in placements:
         if name in fixed and fixed[name] != placements[name]:

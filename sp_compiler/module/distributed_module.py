@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from sp_compiler.base.errors import UnsupportedError
-from sp_compiler.module.calls import executor_for, require_data
+from sp_compiler.grid.fully_sharded import without_gradient_sync
+from sp_compiler.module.calls import executor_for, require_data, shard_over_data
 from sp_compiler.module.grad_scaler import check_sharded_gradients_first
 from sp_compiler.module.inspection import Inspection
 from sp_compiler.module.module_tree import Layout, MirrorModule, fill_mirror
@@ -25,7 +26,6 @@ from sp_compiler.module.state import Build, ModuleState
 from sp_compiler.module.views import SignedForward, tied_names
 from sp_compiler.runtime.group import TensorParallelGroup, forward_seed
 from sp_compiler.runtime.padding import make_room
-from sp_compiler.runtime.parameter_gradients import local_tensor
 from sp_compiler.runtime.reductions import watch_optimizer_steps
 from sp_compiler.runtime.region_call import refuse_transforms
 from sp_compiler.trace.export import flatten_inputs
@@ -51,6 +51,7 @@ class DistributedModule(Inspection, MirrorModule):
         cache_size: how many programs are kept.
         options: what ``build`` compiles with, by name; every rank must have the same.
         initial_weights: "compare" them over the ranks at the first use, or "broadcast" rank 0's.
+        fsdp: options to apply FSDP2 with once parameters are placed; ``None``: that is the user's.
 
     Raises:
         ArgumentError: the model was compiled before, or an optimizer holds its parameters.
@@ -64,6 +65,7 @@ class DistributedModule(Inspection, MirrorModule):
         cache_size: int = 16,
         options: Mapping[str, str] | None = None,
         initial_weights: str = "compare",
+        fsdp: Mapping[str, Any] | None = None,
     ) -> None:
         check_not_taken(model)
         if group.mesh is not None:
@@ -73,7 +75,9 @@ class DistributedModule(Inspection, MirrorModule):
         fill_mirror(self, model, layout)
         move_hooks(model, self)
         original = Original(model, self)
-        self._attach(ModuleState(self, original, build, options or {}, cache_size, initial_weights))
+        state = ModuleState(self, original, build, options or {}, cache_size, initial_weights)
+        state.fsdp_options = fsdp
+        self._attach(state)
 
     def _attach(self, state: ModuleState) -> None:
         # Past the __setattr__ that sets attributes on the model.
@@ -92,6 +96,9 @@ class DistributedModule(Inspection, MirrorModule):
                 "the collectives of this group; export the original model, with the weights of "
                 "module.full_state_dict()"
             )
+        if self._sp_state.fsdp_options is not None:
+            # Before this very call, whose hooks are FSDP's then.
+            self.prepare(*args, **kwargs)
         board = self._sp_state.group.board
         if board is None:
             return super().__call__(*args, **kwargs)
@@ -120,9 +127,7 @@ class DistributedModule(Inspection, MirrorModule):
         require_data(state)
         seed = None
         if executor.needs_seed:
-            # Where the model computes; a model without parameters does so on the CPU.
-            devices = (local_tensor(parameter).device for parameter in self.parameters())
-            seed = forward_seed(state.group, next(devices, torch.device("cpu")))
+            seed = forward_seed(state.group, state.device())
         run = executor.run(state.parameters, state.buffers, leaves, seed)
         with torch.no_grad():
             for name, value in run.mutated_buffers.items():
@@ -137,7 +142,9 @@ class DistributedModule(Inspection, MirrorModule):
         super()._apply(fn, recurse)
         # What moves parameters makes new local parts, without room for padding behind them.
         for parameter, placement in self._sp_state.stored():
-            make_room(parameter, placement, self._sp_state.group.world_size)
+            # FSDP pads its parts of a part as it needs them.
+            if parameter.device_mesh.ndim == 1:
+                make_room(parameter, placement, self._sp_state.group.world_size)
         return self
 
     @property
@@ -154,7 +161,8 @@ class DistributedModule(Inspection, MirrorModule):
             "which use it) would average over ranks that hold different parts of this model, and "
             "give each of them other data. Train it in a loop of your own with the same batch on "
             "every rank, give accelerate.prepare the optimizer and the scheduler only; over more "
-            "ranks use torch.distributed.fsdp.fully_shard on another axis of the mesh"
+            "ranks pass compile a mesh with an axis dp_replicate (as DistributedDataParallel does) "
+            "or dp_shard beside tp"
         )
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
@@ -162,6 +170,7 @@ class DistributedModule(Inspection, MirrorModule):
         leaves, structure = flatten_inputs(args, kwargs)
         with self._sp_state.reporting():
             executor_for(self._sp_state, [plain_input(leaf) for leaf in leaves], structure)
+            shard_over_data(self._sp_state)
 
     def load_pretrained(self, path: str | Path) -> list[str]:
         """Fill the parameters from safetensors files, every rank reading its own part of each.
@@ -242,14 +251,17 @@ class DistributedModule(Inspection, MirrorModule):
 
         Such gradients wait on this rank and are reduced together with those of the next backward
         outside, so accumulate all microbatches but the last one in here. ``grad`` of replicated
-        parameters does not change meanwhile; an optimizer step before it does raises.
+        parameters does not change meanwhile; an optimizer step before it does raises. Where FSDP
+        manages parameters nothing of them is reduced over any axis, as after its own
+        ``set_requires_gradient_sync(False)``.
         """
         deferred = self._sp_state.deferred
         watch_optimizer_steps(deferred, self)
         before, deferred.enabled = deferred.enabled, True
         # Restored, not cleared: no_sync may be nested.
         try:
-            yield
+            with without_gradient_sync(self):
+                yield
         finally:
             deferred.enabled = before
 

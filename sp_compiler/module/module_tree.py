@@ -62,6 +62,7 @@ class Layout:
         placements: name of every placed parameter to its placement.
         blocks: paths of the modules that are called as blocks; ``None`` before compilation.
         attributes: (path, name) to value of what was set on the model's modules since.
+        num_hooks: how many forward pre-hooks were registered on modules; ``fully_shard`` does so.
     """
 
     def __init__(self, group: TensorParallelGroup) -> None:
@@ -69,6 +70,7 @@ class Layout:
         self.placements: dict[str, Placement] = {}
         self.blocks: frozenset[str] | None = None
         self.attributes: dict[tuple[str, str], Constant] = {}
+        self.num_hooks = 0
 
     def placement(self, path: str, name: str) -> Placement:
         """Placement of parameter ``name`` of the module at ``path``; ``I`` until it is placed."""
@@ -157,7 +159,7 @@ class MirrorModule(nn.Module):
             isinstance(present, Tensor)
             and isinstance(value, Tensor)
             and value.shape == present.shape
-            and _same_layout(present, value)
+            and (self._sp_layout.group.mesh is None or _same_layout(present, value))
         ):
             return
         raise UnsupportedError(
@@ -189,6 +191,7 @@ class MirrorModule(nn.Module):
 
     def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
         self._require_runnable("forward pre-hook")
+        self._sp_layout.num_hooks += 1
         return super().register_forward_pre_hook(*args, **kwargs)
 
     def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> Any:

@@ -142,29 +142,30 @@ def _laid_out(
 ) -> DTensor:
     """``full`` placed over the axis "tp", and over other axes as ``like`` is."""
     local = stored_part(full, placement, group.rank, group.world_size)
-    on_axis = mesh_placement(placement)
-    where: tuple[MeshPlacement, ...] = (on_axis,)
-    if like.device_mesh.ndim > 1:
-        mesh, placements = _other_axes(like)
-        # Every rank has the same: nothing is sent.
-        local = distribute_tensor(local, mesh, placements, src_data_rank=None).to_local()
-        axis = _axis(like.device_mesh)
-        where = tuple(
-            on_axis if index == axis else other for index, other in enumerate(like.placements)
-        )
+    local = own_part(local, like)
+    names = like.device_mesh.mesh_dim_names or ()
+    where = tuple(
+        mesh_placement(placement) if name == AXIS else other
+        for name, other in zip(names, like.placements, strict=True)
+    )
     stride = torch.empty(full.shape, device="meta").stride()
     spec = DTensorSpec(like.device_mesh, where, TensorMeta(full.shape, stride, full.dtype))
     return DTensor(local, spec, requires_grad=False)
 
 
-def _axis(mesh: DeviceMesh) -> int:
-    return (mesh.mesh_dim_names or ()).index(AXIS)
+def own_part(part: Tensor, like: DTensor) -> Tensor:
+    """What this rank keeps of its tensor-parallel ``part`` where ``like`` has other axes too."""
+    if like.device_mesh.mesh_dim_names in (None, (AXIS,)):
+        return part
+    mesh, placements = _other_axes(like)
+    # Every rank has the same: nothing is sent.
+    return distribute_tensor(part, mesh, placements, src_data_rank=None).to_local()
 
 
 def _other_axes(value: DTensor) -> tuple[DeviceMesh, list[MeshPlacement]]:
     """The axes but "tp", and how this rank's tensor-parallel part is placed over them."""
     names = value.device_mesh.mesh_dim_names or ()
-    others = [index for index in range(len(names)) if index != _axis(value.device_mesh)]
+    others = [index for index, name in enumerate(names) if name != AXIS]
     placements = [
         # FSDP's way to say that its chunks are chunks of the part, not of the model's tensor.
         Shard(where.dim) if isinstance(where, _StridedShard) else where

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.placement import I, Placement
 from sp_compiler.module.module_tree import MirrorModule
+from sp_compiler.module.parameters import own_part
 from sp_compiler.runtime.group import device_type_of
 from sp_compiler.runtime.padding import make_room
 from sp_compiler.runtime.parameter_gradients import local_tensor
@@ -197,12 +198,16 @@ def load_pretrained(module: MirrorModule, path: str | Path, agreement: RankAgree
         found = _match(module, checkpoint, prefix, path)
         # Machines may hold different files; of a mixture of their parts nothing would show.
         samples = {f"tensor {name!r} of the files": checkpoint.sample(name) for name, _ in found}
-        agreement.require_equal("calls load_pretrained()", fingerprints(samples))
+        facts = fingerprints(samples)
+        agreement.require_equal("calls load_pretrained()", facts)
+        agreement.require_equal_over_data("calls load_pretrained()", facts)
         for stored, entry in found:
             placement = layout.placements.get(entry.names[0], I)
             part = checkpoint.part(stored, placement, layout.group.rank, layout.group.world_size)
-            _fill(entry.tensor, part, device)
             if isinstance(entry.tensor, DTensor):
+                part = own_part(part, entry.tensor)
+            _fill(entry.tensor, part, device)
+            if isinstance(entry.tensor, DTensor) and entry.tensor.device_mesh.ndim == 1:
                 make_room(entry.tensor, placement, layout.group.world_size)
         used = {stored for stored, _ in found}
         unused = [name for name in checkpoint.names() if name not in used]

@@ -15,6 +15,7 @@ from sp_compiler.runtime.group import TensorParallelGroup
 @torch.no_grad()
 def full_state_dict(module: nn.Module, group: TensorParallelGroup) -> dict[str, Tensor]:
     """Unsharded state of ``module`` on rank 0, on the CPU; ``{}`` on the others; collective."""
+    keeps = group.rank == group.data.rank == 0
     made: dict[int, Any] = {}
     result = {}
     # keep_vars: tied parameters are one object then, and stay one tensor.
@@ -23,11 +24,11 @@ def full_state_dict(module: nn.Module, group: TensorParallelGroup) -> dict[str, 
             full = value.full_tensor() if isinstance(value, DTensor) else value
             if isinstance(full, Tensor):
                 # Dropped at once on the other ranks: none of them has room for a whole model.
-                full = full.detach().cpu() if group.rank == 0 else None
+                full = full.detach().cpu() if keeps else None
             # With its source: another object could get its id once it is gone.
             made[id(value)] = value, full
         result[name] = made[id(value)][1]
-    return result if group.rank == 0 else {}
+    return result if keeps else {}
 
 
 def refuse_to_pickle(value: DTensor) -> None:

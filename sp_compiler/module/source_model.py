@@ -98,10 +98,16 @@ class Original:
             ) from error
 
     @contextlib.contextmanager
-    def awake(self, mirror: nn.Module) -> Iterator[nn.Module]:
+    def awake(
+        self,
+        mirror: nn.Module,
+        computed_as: Mapping[int, tuple[torch.dtype, torch.device]] | None = None,
+    ) -> Iterator[nn.Module]:
         """The model as it can be captured: shapes, types, modes and buffers of ``mirror``.
 
         Its parameters have the device but no memory: only their metadata may be read.
+        ``computed_as`` has, by ``id``, the type and the device of those that are computed with
+        in others than their own.
         """
         model = self.model
         modes = [module.training for module in model.modules()]
@@ -114,7 +120,7 @@ class Original:
             for module, twin in zip(model.modules(), mirror.modules(), strict=True):
                 module.training = twin.training
                 module._buffers.update(twin._buffers)
-            self._install(mirror, _without_memory)
+            self._install(mirror, lambda parameter: _without_memory(parameter, computed_as or {}))
             yield model
         finally:
             self._install(
@@ -178,12 +184,15 @@ def _unsharded_parameter(parameter: nn.Parameter) -> Tensor:
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
-def _without_memory(parameter: Tensor) -> Tensor:
+def _without_memory(
+    parameter: Tensor, computed_as: Mapping[int, tuple[torch.dtype, torch.device]]
+) -> Tensor:
     """A tensor of the global shape on the parameter's device whose storage is freed."""
     local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    dtype, device = computed_as.get(id(parameter), (parameter.dtype, local.device))
     if local.is_meta:
-        return _plain(parameter)
-    tensor = torch.empty(parameter.shape, dtype=parameter.dtype, device=local.device)
+        return _plain(parameter).to(dtype)
+    tensor = torch.empty(parameter.shape, dtype=dtype, device=device)
     # Not on meta: capture must see the device, and refuse code that reads a weight's numbers.
     tensor.untyped_storage().resize_(0)
     return tensor

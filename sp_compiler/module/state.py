@@ -9,20 +9,23 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from sp_compiler.base.errors import NotCompiledError
 from sp_compiler.base.placement import I, Placement
+from sp_compiler.grid.fully_sharded import FullySharded, compute_dtype
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.module.module_tree import Invocation, Layout, MirrorModule
 from sp_compiler.module.source_model import Original
 from sp_compiler.module.views import NamedTensors
 from sp_compiler.runtime.executor import Executor
 from sp_compiler.runtime.group import TensorParallelGroup
+from sp_compiler.runtime.parameter_gradients import local_tensor
 from sp_compiler.runtime.program_cache import ProgramCache
 from sp_compiler.runtime.rank_checks import RankAgreement
-from sp_compiler.runtime.reductions import DeferredGradients
+from sp_compiler.runtime.reductions import DeferredGradients, reduce_gradients
 
 Build = Callable[
     [nn.Module, tuple[Any, ...], dict[str, Any], dict[str, Placement] | None, bool],
@@ -48,6 +51,9 @@ class ModuleState:
         modules, parameters, buffers: by name.
         programs: one executor for each kind of call.
         deferred: gradients that wait while ``no_sync`` is on.
+        fsdp: the parameters that FSDP2 manages.
+        fsdp_options: what FSDP2 is to be applied with once parameters are placed, ``None`` where
+            that is done, or the user's affair.
         agreement: compares the ranks' calls.
         compared: kind and name of the tensors that the ranks were seen to have alike.
         fixed: placements of all parameters that a program uses; ``None`` before the first one.
@@ -77,6 +83,9 @@ class ModuleState:
         self.buffers = NamedTensors(self.modules, "_buffers")
         self.programs = ProgramCache[Executor](cache_size)
         self.deferred = DeferredGradients()
+        self.fsdp_options: Mapping[str, Any] | None = None
+        communicator = self.group.communicator
+        self.fsdp = FullySharded(self.modules, lambda grads: reduce_gradients(communicator, grads))
         # Ranks make their modules in the same order, so the count names one on all of them.
         self.agreement = RankAgreement(self.group, str(next(_INSTANCES)), self.options)
         self.fixed: dict[str, Placement] | None = None
@@ -106,6 +115,7 @@ class ModuleState:
         result.programs = self.programs.mapped(lambda old: result.executor(old.compiled))
         result.fixed = None if self.fixed is None else dict(self.fixed)
         result.latest = self.latest
+        result.fsdp_options = self.fsdp_options
         result.has_data = self.has_data
         return result
 
@@ -118,7 +128,29 @@ class ModuleState:
             outputs = self.modules[path](Invocation(invoke), *values)
             return outputs if isinstance(outputs, tuple) else (outputs,)
 
-        return Executor(compiled, self.group.communicator, call_block, self.deferred)
+        return Executor(compiled, self.group.communicator, call_block, self.deferred, self.managed)
+
+    def managed(self) -> Mapping[str, Any]:
+        """FSDP's records of the parameters that it gathers and shards, by name."""
+        return self.fsdp.parameters(self.layout.num_hooks)
+
+    def computed_as(self) -> dict[int, tuple[torch.dtype, torch.device]]:
+        """Type and device, by ``id``, of managed parameters while their block runs.
+
+        At rest FSDP's mixed precision has them in another type, its offloading elsewhere.
+        """
+        return {
+            id(parameter): (compute_dtype(record, parameter.dtype), record.device)
+            for name, record in self.managed().items()
+            for parameter in (self.parameters[name],)
+        }
+
+    def device(self) -> torch.device:
+        """Where the model computes; a model without parameters does so on the CPU."""
+        for name, parameter in self.parameters.items():
+            record = self.managed().get(name)
+            return local_tensor(parameter).device if record is None else record.device
+        return torch.device("cpu")
 
     def compiled(self, what: str) -> CompiledProgram:
         """The latest program.

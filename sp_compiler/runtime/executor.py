@@ -7,17 +7,18 @@ DTensors (their local part is used) or one rank's plain tensors.
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from sp_compiler.base.autocast import without_autocast
-from sp_compiler.base.errors import ArgumentError
+from sp_compiler.base.errors import ArgumentError, UnsupportedError
 from sp_compiler.ir.compiled_program import CompiledProgram
-from sp_compiler.ir.program import Call, Ref
+from sp_compiler.ir.program import Call, Ref, Region
 from sp_compiler.ops.communicator import Communicator
 from sp_compiler.ops.counter import call_seed
 from sp_compiler.runtime.reductions import DeferredGradients, ReplicateParameters
@@ -45,6 +46,7 @@ class Executor:
             ``path``, by returning ``invoke(*values)``; parameters are looked up only then. By
             default it is run directly.
         deferred: where the gradients of replicated parameters wait while synchronisation is off.
+        managed: names of the parameters that FSDP gathers for a block and reduces the gradients of.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Executor:
         tp: Communicator,
         call_block: BlockCall | None = None,
         deferred: DeferredGradients | None = None,
+        managed: Callable[[], Collection[str]] = frozenset,
     ) -> None:
         if compiled.world_size != tp.world_size:
             raise ArgumentError(
@@ -63,6 +66,7 @@ class Executor:
         self.tp = tp
         self.deferred = deferred or DeferredGradients()
         self._call_block = call_block
+        self._managed = managed
         self._runners = {
             region.name: RegionRunner(
                 compiled.codes[region.name],
@@ -76,6 +80,7 @@ class Executor:
                     )
                     if kind == "param" and placement.padding(tp.world_size)
                 },
+                _partial_gradients(region),
             )
             for region in compiled.program.regions
         }
@@ -116,7 +121,8 @@ class Executor:
         before = {name: buffers[name].clone() for name in program.mutated_buffers}
         values = ChainMap(before, buffers)  # type: ignore[arg-type]  # it is only read
         frame = _RunState(params, values, flat_inputs, seed, self.compiled)
-        frame.replicated = self._replicate(params)
+        frame.managed = self._managed()
+        frame.replicated = self._replicate(params, frame.managed)
         for index, call in enumerate(program.calls):
             frame.results[index] = self._call(frame, index, call)
             # As early as eager code would: a frame that keeps all outputs keeps all activations.
@@ -130,14 +136,16 @@ class Executor:
         arguments = self._arguments[index]
         runner = self._runners[call.region.name]
         # What the layer's hooks see: no parameters, no sizes.
-        values = [
+        given = [
             frame.value(ref, index) for ref, name, _ in arguments if not name and ref.kind != "size"
         ]
+
+        made: list[Any] = []
 
         def invoke(*values: Any) -> tuple[Any, ...]:
             # Hooks of the layer may have replaced values; parameters are looked up only now, for
             # fully_shard gathers them in such a hook.
-            rest = iter(values)
+            rest = iter(_cast_back(values, given) if frame.managed else values)
             inputs: list[Any] = []
             owners: list[Tensor | None] = []
             for ref, name, is_replicated in arguments:
@@ -146,20 +154,29 @@ class Executor:
                     inputs.append(frame.value(ref) if ref.kind == "size" else next(rest))
                     continue
                 owner = frame.params[name]
+                if name in frame.managed:
+                    _require_gathered(owner, name, call.path, self.tp.world_size)
                 owners.append(owner)
                 inputs.append(frame.replicated.get(name, owner) if is_replicated else owner)
-            return runner(inputs, owners)
+            made.extend(runner(inputs, owners))
+            return tuple(made)
 
-        if call.path and self._call_block is not None:
-            return self._call_block(call.path, invoke, values)
-        return invoke(*values)
+        if not call.path or self._call_block is None:
+            return invoke(*given)
+        outputs = self._call_block(call.path, invoke, given)
+        return tuple(_cast_back(outputs, made)) if frame.managed else outputs
 
-    def _replicate(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _replicate(
+        self, params: Mapping[str, Tensor], managed: Collection[str]
+    ) -> dict[str, Tensor]:
         """Invariant parameters as replicated values, through one function for all of them."""
         # R and I differ in their gradients only.
         if self.tp.world_size == 1 or not torch.is_grad_enabled():
             return {}
-        names = [name for name in self._replicated if params[name].requires_grad]
+        # Managed ones are not gathered yet, and FSDP takes their gradients block by block.
+        names = [
+            name for name in self._replicated if name not in managed and params[name].requires_grad
+        ]
         if not names:
             return {}
         # One node for all: their gradients arrive together and share one all-reduce.
@@ -186,6 +203,7 @@ class _RunState:
         self.seed = seed
         self.compiled = compiled
         self.replicated: dict[str, Tensor] = {}
+        self.managed: Collection[str] = ()
         self.results: dict[int, tuple[Any, ...]] = {}
 
     def value(self, ref: Ref, call_index: int = 0) -> Any:
@@ -232,3 +250,38 @@ def _parameters_used_as_r(compiled: CompiledProgram) -> tuple[str, ...]:
                     f"it as {placement}; only I used as R is converted outside of a region"
                 )
     return tuple(names)
+
+
+def _partial_gradients(region: Region) -> frozenset[int]:
+    """Indices of the parameters that the region takes as R: ranks have parts of their gradients."""
+    kinds = zip(region.input_kinds, region.input_placements, strict=True)
+    return frozenset(
+        index
+        for index, (kind, placement) in enumerate(kinds)
+        if kind == "param" and placement.kind == "R"
+    )
+
+
+def _require_gathered(owner: Tensor, name: str, path: str, world_size: int) -> None:
+    """Raise where FSDP has not gathered the parameter ``name`` for the call at ``path``."""
+    num_axes = owner.device_mesh.ndim if isinstance(owner, DTensor) else 0
+    if num_axes > (world_size > 1):
+        raise UnsupportedError(
+            f"parameter {name!r} is used by {path or 'what runs outside of blocks'!r}, while "
+            "fully_shard gathers it for the module that it was applied to, only while that runs; "
+            "apply fully_shard to the whole model without that block, or leave it to "
+            "sp_compiler.compile(..., mesh=mesh)"
+        )
+
+
+def _cast_back(values: Sequence[Any], given: Sequence[Any]) -> list[Any]:
+    """What hooks made of the inputs or outputs of a block, in the types that code is compiled for.
+
+    FSDP's mixed precision casts them to the type of the parameters, masks and tables too.
+    """
+    return [
+        value.to(before.dtype)
+        if isinstance(value, Tensor) and isinstance(before, Tensor) and value.dtype != before.dtype
+        else value
+        for value, before in zip(values, given, strict=True)
+    ]

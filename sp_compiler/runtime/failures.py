@@ -49,6 +49,7 @@ class FailureBoard:
 
     Args:
         process_group: of several ranks that are processes.
+        kind: of the group, for messages.
 
     Attributes:
         rank: this rank in the group.
@@ -58,7 +59,10 @@ class FailureBoard:
         before_next: runs once, before the next collective is started.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, process_group: dist.ProcessGroup, kind: str = "tensor-parallel group"
+    ) -> None:
+        self.kind = kind
         self.store = dist.PrefixStore("sp_compiler", _get_process_group_store(process_group))
         self.rank = dist.get_rank(process_group)
         self.world_size = dist.get_world_size(process_group)
@@ -99,7 +103,7 @@ class FailureBoard:
         if self.store.check([self._key("first")]):
             first = int(self.store.get(self._key("first")))
             text = self._record(first)["text"]
-            raise RankFailureError(f"rank {first} of the tensor-parallel group failed: {text}")
+            raise RankFailureError(f"rank {first} of the {self.kind} failed: {text}")
 
     def require_usable(self, timeout: timedelta) -> None:
         """Raise unless all ranks can go on, also after a failure that they share.
@@ -128,8 +132,8 @@ class FailureBoard:
         except RuntimeError:  # of the store
             pass
         return RankFailureError(
-            "a rank of the tensor-parallel group is gone: its process has ended, or its process "
-            f"group was destroyed ({error})"
+            f"a rank of the {self.kind} is gone: its process has ended, or its process group was "
+            f"destroyed ({error})"
         )
 
     def waiting(self, purpose: str, number: int, timeout: timedelta) -> RankWait:
@@ -163,8 +167,8 @@ class FailureBoard:
         if len({record["started"] for record in records}) > 1:
             first = int(self.store.get(self._key("first")))
             return (
-                f"the ranks stopped at different places when rank {first} of the tensor-parallel "
-                f"group failed: {records[first]['text']}\nThe group cannot be used any more; start "
+                f"the ranks stopped at different places when rank {first} of the {self.kind} "
+                f"failed: {records[first]['text']}\nThe group cannot be used any more; start "
                 "all ranks again"
             )
         self._round += 1
@@ -219,15 +223,15 @@ class RankWait:
         if stuck and now - self._stuck_since > _DEADLOCK_S:
             waits = [f"rank {rank} {json.loads(text)[0]}" for rank, text in enumerate(stuck)]
             raise RankMismatchError(
-                f"the ranks wait for each other, {', '.join(waits)}: all ranks of a "
-                "tensor-parallel group must do the same, in the same order"
+                f"the ranks wait for each other, {', '.join(waits)}: all ranks of a {board.kind} "
+                "must do the same, in the same order"
             )
         if now - self._start > self._timeout.total_seconds():
             late = [rank for rank, text in enumerate(purposes) if text != self._own]
             raise RankMismatchError(
                 f"rank {board.rank} {self._purpose}, but rank {_listed(late)} does not after "
-                f"{self._timeout} (rank_timeout): all ranks of a tensor-parallel group must do the "
-                "same, in the same order, with the same inputs"
+                f"{self._timeout} (rank_timeout): all ranks of a {board.kind} must do the same, in "
+                "the same order, with the same inputs"
             )
 
     def close(self) -> None:
@@ -254,11 +258,13 @@ def _listed(ranks: list[int]) -> str:
 _BOARDS: weakref.WeakKeyDictionary[dist.ProcessGroup, FailureBoard] = weakref.WeakKeyDictionary()
 
 
-def failure_board(process_group: dist.ProcessGroup) -> FailureBoard:
+def failure_board(
+    process_group: dist.ProcessGroup, kind: str = "tensor-parallel group"
+) -> FailureBoard:
     """The board of the group, the same for all modules that run in it."""
     _watch_process()
     if process_group not in _BOARDS:
-        _BOARDS[process_group] = FailureBoard(process_group)
+        _BOARDS[process_group] = FailureBoard(process_group, kind)
     return _BOARDS[process_group]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -10,13 +10,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from sp_compiler.base.errors import ArgumentError, UnsupportedError
+from sp_compiler.base.errors import ArgumentError
 from sp_compiler.ops.communicator import Communicator
-from sp_compiler.ops.counter import draw_seed
+from sp_compiler.ops.counter import call_seed, draw_seed
 from sp_compiler.runtime.failures import FailureBoard, failure_board
+from sp_compiler.runtime.mesh_axes import (
+    AXIS,
+    DataAxes,
+    refuse_pipeline_axis,
+    refuse_unknown_axes,
+    tensor_parallel_axis,
+)
 from sp_compiler.runtime.watched_collectives import WatchedCollectives
 
-AXIS = "tp"
 RANK_TIMEOUT = timedelta(minutes=5)
 _HOW = (
     "start one process a rank, for example `torchrun --nproc-per-node={tp} train.py`, and "
@@ -38,6 +44,8 @@ class TensorParallelGroup:
             group, whose ranks exist in name only.
         collectives: those of ``communicator`` where they run on the CPU, so that this rank waits
             for them; ``None`` on accelerators.
+        data: the axes over which batches differ, where the user's mesh has some.
+        data_boards: one board for each of those axes, to compare what must be equal over it.
     """
 
     mesh: DeviceMesh | None
@@ -45,6 +53,8 @@ class TensorParallelGroup:
     timeout: timedelta = RANK_TIMEOUT
     board: FailureBoard | None = None
     collectives: WatchedCollectives | None = None
+    data: DataAxes = field(default_factory=DataAxes)
+    data_boards: tuple[FailureBoard, ...] = ()
 
     @property
     def rank(self) -> int:
@@ -78,34 +88,50 @@ def tensor_parallel_group(
     Raises:
         ArgumentError: no process group, one of another size, a mesh without the axis, both
             arguments given and not agreeing, or a ``tp`` that is no positive int.
+        UnsupportedError: the mesh has an axis of several ranks that has no meaning here.
     """
+    data = DataAxes()
     if mesh is not None:
-        axis = _tp_axis(mesh)
+        axis = tensor_parallel_axis(mesh)
         if tp is not None and tp != axis.size():
             raise ArgumentError(
                 f'tp={tp}, but the mesh has {axis.size()} ranks on its axis "{AXIS}"'
             )
-        _refuse_other_axes(mesh)
-        tp = axis.size()
+        refuse_unknown_axes(mesh)
+        refuse_pipeline_axis(mesh)
+        tp, data = axis.size(), DataAxes.of(mesh)
     if tp is None:
         raise ArgumentError('give tp=<number of ranks>, or mesh= with an axis named "tp"')
     if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1:
         raise ArgumentError(f"tp={tp!r}: expected a positive int, the number of ranks")
     # No collective runs, so none has to be initialised; parameters stay plain tensors.
     if tp == 1:
-        return TensorParallelGroup(None, Communicator(None, 0, 1))
+        boards = _data_boards(data)
+        one = Communicator(None, 0, 1)
+        return TensorParallelGroup(None, one, rank_timeout, data=data, data_boards=boards)
     if mesh is None:
         axis = DeviceMesh(device_type, list(range(_world_of_size(tp))), mesh_dim_names=(AXIS,))
     group = axis.get_group()
     rank, backend = dist.get_rank(group), dist.get_backend(group)
     if backend == "fake":
-        return TensorParallelGroup(axis, Communicator(group, rank, tp), rank_timeout)
-    board = failure_board(group)
+        return TensorParallelGroup(axis, Communicator(group, rank, tp), rank_timeout, data=data)
+    board, boards = failure_board(group), _data_boards(data)
     if axis.device_type != "cpu" or group._get_backend(torch.device("cpu")).name() != "gloo":
-        return TensorParallelGroup(axis, Communicator(group, rank, tp), rank_timeout, board)
+        communicator = Communicator(group, rank, tp)
+        return TensorParallelGroup(axis, communicator, rank_timeout, board, None, data, boards)
     watched = WatchedCollectives(group, board, rank_timeout)
     communicator = Communicator(group, rank, tp, watched)
-    return TensorParallelGroup(axis, communicator, rank_timeout, board, watched)
+    return TensorParallelGroup(axis, communicator, rank_timeout, board, watched, data, boards)
+
+
+def _data_boards(data: DataAxes) -> tuple[FailureBoard, ...]:
+    """A board for each data-parallel axis; none in a fake group, whose ranks are no processes."""
+    if data.mesh is None or dist.get_backend(data.mesh.get_group(0)) == "fake":
+        return ()
+    return tuple(
+        failure_board(data.mesh.get_group(name), f'data-parallel group "{name}"')
+        for name in data.names
+    )
 
 
 def _world_of_size(tp: int) -> int:
@@ -117,37 +143,23 @@ def _world_of_size(tp: int) -> int:
     if world_size != tp:
         raise ArgumentError(
             f"tp={tp}, but the default process group has {world_size} ranks; with more ranks than "
-            f'tp pass mesh=init_device_mesh(..., mesh_dim_names=("dp", "{AXIS}"))["{AXIS}"]; else '
+            f'tp pass mesh=init_device_mesh(..., mesh_dim_names=("dp_shard", "{AXIS}")); else '
             + _HOW.format(tp=tp)
         )
     return world_size
 
 
-def _tp_axis(mesh: DeviceMesh) -> DeviceMesh:
-    names = mesh.mesh_dim_names or ()
-    if AXIS not in names:
-        raise ArgumentError(f'mesh has the axes {names}; one of them must be named "{AXIS}"')
-    return mesh[AXIS] if len(names) > 1 else mesh
-
-
-def _refuse_other_axes(mesh: DeviceMesh) -> None:
-    """Raise where ranks of another axis would train on gradients of their own data alone."""
-    sizes = {name: mesh[name].size() for name in mesh.mesh_dim_names or () if name != AXIS}
-    others = [f'"{name}" of {size} ranks' for name, size in sizes.items() if size > 1]
-    if others:
-        raise UnsupportedError(
-            f"the mesh has the axis {', '.join(others)}, and this version does not reduce "
-            f'gradients over it. Pass mesh["{AXIS}"] and reduce them yourself, for example by '
-            "torch.distributed.fsdp.fully_shard(module, mesh=the other axis) on the compiled module"
-        )
-
-
 def forward_seed(group: TensorParallelGroup, device: torch.device) -> Tensor:
-    """The seed of one forward's random numbers, the same on all ranks: from rank 0's generator."""
+    """The seed of one forward's random numbers, the same on all ranks: from rank 0's generator.
+
+    Ranks that read other data get another one, also where their generators are in the same state:
+    equal masks on different samples would be correlated noise.
+    """
     seed = draw_seed().to(device)
     if group.process_group is not None:
         broadcast(seed, group)
-    return seed
+    # Not for the first part, so that one part draws what a run without the axis draws.
+    return call_seed(seed, group.data.rank) if group.data.rank else seed
 
 
 @torch.no_grad()
@@ -158,6 +170,17 @@ def broadcast(value: Tensor, group: TensorParallelGroup) -> None:
         group.collectives.broadcast(sent)
     else:
         dist.broadcast(sent, group=group.process_group, group_src=0)
+    if sent is not value:
+        value.copy_(sent)
+
+
+@torch.no_grad()
+def broadcast_over_data(value: Tensor, group: TensorParallelGroup) -> None:
+    """Give ``value`` the numbers of the ranks that read the first part of the data."""
+    sent = value.contiguous()
+    for name in group.data.names:
+        assert group.data.mesh is not None
+        dist.broadcast(sent, group=group.data.mesh.get_group(name), group_src=0)
     if sent is not value:
         value.copy_(sent)
 

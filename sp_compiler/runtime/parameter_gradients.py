@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 _AccumulateGrad = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]  # no stub
@@ -16,7 +16,7 @@ _AccumulateGrad = torch._C._functions.AccumulateGrad  # type: ignore[attr-define
 _BACKWARD = "_sp_backward"
 
 ParameterEdge = tuple[int, int, DTensorSpec]
-"""Index among the inputs of an autograd function, among those that are tensors, and its spec.
+"""Index among the inputs of an autograd function, among those that are tensors, gradient's spec.
 
 Not the parameter itself: fully_shard frees what it gathered."""
 
@@ -26,13 +26,18 @@ def local_tensor(value: Any) -> Any:
     return value._local_tensor if isinstance(value, DTensor) else value
 
 
-def parameter_edges(inputs: Sequence[Any]) -> list[ParameterEdge]:
-    """Those of ``inputs`` that are distributed parameters."""
+def parameter_edges(
+    inputs: Sequence[Any], with_partial_gradient: Collection[int] = ()
+) -> list[ParameterEdge]:
+    """Those of ``inputs`` that are distributed parameters, with the specs of their gradients."""
     edges: list[ParameterEdge] = []
     num_tensors = 0
     for index, value in enumerate(inputs):
         if isinstance(value, DTensor):
-            edges.append((index, num_tensors, value._spec))
+            spec = value._spec
+            if index in with_partial_gradient:
+                spec = DTensorSpec(spec.mesh, (Partial(),), spec.tensor_meta)
+            edges.append((index, num_tensors, spec))
         num_tensors += isinstance(value, Tensor)  # autograd counts no others
     return edges
 
@@ -92,7 +97,10 @@ def _accumulated(node: Any, grad: DTensor) -> bool:
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         return False
     present, backward = parameter.grad, torch._C._current_graph_task_id()
-    if present is not None and getattr(present, _BACKWARD, None) != backward:
+    # A partial sum and a full one, of two regions: autograd lets DTensor convert one of them.
+    if present is not None and (
+        getattr(present, _BACKWARD, None) != backward or present.placements != grad.placements
+    ):
         return False
     if parameter.grad_dtype != grad.dtype:  # autograd converts
         return False

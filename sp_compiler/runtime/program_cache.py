@@ -146,11 +146,17 @@ def call_key(
     leaves: Sequence[Any],
     structure: Any,
     attributes: Mapping[tuple[str, str], Constant] | None = None,
+    dtypes: Mapping[int, torch.dtype] | None = None,
 ) -> CallKey:
-    """The key of a call with these flattened inputs, in the present mode."""
+    """The key of a call with these flattened inputs, in the present mode.
+
+    ``dtypes`` are those, by ``id``, of parameters that are computed with in another type than
+    their own.
+    """
+    other = dtypes or {}
     return CallKey(
         bytes(module.training for module in modules),
-        tuple((parameter.dtype, parameter.requires_grad) for parameter in parameters),
+        tuple((other.get(id(p), p.dtype), p.requires_grad) for p in parameters),
         autocast_state(),
         tuple(_leaf(leaf) for leaf in leaves),
         structure,

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import textwrap
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,7 +60,8 @@ class RankAgreement:
         self._group = group
         self._name = name
         self._options = dict(options or {})
-        self._num_meetings = 0
+        # By group: ranks that read other data may compile more often than these.
+        self._num_meetings: Counter[str] = Counter()
         self._kinds: OrderedDict[CallKey, _Kind] = OrderedDict()
         self._comparisons: list[_RankComparison] = []
 
@@ -138,15 +139,27 @@ class RankAgreement:
             RankMismatchError: naming the facts that differ, and the ranks; or a rank does not come.
             RankFailureError: a rank has failed.
         """
-        board = self._group.board
-        if board is None:
-            return
-        self._num_meetings += 1
-        meeting = f"meetings/{self._name}/{self._num_meetings}"
+        if self._group.board is not None:
+            self._meet(self._group.board, purpose, facts, _SAME_BATCH)
+
+    def require_equal_over_data(self, purpose: str, facts: Mapping[str, str]) -> None:
+        """The same between ranks that read different data.
+
+        Raises:
+            RankMismatchError: as :meth:`require_equal`.
+            RankFailureError: as :meth:`require_equal`.
+        """
+        # Axis by axis: what is equal along each of them is equal over all.
+        for board in self._group.data_boards:
+            self._meet(board, purpose, facts, _SAME_MODEL)
+
+    def _meet(self, board: FailureBoard, purpose: str, facts: Mapping[str, str], rule: str) -> None:
+        self._num_meetings[board.kind] += 1
+        meeting = f"meetings/{self._name}/{self._num_meetings[board.kind]}"
         own = json.dumps({"call": purpose, **facts})
         ranks = board.exchange(meeting, own, purpose, self._group.timeout)
         if len(set(ranks)) > 1:
-            raise _mismatch([json.loads(text) for text in ranks])
+            raise _mismatch([json.loads(text) for text in ranks], f"{board.kind}, {rule}")
 
     def _gather_on_host(
         self,
@@ -250,7 +263,18 @@ def _dtype(value: Tensor) -> str:
     return str(value.dtype).removeprefix("torch.")
 
 
-def _mismatch(ranks: Sequence[Mapping[str, str]]) -> RankMismatchError:
+_SAME_BATCH = (
+    "which must get the same inputs, in the same mode, start with the same weights and compile "
+    "with the same options (data is divided over other mesh axes only: a DistributedSampler over "
+    "all ranks is wrong here, give it the numbers of sp_compiler.data_shard(mesh))"
+)
+_SAME_MODEL = (
+    "which must start with the same weights and place them in the same way: build the model from "
+    "the same seed or files on all ranks, or pass initial_weights='broadcast'"
+)
+
+
+def _mismatch(ranks: Sequence[Mapping[str, str]], where: str) -> RankMismatchError:
     """The error that names what differs between ``ranks``, and its value on each of them."""
     names, lines = [], []
     for name in dict.fromkeys(name for facts in ranks for name in facts):
@@ -265,8 +289,6 @@ def _mismatch(ranks: Sequence[Mapping[str, str]]) -> RankMismatchError:
             ]
     shown = f"{', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
     return RankMismatchError(
-        f"{shown} differ{'s' if len(names) == 1 else ''} between the ranks of one tensor-parallel "
-        "group, which must get the same inputs, in the same mode, start with the same weights and "
-        "compile with the same options (data is divided over other mesh axes only: a "
-        "DistributedSampler over all ranks is wrong here):\n" + "\n".join(lines[:40])
+        f"{shown} differ{'s' if len(names) == 1 else ''} between the ranks of one {where}:\n"
+        + "\n".join(lines[:40])
     )

@@ -44,6 +44,7 @@ class RegionRunner:
     """Executes one region on its inputs, recording it for autograd where a gradient is needed.
 
     ``padded``: which inputs are padded shards of parameters, and how they are placed.
+    ``partial``: which parameters' gradients are partial sums, where they are read as DTensors.
     """
 
     code: RegionCode
@@ -51,6 +52,7 @@ class RegionRunner:
     tp: Communicator
     loss_backward: LossBackward | None = None
     padded: Mapping[int, Placement] = field(default_factory=dict)
+    partial: frozenset[int] = frozenset()
 
     def __call__(
         self, inputs: Sequence[Any], owners: Sequence[Tensor | None] | None = None
@@ -133,7 +135,7 @@ class RegionFunction(torch.autograd.Function):
             if used
         ]
         _save(ctx, saved, locals_, owners if owners is not None else inputs)
-        ctx.parameters = parameter_edges(inputs)
+        ctx.parameters = parameter_edges(inputs, runner.partial)
         return outputs
 
     @staticmethod

@@ -1,0 +1,108 @@
+"""Data parallelism of a compiled module: FSDP2 applied to its blocks and to the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from sp_compiler.base.errors import ArgumentError, UnsupportedError
+from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.runtime.mesh_axes import SHARD_AXIS, DataAxes
+
+_REPLICATE_OPTIONS = {"mp_policy", "offload_policy"}
+_SHARD_OPTIONS = _REPLICATE_OPTIONS | {"reshard_after_forward", "shard_placement_fn"}
+
+
+def checked_options(
+    fsdp: bool | Mapping[str, Any], data: DataAxes, world_size: int
+) -> Mapping[str, Any] | None:
+    """Return the options to apply FSDP2 with; ``None`` where it is not to be applied.
+
+    Args:
+        fsdp: what the user passed.
+        data: the axes to apply it over.
+        world_size: number of tensor-parallel ranks.
+
+    Raises:
+        ArgumentError: no such option, or there is no axis to apply them over.
+        UnsupportedError: parameters gathered over a part of the axis.
+    """
+    if not isinstance(fsdp, (bool, Mapping)):
+        raise ArgumentError(f"fsdp={fsdp!r}: expected True, False or a dict of options")
+    if isinstance(fsdp, Mapping) and data.mesh is None:
+        raise ArgumentError(
+            f"fsdp={dict(fsdp)!r} without an axis to apply it over: pass mesh= with an axis "
+            '"dp_shard" or "dp_replicate" of several ranks'
+        )
+    # An empty dict is no refusal.
+    if fsdp is False or data.mesh is None:
+        return None
+    options = {} if isinstance(fsdp, bool) else dict(fsdp)
+    allowed = _SHARD_OPTIONS if SHARD_AXIS in data.names else _REPLICATE_OPTIONS
+    if unknown := sorted(options.keys() - allowed):
+        raise ArgumentError(
+            f"fsdp has the options {', '.join(unknown)}; over {data.described()} it takes "
+            f"{', '.join(sorted(allowed))}. For others pass fsdp=False and apply "
+            "torch.distributed.fsdp.fully_shard to the module yourself"
+        )
+    reshard = options.get("reshard_after_forward")
+    if isinstance(reshard, int) and not isinstance(reshard, bool) and world_size > 1:
+        raise UnsupportedError(
+            f"fsdp=dict(reshard_after_forward={reshard}): PyTorch does not reshard DTensors to "
+            "a part of the axis yet; pass True or False"
+        )
+    return options
+
+
+def apply_data_parallelism(
+    root: nn.Module, compiled: CompiledProgram, data: DataAxes, options: Mapping[str, Any]
+) -> None:
+    """Apply ``fully_shard``, or ``replicate`` without an axis "dp_shard", to blocks and root.
+
+    Args:
+        root: the compiled module.
+        compiled: the program whose blocks are taken.
+        data: the axes.
+        options: of ``fully_shard`` or ``replicate``.
+    """
+    assert data.mesh is not None
+    policy = options.get("mp_policy") or MixedPrecisionPolicy()
+    # Only what the user sees is cast: code between blocks was compiled for the types it has.
+    inside = {
+        **options,
+        "mp_policy": replace(policy, output_dtype=None, cast_forward_inputs=False),
+    }
+    apply: Any = fully_shard if SHARD_AXIS in data.names else replicate
+    for path in _self_contained_blocks(root, compiled):
+        apply(root.get_submodule(path), mesh=data.mesh, **inside)
+    apply(root, mesh=data.mesh, **options)
+
+
+def _self_contained_blocks(root: nn.Module, compiled: CompiledProgram) -> Iterable[str]:
+    """Paths of the blocks whose parameters nothing else uses, innermost first.
+
+    FSDP gathers a block's parameters for its call alone. What others use too stays with the root.
+    """
+    users: dict[str, set[str]] = {}
+    for call in compiled.program.calls:
+        for ref in call.args:
+            if ref.kind == "param":
+                users.setdefault(compiled.param_name(ref.name), set()).add(call.path)
+    paths = {call.path for call in compiled.program.calls if call.path}
+    names = {id(p): name for name, p in root.named_parameters()}
+    owners: dict[str, set[int]] = {
+        path: {id(p) for p in root.get_submodule(path).parameters()} for path in paths
+    }
+    for path in reversed([path for path, _ in root.named_modules()]):
+        if path not in paths:
+            continue
+        shared = set().union(*(ids for other, ids in owners.items() if other != path))
+        if owners[path] & shared:
+            continue
+        if all(users.get(names[key], {path}) == {path} for key in owners[path]):
+            yield path

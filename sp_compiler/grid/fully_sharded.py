@@ -1,0 +1,172 @@
+"""Parameters that FSDP2 manages (``fully_shard``, ``replicate``), as a compiled module sees them.
+
+Each is there, gathered, only between the hooks of its FSDP module, so it is read in its block. The
+gradient of one that is replicated over "tp" is a partial sum there; it stays one through FSDP's
+reduce-scatter, which is linear, and is summed over "tp" afterwards, on the part that this rank
+keeps::
+
+    block's backward ── partial gradient ──> FSDP's reduce-scatter over dp_shard
+                                                       │  1/dp of it, still partial
+    end of the backward <── one all-reduce over tp for all such parts of a dtype
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+Reduce = Callable[[Sequence[Tensor | None]], list[Tensor | None]]
+
+
+class FullySharded:
+    """What FSDP2 manages of one module.
+
+    Args:
+        modules: path to module of the whole tree.
+        reduce: sums over the tensor-parallel ranks.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], reduce: Reduce) -> None:
+        self._tree = modules
+        self._reduction = _LateReduction(reduce)
+        self._num_hooks = 0
+        self._parameters: dict[str, Any] = {}
+
+    def parameters(self, num_hooks: int) -> Mapping[str, Any]:
+        """Name to FSDP's own record of every managed parameter.
+
+        Args:
+            num_hooks: how many hooks were registered on the modules until now: FSDP is applied by
+                registering some, and to look at all modules in every call would cost too much.
+        """
+        if num_hooks != self._num_hooks:
+            self._num_hooks = num_hooks
+            self._parameters = self._find()
+        return self._parameters
+
+    def _find(self) -> dict[str, Any]:
+        managed: dict[tuple[int, str], Any] = {}
+        for group in param_groups(self._tree.values()):
+            for record in group.fsdp_params:
+                info = record._module_info
+                owners = [(info.module, info.param_name)]
+                owners += zip(info.shared_modules, info.shared_param_names, strict=True)
+                managed.update(((id(module), name), record) for module, name in owners)
+                self._reduction.take_over(record)
+        return {
+            f"{path}.{name}" if path else name: managed[id(module), name]
+            for path, module in self._tree.items()
+            for name in module._parameters
+            if (id(module), name) in managed
+        }
+
+
+def param_groups(modules: Iterable[nn.Module]) -> Iterator[Any]:
+    """FSDP's parameter groups, each communicated together, of those ``modules`` that have some."""
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            # One a module until torch 2.11, several since.
+            groups = getattr(state, "_fsdp_param_groups", None)
+            groups = [state._fsdp_param_group] if groups is None else groups
+            yield from (group for group in groups if group is not None)
+
+
+def compute_dtype(record: Any, dtype: torch.dtype) -> torch.dtype:
+    """Type in which a managed parameter of ``dtype`` is computed with."""
+    cast = record.mp_policy.param_dtype
+    return cast if cast is not None and dtype.is_floating_point else dtype
+
+
+@contextlib.contextmanager
+def without_gradient_sync(root: nn.Module) -> Iterator[None]:
+    """Let FSDP keep gradients unreduced, on the gathered parameters, in backwards inside."""
+    groups = list(param_groups(root.modules()))
+    before = [(group.reduce_grads, group.all_reduce_grads) for group in groups]
+    for group in groups:
+        group.reduce_grads = group.all_reduce_grads = False
+    # Restored, not set: this may be nested, or inside of set_requires_gradient_sync(False).
+    try:
+        yield
+    finally:
+        for group, (reduce_grads, all_reduce_grads) in zip(groups, before, strict=True):
+            group.reduce_grads, group.all_reduce_grads = reduce_grads, all_reduce_grads
+
+
+class _LateReduction:
+    """Sums what FSDP made of partial gradients, together, when a backward is over.
+
+    FSDP asks each of its records for the gradient to reduce, and would there sum a partial one over
+    "tp", the unsharded parameter, alone, and while the backward's own collectives wait behind it.
+    A record that was taken over gives it the partial sum as it is.
+    """
+
+    def __init__(self, reduce: Reduce) -> None:
+        self._reduce = reduce
+        # Record to the gradient that its parameter had before this backward, in order of arrival.
+        self._partial: dict[Any, DTensor | None] = {}
+        self._backward = -1
+
+    def take_over(self, record: Any) -> None:
+        """Have partial gradients of a parameter of FSDP's summed late."""
+        if "_get_grad_inner_tensor" in vars(record):
+            return
+        reduced_at_once = record._get_grad_inner_tensor
+
+        def unreduced(grad: Tensor) -> Tensor:
+            if not isinstance(grad, DTensor) or not any(p.is_partial() for p in grad.placements):
+                local: Tensor = reduced_at_once(grad)
+                return local
+            # A hook that is called with the gradient, such as one that steps at once, needs all.
+            if record.sharded_param._post_accumulate_grad_hooks:
+                full: Tensor = reduced_at_once(grad)
+                return full
+            self._expect(record)
+            return grad._local_tensor
+
+        record._get_grad_inner_tensor = unreduced
+
+    def _expect(self, record: Any) -> None:
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:
+            # What an earlier backward left here died with it.
+            self._partial.clear()
+            self._backward = backward
+            # Behind FSDP's own callback, which was queued before the first block's backward.
+            Variable._execution_engine.queue_callback(self._finish)
+        if record not in self._partial:
+            # Apart from what is there already: that is summed, and would be summed again.
+            self._partial[record] = record.sharded_param.grad
+            record.sharded_param.grad = None
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        before, self._partial, self._backward = self._partial, {}, -1
+        # None where FSDP keeps a gradient for later (HSDP without its all-reduce).
+        arrived = [record for record in before if record.sharded_param.grad is not None]
+        parts = [record.sharded_param.grad._local_tensor for record in arrived]
+        for record in arrived:
+            if record.grad_offload_event is not None:
+                record.grad_offload_event.synchronize()
+        # Gradients that FSDP offloads are on the CPU, where the group may have no collectives.
+        operands = [
+            part.to(record.device) if part.numel() else None
+            for record, part in zip(arrived, parts, strict=True)
+        ]
+        for part, total in zip(parts, self._reduce(operands), strict=True):
+            if total is not None:
+                part.copy_(total)
+        for record, earlier in before.items():
+            if earlier is None:
+                continue
+            new = record.sharded_param.grad
+            if new is not None:
+                earlier._local_tensor.add_(new._local_tensor)
+            record.sharded_param.grad = earlier

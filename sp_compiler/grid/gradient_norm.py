@@ -1,0 +1,192 @@
+"""The norm of all gradients together, whatever axes of a mesh their parts lie over.
+
+::
+
+    this rank's parts ──> one number for each set of axes that parts lie over
+                          (q.weight: dp_shard, tp   norm.weight: dp_shard   table: none)
+                      ──> one all-reduce for each axis, of the numbers of the sets that have it
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from sp_compiler.base.errors import ArgumentError
+
+_Axis = tuple[int, ...]
+"""The ranks of one process group: meshes that are concatenated differently share axes."""
+
+
+class HasParameters(Protocol):
+    """A module or a pipeline.
+
+    A pipeline has two attributes more: ``pp_group``, the process group of the axis "pp", and
+    ``counted_elsewhere``, the parameters that another stage has too and counts.
+    """
+
+    def parameters(self) -> Iterator[Any]: ...
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    module: HasParameters,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Scale all gradients in place so that their norm over the grid is at most ``max_norm``.
+
+    As ``torch.nn.utils.clip_grad_norm_``, which fails where gradients lie over several meshes. A
+    parameter that is sharded counts with all its parts, one that is replicated or tied counts once.
+    Every rank must call it.
+
+    Args:
+        module: a module, compiled or not, or a pipeline.
+        max_norm: largest norm that gradients keep.
+        norm_type: p of the p-norm, ``float("inf")`` for the largest absolute value.
+        error_if_nonfinite: raise where the norm is no number; the host waits for it then.
+        foreach: compute the norms of many tensors in one kernel; ``None``: where there is one.
+
+    Returns:
+        The norm before, a 0-dim tensor, the same on all ranks.
+
+    Raises:
+        ArgumentError: ``max_norm`` is negative, or ``norm_type`` not positive.
+        RuntimeError: with ``error_if_nonfinite``, the norm is infinite or no number.
+    """
+    max_norm, norm_type = float(max_norm), float(norm_type)
+    if not norm_type > 0:
+        raise ArgumentError(f"norm_type={norm_type}: expected a positive number or inf")
+    if not max_norm >= 0:
+        raise ArgumentError(f"max_norm={max_norm}: expected 0 or more")
+    elsewhere = {id(parameter) for parameter in getattr(module, "counted_elsewhere", ())}
+    grads, counted = [], []
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            parameter.grad = _summed(parameter.grad)
+            grads.append(parameter.grad)
+            if id(parameter) not in elsewhere:
+                counted.append(grads[-1])
+    total = _total_norm(counted, norm_type, foreach, getattr(module, "pp_group", None))
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} of the gradients is {total.item()}, so it cannot "
+            "be clipped. To scale by it all the same, pass error_if_nonfinite=False"
+        )
+    # Without a look at the total: the host would wait for the device.
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for parts in _by_kind([_local(grad) for grad in grads]):
+        factor = scale.to(parts[0].device)
+        if _has_foreach(parts[0], foreach):
+            torch._foreach_mul_(parts, factor)
+        else:
+            for part in parts:
+                part.mul_(factor)
+    return total
+
+
+def _total_norm(
+    grads: Sequence[Tensor], p: float, foreach: bool | None, pp_group: dist.ProcessGroup | None
+) -> Tensor:
+    groups: dict[_Axis, dist.ProcessGroup] = {}
+    by_axes: dict[frozenset[_Axis], list[Tensor]] = {}
+    for grad in grads:
+        axes = _sharded_over(grad)
+        groups.update(axes)
+        by_axes.setdefault(frozenset(axes), []).append(_local(grad))
+    device = _communication_device(grads)
+    powers = [_sum_of_powers(parts, p, foreach).to(device) for parts in by_axes.values()]
+    dtype = max((power.dtype for power in powers), default=torch.float32, key=lambda t: t.itemsize)
+    keys, numbers = list(by_axes), torch.zeros(len(powers), dtype=dtype, device=device)
+    for index, power in enumerate(powers):
+        numbers[index] = power
+    # In the order in which parameters name them, which is the same on all ranks of an axis.
+    for axis, group in groups.items():
+        chosen = [index for index, key in enumerate(keys) if axis in key]
+        sent = numbers[chosen]
+        dist.all_reduce(sent, _reduction(p), group=group)
+        numbers[chosen] = sent
+    total = (numbers.amax() if math.isinf(p) else numbers.sum()) if keys else numbers.sum()
+    if pp_group is not None and dist.get_world_size(pp_group) > 1:
+        # Stages may differ in everything, a stage without gradients takes part too.
+        total = total.double()
+        dist.all_reduce(total, _reduction(p), group=pp_group)
+    return total if math.isinf(p) else total.pow(1.0 / p)
+
+
+def _sum_of_powers(parts: list[Tensor], p: float, foreach: bool | None) -> Tensor:
+    """The largest element, or the sum of p-th powers of norms, in float32 or more."""
+    norms: list[Tensor] = []
+    for same in _by_kind([part for part in parts if part.numel()]):
+        dtype = torch.promote_types(same[0].dtype, torch.float32)
+        if _has_foreach(same[0], foreach):
+            norms += torch._foreach_norm(same, p, dtype=dtype)
+        else:
+            norms += [torch.linalg.vector_norm(part, p, dtype=dtype) for part in same]
+    if not norms:  # shards of this rank may all be empty
+        kind = torch.promote_types(parts[0].dtype, torch.float32)
+        return torch.zeros((), dtype=kind, device=parts[0].device)
+    # Where gradients lie on several devices, the first one's.
+    stacked = torch.stack([norm.to(norms[0].device) for norm in norms])
+    return stacked.amax() if math.isinf(p) else stacked.pow(p).sum()
+
+
+def _summed(grad: Tensor) -> Tensor:
+    """``grad`` without partial sums, whose norm is not the sum of norms."""
+    if not isinstance(grad, DTensor) or not any(where.is_partial() for where in grad.placements):
+        return grad
+    return grad.redistribute(
+        placements=[Replicate() if where.is_partial() else where for where in grad.placements]
+    )
+
+
+def _sharded_over(grad: Tensor) -> dict[_Axis, dist.ProcessGroup]:
+    """The axes of several ranks over which the parts of ``grad`` lie."""
+    if not isinstance(grad, DTensor):
+        return {}
+    mesh = grad.device_mesh
+    groups = [mesh.get_group(i) for i, w in enumerate(grad.placements) if not w.is_replicate()]
+    return {
+        tuple(dist.get_process_group_ranks(group)): group
+        for group in groups
+        if dist.get_world_size(group) > 1
+    }
+
+
+def _communication_device(grads: Iterable[Tensor]) -> torch.device:
+    """Device of the collectives; gradients that FSDP offloads are elsewhere."""
+    for grad in grads:
+        local = _local(grad)
+        kind = grad.device_mesh.device_type if isinstance(grad, DTensor) else local.device.type
+        return local.device if local.device.type == kind else torch.device(kind)
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator if accelerator is not None else torch.device("cpu")
+
+
+def _local(grad: Tensor) -> Tensor:
+    return grad._local_tensor if isinstance(grad, DTensor) else grad
+
+
+def _by_kind(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    """Lists of tensors of one device and dtype."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return kinds.values()
+
+
+def _has_foreach(tensor: Tensor, foreach: bool | None) -> bool:
+    # On the CPU it is a loop, and takes no integers or sparse tensors anywhere.
+    return tensor.device.type != "cpu" if foreach is None else foreach
+
+
+def _reduction(p: float) -> Any:
+    return dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM

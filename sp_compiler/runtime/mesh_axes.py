@@ -1,0 +1,140 @@
+"""The axes of a user's device mesh, and where this process stands on each.
+
+The names are torchtitan's. Ranks of "tp" work on the same batch, ranks of "dp_shard" and
+"dp_replicate" on batches of their own; over "pp" lie the stages of a pipeline::
+
+    mesh 2 x 2 ("dp_shard", "tp")        rank 0 | rank 1   batch 0
+                                         rank 2 | rank 3   batch 1
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from sp_compiler.base.errors import ArgumentError, UnsupportedError
+
+AXIS = "tp"
+PIPELINE_AXIS = "pp"
+REPLICATE_AXIS, SHARD_AXIS = DATA_AXES = ("dp_replicate", "dp_shard")
+AXES = (PIPELINE_AXIS, *DATA_AXES, AXIS)
+
+
+@dataclass(frozen=True)
+class DataAxes:
+    """The axes over which batches differ.
+
+    Attributes:
+        mesh: those of the user's mesh that have several ranks, "dp_replicate" first; ``None``
+            where there are none.
+        rank: which part of the data this process reads.
+        size: number of such parts.
+    """
+
+    mesh: DeviceMesh | None = None
+    rank: int = 0
+    size: int = 1
+
+    @staticmethod
+    def of(mesh: DeviceMesh) -> DataAxes:
+        """The data axes of a mesh whose names are checked.
+
+        Raises:
+            ArgumentError: "dp_shard" comes before "dp_replicate".
+        """
+        present = mesh.mesh_dim_names or ()
+        names = tuple(name for name in DATA_AXES if name in present and mesh[name].size() > 1)
+        if not names:
+            return DataAxes()
+        if sorted(names, key=present.index) != list(names):
+            # Neither a mesh can be sliced in another order, nor does HSDP take that one.
+            raise ArgumentError(
+                f'mesh has the axes {present}: "{REPLICATE_AXIS}" must come before "{SHARD_AXIS}"'
+            )
+        rank, size = 0, 1
+        for name in names:
+            axis = mesh[name]
+            rank, size = rank * axis.size() + axis.get_local_rank(), size * axis.size()
+        return DataAxes(mesh[names], rank, size)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return () if self.mesh is None else self.mesh.mesh_dim_names or ()
+
+    def described(self) -> str:
+        """The axes with their sizes, for messages."""
+        if self.mesh is None:
+            return "no data-parallel axis"
+        return ", ".join(f'"{name}" of {self.mesh[name].size()} ranks' for name in self.names)
+
+
+def data_shard(mesh: DeviceMesh) -> tuple[int, int]:
+    """Return which part of the data this process reads, and how many parts there are.
+
+    Processes that differ on "tp" or "pp" alone read the same part: give the two numbers to a
+    ``DistributedSampler(dataset, num_replicas=parts, rank=part)``.
+
+    Args:
+        mesh: as for :func:`sp_compiler.compile`.
+
+    Raises:
+        ArgumentError: the mesh has no axis "tp", no names, or its data axes in another order.
+        UnsupportedError: it has an axis of several ranks with another name.
+    """
+    tensor_parallel_axis(mesh)
+    refuse_unknown_axes(mesh)
+    axes = DataAxes.of(mesh)
+    return axes.rank, axes.size
+
+
+def tensor_parallel_axis(mesh: DeviceMesh) -> DeviceMesh:
+    """The one-dimensional slice "tp" of a user's mesh.
+
+    Raises:
+        ArgumentError: no mesh, no names, or none of them is "tp".
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise ArgumentError(
+            f"mesh={mesh!r}: expected a torch.distributed.device_mesh.DeviceMesh; {_EXAMPLE}"
+        )
+    names = mesh.mesh_dim_names or ()
+    if AXIS not in names:
+        raise ArgumentError(
+            f'mesh has the axes {names or "(without names)"}; one of them must be named "{AXIS}" '
+            f"(of size 1 where there is no tensor parallelism); {_EXAMPLE}"
+        )
+    return mesh[AXIS]
+
+
+def refuse_unknown_axes(mesh: DeviceMesh) -> None:
+    """Raise :class:`UnsupportedError` for an axis of several ranks with an unknown name."""
+    names = mesh.mesh_dim_names or ()
+    unknown = {name: mesh[name].size() for name in names if name not in AXES}
+    others = [f'"{name}" of {size} ranks' for name, size in unknown.items() if size > 1]
+    if others:
+        # Gradients over an axis of unknown meaning would be reduced by nobody, silently.
+        raise UnsupportedError(
+            f"the mesh has the axis {', '.join(others)}, and the names that have a meaning are "
+            f'{", ".join(AXES)}: call an axis over which batches differ "{SHARD_AXIS}" (parameters '
+            f'sharded) or "{REPLICATE_AXIS}" (parameters replicated). Or pass mesh["{AXIS}"] and '
+            "reduce gradients over the rest yourself, for example by "
+            "torch.distributed.fsdp.fully_shard(module, mesh=the other axis) on the compiled module"
+        )
+
+
+def refuse_pipeline_axis(mesh: DeviceMesh) -> None:
+    """Raise where a module that is no stage would run once for each rank of "pp"."""
+    if PIPELINE_AXIS in (mesh.mesh_dim_names or ()) and mesh[PIPELINE_AXIS].size() > 1:
+        rest = tuple(name for name in mesh.mesh_dim_names or () if name != PIPELINE_AXIS)
+        raise UnsupportedError(
+            f'the mesh has {mesh[PIPELINE_AXIS].size()} ranks on its axis "{PIPELINE_AXIS}", and '
+            "compile makes one module for all of them, not a stage for each. Pass the other axes, "
+            f"mesh[{', '.join(repr(name) for name in rest)}], for what each stage runs"
+        )
+
+
+_EXAMPLE = (
+    'for example init_device_mesh("cuda", (4, 8), mesh_dim_names=("dp_shard", "tp")): 4 batches, '
+    "each on 8 ranks"
+)

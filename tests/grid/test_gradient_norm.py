@@ -1,0 +1,70 @@
+"""The norm of gradients and the clipping, beside torch's own on one device."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import sp_compiler
+from sp_compiler import ArgumentError
+
+
+def _model(*dtypes: torch.dtype) -> nn.ModuleList:
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(3, 5).to(dtype) for dtype in dtypes)
+    for parameter in layers.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    list(layers.parameters())[1].grad = None
+    return layers
+
+
+@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize("p", [2.0, 1.0, 0.5, float("inf")])
+def test_norms_of_every_kind(p: float, foreach: bool | None) -> None:
+    ours = _model(torch.float64, torch.float64)
+    theirs = copy.deepcopy(ours)
+    for first, second in zip(ours.parameters(), theirs.parameters(), strict=True):
+        second.grad = None if first.grad is None else first.grad.clone()
+    norm = sp_compiler.clip_grad_norm_(ours, 0.7, p, foreach=foreach)
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(theirs.parameters(), 0.7, p))
+    for first, second in zip(ours.parameters(), theirs.parameters(), strict=True):
+        if first.grad is not None:
+            torch.testing.assert_close(first.grad, second.grad)
+
+
+def test_a_small_norm_is_left_alone() -> None:
+    model = _model(torch.float64)
+    before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    sp_compiler.clip_grad_norm_(model, 1e9)
+    assert all(map(torch.equal, before, [p.grad for p in model.parameters() if p.grad is not None]))
+
+
+def test_low_precision_is_summed_in_float32() -> None:
+    model = _model(torch.bfloat16, torch.float32)
+    true = torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None])
+    norm = sp_compiler.clip_grad_norm_(model, 1e9)
+    assert norm.dtype == torch.float32
+    torch.testing.assert_close(norm.double(), true.norm(), rtol=1e-6, atol=0)
+
+
+def test_no_gradients() -> None:
+    assert sp_compiler.clip_grad_norm_(nn.Linear(2, 2), 1.0) == 0
+
+
+def test_what_is_no_number() -> None:
+    model = _model(torch.float64)
+    grad = next(model.parameters()).grad
+    assert grad is not None
+    grad[0, 0] = float("inf")
+    with pytest.raises(RuntimeError, match="total norm of order 2"):
+        sp_compiler.clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
+    assert sp_compiler.clip_grad_norm_(model, 1.0).isinf()
+
+
+@pytest.mark.parametrize(("max_norm", "p"), [(-1.0, 2.0), (1.0, 0.0), (1.0, float("nan"))])
+def test_arguments(max_norm: float, p: float) -> None:
+    with pytest.raises(ArgumentError, match="expected"):
+        sp_compiler.clip_grad_norm_(nn.Linear(2, 2), max_norm, p)

@@ -1,0 +1,109 @@
+"""Meshes: which axes mean what, and what is said about the others. No rank is a process here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import sp_compiler
+from sp_compiler import ArgumentError, UnsupportedError
+from tests.helpers.users import batch, net
+
+
+@pytest.fixture(autouse=True)
+def _eight_ranks() -> Iterator[None]:
+    """A default group of eight, of which this process plays the sixth."""
+    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=8)
+    yield
+    dist.destroy_process_group()
+
+
+def _mesh(**axes: int) -> Any:
+    return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+@pytest.mark.parametrize(
+    ("axes", "expected"),
+    [
+        ({"tp": 8}, (0, 1)),
+        ({"dp_shard": 4, "tp": 2}, (2, 4)),
+        ({"tp": 2, "dp_shard": 4}, (1, 4)),
+        ({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, (2, 4)),
+        ({"pp": 2, "dp_shard": 2, "tp": 2}, (0, 2)),
+        ({"dp_shard": 8, "tp": 1}, (5, 8)),
+    ],
+    ids=str,
+)
+def test_the_part_of_the_data(axes: dict[str, int], expected: tuple[int, int]) -> None:
+    """Rank 5; "dp_replicate" is the outer axis."""
+    assert sp_compiler.data_shard(_mesh(**axes)) == expected
+
+
+@pytest.mark.parametrize(
+    ("axes", "error", "advice"),
+    [
+        ({"dp_shard": 8}, ArgumentError, r"one of them must be named \"tp\".*of size 1"),
+        ({"dp_shard": 2, "dp_replicate": 2, "tp": 2}, ArgumentError, "must come before"),
+        ({"dp": 4, "tp": 2}, UnsupportedError, r"\"dp\" of 4 ranks.*dp_shard.*fully_shard"),
+        ({"pp": 4, "tp": 2}, UnsupportedError, r"4 ranks on its axis \"pp\".*mesh\['tp'\]"),
+    ],
+)
+def test_wrong_meshes(axes: dict[str, int], error: type[Exception], advice: str) -> None:
+    model = net()
+    with pytest.raises(error, match=advice):
+        sp_compiler.compile(model, mesh=_mesh(**axes))
+    model(batch())  # nothing was taken over
+
+
+def test_what_is_no_mesh() -> None:
+    with pytest.raises(ArgumentError, match=r"expected a torch.*DeviceMesh"):
+        sp_compiler.compile(net(), mesh=(4, 2))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("axes", "fsdp", "error", "advice"),
+    [
+        ({"tp": 8}, {"mp_policy": None}, ArgumentError, "without an axis"),
+        ({"dp_shard": 4, "tp": 2}, {"level": 3}, ArgumentError, r"options level.*reshard_after"),
+        ({"dp_replicate": 4, "tp": 2}, {"reshard_after_forward": True}, ArgumentError, "it takes"),
+        ({"dp_shard": 4, "tp": 2}, {"reshard_after_forward": 2}, UnsupportedError, "True or False"),
+        ({"dp_shard": 4, "tp": 2}, "yes", ArgumentError, "True, False or a dict"),
+    ],
+)
+def test_wrong_options(
+    axes: dict[str, int], fsdp: Any, error: type[Exception], advice: str
+) -> None:
+    with pytest.raises(error, match=advice):
+        sp_compiler.compile(net(), mesh=_mesh(**axes), fsdp=fsdp)
+
+
+def test_fsdp_is_applied_to_blocks_and_root_at_the_first_use() -> None:
+    policy = MixedPrecisionPolicy(output_dtype=torch.float32)
+    mesh = _mesh(dp_shard=4, tp=2)
+    module = sp_compiler.compile(net(), mesh=mesh, fsdp={"mp_policy": policy})
+    assert not isinstance(module, FSDPModule)
+    module.prepare(batch())
+    wrapped = {name for name, one in module.named_modules() if isinstance(one, FSDPModule)}
+    assert wrapped == {"", "blocks.0", "blocks.1"}
+    assert all(p.device_mesh.ndim == 2 for p in module.parameters())
+
+
+def test_an_optimizer_made_too_early() -> None:
+    module = sp_compiler.compile(net(), mesh=_mesh(dp_shard=4, tp=2))
+    _early = torch.optim.SGD(module.parameters(), lr=0.1)
+    with pytest.raises(ArgumentError, match=r"SGD.*pass example_inputs"):
+        module(batch())
+
+
+def test_left_to_the_user() -> None:
+    module = sp_compiler.compile(
+        net(), mesh=_mesh(dp_shard=4, tp=2), example_inputs=((batch(),), {}), fsdp=False
+    )
+    assert not isinstance(module, FSDPModule)

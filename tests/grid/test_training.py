@@ -1,0 +1,114 @@
+"""Training on grids of data-parallel and tensor-parallel ranks follows one device.
+
+AdamW steps with clipping, in float64; without dropout the truth is the model in eager, with dropout
+the module compiled for one rank, given the seeds of each part of the data.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+import sp_compiler
+from tests.helpers import grids
+from tests.helpers.ranks import run_on_ranks
+
+_TOLERANCE = 1e-9
+
+
+def _mesh(**axes: int) -> DeviceMesh:
+    warnings.simplefilter("ignore")
+    return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def _gpt2_with_dropout(axes: dict[str, int], steps: int) -> dict[str, Any]:
+    mesh = _mesh(**axes)
+    part, parts = sp_compiler.data_shard(mesh)
+    with grids.lifted():
+        chosen = grids.case("gpt2", parts, dropout=0.2)
+        worst, one, _ = grids.follow(mesh, chosen, steps, accumulate=2)
+        batch = grids.split(chosen.batches(1)[0], parts)[part]
+        with grids.CollectivesByAxis(mesh) as counter:
+            one.module(**batch).loss.backward()
+    replicated = [
+        parameter.to_local().numel()
+        for parameter in one.module.parameters()
+        if isinstance(parameter, DTensor) and parameter.placements[-1].is_replicate()
+    ]
+    return {
+        "worst": worst,
+        "counts": dict(counter.counts),
+        "reduced": counter.elements["tp", "allreduce"],
+        "replicated": sum(replicated),
+        "tokens": batch["input_ids"].numel(),
+    }
+
+
+def test_gpt2_with_dropout_and_accumulation_on_two_by_two() -> None:
+    """Tied, a vocabulary that nothing divides, a fused weight; and what it sends."""
+    for result in run_on_ranks(4, _gpt2_with_dropout, {"dp_shard": 2, "tp": 2}, 3):
+        assert max(result["worst"].values()) < _TOLERANCE, result["worst"]
+        counts = result["counts"]
+        # Root and two blocks forward; the blocks again backward; one reduction for each of three.
+        assert counts["dp_shard", "allgather"] == 5
+        assert counts["dp_shard", "reducescatter"] == 3
+        assert ("dp_shard", "allreduce") not in counts
+        # Two of the loss, its maxima, and sums with targets; norms and biases together, of which
+        # this rank's shards alone.
+        assert counts["tp", "allreduce"] == 3
+        assert result["reduced"] == 3 * result["tokens"] + result["replicated"]
+
+
+def _wrap_by_hand(module: Any, mesh: DeviceMesh) -> None:
+    for layer in module.model.layers:
+        fully_shard(layer, mesh=mesh["dp_shard"], reshard_after_forward=True)
+    fully_shard(module, mesh=mesh["dp_shard"])
+
+
+def _on_a_grid(axes: dict[str, int], names: list[str], steps: int) -> dict[str, Any]:
+    mesh = _mesh(**axes)
+    _, parts = sp_compiler.data_shard(mesh)
+    results = {}
+    with grids.lifted():
+        for name in names:
+            worst, _, _ = grids.follow(mesh, grids.case(name, parts), steps)
+            results[name] = worst
+        if "dp_shard" in axes and "llama_gqa8" in names:
+            case = grids.case("llama_gqa8", parts)
+            results["by hand"], _, _ = grids.follow(
+                mesh, case, 2, accumulate=2, prepare=_wrap_by_hand, fsdp=False
+            )
+            offload = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
+            results["offloaded"], _, _ = grids.follow(mesh, case, 2, fsdp=offload)
+    return results
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("axes", "names"),
+    [
+        ({"dp_shard": 2, "tp": 2}, ["llama_gqa8", "mixtral", "t5"]),
+        ({"dp_replicate": 2, "tp": 2}, ["gpt2", "llama_gqa8"]),
+        ({"dp_shard": 2, "tp": 1}, ["gpt2"]),
+    ],
+    ids=["sharded", "replicated", "one-rank"],
+)
+def test_models_on_every_grid(axes: dict[str, int], names: list[str]) -> None:
+    world_size = axes["tp"] * 2
+    for result in run_on_ranks(world_size, _on_a_grid, axes, names, 10):
+        errors = {name: max(worst.values()) for name, worst in result.items()}
+        assert max(errors.values()) < _TOLERANCE, errors
+
+
+@pytest.mark.slow
+def test_gpt2_on_two_by_two_by_two() -> None:
+    axes = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
+    for result in run_on_ranks(8, _gpt2_with_dropout, axes, 10):
+        assert max(result["worst"].values()) < _TOLERANCE, result["worst"]
+        # Without a fourth for the accumulated gradients: HSDP sums over the axis once a group.
+        assert result["counts"]["dp_replicate", "allreduce"] == 3

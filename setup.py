@@ -38,7 +38,9 @@ setup(
     python_requires=">=3.11,<3.13",
     packages=[*INFRASTRUCTURE, *PASSES],
     package_dir={"sp_compiler": "sp_compiler", "sp_compiler.passes": "passes"},
-    package_data={"sp_compiler": ["py.typed", "planning/plan_page.html"]},
+    package_data={
+        "sp_compiler": ["py.typed", "planning/plan_page.html", "graph_diff/diff_page.html"]
+    },
     install_requires=[
         "jinja2>=3.1",
         "networkx>=2.5.1",

@@ -21,11 +21,13 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
+from sp_compiler.base.provenance import module_path
 from sp_compiler.graph_diff.subsequences import longest_common
 from sp_compiler.ir.fx import arguments, placements_of, tensor_operands
 from sp_compiler.ir.text import render_target, render_value
@@ -35,6 +37,8 @@ _NAMED = ("placeholder", "get_attr")
 # Pairs of unmatched nodes beyond which looking for one difference after another takes too long,
 _MAX_ROUND_PAIRS = 100_000
 _MAX_ROUNDS = 20
+# Extra nodes that a value is followed through: a graph that is one long chain has no end of them.
+_MAX_PASSED = 64
 # and beyond which nothing common is looked for: what is left is reported as removed and inserted.
 _MAX_PAIRS = 4_000_000
 
@@ -55,12 +59,16 @@ class Alignment:
         self.back: dict[Node, Node] = {}
         self.expansions: dict[Node, list[Node]] = {}
         self._owner: dict[Node, Node] = {}
+        self._operands = cache(tensor_operands)
         # From the certain to the guessed: what an early step matched, a later one takes as given.
         self._match_named()
         if any(_has_provenance(node) for node in (*self.before, *self.after)):
             self._match_same()
             self._match_groups(_name_and_root, _source_and_root)
             self._match_groups(_root, _root)
+        self._spread()
+        # Of graphs that no pass of ours made: what was captured in the same module.
+        self._match_groups(_captured_in, _captured_in)
         self._spread()
         self._match_rest()
         self._match_replacements()
@@ -97,10 +105,10 @@ class Alignment:
         """
         if old in self.expansions:
             expansion = set(self.expansions[old])
-            parts = [part for node in self.expansions[old] for part in tensor_operands(node)]
-            return self._same_set(tensor_operands(old), [p for p in parts if p not in expansion])
+            parts = [part for node in self.expansions[old] for part in self._operands(node)]
+            return self._same_set(self._operands(old), [p for p in parts if p not in expansion])
         if not _same_operator(old, new):
-            return self.same_value(tensor_operands(old), tensor_operands(new))
+            return self.same_value(self._operands(old), self._operands(new))
         return self.same_value(_named_arguments(old), _named_arguments(new))
 
     def _same_set(self, old: Sequence[Node], new: Sequence[Node]) -> bool:
@@ -110,17 +118,30 @@ class Alignment:
     def _values_before(self, node: Node) -> Iterator[Node]:
         """``node`` and, as long as it is a removed node, the operand that it passes on."""
         yield node
-        while node not in self.forth and (source := _passed_on(node)) is not None:
-            yield source
+        for _ in range(_MAX_PASSED):
+            source = self._passed_on(node)
+            if node in self.forth or source is None:
+                return
             node = source
+            yield node
 
     def _values_after(self, node: Node) -> Iterator[Node]:
         """``node`` and, as long as it is an inserted node, the operand that it passes on."""
         node = self._owner.get(node, node)
         yield node
-        while self._is_inserted(node) and (source := _passed_on(node)) is not None:
+        for _ in range(_MAX_PASSED):
+            source = self._passed_on(node)
+            if not self._is_inserted(node) or source is None:
+                return
             node = self._owner.get(source, source)
             yield node
+
+    def _passed_on(self, node: Node) -> Node | None:
+        """The operand that an extra node passes on: its only one, or the one of the same origin."""
+        operands = list(dict.fromkeys(self._operands(node)))
+        if len(operands) > 1:
+            operands = [operand for operand in operands if _root(operand) == _root(node)]
+        return operands[0] if len(operands) == 1 else None
 
     def _is_inserted(self, node: Node) -> bool:
         return node not in self.back and node not in self._owner
@@ -208,23 +229,25 @@ class Alignment:
 
     def _users_of_same(self, new: Node) -> list[Node]:
         """Open nodes of ``new``'s operator that may take the same first operand."""
-        operands = tensor_operands(new)
+        operands = self._operands(new)
         if not operands:
             return [old for old in self._open_before() if _same_operator(old, new)]
         # Not by ``reach``: whether a user is passed through depends on the operand it is met by.
         values = [self.back[v] for v in self._values_after(operands[0]) if v in self.back]
         unmatched: dict[Node, None] = {}
-        while values:
-            value = values.pop()
+        # The nearest first, which are the likeliest; the list grows.
+        for value in values:
+            if len(unmatched) > _MAX_PASSED:
+                break
             for user in value.users:
                 if user not in self.forth and user not in unmatched:
                     unmatched[user] = None
-                    if _passed_on(user) is value:
+                    if self._passed_on(user) is value:
                         values.append(user)
         return [old for old in unmatched if _same_operator(old, new)]
 
     def _same_operands(self, old: Node, new: Node) -> bool:
-        return self.same_value(tensor_operands(old), tensor_operands(new))
+        return self.same_value(self._operands(old), self._operands(new))
 
     def _match_rest(self) -> None:
         """Match along the longest common subsequence of operators, a pair at a time if possible."""
@@ -242,25 +265,20 @@ class Alignment:
 
     def _match_replacements(self) -> None:
         """Match what is left where operands and users are the same: the operator was replaced."""
-        new = self._open_after()
+        position = {node: index for index, node in enumerate(self.after)}
         for old in self._open_before():
-            for node in new:
-                if self._same_operands(old, node) and self._same_users(old, node):
+            # Only an operand of its users' counterparts can have the same users.
+            users = (self.forth[user] for user in old.users if user in self.forth)
+            nearby = {node for user in users for node in user.all_input_nodes}
+            for node in sorted(nearby, key=position.__getitem__):
+                is_open = self._is_inserted(node) and node.op not in _NAMED
+                if is_open and self._same_operands(old, node) and self._same_users(old, node):
                     self._match(old, node)
-                    new.remove(node)
                     break
 
     def _same_users(self, old: Node, new: Node) -> bool:
         users = {self.forth[user] for user in old.users if user in self.forth}
         return bool(users) and users == {user for user in new.users if user in self.back}
-
-
-def _passed_on(node: Node) -> Node | None:
-    """The operand that an extra node passes on: its only one, or the one of the same origin."""
-    operands = list(dict.fromkeys(tensor_operands(node)))
-    if len(operands) > 1:
-        operands = [operand for operand in operands if _root(operand) == _root(node)]
-    return operands[0] if len(operands) == 1 else None
 
 
 def _value_node(nodes: list[Node]) -> Node:
@@ -289,6 +307,10 @@ def _root(node: Node) -> str:
 
 def _name_and_root(node: Node) -> str:
     return f"{node.name} {_root(node)}"
+
+
+def _captured_in(node: Node) -> str:
+    return module_path(node) or node.name
 
 
 def _source_and_root(node: Node) -> str:

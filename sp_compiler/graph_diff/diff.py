@@ -9,99 +9,141 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from difflib import SequenceMatcher
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.graph_diff.align import Alignment
-from sp_compiler.graph_diff.report import Change, Entry, Field, GraphDiff, Kind, Section, Summary
+from sp_compiler.graph_diff.comparable import FLAT, snapshot_of
+from sp_compiler.graph_diff.data import Change, Entry, Fate, Field, Section, Summary
+from sp_compiler.graph_diff.node_info import collective_text, node_info
+from sp_compiler.graph_diff.report import GraphDiff
 from sp_compiler.graph_diff.subsequences import longest_increasing
-from sp_compiler.ir.op_traits import collective_of, is_collective
+from sp_compiler.graph_diff.totals import totals
 from sp_compiler.ir.program import Program
-from sp_compiler.ir.snapshot import FORWARD, Snapshot, region_of
-from sp_compiler.ir.text import (
-    meta_text,
-    render_arguments,
-    render_dtype,
-    render_node,
-    render_target,
+from sp_compiler.ir.snapshot import FORWARD, Snapshot, Stages, region_of
+from sp_compiler.ir.text import meta_text, render_arguments, render_dtype, render_target
+from sp_compiler.options import ExampleInputs
+
+Comparable: TypeAlias = (
+    nn.Module | Graph | GraphModule | ExportedProgram | Program | Snapshot | Stages
 )
 
-Comparable: TypeAlias = Graph | GraphModule | Program | Snapshot
 
-
-def diff(a: Comparable, b: Comparable) -> GraphDiff:
+def diff(a: Comparable, b: Comparable, *, example_inputs: ExampleInputs | None = None) -> GraphDiff:
     """Changes that make ``b`` of ``a``; none where both are the same graph.
 
-    Regions are matched by name; ``"Block"`` matches ``"Block.forward"`` where forward and backward
-    are apart on one side only, and ``"Block.backward"`` is then shown as an added graph. A single
-    graph is compared with a stage of one region, whose forward it is taken to be.
+    >>> print(sp_compiler.diff(model, other_model, example_inputs=((ids,), {})))
+    >>> sp_compiler.diff(module.stages["capture"], module).to_html("diff.html")
+
+    A compiled module is the graphs that it runs; a module that is not compiled is captured,
+    normalised and cut into its distinct layers. Regions are matched by name; ``"Block"`` matches
+    ``"Block.forward"`` where forward and backward are apart on one side only, and
+    ``"Block.backward"`` is then shown as an added graph. A single graph is compared with a stage of
+    one region, whose forward it is taken to be.
+
+    Names of nodes, and other ways to write the same call, are no difference. Both sides are left as
+    they are; 10,000 nodes take a few seconds.
+
+    Args:
+        a: the first side.
+        b: the second side.
+        example_inputs: (args, kwargs) for modules that are not compiled.
 
     Raises:
-        ArgumentError: anything else, or a single graph against a stage of several regions.
+        ArgumentError: anything else, a module that is not compiled without ``example_inputs``, or a
+            single graph against a stage of several regions.
+        CaptureError: a module that is not compiled cannot be captured.
     """
-    first, second = _as_stage(a, b), _as_stage(b, a)
+    first, second = snapshot_of(a, example_inputs), snapshot_of(b, example_inputs)
+    first, second = _named_like(first, second), _named_like(second, first)
     sections = []
-    for name, old, new in _pairs(first.graphs, second.graphs):
-        count = max(1, len(first.paths(name)), len(second.paths(name)))
-        section = _section(name, count, old, new)
+    for title, name, old, new in _pairs(first, second):
+        paths = set(first.paths(name)), set(second.paths(name))
+        # A name may stand for other layers on either side: only the common ones changed like this.
+        count = len(paths[0] & paths[1]) or max(1, *map(len, paths))
+        section = _section(title, count, old, new)
         if section is not None:
             sections.append(section)
-    return GraphDiff(tuple(sections), tuple(_call_changes(first, second)))
+    return GraphDiff(
+        tuple(sections), tuple(_call_changes(first, second)), totals(first), totals(second)
+    )
 
 
-def _as_stage(value: Any, other: Any) -> Snapshot:
-    if isinstance(value, Snapshot):
-        return value
-    if isinstance(value, Program):
-        return Snapshot.of_program("", value)
-    graph = value.graph if isinstance(value, GraphModule) else value
-    if not isinstance(graph, Graph):
-        raise ArgumentError(
-            f"cannot compare a {type(value).__name__}; "
-            "expected a Graph, GraphModule, Program or Snapshot"
-        )
-    if not isinstance(other, Snapshot | Program):
-        return Snapshot("", {"": graph})
-    stage = _as_stage(other, None)
-    regions = list(dict.fromkeys(map(region_of, stage.graphs)))
+def _named_like(stage: Snapshot, other: Snapshot) -> Snapshot:
+    """``stage``; a single graph under the name, and with the calls, of the other's one region."""
+    if list(stage.graphs) != [FLAT] or list(other.graphs) == [FLAT]:
+        return stage
+    regions = list(dict.fromkeys(map(region_of, other.graphs)))
     if len(regions) != 1:
         raise ArgumentError(
             f"cannot compare a single graph with {len(regions)} regions ({', '.join(regions)}); "
             "compare it with one of their graphs, or give the full stage or program"
         )
-    return Snapshot("", {regions[0]: graph}, stage.calls)
+    return Snapshot(stage.name, {regions[0]: stage.graphs[FLAT]}, other.calls)
 
 
 def _pairs(
-    first: dict[str, Graph], second: dict[str, Graph]
-) -> Iterator[tuple[str, Graph | None, Graph | None]]:
-    """Name and both graphs of each region, None where a side has none."""
-    rest = dict(second)
+    first: Snapshot, second: Snapshot
+) -> Iterator[tuple[str, str, Graph | None, Graph | None]]:
+    """Title, name and both graphs of each region, None where a side has none."""
+    rest = dict(second.graphs)
+    unmatched: dict[str, Graph] = {}
     # Before the split into forward and backward a region has one graph, which became the forward.
-    for name, graph in first.items():
+    for name, graph in first.graphs.items():
         candidates = (name, f"{name}{FORWARD}", name.removesuffix(FORWARD))
-        match = next((candidate for candidate in candidates if candidate in rest), name)
-        yield match, graph, rest.pop(match, None)
+        match = next((candidate for candidate in candidates if candidate in rest), None)
+        if match is None:
+            unmatched[name] = graph
+        else:
+            yield match, match, graph, rest.pop(match)
+    # One layer that differs from the others is a region of its own: its path tells what it was.
+    for name, graph in unmatched.items():
+        now = _in_same_layer(name, first, second)
+        counterpart = second.graphs.get(now)
+        rest.pop(now, None)
+        yield f"{now} (was {name})" if counterpart else name, name, graph, counterpart
     for name, graph in rest.items():
-        yield name, None, graph
+        was = _in_same_layer(name, second, first)
+        counterpart = first.graphs.get(was)
+        yield f"{name} (was {was})" if counterpart else name, name, counterpart, graph
+
+
+def _in_same_layer(name: str, stage: Snapshot, other: Snapshot) -> str:
+    """Name of the graph of ``other`` in the first layer that uses the graph ``name``, or ""."""
+    region, paths = region_of(name), stage.paths(name)
+    calls = dict(other.calls)
+    # What is outside of layers has no path that would tell it apart.
+    counterpart = next((calls[path] for path in paths if path and path in calls), "")
+    return f"{counterpart}{name.removeprefix(region)}" if counterpart else ""
 
 
 def _section(name: str, count: int, old: Graph | None, new: Graph | None) -> Section | None:
     if old is None or new is None:
-        kind: Kind = "removed" if new is None else "inserted"
-        return Section(name, kind, count, summary=_summary(new or old))
-    entries = tuple(_entries(Alignment(old, new)))
-    return Section(name, "changed", count, entries) if entries else None
+        return _one_sided(name, count, old, new)
+    nodes = tuple(_entries(Alignment(old, new)))
+    differs = any(entry.kind != "unchanged" for entry in nodes)
+    return Section(name, "changed", count, nodes) if differs else None
 
 
-def _summary(graph: Graph | None) -> Summary:
+def _one_sided(name: str, count: int, old: Graph | None, new: Graph | None) -> Section:
+    graph = new or old
     assert graph is not None
+    infos = [node_info(node) for node in graph.nodes]
+    if new is None:
+        nodes = tuple(Entry("removed", info, None) for info in infos)
+        return Section(name, "removed", count, nodes, _summary(graph))
+    nodes = tuple(Entry("inserted", None, info) for info in infos)
+    return Section(name, "inserted", count, nodes, _summary(graph))
+
+
+def _summary(graph: Graph) -> Summary:
     calls = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     ops = Counter(render_target(node) for node in calls)
-    collectives = Counter(kind for node in calls if (kind := _collective(node)))
+    collectives = Counter(kind for node in calls if (kind := collective_text(node)))
     return Summary(len(calls), tuple(ops.most_common()), tuple(collectives.most_common()))
 
 
@@ -128,25 +170,14 @@ def _entries(alignment: Alignment) -> Iterator[Entry]:
     removed = _removed_before(alignment)
     for node in (*alignment.after, None):  # None: removed from the end
         for gone in removed.get(node, ()):
-            yield _entry("removed", gone)
+            yield Entry("removed", node_info(gone), None)
         if node in inserted:
-            yield _entry("inserted", node)
+            yield Entry("inserted", None, node_info(node))
         elif node in alignment.back:
-            changes = (*_changes(alignment, alignment.back[node], node), *moves.get(node, ()))
-            if changes:
-                yield _entry("changed", node, changes)
-
-
-def _entry(kind: Kind, node: Node, changes: tuple[Change, ...] = ()) -> Entry:
-    users = tuple(user.name for user in node.users)
-    op, text = render_target(node), render_node(node)
-    return Entry(kind, node.name, op, text, changes, users, _collective(node))
-
-
-def _collective(node: Node) -> str:
-    if not is_collective(node):
-        return ""
-    return collective_of(node) or render_target(node).rpartition(".")[2]
+            old = alignment.back[node]
+            changes = (*_changes(alignment, old, node), *moves.get(node, ()))
+            kind: Fate = "changed" if changes else "unchanged"
+            yield Entry(kind, node_info(old), node_info(node), changes)
 
 
 def _removed_before(alignment: Alignment) -> dict[Node | None, list[Node]]:

@@ -1,81 +1,30 @@
-"""The result of a graph comparison: plain data, its text for a terminal and its JSON."""
+"""The result of a graph comparison, and the ways to show it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.markup import escape
 
-Kind = Literal["inserted", "removed", "changed"]
-Field = Literal["target", "args", "value", "dtype", "shape", "placement", "recompute", "order"]
-
-_SIGNS: dict[Kind, str] = {"inserted": "+", "removed": "-", "changed": "~"}
-_COLOURS: dict[Kind, str] = {"inserted": "green", "removed": "red", "changed": "yellow"}
-_MAX_TEXT = 160
-
-
-@dataclass(frozen=True)
-class Change:
-    """One property of a node; "" stands for "has none"."""
-
-    field: Field
-    before: str
-    after: str
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One node that differs.
-
-    Attributes:
-        kind: what happened to it on the way from the first graph to the second.
-        node: its name in the second graph, in the first one if it was removed.
-        op: its operator, in the same graph.
-        text: the node as one line, in the same graph.
-        changes: what changed; empty unless ``kind`` is "changed".
-        users: names of the nodes that use it, in the same graph.
-        collective: how it communicates ("all_gather", ...), "" if it does not.
-    """
-
-    kind: Kind
-    node: str
-    op: str
-    text: str
-    changes: tuple[Change, ...] = ()
-    users: tuple[str, ...] = ()
-    collective: str = ""
-
-
-@dataclass(frozen=True)
-class Summary:
-    """A graph that exists on one side only: its operators and collectives, counted."""
-
-    num_nodes: int
-    ops: tuple[tuple[str, int], ...]
-    collectives: tuple[tuple[str, int], ...]
-
-
-@dataclass(frozen=True)
-class Section:
-    """The differences of one graph; a block that is repeated has one section.
-
-    Attributes:
-        name: of the graph, "" for a graph without a name.
-        kind: "changed" for a graph that is on both sides.
-        count: how many layers use it.
-        entries: its nodes that differ, in graph order.
-        summary: of a graph that exists on one side only.
-    """
-
-    name: str
-    kind: Kind
-    count: int
-    entries: tuple[Entry, ...] = ()
-    summary: Summary | None = None
+from sp_compiler.graph_diff import text, unified
+from sp_compiler.graph_diff.data import (
+    KINDS,
+    Change,
+    Entry,
+    Kind,
+    NodeInfo,
+    Section,
+    Summary,
+    Totals,
+)
+from sp_compiler.graph_diff.page import page
+from sp_compiler.graph_diff.side_by_side import side_by_side
+from sp_compiler.ops.registry import Collective
 
 
 @dataclass(frozen=True)
@@ -85,10 +34,14 @@ class GraphDiff:
     Attributes:
         sections: one for each graph that differs.
         calls: (path of the layer, before, after) of calls of regions that changed, "" for none.
+        before: totals of the first side.
+        after: totals of the second side.
     """
 
     sections: tuple[Section, ...] = ()
     calls: tuple[tuple[str, str, str], ...] = ()
+    before: Totals = field(default_factory=Totals)
+    after: Totals = field(default_factory=Totals)
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -99,6 +52,17 @@ class GraphDiff:
     def is_empty(self) -> bool:
         return not self.sections and not self.calls
 
+    @property
+    def counts(self) -> dict[Kind, int]:
+        """Number of nodes of each kind, in the graphs that differ, each graph counted once.
+
+        A node of which several properties changed counts in several kinds.
+        """
+        kinds = Counter(
+            kind for section in self.sections for entry in section.nodes for kind in entry.kinds
+        )
+        return {kind: kinds[kind] for kind in KINDS if kinds[kind]}
+
     def __str__(self) -> str:
         return self.to_text()
 
@@ -106,88 +70,60 @@ class GraphDiff:
         yield self.to_text(markup=True)
 
     def to_text(self, *, markup: bool = False) -> str:
-        """Several lines for a terminal, with the tags of ``rich`` where ``markup`` is set."""
-        if self.is_empty:
-            return "no difference"
-        lines = [line for section in self.sections for line in _section_lines(section)]
-        lines += [
-            (f"~ call {path or '(model)'}: {old or 'none'} -> {new or 'none'}", "changed")
-            for path, old, new in self.calls
-        ]
-        return "\n".join(_styled(*line) if markup else line[0] for line in lines)
+        """A line for each node that differs, with the tags of ``rich`` where ``markup`` is set."""
+        lines = text.lines(self.sections, self.calls) or [("no difference", None)]
+        if not markup or self.is_empty:
+            return "\n".join(line for line, _ in lines)
+        styles = (text.COLOURS[kind] if kind else "bold" for _, kind in lines)
+        return "\n".join(
+            f"[{style}]{escape(line)}[/{style}]"
+            for (line, _), style in zip(lines, styles, strict=True)
+        )
+
+    def to_unified(self, context: int | None = 3) -> str:
+        """Text as ``diff -u`` writes it: totals, then each graph with ``-`` and ``+`` lines.
+
+        Args:
+            context: unchanged nodes to show on either side of a change, ``None`` for all; the
+                others, and what repeats, are folded.
+        """
+        return "\n".join(
+            unified.lines(self.sections, self.calls, (self.before, self.after), context)
+        )
+
+    def side_by_side(self, context: int | None = 3) -> Group:
+        """Both sides as columns, for ``rich.print``; ``context`` as of :meth:`to_unified`."""
+        return side_by_side(self.sections, self.calls, (self.before, self.after), context)
+
+    def to_html(self, path: str | Path, context: int | None = 3) -> None:
+        """Write a page of its own, with search and filters, that needs no network to be read.
+
+        Each row opens to show shape, placement, bytes, module and source line. ``context`` is as of
+        :meth:`to_unified`; what is folded can be opened.
+        """
+        totals = (self.before, self.after)
+        html = page(self.sections, self.calls, totals, self.counts, context)
+        Path(path).write_text(html, encoding="utf-8")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, with the kinds of each node; :meth:`from_json` needs no more."""
+        data = asdict(self)
+        for section, own in zip(data["sections"], self.sections, strict=True):
+            for entry, node in zip(section["nodes"], own.nodes, strict=True):
+                entry["kinds"] = list(node.kinds)
+        return {**data, "counts": self.counts}
 
     def to_json(self) -> str:
-        """All fields; :meth:`from_json` reads it."""
-        return json.dumps(asdict(self), indent=1)
+        """:meth:`to_dict` as JSON; :meth:`from_json` reads it."""
+        return json.dumps(self.to_dict(), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> GraphDiff:
         """Inverse of :meth:`to_json`."""
         data = json.loads(text)
         sections = tuple(map(_section_from, data["sections"]))
-        return cls(sections, tuple(map(tuple, data["calls"])))
-
-
-def _section_lines(section: Section) -> Iterator[tuple[str, Kind | None]]:
-    repeats = f" x{section.count}" if section.count > 1 else ""
-    title = f"{section.name or 'graph'}{repeats}"
-    if section.summary is not None:
-        verb = "added" if section.kind == "inserted" else "removed"
-        yield f"{_SIGNS[section.kind]} {verb} graph {title}", section.kind
-        for line in _summary_lines(section.summary):
-            yield f"    {line}", section.kind
-        return
-    yield f"{title}: {_counts(section.entries)}", None
-    for entry in section.entries:
-        yield from _entry_lines(entry)
-
-
-def _counts(entries: tuple[Entry, ...]) -> str:
-    """``2 inserted (2 collectives), 5 changed``."""
-    parts = []
-    for kind in _SIGNS:
-        group = [entry for entry in entries if entry.kind == kind]
-        num_collectives = sum(1 for entry in group if entry.collective)
-        if group:
-            plural = "" if num_collectives == 1 else "s"
-            note = f" ({num_collectives} collective{plural})" if num_collectives else ""
-            parts.append(f"{len(group)} {kind}{note}")
-    return ", ".join(parts)
-
-
-def _summary_lines(summary: Summary) -> Iterator[str]:
-    yield f"{summary.num_nodes} nodes: {_list_counts(summary.ops)}"
-    if summary.collectives:
-        yield f"collectives: {_list_counts(summary.collectives)}"
-
-
-def _list_counts(counts: tuple[tuple[str, int], ...]) -> str:
-    return ", ".join(f"{name} x{count}" if count > 1 else name for name, count in counts)
-
-
-def _entry_lines(entry: Entry) -> Iterator[tuple[str, Kind]]:
-    mark = f"  << {entry.collective} >>" if entry.collective else ""
-    sign = _SIGNS[entry.kind]
-    if entry.kind == "changed":
-        changes = [f"{c.field} {_show(c.before)} -> {_show(c.after)}" for c in entry.changes]
-        yield f"  {sign} %{entry.node} {entry.op}: {'; '.join(changes)}{mark}", entry.kind
-        return
-    yield f"  {sign} {_shorten(entry.text)}{mark}", entry.kind
-    if entry.kind == "inserted" and entry.users:
-        yield f"      used by {', '.join(f'%{user}' for user in entry.users)}", entry.kind
-
-
-def _show(text: str) -> str:
-    return _shorten(text) or "none"
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT - 3]}..."
-
-
-def _styled(line: str, kind: Kind | None) -> str:
-    style = _COLOURS[kind] if kind else "bold"
-    return f"[{style}]{escape(line)}[/{style}]"
+        calls = tuple(map(tuple, data["calls"]))
+        return cls(sections, calls, _totals_from(data["before"]), _totals_from(data["after"]))
 
 
 def _section_from(data: dict[str, Any]) -> Section:
@@ -195,11 +131,18 @@ def _section_from(data: dict[str, Any]) -> Section:
     if summary is not None:
         ops, collectives = (tuple(map(tuple, summary[key])) for key in ("ops", "collectives"))
         summary = Summary(summary["num_nodes"], ops, collectives)
-    return Section(
-        **{**data, "entries": tuple(map(_entry_from, data["entries"])), "summary": summary}
-    )
+    return Section(**{**data, "nodes": tuple(map(_entry_from, data["nodes"])), "summary": summary})
 
 
 def _entry_from(data: dict[str, Any]) -> Entry:
     changes = tuple(Change(**change) for change in data["changes"])
-    return Entry(**{**data, "changes": changes, "users": tuple(data["users"])})
+    return Entry(data["kind"], _info_from(data["before"]), _info_from(data["after"]), changes)
+
+
+def _info_from(data: dict[str, Any] | None) -> NodeInfo | None:
+    return None if data is None else NodeInfo(**{**data, "users": tuple(data["users"])})
+
+
+def _totals_from(data: dict[str, Any]) -> Totals:
+    collectives = tuple(Collective(**item) for item in data["collectives"])
+    return Totals(**{**data, "collectives": collectives})

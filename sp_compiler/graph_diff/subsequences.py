@@ -7,6 +7,13 @@ import bisect
 
 def longest_common(old: list[str], new: list[str]) -> list[tuple[int, int]]:
     """Index pairs of the longest common subsequence, the earliest where there are several."""
+    # The table takes the product of both lengths, and most sequences begin alike.
+    start = next((i for i, (x, y) in enumerate(zip(old, new, strict=False)) if x != y), None)
+    if start is None:
+        start = min(len(old), len(new))
+    if start:
+        rest = longest_common(old[start:], new[start:])
+        return [(i, i) for i in range(start)] + [(i + start, j + start) for i, j in rest]
     lengths = [[0] * (len(new) + 1) for _ in range(len(old) + 1)]
     for first in reversed(range(len(old))):
         row, below = lengths[first], lengths[first + 1]

@@ -59,8 +59,12 @@ class Concretizer:
         """Return the copy of ``graph``, made once."""
         if not self._open:  # the usual case, without the cost of a copy
             return graph
-        if id(graph) in self._graphs:
-            return self._graphs[id(graph)]
+        if id(graph) not in self._graphs:
+            self._graphs[id(graph)] = self.copied(graph)
+        return self._graphs[id(graph)]
+
+    def copied(self, graph: Graph) -> Graph:
+        """Return a new copy of ``graph``, whose sizes may be open though those here are not."""
         copy = Graph()
         copies: dict[Node, Node] = {}
         for node in graph.nodes:
@@ -70,7 +74,6 @@ class Concretizer:
             if "val" in node.meta:
                 new.meta = {**node.meta, "val": pytree.tree_map(self._value, node.meta["val"])}
             self.twins[new] = node
-        self._graphs[id(graph)] = copy
         return copy
 
     def region(self, region: Region) -> Region:

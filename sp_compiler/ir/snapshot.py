@@ -35,12 +35,14 @@ class Snapshot:
             ``"Block.loss_backward"``, where it has the model's loss.
         calls: (path of the layer in the model, region name) in execution order.
         wiring: each call with its arguments as text, in the same order; may be left out.
+        kept: region name to the bytes that one call keeps for its backward, once they are apart.
     """
 
     name: str
     graphs: dict[str, Graph]
     calls: list[tuple[str, str]] = field(default_factory=list)
     wiring: list[str] = field(default_factory=list)
+    kept: dict[str, int] = field(default_factory=dict)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UnsupportedError(
@@ -97,6 +99,7 @@ class Snapshot:
             self,
             graphs={new: self.graphs[old] for new, (_, old) in calls},
             calls=[(path, new) for new, (path, _) in calls],
+            kept={new: self.kept[old] for new, (_, old) in calls if old in self.kept},
             wiring=[
                 f"{new}{text.removeprefix(old)}"
                 for (new, (_, old)), text in zip(calls, self.wiring, strict=False)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from sp_compiler.base.errors import ArgumentError
+from sp_compiler.graph_diff.comparable import snapshot_of
 from sp_compiler.graph_diff.diff import diff
 from sp_compiler.graph_diff.report import GraphDiff
 from sp_compiler.ir.snapshot import Snapshot
 from sp_compiler.module.state import ModuleState
+from sp_compiler.options import ExampleInputs
 
 
 class Inspection:
@@ -48,3 +50,8 @@ class Inspection:
             return diff(stages[before], stages[after])
         except KeyError as error:
             raise ArgumentError(f"stage {error}: expected one of {', '.join(stages)}") from error
+
+
+@snapshot_of.register
+def _(value: Inspection, example_inputs: ExampleInputs | None) -> Snapshot:
+    return snapshot_of(value._sp_state.compiled("diff").stages, None)

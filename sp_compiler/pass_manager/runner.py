@@ -170,7 +170,9 @@ def _merged(records: Iterable[_Record], program: Program) -> dict[str, Snapshot]
         if not stage.graphs:
             continue
         if stage.name in merged:
-            stage = replace(stage, graphs={**merged[stage.name].graphs, **stage.graphs})
+            earlier = merged[stage.name]
+            graphs, kept = {**earlier.graphs, **stage.graphs}, {**earlier.kept, **stage.kept}
+            stage = replace(stage, graphs=graphs, kept=kept)
         if not stage.calls and regions.issuperset(map(region_of, stage.graphs)):
             stage = replace(stage, calls=calls)
         merged[stage.name] = stage

@@ -71,4 +71,5 @@ def snapshot_of(name: str, subject: Any, region: str = "") -> Snapshot:
     if isinstance(program, Program):
         return Snapshot.of_program(name, program)
     graphs = graphs_of(subject, region)
-    return Snapshot(name, {each: copy_graph(graph) for each, graph in graphs.items()})
+    kept = {region: subject.kept_bytes} if isinstance(subject, Partitioned) else {}
+    return Snapshot(name, {each: copy_graph(graph) for each, graph in graphs.items()}, kept=kept)

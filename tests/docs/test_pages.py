@@ -73,7 +73,9 @@ def test_commands_of_make_exist() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("page", "preamble"), [("README.md", ""), ("docs/usage.md", _GROUP)], ids=["readme", "usage"]
+    ("page", "preamble"),
+    [("README.md", ""), ("docs/usage.md", _GROUP), ("docs/graph-diff.md", _GROUP)],
+    ids=["readme", "usage", "graph-diff"],
 )
 def test_code_runs_on_two_ranks(page: str, preamble: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"

@@ -15,15 +15,16 @@ from torch.fx import Graph, GraphModule
 
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.placement import Placement
+from sp_compiler.graph_diff.data import Change
 from sp_compiler.graph_diff.diff import diff
-from sp_compiler.graph_diff.report import Change, GraphDiff
+from sp_compiler.graph_diff.report import GraphDiff
 from sp_compiler.ir.program import Call, Program, Ref, Region
 from sp_compiler.ir.rewriting import copy_graph
 from sp_compiler.ir.snapshot import Snapshot
 from tests.helpers.graph_builder import GraphBuilder, aten, convert
 
 
-def _captured() -> Graph:
+def captured() -> Graph:
     """Two layers with a residual, as captured."""
     b = GraphBuilder()
     x, w1, w2 = b.input("x", 8, 4), b.input("w1", 16, 4), b.input("w2", 4, 16)
@@ -33,7 +34,7 @@ def _captured() -> Graph:
     return b.output(b.call(aten.add.Tensor, y, x, name="residual"))
 
 
-def _sharded(*, sources: bool = True) -> Graph:
+def sharded(*, sources: bool = True) -> Graph:
     """The same on one of two ranks, Megatron's way, with what the sharding pass writes."""
     b = GraphBuilder()
     source: Callable[[str], dict[str, str]] = lambda name: {"source": name} if sources else {}  # noqa: E731
@@ -118,10 +119,10 @@ def _final_stage() -> Snapshot:
 @pytest.mark.parametrize("sources", [True, False])
 def test_sharding_shows_collectives_shapes_and_placements(sources: bool) -> None:
     """With the passes' provenance and, by structure alone, without it."""
-    assert str(diff(_captured(), _sharded(sources=sources))) == SHARD_GOLDEN
+    assert str(diff(captured(), sharded(sources=sources))) == SHARD_GOLDEN
 
 
-@pytest.mark.parametrize("make", [_captured, _sharded, _forward, _final_stage])
+@pytest.mark.parametrize("make", [captured, sharded, _forward, _final_stage])
 def test_nothing_differs_from_itself(make: Callable[[], Any]) -> None:
     result = diff(make(), make())
     assert result.is_empty
@@ -130,14 +131,14 @@ def test_nothing_differs_from_itself(make: Callable[[], Any]) -> None:
 
 
 def test_captured_against_final_forward_and_backward() -> None:
-    captured = Snapshot("capture", {"Block": _captured()}, _final_stage().calls)
-    assert str(diff(captured, _final_stage())) == FINAL_GOLDEN
-    assert str(diff(_captured(), _final_stage())) == FINAL_GOLDEN
-    assert str(diff(GraphModule({}, _captured()), _final_stage())) == FINAL_GOLDEN
+    stage = Snapshot("capture", {"Block": captured()}, _final_stage().calls)
+    assert str(diff(stage, _final_stage())) == FINAL_GOLDEN
+    assert str(diff(captured(), _final_stage())) == FINAL_GOLDEN
+    assert str(diff(GraphModule({}, captured()), _final_stage())) == FINAL_GOLDEN
 
 
 def test_the_other_way_round_removes() -> None:
-    result = diff(_final_stage(), Snapshot("capture", {"Block": _captured()}, _final_stage().calls))
+    result = diff(_final_stage(), Snapshot("capture", {"Block": captured()}, _final_stage().calls))
     kinds = {section.name: section.kind for section in result.sections}
     assert kinds == {"Block": "changed", "Block.backward": "removed"}
     removed = [entry for entry in result.entries if entry.kind == "removed"]
@@ -261,15 +262,15 @@ def test_inserted_and_removed_nodes_in_a_long_chain() -> None:
 
 
 def test_json_round_trip() -> None:
-    result = diff(_captured(), _final_stage())
+    result = diff(captured(), _final_stage())
     assert GraphDiff.from_json(result.to_json()) == result
     assert json.loads(result.to_json())["sections"][0]["count"] == 48
-    empty = diff(_captured(), _captured())
+    empty = diff(captured(), captured())
     assert GraphDiff.from_json(empty.to_json()) == empty
 
 
 def test_markup_is_the_text_in_colour() -> None:
-    result = diff(_captured(), _final_stage())
+    result = diff(captured(), _final_stage())
     assert Text.from_markup(result.to_text(markup=True)).plain == str(result)
     console = Console(width=300, color_system=None)
     with console.capture() as capture:
@@ -278,14 +279,14 @@ def test_markup_is_the_text_in_colour() -> None:
 
 
 def test_the_compared_graphs_are_left_alone() -> None:
-    first, second = _captured(), _sharded()
+    first, second = captured(), sharded()
     texts = str(first), str(second)
     diff(first, second)
     assert (str(first), str(second)) == texts
 
 
 def test_a_copy_is_independent_and_equal() -> None:
-    graph = _sharded()
+    graph = sharded()
     copy = copy_graph(graph)
     assert [node.name for node in copy.nodes] == [node.name for node in graph.nodes]
     _node(graph, "relu_default").meta["placement"] = Placement.parse("R")
@@ -303,12 +304,12 @@ def _program(graph: Graph, *argument_orders: tuple[int, ...]) -> Program:
 
 def test_programs_are_compared_region_by_region() -> None:
     orders = (0, 1, 2), (0, 1, 2)
-    result = diff(_program(_captured(), *orders), _program(_sharded(), *orders))
+    result = diff(_program(captured(), *orders), _program(sharded(), *orders))
     assert str(result) == SHARD_GOLDEN.replace("graph:", "Block x2:")
 
 
 def test_the_wiring_between_calls_is_compared() -> None:
-    result = diff(_program(_captured(), (0, 1, 2)), _program(_captured(), (0, 2, 1)))
+    result = diff(_program(captured(), (0, 1, 2)), _program(captured(), (0, 2, 1)))
     assert str(result) == (
         "~ call h.0: Block(input 0, input 1, input 2) -> Block(input 0, input 2, input 1)"
     )
@@ -325,10 +326,10 @@ def test_another_region_in_a_layer_shows() -> None:
 
 def test_what_cannot_be_compared_is_refused() -> None:
     with pytest.raises(ArgumentError, match="cannot compare a str"):
-        diff("graph", _captured())  # type: ignore[arg-type]
+        diff("graph", captured())  # type: ignore[arg-type]
     two = Snapshot("", {"A": _unary(), "B": _unary()})
     with pytest.raises(ArgumentError, match=r"2 regions \(A, B\)"):
-        diff(_captured(), two)
+        diff(captured(), two)
 
 
 def _random_graph(seed: int, size: int = 40) -> Graph:

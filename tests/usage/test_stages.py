@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sp_compiler import ArgumentError, diff
-from sp_compiler.graph_diff.report import Section
+from sp_compiler.graph_diff.data import Section
 from sp_compiler.ir.compiled_program import CompiledProgram
 from tests.helpers import parity
 from tests.helpers.users import prepared

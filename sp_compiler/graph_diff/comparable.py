@@ -1,0 +1,75 @@
+"""Anything that can be compared, as the graphs that it stands for."""
+
+from __future__ import annotations
+
+from functools import singledispatch
+from typing import Any
+
+from torch import nn
+from torch.export import ExportedProgram
+from torch.fx import Graph, GraphModule
+
+from sp_compiler.base.errors import ArgumentError
+from sp_compiler.compiler import to_program
+from sp_compiler.ir.program import Program
+from sp_compiler.ir.snapshot import Snapshot, Stages
+from sp_compiler.options import CompileOptions, ExampleInputs, checked_inputs
+from sp_compiler.trace.export import capture
+
+EXPECTED = (
+    "a Module, compiled or with example_inputs, a stage of one, a Program, a Graph, GraphModule or "
+    "ExportedProgram"
+)
+# The name of the one graph of what has no regions.
+FLAT = ""
+
+
+@singledispatch
+def snapshot_of(value: Any, example_inputs: ExampleInputs | None) -> Snapshot:
+    """Return the graphs of ``value``.
+
+    Folders that come later register their own types.
+
+    Raises:
+        ArgumentError: anything else, or a module that is not compiled without inputs.
+    """
+    raise ArgumentError(f"cannot compare a {type(value).__name__}; expected {EXPECTED}")
+
+
+@snapshot_of.register
+def _(value: Snapshot, example_inputs: ExampleInputs | None) -> Snapshot:
+    return value
+
+
+@snapshot_of.register
+def _(value: Stages, example_inputs: ExampleInputs | None) -> Snapshot:
+    return list(value.values())[-1]  # what runs
+
+
+@snapshot_of.register
+def _(value: Program, example_inputs: ExampleInputs | None) -> Snapshot:
+    return Snapshot.of_program("program", value)
+
+
+@snapshot_of.register(Graph)
+def _(value: Graph, example_inputs: ExampleInputs | None) -> Snapshot:
+    return Snapshot(type(value).__name__, {FLAT: value})
+
+
+@snapshot_of.register(GraphModule)
+@snapshot_of.register(ExportedProgram)
+def _(value: Any, example_inputs: ExampleInputs | None) -> Snapshot:
+    return Snapshot(type(value).__name__, {FLAT: value.graph})
+
+
+@snapshot_of.register
+def _(value: nn.Module, example_inputs: ExampleInputs | None) -> Snapshot:
+    name = type(value).__name__
+    if example_inputs is None:
+        raise ArgumentError(
+            f"cannot compare a {name} that is not compiled: "
+            "pass example_inputs=(args, kwargs), or compile it first"
+        )
+    args, kwargs = checked_inputs(value, example_inputs)
+    program = to_program(capture(value, args, kwargs), CompileOptions())
+    return Snapshot.of_program(name, program)

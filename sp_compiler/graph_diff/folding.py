@@ -1,0 +1,116 @@
+"""Folding of what a reader need not see: unchanged nodes far from a change, repeated layers.
+
+In a program a repeated layer is one graph. A flat graph (an exported model, a graph before it is
+cut into regions) has its nodes once for each layer, so the differences are as many times the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from sp_compiler.graph_diff.data import Entry, Equal, Item, Repeat
+
+# A fold of fewer nodes takes more room than it saves.
+_LEAST_EQUAL = 2
+# A repetition that hides fewer is no layer: keys and values that are treated alike, say.
+_LEAST_REPEATED = 6
+# Nodes of one layer that are searched for a repetition: the search takes this many comparisons for
+# each node.
+_LONGEST_REPEAT = 400
+
+
+def folded(nodes: Sequence[Entry], context: int | None) -> list[Item]:
+    """Return ``nodes`` with repetitions and unchanged runs folded.
+
+    Args:
+        nodes: of one section, in order.
+        context: unchanged nodes to show on either side of a change, ``None`` for all.
+    """
+    return list(_repeats(list(_equal_runs(nodes, context))))
+
+
+def _equal_runs(nodes: Sequence[Entry], context: int | None) -> Iterator[Entry | Equal]:
+    changed = [index for index, entry in enumerate(nodes) if entry.kind != "unchanged"]
+    if context is None:
+        yield from nodes
+        return
+    shown = {
+        near
+        for index in changed
+        for near in range(max(0, index - context), min(len(nodes), index + context + 1))
+    }
+    run: list[Entry] = []
+    for index, entry in enumerate(nodes):
+        if index not in shown:
+            run.append(entry)
+            continue
+        yield from _run(run)
+        run = []
+        yield entry
+    yield from _run(run)
+
+
+def _run(entries: list[Entry]) -> Iterator[Entry | Equal]:
+    if len(entries) >= _LEAST_EQUAL:
+        yield Equal(tuple(entries))
+    else:
+        yield from entries
+
+
+def _repeats(items: list[Entry | Equal]) -> Iterator[Item]:
+    """Fold runs of items that follow each other several times but for the numbers in names."""
+    numbers: dict[str, int] = {}
+    keys = [numbers.setdefault(_signature(item), len(numbers)) for item in items]
+    index = 0
+    while index < len(items):
+        length, count = _longest_repeat(keys, index)
+        parts = [
+            tuple(items[start : start + length])
+            for start in range(index, index + length * count, length)
+        ]
+        hidden = length * (count - 1)
+        if hidden >= _LEAST_REPEATED and any(_differs(item) for item in parts[0]):
+            yield Repeat(parts[0], tuple(parts[1:]))
+        else:
+            yield items[index]
+            length = count = 1
+        index += length * count
+
+
+def _differs(item: Entry | Equal) -> bool:
+    return isinstance(item, Entry) and item.kind != "unchanged"
+
+
+def _longest_repeat(keys: Sequence[int], start: int) -> tuple[int, int]:
+    """(length, count) of the repetition at ``start`` that covers most; (1, 1) if there is none."""
+    best = (1, 1)
+    for length in range(1, min(_LONGEST_REPEAT, (len(keys) - start) // 2) + 1):
+        # One comparison of numbers rules out nearly every length.
+        if keys[start] != keys[start + length]:
+            continue
+        part = keys[start : start + length]
+        count = 1
+        while keys[start + count * length : start + (count + 1) * length] == part:
+            count += 1
+        # Of equal cover the shortest, which comes first: the layer, not two of them.
+        if count > 1 and count * length > best[0] * best[1]:
+            best = (length, count)
+    return best
+
+
+def _signature(item: Entry | Equal) -> str:
+    """Text that is equal for the same node of two layers: names lose their numbers."""
+    entries = item.entries if isinstance(item, Equal) else (item,)
+    # A run that is folded is no single node, though its text may be the same.
+    texts = [type(item).__name__]
+    for entry in entries:
+        changes = " ".join(f"{c.field} {c.before} -> {c.after}" for c in entry.changes)
+        text = _without_numbers(f"{entry.op} {entry.text} {changes}")
+        texts.append(f"{entry.kind} {text}")
+    return "\n".join(texts)
+
+
+def _without_numbers(text: str) -> str:
+    # Of names alone: "%linear_12" and "%p_layers_3_weight", not the sizes in "f32[2, 16]".
+    return re.sub(r"(%|placeholder\[)\w+", lambda name: re.sub(r"_?\d+", "", name[0]), text)

@@ -1,0 +1,51 @@
+"""A comparison as one HTML page that needs no network: search, filters, folds, details."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+
+from jinja2 import Environment, StrictUndefined
+
+from sp_compiler.base.units import bytes_text
+from sp_compiler.graph_diff.data import KINDS, Entry, Equal, Item, Kind, Repeat, Section, Totals
+from sp_compiler.graph_diff.folding import folded
+from sp_compiler.graph_diff.text import Calls, repeat_text, section_title, summary_lines
+
+
+def page(
+    sections: Sequence[Section],
+    calls: Calls,
+    totals: tuple[Totals, Totals],
+    counts: Mapping[Kind, int],
+    context: int | None,
+) -> str:
+    """The text of the page."""
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["bytes"] = bytes_text
+    environment.tests["equal_run"] = lambda item: isinstance(item, Equal)
+    environment.tests["repeat"] = lambda item: isinstance(item, Repeat)
+    template = files("sp_compiler.graph_diff").joinpath("diff_page.html")
+    return environment.from_string(template.read_text(encoding="utf-8")).render(
+        sections=[(section, _items(section, context)) for section in sections],
+        calls=calls,
+        totals=totals,
+        counts=counts,
+        kinds=KINDS,
+        title=section_title,
+        summary_lines=summary_lines,
+        repeat_text=repeat_text,
+        row_kinds=_row_kinds,
+    )
+
+
+def _items(section: Section, context: int | None) -> list[Item]:
+    # Of a graph that one side lacks every node is shown: nothing else of it could be folded.
+    return folded(section.nodes, None if section.summary is not None else context)
+
+
+def _row_kinds(entry: Entry) -> str:
+    """Classes of a row, by which the filters find it."""
+    return " ".join(f"k-{kind}" for kind in entry.kinds)

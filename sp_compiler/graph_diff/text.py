@@ -1,0 +1,108 @@
+"""A comparison as text: a line for each node that differs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
+
+from sp_compiler.graph_diff.data import Entry, Equal, Fate, Repeat, Section, Summary
+from sp_compiler.graph_diff.folding import folded
+
+SIGNS: dict[Fate, str] = {"inserted": "+", "removed": "-", "changed": "~"}
+COLOURS: dict[Fate, str] = {"inserted": "green", "removed": "red", "changed": "yellow"}
+_MAX_TEXT = 160
+
+Line: TypeAlias = tuple[str, Fate | None]
+"""A line, and what happened to what it shows; ``None`` for a title."""
+Calls: TypeAlias = Sequence[tuple[str, str, str]]
+
+
+def lines(sections: Sequence[Section], calls: Calls) -> list[Line]:
+    """The differences of all graphs, then those of the calls."""
+    found = [line for section in sections for line in _section_lines(section)]
+    return [*found, *((call_line(*call), "changed") for call in calls)]
+
+
+def call_line(path: str, before: str, after: str) -> str:
+    """``~ call h.1: A -> B``."""
+    return f"~ call {path or '(model)'}: {before or 'none'} -> {after or 'none'}"
+
+
+def section_title(section: Section) -> str:
+    """``Block x48: 2 inserted (2 collectives), 5 changed``, or ``+ added graph Block x48``."""
+    repeats = f" x{section.count}" if section.count > 1 else ""
+    title = f"{section.name or 'graph'}{repeats}"
+    if section.summary is None:
+        return f"{title}: {_counts(section.entries)}"
+    verb = "added" if section.kind == "inserted" else "removed"
+    return f"{SIGNS[section.kind]} {verb} graph {title}"
+
+
+def repeat_text(repeat: Repeat) -> str:
+    """Where a repetition goes on: ``the same 12 times more, to %linear_95``."""
+    num_others = len(repeat.others)
+    times = "once more" if num_others == 1 else f"{num_others} times more"
+    last = repeat.others[-1][-1]
+    end = last.entries[-1] if isinstance(last, Equal) else last
+    return f"the same {times}, to %{end.node}"
+
+
+def _section_lines(section: Section) -> Iterator[Line]:
+    if section.summary is not None:
+        yield section_title(section), section.kind
+        for line in summary_lines(section.summary):
+            yield f"    {line}", section.kind
+        return
+    yield section_title(section), None
+    for item in folded(section.entries, context=None):
+        for entry in item.first if isinstance(item, Repeat) else (item,):
+            # Entries are those that differ: none of them is folded as equal.
+            if isinstance(entry, Entry):
+                yield from _entry_lines(entry)
+        if isinstance(item, Repeat):
+            yield f"    {repeat_text(item)}", None
+
+
+def _counts(entries: tuple[Entry, ...]) -> str:
+    """``2 inserted (2 collectives), 5 changed``."""
+    parts = []
+    for kind in SIGNS:
+        group = [entry for entry in entries if entry.kind == kind]
+        num_collectives = sum(1 for entry in group if entry.collective)
+        if group:
+            plural = "" if num_collectives == 1 else "s"
+            note = f" ({num_collectives} collective{plural})" if num_collectives else ""
+            parts.append(f"{len(group)} {kind}{note}")
+    return ", ".join(parts)
+
+
+def summary_lines(summary: Summary) -> Iterator[str]:
+    """Operators and collectives of a graph that one side lacks."""
+    yield f"{summary.num_nodes} nodes: {_list_counts(summary.ops)}"
+    if summary.collectives:
+        yield f"collectives: {_list_counts(summary.collectives)}"
+
+
+def _list_counts(counts: tuple[tuple[str, int], ...]) -> str:
+    return ", ".join(f"{name} x{count}" if count > 1 else name for name, count in counts)
+
+
+def _entry_lines(entry: Entry) -> Iterator[Line]:
+    mark = f"  << {entry.collective} >>" if entry.collective else ""
+    sign = SIGNS[entry.kind]
+    if entry.kind == "changed":
+        changes = [f"{c.field} {_show(c.before)} -> {_show(c.after)}" for c in entry.changes]
+        yield f"  {sign} %{entry.node} {entry.op}: {'; '.join(changes)}{mark}", entry.kind
+        return
+    yield f"  {sign} {shortened(entry.text)}{mark}", entry.kind
+    if entry.kind == "inserted" and entry.users:
+        yield f"      used by {', '.join(f'%{user}' for user in entry.users)}", entry.kind
+
+
+def _show(text: str) -> str:
+    return shortened(text) or "none"
+
+
+def shortened(text: str) -> str:
+    """``text``, or its beginning: a node with a hundred operands is known by fewer."""
+    return text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT - 3]}..."

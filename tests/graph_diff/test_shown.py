@@ -204,7 +204,7 @@ def test_search_and_filter_in_a_browser(result: GraphDiff, tmp_path: Path) -> No
     result.to_html(tmp_path / "diff.html")
     address = f"file://{tmp_path / 'diff.html'}"
     assert _shown(address) == "10 nodes"
-    assert _shown(f"{address}#q=linear+w1") == "1 of 10 nodes"
+    assert _shown(f"{address}#q=linear+w1") == "2 of 10 nodes"
     assert _shown(f"{address}#kinds=collective") == "2 of 10 nodes"
     assert _shown(f"{address}#q=all_gather&kinds=collective") == "1 of 10 nodes"
 

@@ -45,6 +45,8 @@ from sp_compiler.planning.plan import Plan
 
 def make_plan(compiled: CompiledProgram, options: CompileOptions, model_name: str = "") -> Plan:
     """Account for ``compiled``, whose ``regions`` must hold what was partitioned."""
+    # Memory is a matter of the whole step (calls share storages, outputs outlive them), time one of
+    # each function: so one walk for the one, sums over distinct blocks for the other.
     memory = step_memory(compiled)
     kept = {region.name: _kept(compiled, region, memory) for region in compiled.program.regions}
     blocks = tuple(
@@ -53,6 +55,7 @@ def make_plan(compiled: CompiledProgram, options: CompileOptions, model_name: st
     sizes = _parameters(compiled)
     bucket = _gradient_reduction(compiled, sizes)
     work = sum((block.work.times(block.num_calls) for block in blocks), Work())
+    # The bucket belongs to no block: it is reduced once, behind the last backward.
     work += Work(communication_us=collectives_us(list(bucket), compiled.world_size))
     trained = [size for size in sizes.values() if size.trained]
     return Plan(
@@ -62,6 +65,7 @@ def make_plan(compiled: CompiledProgram, options: CompileOptions, model_name: st
         parameter_bytes=sum(size.num_bytes for size in sizes.values()),
         replicated_parameter_bytes=sum(s.num_bytes for s in sizes.values() if s.replicated),
         gradient_bytes=sum(size.num_bytes for size in trained),
+        # By elements, not bytes: the moments are float32 whatever the parameter is.
         optimizer_bytes=sum(size.numel * ADAMW_BYTES for size in trained),
         activation_bytes=memory.kept_bytes,
         activation_peak_bytes=memory.peak_bytes,
@@ -79,6 +83,7 @@ def make_plan(compiled: CompiledProgram, options: CompileOptions, model_name: st
             for name, size in sizes.items()
         },
         timeline=memory.timeline,
+        # Made on demand: sympy takes tenths of a second, and few plans are asked for formulas.
         formula_maker=cache(partial(activation_formula, compiled, memory, kept)),
     )
 
@@ -117,6 +122,7 @@ def _kept(compiled: CompiledProgram, region: Region, memory: StepMemory) -> list
     storages = []
     for position, items in sorted(by_position.items()):
         shared: Shared = ""
+        # `all`: where only one call returns its tensor, the others still pay for theirs.
         if all(item.storage in memory.returned for item in items):
             shared = "returned"
         elif all(holders[item.storage] > 1 for item in items):
@@ -132,6 +138,8 @@ def _gathered_again(parts: Partitioned) -> set[str]:
     return {
         node.name
         for node in parts.step_backward.find_nodes(op="placeholder")
+        # In the list of saved tensors a shard looks like any other: only its reader in backward
+        # tells that it is gathered again.
         if any(collective_of(user) == "all_gather" for user in _through_views(node))
     }
 
@@ -174,12 +182,14 @@ def _work(graph: Graph, world_size: int) -> Work:
         recomputed = bool(node.meta.get("recomputed"))
         time_us = compute_us(node)
         total += Work(
+            # What is recomputed is no work of the model's: MFU counts each of its FLOPs once.
             model_flops=0 if recomputed else model,
             hardware_flops=hardware,
             compute_us=time_us,
             recompute_us=time_us if recomputed else 0.0,
             communication_us=collectives_us(node_collectives(node), world_size),
         )
+    # Not a sum over nodes: a collective hides under whatever runs until it is waited for.
     hidden_us = total.compute_us + total.communication_us - elapsed_us(graph, world_size)
     return total + Work(hidden_us=hidden_us)
 
@@ -196,6 +206,7 @@ def _calls(
             number = numbers.setdefault(item.storage, len(numbers))
             kept.setdefault(item.call, {})[number] = item.storage.num_bytes
 
+    # Layers share a block and own the same of its parameters: one answer for all of them.
     @cache
     def working_bytes(region_name: str, own_parameters: frozenset[int]) -> int:
         parts = compiled.regions[region_name].partitioned
@@ -241,12 +252,14 @@ def _parameters(compiled: CompiledProgram) -> dict[str, _StoredParameter]:
             if ref.kind != "param":
                 continue
             name, value = compiled.param_name(ref.name), node.meta["val"]
+            # A tied parameter comes by several calls; one use as R is enough to have it reduced.
             before = sizes.get(name)
             sizes[name] = _StoredParameter(
                 tensor_bytes(value),
                 value.numel(),
                 str(value.dtype),
                 bool(node.meta.get("requires_grad")),
+                # On one rank nothing is replicated in vain.
                 compiled.param_placements[name].is_replicated and compiled.world_size > 1,
                 used.kind == "R" or (before is not None and before.reduced),
             )

@@ -48,8 +48,10 @@ def costly_fallbacks(compiled: CompiledProgram) -> tuple[CostlyFallback, ...]:
     They are counted together: more than :data:`COSTLY_SHARE` of the matrix FLOPs, of the parameter
     bytes, or any attention core. What a hint of the user asks for does not count.
     """
+    # Judged together, not one by one: twenty layers at 0.9 % each are a fifth of the step.
     every = list(all_fallbacks(compiled))
     products = [fallback for fallback in every if fallback.flops or fallback.is_attention]
+    # An operator without a rule has no FLOPs of its own to count, but forces gathers around it.
     causes = [fallback for fallback in every if not fallback.has_rule and not fallback.flops]
     parameters = [fallback for fallback in every if fallback.num_bytes]
     all_flops, all_bytes = _total_flops(compiled), _total_bytes(compiled)
@@ -58,6 +60,8 @@ def costly_fallbacks(compiled: CompiledProgram) -> tuple[CostlyFallback, ...]:
     costly: dict[CostlyFallback, float] = {}
     for item in products:
         share = item.flops / all_flops if all_flops else 0.0
+        # A replicated attention core is always said: its cost grows with the square of the
+        # sequence, and the example's sequence may be short.
         if flops_count or item.is_attention:
             core = "an attention core, " if item.is_attention else ""
             text = f"{core}{share:.1%} of the matrix FLOPs"
@@ -69,6 +73,7 @@ def costly_fallbacks(compiled: CompiledProgram) -> tuple[CostlyFallback, ...]:
         share = item.num_bytes / all_bytes
         text = f"{share:.1%} of the parameter bytes"
         costly[CostlyFallback(item.module, text, item.reason, item.advice)] = share
+    # A stable sort: equal shares stay in graph order, which is the same on every rank.
     return tuple(sorted(costly, key=costly.__getitem__, reverse=True))
 
 
@@ -91,6 +96,8 @@ class FallbackCheck:
         Raises:
             UnsupportedError: with ``strict``, naming the modules, the reasons and what to do.
         """
+        # On every rank, and before anything is said: a refusal on one rank alone would hang the
+        # rest.
         if self._options.strict:
             refuse_costly(costly, self._options.tp)
         # Programs for other sizes have the same fallbacks with other shares.
@@ -140,6 +147,7 @@ def _total_flops(compiled: CompiledProgram) -> float:
     total = 0.0
     for region in compiled.program.regions:
         for node in region.module.graph.nodes:
+            # Graphs have the shapes of one rank: what is sharded counts for all of them.
             ranks = 1 if is_replicated(node) else compiled.world_size
             total += ranks * forward_flops(node) * len(compiled.program.paths(region))
     return total

@@ -74,6 +74,7 @@ class Work:
     @property
     def step_us(self) -> float:
         """Estimated time from beginning to end."""
+        # Hidden time is in both sums.
         return self.compute_us + self.communication_us - self.hidden_us
 
     def __add__(self, other: Work) -> Work:
@@ -118,6 +119,8 @@ class BlockPlan:
     @property
     def kept_bytes(self) -> int:
         """Bytes that each call adds; what calls share or the model returns is left out."""
+        # So that blocks add up: what is shared or returned belongs to the step, and is in the
+        # plan's totals.
         return sum(tensor.num_bytes for tensor in self.kept if not tensor.shared)
 
 
@@ -201,6 +204,7 @@ class PlanData:
     costly_fallbacks: tuple[CostlyFallback, ...] = ()
     notes: tuple[str, ...] = ()
     passes: tuple[PassReport, ...] = ()
+    # Not compared, as the formulas below: two plans are equal when their figures are.
     explainer: Callable[[str], Explanation] | None = field(default=None, repr=False, compare=False)
     calls: tuple[CallPlan, ...] = ()
     parameters: dict[str, ParameterSize] = field(default_factory=dict)
@@ -231,11 +235,14 @@ class PlanData:
     def total_bytes(self) -> int:
         """Parameters, gradients, optimizer and the activations' peak."""
         state = self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+        # The peak, not what is kept: gradients of activations and temporaries exist at the same
+        # time.
         return state + self.activation_peak_bytes
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
         """Of one step, one entry per kind."""
+        # A block's figures are those of one call.
         of_blocks = [
             Collective(item.kind, item.count * block.num_calls, item.num_bytes * block.num_calls)
             for block in self.blocks
@@ -261,6 +268,7 @@ class PlanData:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, with what the properties derive."""
+        # Before the copy: it is made from what the copy must not have.
         formula = self.activation_formula
         blocks = [
             {**asdict(block), "num_calls": block.num_calls, "kept_bytes": block.kept_bytes}
@@ -269,6 +277,7 @@ class PlanData:
         for block in blocks:
             for tensor, text in zip(block["kept"], formula.tensors[block["name"]], strict=True):
                 tensor["formula"] = str(text)
+        # asdict copies deeply, and these two hold graphs and solvers.
         plain = asdict(replace(self, explainer=None, formula_maker=None))
         del plain["explainer"], plain["formula_maker"]
         return {

@@ -93,6 +93,7 @@ def stored_parameters(compiled: CompiledProgram) -> Iterator[tuple[str, Node]]:
     seen: set[str] = set()
     for call in compiled.program.calls:
         for node, ref in zip(call.region.placeholders, call.args, strict=True):
+            # By stored name, so that a tied weight is not counted twice.
             if ref.kind == "param" and compiled.param_name(ref.name) not in seen:
                 seen.add(compiled.param_name(ref.name))
                 yield compiled.param_name(ref.name), node
@@ -109,10 +110,12 @@ def _parameters(compiled: CompiledProgram) -> Iterator[Fallback]:
         asked = _asked(compiled, name)
         reason, advice, is_choice = _why(node, compiled.world_size)
         size = tensor_bytes(value)
+        # A choice of the cost model or of the user is worth a line, but no warning.
         counts = not asked and (not is_choice or size >= _CHOICE_BYTES)
         shape = "x".join(map(str, value.shape))
         text = f"({shape}) {asked or reason}"
         fallback = Fallback("", name, text, advice, num_bytes=size if counts else 0)
+        # Layers repeat: 32 of them with one odd weight each are one line, not 32.
         alike.setdefault(text, []).append(fallback)
     for first, *others in alike.values():
         more = f" and {len(others)} more like it" if others else ""
@@ -130,6 +133,8 @@ def _asked(compiled: CompiledProgram, name: str) -> str:
 def _why(node: Node, world_size: int) -> tuple[str, str, bool]:
     """Reason, advice, and whether it could be sharded but the cost model chose otherwise."""
     shape = node.meta["val"].shape
+    # From the least to the most avoidable: a size that does not divide holds for any rule, a
+    # missing rule for any cost, and what is left was the solver's choice.
     if all(size % world_size for size in shape):
         return f"no dim divides by {world_size}, nor does padding one pay", _other_tp(shape), False
     for user in node.users:
@@ -174,6 +179,7 @@ def _operators(compiled: CompiledProgram, region: Region) -> Iterator[Fallback]:
         if ref.kind == "param" and _asked(compiled, compiled.param_name(ref.name))
     }
     for node in region.module.graph.nodes:
+        # What no gradient passes (positions, masks, indices) is small and replicated by design.
         if node.op != "call_function" or node not in differentiable or is_view(node):
             continue
         has_rule = not _has_no_rule(node)
@@ -192,6 +198,7 @@ def _operators(compiled: CompiledProgram, region: Region) -> Iterator[Fallback]:
             path,
             reason,
             advice,
+            # All layers that share the block: a step pays for each of them.
             flops=forward_flops(node) * len(calls) if counts else 0.0,
             is_attention=counts and _is_attention(node, activations),
             has_rule=has_rule,
@@ -209,6 +216,7 @@ def _operators(compiled: CompiledProgram, region: Region) -> Iterator[Fallback]:
 
 def _why_product(node: Node, region: Region, compiled: CompiledProgram) -> tuple[str, str]:
     """Reason and advice for a matrix product that has a rule."""
+    # Before looking at sizes: what the check refused divided well enough.
     if (region.name, node.meta.get("source", node.name)) in compiled.replicated:
         advice = "Please report it with the note in plan.notes"
         return "how it would be sharded could not be proven", advice
@@ -246,6 +254,7 @@ def _differentiable(region: Region) -> set[Node]:
     sources = {
         node
         for node, kind in pairs
+        # Integers and booleans cannot carry a gradient, whatever they are computed from.
         if kind != "size" and carries_gradient(node.meta["val"])
         if kind in ("param", "call") or node.meta["val"].requires_grad
     }
@@ -263,6 +272,9 @@ def _is_attention(node: Node, activations: set[Node]) -> bool:
     if node.target is _ATTENTION:
         return True
 
+    # By structure, for models name it as they like: a product whose factor is a softmax of another
+    # product, both of activations. A router's softmax weighs outputs of experts, too, but is not
+    # taken of a product of two activations.
     products = {other for other in node.graph.nodes if other.target in _PRODUCTS}
 
     def multiplies_activations(product: Node) -> bool:

@@ -30,6 +30,8 @@ class _Bar:
 
 def page(plan: PlanData) -> str:
     """The text of the page."""
+    # Escaped: names of modules and lines of the model are text from outside. StrictUndefined: a
+    # figure that was renamed fails here, not as a blank on the page.
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     environment.filters["bytes"] = bytes_text
     template = files("sp_compiler.planning").joinpath("plan_page.html").read_text(encoding="utf-8")
@@ -54,10 +56,12 @@ def _timeline(plan: PlanData) -> Iterator[_Bar]:
     """One bar a call and phase; of a deep model neighbours share one, which shows their largest."""
     moments = plan.timeline
     most = max((moment.num_bytes for moment in moments), default=0) or 1
+    # Rounded up.
     group = -(-len(moments) // _MOST_BARS) or 1
     groups = [moments[first : first + group] for first in range(0, len(moments), group)]
     step = _WIDTH / max(1, len(groups))
     for number, members in enumerate(groups):
+        # The largest, for what a reader looks for is the peak.
         moment = max(members, key=lambda member: member.num_bytes)
         call = plan.calls[moment.call]
         title = f"{moment.phase} of {call.path or call.block}: {bytes_text(moment.num_bytes)}"

@@ -123,10 +123,13 @@ def pipeline(
     parts = _split(calls, stages * chunks)
     plans = []
     for stage in range(stages):
+        # Chunks are dealt in turn, as Megatron's interleaving does: stage i has i, i + p, i + 2 p.
         own_chunks = parts[stage::stages]
         in_flight, activation_bytes = _most_in_flight(own_chunks, stage, stages, microbatches)
+        # A set: a tied weight inside one stage is stored once; on two stages it is stored on both.
         used = {name for part in own_chunks for call in part for name in call.parameters}
         numel = sum(sizes[name].numel for name in used)
+        # Frozen parameters have neither gradient nor optimizer state, only their own bytes.
         trained = sum(sizes[name].numel for name in used if sizes[name].trained)
         frozen_bytes = sum(sizes[name].num_bytes for name in used if not sizes[name].trained)
         plans.append(
@@ -136,10 +139,12 @@ def pipeline(
                 state_bytes=round(trained * bytes_per_parameter) + frozen_bytes,
                 in_flight=in_flight,
                 activation_bytes=activation_bytes,
+                # One call runs at a time: the largest, not the sum.
                 working_bytes=max(call.working_bytes for part in own_chunks for call in part),
                 microbatch_us=sum(call.step_us for part in own_chunks for call in part),
             )
         )
+    # arXiv 2104.04473, section 2.2.2: interleaving divides the bubble by the number of chunks.
     bubble = (stages - 1) / (chunks * microbatches)
     return PipelinePlan(tuple(plans), microbatches, chunks, bubble)
 
@@ -152,8 +157,10 @@ def _check(
     bytes_per_parameter: float,
 ) -> None:
     for name, value in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
+        # True is an int in Python, and would be one stage.
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ArgumentError(f"{name}={value!r}: expected a positive integer")
+    # Written so that NaN is refused, too.
     if not bytes_per_parameter > 0:
         raise ArgumentError(f"bytes_per_parameter={bytes_per_parameter!r}: expected more than 0")
     layers = sum(call.path != "" for call in calls)
@@ -177,6 +184,8 @@ def _split(calls: Sequence[CallPlan], count: int) -> list[list[CallPlan]]:
     seen = 0
     for call in calls:
         seen += call.path != ""
+        # Layer n of L goes to part (n p - 1) // L, n counted from 1; what has no path does not
+        # count, so that an embedding does not displace a layer.
         parts[(max(1, seen) * count - 1) // max(1, layers)].append(call)
     return parts
 
@@ -185,6 +194,7 @@ def _most_in_flight(
     chunks: Sequence[Sequence[CallPlan]], stage: int, stages: int, microbatches: int
 ) -> tuple[int, int]:
     """Most forwards in flight, and the most bytes that such forwards keep."""
+    # A dict by storage: what several calls of a chunk keep alike exists once.
     kept = [sum(dict(pair for call in chunk for pair in call.kept).values()) for chunk in chunks]
     total = microbatches * len(chunks)
     ahead = stages - 1 - stage
@@ -196,7 +206,10 @@ def _most_in_flight(
     for number in range(total):
         count, num_bytes = count + 1, num_bytes + kept[next(started)]
         most, most_bytes = max(most, count), max(most_bytes, num_bytes)
+        # After the warmup each forward is followed by a backward (1F1B), so that no more is in
+        # flight.
         if number >= min(warmup, total):
+            # Backwards take the chunks in the opposite order.
             count, num_bytes = count - 1, num_bytes - kept[-1 - next(finished)]
     return most, most_bytes
 

@@ -118,10 +118,12 @@ def _way(way: Way) -> tuple[str, ...]:
     if way.operands:
         text = f"{', '.join(way.operands)} -> {text}"
     mark = "*" if way.chosen else ""
+    # No times: the solver has no solution to take them from.
     if not way.possible:
         return (mark, text, "impossible", "", "", "", "", "")
     times = (way.more_us, way.communication_us, way.compute_us, way.memory_us)
     more = f" and {len(way.conversions) - 1} more" if len(way.conversions) > 1 else ""
     converts = way.conversions[0] + more if way.conversions else ""
+    # + 0.0: a time of -0.04 would be shown as -0.0.
     numbers = (f"{round(time, 1) + 0.0:.1f}".rjust(10) for time in times)
     return (mark, text, *numbers, bytes_text(way.parameter_bytes), converts)

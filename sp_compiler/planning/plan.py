@@ -75,6 +75,7 @@ class Plan(PlanData):
         network to be read."""
         Path(path).write_text(page(self), encoding="utf-8")
 
+    # A plan never changes, and what explains it holds graphs that would be copied with it.
     def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
         return self
 

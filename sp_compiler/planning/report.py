@@ -46,6 +46,7 @@ def _memory(plan: PlanData) -> list[tuple[str, str, str]]:
         ("optimizer", plan.optimizer_bytes, "AdamW, two float32 moments"),
         ("activations kept", plan.activation_bytes, f"between forward and backward, {calls} calls"),
         ("activation peak", plan.activation_peak_bytes, "with temporaries and their gradients"),
+        # Not added to the total: outputs are a part of the peak already.
         ("returned", plan.returned_bytes, "outputs of the model, in the peak"),
         ("total", plan.total_bytes, "parameters, gradients, optimizer, activation peak"),
     ]
@@ -84,6 +85,7 @@ def _step(plan: PlanData) -> list[tuple[str, str]]:
 
 
 def _flops_text(work: Work) -> str:
+    # A model without matrix products (norms alone) has no ratio.
     extra = work.hardware_flops / work.model_flops - 1 if work.model_flops else 0.0
     return f"{work.model_flops:.4g} of the model, {100 * extra:.1f} % more are recomputed"
 
@@ -110,6 +112,7 @@ def _block(block: BlockPlan) -> str:
 
 def _paths(block: BlockPlan) -> str:
     paths = [path or "(outside of layers)" for path in block.paths]
+    # The ends tell which layers are meant.
     if len(paths) > 3:
         paths = [*paths[:2], "...", paths[-1]]
     return ", ".join(paths)
@@ -122,6 +125,7 @@ def _tensor(tensor: KeptTensor, path: str) -> tuple[str, ...]:
         "shared": ", counted once for all calls",
         "returned": ", returned by the model: not counted",
     }
+    # A statement over several lines begins with what says most.
     source = tensor.line.split("\n")[0].strip()
     module = tensor.module.removeprefix(path).removeprefix(".")
     where = " ".join(part for part in (module, tensor.op) if part)

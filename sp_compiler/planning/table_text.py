@@ -14,6 +14,7 @@ def table(rows: Iterable[Sequence[str]], indent: str = "  ") -> str:
     if not lines:
         return ""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    # Only a column of nothing but sizes: one word in it, and it is text.
     right = [all(map(_NUMBER.fullmatch, column)) for column in zip(*lines, strict=True)]
     texts = (
         "  ".join(_aligned(*cell) for cell in zip(line, widths, right, strict=True))

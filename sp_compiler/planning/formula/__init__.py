@@ -115,6 +115,7 @@ class ActivationFormula:
         These are the terms that published formulas leave out: at most linear in the tokens, with
         none of the other sizes.
         """
+        # Terms of degree 2 in s are scores of attention, which published formulas do have.
         tokens = {_symbol("b"), _symbol("s"), WORLD}
         terms = sympy.Add.make_args(sympy.expand(formula))
         small = [t for t in terms if t.free_symbols <= tokens and _degree(t) < 2]
@@ -209,6 +210,7 @@ class _Formulas:
         """Bytes of ``storage``, which a forward made."""
         _, index, name = storage.owner
         region = self.compiled.program.calls[index].region.name
+        # Calls of one region share their formulas: 80 layers are not derived one by one.
         if (region, name) not in self._known:
             self._known[region, name] = self._of(region, name)
         formula = self._known[region, name]
@@ -229,11 +231,14 @@ class _Formulas:
 
     def terms(self) -> list[sympy.Expr]:
         """Each storage once, those of repeated blocks times the number of layers."""
+        # By region and position: at one position all calls of a region keep the same, and only
+        # their number multiplies it.
         counts: Counter[tuple[str, int]] = Counter()
         formulas: dict[tuple[str, int], sympy.Expr] = {}
         keys = [self._key(item) for item in self.memory.kept]
         storages = {(key, item.storage) for key, item in zip(keys, self.memory.kept, strict=True)}
         shared = Counter(key for key, _ in storages)  # 1: all calls keep the same storage
+        # What the model returns exists whether it is saved or not.
         seen = set(self.memory.returned)
         for key, item in zip(keys, self.memory.kept, strict=True):
             if item.storage in seen:
@@ -259,6 +264,8 @@ class Names:
         self._divided: dict[sympy.Expr, None] = {}
         if world_size > 1:
             self._sizes["t"] = Size(world_size, "tensor-parallel ranks")
+        # Roles come in the order of their letters: a width that is made of others finds their
+        # names.
         for role in roles:
             self._name(role)
         self._relate()
@@ -297,6 +304,7 @@ class Names:
 
     def _new(self, letter: str, value: int, meaning: str) -> sympy.Symbol:
         taken = sum(name.rstrip("0123456789") == letter for name in self._sizes)
+        # h, h2, h3, ...
         name = f"{letter}{taken + 1}" if taken else letter
         self._sizes[name] = Size(value, meaning, has_role=letter != _NO_ROLE)
         return _symbol(name)
@@ -315,6 +323,8 @@ class Names:
         # Padded, or a square of the unknown: it cannot be solved for the unknown.
         if formula.has(sympy.ceiling) or sympy.diff(formula, dummy).has(dummy):
             return
+        # The dim gets the letter, and the unknown in it is solved for: where a dim is 3*x and is
+        # called f, x is f/3 from now on.
         symbol = self._new(role.letter, size_of(role.dim), MEANINGS[role.letter])
         factor = sympy.diff(formula, dummy)
         solution = (symbol - (formula - factor * dummy).expand()) / factor
@@ -354,6 +364,7 @@ class Names:
         return self._written[atom]
 
     def _without_role(self, atom: Atom) -> sympy.Expr:
+        # A part of a padded or sliced size, which is known by the size that it was cut from.
         if atom.hint is not None:
             hinted = expression(atom.hint.dim, self._atom, WORLD)
             return hinted / atom.hint.divided - atom.hint.less

@@ -71,6 +71,7 @@ def results_of(node: Node, known: dict[str, list[Shape]]) -> list[Shape]:
     if node.target is operator.getitem:
         return [known[node.args[0].name][node.args[1]]]
     operands = [known[source.name][0] for source in tensor_operands(node)]
+    # Before the rules: what is special here has a rule as well, which says less.
     special = _SPECIAL.get(node.target)
     if special is not None:
         return special(node, operands)
@@ -90,7 +91,9 @@ def _by_rule(node: Node, operands: Sequence[Shape]) -> list[Shape]:
         return []
     known: dict[tuple[str, int], Dim] = {}
     for dims, shape in zip(rule.operands, operands, strict=False):
+        # Not strict: a rule may say nothing of its last dims or operands.
         for factors, dim in zip(dims, shape, strict=False):
+            # A dim that is a product of factors says nothing of each of them.
             if len(factors) != 1 or factors[0].size != size_of(dim):
                 continue
             key = (factors[0].name, factors[0].size)
@@ -132,6 +135,7 @@ def _elementwise(node: Node, operands: Sequence[Shape]) -> list[Shape]:
     for position in range(-len(node.meta["val"].shape), 0):
         dims = [s[position] for s in operands if len(s) >= -position and s[position]]
         size = node.meta["val"].shape[position]
+        # A dim of 1 beside a larger one is broadcast: they are two sizes.
         dims = [dim for dim in dims if size_of(dim) == size]
         # What is in doubt may be broadcast: it is not known to be the same as the others.
         dims = [dim for dim in dims if not is_in_doubt(dim)] or dims[:1]
@@ -169,11 +173,13 @@ def _converted(node: Node, operands: Sequence[Shape]) -> list[Shape]:
     pair, world_size = placements_of(node), arguments(node)["world_size"]
     assert pair is not None
     source, target = pair
+    # By way of the global shape: a shard of one dim may become a shard of another.
     return [one_ranks_part(unsharded(operands[0], source, world_size), target, world_size)]
 
 
 def _product(node: Node, operands: Sequence[Shape]) -> list[Shape]:
     left, right = operands
+    # A product proves what no name tells: the summed dims are one size.
     for pair in [*zip(left[:-2], right[:-2], strict=True), (left[-1], right[-2])]:
         unify(*pair)
     return [(*left[:-1], right[-1])]
@@ -198,6 +204,7 @@ def _slice(node: Node, operands: Sequence[Shape]) -> list[Shape]:
     if args["step"] != 1 or size == 0:  # elements that lie apart are no part of a sum
         return []
     start = args["start"] or 0
+    # torch counts from the end.
     start += size_of(shape[dim]) if start < 0 else 0
     part = sliced(shape[dim], start, size)
     return [(*shape[:dim], part, *shape[dim + 1 :])]
@@ -220,6 +227,8 @@ def _padded(node: Node, operands: Sequence[Shape]) -> list[Shape]:
     for position in range(len(pads) // 2):
         dim = len(shape) - 1 - position
         for size in pads[2 * position : 2 * position + 2]:
+            # A negative pad cuts off; the size is an unknown then, as of any dim that nothing
+            # explains.
             if size > 0:
                 shape[dim] = joined([shape[dim], unknown(size)])
     return [tuple(shape)]

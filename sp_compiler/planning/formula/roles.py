@@ -46,6 +46,7 @@ class Role:
 
 def find_roles(compiled: CompiledProgram, shapes: Shapes) -> list[Role]:
     """Dims of the whole model that have a role, in the order of :data:`MEANINGS`."""
+    # By use, not by position: models take and return batch, sequence and width in any order.
     roles = [Role("h", dim) for dim in _handed_on(compiled, shapes)]
     for region in compiled.program.regions:
         roles += _of_region(compiled, region, shapes)
@@ -54,6 +55,7 @@ def find_roles(compiled: CompiledProgram, shapes: Shapes) -> list[Role]:
         for shape in shapes.inputs.values()
         if shape and not _is_among(shape[0], [role.dim for role in roles if role.letter == "s"])
     ][:1]
+    # The largest feed-forward width is the first f, and the others are f2, f3.
     order = {letter: position for position, letter in enumerate(MEANINGS)}
     roles = [Role(role.letter, on_all_ranks(role.dim)) for role in roles]
     return sorted(roles, key=lambda r: (order[r.letter], -size_of(r.dim) * (r.letter == "f")))
@@ -80,6 +82,7 @@ def _handed_on(compiled: CompiledProgram, shapes: Shapes) -> Iterator[Dim]:
         for ref, (node, source) in zip(call.args, nodes, strict=True):
             shape = shapes.of(call.region.name, node.name)
             if ref.kind == "call" and source.meta.get("requires_grad") and len(shape) > 1:
+                # Weighed by elements: masks and position biases go from layer to layer as well.
                 dims[resolved(shape[-1])] += prod(map(size_of, shape))
     return iter([dim for dim, _ in dims.most_common(1)])
 
@@ -102,6 +105,7 @@ def _of_region(compiled: CompiledProgram, region: Region, shapes: Shapes) -> Ite
             yield from _attention(*operands[:3])
         elif node.target in _SOFTMAX and (queries := _queries(node, params)) is not None:
             (scores,) = operands
+            # Written out as products of batches, heads stand in one dim with the batch.
             heads = scores[1:-2] if len(scores) > 3 else (resolved(scores[0])[1:],)
             yield from _core(tuple(chain.from_iterable(heads)), *shape(queries)[-2:])
             if (attended := _attended(node)) is not None:
@@ -112,6 +116,7 @@ def _of_region(compiled: CompiledProgram, region: Region, shapes: Shapes) -> Ite
             yield Role("e", operands[0][-1])
             yield Role("c", shape(node)[-1])
         elif factors and factors[1] in params:
+            # Both ends: what a linear reads is the hidden width as well, unless a linear made it.
             read.append(shape(factors[0])[-1])
             made.update(unknowns(shape(node)[-1]))
     widths = {dim: None for dim in map(on_all_ranks, read) if made.issuperset(unknowns(dim))}
@@ -123,6 +128,7 @@ def _params(graph: Graph, region: Region) -> set[Node]:
     kinds = zip(graph.find_nodes(op="placeholder"), region.input_kinds, strict=True)
     params = {node for node, kind in kinds if kind == "param"}
     for node in graph.nodes:
+        # A weight that is transposed, cast or gathered in front of its product is a weight still.
         passes_on = is_view(node) or is_copy(node) or placements_of(node) is not None
         if passes_on and node.args[0] in params:
             params.add(node)

@@ -75,6 +75,8 @@ def follow_shapes(compiled: CompiledProgram) -> Shapes:
             _given(compiled, ref, node, shapes, stored)
             for ref, node in zip(call.args, taken, strict=True)
         ]
+        # Later calls run the same graph: what they are given is the same size as what the first
+        # was, wherever it comes from.
         if call.region.name not in shapes.values:
             shapes.values[call.region.name] = _follow(forward, given, shapes.has_batch_of_one)
             continue
@@ -113,6 +115,7 @@ def _given(
     name = compiled.param_name(ref.name) if ref.kind == "param" else ref.name
     placement = compiled.placement(ref)
     full = unsharded(_fresh(node.meta["val"]), placement, compiled.world_size)
+    # By name: a tied weight makes the embedding's rows and the head's classes one size.
     full = stored.setdefault((ref.kind, name), full)
     return one_ranks_part(full, placement, compiled.world_size)
 
@@ -158,6 +161,7 @@ def _checked(node: Node, derived: Sequence[Shape], has_batch_of_one: bool) -> li
     for position, value in enumerate(values_of(node)):
         fresh = _fresh(value, has_batch_of_one)
         shape = derived[position] if position < len(derived) else fresh
+        # Rather an unknown than a wrong name; the sum of all bytes is compared in the end.
         if len(shape) != len(fresh):
             shape = fresh
         pairs = zip(shape, fresh, strict=True)

@@ -76,6 +76,7 @@ class Printer:
             return self._communicator_call(node)
         if _is_infix(node):
             return self._infix(node)
+        # A method is C; the call of an overload goes through Python first.
         if node.target in METHODS:
             name = METHODS[node.target]
             return f"{self._receiver(node.args[0])}.{name}({self._arguments(node, 1)})"
@@ -138,6 +139,7 @@ class Printer:
     def _arguments(self, node: Node, start: int = 0) -> str:
         parts = [self.value(arg) for arg in node.args[start:]]
         for key, arg in node.kwargs.items():
+            # Traces write defaults down; a person would not.
             if key in _DROPPED and arg in (_DROPPED[key], None):
                 continue
             parts.append(f"{key}={self.value(arg)}")
@@ -158,6 +160,7 @@ class Printer:
             raise PassError(Pass.CODEGEN, message, node)
         if not conversion.method:
             return self.value(x)
+        # Started: overlapped, with its wait further down.
         method = f"start_{conversion.method}" if is_started(node) else conversion.method
         return f"tp.{method}({self.value(x)}, {literal(source)}, {literal(target)})"
 
@@ -173,6 +176,7 @@ class Printer:
         if sizes and math.prod(map(example_number, node.meta["val"].shape)):
             sizes[0] = "-1"
         source = node.args[0]
+        # Of a chain of reshapes only the last matters; a copy between them is made by it.
         while source in self.nested and source not in self.idioms.matmuls:
             if source.target not in RESHAPES and not is_copied_by(node, source):
                 break

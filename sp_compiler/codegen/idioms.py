@@ -53,6 +53,7 @@ class Idioms:
 
 def _matmul(node: Node) -> Matmul | None:
     product = node.args[0]
+    # Nothing else may see a part: it would not exist.
     if product.target is not aten.bmm.default or len(product.users) > 1:
         return None
     batch = node.meta["val"].shape[:-2]
@@ -77,6 +78,7 @@ def _unflattened(flat: Node, batch: torch.Size) -> list[Node] | None:
     """What ``flat`` is with its batch dims, then the nodes that flatten them."""
     if flat.target not in RESHAPES or len(flat.users) > 1:
         return None
+    # A clone is what matmul itself does with a factor that it cannot view.
     factor, nodes = flat.args[0], [flat]
     if factor.target is aten.clone.default and len(factor.users) == 1:
         factor, nodes = factor.args[0], [factor, flat]

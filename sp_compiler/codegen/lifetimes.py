@@ -67,6 +67,7 @@ class Lifetimes:
             held = {name: node for name, node in held.items() if self._is_read_behind(node, place)}
             for node in targets(statement):
                 self.names[node] = _first_free(self._wishes(node), taken | held.keys())
+                # In order: names that one statement binds differ from each other.
                 held[self.names[node]] = node
 
     def _is_read_behind(self, node: Node, place: int) -> bool:
@@ -83,6 +84,7 @@ class Lifetimes:
         last: dict[Node, Node] = {}
         for statement, nodes in self._parts.items():
             read = [node for part in nodes for node in part.all_input_nodes]
+            # By storage: a view that is still read keeps all of it alive.
             for node in (*targets(statement), *nodes, *read):
                 last[base(node)] = statement
         bound: dict[str, Node] = {}

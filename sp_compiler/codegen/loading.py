@@ -27,6 +27,7 @@ def load(source: str) -> Namespace:
     filename = f"<sp_compiler {digest} {next(_numbers)}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     namespace = Namespace(__name__=f"sp_compiler.generated_{digest}")
+    # Not at exit: linecache may be gone by then.
     weakref.finalize(namespace, linecache.cache.pop, filename, None).atexit = False
     exec(compile(source, filename, "exec"), namespace)
     return namespace

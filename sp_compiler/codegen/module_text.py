@@ -128,6 +128,7 @@ def region_text(
     wishes = ValueNames(joint, layer).wishes
     bindings: dict[str, str] = {}
     bodies: dict[str, Body] = {}
+    # All functions are laid out before any name is final: what is saved has one name in all.
     for method, graph in _methods_of(partitioned).items():
         # What is nested needs no name, but what is nested depends on how long the names are.
         tentative = {node: wishes(node)[0] for node in graph.nodes if node.op != "output"}
@@ -148,6 +149,7 @@ def region_text(
     sizes = {symbol_of(node): names[node.name] for node in inputs if symbol_of(node)}
     for body in (forward, *bodies.values()):
         body.printer.sizes = sizes
+    # The backward from the loss alone has one: zeros for the others are folded into it.
     num_tangents = {"backward": len(joint.tangents), "loss_backward": 1}
     methods = [_forward(partitioned, forward)]
     methods += [_backward(method, body, num_tangents[method]) for method, body in bodies.items()]
@@ -221,6 +223,7 @@ def _forward(partitioned: Partitioned, body: Body) -> str:
 def _backward(method: str, body: Body, num_tangents: int) -> str:
     inputs = body.graph.find_nodes(op="placeholder")
     names = [body.printer.names[node] for node in inputs]
+    # Placeholders are saved tensors, then tangents; the former come as one tuple.
     split = len(names) - num_tangents
     lines = ["@staticmethod", *_wrapped(f"def {method}(", ["tp", "saved", *names[split:]], "):")]
     if split:

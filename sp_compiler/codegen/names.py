@@ -64,6 +64,7 @@ class ValueNames:
 
     def __init__(self, joint: JointGraph, layer: str = "") -> None:
         self._joint = joint
+        # By name: the nodes of the forward and the backward are copies of these.
         self._nodes = {node.name: node for node in joint.graph.nodes}
         self._backward = joint.backward_nodes()
         self._assigned = _assigned_names(joint.graph, self._backward, layer)
@@ -84,6 +85,7 @@ class ValueNames:
         return self._wished(node)[0]
 
     def _wished(self, node: Node) -> list[str]:
+        # Waits and views that later steps made are in no joint graph, and speak for themselves.
         node = self._nodes.get(node.name, node)
         if node not in self._wishes:
             self._wishes[node] = [_operator_name(node)]  # where the search comes back to it
@@ -98,6 +100,7 @@ class ValueNames:
         elif node in self._gradient_of:
             yield f"grad_{self._base(self._gradient_of[node])}"
         elif (first := _first_part(node)) is not None:
+            # ln_1_rstd: a statistic is told by the norm that it is of.
             yield f"{self._base(first)}_{_operator_name(node)}"
         else:
             partial = "_partial" if self._is_partial(node) else ""
@@ -122,6 +125,8 @@ class ValueNames:
     def _placeholder(self, node: Node) -> Iterator[str]:
         tangents = self._joint.tangents
         if node in tangents:
+            # A tangent is the gradient of the output that it belongs to, whatever autograd called
+            # it.
             output = self._joint.tangent_outputs[tangents.index(node)]
             yield f"grad_{self._base(self._joint.outputs[output])}"
         else:
@@ -135,6 +140,7 @@ class ValueNames:
         elif node in self._gradient_of:
             yield f"grad_{self._base(self._gradient_of[node])}"
         else:
+            # Summed up: the value itself, which may have the name that the summands were denied.
             yield from (name.removesuffix("_partial") for name in self._wished(source))
 
     def _is_partial(self, node: Node) -> bool:
@@ -171,6 +177,7 @@ def _without_number(name: str) -> str:
 def _operator_name(node: Node) -> str:
     if node.op == "placeholder":
         return node.name
+    # torch.matmul is traced as bmm; people write matmul.
     if node.target is aten.bmm.default:
         return "matmul"
     if node.target is not operator.getitem:
@@ -197,11 +204,13 @@ def _assigned_names(
     graph: Graph, backward: Collection[Node], layer: str
 ) -> Mapping[Node, list[str]]:
     """Names of forward values from statements and modules, best first."""
+    # By all frames down to the statement: a helper that is called twice binds its names twice.
     groups: dict[tuple[Frame, ...], dict[Node, None]] = {}
     traces: dict[Node, tuple[Frame, ...]] = {}
     for node in graph.nodes:
         if node.op == "call_function" and node not in backward and conversion_of(node) is None:
             trace = traces[node] = frames(node.meta.get("stack_trace") or "")
+            # Statements of callers too: q = project(x) names what project returns.
             for depth in range(len(trace)):
                 groups.setdefault(_group(trace[: depth + 1]), {})[node] = None
     by_statement: dict[tuple[Frame, ...], Mapping[Node, str]] = {}
@@ -227,6 +236,7 @@ def _group(trace: tuple[Frame, ...]) -> tuple[Frame, ...]:
 
 def _ranked(assigned: Sequence[str], modules: Sequence[str]) -> list[str]:
     """``assigned``: by the statement of each frame, innermost first."""
+    # One letter or `out` says less than the module does, but still more than the operator.
     good = [name if len(name) > 1 and name not in _POOR else "" for name in assigned]
     names = [*good[:1], *modules, *good[1:], *assigned]
     return list(dict.fromkeys(name for name in names if name))
@@ -245,6 +255,7 @@ def _targets(
     """
     if statement is None:
         return {}
+    # More than one: a tuple, a loop or a condition.
     last = [
         node
         for node in members
@@ -310,6 +321,7 @@ def _module_names(node: Node, backward: Collection[Node], layer: str) -> Iterato
         returned = any(user != path and not user.startswith(f"{path}.") for user in outside)
         if not path or not (returned or is_product):
             return
+        # Of layers.0 the number alone would be no name.
         if not parts[length - 1].isdigit():
             yield parts[length - 1]
         if length > 1:
@@ -330,6 +342,7 @@ def _gradients(joint: JointGraph, values: Mapping[str, Node]) -> Mapping[Node, N
         if grad is not None:
             gradient_of.setdefault(grad, value)
     tangents = _on_tangents(joint)
+    # From the parameters back: a gradient is known by who takes it next.
     for node in reversed(joint.graph.nodes):
         if node not in tangents or node.op != "call_function" or node in gradient_of:
             continue
@@ -350,6 +363,7 @@ def _forward_values(graph: Graph, backward: Collection[Node]) -> Mapping[str, No
     for node in graph.nodes:
         source, is_value = node.meta.get("source"), isinstance(node.meta.get("val"), Tensor)
         further = node.target is operator.getitem and node.args[1] != 0
+        # The last one wins: what an operator was decomposed into ends with its value.
         if source is not None and is_value and node not in backward and not further:
             values[source] = node
     return values

@@ -83,6 +83,8 @@ class Nesting:
         for is_turn in (_is_constant, self._is_computed, self._is_plain_view):
             for node in self._nodes:
                 for operand in node.all_input_nodes:
+                    # Greedy: to find the largest set of nestings would be a search, for a line or
+                    # two.
                     if is_turn(operand) and self._may_stand_in(operand, node):
                         self._nest(node, [operand])
 
@@ -145,8 +147,11 @@ class Nesting:
         start = min(self.statements.index(node) for node in computed)
         end = self.statements.index(user)
         between = [node for node in self.statements[start + 1 : end] if node not in inside]
+        # Across a collective the value would be computed while others wait, or be missing under it;
+        # across a draw of torch's generator the numbers would be others.
         if any(map(_keeps_its_place, between)):
             return None
+        # The usual case, two statements behind each other, needs no walk over all memory.
         if not between and not self._frees_late(user, computed):
             return after
         peaks = self._storages.peaks(after, self.tree)

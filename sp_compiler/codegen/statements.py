@@ -102,6 +102,8 @@ class Body:
         for node, parts in self._parts.items():
             pending.append(node)
             computes = [part for part in parts if not _only_moves(part)]
+            # Views and collectives wait for the first statement that computes, and join its
+            # section.
             if not computes and node is not next(reversed(self._parts)):
                 continue
             # The innermost expression is evaluated first: the statement belongs to the last.
@@ -220,6 +222,7 @@ def fill(text: str) -> list[str]:
 
 def _items(text: str) -> list[str]:
     """``text`` cut behind those commas that stand in no brackets and no string."""
+    # Not str.split: commas inside calls and texts separate nothing here.
     depth, start, items = 0, 0, []
     for token in _TOKENS.finditer(text):
         depth += {"(": 1, "[": 1, ")": -1, "]": -1}.get(token[0], 0)
@@ -233,6 +236,7 @@ def _wrapped(target: str, expression: str) -> list[str]:
     """An assignment, a long one with what is between its parentheses on lines of their own."""
     if len(target) + len(expression) + 3 <= WIDTH + _SLACK:
         return [f"{target} = {expression}"]
+    # Broken inside of the outermost call where there is one: `(` on a line of its own says nothing.
     opening = _closed_last(expression)
     if opening is None:
         return [f"{target} = (", *indented(fill(expression)), ")"]

@@ -71,6 +71,7 @@ def _rows(node: Node) -> torch.Size | None:
     """The shape of the rows that all operands of ``node`` are views of; ``None``: they are not."""
     tags = getattr(node.target, "tags", ())
     value = node.meta.get("val")
+    # Numbers that are drawn depend on the shape in which they are drawn.
     if torch.Tag.pointwise not in tags or draws(node) or not isinstance(value, Tensor):
         return None
     rows: torch.Size | None = None
@@ -101,6 +102,7 @@ def _compute_on_rows(node: Node, rows: torch.Size) -> None:
     for operand in dict.fromkeys(tensor_operands(node)):
         if operand.target in RESHAPES:
             node.replace_input_with(operand, operand.args[0])
+    # The view moves behind the operator, where the next one may take the rows in its turn.
     with node.graph.inserting_after(node):
         args = (node, list(value.shape))
         view = make_like(node.graph, aten.view.default, args, like=node, origin="codegen")
@@ -133,6 +135,7 @@ def _split_rows(node: Node) -> None:
     view, sizes, *_ = node.args
     rows = view.args[0]
     node.args = (rows, sizes, -1)
+    # By torch itself, so that strides are those of the parts.
     parts = rows.meta["val"].split(sizes, -1)
     node.meta["val"] = [*parts]
     for part in node.users:

@@ -65,6 +65,7 @@ def frames(stack_trace: str) -> tuple[Frame, ...]:
 @functools.lru_cache(maxsize=64)
 def _bindings(file: str) -> dict[int, Statement | None]:
     """The statement of each line; ``None`` where a line has several, or one that binds nothing."""
+    # Source files change while a process runs, and code comes from notebooks and exec.
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):  # not Python, or not what ran
@@ -92,6 +93,7 @@ def _statements(tree: ast.AST, function: ast.AST | None = None) -> Iterator[tupl
 def _statement(file: str, node: ast.stmt, function: ast.AST | None) -> Statement | None:
     target, value = None, getattr(node, "value", None)
     if isinstance(node, ast.Assign):
+        # Of a = b = x the first: both are the same value.
         target = node.targets[0]
     elif isinstance(node, ast.AnnAssign | ast.AugAssign):
         target = node.target
@@ -105,6 +107,7 @@ def _statement(file: str, node: ast.stmt, function: ast.AST | None) -> Statement
     unpacks = isinstance(target, ast.Tuple | ast.List)
     parts = target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
     names = tuple(part.id if isinstance(part, ast.Name) else "" for part in parts)
+    # Of attn_output, attn_weights the second is often only returned, or dropped.
     later = _computed_with(function, node.end_lineno or node.lineno) if unpacks else set()
     used = tuple(index for index, name in enumerate(names) if name in later)
     return Statement(file, node.lineno, names, unpacks, isinstance(value, _LISTED), used)

@@ -364,7 +364,7 @@ class Names:
         return self._written[atom]
 
     def _without_role(self, atom: Atom) -> sympy.Expr:
-        # A part of a padded or sliced size, which is known by the size that it was cut from.
+        # A number that the model has for a size, half of a dim for one: written by that dim.
         if atom.hint is not None:
             hinted = expression(atom.hint.dim, self._atom, WORLD)
             return hinted / atom.hint.divided - atom.hint.less

@@ -16,10 +16,11 @@ from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.placement import I, Placement
 from sp_compiler.grid.data_parallel import apply_data_parallelism
 from sp_compiler.module.module_tree import MirrorModule
+from sp_compiler.module.outputs import user_outputs
 from sp_compiler.module.parameters import optimizers_of, place
 from sp_compiler.module.state import ModuleState
 from sp_compiler.runtime.executor import Executor
-from sp_compiler.runtime.group import broadcast, broadcast_over_data
+from sp_compiler.runtime.group import broadcast, broadcast_over_data, forward_seed
 from sp_compiler.runtime.parameter_gradients import local_tensor
 from sp_compiler.runtime.program_cache import call_key
 from sp_compiler.runtime.rank_checks import fingerprints
@@ -75,6 +76,18 @@ def shard_over_data(state: ModuleState) -> None:
     options, state.fsdp_options = state.fsdp_options, None
     compiled = state.compiled("data parallelism")
     apply_data_parallelism(state.root, compiled, state.group.data, options)
+
+
+def run(state: ModuleState, executor: Executor, leaves: list[Any]) -> Any:
+    """Run one forward; return the model's own output type."""
+    seed = forward_seed(state.group, state.device()) if executor.needs_seed else None
+    execution = executor.run(state.parameters, state.buffers, leaves, seed)
+    with torch.no_grad():
+        for name, value in execution.mutated_buffers.items():
+            state.buffers[name].copy_(value)
+    if state.agreement.every_call:
+        state.agreement.settle()  # where the program had no collective to do it before
+    return user_outputs(executor.compiled, execution, state.group)
 
 
 def require_data(state: ModuleState) -> None:

@@ -13,18 +13,18 @@ from torch import Tensor, nn
 
 from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.grid.fully_sharded import without_gradient_sync
-from sp_compiler.module.calls import executor_for, require_data, shard_over_data
+from sp_compiler.module.calls import executor_for, require_data, run, shard_over_data
 from sp_compiler.module.grad_scaler import check_sharded_gradients_first
 from sp_compiler.module.inspection import Inspection
 from sp_compiler.module.module_tree import Layout, MirrorModule, fill_mirror
 from sp_compiler.module.optimizer_state import show_true_state
-from sp_compiler.module.outputs import plain_input, user_outputs
+from sp_compiler.module.outputs import plain_input
 from sp_compiler.module.pretrained import load_pretrained
 from sp_compiler.module.saving import full_state_dict
 from sp_compiler.module.source_model import Original, check_not_taken, move_hooks
 from sp_compiler.module.state import Build, ModuleState
 from sp_compiler.module.views import SignedForward, tied_names
-from sp_compiler.runtime.group import TensorParallelGroup, forward_seed
+from sp_compiler.runtime.group import TensorParallelGroup
 from sp_compiler.runtime.padding import make_room
 from sp_compiler.runtime.reductions import watch_optimizer_steps
 from sp_compiler.runtime.region_call import refuse_transforms
@@ -125,16 +125,7 @@ class DistributedModule(Inspection, MirrorModule):
         leaves = [plain_input(leaf) for leaf in leaves]
         executor = executor_for(state, leaves, structure)
         require_data(state)
-        seed = None
-        if executor.needs_seed:
-            seed = forward_seed(state.group, state.device())
-        run = executor.run(state.parameters, state.buffers, leaves, seed)
-        with torch.no_grad():
-            for name, value in run.mutated_buffers.items():
-                state.buffers[name].copy_(value)
-        if state.agreement.every_call:
-            state.agreement.settle()  # where the program had no collective to do it before
-        return user_outputs(executor.compiled, run, state.group)
+        return run(state, executor, leaves)
 
     forward = SignedForward(_forward)
 
@@ -146,6 +137,15 @@ class DistributedModule(Inspection, MirrorModule):
             if parameter.device_mesh.ndim == 1:
                 make_room(parameter, placement, self._sp_state.group.world_size)
         return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of any module."""
+        if set_to_none:
+            # Without the walk through the tree, which takes as long as a small layer.
+            for parameter in self._sp_state.parameters.values():
+                parameter.grad = None
+        else:
+            super().zero_grad(set_to_none)
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:

@@ -72,6 +72,7 @@ class Executor:
                 compiled.codes[region.name],
                 compiled.differentiable[region.name],
                 tp,
+                tuple(i for i, kind in enumerate(region.input_kinds) if kind == "param"),
                 compiled.loss_backwards.get(region.name),
                 {
                     index: placement
@@ -86,7 +87,7 @@ class Executor:
         }
         # What depends on the program alone is found once, not in every step.
         self._replicated = _parameters_used_as_r(compiled)
-        self._arguments = [_arguments(compiled, call) for call in compiled.program.calls]
+        self._arguments = [_Arguments(compiled, call) for call in compiled.program.calls]
         self._last_use = compiled.program.last_uses()
         self.needs_seed = any("seed" in region.input_kinds for region in compiled.program.regions)
 
@@ -136,28 +137,27 @@ class Executor:
         arguments = self._arguments[index]
         runner = self._runners[call.region.name]
         # What the layer's hooks see: no parameters, no sizes.
-        given = [
-            frame.value(ref, index) for ref, name, _ in arguments if not name and ref.kind != "size"
-        ]
+        given = [frame.value(ref, index) for _, ref in arguments.values]
 
         made: list[Any] = []
 
         def invoke(*values: Any) -> tuple[Any, ...]:
             # Hooks of the layer may have replaced values; parameters are looked up only now, for
             # fully_shard gathers them in such a hook.
-            rest = iter(_cast_back(values, given) if frame.managed else values)
-            inputs: list[Any] = []
-            owners: list[Tensor | None] = []
-            for ref, name, is_replicated in arguments:
-                if not name:
-                    owners.append(None)
-                    inputs.append(frame.value(ref) if ref.kind == "size" else next(rest))
-                    continue
+            if frame.managed:
+                values = tuple(_cast_back(values, given))
+            inputs: list[Any] = [None] * len(call.args)
+            for (position, _), value in zip(arguments.values, values, strict=True):
+                inputs[position] = value
+            for position, ref in arguments.sizes:
+                inputs[position] = frame.value(ref)
+            owners = []
+            for position, name, is_replicated in arguments.parameters:
                 owner = frame.params[name]
                 if name in frame.managed:
                     _require_gathered(owner, name, call.path, self.tp.world_size)
                 owners.append(owner)
-                inputs.append(frame.replicated.get(name, owner) if is_replicated else owner)
+                inputs[position] = frame.replicated.get(name, owner) if is_replicated else owner
             made.extend(runner(inputs, owners))
             return tuple(made)
 
@@ -174,16 +174,17 @@ class Executor:
         if self.tp.world_size == 1 or not torch.is_grad_enabled():
             return {}
         # Managed ones are not gathered yet, and FSDP takes their gradients block by block.
-        names = [
-            name for name in self._replicated if name not in managed and params[name].requires_grad
-        ]
-        if not names:
+        parameters = {name: params[name] for name in self._replicated if name not in managed}
+        trained = {
+            name: parameter for name, parameter in parameters.items() if parameter.requires_grad
+        }
+        if not trained:
             return {}
         # One node for all: their gradients arrive together and share one all-reduce.
         values = ReplicateParameters.apply(
-            self.tp, self.deferred, tuple(names), *[params[name] for name in names]
+            self.tp, self.deferred, tuple(trained), *trained.values()
         )
-        return dict(zip(names, values, strict=True))
+        return dict(zip(trained, values, strict=True))
 
 
 class _RunState:
@@ -225,12 +226,25 @@ class _RunState:
         return call_seed(self.seed, call_index)
 
 
-def _arguments(compiled: CompiledProgram, call: Call) -> list[tuple[Ref, str, bool]]:
-    """Each argument of a call: its source, the stored name of a parameter, whether it is R."""
-    return [
-        (ref, compiled.param_name(ref.name) if ref.kind == "param" else "", placement.kind == "R")
-        for ref, placement in zip(call.args, call.region.input_placements, strict=True)
-    ]
+class _Arguments:
+    """Where the inputs of a call come from, by their positions.
+
+    Attributes:
+        parameters: position, stored name, and whether it is taken as R.
+        sizes: position and source.
+        values: position and source of all others.
+    """
+
+    def __init__(self, compiled: CompiledProgram, call: Call) -> None:
+        self.parameters: list[tuple[int, str, bool]] = []
+        self.sizes: list[tuple[int, Ref]] = []
+        self.values: list[tuple[int, Ref]] = []
+        for position, ref in enumerate(call.args):
+            if ref.kind == "param":
+                is_replicated = call.region.input_placements[position].kind == "R"
+                self.parameters.append((position, compiled.param_name(ref.name), is_replicated))
+            else:
+                (self.sizes if ref.kind == "size" else self.values).append((position, ref))
 
 
 def _parameters_used_as_r(compiled: CompiledProgram) -> tuple[str, ...]:

@@ -42,6 +42,21 @@ def parameter_edges(
     return edges
 
 
+def fills_grad(node: Any) -> bool | None:
+    """Whether this backward fills ``grad`` of the leaf behind ``node``.
+
+    ``None`` where ``torch.autograd.grad`` returns the gradient instead. ``backward(inputs=)`` fills
+    those that it names.
+    """
+    if node is None:
+        return False
+    try:
+        fills: bool = torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # of a leaf whose gradient is returned
+        return None
+    return fills
+
+
 def deliver(
     edges: Sequence[ParameterEdge],
     nodes: Sequence[tuple[Any, int]],
@@ -65,6 +80,9 @@ def deliver(
     tensors = [local_tensor(grad) for grad in (*grads, *results) if grad is not None]
     # One look for all of them: in nearly every region each gradient has a storage of its own.
     has_shared = len({tensor.untyped_storage()._cdata for tensor in tensors}) < len(tensors)
+    # Autograd detaches what it gets, which for a DTensor takes ten times as long as for a tensor,
+    # longer than a small kernel. So where that is all that it would do it is passed by.
+    backward = None if torch.is_grad_enabled() else torch._C._current_graph_task_id()
     for index, edge, spec in edges:
         grad = results[index]
         if grad is None:
@@ -77,37 +95,32 @@ def deliver(
         # Past from_local, whose checks and node take longer than a small kernel, and past __init__,
         # which does nothing and takes longer than all the rest.
         wrapped = DTensor.__new__(DTensor, local, spec, requires_grad=False)
-        results[index] = None if _accumulated(nodes[edge][0], wrapped) else wrapped
+        passed_by = backward is not None and _accumulated(nodes[edge][0], wrapped, backward)
+        results[index] = None if passed_by else wrapped
 
 
-def _accumulated(node: Any, grad: DTensor) -> bool:
+def _accumulated(node: Any, grad: DTensor, backward: int) -> bool:
     """Whether ``grad`` could be given to the parameter behind ``node``, as autograd would do it.
 
-    Autograd detaches what it gets, which for a DTensor takes ten times as long as for a tensor,
-    longer than a small kernel. So where that is all that it does it is passed by: for the first
-    gradient of a parameter without hooks, in a backward that fills ``grad``. Further ones of the
-    same backward (a weight that several regions use) are added as they come, autograd's order, so
-    that sums have the same bits. What was there before the backward is left to autograd.
+    So it is for the first gradient of a parameter without hooks, in a backward that fills ``grad``.
+    Further ones of the same backward (a weight that several regions use) are added as they come,
+    autograd's order, so that sums have the same bits. What was there before the backward is left to
+    autograd.
     """
-    if torch.is_grad_enabled() or not isinstance(node, _AccumulateGrad):
+    if not isinstance(node, _AccumulateGrad):
         return False
     parameter = node.variable
     if not parameter.requires_grad:  # frozen since the forward
         return False
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         return False
-    present, backward = parameter.grad, torch._C._current_graph_task_id()
+    present = parameter.grad
     # A partial sum and a full one, of two regions: autograd lets DTensor convert one of them.
     if present is not None and (
         getattr(present, _BACKWARD, None) != backward or present.placements != grad.placements
     ):
         return False
-    if parameter.grad_dtype != grad.dtype:  # autograd converts
-        return False
-    try:
-        if not torch._C._will_engine_execute_node(node):
-            return False
-    except RuntimeError:  # torch.autograd.grad returns it, and leaves the parameter alone
+    if parameter.grad_dtype != grad.dtype or not fills_grad(node):  # autograd converts
         return False
     if present is None:
         setattr(grad, _BACKWARD, backward)

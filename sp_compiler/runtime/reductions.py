@@ -13,7 +13,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.ops.communicator import Communicator
-from sp_compiler.runtime.parameter_gradients import deliver, local_tensor, parameter_edges
+from sp_compiler.runtime.parameter_gradients import (
+    deliver,
+    fills_grad,
+    local_tensor,
+    parameter_edges,
+)
 from sp_compiler.runtime.region_call import forbid_double_backward
 
 
@@ -93,44 +98,29 @@ class ReplicateParameters(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        wanted = _wanted(ctx)
+        fills = [fills_grad(node) for node, _ in ctx.next_functions]
         with torch.no_grad():
             if ctx.deferred.enabled:
-                if wanted is None:
+                if None in fills:
                     raise UnsupportedError(
                         "torch.autograd.grad inside of no_sync() has no gradients of replicated "
                         "parameters to return: they are summed over the ranks later; call it "
                         "outside, or use loss.backward()"
                     )
-                for index, (name, grad) in enumerate(zip(ctx.names, grads, strict=True)):
-                    if grad is not None and index in wanted:
+                for name, grad, filled in zip(ctx.names, grads, fills, strict=True):
+                    if grad is not None and filled:
                         ctx.deferred.add(name, grad)
                 return (None, None, None, *[None] * len(grads))
             # What waits since no_sync belongs into grad: only a backward that fills it takes that.
+            # What neither is filled nor returned is not reduced.
             partial = [
-                ctx.deferred.take(name, grad) if wanted is not None and index in wanted else grad
-                for index, (name, grad) in enumerate(zip(ctx.names, grads, strict=True))
+                ctx.deferred.take(name, grad) if filled else grad if filled is None else None
+                for name, grad, filled in zip(ctx.names, grads, fills, strict=True)
             ]
             results = reduce_gradients(ctx.tp, partial)
         if ctx.parameters:
             deliver(ctx.parameters, ctx.next_functions, results, grads)
         return (None, None, None, *forbid_double_backward(results, grads))
-
-
-def _wanted(ctx: Any) -> set[int] | None:
-    """Indices of the parameters whose ``grad`` this backward fills.
-
-    ``None`` for ``torch.autograd.grad``, which fills none. ``backward(inputs=)`` names some.
-    """
-    nodes = [node for node, _ in ctx.next_functions]
-    try:
-        return {
-            index
-            for index, node in enumerate(nodes)
-            if node is not None and torch._C._will_engine_execute_node(node)
-        }
-    except RuntimeError:  # of a leaf whose gradient is returned
-        return None
 
 
 def reduce_gradients(tp: Communicator, grads: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -43,31 +43,39 @@ def refuse_transforms(values: Iterable[Any]) -> None:
 class RegionRunner:
     """Executes one region on its inputs, recording it for autograd where a gradient is needed.
 
-    ``padded``: which inputs are padded shards of parameters, and how they are placed.
-    ``partial``: which parameters' gradients are partial sums, where they are read as DTensors.
+    ``parameters``: which inputs are parameters. ``padded``: which of them are padded shards, and
+    how they are placed. ``partial``: which of them have gradients that are partial sums, where they
+    are read as DTensors.
     """
 
     code: RegionCode
     differentiable: tuple[bool, ...]
     tp: Communicator
+    parameters: tuple[int, ...] = ()
     loss_backward: LossBackward | None = None
     padded: Mapping[int, Placement] = field(default_factory=dict)
     partial: frozenset[int] = frozenset()
 
-    def __call__(
-        self, inputs: Sequence[Any], owners: Sequence[Tensor | None] | None = None
-    ) -> tuple[Any, ...]:
+    def __call__(self, inputs: Sequence[Any], owners: Sequence[Tensor]) -> tuple[Any, ...]:
         """Outputs of the region.
 
-        ``owners`` names, where given, for each input the parameter that it aliases, so that an
-        in-place change of the parameter between forward and backward is found.
+        ``owners``: the parameters behind those inputs that are parameters, so that an in-place
+        change of one of them between forward and backward is found.
         """
         if torch.is_grad_enabled() and any(
             isinstance(value, Tensor) and value.requires_grad for value in inputs
         ):
             return RegionFunction.apply(self, owners, *inputs)
-        outputs, _ = self.code.forward(self.tp, *self.operands(inputs))
+        outputs, _ = self.forward(self.operands(inputs))
         return outputs
+
+    def forward(self, operands: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Outputs of the region, and what it saves for backward."""
+        # The code brings its own backward: what autograd does in each operator only to find that it
+        # has nothing to record takes a tenth of a small operator's time. Views and versions are
+        # still kept, for the caller may change in place what was saved.
+        with torch._C._AutoDispatchBelowAutograd():
+            return self.code.forward(self.tp, *operands)
 
     def operands(self, inputs: Sequence[Any]) -> list[Any]:
         """This rank's part of each input, padding included."""
@@ -79,7 +87,7 @@ class RegionRunner:
         return parts
 
     def run_backward(
-        self, saved: tuple[Any, ...], grads: Sequence[Tensor | None], metas: Sequence[Any]
+        self, saved: Sequence[Any], grads: Sequence[Tensor | None], metas: Sequence[Any]
     ) -> list[Tensor | None]:
         """One gradient for each input of the region, this rank's part, padding included.
 
@@ -93,15 +101,22 @@ class RegionRunner:
         if loss is not None and all(
             (grad is not None) == (index == loss.output) for index, grad in enumerate(grads)
         ):
-            return list(loss.run(self.tp, saved, _unsharded(grads[loss.output])))
-        flowing = [grad for grad, flows in zip(grads, self.differentiable, strict=True) if flows]
-        tangents = [
-            torch.zeros(shape, dtype=dtype, device=device)
-            if grad is None
-            else _unsharded(grad).contiguous()
-            for grad, (shape, dtype, device) in zip(flowing, metas, strict=True)
-        ]
-        return list(self.code.backward(self.tp, saved, *tangents))
+            tangents = [_unsharded(grads[loss.output])]
+            backward = loss.run
+        else:
+            flowing = [
+                grad for grad, flows in zip(grads, self.differentiable, strict=True) if flows
+            ]
+            tangents = [
+                torch.zeros(shape, dtype=dtype, device=device)
+                if grad is None
+                else _unsharded(grad).contiguous()
+                for grad, (shape, dtype, device) in zip(flowing, metas, strict=True)
+            ]
+            backward = self.code.backward
+        # Neither views nor versions: of what is made here nothing is saved.
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            return list(backward(self.tp, saved, *tangents))
 
     def without_padding(self, index: int, grad: Tensor | None) -> Tensor | None:
         """The gradient of the padded input ``index`` as the parameter is stored."""
@@ -116,14 +131,23 @@ class RegionFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, runner: RegionRunner, owners: Sequence[Tensor | None] | None, *inputs: Any
+        ctx: Any, runner: RegionRunner, owners: Sequence[Tensor], *inputs: Any
     ) -> tuple[Any, ...]:
         locals_ = runner.operands(inputs)
-        outputs, saved = runner.code.forward(runner.tp, *locals_)
-        outputs = _distinct(outputs, locals_, inputs)
+        outputs, saved = runner.forward(locals_)
         ctx.runner = runner
         # Gradients that nobody asks for stay None and cost nothing.
         ctx.set_materialize_grads(False)
+        # A local part of a DTensor does not see that the DTensor is changed in place (its version
+        # stays), so the DTensor is saved instead.
+        owner_of = {
+            id(locals_[index]): owner
+            for index, owner in zip(runner.parameters, owners, strict=True)
+        }
+        outputs = _distinct(
+            outputs,
+            {id(locals_[i]) for i in runner.parameters if locals_[i] is not inputs[i]},
+        )
         if not all(runner.differentiable):
             ctx.mark_non_differentiable(
                 *[out for out, used in zip(outputs, runner.differentiable, strict=True) if not used]
@@ -134,21 +158,32 @@ class RegionFunction(torch.autograd.Function):
             for out, used in zip(outputs, runner.differentiable, strict=True)
             if used
         ]
-        _save(ctx, saved, locals_, owners if owners is not None else inputs)
+        tensors = [value for value in saved if isinstance(value, Tensor)]
+        ctx.save_for_backward(*[owner_of.get(id(value), value) for value in tensors])
+        ctx.others = [
+            (position, value)
+            for position, value in enumerate(saved)
+            if not isinstance(value, Tensor)
+        ]
+        # The padding of a part is put on again.
+        ctx.padded = [
+            (position, placement)
+            for index, placement in runner.padded.items()
+            for position, value in enumerate(tensors)
+            if value is locals_[index]
+        ]
         ctx.parameters = parameter_edges(inputs, runner.partial)
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         runner: RegionRunner = ctx.runner
-        needed = ctx.needs_input_grad[2:]
         if all(grad is None for grad in grads):
-            return (None, None, *[None] * len(needed))
+            return (None, None, *[None] * len(ctx.needs_input_grad[2:]))
         with torch.no_grad():  # create_graph turns gradients on in here
             results = runner.run_backward(_saved(ctx), grads, ctx.tangent_metas)
-            results = [grad if need else None for grad, need in zip(results, needed, strict=True)]
             # Simulated ranks pass padded parts in: only what is stored as a parameter has none.
-            for index, _, _ in ctx.parameters:
+            for index, _, _ in ctx.parameters if runner.padded else ():
                 if index in runner.padded:
                     results[index] = runner.without_padding(index, results[index])
         # Outside of no_grad, where create_graph shows.
@@ -162,14 +197,11 @@ def _unsharded(grad: Any) -> Tensor:
     return grad.full_tensor() if isinstance(grad, DTensor) else grad
 
 
-def _distinct(
-    outputs: Sequence[Any], locals_: Sequence[Any], inputs: Sequence[Any]
-) -> tuple[Any, ...]:
-    """Outputs as different objects, none a parameter's own local part.
+def _distinct(outputs: Sequence[Any], seen: set[int]) -> tuple[Any, ...]:
+    """Outputs as different objects, none of which is one of ``seen``, ids of parameters' parts.
 
     Autograd writes one history into each object that a function returns.
     """
-    seen = {id(local) for local, value in zip(locals_, inputs, strict=True) if local is not value}
     result = []
     for out in outputs:
         result.append(out.view_as(out) if id(out) in seen else out)
@@ -177,37 +209,16 @@ def _distinct(
     return tuple(result)
 
 
-def _save(ctx: Any, saved: Sequence[Any], locals_: Sequence[Any], owners: Sequence[Any]) -> None:
-    """Keep ``saved`` for backward, tensors where autograd watches them for in-place changes.
-
-    A local part of a DTensor does not see that the DTensor is changed in place (its version stays),
-    so the DTensor is kept instead. The padding of a part is put on again.
-    """
-    owner_of = {
-        id(local): owner
-        for local, owner in zip(locals_, owners, strict=True)
-        if isinstance(owner, DTensor)
-    }
-    tensors = [value for value in saved if isinstance(value, Tensor)]
-    ctx.save_for_backward(*[owner_of.get(id(value), value) for value in tensors])
-    position_of = {id(value): position for position, value in enumerate(tensors)}
-    padded = [(id(locals_[index]), place) for index, place in ctx.runner.padded.items()]
-    ctx.padded = {position_of[key]: place for key, place in padded if key in position_of}
-    ctx.others = {
-        index: value for index, value in enumerate(saved) if not isinstance(value, Tensor)
-    }
-
-
-def _saved(ctx: Any) -> tuple[Any, ...]:
+def _saved(ctx: Any) -> list[Any]:
     # Reading saved_tensors is what raises for a parameter that was changed since.
     values = [
         value._local_tensor if isinstance(value, DTensor) else value for value in ctx.saved_tensors
     ]
-    for position, placement in ctx.padded.items():
+    for position, placement in ctx.padded:
         values[position] = padded_part(values[position], placement, ctx.runner.tp.world_size)
-    for index, other in ctx.others.items():
-        values.insert(index, other)
-    return tuple(values)
+    for position, other in ctx.others:
+        values.insert(position, other)
+    return values
 
 
 class _NoDoubleBackward(torch.autograd.Function):

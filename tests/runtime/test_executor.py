@@ -16,6 +16,7 @@ from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ops.communicator import Communicator
 from sp_compiler.runtime.executor import Executor
 from sp_compiler.runtime.reductions import reduce_gradients
+from sp_compiler.runtime.region_call import RegionRunner
 from sp_compiler.verification.simulate import gather_check, scatter, simulated_ranks
 from tests.models.handmade import BlockCode, Model, handmade
 
@@ -101,6 +102,35 @@ def test_change_in_place_between_forward_and_backward_raises() -> None:
         model.blocks[1].up.weight.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+class _ViewCode:
+    """Square of each element; what is saved is a view of the input."""
+
+    @staticmethod
+    def forward(tp: Any, x: Tensor) -> Any:
+        flat = x.view(-1)
+        return (flat * flat,), (flat,)
+
+    @staticmethod
+    def backward(tp: Any, saved: Any, grad: Tensor) -> Any:
+        grad_x = (2 * saved[0] * grad).view(4, 4)
+        assert grad_x._base is None  # what backward makes is not even recorded as a view
+        return (grad_x,)
+
+
+def test_a_view_that_is_saved_is_watched() -> None:
+    code: Any = _ViewCode
+    runner = RegionRunner(code, (True,), Communicator(None, 0, 1))
+    x = _input(requires_grad=True)
+    (out,) = runner([x], [])
+    out.sum().backward()
+    _close(x.grad, 2 * x.detach())
+    (out,) = runner([x], [])
+    with torch.no_grad():
+        x.mul_(2)
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        out.sum().backward()
 
 
 def _alive() -> int:

@@ -17,7 +17,7 @@ WRITTEN = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-_ON_TWO_RANKS = """
+_ON_RANKS = """
 import copy
 import os
 import tempfile
@@ -73,13 +73,18 @@ def test_commands_of_make_exist() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("page", "preamble"),
-    [("README.md", ""), ("docs/usage.md", _GROUP), ("docs/graph-diff.md", _GROUP)],
-    ids=["readme", "usage", "graph-diff"],
+    ("page", "preamble", "num_ranks"),
+    [
+        ("README.md", "", 2),
+        ("docs/usage.md", _GROUP, 2),
+        ("docs/graph-diff.md", _GROUP, 2),
+        ("docs/grids.md", _GROUP, 4),
+    ],
+    ids=["readme", "usage", "graph-diff", "grids"],
 )
-def test_code_runs_on_two_ranks(page: str, preamble: str, tmp_path: Path) -> None:
+def test_code_runs_on_ranks(page: str, preamble: str, num_ranks: int, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
-    program.write_text(script(ROOT / page, _ON_TWO_RANKS + preamble), encoding="utf-8")
+    program.write_text(script(ROOT / page, _ON_RANKS + preamble), encoding="utf-8")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     environment = {
         **os.environ,
@@ -88,7 +93,7 @@ def test_code_runs_on_two_ranks(page: str, preamble: str, tmp_path: Path) -> Non
         "DOCS_PATH": str(tmp_path),
     }
     result = subprocess.run(
-        [*torchrun, "--nproc-per-node", "2", str(program)],
+        [*torchrun, "--nproc-per-node", str(num_ranks), str(program)],
         env=environment,
         cwd=tmp_path,
         capture_output=True,

@@ -50,9 +50,14 @@ def case(name: str, parts: int, *, dropout: float = 0.0) -> Case:
     big = copy.copy(size)
     object.__setattr__(big, "batch", 2 * parts)
     make = lambda seed: table.inputs(big, torch.Generator().manual_seed(seed))  # noqa: E731
-    return Case(
-        lambda: architectures.build(name, size), lambda steps: [make(s) for s in range(steps)]
-    )
+
+    def build_row() -> nn.Module:
+        model = architectures.build(name, size)
+        if hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("batched_mm")  # eager has no other in float64
+        return model
+
+    return Case(build_row, lambda steps: [make(seed) for seed in range(steps)])
 
 
 @contextlib.contextmanager

@@ -1,0 +1,78 @@
+"""The training program: a run that is cut off goes on with the same losses, on other grids too."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from safetensors.torch import load_file
+from transformers import GPT2Config
+
+from examples.train import mesh_of, parsed, train
+from tests.helpers.ranks import run_on_ranks
+
+_STEPS = 4
+
+
+def _run(folder: Path, name: str, steps: int, *options: str) -> dict[int, dict[str, Any]]:
+    args = parsed(
+        [
+            *("--model", str(folder / "config.json"), "--text", str(folder / "text.txt")),
+            *("--folder", str(folder / name), "--sequence-length", "16", "--warmup", "2"),
+            *("--lr", "0.01", "--log-every", "1", "--evaluate-every", "2", "--save-every", "2"),
+            *("--evaluate-batches", "1", "--steps", str(steps), *options),
+        ]
+    )
+    train(args, mesh_of(args, "cpu"))
+    records: dict[int, dict[str, Any]] = {}
+    for line in (folder / name / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        records.setdefault(record.pop("step"), {}).update(record)
+    return records
+
+
+def _runs(path: str) -> list[dict[int, dict[str, Any]]]:
+    warnings.simplefilter("ignore")
+    folder, square = Path(path), ("--tp", "2", "--dp-shard", "2", "--batch", "2")
+    accumulated = (*square, "--accumulate", "2")
+    straight = _run(folder, "straight", _STEPS, *accumulated)
+    # The schedule is that of the full run: it is a failure that cuts a run off.
+    first = "step_00000002"
+    for name in ("cut", "wide"):
+        if dist.get_rank() == 0:
+            shutil.copytree(folder / "straight" / first, folder / name / first)
+    dist.barrier()
+    cut = _run(folder, "cut", _STEPS, *accumulated)
+    wide = _run(folder, "wide", _STEPS, "--tp", "4", "--batch", "4", "--accumulate", "2")
+    return [straight, cut, wide]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
+    config = GPT2Config(
+        vocab_size=256, n_positions=16, n_embd=32, n_layer=2, n_head=4, bos_token_id=0,
+        eos_token_id=0,
+    )  # fmt: skip
+    config.architectures = ["GPT2LMHeadModel"]
+    config.to_json_file(tmp_path / "config.json")
+    tmp_path.joinpath("text.txt").write_text("all work and no play makes jack a dull boy\n" * 100)
+    straight, cut, wide = run_on_ranks(4, _runs, str(tmp_path))[0]
+    measured = ("loss", "norm", "lr", "evaluation_loss")
+    for step in (3, 4):
+        for name in measured:
+            if name in straight[step]:
+                assert cut[step][name] == straight[step][name], (step, name)
+                # Dropout draws the masks of the one part of the data here.
+                assert wide[step][name] == pytest.approx(straight[step][name], rel=0.3)
+    assert straight[4]["loss"] < straight[1]["loss"]
+    assert straight[1]["mfu"] > 0
+    assert not list(tmp_path.glob("*/*.partial"))
+    weights = [
+        load_file(tmp_path / name / "model" / "model.safetensors") for name in ("straight", "cut")
+    ]
+    assert all((weights[0][name] == value).all() for name, value in weights[1].items())

@@ -33,6 +33,7 @@ from sp_compiler.trace.dtype_check import check_dtypes
 from sp_compiler.trace.environment import capture_error, check_capturable, export_context
 from sp_compiler.trace.functionalize import functionalize
 from sp_compiler.trace.lift_casts import lift_casts_to_float64
+from sp_compiler.trace.masked_rows import compute_all_rows
 
 _aten = torch.ops.aten
 
@@ -137,6 +138,7 @@ def _captured(
     reads: Reads,
 ) -> Captured:
     # Placeholders get their final form first: the values computed from them are propagated last.
+    compute_all_rows(exported.graph_module.graph)
     inline_sizes(exported.graph_module.graph)
     captured = _from_exported(exported, model, in_spec)
     captured.parameters = parameters_of(model)

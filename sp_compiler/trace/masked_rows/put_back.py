@@ -1,0 +1,164 @@
+"""Where chosen rows go back to: writes and sums at their places."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from sp_compiler.ir.fx import arguments, shape_of
+from sp_compiler.ir.symbolic import same_shape
+from sp_compiler.trace.masked_rows.rows import Declined, Rows, RowValues, is_mask, union
+
+_aten = torch.ops.aten
+
+
+class PutBack:
+    """Rewrites of the operators that put rows back.
+
+    Args:
+        values: the rows of the graph.
+        known_mask: the first mask that is computed as a mask is.
+    """
+
+    def __init__(self, values: RowValues, known_mask: Callable[[Node], Node]) -> None:
+        self._values = values
+        self._known_mask = known_mask
+
+    def __call__(self, node: Node) -> None:
+        """Replace ``node``, one of :data:`SINKS`, by the same for all rows."""
+        value, base, indices, accumulate = SINKS[node.target](arguments(node))
+        if base in self._values.rows or value not in self._values.rows:
+            raise Declined("they are written into each other")
+        given = arguments(node)
+        if given.get("dim", 0) != 0 or given.get("alpha", 1) != 1:
+            raise Declined("they go back to other places")
+        places = [self._values.rows[index] for index in indices if index in self._values.rows]
+        if any(not same_shape(shape_of(x)[1:], shape_of(base)[1:]) for x in indices if is_table(x)):
+            raise Declined("they go back to other places")
+        rows, right = self._values.rows[value], len(shape_of(value)) - 1
+        mask = rows.mask
+        if len(indices) == 1 and is_mask(indices[0]) and not places:
+            same = self._known_mask(indices[0]) is mask
+            axes = tuple(range(len(shape_of(mask))))
+        else:
+            places = [each.flat or each for each in places]
+            same = len(places) == len(indices) and all(each.mask is mask for each in places)
+            same = same and not any(
+                is_table(x) and self._values.rows[x].flat is None for x in indices
+            )
+            axes = union(places)
+            if same and accumulate and not covers(base, 0, places):
+                self._add_anywhere(node, base, places, value)
+                return
+            same = same and covers(base, 0, places)
+            same = same and [each.column for each in places] == list(axes)
+        if not same or rows.dim != 0 or right != len(shape_of(base)) - len(axes):
+            raise Declined("they go back to other places")
+        if accumulate:
+            result = self._values.call(_aten.add.Tensor, base, self._summed(value, axes, right))
+        else:
+            hit = self._values.hit(mask, axes, right)
+            picked = self._picked(value, axes, right)
+            result = self._values.call(_aten.where.self, hit, picked, base)
+        self._finish(node, result)
+
+    def _add_anywhere(self, node: Node, base: Node, places: Sequence[Rows], value: Node) -> None:
+        """Add every row of all, zeros where the mask chooses none, at its place."""
+        rows, rest = self._values.rows[value], list(shape_of(base))[1:]
+        if len(places) != 1 or rows.dim != 0 or not same_shape(shape_of(value)[1:], rest):
+            raise Declined("they go back to other places")
+        every = tuple(range(len(shape_of(rows.mask))))
+        sizes = [shape_of(rows.mask)[axis] for axis in every]
+        count = math.prod(sizes)
+        index = self._values.widened(places[0], every, 0)
+        index = self._values.call(_aten.expand.default, index, sizes)
+        index = self._values.call(_aten.reshape.default, index, [count])
+        kept = self._values.call(
+            _aten.reshape.default, self._values.left(value, len(rest)), [count, *rest]
+        )
+        self._finish(node, self._values.call(_aten.index_add.default, base, 0, index, kept))
+
+    def _finish(self, node: Node, result: Node) -> None:
+        result.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(result)
+
+    def _summed(self, value: Node, axes: tuple[int, ...], right: int) -> Node:
+        """The sum of the chosen rows at each position of ``axes``, which the value may lack."""
+        known = self._values.rows
+        rows = known[value]
+        others = [axis for axis in range(len(shape_of(rows.mask))) if axis not in axes]
+        if not others:
+            return self._values.left(value, right)
+        if value.target is _aten.mul.Tensor:
+            # A factor that the sum does not run over comes behind it: it is the wider one.
+            for inner, outer in (value.args, value.args[::-1]):
+                factor = known.get(outer)
+                same_rank = all(len(shape_of(x)) == right + 1 for x in (inner, outer) if x in known)
+                if inner in known and factor is not None and factor.axes == axes and same_rank:
+                    total = self._summed(inner, axes, right)
+                    product = self._values.call(_aten.mul.Tensor, total, factor.node)
+                    hit = self._values.hit(rows.mask, axes, right)
+                    return self._values.call(_aten.where.ScalarOther, hit, product, 0)
+        return self._sum(value, others, right)
+
+    def _picked(self, value: Node, axes: tuple[int, ...], right: int) -> Node:
+        """The one chosen row at each position of ``axes``; anything where none is chosen."""
+        rows = self._values.rows[value]
+        if rows.axes == axes:
+            return rows.node
+        others = [axis for axis in range(len(shape_of(rows.mask))) if axis not in axes]
+        if set(rows.axes) < set(axes):
+            return self._values.widened(rows, axes, right, value)
+        operands = [x for x in value.all_input_nodes if x in self._values.rows]
+        if torch.Tag.pointwise in getattr(value.target, "tags", ()) and all(
+            self._values.rows[x].dim == 0 for x in operands
+        ):
+            # Row by row: to pick before is the same as to pick behind, and computes less.
+
+            def picked(x: Node) -> Rows:
+                inner = len(shape_of(x)) - 1
+                return replace(self._values.rows[x], node=self._picked(x, axes, inner), axes=axes)
+
+            return self._values.pointwise(value, picked).node
+        return self._sum(value, others, right)
+
+    def _sum(self, value: Node, axes: Sequence[int], right: int) -> Node:
+        if not value.meta["val"].is_floating_point():
+            raise Declined("a sum of them would have another type")
+        return self._values.call(_aten.sum.dim_IntList, self._values.left(value, right), axes)
+
+
+def covers(x: Node, first: int, places: Sequence[Rows]) -> bool:
+    """Tell whether ``x[i, j]`` is at every position of the mask what ``x`` is there."""
+    columns = [each.column for each in places]
+    if None in columns or len(set(columns)) != len(columns):
+        return False
+    sizes = [shape_of(places[0].mask)[axis] for axis in columns if axis is not None]
+    return same_shape(shape_of(x)[first : first + len(sizes)], sizes)
+
+
+def is_table(index: Any) -> bool:
+    return isinstance(index, Node) and not is_mask(index) and len(shape_of(index)) > 1
+
+
+_Sink = Callable[[dict[str, Any]], tuple[Node, Node, Sequence[Node], bool]]
+SINKS: dict[object, _Sink] = {
+    _aten.index_put.default: lambda given: (
+        given["values"], given["self"], given["indices"], given["accumulate"]
+    ),
+    _aten.index_add.default: lambda given: (
+        given["source"], given["self"], [given["index"]], True
+    ),
+    _aten.index_copy.default: lambda given: (
+        given["source"], given["self"], [given["index"]], False
+    ),
+    _aten.scatter_add.default: lambda given: (
+        given["src"], given["self"], [given["index"]], True
+    ),
+}  # fmt: skip
+"""Operators that put rows back, and of their arguments: rows, base, places, whether they add."""

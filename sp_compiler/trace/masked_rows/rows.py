@@ -1,0 +1,150 @@
+"""Values of the rows that a mask chooses, and what they are for all positions of the mask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from sp_compiler.ir.fx import shape_of
+from sp_compiler.ir.rewriting import make_call
+
+_aten = torch.ops.aten
+# Pointwise operators that are finite wherever their operands are, and so are their derivatives.
+# Rows that a mask chooses may keep clear of a pole, where the others do not, and the gradient of
+# those would be 0 times infinity.
+_FINITE = frozenset(
+    {
+        "_to_copy", "abs", "add", "alias", "bitwise_and", "bitwise_not", "bitwise_or", "celu",
+        "clamp", "clamp_max", "clamp_min", "clone", "cos", "detach", "dropout", "elu", "eq",
+        "erf", "floor_divide", "ge", "gelu", "gt", "hardsigmoid", "hardswish", "hardtanh",
+        "le", "leaky_relu", "lerp", "log_sigmoid_forward", "logical_and", "logical_not",
+        "logical_or", "lt", "maximum", "minimum", "mish", "mul", "ne", "neg", "prelu", "relu",
+        "relu6", "rsub", "selu", "sigmoid", "sign", "silu", "sin", "softplus", "square",
+        "sub", "tanh", "threshold", "where",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A value of the chosen rows, and the same for all positions of the mask.
+
+    Attributes:
+        mask: the mask, with dims ``(M0, M1, ...)``.
+        node: the value for all positions: in place of the dim of rows it has the dims of ``axes``.
+        dim: of the rows.
+        axes: dims of the mask that the value depends on, in order.
+        column: where the value is the place of each row along one axis, that axis.
+        flat: the value with nothing but rows that this one was expanded from.
+    """
+
+    mask: Node
+    node: Node
+    dim: int
+    axes: tuple[int, ...]
+    column: int | None = None
+    flat: Rows | None = None
+
+
+class Declined(Exception):
+    """The reason why a node cannot be computed for all rows."""
+
+
+class RowValues:
+    """The chosen rows of a graph, and calls that compute with all of them.
+
+    Attributes:
+        graph: is being rewritten.
+        node: new calls are inserted in front of it, and have its module and source line.
+        rows: what each node that is a value of chosen rows is for all positions.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.node: Node
+        self.rows: dict[Node, Rows] = {}
+
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+        """Insert a call, whose value is left out."""
+        with self.graph.inserting_before(self.node):
+            meta = {"val": None}
+            return make_call(
+                self.graph, target, args, kwargs, like=self.node, origin="capture", meta=meta
+            )
+
+    def pointwise(self, node: Node, rows_of: Callable[[Node], Rows]) -> Rows:
+        """Apply ``node`` to all rows; ``rows_of`` says what they are of an operand."""
+        operands = {x: rows_of(x) for x in node.all_input_nodes if x in self.rows}
+        if not _is_finite(node, operands):
+            raise Declined("the rows beside them may have no finite value here")
+        mask = next(iter(operands.values())).mask
+        right = {len(shape_of(x)) - rows.dim - 1 for x, rows in operands.items()}
+        ranks = [len(shape_of(x)) for x in node.all_input_nodes if x not in operands]
+        if any(rows.mask is not mask for rows in operands.values()) or len(right) != 1:
+            raise Declined("they are mixed with those of another mask")
+        if max(ranks, default=0) > min(right):
+            raise Declined("they are combined with what is no row")
+        axes = union(operands.values())
+        wide = {x: self.widened(rows, axes, min(right), x) for x, rows in operands.items()}
+        args, kwargs = map_arg((node.args, node.kwargs), lambda x: wide.get(x, x))
+        dim = len(shape_of(node)) - min(right) - 1
+        return Rows(mask, self.call(node.target, *args, **kwargs), dim, axes)
+
+    def widened(
+        self, rows: Rows, axes: tuple[int, ...], right: int, source: Node | None = None
+    ) -> Node:
+        """The value with a dim for each of ``axes``, of size 1 where it does not depend on it."""
+        if rows.axes == axes:
+            return rows.node
+        given = shape_of(source) if source is not None else [None] * (right + 1)
+        sizes = [shape_of(rows.mask)[axis] if axis in rows.axes else 1 for axis in axes]
+        shape = [*given[: rows.dim], *sizes, *given[rows.dim + 1 :]]
+        return self.call(_aten.reshape.default, rows.node, shape)
+
+    def hit(self, mask: Node, axes: tuple[int, ...], right: int) -> Node:
+        """Where the mask chooses anything, with the dims of ``axes`` and ``right`` of size 1."""
+        others = [axis for axis in range(len(shape_of(mask))) if axis not in axes]
+        is_bool = mask.meta["val"].dtype is torch.bool
+        hit = mask if is_bool else self.call(_aten.ne.Scalar, mask, 0)
+        if others:
+            hit = self.call(_aten.any.dims, hit, others)
+        sizes = [shape_of(mask)[axis] for axis in axes]
+        return hit if not right else self.call(_aten.reshape.default, hit, [*sizes, *[1] * right])
+
+    def left(self, value: Node, right: int) -> Node:
+        """The rows of all, with zeros where the mask does not choose them."""
+        rows = self.rows[value]
+        every = tuple(range(len(shape_of(rows.mask))))
+        wide = self.widened(rows, every, right, value)
+        return self.call(_aten.where.ScalarOther, self.hit(rows.mask, every, right), wide, 0)
+
+
+def union(rows: Iterable[Rows]) -> tuple[int, ...]:
+    return tuple(sorted({axis for each in rows for axis in each.axes}))
+
+
+def is_mask(index: Node) -> bool:
+    return isinstance(index, Node) and index.meta["val"].dtype in (torch.bool, torch.uint8)
+
+
+def is_pointwise(node: Node) -> bool:
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.pointwise in tags or _name(node) in _FINITE
+
+
+def _is_finite(node: Node, operands: Container[Node]) -> bool:
+    """Tell whether a pointwise operator of finite ``operands`` is finite, with its derivative."""
+    if _name(node) == "div":
+        return not any(x in operands for x in node.all_input_nodes if x is not node.args[0])
+    if _name(node) == "pow":
+        return isinstance(node.args[1], int) and node.args[1] >= 0
+    return _name(node) in _FINITE
+
+
+def _name(node: Node) -> str:
+    return str(node.target).removeprefix("aten.").split(".")[0]

@@ -142,6 +142,7 @@ class _Builder:
         fixed: dict[str, Placement] | None,
         open_dims: bool,
     ) -> CompiledProgram:
+        # A proof starts from what was captured, before any pass of ours.
         keep: Kept = "unsharded" if self.verify else "stages"
         compiled = build(
             model, args, kwargs, self.options, fixed=fixed, open_dims=open_dims, keep=keep
@@ -182,6 +183,7 @@ def plan(
     checked = CompileOptions.of(tp, options)
     wishes_of(checked.hints, parameters_of(model))  # raises before the model is captured
     result = build(model, args, kwargs, checked, keep="nothing").plan
+    # CompiledProgram stands before Plan in the order of the folders, and so cannot name its type.
     assert isinstance(result, Plan)
     if checked.strict:
         refuse_costly(result.costly_fallbacks, tp)

@@ -94,9 +94,12 @@ def build(
         lift_casts,
         keep=keep,
     )
+    # A budget splits blocks by bytes, which no open size tells.
     if not open_dims or options.budget_bytes is not None:
         return compile_with(open_dims=False)
     try:
+        # Tried, not asked: what torch.export and its shape guards can leave open is known
+        # afterwards.
         return compile_with(open_dims=True)
     except Exception as error:  # of torch too: not all of it can do without sizes
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -135,8 +138,10 @@ def _build(
         if program.sizes is not None:
             program.sizes.require_known()
         with without_autocast():
+            # Bytes and times are numbers, so those of the example's sizes.
             plan = make_plan(concretized(compiled), options, type(model).__name__)
         at_example = Concretizer(program.sizes).program(program)
+        # Bound now and solved when somebody asks: each way that it compares is one more solution.
         explainer = partial(explain, at_example, options, dict(fixed), compiled.replicated)
         compiled.plan = replace(plan, explainer=explainer)
         compiled.unsharded = (original, program) if original is not None else None
@@ -210,6 +215,9 @@ class Compilation:
             try:
                 return self._run_passes(setting)
             except PlacementError as error:
+                # The typing rules judge what the sharding rules have made, and are written apart
+                # from them. Where the two differ, the operator runs replicated, and all is placed
+                # anew around it.
                 operator = refused_operator(self._program, error, self._replicated)
                 if operator is None or setting.tp == 1:
                     raise
@@ -232,8 +240,11 @@ class Compilation:
         joints: dict[str, JointGraph] = {}
         for region in program.regions:
             name = region.name
+            # Differentiated once it is sharded: the gradient of a collective is a collective of its
+            # own, which the simplifier and the policies then see.
             joints[name] = run.once(Pass.JOINT, trace_joint, region, region=name)
             run.once(Pass.SIMPLIFY, simplify, joints[name].graph, region=name)
+        # From here on per memory setting: a policy writes tags, the partitioner acts on them.
         wanted = split_options(program, options)
         # All regions together: a memory budget is one for the whole step.
         if options.budget_bytes is None:
@@ -255,6 +266,7 @@ class Compilation:
                 run(Pass.CHECK, check_partitioned, region, *contract, region=origin)
             paths = tuple(tagged.program.paths(region))
             regions.append(CompiledRegion(region, parts, joint, paths))
+        # All regions at once: they are classes of one module, with one list of bound operators.
         loaded = run(Pass.CODEGEN, compile_regions, regions, options.backend)
         return CompiledProgram(
             tagged.program,

@@ -154,10 +154,14 @@ class CompileOptions:
         _check_choice("outputs", self.outputs, get_args(Outputs))
         for name in ("sequence_parallel", "overlap", "strict"):
             _check_choice(name, getattr(self, name), (True, False))
+        # Before anything is compiled: a wrong option is the user's, a PassError later would be
+        # ours.
         for name in ("tp", "nominal_tokens"):
             value = getattr(self, name)
+            # True is an int, and would pass for one rank.
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ArgumentError(f"{name}={value!r}: expected a positive int")
+        # The way that a frozen dataclass leaves to put its own fields in normal form.
         object.__setattr__(self, "hints", checked_hints(self.hints))
         object.__setattr__(self, "passes", _checked_passes(self.passes))
         if (self.recompute == "auto") != (self.memory_budget is not None):
@@ -187,6 +191,7 @@ class CompileOptions:
     def texts(self) -> dict[str, str]:
         """Option name to the text of its value, the same for equal values on every rank."""
         options = self.to_dict()
+        # In what order a user writes hints means nothing, and may differ by rank.
         options["hints"] = dict(sorted(options["hints"].items()))
         return {name: repr(value) for name, value in options.items()}
 
@@ -244,5 +249,6 @@ def _checked_passes(passes: Any) -> tuple[UserPass, ...]:
 
 
 def _check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    # By type too: 1 == True, and tp=True or overlap=1 are mistakes.
     if value not in allowed or type(value) not in {type(choice) for choice in allowed}:
         raise ArgumentError(f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}")

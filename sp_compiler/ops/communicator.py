@@ -108,6 +108,7 @@ class Communicator:
 
     def all_gather(self, x: Tensor, src: str, dst: str) -> Tensor:
         """S(dim) -> R or I: every rank's part, in rank order; contiguous."""
+        # Not even a copy on one rank: the same code serves every tp, and is free at 1.
         return x if self.world_size == 1 else self.start_all_gather(x, src, dst).wait()
 
     def reduce_scatter(self, x: Tensor, src: str, dst: str) -> Tensor:
@@ -122,6 +123,7 @@ class Communicator:
         """:meth:`all_gather` of more than one rank that goes on until it is waited for."""
         source, world_size = Placement.parse(src), self.world_size
         with _BelowAutograd():
+            # Held until the result is there: the transfer reads it while its caller goes on.
             sent = x.contiguous()
             ranks = self._collectives.all_gather(sent, world_size)
         # The collective puts the parts one behind the other, which for rows is the result: no copy.
@@ -150,6 +152,7 @@ class Communicator:
     def shard(self, x: Tensor, src: str, dst: str) -> Tensor:
         """R or I -> S(dim): a copy of this rank's part, which does not keep all of ``x`` alive."""
         target = Placement.parse(dst)
+        # A view would keep the global tensor in memory, from which only this part is needed.
         part = self._rank_slice(_to_rank_major(x, target, self.world_size), target.dim)
         return part.clone(memory_format=torch.contiguous_format)
 
@@ -160,6 +163,7 @@ class Communicator:
         parts = x.unsqueeze(source.dim)
         # By comparison, not by an index: the rank of simulated ranks is a tensor.
         is_own = torch.arange(self.world_size, device=x.device) == self.rank
+        # To broadcast along the dim of ranks, which stands in front of the sharded one.
         is_own = is_own.view(-1, *[1] * (x.dim() - source.dim))
         ranks = torch.where(is_own, parts, torch.zeros((), dtype=x.dtype, device=x.device))
         ranks = ranks.flatten(source.dim, source.dim + 1)
@@ -174,6 +178,7 @@ class Communicator:
         size = x.shape[dim] // self.world_size
         if isinstance(self.rank, int):
             return x.narrow(dim, self.rank * size, size)
+        # Simulated ranks: a slice takes a number, index_select takes the tensor that the rank is.
         rank = self.rank.reshape(1)
         return (
             x.unflatten(dim, (self.world_size, size)).index_select(dim, rank).flatten(dim, dim + 1)
@@ -190,6 +195,7 @@ def running_on(tp: Communicator | None) -> Iterator[None]:
 
     For graphs that are interpreted; the generated code holds its communicator.
     """
+    # The token brings back what was there before: runs may be nested.
     token = _CURRENT.set(tp)
     try:
         yield

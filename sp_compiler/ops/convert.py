@@ -74,6 +74,8 @@ def conversion_between(source: Placement, target: Placement) -> Conversion | Non
 
     Two different shards have no row: the way from one to the other is through the global value.
     """
+    # By kinds alone: which dim, and in how many segments, the communicator reads off the
+    # placements.
     kinds = ["S" if placement.is_sharded else placement.kind for placement in (source, target)]
     return CONVERSIONS.get((kinds[0], kinds[1]))
 
@@ -102,7 +104,10 @@ def _save_placements(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward_of_convert(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    # The adjoint: R and P are each other's duals, I and S their own. What was gathered is
+    # scattered, what was summed is passed on.
     source, target = (Placement.parse(text).dual for text in (ctx.dst, ctx.src))
+    # Gradients of expanded values come with strides of 0, and collectives send memory as it lies.
     grad = _sp.convert(grad.contiguous(), str(source), str(target), ctx.world_size)
     return grad, None, None, None
 
@@ -128,6 +133,7 @@ def _copied_bytes(args: Arguments, result: Tensor) -> int:
     if method == "all_gather" and (source.dim or len(source.segments) > 1):
         return _bytes(result)
     if method == "reduce_scatter":
+        # One to bring the dim to the front, one to sort the segments by rank.
         copies = bool(target.dim) + (len(target.segments) > 1)
         return copies * _bytes(args["x"].meta["val"])
     return 0

@@ -74,12 +74,16 @@ class Grid:
         self.num_columns = sizes[-1]
         if world_size > 1 and dim == len(sizes) - 1:
             self.num_columns *= world_size
+            # Places in the global tensor, of which the hash is taken: no two ranks draw alike, and
+            # each draws what one rank alone would draw there.
             columns = columns + rank * sizes[-1]
         elif world_size > 1:
             inner = prod(sizes[dim:-1])
             outer = torch.arange(prod(sizes[:dim]), device=device) * (inner * world_size)
             part = torch.arange(inner, device=device) + rank * inner
             rows = (outer.unsqueeze(1) + part).flatten()
+        # Site and seed are mixed before they are added: seeds and sites are small numbers in a row,
+        # whose plain sums would meet (seed 1 at site 2, seed 2 at site 1).
         key = _mix64(_mix64(seed) + _mix64(torch.full_like(seed, site)))
         low, high = _halves(_mix64(key + rows * _GOLDEN))
         self.low, self.high = low.unsqueeze(1), high.unsqueeze(1)
@@ -94,6 +98,7 @@ class Grid:
         """The same block by block: the rows and columns, and their bits, valid until the next."""
         num_rows, num_columns = self.shape
         height, width = block_shape(self.shape, self.device)
+        # Two for all blocks: to allocate them anew would cost more than the hash.
         buffers = torch.empty(2, height * width, dtype=torch.int32, device=self.device)
         for top in range(0, num_rows, max(1, height)):
             for left in range(0, num_columns, max(1, width)):

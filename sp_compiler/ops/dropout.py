@@ -77,6 +77,8 @@ def _threshold(p: float) -> int:
     """The least int32 that survives: a share ``p`` of the 2^32 values is below it."""
     if not 0 <= p < 1:
         raise ArgumentError(f"dropout p={p!r}: expected a probability in [0, 1)")
+    # The hash is signed, so the least number is -2^31; and some value has to survive even where p
+    # is rounded to 1.
     return min(round(p * (1 << 32)), (1 << 32) - 1) - (1 << 31)
 
 
@@ -98,6 +100,7 @@ def _save_seed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     (seed,) = ctx.saved_tensors
+    # The seed makes the same mask again: nothing else is saved.
     return _sp.dropout(grad, seed, *ctx.rest), None, None, None, None, None
 
 
@@ -114,6 +117,7 @@ def _type_mask(args: Arguments, world_size: int) -> Sequence[Typing]:
 def _typings(args: Arguments, world_size: int, of_partial: Placement) -> Sequence[Typing]:
     typings: list[Typing] = []
     if args["world_size"] == 1:
+        # Every rank drops the same elements of its summand: dropout of the sum.
         typings += [((R, R), (R,)), ((P, R), (of_partial,))]
     if args["world_size"] == world_size:
         shard = S(args["dim"] % max(1, args["x"].meta["val"].dim()))

@@ -126,6 +126,7 @@ class Operator:
                 "inside of `with running_on(tp)`, or the generated code instead of the graph"
             )
         result = self.kernel(tp, *self.method_arguments(args))
+        # By storage, not identity: a kernel may return a view of what it was given.
         given = {x.untyped_storage()._cdata for x in args if isinstance(x, Tensor)}
 
         # The schema promises autograd a result of its own, where the generated code, which needs no
@@ -150,6 +151,7 @@ def operator_of(target: object) -> Operator | None:
 def register(operator: Operator) -> Operator:
     """Make ``operator`` known to torch, to the communicator and to the compiler."""
     OPERATORS[operator.name] = operator
+    # The generated code calls tp.<name>: a method call, past torch's dispatcher.
     setattr(Communicator, operator.name, operator.kernel)
     definition = torch.library.custom_op(
         f"sp_compiler::{operator.name}", operator.run, mutates_args=(), schema=operator.schema

@@ -55,6 +55,7 @@ def uniform(
 def _fraction(bits: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """The first digits of hashes behind the point, the last digit made 1."""
     if dtype == torch.float64:
+        # 26 + 27 digits; the odd last one makes 53, all that a double has below 1.
         high, low = (
             _first_digits(each, count).long() for each, count in zip(bits, (26, 27), strict=True)
         )
@@ -74,6 +75,8 @@ def _fake(seed: Tensor, size: Sequence[int], dtype: torch.dtype, *rest: int) -> 
 
 
 def _typings(args: Arguments, world_size: int) -> Sequence[Typing]:
+    # Either every rank draws all of it, or each its part; a part of another group's draw is
+    # neither.
     typings: list[Typing] = []
     if args["world_size"] == 1:
         typings.append(((R,), (R,)))

@@ -24,6 +24,7 @@ def vocab_embedding(tp: Communicator, weight: Tensor, ids: Tensor, num_rows: int
     """
     require_inside(tp, ids, num_rows, "an embedding of {} rows")
     local, is_here = local_ids(tp, ids, weight.shape[0])
+    # Selected, not multiplied: row 0, which stands in for rows of other ranks, may hold inf or nan.
     return embedding(local, weight).where(is_here.unsqueeze(-1), 0)
 
 
@@ -89,6 +90,7 @@ def vocab_nll_backward(
     """Gradient of :func:`vocab_nll` for its logits: (softmax - onehot) * grad; no communication."""
     grad = torch.where(target == ignore_index, torch.zeros_like(grad), grad)
     local, is_here = local_ids(tp, target, logits.shape[-1])
+    # The softmax is made again from one number a row; to save it would take as much as the logits.
     result = (logits - logsumexp.unsqueeze(-1)).exp_().mul_(grad.unsqueeze(-1))
     padding = padding_columns(tp, logits, classes)
     if padding is not None:
@@ -102,6 +104,8 @@ def require_inside(tp: Communicator, ids: Tensor, size: int, what: str) -> None:
     Raises:
         IndexError: an id is negative or not below ``size``.
     """
+    # On a rank that has none of them, a wrong id would look like one of another rank: a row of
+    # zeros instead of an error.
     if tp.world_size == 1 or not isinstance(tp.rank, int) or not ids.numel():
         return  # torch's own operators look; simulated ranks hold ids that were looked at
     if ids.device.type == "cpu":

@@ -48,6 +48,7 @@ def vocab_smoothed_nll(
     weighed = [_weighed(tp, logits, weight, classes)] if smoothing else []
     logsumexp, picked, *weighed = log_total(tp, logits, classes, [picked, *weighed])
     losses = (1 - smoothing) * weight[wanted] * (logsumexp - picked)
+    # None without smoothing, else one.
     for total in weighed:
         losses = losses + smoothing / classes * (weight.sum() * logsumexp - total)
     return torch.where(target == ignore_index, 0, losses), logsumexp
@@ -80,6 +81,7 @@ def vocab_smoothed_nll_backward(
 def _own_weights(tp: Communicator, logits: Tensor, weight: Tensor, classes: int) -> Tensor:
     """The weights of this rank's columns; 0 of those that are padding."""
     columns = torch.arange(logits.shape[-1], device=logits.device) + tp.rank * logits.shape[-1]
+    # Clamped, for an index behind the last weight would raise before it is masked.
     return torch.where(columns < classes, weight[columns.clamp(max=classes - 1)], 0)
 
 
@@ -127,6 +129,7 @@ def _save_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor])
 
 def _backward_of_losses(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
     logits, target, *others = ctx.saved_tensors
+    # Here and not in the kernel: a target that is ignored may be no index at all (-100).
     ignored = target == ctx.ignore_index
     grad, target = torch.where(ignored, 0, grad), torch.where(ignored, 0, target)
     result = _sp.vocab_smoothed_nll_backward(grad, logits, target, *others, *ctx.rest)

@@ -71,7 +71,8 @@ def global_calls(
         for shapes in sized(node, operands, placements, world_size):
             yield GlobalCall(node.args, node.kwargs, shapes)
     elif is_pointwise(node):
-        shape = tuple(torch.broadcast_shapes(*_shapes(operands)))
+        shapes = [operand.shape for operand in operands if isinstance(operand, Tensor)]
+        shape = tuple(torch.broadcast_shapes(*shapes))
         yield GlobalCall(node.args, node.kwargs, [shape])
     else:
         # On replicated operands the sizes among the arguments are global already.
@@ -114,10 +115,6 @@ def _sizes(local: Any, world_size: int) -> list[Any]:
     if isinstance(local, int):
         return [local, local * world_size]
     return [local, *map(list, _scaled(local, world_size))]
-
-
-def _shapes(operands: Sequence[Any]) -> list[Shape]:
-    return [tuple(operand.shape) for operand in operands if isinstance(operand, Tensor)]
 
 
 def _run(

@@ -75,7 +75,8 @@ class Printer:
         if getattr(node.target, "namespace", "") == "sp_compiler":
             return self._communicator_call(node)
         if _is_infix(node):
-            return self._infix(node)
+            symbol, (left, right) = INFIX[node.target], node.args
+            return f"{self._operand(left, node)} {symbol} {self._operand(right, node, right=True)}"
         # A method is C; the call of an overload goes through Python first.
         if node.target in METHODS:
             name = METHODS[node.target]
@@ -112,11 +113,6 @@ class Printer:
                 break
             value = value.args[0]
         return value
-
-    def _infix(self, node: Node) -> str:
-        symbol = INFIX[node.target]
-        left, right = node.args
-        return f"{self._operand(left, node)} {symbol} {self._operand(right, node, right=True)}"
 
     def _operand(self, value: Any, user: Node, *, right: bool = False) -> str:
         text = self.value(value)
@@ -198,10 +194,12 @@ class Printer:
         x, dim, step = call["self"], call["dim"], call["step"]
         size = x.meta["val"].shape[dim]
         start, end = call["start"] or 0, call["end"]
-        if not any(map(is_open, (start, end, size))):
+        is_known = not any(map(is_open, (start, end, size)))
+        if is_known:
             start, end, _ = slice(start, end).indices(size)
-        # narrow is a method and a view; a slice in brackets would hide that a dim is cut.
-        if step == 1 and _is_inside(start, end, size):
+        # narrow is a method and a view; a slice in brackets would hide that a dim is cut. A
+        # slice may end before it starts and is empty then, where narrow raises.
+        if step == 1 and is_known and start < end:
             length = self.value(end - start)
             return f"{self._receiver(x)}.narrow({dim}, {self.value(start)}, {length})"
         return f"{self._function(node)}({self._arguments(node)})"
@@ -319,13 +317,6 @@ def _attribute_path(target: Any) -> str:
 
 def _is_infix(node: Any) -> bool:
     return node.target in INFIX and not node.kwargs and len(node.args) == 2
-
-
-def _is_inside(start: Any, end: Any, size: Any) -> bool:
-    """Whether ``0 <= start < end <= size`` for sure."""
-    if any(map(is_open, (start, end, size))):
-        return False
-    return bool(start < end)
 
 
 _SPECIAL: dict[Any, Callable[[Printer, Node], str]] = {

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from sp_compiler.base.pass_report import report_lines
 from sp_compiler.base.units import bytes_text, parse_bytes
 from sp_compiler.ops.registry import Collective
-from sp_compiler.planning.data import BlockPlan, KeptTensor, PlanData, Work
+from sp_compiler.planning.data import BlockPlan, KeptTensor, PlanData
 from sp_compiler.planning.table_text import table
 
 _MAX_SOURCE = 60
@@ -72,8 +72,11 @@ def _budget(plan: PlanData) -> Iterable[str]:
 
 def _step(plan: PlanData) -> list[tuple[str, str]]:
     work = plan.work
+    # A model without matrix products (norms alone) has no ratio.
+    extra = work.hardware_flops / work.model_flops - 1 if work.model_flops else 0.0
+    flops = f"{work.model_flops:.4g} of the model, {100 * extra:.1f} % more are recomputed"
     rows = [
-        ("matrix FLOPs", _flops_text(work)),
+        ("matrix FLOPs", flops),
         ("estimated time", f"{plan.step_us / 1e3:.2f} ms, MFU {100 * plan.mfu:.1f} %"),
         ("  compute", f"{work.compute_us / 1e3:.2f} ms"),
         ("  of it recompute", f"{work.recompute_us / 1e3:.2f} ms"),
@@ -82,12 +85,6 @@ def _step(plan: PlanData) -> list[tuple[str, str]]:
     ]
     rows += [(f"  {item.kind}", _collective_text(item)) for item in plan.collectives]
     return rows
-
-
-def _flops_text(work: Work) -> str:
-    # A model without matrix products (norms alone) has no ratio.
-    extra = work.hardware_flops / work.model_flops - 1 if work.model_flops else 0.0
-    return f"{work.model_flops:.4g} of the model, {100 * extra:.1f} % more are recomputed"
 
 
 def _collective_text(item: Collective) -> str:

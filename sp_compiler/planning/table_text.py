@@ -17,11 +17,10 @@ def table(rows: Iterable[Sequence[str]], indent: str = "  ") -> str:
     # Only a column of nothing but sizes: one word in it, and it is text.
     right = [all(map(_NUMBER.fullmatch, column)) for column in zip(*lines, strict=True)]
     texts = (
-        "  ".join(_aligned(*cell) for cell in zip(line, widths, right, strict=True))
+        "  ".join(
+            cell.rjust(width) if is_size else cell.ljust(width)
+            for cell, width, is_size in zip(line, widths, right, strict=True)
+        )
         for line in lines
     )
     return "\n".join(f"{indent}{text}".rstrip() for text in texts)
-
-
-def _aligned(cell: str, width: int, right: bool) -> str:
-    return cell.rjust(width) if right else cell.ljust(width)

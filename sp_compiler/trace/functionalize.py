@@ -67,11 +67,7 @@ def _is_simple(node: Node) -> bool:
             return False
     if node.op != "call_function" or node.target in (operator.getitem, _SET_GRAD):
         return True
-    return isinstance(node.target, OpOverload) and not _writes(node)
-
-
-def _writes(node: Node) -> bool:
-    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+    return isinstance(node.target, OpOverload) and not node.target._schema.is_mutable
 
 
 def _attribute(module: GraphModule, node: Node) -> Any:

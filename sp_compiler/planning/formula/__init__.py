@@ -12,7 +12,7 @@ import sympy
 
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.storage import Storage
-from sp_compiler.cost.step_memory import Kept, StepMemory
+from sp_compiler.cost.step_memory import StepMemory
 from sp_compiler.cost.step_walk import SEED_BYTES
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.planning.formula.roles import MEANINGS, Role, find_roles
@@ -226,16 +226,14 @@ class _Formulas:
         sizes = (self.names.expression(dim) for dim in dims)
         return sympy.expand(sympy.Mul(node.meta["val"].element_size(), *sizes))
 
-    def _key(self, item: Kept) -> tuple[str, int]:
-        return self.compiled.program.calls[item.call].region.name, item.position
-
     def terms(self) -> list[sympy.Expr]:
         """Each storage once, those of repeated blocks times the number of layers."""
         # By region and position: at one position all calls of a region keep the same, and only
         # their number multiplies it.
         counts: Counter[tuple[str, int]] = Counter()
         formulas: dict[tuple[str, int], sympy.Expr] = {}
-        keys = [self._key(item) for item in self.memory.kept]
+        calls = self.compiled.program.calls
+        keys = [(calls[item.call].region.name, item.position) for item in self.memory.kept]
         storages = {(key, item.storage) for key, item in zip(keys, self.memory.kept, strict=True)}
         shared = Counter(key for key, _ in storages)  # 1: all calls keep the same storage
         # What the model returns exists whether it is saved or not.
@@ -246,9 +244,9 @@ class _Formulas:
             seen.add(item.storage)
             counts[key] += 1
             formulas[key] = self.of(item.storage)
-        calls = Counter(call.region.name for call in self.compiled.program.calls)
+        num_calls = Counter(call.region.name for call in calls)
         return [
-            (count if shared[key] == 1 else self.names.layers(key[0], calls[key[0]], count))
+            (count if shared[key] == 1 else self.names.layers(key[0], num_calls[key[0]], count))
             * formulas[key]
             for key, count in counts.items()
         ]

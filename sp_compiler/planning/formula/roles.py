@@ -50,11 +50,9 @@ def find_roles(compiled: CompiledProgram, shapes: Shapes) -> list[Role]:
     roles = [Role("h", dim) for dim in _handed_on(compiled, shapes)]
     for region in compiled.program.regions:
         roles += _of_region(compiled, region, shapes)
-    roles += [
-        Role("b", shape[0])
-        for shape in shapes.inputs.values()
-        if shape and not _is_among(shape[0], [role.dim for role in roles if role.letter == "s"])
-    ][:1]
+    sequences = {resolved(role.dim) for role in roles if role.letter == "s"}
+    batches = [shape[0] for shape in shapes.inputs.values() if shape]
+    roles += [Role("b", dim) for dim in batches if resolved(dim) not in sequences][:1]
     # The largest feed-forward width is the first f, and the others are f2, f3.
     order = {letter: position for position, letter in enumerate(MEANINGS)}
     roles = [Role(role.letter, on_all_ranks(role.dim)) for role in roles]
@@ -67,10 +65,6 @@ def on_all_ranks(dim: Dim) -> Dim:
     if first is not None and isinstance(first.meaning, Share):
         return (*resolved(first.meaning.full), *rest)
     return resolved(dim)
-
-
-def _is_among(dim: Dim, others: list[Dim]) -> bool:
-    return any(resolved(dim) == resolved(other) for other in others)
 
 
 def _handed_on(compiled: CompiledProgram, shapes: Shapes) -> Iterator[Dim]:

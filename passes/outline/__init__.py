@@ -46,10 +46,12 @@ def outline(captured: Captured, wishes: Mapping[str, Wish] | None = None) -> Pro
         if alike is not None and alike.path and len(distinct.regions) > num_distinct:
             report.decline(piece.nodes[0], f"the layer is no region with {alike.path}: they differ")
         args = tuple(refs[inputs[position]] for position in use.inputs)
-        program_calls.append(Call(use.region, piece.layer.path, args))
+        results = [""] * len(use.region.outputs)
         # Later pieces find the results of this one in ``refs``.
         for node, position in zip(outputs, use.outputs, strict=True):
             refs[node] = Ref("call", index=index, output=position)
+            results[position] = node.name
+        program_calls.append(Call(use.region, piece.layer.path, args, tuple(results)))
     report.rewrote(len(pieces) - len(distinct.regions), kind="layer that shares a region")
     _make_names_unique(distinct.regions)
     returned = [refs[leaf] if isinstance(leaf, Node) else leaf for leaf in captured.outputs]

@@ -77,11 +77,19 @@ class Region:
 
 @dataclass(frozen=True)
 class Call:
-    """One use of a region: ``path`` is the layer in the model (``"transformer.h.3"``) or ""."""
+    """One use of a region.
+
+    Attributes:
+        region: that is called.
+        path: the layer in the model (``"transformer.h.3"``) or "".
+        args: source of each argument.
+        results: for each output the node of the flat graph whose value it is, "" where unknown.
+    """
 
     region: Region
     path: str
     args: tuple[Ref, ...]
+    results: tuple[str, ...] = ()
 
 
 @dataclass

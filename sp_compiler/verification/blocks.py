@@ -7,8 +7,9 @@ gradient that differs between ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,12 +19,12 @@ from torch.fx import Node
 from sp_compiler.base.errors import SPCompilerError
 from sp_compiler.base.placement import Placement
 from sp_compiler.ir.compiled_program import CompiledProgram
-from sp_compiler.ir.fx import carries_gradient
 from sp_compiler.ir.program import Program, Region
 from sp_compiler.rules.registry import schema_name
 from sp_compiler.verification.interpret import run_graph
 from sp_compiler.verification.judge import Numbers, Precision, Reference
 from sp_compiler.verification.precision import widest
+from sp_compiler.verification.random_values import SPREADS, Spread, random_like
 from sp_compiler.verification.report import Comparison
 from sp_compiler.verification.simulate import gather_check, scatter, simulated_ranks
 
@@ -33,7 +34,7 @@ _SEED = 7
 def check_blocks(
     program: Program,
     variants: Mapping[str, CompiledProgram],
-    call_inputs: Sequence[Sequence[Any]],
+    call_inputs: Callable[[int, Spread], Sequence[Any]],
     *,
     floors: bool = True,
     operators: Set[str] | None = None,
@@ -43,7 +44,8 @@ def check_blocks(
     Args:
         program: of full tensors.
         variants: by pass, the compiled program with the code to run.
-        call_inputs: what each call of ``program`` was given, for inputs that cannot be random.
+        call_inputs: what a call of ``program`` is given; of inputs with gradients only shape and
+            type are read.
         floors: measure the noise floor of each block.
         operators: compare only blocks with one of these, by the name in the schema.
     """
@@ -52,7 +54,7 @@ def check_blocks(
         if operators is not None and not operators & used:
             continue
         index = next(i for i, call in enumerate(program.calls) if call.region is region)
-        block = _Block.of(region, call_inputs[index], floors)
+        block = _Block.of(region, partial(call_inputs, index), floors)
         for stage, compiled in variants.items():
             # Sharding may put calls behind the others.
             pairs = zip(program.calls, compiled.program.calls, strict=False)
@@ -76,10 +78,20 @@ class _Block:
     reference: Reference
 
     @classmethod
-    def of(cls, region: Region, given: Sequence[Any], floors: bool) -> _Block:
+    def of(cls, region: Region, given: Callable[[Spread], Sequence[Any]], floors: bool) -> _Block:
+        for spread in SPREADS:
+            block = cls._of(region, given(spread), floors, spread)
+            if block.reference.true.is_defined:
+                break
+        return block
+
+    @classmethod
+    def _of(cls, region: Region, given: Sequence[Any], floors: bool, spread: Spread) -> _Block:
         generator = torch.Generator().manual_seed(_SEED)
         inputs = [
-            random_like(value, generator) if node.meta["requires_grad"] else _plain(value)
+            random_like(value, generator, spread=spread)
+            if node.meta["requires_grad"]
+            else _plain(value)
             for node, value in zip(region.placeholders, given, strict=True)
         ]
         tangents = [random_like(node.meta["val"], generator).detach() for node in region.outputs]
@@ -196,21 +208,6 @@ def _in(precision: Precision, value: Any, dtype: torch.dtype | None) -> Any:
     # A copy: leaves of several runs must not share gradients, nor see each other's writes.
     copy = value.detach().clone().to(precision.dtype(dtype))
     return copy.requires_grad_(value.requires_grad)
-
-
-def random_like(
-    value: Tensor, generator: torch.Generator, device: torch.device | None = None
-) -> Tensor:
-    """Random numbers in float64, of a size at which products of matrices stay of order one.
-
-    ``value`` gives the shape; where its type knows no gradient the result is zero.
-    """
-    shape, device = tuple(value.shape), device or value.device
-    if not carries_gradient(value):
-        return torch.zeros(shape, dtype=value.dtype, device=device)
-    noise = torch.randn(shape, generator=generator, dtype=widest(value.dtype))
-    scale = 1 / math.sqrt(min(shape[-1], 64)) if len(shape) == 2 else 1.0
-    return (noise * scale).to(device).requires_grad_()
 
 
 def _rows(

@@ -53,6 +53,12 @@ class Numbers:
     outputs: Sequence[Any]
     grads: Mapping[str, Tensor | None]
 
+    @property
+    def is_defined(self) -> bool:
+        """Whether every number is one: NaN on both sides of a comparison proves nothing."""
+        tensors = [*self.outputs, *self.grads.values()]
+        return not any(bool(t.isnan().any()) for t in tensors if isinstance(t, Tensor))
+
     def errors(self, true: Numbers) -> dict[str, float]:
         """Relative errors by output and gradient."""
         of_grads = gradient_errors(self.grads, true.grads)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Node
+from torch.utils import _pytree as pytree
 
 from sp_compiler.base.autocast import without_autocast
 from sp_compiler.base.errors import PassError
 from sp_compiler.base.pass_report import Pass
+from sp_compiler.base.placement import Placement
 from sp_compiler.base.warn import warn
 from sp_compiler.compiler import to_program
 from sp_compiler.ir.captured import Captured
@@ -24,16 +28,16 @@ from sp_compiler.ir.program import Program
 from sp_compiler.options import CompileOptions
 from sp_compiler.rules.custom import UNPROVEN
 from sp_compiler.rules.registry import schema_name
-from sp_compiler.verification.blocks import check_blocks, random_like
-from sp_compiler.verification.judge import OWN, Reference
-from sp_compiler.verification.reference import run_program
+from sp_compiler.verification.blocks import check_blocks
+from sp_compiler.verification.judge import Reference
+from sp_compiler.verification.random_values import SPREADS, Spread, random_like
 from sp_compiler.verification.report import Comparison, VerifyReport
+from sp_compiler.verification.sections import Values, check_sections
 from sp_compiler.verification.variants import variants_by_pass
 from sp_compiler.verification.verify import (
     Step,
     Tensors,
     compare_passes,
-    draws_numbers,
     run_flat,
     undropped,
 )
@@ -50,14 +54,15 @@ def prove(
 ) -> None:
     """Compare ``compiled`` with the capture of ``model``, on random parameters.
 
-    The flat graphs before sharding are compared as wholes, so that layers that were merged wrongly
-    show; from there on each distinct block, forward and backward. Every rank does the same alone.
+    Up to the outline each distinct part of the capture is compared with the call that it became,
+    so that layers that were merged wrongly show; from there on each distinct block; all forward and
+    backward. Every rank does the same alone.
 
     Raises:
         PassError: of the pass that broke the numbers, with the block and how far they are off.
     """
     assert compiled.unsharded is not None, "compiled without its unsharded graphs"
-    step = _random_step(model, args, kwargs, compiled)
+    step = _step(model, args, kwargs, compiled)
     rows = _quick_rows(step, compiled, *compiled.unsharded)
     compiled.unsharded = None  # only proofs read it, and programs live long
     if not all(row.ok for row in rows):
@@ -69,7 +74,7 @@ def prove(
             report.first_bad_pass or "",
             f"verify=True: the numbers are wrong from here on\n{report}",
         )
-    UNPROVEN.difference_update(_used_operators(compiled))
+    UNPROVEN.difference_update(_sharded_operators(compiled))
 
 
 def prove_rules(
@@ -89,7 +94,7 @@ def prove_rules(
         return
     names = ", ".join(sorted(operators))
     try:
-        step = _random_step(model, args, kwargs, compiled)
+        step = _step(model, args, kwargs, compiled)
         rows = _thorough_rows(step, options, compiled, operators)
     except Exception as error:  # whatever an operator of the user says to random operands
         warn(f"the rules of {names} could not be compared with numbers: {error}")
@@ -100,7 +105,7 @@ def prove_rules(
             Pass.SHARD,
             f"sp_compiler.rule: with the rules of {names} the numbers are wrong\n{report}",
         )
-    UNPROVEN.difference_update(operators)
+    UNPROVEN.difference_update(operators & _sharded_operators(compiled))
 
 
 def _used_operators(compiled: CompiledProgram) -> set[str]:
@@ -108,12 +113,21 @@ def _used_operators(compiled: CompiledProgram) -> set[str]:
     return {schema_name(node) for region in regions for node in region.module.graph.nodes}
 
 
-def _random_step(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], compiled: CompiledProgram
-) -> Step:
-    step = Step.of(model, args, kwargs)
-    open_dims = compiled.program.sizes is not None
-    return replace(step, tensors=_random_tensors(step.tensors), open_dims=open_dims)
+def _sharded_operators(compiled: CompiledProgram) -> set[str]:
+    """Operators of which some rank computes a part: a rule that was not used was not proven."""
+    return {
+        schema_name(node)
+        for region in compiled.program.regions
+        for node in region.module.graph.nodes
+        if any(_is_part(each) for each in (node, *node.all_input_nodes))
+    }
+
+
+def _is_part(node: Node) -> bool:
+    return any(
+        isinstance(placement, Placement) and placement.kind in ("S", "P")
+        for placement in pytree.tree_leaves(node.meta.get("placement"))
+    )
 
 
 @contextlib.contextmanager
@@ -124,18 +138,23 @@ def _quietly() -> Iterator[None]:
         yield
 
 
+def _step(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], compiled: CompiledProgram
+) -> Step:
+    return replace(Step.of(model, args, kwargs), open_dims=compiled.program.sizes is not None)
+
+
 @_quietly()
 def _quick_rows(
     step: Step, compiled: CompiledProgram, captured: Captured, program: Program
 ) -> list[Comparison]:
     """Compare the capture with the outlined program, and that with the generated code."""
-    true = Reference.of(partial(undropped, step, partial(run_flat, captured)), floors=False)
-    rows = []
-    # Numbers that are drawn differ between the two; single blocks are compared all the same.
-    if not draws_numbers(program):
-        outlined = undropped(step, partial(run_flat, program), true.precision)
-        rows.append(true.compare(Pass.OUTLINE, "model", outlined))
-    return [*rows, *_block_rows(step, program, {Pass.CODEGEN: concretized(compiled)}, False)]
+    at_example = Concretizer(program.sizes).program(program)
+    values_of = _values_of(step.tensors, at_example)
+    return [
+        *check_sections(captured, program, at_example, values_of),
+        *_block_rows(step, at_example, {Pass.CODEGEN: concretized(compiled)}, floors=False),
+    ]
 
 
 @_quietly()
@@ -150,48 +169,64 @@ def _thorough_rows(
     captured = step.capture()
     program: Program | None
     if operators is None:
-        true = Reference.of(partial(undropped, step, partial(run_flat, captured)))
-        rows, program = compare_passes(step, captured, options, true)
+        for spread in SPREADS:
+            filled = replace(step, tensors=_random_tensors(step.tensors, spread))
+            true = Reference.of(partial(undropped, filled, partial(run_flat, captured)))
+            if true.true.is_defined:
+                break
+        rows, program = compare_passes(filled, captured, options, true)
     else:
         program = to_program(captured, options)
     if program is None:
         return rows
     variants = variants_by_pass(concretized(compiled))
-    return [*rows, *_block_rows(step, program, variants, True, operators)]
+    at_example = Concretizer(program.sizes).program(program)
+    return [*rows, *_block_rows(step, at_example, variants, floors=True, operators=operators)]
 
 
 def _block_rows(
     step: Step,
     program: Program,
     variants: Mapping[str, CompiledProgram],
+    *,
     floors: bool,
     operators: Set[str] | None = None,
 ) -> Iterator[Comparison]:
-    tensors = step.tensors.leaves(OWN)
-    with torch.no_grad():
-        values = (tensors.params, tensors.buffers, tensors.inputs, torch.tensor(_SEED))
-        given = run_program(program, *values).call_inputs
-    at_example = Concretizer(program.sizes).program(program)
-    yield from check_blocks(at_example, variants, given, floors=floors, operators=operators)
+    values_of = _values_of(step.tensors, program)
+
+    def call_inputs(index: int, spread: Spread) -> list[Any]:
+        call, values = program.calls[index], values_of(spread)
+        return [
+            node.meta["val"] if node.meta["requires_grad"] else values.of(ref)
+            for node, ref in zip(call.region.placeholders, call.args, strict=True)
+        ]
+
+    yield from check_blocks(program, variants, call_inputs, floors=floors, operators=operators)
 
 
-def _random_tensors(tensors: Tensors) -> Tensors:
+def _values_of(tensors: Tensors, program: Program) -> Callable[[Spread], Values]:
+    """Values by spread, each made once: what is computed for one block serves the next."""
+    return functools.cache(
+        partial(Values, program, tensors.params, tensors.buffers, tensors.inputs)
+    )
+
+
+def _random_tensors(tensors: Tensors, spread: Spread) -> Tensors:
     """Parameters have no memory while a model is compiled; what has values keeps them."""
     generator = torch.Generator().manual_seed(_SEED)
 
     def filled(value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.is_meta:
             return value
-        return _filled(value, generator)
+        return _filled(value, generator, spread)
 
-    params = {name: _filled(value, generator) for name, value in tensors.params.items()}
+    params = {name: _filled(value, generator, spread) for name, value in tensors.params.items()}
     buffers = {name: filled(value) for name, value in tensors.buffers.items()}
     return Tensors(params, buffers, list(map(filled, tensors.inputs)))
 
 
-def _filled(value: Tensor, generator: torch.Generator) -> Tensor:
+def _filled(value: Tensor, generator: torch.Generator, spread: Spread) -> Tensor:
     # A meta tensor says nothing of the device it will have.
     device = torch.device("cpu") if value.is_meta else value.device
-    on_device = torch.empty(value.shape, dtype=value.dtype, device="meta")
-    result = random_like(on_device, generator, device).detach().to(value.dtype)
+    result = random_like(value, generator, device, spread).detach().to(value.dtype)
     return result.requires_grad_(value.requires_grad)

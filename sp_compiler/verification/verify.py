@@ -20,7 +20,6 @@ from sp_compiler.compiler import Compilation, to_program
 from sp_compiler.ir.captured import Captured
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.program import Program
-from sp_compiler.ops.uniform import UNIFORM
 from sp_compiler.options import (
     CompileOptions,
     ExampleInputs,
@@ -37,6 +36,7 @@ from sp_compiler.verification.judge import Numbers, Precision, Reference, backwa
 from sp_compiler.verification.precision import NothingDropped
 from sp_compiler.verification.reference import run_captured, run_program
 from sp_compiler.verification.report import Comparison, VerifyReport
+from sp_compiler.verification.sections import draws_uniform
 from sp_compiler.verification.simulate import simulate_step
 from sp_compiler.verification.variants import variants_by_pass
 
@@ -205,8 +205,7 @@ def compare_passes(
 
 def draws_numbers(left: Captured | Program) -> bool:
     """Whether it draws other random numbers than which elements to drop."""
-    modules = [part.module for part in (left.regions if isinstance(left, Program) else [left])]
-    return any(node.target is UNIFORM.overload for m in modules for node in m.graph.nodes)
+    return any(map(draws_uniform, left.regions if isinstance(left, Program) else [left]))
 
 
 def _counted(step: Step) -> Captured | None:
@@ -258,7 +257,7 @@ def _after_sharding(step: Step, options: CompileOptions, run: PassRunner) -> Ite
     variants = variants_by_pass(compiled)
     for stage, variant in variants.items():
         yield _simulated(stage, variant, step, true)
-    yield from check_blocks(program, variants, call_inputs)
+    yield from check_blocks(program, variants, lambda index, _: call_inputs[index])
 
 
 def _simulated(stage: str, compiled: CompiledProgram, step: Step, true: Reference) -> Comparison:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from sp_compiler.codegen import expressions
 from sp_compiler.compiler import build
 from sp_compiler.options import CompileOptions
 from sp_compiler.rules.custom import UNPROVEN
+from sp_compiler.verification import proof
 from sp_compiler.verification.proof import prove, prove_rules
 from tests.helpers.ranks import run_on_ranks
 from tests.models import zoo
@@ -84,25 +87,108 @@ center.register_fake(torch.empty_like)
 center.register_autograd(lambda ctx, grad: center(grad))
 
 
-class Centered(nn.Module):
-    def __init__(self) -> None:
+@torch.library.custom_op("proof_test::twice", mutates_args=())
+def twice(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+twice.register_fake(torch.empty_like)
+twice.register_autograd(lambda ctx, grad: twice(grad))
+
+
+class Between(nn.Module):
+    """An operator between two linear layers."""
+
+    def __init__(self, operator: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+        self.operator = operator
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(center(self.up(x)))
+        return self.down(self.operator(self.up(x)))
+
+
+def _prove_rules(model: nn.Module) -> None:
+    args = (torch.randn(2, 8, 16),)
+    prove_rules(model, args, {}, _OPTIONS, build(model, args, {}, _OPTIONS))
 
 
 def test_a_users_rule_is_compared_at_its_first_use() -> None:
-    model, args = Centered(), (torch.randn(2, 8, 16),)
     sp_compiler.rule(center, "...h -> ...h", linear="x")
-    compiled = build(model, args, {}, _OPTIONS)
     with pytest.raises(PassError, match="proof_test::center"):
-        prove_rules(model, args, {}, _OPTIONS, compiled)
-    sp_compiler.rule(center, "...h -> ...h", whole="h", linear="x")
+        _prove_rules(Between(center))
     assert "proof_test::center" in UNPROVEN
-    prove_rules(model, args, {}, _OPTIONS, build(model, args, {}, _OPTIONS))
-    assert "proof_test::center" not in UNPROVEN
+
+
+def test_a_rule_is_proven_by_a_use_that_shards() -> None:
+    """Where every rank computes all of it the numbers say nothing of the rule."""
+    sp_compiler.rule(twice, "...h -> ...h", whole="h")
+    _prove_rules(Between(twice))
+    assert "proof_test::twice" in UNPROVEN
+    sp_compiler.rule(twice, "...h -> ...h", linear="x")
+    _prove_rules(Between(twice))
+    assert "proof_test::twice" not in UNPROVEN
+
+
+class Rooted(nn.Module):
+    """Takes the root and the logarithm of parameters, which random numbers may not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(16) / 2 + 0.25)
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x * self.scale.sqrt() + (1 - self.scale).log()))
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_parameters_of_which_not_every_number_will_do(
+    monkeypatch: pytest.MonkeyPatch, broken: bool
+) -> None:
+    """What is not a number on both sides would be equal to anything."""
+    if broken:
+        monkeypatch.setitem(expressions.INFIX, aten.add.Tensor, "-")
+    args = (torch.randn(2, 8, 16),)
+    compiled = build(Rooted(), args, {}, _OPTIONS, keep="unsharded")
+    with pytest.raises(PassError) if broken else contextlib.nullcontext():
+        prove(Rooted(), args, {}, _OPTIONS, compiled)
+
+
+def test_layers_that_are_equal_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a proof costs does not grow with the depth of the model."""
+    rows: list[list[Any]] = []
+    original = proof.check_sections
+
+    def counted(*args: Any) -> Any:
+        rows.append(list(original(*args)))
+        return rows[-1]
+
+    monkeypatch.setattr(proof, "check_sections", counted)
+    for layers in (3, 5):
+        _prove(_model(layers=layers), zoo.inputs("plain"))
+    assert [row.subject for row in rows[0]] == [row.subject for row in rows[1]]
+    assert len(rows[1]) < 5 + 2
+
+
+def test_a_gradient_that_normalization_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward of every part is right."""
+    original = compiler.outline
+
+    def detached(captured: Any, wishes: Any) -> Any:
+        graph = captured.module.graph
+        node = next(n for n in graph.nodes if n.target is aten.layer_norm.default)
+        with graph.inserting_after(node):
+            copy = graph.call_function(aten.detach.default, (node,))
+        copy.meta = dict(node.meta)
+        node.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
+        captured.module.recompile()
+        return original(captured, wishes)
+
+    monkeypatch.setattr(compiler, "outline", detached)
+    with pytest.raises(PassError, match="gradient of") as refused:
+        _prove(_model(), zoo.inputs("plain"))
+    assert refused.value.pass_name == "outline"
 
 
 def test_arguments() -> None:

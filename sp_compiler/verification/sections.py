@@ -1,0 +1,389 @@
+"""Each call of a program against the part of the capture that it stands for, on random values.
+
+Passes before sharding rewrite one flat graph, and most values that calls hand to each other are
+nodes of it still. At these the capture is cut::
+
+    capture   embedding ── add ── ... ── add_7 ── ... ── add_11 ── ... ── loss
+    program   Prologue     └── Block ────┘ └──── Block ────┘ └─ Epilogue ─┘
+
+A part and its call are given the same random values and tangents; that all parts agree, forward and
+backward, proves the program, by the chain rule. Layers whose parts of the *capture* are equal node
+by node are compared once: what was merged wrongly differs there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from sp_compiler.base.pass_report import Pass
+from sp_compiler.ir.captured import Captured
+from sp_compiler.ir.fx import ancestors, carries_gradient
+from sp_compiler.ir.program import Program, Ref, Region
+from sp_compiler.ops.uniform import UNIFORM
+from sp_compiler.verification.interpret import run_graph
+from sp_compiler.verification.judge import TOLERANCE, Numbers, Precision, Reference
+from sp_compiler.verification.precision import NothingDropped
+from sp_compiler.verification.random_values import SPREADS, Spread, random_like
+from sp_compiler.verification.report import Comparison
+
+_SEED = 20260
+
+
+class Values:
+    """The value of every ref of a program at the example's sizes, made when it is asked for.
+
+    What depends on a parameter is random, so that no layer has to run before another one; what does
+    not (masks, positions, rotary tables) is what the program computes, for passes may rely on it.
+
+    Args:
+        program: at the example's sizes.
+        params: for shapes, dtypes and which require gradients; random where they have no memory.
+        buffers: likewise.
+        inputs: flattened user inputs.
+        spread: of random numbers.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        params: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        inputs: Sequence[Any],
+        spread: Spread,
+    ) -> None:
+        self._program = program
+        self._named = {"param": params, "buffer": buffers, "constant": program.constants}
+        self._inputs = inputs
+        self._spread = spread
+        self._results: dict[int, tuple[Any, ...]] = {}
+
+    def of(self, ref: Ref) -> Any:
+        """Return the value; random ones are made anew each time, equal, so that none is kept."""
+        if ref.kind == "seed":
+            return torch.tensor(_SEED)
+        if ref.kind == "size":
+            return int(self._inputs[ref.index].shape[ref.output])
+        if ref.kind == "call":
+            node = self._program.calls[ref.index].region.outputs[ref.output]
+            value = node.meta["val"]
+            if self.is_random(ref) and carries_gradient(value):
+                return self._random(ref, value, bool(node.meta.get("requires_grad")))
+            return self._result(ref)
+        value = self._source(ref)
+        return self._random(ref, value, value.requires_grad) if self.is_random(ref) else value
+
+    def is_random(self, ref: Ref) -> bool:
+        """Whether ``ref`` depends on a parameter or on what has no memory."""
+        if ref.kind == "call":
+            return self._dependent[ref]
+        if ref.kind in ("seed", "size"):
+            return False
+        value = self._source(ref)
+        return ref.kind == "param" or (isinstance(value, Tensor) and value.is_meta)
+
+    def identity(self, ref: Ref) -> object:
+        """What must be equal for one proof to serve two refs: of random ones only their kind."""
+        if ref.kind in ("seed", "size"):
+            return ref
+        if ref.kind == "call":
+            node = self._program.calls[ref.index].region.outputs[ref.output]
+            like, requires_grad = node.meta["val"], bool(node.meta.get("requires_grad"))
+        else:
+            like = self._source(ref)
+            requires_grad = isinstance(like, Tensor) and like.requires_grad
+        if isinstance(like, Tensor) and self.is_random(ref) and carries_gradient(like):
+            return tuple(like.shape), like.dtype, requires_grad
+        if ref.kind in ("buffer", "constant") and not like.is_meta:
+            # Each layer may have a table of its own, which is the same in all of them.
+            content = like.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+            return like.shape, like.dtype, hashlib.sha256(content).hexdigest()
+        return ref
+
+    def _source(self, ref: Ref) -> Any:
+        if ref.kind == "input":
+            return self._inputs[ref.index]
+        return self._named[ref.kind][ref.name]
+
+    @cached_property
+    def _dependent(self) -> dict[Ref, bool]:
+        reaching: dict[int, list[set[int]]] = {}
+        dependent: dict[Ref, bool] = {}
+        for index, call in enumerate(self._program.calls):
+            sources = reaching.setdefault(id(call.region), _reaching_inputs(call.region))
+            for output, positions in enumerate(sources):
+                known = (
+                    dependent[arg] if arg.kind == "call" else self.is_random(arg)
+                    for arg in (call.args[position] for position in positions)
+                )
+                dependent[Ref("call", index=index, output=output)] = any(known)
+        return dependent
+
+    def _random(self, ref: Ref, like: Tensor, requires_grad: bool) -> Tensor:
+        # By name, so that neither the order of use nor the process changes the numbers.
+        seed = zlib.crc32(repr((ref.kind, ref.name, ref.index, ref.output)).encode())
+        generator = torch.Generator().manual_seed(seed)
+        # A meta tensor says nothing of the device it will have.
+        device = torch.device("cpu") if like.is_meta else like.device
+        value = random_like(like, generator, device, self._spread).detach().to(like.dtype)
+        return value.requires_grad_(requires_grad and carries_gradient(value))
+
+    def _result(self, ref: Ref) -> Any:
+        if ref.index not in self._results:
+            call = self._program.calls[ref.index]
+            with torch.no_grad():
+                args = [self.of(arg) for arg in call.args]
+                self._results[ref.index] = run_graph(call.region.module, args)
+        return self._results[ref.index][ref.output]
+
+
+def _reaching_inputs(region: Region) -> list[set[int]]:
+    """For each output the positions of the placeholders that it depends on."""
+    positions = {node: index for index, node in enumerate(region.placeholders)}
+    return [
+        {positions[node] for node in ancestors([output]) & positions.keys()}
+        for output in region.outputs
+    ]
+
+
+@dataclass(frozen=True, eq=False)
+class Section:
+    """What a call computes, in the capture and in the program.
+
+    Attributes:
+        call: index of the call in the program.
+        outputs: those that the capture has too, with their nodes there.
+        captured: the part of the capture: a graph of ``sources`` that returns ``outputs``.
+        sources: what its placeholders are.
+        calls: indices of all calls that the program needs for it: those whose results are not in
+            the capture run too.
+        leaves: sources of both sides.
+    """
+
+    call: int
+    outputs: Mapping[Ref, Node]
+    captured: GraphModule
+    sources: Sequence[Ref]
+    calls: frozenset[int]
+    leaves: Sequence[Ref]
+
+
+@dataclass
+class Sections:
+    """Cuts ``captured`` at the values that ``program``, which was made of it, still has.
+
+    Args:
+        captured: before any pass rewrote it.
+        program: with the names of the nodes that its calls return.
+        at_example: ``program`` at the example's sizes.
+    """
+
+    captured: Captured
+    program: Program
+    at_example: Program
+    _of_node: dict[Node, Ref] = field(default_factory=dict)
+    _nodes: dict[Ref, Node] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        by_name = {n.name: n for n in self.captured.module.graph.nodes if n.op == "call_function"}
+        for index, call in enumerate(self.program.calls):
+            for output, name in enumerate(call.results):
+                if name in by_name:
+                    self._nodes[Ref("call", index=index, output=output)] = by_name[name]
+        # What is returned is known whatever became of its node.
+        returned = [*zip(self.program.outputs, self.captured.outputs, strict=True)]
+        written = self.captured.mutated_buffers
+        returned += [(ref, written[name]) for name, ref in self.program.mutated_buffers.items()]
+        self._nodes |= {
+            ref: node
+            for ref, node in returned
+            if isinstance(ref, Ref) and ref.kind == "call" and node.op == "call_function"
+        }
+        self._of_node = {node: ref for ref, node in self._nodes.items()}
+        self._of_node |= zip(self.captured.placeholders, self.captured.refs, strict=True)
+        self.wired = all(self._is_wired(ref, node) for ref, node in returned)
+
+    def _is_wired(self, ref: Any, node: Any) -> bool:
+        """Whether what the program returns is what the capture returns, if all sections agree."""
+        if not isinstance(node, Node):
+            return bool(ref == node)
+        return self._nodes.get(ref, node) is node and (
+            ref in self._nodes or self._of_node.get(node) == ref
+        )
+
+    def distinct(self, values: Values) -> Iterator[Section]:
+        """One section for each group of calls that are equal, in the capture and in the program."""
+        known: set[str] = set()
+        for index in range(len(self.program.calls)):
+            section = self._section(index)
+            if section.outputs and (key := self._key(section, values)) not in known:
+                known.add(key)
+                yield section
+
+    def _section(self, index: int) -> Section:
+        calls, leaves = self._needed(index)
+        own = {ref: node for ref, node in self._nodes.items() if ref.index == index}
+        # Results of calls that run in the program are computed in the capture too.
+        stops = {node for node, ref in self._of_node.items() if ref.index not in calls} | set(
+            self.captured.placeholders
+        )
+        module, sources = self._cut(list(own.values()), stops)
+        merged = dict.fromkeys([*leaves, *sources])
+        return Section(index, own, module, sources, frozenset(calls), list(merged))
+
+    def _needed(self, index: int) -> tuple[set[int], list[Ref]]:
+        """Calls that have to run for call ``index``, and what they are given from outside."""
+        calls, leaves, open_calls = {index}, dict[Ref, None](), [index]
+        while open_calls:
+            for ref in self.program.calls[open_calls.pop()].args:
+                if ref.kind != "call" or ref in self._nodes:
+                    leaves[ref] = None
+                elif ref.index not in calls:
+                    calls.add(ref.index)
+                    open_calls.append(ref.index)
+        # A known result of a call that runs anyway is no leaf.
+        return calls, [ref for ref in leaves if ref.kind != "call" or ref.index not in calls]
+
+    def _cut(self, outputs: list[Node], stops: set[Node]) -> tuple[GraphModule, list[Ref]]:
+        inside = ancestors(outputs, stops) | set(outputs)
+        graph, copies, sources = Graph(), dict[Node, Node](), list[Ref]()
+        for node in self.captured.module.graph.nodes:
+            ref = self._of_node.get(node)
+            # A symbol shows in shapes alone, so every size that is open is given.
+            is_size = node.op == "placeholder" and ref is not None and ref.kind == "size"
+            if node not in inside and not is_size:
+                continue
+            if ref is not None and node in stops:
+                copies[node] = graph.placeholder(node.name)
+                copies[node].meta = dict(node.meta)
+                sources.append(ref)
+            else:
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+        graph.output(tuple(copies[node] for node in outputs))
+        return GraphModule(self.captured.module, graph), sources
+
+    def _key(self, section: Section, values: Values) -> str:
+        """Text that is equal for sections of which one proves the other."""
+        numbers = {ref: number for number, ref in enumerate(section.leaves)}
+        leaves = [values.identity(ref) for ref in section.leaves]
+        graph = section.captured.graph
+        # Placeholders by what they stand for: the one of a layer's carry is anywhere among them.
+        inputs = graph.find_nodes(op="placeholder")
+        names = dict(zip(inputs, (f"leaf {numbers[ref]}" for ref in section.sources), strict=True))
+        inner = [node for node in graph.nodes if node.op != "placeholder"]
+        names |= {node: f"%{number}" for number, node in enumerate(inner)}
+        nodes = [
+            (str(node.target), repr(map_arg((node.args, node.kwargs), names.__getitem__)))
+            for node in inner
+        ]
+        order = sorted(section.calls)
+        calls = [
+            (
+                id(self.program.calls[index].region),
+                [
+                    f"call {order.index(ref.index)} {ref.output}"
+                    if ref.kind == "call" and ref.index in section.calls
+                    else numbers[ref]
+                    for ref in self.program.calls[index].args
+                ],
+            )
+            for index in order
+        ]
+        return repr((leaves, nodes, calls, [ref.output for ref in section.outputs]))
+
+    def compare(self, section: Section, values_of: Callable[[Spread], Values]) -> Comparison:
+        """Compare the two sides of ``section``, on the first spread that gives numbers."""
+        captured = partial(run_graph, section.captured)
+        for spread in SPREADS:
+            given = {ref: values_of(spread).of(ref) for ref in section.leaves}
+
+            def of_capture(precision: Precision, given: Mapping[Ref, Any] = given) -> Numbers:
+                return _numbers(
+                    lambda leaves: captured([leaves[ref] for ref in section.sources]),
+                    given,
+                    precision,
+                )
+
+            reference = Reference.of(of_capture, floors=False)
+            if reference.true.is_defined:
+                break
+        of_program = partial(self._run_calls, section)
+        numbers = _numbers(of_program, given, reference.precision)
+        name = self.program.calls[section.call].region.name
+        return reference.compare(Pass.OUTLINE, name, numbers)
+
+    def _run_calls(self, section: Section, leaves: Mapping[Ref, Any]) -> Sequence[Any]:
+        results: dict[int, tuple[Any, ...]] = {}
+        for index in sorted(section.calls):
+            call = self.at_example.calls[index]
+            args = [
+                results[ref.index][ref.output]
+                if ref.kind == "call" and ref.index in section.calls
+                else leaves[ref]
+                for ref in call.args
+            ]
+            results[index] = run_graph(call.region.module, args)
+        return [results[ref.index][ref.output] for ref in section.outputs]
+
+
+def _numbers(
+    run: Callable[[Mapping[Ref, Any]], Sequence[Any]],
+    given: Mapping[Ref, Any],
+    precision: Precision,
+) -> Numbers:
+    leaves = {ref: precision.leaf(value) for ref, value in given.items()}
+    with precision.entered(), NothingDropped():
+        outputs = list(run(leaves))
+        generator = torch.Generator().manual_seed(_SEED)
+        flowing = [
+            (value, random_like(value, generator).detach().to(value.dtype))
+            for value in outputs
+            if isinstance(value, Tensor) and value.requires_grad
+        ]
+        if flowing:
+            torch.autograd.backward([v for v, _ in flowing], [tangent for _, tangent in flowing])
+    grads = {
+        " ".join(map(str, (ref.kind, ref.name or ref.index))): value.grad
+        for ref, value in leaves.items()
+        if isinstance(value, Tensor)
+    }
+    return Numbers([value.detach() for value in outputs], grads)
+
+
+def check_sections(
+    captured: Captured,
+    program: Program,
+    at_example: Program,
+    values_of: Callable[[Spread], Values],
+) -> Iterator[Comparison]:
+    """Compare what each distinct call computes with the part of the capture it was made of.
+
+    Args:
+        captured: before any pass rewrote it.
+        program: that the passes before sharding made of it.
+        at_example: ``program`` at the example's sizes.
+        values_of: from a spread of random numbers to the values to compute with.
+    """
+    sections = Sections(captured, program, at_example)
+    if not sections.wired:
+        message = "the program returns other values than the capture"
+        yield Comparison(Pass.OUTLINE, "model", float("inf"), TOLERANCE, message=message)
+    for section in sections.distinct(values_of(SPREADS[0])):
+        regions = [program.calls[index].region for index in section.calls]
+        # Numbers that are drawn differ between the two.
+        if not any(draws_uniform(region) for region in regions):
+            yield sections.compare(section, values_of)
+
+
+def draws_uniform(graph: Region | Captured) -> bool:
+    """Whether it draws other random numbers than which elements to drop."""
+    return any(node.target is UNIFORM.overload for node in graph.module.graph.nodes)

@@ -39,18 +39,25 @@ setup(
     packages=[*INFRASTRUCTURE, *PASSES],
     package_dir={"sp_compiler": "sp_compiler", "sp_compiler.passes": "passes"},
     package_data={
-        "sp_compiler": ["py.typed", "planning/plan_page.html", "graph_diff/diff_page.html"]
+        "sp_compiler": [
+            "py.typed",
+            "planning/plan_page.html",
+            "graph_diff/diff_page.html",
+            "command_line/presets.toml",
+        ]
     },
     install_requires=[
         "jinja2>=3.1",
         "networkx>=2.5.1",
         "numpy>=1.26",
+        "packaging>=23",
         "rich>=13",
         "safetensors>=0.4",
         "scipy>=1.11",
         "spmd-types>=0.3.1,<0.4",
         "sympy>=1.13",
         "torch>=2.11,<2.14",
+        "typer>=0.12",
     ],
     extras_require={
         "test": TEST,
@@ -59,6 +66,7 @@ setup(
         "bench": ["megatron-core==0.16.1"],
     },
     entry_points={
+        "console_scripts": ["sp-compiler = sp_compiler.command_line.app:main"],
         "torch_dynamo_backends": [
             "sp_compiler = sp_compiler.torch_compile.backend:sp_compiler_backend"
         ],

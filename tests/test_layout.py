@@ -40,6 +40,8 @@ LAYERS = (
     "module",
     "torch_compile",
     "api",
+    "command_line",
+    "__main__",
 )
 MAX_MODULES = 14  # of one folder
 

@@ -1,0 +1,226 @@
+"""The command ``sp-compiler``: what a terminal or a CI asks of a model, without a script."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from sp_compiler.api import plan as make_plan
+from sp_compiler.base.errors import ArgumentError
+from sp_compiler.base.units import bytes_text, parse_bytes
+from sp_compiler.command_line.doctor import examine
+from sp_compiler.command_line.memory import memory_text
+from sp_compiler.command_line.models import Loaded, presets
+from sp_compiler.command_line.request import FAILED, Refused, Request, command, failures, progress
+from sp_compiler.compiler import build
+from sp_compiler.graph_diff.diff import diff as graph_diff
+from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.options import CompileOptions
+from sp_compiler.verification.verify import verify as verify_model
+
+app = typer.Typer(
+    name="sp-compiler",
+    help="Tensor and sequence parallelism for unmodified PyTorch models. Exit codes: 0 yes, "
+    "1 no (verify, doctor, plan --fits, diff --exit-code), 2 wrong arguments, 3 the model failed.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+_PLAN_HELP = """Memory, communication and time of one step, without running anything.
+
+Examples:
+
+- `sp-compiler plan --preset mt-nlg-530b --tp 8 --pp 35`
+
+- `sp-compiler plan my_package.models:make --tp 4 -o recompute=full`
+
+- `sp-compiler plan path/to/config.json --sequence 4096 --fits 80GiB --json`
+"""
+_DIFF_HELP = """What the compiler does to a model, or how two models differ.
+
+Examples:
+
+- `sp-compiler diff --preset llama-3-8b --before capture --after final`
+
+- `sp-compiler diff models:old --other models:new --html diff.html --exit-code`
+"""
+_VERIFY_HELP = """Compare outputs and all gradients with the model on simulated ranks; 1 if wrong.
+
+Examples:
+
+- `sp-compiler verify my_package.models:make_small --tp 4`
+
+- `sp-compiler verify tiny/config.json --sequence 16 --json`
+"""
+_CODE_HELP = """The Python that a rank would run.
+
+Examples:
+
+- `sp-compiler code --preset llama-3-8b --output block.py`
+"""
+_EXPLAIN_HELP = """Why parameters are sharded or not, and what the other ways would cost.
+
+Examples:
+
+- `sp-compiler explain --name model.layers.0.mlp.up_proj --preset llama-3-8b`
+"""
+_DOCTOR_HELP = """Versions, devices, links, process group, and whether a small model compiles."""
+
+
+@app.command(help=_PLAN_HELP)
+@command
+def plan(
+    request: Request,
+    *,
+    pp: Annotated[int | None, typer.Option(min=1, help="Pipeline stages.")] = None,
+    microbatches: Annotated[int | None, typer.Option(min=1, help="Of one step.")] = None,
+    fits: Annotated[
+        str | None, typer.Option(help="Exit with 1 if a device needs more, such as 80GiB.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page as well.")] = None,
+) -> None:
+    limit = None if fits is None else parse_bytes("--fits", fits)
+    loaded = request.load()
+    with progress("planning"):
+        result = make_plan(
+            loaded.model, loaded.example_inputs, tp=request.ranks(loaded), **request.options
+        )
+        stages = pp or loaded.pp
+        pipeline = (
+            result.pipeline(stages, microbatches or max(stages, loaded.microbatches))
+            if stages > 1
+            else None
+        )
+    if html is not None:
+        result.to_html(html)
+    if request.json:
+        stages_data = None if pipeline is None else pipeline.to_dict()
+        typer.echo(json.dumps({**result.to_dict(), "pipeline": stages_data}, indent=2))
+    else:
+        typer.echo(str(result) if pipeline is None else memory_text(result, pipeline))
+    needed = result.total_bytes if pipeline is None else pipeline.total_bytes
+    if limit is not None and needed > limit:
+        raise Refused(f"needs {bytes_text(needed)}, more than {bytes_text(limit)}")
+
+
+@app.command(help=_DIFF_HELP)
+@command
+def diff(
+    request: Request,
+    *,
+    other: Annotated[str | None, typer.Option(help="A second model, as the first.")] = None,
+    before: Annotated[str, typer.Option(help="A stage of the compilation.")] = "capture",
+    after: Annotated[str, typer.Option(help="A later stage.")] = "final",
+    unified: Annotated[bool, typer.Option("--unified", help="As diff -u writes it.")] = False,
+    context: Annotated[int, typer.Option(min=0, help="Unchanged nodes around a change.")] = 3,
+    html: Annotated[Path | None, typer.Option(help="Write a page as well.")] = None,
+    exit_code: Annotated[bool, typer.Option("--exit-code", help="1 if they differ.")] = False,
+) -> None:
+    first = request.load()
+    if other is None:
+        with progress("compiling"):
+            stages = _compiled(request, first).stages
+        for name in (before, after):
+            if name not in (*stages, "capture", "final"):
+                raise ArgumentError(f"stage {name!r}: expected one of {', '.join(stages)}")
+        result = graph_diff(stages[before], stages[after])
+    else:
+        second = Request(**{**vars(request), "model": other, "preset": None}).load()
+        with progress("comparing"):
+            result = graph_diff(first.model, second.model, example_inputs=first.example_inputs)
+    if html is not None:
+        result.to_html(html, context)
+    console = Console()
+    if request.json:
+        typer.echo(result.to_json())
+    elif unified or not console.is_terminal:
+        typer.echo(result.to_unified(context))
+    else:
+        console.print(result.side_by_side(context))
+    if exit_code and not result.is_empty:
+        raise typer.Exit(FAILED)
+
+
+@app.command(help=_VERIFY_HELP)
+@command
+def verify(request: Request) -> None:
+    loaded = request.load(device="cpu")
+    with progress("verifying"):
+        report = verify_model(
+            loaded.model, loaded.example_inputs, tp=request.tp or 2, **request.options
+        )
+    typer.echo(report.to_json() if request.json else str(report))
+    if not report.ok:
+        raise typer.Exit(FAILED)
+
+
+@app.command(help=_CODE_HELP)
+@command
+def code(
+    request: Request,
+    *,
+    output: Annotated[Path | None, typer.Option(help="Write it there.")] = None,
+) -> None:
+    loaded = request.load()
+    with progress("compiling"):
+        text = _compiled(request, loaded).code
+    if output is not None:
+        output.write_text(text, encoding="utf-8")
+    else:
+        typer.echo(json.dumps({"code": text}) if request.json else text)
+
+
+@app.command(help=_EXPLAIN_HELP)
+@command
+def explain(
+    request: Request,
+    *,
+    name: Annotated[str, typer.Option(help="A parameter or module, * for any part of it.")],
+) -> None:
+    loaded = request.load()
+    with progress("solving"):
+        result = make_plan(
+            loaded.model, loaded.example_inputs, tp=request.ranks(loaded), **request.options
+        )
+        text = str(result.explain(name))
+    typer.echo(json.dumps({"explanation": text}) if request.json else text)
+
+
+@app.command(help=_DOCTOR_HELP)
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="JSON for a program to read.")] = False,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Python's own errors.")] = False,
+) -> None:
+    with failures(traceback=traceback), progress("compiling a small model"):
+        facts = examine()
+    if as_json:
+        typer.echo(json.dumps([vars(fact) for fact in facts], indent=2))
+    else:
+        typer.echo("\n".join(map(str, facts)))
+    if not all(fact.ok for fact in facts):
+        raise typer.Exit(FAILED)
+
+
+@app.command("presets")
+def list_presets(
+    as_json: Annotated[bool, typer.Option("--json", help="JSON for a program to read.")] = False,
+) -> None:
+    """Models known by name; `presets.toml` has the source of each number."""
+    known = presets()
+    lines = (f"{name:<14} tp {each['tp']}, pp {each['pp']}" for name, each in known.items())
+    typer.echo(json.dumps(known, indent=2) if as_json else "\n".join(lines))
+
+
+def _compiled(request: Request, loaded: Loaded) -> CompiledProgram:
+    args, kwargs = loaded.example_inputs
+    options = CompileOptions.of(request.ranks(loaded), request.options)
+    return build(loaded.model, args, dict(kwargs), options)
+
+
+def main() -> None:
+    """Entry point of the command."""
+    app()

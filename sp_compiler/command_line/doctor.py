@@ -1,0 +1,104 @@
+"""What a machine has, and whether the compiler works on it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+
+import torch
+from packaging.requirements import Requirement
+from torch import Tensor, nn
+
+from sp_compiler.base.units import bytes_text
+from sp_compiler.verification.verify import verify
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One line of the report; ``ok`` is False where something has to be done."""
+
+    name: str
+    text: str
+    ok: bool = True
+
+    def __str__(self) -> str:
+        return f"{'ok ' if self.ok else 'BAD'} {self.name:<14} {self.text}"
+
+
+def examine() -> list[Fact]:
+    """Look at everything; compiles a small model."""
+    return [*_versions(), *_devices(), *_group(), _small_model()]
+
+
+def _versions() -> Iterator[Fact]:
+    yield Fact("python", platform.python_version())
+    for text in requires("sp-compiler") or ():
+        requirement = Requirement(text)
+        if requirement.marker is not None:  # of an extra
+            continue
+        try:
+            installed = version(requirement.name)
+        except PackageNotFoundError:
+            yield Fact(requirement.name, f"missing, {requirement.specifier} is needed", ok=False)
+            continue
+        admitted = requirement.specifier.contains(installed, prereleases=True)
+        note = "" if admitted else f", {requirement.specifier} is needed"
+        yield Fact(requirement.name, f"{installed}{note}", admitted)
+
+
+def _devices() -> Iterator[Fact]:
+    if not torch.cuda.is_available():
+        yield Fact("device", "CPU only: plans, proofs and tests work, training is slow")
+        return
+    count = torch.cuda.device_count()
+    for index in range(count):
+        device = torch.cuda.get_device_properties(index)
+        peers = sum(
+            torch.cuda.can_device_access_peer(index, other)
+            for other in range(count)
+            if other != index
+        )
+        text = f"{device.name}, {bytes_text(device.total_memory)}"
+        yield Fact(f"cuda:{index}", f"{text}, reaches {peers} of {count - 1} others directly")
+
+
+def _group() -> Iterator[Fact]:
+    distributed = torch.distributed
+    if not distributed.is_available():
+        yield Fact("group", "torch was built without torch.distributed", ok=False)
+        return
+    names = [
+        name for name in ("nccl", "gloo", "mpi") if getattr(distributed, f"is_{name}_available")()
+    ]
+    yield Fact("backends", ", ".join(names) or "none", bool(names))
+    if "RANK" in os.environ:
+        rank, size = os.environ["RANK"], os.environ.get("WORLD_SIZE", "?")
+        yield Fact("group", f"rank {rank} of {size}, started by torchrun or the like")
+    else:
+        yield Fact("group", "none here: torchrun --nproc-per-node N starts one")
+
+
+class _Small(nn.Module):
+    """Two products with a nonlinearity between, the least that is sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu()).square().mean()
+
+
+def _small_model() -> Fact:
+    start = time.perf_counter()
+    try:
+        report = verify(_Small(), ((torch.randn(4, 8),), {}), tp=2)
+    except Exception as error:  # whatever it is, it is what this command is run to find
+        return Fact("a small model", f"{type(error).__name__}: {error}", ok=False)
+    seconds = time.perf_counter() - start
+    text = f"compiled and verified on 2 simulated ranks in {seconds:.1f} s"
+    return Fact("a small model", text if report.ok else str(report), report.ok)

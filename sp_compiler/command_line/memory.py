@@ -1,0 +1,70 @@
+"""Where every GiB of the fullest pipeline stage goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from sp_compiler.base.units import bytes_text
+from sp_compiler.planning.pipeline_parallel import STATE_BYTES, PipelinePlan, StagePlan
+from sp_compiler.planning.plan import Plan
+from sp_compiler.planning.table_text import table
+
+# Of the 18 bytes that a parameter takes in mixed precision with Adam; see STATE_BYTES.
+_STATE = (
+    ("weights, 16 bits", 2),
+    ("sums of gradients, 32 bits", 4),
+    ("master copy, 32 bits", 4),
+    ("two moments, 32 bits", 8),
+)
+_LARGEST = 8
+
+
+def memory_text(plan: Plan, pipeline: PipelinePlan) -> str:
+    """The stages, then the parts of the fullest one, down to the tensors of a layer."""
+    number, stage = max(enumerate(pipeline.stages), key=lambda each: each[1].total_bytes)
+    head = (
+        f"{plan.model_name} on {plan.tp} tensor-parallel ranks, recompute="
+        f"{plan.options['recompute']}, one microbatch {bytes_text(plan.activation_bytes)} "
+        "of activations if it ran alone"
+    )
+    parts = table(_parts(stage))
+    title = f"Stage {number}, the fullest: {bytes_text(stage.total_bytes)} per device"
+    return "\n\n".join([head, str(pipeline), f"{title}\n{parts}", *_blocks(plan, stage)])
+
+
+def _parts(stage: StagePlan) -> Iterator[tuple[str, str, str]]:
+    assert sum(num_bytes for _, num_bytes in _STATE) == STATE_BYTES
+    for name, num_bytes in _STATE:
+        size = bytes_text(stage.parameters * num_bytes)
+        yield name, size, f"{num_bytes} B x {stage.parameters:,} parameters"
+    chunks = "" if len(stage.chunks) == 1 else f" of {len(stage.chunks)} chunks"
+    yield (
+        "activations",
+        bytes_text(stage.activation_bytes),
+        f"of {stage.in_flight} microbatches in flight{chunks}",
+    )
+    yield "working", bytes_text(stage.working_bytes), "the most that one layer makes beside them"
+    yield "total", bytes_text(stage.total_bytes), ""
+
+
+def _blocks(plan: Plan, stage: StagePlan) -> Iterator[str]:
+    """What one call of each block in ``stage`` keeps, the largest tensors first."""
+    paths = {path for chunk in stage.chunks for path in chunk}
+    for block in plan.blocks:
+        count = sum(path in paths for path in block.paths if path)
+        kept = sorted(
+            (tensor for tensor in block.kept if not tensor.shared), key=lambda each: -each.num_bytes
+        )
+        if not count or not kept:
+            continue
+        rows = [
+            (each.name, bytes_text(each.num_bytes), each.module or each.op, each.reason)
+            for each in kept[:_LARGEST]
+        ]
+        rest = sum(each.num_bytes for each in kept[_LARGEST:])
+        if rest:
+            rows.append((f"{len(kept) - _LARGEST} more", bytes_text(rest), "", ""))
+        yield (
+            f"A microbatch keeps {bytes_text(block.kept_bytes)} in each of {count} x {block.name}\n"
+            + table(rows)
+        )

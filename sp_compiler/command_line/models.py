@@ -1,0 +1,191 @@
+"""The model that a command works on, from what was typed."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import sys
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from sp_compiler.base.errors import ArgumentError, UnsupportedError
+from sp_compiler.options import ExampleInputs
+
+BATCH, SEQUENCE = 1, 1024
+"""Sizes of the example inputs of a configuration that says none."""
+# Heads of transformers whose labels are one token each; the others' have shapes of their own.
+_TOKEN_LABELS = ("ForCausalLM", "ForMaskedLM", "LMHeadModel", "ForConditionalGeneration")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model with inputs, and how it is usually run."""
+
+    model: nn.Module
+    example_inputs: ExampleInputs
+    tp: int | None = None
+    pp: int = 1
+    microbatches: int = 1
+
+
+def presets() -> dict[str, dict[str, Any]]:
+    """Presets by name, see ``presets.toml``."""
+    text = files("sp_compiler.command_line").joinpath("presets.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+def load(
+    source: str | None,
+    preset: str | None,
+    *,
+    batch: int | None = None,
+    sequence: int | None = None,
+    dtype: str | None = None,
+    device: str = "meta",
+) -> Loaded:
+    """Build the model that ``source`` or ``preset`` names, on ``device``.
+
+    Args:
+        source: ``package.module:callable``, or the path of a HuggingFace ``config.json`` or of its
+            folder. The callable returns the model, or the model and (args, kwargs).
+        preset: a name in :func:`presets`.
+        batch: sequences of the example inputs, unless the callable returns some.
+        sequence: tokens of each.
+        dtype: of the parameters, such as "bfloat16"; ``None`` leaves them as they are made.
+        device: "meta" to build it without memory.
+
+    Raises:
+        ArgumentError: none or both are given, or what is named does not exist.
+        UnsupportedError: transformers is needed and not installed.
+    """
+    if (source is None) == (preset is None):
+        raise ArgumentError(
+            "expected a model: package.module:callable, a config.json, or --preset NAME"
+            + (", and only one of them" if source else "")
+        )
+    to_dtype = _dtype(dtype)
+    if preset is not None:
+        return _preset(preset, batch, sequence, to_dtype or torch.bfloat16, device)
+    assert source is not None
+    if ":" in source and not Path(source).exists():
+        made = _called(source, device)
+    else:
+        made = _configured(_read_config(Path(source)), device)
+    model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(
+            f"{source} returned a {type(model).__name__}: expected a torch.nn.Module, or a tuple "
+            "of one and (args, kwargs)"
+        )
+    model = model if to_dtype is None else model.to(to_dtype)
+    return Loaded(model, inputs or _example(model, batch or BATCH, sequence or SEQUENCE, device))
+
+
+def _preset(
+    name: str, batch: int | None, sequence: int | None, dtype: torch.dtype, device: str
+) -> Loaded:
+    known = presets()
+    if name not in known:
+        raise ArgumentError(f"--preset {name}: expected one of {', '.join(known)}")
+    preset = known[name]
+    batch, sequence = batch or preset["batch"], sequence or preset["sequence"]
+    model = _configured({"architectures": [preset["family"]], **preset["config"]}, device)
+    return Loaded(
+        model.to(dtype),
+        _example(model, batch, sequence, device),
+        preset["tp"],
+        preset["pp"],
+        max(1, preset["global_batch"] // batch),
+    )
+
+
+def _called(source: str, device: str) -> Any:
+    module_name, _, name = source.partition(":")
+    # As ``python -m`` does: a model of the folder in which the command is run.
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        # A package that the user's module lacks is the user's own message to read.
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise ArgumentError(
+            f"no module {error.name!r}: {source!r} is read as package.module:callable, from "
+            f"{Path.cwd()} and the installed packages"
+        ) from error
+    function: Callable[[], Any] | None = getattr(module, name, None)
+    if not callable(function):
+        public = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
+        raise ArgumentError(f"{module_name} has no callable {name!r}; it has {', '.join(public)}")
+    with torch.device(device):
+        return function()
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    path = path / "config.json" if path.is_dir() else path
+    if not path.exists():
+        raise ArgumentError(
+            f"no file {path}: expected package.module:callable, a HuggingFace config.json or a "
+            "folder that has one, or --preset NAME"
+        )
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ArgumentError(f"{path} is no JSON: {error}") from error
+    if not isinstance(config, dict) or not config.get("architectures"):
+        raise ArgumentError(
+            f'{path} has no "architectures", the class of transformers to build, such as '
+            '["LlamaForCausalLM"]'
+        )
+    return config
+
+
+def _configured(config: dict[str, Any], device: str) -> nn.Module:
+    """The model of transformers that ``config`` describes, with new weights."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise UnsupportedError(
+            "presets and config.json need transformers: pip install 'sp-compiler[examples]'"
+        ) from error
+    (name, *_) = config["architectures"]
+    model_class = getattr(transformers, name, None)
+    if model_class is None:
+        raise ArgumentError(f"transformers {transformers.__version__} has no class {name}")
+    fields = {key: value for key, value in config.items() if key != "architectures"}
+    # A cache of keys and values is for generation, and would be switched off with a word.
+    known = model_class.config_class(**{**fields, "use_cache": False})
+    with torch.device(device):
+        model: nn.Module = model_class(known)
+    dtype = config.get("dtype", config.get("torch_dtype"))
+    return model if dtype is None else model.to(_dtype(dtype))
+
+
+def _example(model: nn.Module, batch: int, sequence: int, device: str) -> ExampleInputs:
+    """A batch of tokens, with labels where the model has a loss of them."""
+    parameters = inspect.signature(model.forward).parameters
+    if "input_ids" not in parameters:
+        raise ArgumentError(
+            f"{type(model).__name__}.forward takes {', '.join(parameters)} and no input_ids: let "
+            "the callable return (model, (args, kwargs))"
+        )
+    # The vocabulary is not asked for: 0 is a token of every one.
+    ids = torch.zeros(batch, sequence, dtype=torch.int64, device=device)
+    labelled = "labels" in parameters and type(model).__name__.endswith(_TOKEN_LABELS)
+    return (), {"input_ids": ids, **({"labels": ids} if labelled else {})}
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    dtype = None if name is None else getattr(torch, name, None)
+    if name is not None and not isinstance(dtype, torch.dtype):
+        raise ArgumentError(f"dtype {name!r}: expected a name of torch, such as bfloat16")
+    return dtype

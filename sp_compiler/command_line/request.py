@@ -1,0 +1,166 @@
+"""What all commands that take a model share: arguments, errors, progress, exit codes."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import inspect
+import io
+import os
+import sys
+import traceback as traceback_module
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, get_type_hints
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from sp_compiler.base.errors import ArgumentError, CaptureError, SPCompilerError
+from sp_compiler.command_line.models import Loaded, load
+from sp_compiler.options import Options
+
+FAILED, USAGE, BROKEN = 1, 2, 3
+"""Exit codes: the answer is no; the command was typed wrong; the model could not be compiled."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """Arguments of every command that works on a model; a field is an option of the command."""
+
+    model: Annotated[
+        str | None,
+        typer.Argument(help="package.module:callable, or a HuggingFace config.json or its folder."),
+    ] = None
+    preset: Annotated[str | None, typer.Option(help="A model by name, such as llama-3-8b.")] = None
+    tp: Annotated[
+        int | None, typer.Option(min=1, help="Tensor-parallel ranks; 8, or the preset's.")
+    ] = None
+    batch: Annotated[int | None, typer.Option(min=1, help="Sequences of a microbatch.")] = None
+    sequence: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence.")] = None
+    dtype: Annotated[str | None, typer.Option(help="Of the parameters, such as bfloat16.")] = None
+    option: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--option", "-o", help="One of compile's, as NAME=VALUE: -o recompute=full. Repeatable."
+        ),
+    ] = None
+    json: Annotated[bool, typer.Option("--json", help="JSON for a program to read.")] = False
+    traceback: Annotated[bool, typer.Option("--traceback", help="Python's own errors.")] = False
+
+    def load(self, device: str = "meta") -> Loaded:
+        """Build the model on ``device``."""
+        with progress("building the model"):
+            return load(
+                self.model,
+                self.preset,
+                batch=self.batch,
+                sequence=self.sequence,
+                dtype=self.dtype,
+                device=device,
+            )
+
+    def ranks(self, loaded: Loaded) -> int:
+        """Number of tensor-parallel ranks."""
+        return self.tp or loaded.tp or 8
+
+    @property
+    def options(self) -> Any:
+        """Options of the compilation, as ``compile`` takes them."""
+        pairs = [text.partition("=") for text in self.option or ()]
+        known = [*Options.__annotations__]
+        for name, equals, _ in pairs:
+            if not equals:
+                raise ArgumentError(f"-o {name}: expected NAME=VALUE, such as recompute=full")
+            if name.replace("-", "_") not in known:
+                raise ArgumentError(f"-o {name}: expected one of {', '.join(known)}")
+        return {name.replace("-", "_"): _value(text) for name, _, text in pairs}
+
+
+def _value(text: str) -> Any:
+    # A number, True or a dict as Python writes it; any other word is itself.
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def command(function: Callable[..., None]) -> Callable[..., None]:
+    """Make a command of ``function(request, *, own options)``: typer sees all options.
+
+    Errors are one line and a hint, and end with :data:`BROKEN`.
+    """
+    hints = get_type_hints(Request, include_extras=True)
+    own = list(inspect.signature(function, eval_str=True).parameters.values())[1:]
+    shared = [
+        parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, parameter in inspect.signature(Request).parameters.items()
+    ]
+    # Positional ones first: the model, then what a command takes beside it.
+    parameters = [*shared[:1], *own, *shared[1:]]
+
+    @functools.wraps(function)
+    def run(**values: Any) -> None:
+        request = Request(**{name: values.pop(name) for name in hints})
+        with failures(traceback=request.traceback):
+            function(request, **values)
+
+    keyword = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
+    run.__signature__ = inspect.Signature(keyword)  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    return run
+
+
+class Refused(Exception):
+    """The answer is no; the text says why."""
+
+
+@contextlib.contextmanager
+def failures(*, traceback: bool) -> Iterator[None]:
+    """Turn an error into a line, a hint and an exit code."""
+    errors = Console(file=sys.stderr, highlight=False, soft_wrap=True)
+    # What compile warns of, a plan lists; and torch writes pages when it cannot capture a model.
+    silence = contextlib.nullcontext() if traceback else contextlib.redirect_stderr(io.StringIO())
+    try:
+        with warnings.catch_warnings(), silence:
+            warnings.simplefilter("ignore")
+            yield
+    except typer.Exit:
+        raise
+    except Refused as no:
+        errors.print(str(no), markup=False)
+        raise typer.Exit(FAILED) from no
+    except Exception as error:
+        if traceback:
+            errors.print(traceback_module.format_exc(), markup=False)
+        lines = (str(error).strip() or type(error).__name__).splitlines()
+        kind = "" if isinstance(error, SPCompilerError) else f"{type(error).__name__}: "
+        errors.print(f"[bold red]error:[/] {escape(kind + lines[0])}")
+        errors.print(f"[bold]hint:[/] {escape(_hint(error, len(lines) > 1 and not traceback))}")
+        raise typer.Exit(USAGE if isinstance(error, ArgumentError) else BROKEN) from error
+
+
+def _hint(error: Exception, is_cut: bool) -> str:
+    if isinstance(error, ArgumentError):
+        return "sp-compiler COMMAND --help has the arguments and examples"
+    if isinstance(error, CaptureError) or is_cut:
+        return "--traceback shows the rest, with the line of the model"
+    if isinstance(error, SPCompilerError):
+        return "docs/limitations.md lists what is not supported; --traceback shows where"
+    return "the model's own code raised this; --traceback shows where"
+
+
+@contextlib.contextmanager
+def progress(text: str) -> Iterator[None]:
+    """Say what takes its time while it does, on a terminal alone."""
+    # The process's own, for what a command runs cannot write there. A spinner in the log of a job
+    # would be a thousand lines.
+    terminal = Console(file=sys.__stderr__)
+    if not terminal.is_terminal or os.environ.get("CI"):
+        yield
+        return
+    with terminal.status(f"{text} ..."):
+        yield

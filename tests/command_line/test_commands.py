@@ -1,0 +1,210 @@
+"""``sp-compiler`` as it is typed: answers, exit codes, one line and a hint for what is wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from typer.testing import CliRunner, Result
+
+from sp_compiler.command_line.app import app
+from sp_compiler.command_line.models import presets
+
+ROOT = Path(__file__).parents[2]
+_MODELS = "tests.command_line.models_to_load"
+
+
+def _run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, [*arguments])
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    fields = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "dtype": "bfloat16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    return tmp_path / "config.json"
+
+
+def test_plan_of_a_callable() -> None:
+    result = _run("plan", f"{_MODELS}:relu", "--tp", "2", "-o", "recompute=none")
+    assert result.exit_code == 0, result.output
+    assert "Mlp on 2 tensor-parallel ranks, recompute=none" in result.stdout
+
+
+def test_plan_of_a_configuration_with_a_pipeline(config: Path) -> None:
+    sizes = ("--tp", "2", "--pp", "2", "--microbatches", "4", "--sequence", "16")
+    result = _run("plan", str(config.parent), *sizes)
+    assert result.exit_code == 0, result.output
+    assert "2 pipeline stages of 1 chunk, 4 microbatches" in result.stdout
+    assert "weights, 16 bits" in result.stdout
+    assert "x LlamaDecoderLayer" in result.stdout
+    plain = json.loads(_run("plan", str(config), *sizes, "--json").stdout)
+    stages = plain["pipeline"]["stages"]
+    assert len(stages) == 2
+    for stage in stages:
+        assert stage["state_bytes"] == 18 * stage["parameters"]
+        parts = stage["state_bytes"] + stage["activation_bytes"] + stage["working_bytes"]
+        assert stage["total_bytes"] == parts
+    assert "bfloat16" in {kept["dtype"] for block in plain["blocks"] for kept in block["kept"]}
+
+
+def test_a_limit_decides_the_exit_code() -> None:
+    assert _run("plan", f"{_MODELS}:relu", "--fits", "1GiB").exit_code == 0
+    result = _run("plan", f"{_MODELS}:relu", "--fits", "1KiB")
+    assert result.exit_code == 1
+    assert "more than 1.00 KiB" in result.stderr
+
+
+def test_diff_of_stages_and_of_models() -> None:
+    stages = _run("diff", f"{_MODELS}:relu", "--tp", "2")
+    assert stages.exit_code == 0, stages.output
+    assert "+++ tag: " in stages.stdout
+    assert "all_reduce" in stages.stdout
+    models = [f"{_MODELS}:relu", "--other", f"{_MODELS}:gelu", "--exit-code"]
+    versions = _run("diff", *models)
+    assert versions.exit_code == 1
+    assert "aten.gelu" in versions.stdout
+    same = _run("diff", f"{_MODELS}:relu", "--other", f"{_MODELS}:relu", "--exit-code")
+    assert same.exit_code == 0
+    assert _run("diff", f"{_MODELS}:relu", "--after", "end").exit_code == 2
+
+
+def test_diff_writes_a_page(tmp_path: Path) -> None:
+    result = _run("diff", f"{_MODELS}:relu", "--html", str(tmp_path / "diff.html"), "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["counts"]
+    assert (tmp_path / "diff.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def test_verify_says_yes() -> None:
+    result = _run("verify", f"{_MODELS}:relu", "--tp", "2", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["ok"] is True
+
+
+def test_code_is_python(tmp_path: Path) -> None:
+    result = _run("code", f"{_MODELS}:relu", "--tp", "2", "--output", str(tmp_path / "code.py"))
+    assert result.exit_code == 0, result.output
+    compile((tmp_path / "code.py").read_text(encoding="utf-8"), "code.py", "exec")
+
+
+def test_explain() -> None:
+    result = _run("explain", f"{_MODELS}:relu", "--name", "up", "--tp", "2")
+    assert result.exit_code == 0, result.output
+    assert "up.weight" in result.stdout
+
+
+def test_doctor_lists_what_is_needed_and_tries_a_model() -> None:
+    result = _run("doctor", "--json")
+    facts = {fact["name"]: fact for fact in json.loads(result.stdout)}
+    assert {"python", "torch", "rich", "backends", "a small model"} <= facts.keys()
+    assert facts["a small model"]["ok"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan"], "expected a model: package.module:callable, a config.json, or --preset NAME"),
+        (["plan", "nowhere:make"], "no module 'nowhere'"),
+        (["plan", f"{_MODELS}:nothing"], "has no callable 'nothing'; it has"),
+        (["plan", f"{_MODELS}:number"], "returned a int: expected a torch.nn.Module"),
+        (["plan", f"{_MODELS}:without_inputs"], "Mlp.forward takes x and no input_ids"),
+        (["plan", "missing.json"], "no file missing.json"),
+        (["plan", "setup.py"], "setup.py is no JSON"),
+        (["plan", "--preset", "gpt-5"], "--preset gpt-5: expected one of gpt-22b, gpt3-175b"),
+        (["plan", f"{_MODELS}:relu", "-o", "full"], "expected NAME=VALUE"),
+        (["plan", f"{_MODELS}:relu", "-o", "recompute=all"], "recompute='all': expected one of"),
+        (["plan", f"{_MODELS}:relu", "--fits", "80GB"], "--fits='80GB'"),
+        (["plan", f"{_MODELS}:relu", "--dtype", "half16"], "dtype 'half16'"),
+        (["explain", f"{_MODELS}:relu", "--name", "middle"], "middle"),
+    ],
+)
+def test_what_is_typed_wrong(arguments: list[str], message: str) -> None:
+    """One line that says what, one that says where to read, and the exit code of a usage error."""
+    result = _run(*arguments)
+    assert result.exit_code == 2, result.output
+    error, hint = result.stderr.strip().splitlines()
+    assert error.startswith("error: ")
+    assert message in error
+    assert hint.startswith("hint: ")
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [("broken", "RuntimeError: no such weights"), ("data_dependent", "models_to_load.py:")],
+)
+def test_models_that_fail(model: str, message: str) -> None:
+    result = _run("plan", f"{_MODELS}:{model}")
+    assert result.exit_code == 3
+    error, hint = result.stderr.strip().splitlines()
+    assert message in error
+    assert "--traceback" in hint
+    assert "Traceback (most recent" in _run("plan", f"{_MODELS}:{model}", "--traceback").stderr
+
+
+def test_unknown_option_of_compile() -> None:
+    result = _run("plan", f"{_MODELS}:relu", "-o", "speed=fast")
+    assert result.exit_code == 2, result.output
+    assert "speed" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["plan", "diff", "verify", "code", "explain"])
+def test_help_has_examples(command: str) -> None:
+    result = _run(command, "--help")
+    assert result.exit_code == 0
+    assert f"sp-compiler {command} " in " ".join(result.stdout.replace("│", " ").split())
+
+
+def test_presets_are_what_their_names_say() -> None:
+    """Parameters in billions by the class of transformers, of weights without memory."""
+    billions = {"gpt-22b": 22, "gpt3-175b": 175, "mt-nlg-530b": 530, "gpt-1t": 1000}
+    billions |= {"llama-3-8b": 8, "llama-3-70b": 70, "llama-3-405b": 405}
+    known = presets()
+    assert list(known) == list(billions)
+    for name, preset in known.items():
+        assert preset["global_batch"] % preset["batch"] == 0
+        assert _billions(preset) == pytest.approx(billions[name], rel=0.04), name
+
+
+def _billions(preset: dict[str, Any]) -> float:
+    """By arithmetic: 12 h² of a GPT layer, or the matrices of a Llama's, and the embeddings."""
+    c = preset["config"]
+    if preset["family"] == "GPT2LMHeadModel":
+        return float(c["n_layer"] * 12 * c["n_embd"] ** 2 + c["vocab_size"] * c["n_embd"]) / 1e9
+    hidden, heads = c["hidden_size"], c["num_attention_heads"]
+    attention = 2 * hidden**2 * (1 + c["num_key_value_heads"] / heads)
+    mlp = 3 * hidden * c["intermediate_size"]
+    embeddings = 2 * c["vocab_size"] * hidden
+    return float(c["num_hidden_layers"] * (attention + mlp) + embeddings) / 1e9
+
+
+def test_presets_name_classes_of_transformers() -> None:
+    for preset in presets().values():
+        fields = getattr(transformers, preset["family"]).config_class().to_dict()
+        assert preset["config"].keys() - {"rope_theta"} <= fields.keys()
+
+
+@pytest.mark.slow
+def test_module_and_completion_as_a_shell_runs_them() -> None:
+    command = [sys.executable, "-W", "ignore", "-m", "sp_compiler"]
+    shown = subprocess.run([*command, "presets"], cwd=ROOT, capture_output=True, text=True)
+    assert shown.returncode == 0, shown.stderr
+    assert "mt-nlg-530b" in shown.stdout
+    nothing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert nothing.returncode == 2
+    assert "--install-completion" in nothing.stdout + nothing.stderr

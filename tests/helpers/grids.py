@@ -124,7 +124,7 @@ def truth_step(
         for draw, micro in zip(draws, split(own, accumulate), strict=True):
             seed = call_seed(draw, part) if part else draw
             with mock.patch(
-                "sp_compiler.module.distributed_module.forward_seed",
+                "sp_compiler.module.calls.forward_seed",
                 lambda *_, seed=seed: seed,
             ):
                 loss = zoo.loss_of(truth.module(**micro)) / (parts * accumulate)

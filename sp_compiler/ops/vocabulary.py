@@ -23,17 +23,17 @@ def vocab_embedding(tp: Communicator, weight: Tensor, ids: Tensor, num_rows: int
     of other ranks.
     """
     require_inside(tp, ids, num_rows, "an embedding of {} rows")
-    local, is_here = local_ids(tp, ids, weight.shape[0])
-    # Selected, not multiplied: row 0, which stands in for rows of other ranks, may hold inf or nan.
-    return embedding(local, weight).where(is_here.unsqueeze(-1), 0)
+    local, is_elsewhere = local_ids(tp, ids, weight.shape[0])
+    # Selected, not multiplied: the row that stands in for those of other ranks may hold inf or nan.
+    return embedding(local, weight).masked_fill_(is_elsewhere.unsqueeze(-1), 0)
 
 
 def vocab_embedding_backward(tp: Communicator, grad: Tensor, ids: Tensor, num_rows: int) -> Tensor:
     """Gradient (num_rows, h), placed S(0), of this rank's part of the table."""
-    local, is_here = local_ids(tp, ids, num_rows)
-    # A row of another rank adds zeros to row 0: an index must be in range, and shapes must not
-    # depend on how many ids are here.
-    grad = (grad * is_here.unsqueeze(-1)).reshape(-1, grad.shape[-1])
+    local, is_elsewhere = local_ids(tp, ids, num_rows)
+    # A row of another rank adds zeros to one of this: an index must be in range, and shapes must
+    # not depend on how many ids are here.
+    grad = grad.masked_fill(is_elsewhere.unsqueeze(-1), 0).reshape(-1, grad.shape[-1])
     return grad.new_zeros(num_rows, grad.shape[-1]).index_add_(0, local.reshape(-1), grad)
 
 
@@ -47,14 +47,14 @@ def vocab_nll(
     and invariant. Costs two small all-reduces (the row maximum; the sum of exponentials with the
     target's logit).
     """
-    wanted = torch.where(target == ignore_index, torch.zeros_like(target), target)
+    is_ignored = target == ignore_index
+    wanted = target.masked_fill(is_ignored, 0)
     require_inside(tp, wanted, classes, "a loss over {} classes, as target")
-    local, is_here = local_ids(tp, target, logits.shape[-1])
+    local, is_elsewhere = local_ids(tp, target, logits.shape[-1])
     # Selected, not multiplied: a logit of another class may be infinite.
-    picked = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1).where(is_here, 0)
+    picked = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill_(is_elsewhere, 0)
     logsumexp, picked = log_total(tp, logits, classes, [picked])
-    nll = torch.where(target == ignore_index, torch.zeros_like(picked), logsumexp - picked)
-    return nll, logsumexp
+    return (logsumexp - picked).masked_fill_(is_ignored, 0), logsumexp
 
 
 def log_total(
@@ -66,7 +66,7 @@ def log_total(
     # The maximum of all ranks, so that exponentials of different ranks can be added.
     peak = tp.reduce(known.amax(-1), "max")
     # As torch.logsumexp has it: of a row that is all -inf the sum is 0, not inf - inf.
-    peak = peak.where(peak.isfinite(), 0)
+    peak = peak.nan_to_num(0.0, 0.0, 0.0)
     del known  # as large as the logits
     exponents = logits - peak.unsqueeze(-1)
     if padding is not None:
@@ -88,14 +88,15 @@ def vocab_nll_backward(
     classes: int,
 ) -> Tensor:
     """Gradient of :func:`vocab_nll` for its logits: (softmax - onehot) * grad; no communication."""
-    grad = torch.where(target == ignore_index, torch.zeros_like(grad), grad)
-    local, is_here = local_ids(tp, target, logits.shape[-1])
+    grad = grad.masked_fill(target == ignore_index, 0)
+    local, is_elsewhere = local_ids(tp, target, logits.shape[-1])
     # The softmax is made again from one number a row; to save it would take as much as the logits.
     result = (logits - logsumexp.unsqueeze(-1)).exp_().mul_(grad.unsqueeze(-1))
     padding = padding_columns(tp, logits, classes)
     if padding is not None:
         result.masked_fill_(padding, 0)
-    return result.scatter_add_(-1, local.unsqueeze(-1), -(grad * is_here).unsqueeze(-1))
+    own_share = -grad.masked_fill(is_elsewhere, 0)
+    return result.scatter_add_(-1, local.unsqueeze(-1), own_share.unsqueeze(-1))
 
 
 def require_inside(tp: Communicator, ids: Tensor, size: int, what: str) -> None:
@@ -126,13 +127,14 @@ def padding_columns(tp: Communicator, logits: Tensor, classes: int) -> Tensor | 
 
 
 def local_ids(tp: Communicator, ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Row numbers in this rank's part of the vocabulary (0: elsewhere), and which of them are here.
+    """Row numbers in this rank's part of the vocabulary, and which rows are of another rank.
 
-    Without a branch on the rank, which under simulation is a tensor.
+    Those have the number of a row at the border. Without a branch on the rank, which under
+    simulation is a tensor.
     """
-    local = ids - tp.rank * num_rows
-    is_here = (local >= 0) & (local < num_rows)
-    return torch.where(is_here, local, torch.zeros_like(local)), is_here
+    distance = ids - tp.rank * num_rows
+    local = distance.clamp(0, num_rows - 1)
+    return local, local != distance
 
 
 # What a graph knows of them.

@@ -41,9 +41,9 @@ def vocab_smoothed_nll(
     """
     wanted = torch.where(target == ignore_index, 0, target)
     require_inside(tp, wanted, classes, "a loss over {} classes, as target")
-    local, is_here = local_ids(tp, target, logits.shape[-1])
+    local, is_elsewhere = local_ids(tp, target, logits.shape[-1])
     # Selected, not multiplied: a logit of another class may be infinite.
-    picked = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1).where(is_here, 0)
+    picked = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill_(is_elsewhere, 0)
     # Only where it counts: 0 times an infinite logit is not 0.
     weighed = [_weighed(tp, logits, weight, classes)] if smoothing else []
     logsumexp, picked, *weighed = log_total(tp, logits, classes, [picked, *weighed])
@@ -74,8 +74,9 @@ def vocab_smoothed_nll_backward(
     share = grad * (true + smoothing / classes * weight.sum())
     result = vocab_logsumexp_backward(tp, share, logits, logsumexp, classes)
     result = result.sub_((grad * (smoothing / classes)).unsqueeze(-1) * own)
-    local, is_here = local_ids(tp, target, logits.shape[-1])
-    return result.scatter_add_(-1, local.unsqueeze(-1), -(grad * true * is_here).unsqueeze(-1))
+    local, is_elsewhere = local_ids(tp, target, logits.shape[-1])
+    own_true = (grad * true).masked_fill_(is_elsewhere, 0)
+    return result.scatter_add_(-1, local.unsqueeze(-1), -own_true.unsqueeze(-1))
 
 
 def _own_weights(tp: Communicator, logits: Tensor, weight: Tensor, classes: int) -> Tensor:

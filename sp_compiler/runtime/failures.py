@@ -136,16 +136,12 @@ class FailureBoard:
             f"destroyed ({error})"
         )
 
-    def waiting(self, purpose: str, number: int, timeout: timedelta) -> RankWait:
-        """What to look at while this rank waits for the others; see :class:`RankWait`."""
-        return RankWait(self, purpose, number, timeout)
-
     def exchange(self, name: str, text: str, purpose: str, timeout: timedelta) -> list[str]:
         """Texts of all ranks under ``name``, which is used once; waits until all are there."""
         self.store.set(f"{name}/{self.rank}", text)
         keys = [f"{name}/{rank}" for rank in range(self.world_size)]
         pause_s = 0.001
-        with contextlib.closing(self.waiting(purpose, -1, timeout)) as wait:
+        with contextlib.closing(RankWait(self, purpose, -1, timeout)) as wait:
             while not self.store.check(keys):
                 time.sleep(pause_s)
                 # Ranks arrive together as a rule; who waits longer need not ask so often.

@@ -15,6 +15,13 @@ _PER_WORD = -7046029254386353131
 _MIX = -4658895280553007687
 
 
+def strided(value: Tensor) -> Tensor:
+    """``value`` with all its elements in memory: sparse ones filled up, conjugates computed."""
+    detached = value.detach()
+    dense = detached if detached.layout is torch.strided else detached.to_dense()
+    return dense.resolve_conj().resolve_neg()
+
+
 @torch.no_grad()
 def fingerprint(value: Tensor) -> Tensor:
     """A 0-dim int64 tensor on the device of ``value`` that differs where its elements do.
@@ -22,7 +29,7 @@ def fingerprint(value: Tensor) -> Tensor:
     ``value`` is not on meta. Of two different tensors the fingerprints are equal by a chance of
     about 2 to the -60; order matters, shape and dtype do not.
     """
-    data = value.detach().contiguous().reshape(-1).view(torch.uint8)
+    data = strided(value).contiguous().reshape(-1).view(torch.uint8)
     total = torch.zeros((), dtype=torch.int64, device=data.device)
     num_words = data.numel() // 8
     # Storage offsets of views need not be multiples of eight bytes, which view() asks for.

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from sp_compiler.base.errors import RankMismatchError
 from sp_compiler.runtime.failures import FailureBoard
-from sp_compiler.runtime.fingerprints import combined, fingerprint
+from sp_compiler.runtime.fingerprints import combined, fingerprint, strided
 from sp_compiler.runtime.group import TensorParallelGroup
 from sp_compiler.runtime.program_cache import CallKey
 
@@ -201,6 +201,8 @@ class RankAgreement:
             kind = self._kinds[key] = _Kind(int(digest.hexdigest()[:16], 16) >> 1)
             if len(self._kinds) > _REMEMBERED_KEYS:
                 self._kinds.popitem(last=False)
+        # Those that are still called stay, also where many others come once.
+        self._kinds.move_to_end(key)
         return kind
 
 
@@ -254,7 +256,7 @@ def _inputs(
         facts[f"input {name!r}"] = str(text)
         number = next(remaining, "") if isinstance(leaf, Tensor) and not leaf.is_meta else ""
         if number:
-            few = leaf.detach().reshape(-1)[:4].tolist()
+            few = strided(leaf).reshape(-1)[:4].tolist()
             facts[f"input {name!r}"] += f" values {number} {few}..."
     return facts
 

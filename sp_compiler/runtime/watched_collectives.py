@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from sp_compiler.ops.communicator import FunctionalCollectives
-from sp_compiler.runtime.failures import LOOK_EVERY, FailureBoard
+from sp_compiler.runtime.failures import LOOK_EVERY, FailureBoard, RankWait
 
 _OPERATIONS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -94,7 +94,7 @@ class WatchedCollectives(FunctionalCollectives):
             RankFailureError: another rank has failed or is gone.
             RankMismatchError: another rank waits for something else, or has not come in time.
         """
-        with contextlib.closing(self._board.waiting(purpose, number, self._timeout)) as wait:
+        with contextlib.closing(RankWait(self._board, purpose, number, self._timeout)) as wait:
             while True:
                 try:
                     work.wait(LOOK_EVERY)
@@ -107,6 +107,10 @@ class WatchedCollectives(FunctionalCollectives):
         try:
             work.wait()
         except RuntimeError as error:
+            # Gloo names the file that an error is from. What is not from a connection, such as a
+            # type that it does not reduce, is no sign that a rank is gone.
+            if "gloo/transport" not in str(error):
+                raise
             raise self._board.lost(error) from error
 
     def _arrival(

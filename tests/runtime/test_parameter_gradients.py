@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -203,3 +204,17 @@ def test_what_waits_since_no_sync_is_not_returned() -> None:
     torch.testing.assert_close(local_tensor(grad), expected, rtol=1e-12, atol=1e-12)
     module(x)["loss"].backward()
     torch.testing.assert_close(local_tensor(weight.grad), 2 * expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.usefixtures("mesh")
+def test_a_copy_has_what_waits_since_no_sync() -> None:
+    module, x = users.compiled(tp=2), users.batch()
+    with module.no_sync():
+        module(x)["loss"].backward()
+    twin = copy.deepcopy(module)
+    with pytest.raises(UnsupportedError, match="put off by no_sync"):
+        torch.optim.SGD(twin.parameters(), lr=0.1).step()
+    for each in (module, twin):
+        each(x)["loss"].backward()
+    for own, copied in zip(module.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(local_tensor(own.grad), local_tensor(copied.grad))

@@ -1,0 +1,26 @@
+"""Fingerprints of tensors that ranks compare, whatever their layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from sp_compiler.runtime.fingerprints import fingerprint
+
+_X = torch.arange(12.0).view(3, 4)
+_Z = torch.complex(_X, _X + 1)
+
+
+@pytest.mark.parametrize(
+    ("value", "same", "other"),
+    [
+        (_X.t(), _X.t().contiguous(), _X),
+        (_Z.conj(), _Z.conj().resolve_conj(), _Z),
+        (_Z.conj().imag, -_Z.imag, _Z.imag),
+        (_X.to_sparse(), _X, _X.t()),
+    ],
+    ids=["strides", "conjugate", "negative", "sparse"],
+)
+def test_equal_values_have_one_fingerprint(value: Tensor, same: Tensor, other: Tensor) -> None:
+    assert int(fingerprint(value)) == int(fingerprint(same)) != int(fingerprint(other))

@@ -265,7 +265,7 @@ class Compilation:
                 contract = example.partitioned(parts), joint.tangent_outputs, tp
                 run(Pass.CHECK, check_partitioned, region, *contract, region=origin)
             paths = tuple(tagged.program.paths(region))
-            regions.append(CompiledRegion(region, parts, joint, paths))
+            regions.append(CompiledRegion(region, parts, joint, paths, tp))
         # All regions at once: they are classes of one module, with one list of bound operators.
         loaded = run(Pass.CODEGEN, compile_regions, regions, options.backend)
         return CompiledProgram(
@@ -275,7 +275,7 @@ class Compilation:
             tp,
             differentiable={each.region.name: each.differentiable for each in regions},
             loss_backwards=_loss_backwards(regions, loaded.codes),
-            notes=program.notes,
+            notes=[*program.notes, *loaded.notes],
             replicated=replicated,
             code=loaded.source,
             value_names=loaded.value_names,

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypedDict, TypeVar, get_args
 from torch import nn
 from torch.fx import GraphModule
 
-from sp_compiler.base.errors import ArgumentError, UnsupportedError
+from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.pass_report import Pass, PassReport
 from sp_compiler.base.units import parse_bytes
 from sp_compiler.ir.hints import Hint, checked_hints, hint_text
@@ -60,7 +60,9 @@ class Options(TypedDict, total=False):
         dropout: ``"regenerate"`` masks in backward or keep them ``"stored"``.
         overlap: in backward, run gradients of weights and what is recomputed while collectives of
             the same block are on their way.
-        backend: the name of a file of ``codegen/backends``; ``"inductor"`` is not in this version.
+        backend: ``"eager"`` runs the generated text as it is; ``"inductor"`` compiles, at the first
+            call, what lies in it between collectives (see the usage page); or the name of a file of
+            your own in ``codegen/backends``.
         outputs: ``"replicate"``: full on every rank; ``"shard"``: DTensors where the model makes
             them sharded; ``"auto"``: so if the model also returns its loss.
         nominal_tokens: placements are chosen for batches of this many tokens, or of the example's
@@ -131,7 +133,6 @@ class CompileOptions:
 
     Raises:
         ArgumentError: a value outside what the field allows.
-        UnsupportedError: a value that a later version will have.
     """
 
     tp: int = 1
@@ -150,7 +151,7 @@ class CompileOptions:
     def __post_init__(self) -> None:
         _check_choice("recompute", self.recompute, RECOMPUTE)
         _check_choice("dropout", self.dropout, get_args(Dropout))
-        _check_choice("backend", self.backend, (*BACKENDS, "inductor"))
+        _check_choice("backend", self.backend, BACKENDS)
         _check_choice("outputs", self.outputs, get_args(Outputs))
         for name in ("sequence_parallel", "overlap", "strict"):
             _check_choice(name, getattr(self, name), (True, False))
@@ -171,8 +172,6 @@ class CompileOptions:
             )
         if self.memory_budget is not None:
             parse_bytes("memory_budget", self.memory_budget)
-        if self.backend == "inductor":
-            raise UnsupportedError('backend="inductor" is not in this version; use backend="eager"')
 
     @classmethod
     def of(cls, tp: int, options: Options) -> CompileOptions:

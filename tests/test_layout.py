@@ -28,6 +28,7 @@ LAYERS = (
     "solve",
     "cost",
     "check",
+    "inductor",
     "codegen",
     "runtime",
     "planning",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -50,6 +50,10 @@ import torch.nn.functional as F
 '''
 
 
+Split = Callable[[str, str, Callable[[str, Sequence[str], str], list[str]]], list[str]]
+"""``(name of the class, text of a method, wrapped)`` to the texts of several methods."""
+
+
 @dataclass(frozen=True)
 class RegionText:
     """The class of one region.
@@ -73,10 +77,12 @@ class CompiledRegion(SplitRegion):
 
     Attributes:
         paths: the layers that use it.
+        world_size: over how many ranks it is sharded.
     """
 
     joint: JointGraph
     paths: tuple[str, ...] = ()
+    world_size: int = 1
 
     @cached_property
     def text(self) -> RegionText:
@@ -106,8 +112,8 @@ def printed_regions(compiled: CompiledProgram) -> dict[str, CompiledRegion]:
     return {name: region for name, region in regions if isinstance(region, CompiledRegion)}
 
 
-def module_source(texts: Iterable[RegionText]) -> str:
-    """One module with all the classes."""
+def module_source(texts: Iterable[RegionText], imports: Sequence[str] = ()) -> str:
+    """One module with all the classes, and the lines ``imports`` behind those for torch."""
     texts = list(texts)
     # Sorted: the text is the same on all ranks, whichever region was printed first.
     bindings = dict(sorted(item for text in texts for item in text.bindings.items()))
@@ -115,14 +121,23 @@ def module_source(texts: Iterable[RegionText]) -> str:
     header = _HEADER
     if any("math." in text.body for text in texts):  # of open sizes
         header = header.replace("import torch\n", "import math\n\nimport torch\n", 1)
+    header += "".join(f"{line}\n" for line in imports)
     parts = [header, *(["\n".join(lines) + "\n"] if lines else [])]
     return "\n".join(parts) + "".join(f"\n\n{text.body}" for text in texts)
 
 
 def region_text(
-    region: Region, joint: JointGraph, partitioned: Partitioned, paths: Sequence[str] = ()
+    region: Region,
+    joint: JointGraph,
+    partitioned: Partitioned,
+    paths: Sequence[str] = (),
+    split: Split | None = None,
 ) -> RegionText:
-    """Print ``partitioned`` as a class named like ``region``, which the layers ``paths`` use."""
+    """Print ``partitioned`` as a class named like ``region``, which the layers ``paths`` use.
+
+    ``split`` cuts the text of a method into several functions; what communicates has statements of
+    its own then.
+    """
     layer = paths[0] if paths else ""
     # All functions ask one object, so that a value has the same name in forward and backward.
     wishes = ValueNames(joint, layer).wishes
@@ -134,7 +149,9 @@ def region_text(
         tentative = {node: wishes(node)[0] for node in graph.nodes if node.op != "output"}
         sizes = {symbol_of(node): name for node, name in tentative.items() if symbol_of(node)}
         printer = Printer(tentative, Idioms(graph), sizes, bindings)
-        bodies[method] = Body(graph, printer, layer, gradients=method != "forward")
+        bodies[method] = Body(
+            graph, printer, layer, gradients=method != "forward", apart=split is not None
+        )
     # Names of overloads are bound in the module: a value called so would hide them.
     called = {node.target for body in bodies.values() for node in body.graph.nodes}
     taken = {binding(target) for target in called if hasattr(target, "namespace")}
@@ -154,6 +171,8 @@ def region_text(
     methods = [_forward(partitioned, forward)]
     methods += [_backward(method, body, num_tangents[method]) for method, body in bodies.items()]
     name = identifier(region.name)
+    if split is not None:
+        methods = [part for method in methods for part in split(name, method, wrapped)]
     head = [f"class {name}:", *indented(docstring(_description(region, paths, forward.printer)))]
     parts = ["\n".join(head), *(textwrap.indent(method, "    ") for method in methods)]
     return RegionText(name, "\n\n".join(parts) + "\n", bindings, names)
@@ -210,12 +229,12 @@ def _forward(partitioned: Partitioned, body: Body) -> str:
     statements = body.lines()
     lines = [
         "@staticmethod",
-        *_wrapped("def forward(", ["tp", *(names[node] for node in inputs)], "):"),
+        *wrapped("def forward(", ["tp", *(names[node] for node in inputs)], "):"),
         *indented(_device_line(statements, inputs, body.printer)),
         *indented(statements),
         *([""] if statements else []),
-        *indented(_wrapped("saved = (", saved, ")", as_tuple=True)),
-        *indented(_wrapped("return (", outputs, "), saved", as_tuple=True)),
+        *indented(wrapped("saved = (", saved, ")", as_tuple=True)),
+        *indented(wrapped("return (", outputs, "), saved", as_tuple=True)),
     ]
     return "\n".join(lines)
 
@@ -225,15 +244,15 @@ def _backward(method: str, body: Body, num_tangents: int) -> str:
     names = [body.printer.names[node] for node in inputs]
     # Placeholders are saved tensors, then tangents; the former come as one tuple.
     split = len(names) - num_tangents
-    lines = ["@staticmethod", *_wrapped(f"def {method}(", ["tp", "saved", *names[split:]], "):")]
+    lines = ["@staticmethod", *wrapped(f"def {method}(", ["tp", "saved", *names[split:]], "):")]
     if split:
-        lines += indented(_wrapped("(", names[:split], ") = saved", as_tuple=True))
+        lines += indented(wrapped("(", names[:split], ") = saved", as_tuple=True))
     results = body.graph.output_node().args[0]
     grads = ["None" if grad is None else body.printer.names[grad] for grad in results]
     statements = body.lines()
     lines += indented(_device_line(statements, inputs, body.printer))
     lines += indented(["", *statements, ""] if statements else [])
-    lines += indented(_wrapped("return (", grads, ")", as_tuple=True))
+    lines += indented(wrapped("return (", grads, ")", as_tuple=True))
     return "\n".join(lines)
 
 
@@ -244,7 +263,7 @@ def _device_line(statements: Sequence[str], inputs: Sequence[Node], printer: Pri
     return [f"device = {tensors[0]}.device"] if uses and tensors else []
 
 
-def _wrapped(head: str, items: Sequence[str], tail: str, *, as_tuple: bool = False) -> list[str]:
+def wrapped(head: str, items: Sequence[str], tail: str, as_tuple: bool = False) -> list[str]:
     """``head items tail`` in one line, or filled into several where that is too long."""
     # One name in parentheses alone is no tuple.
     comma = "," if as_tuple and len(items) == 1 else ""

@@ -9,7 +9,8 @@ A value may be nested where that changes neither what runs nor how much memory i
   peak of the function;
 - the expression still fits into a line.
 
-What collectives send has a name, so that they stand out.
+What collectives send has a name, so that they stand out, and in a text that is cut where ranks
+communicate, so that it is computed before the cut.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from sp_compiler.ir.op_traits import (
     is_wait,
 )
 from sp_compiler.ir.symbolic import example_number
+from sp_compiler.ops.registry import operator_of
 
 aten = torch.ops.aten
 
@@ -55,17 +57,24 @@ class Nesting:
             not counted where the peak of a backward is (:mod:`sp_compiler.cost.memory`): for none
             of them may it be higher.
         fits: whether the statement of a node is short enough with what is nested now.
+        apart: whether nothing that computes may stand in a statement that communicates.
 
     Attributes:
         nested: nodes without a statement.
     """
 
     def __init__(
-        self, graph: Graph, idioms: Idioms, gradients: bool, fits: Callable[[Node], bool]
+        self,
+        graph: Graph,
+        idioms: Idioms,
+        gradients: bool,
+        fits: Callable[[Node], bool],
+        apart: bool = False,
     ) -> None:
         self.nested: set[Node] = set()
         self._idioms = idioms
         self._fits = fits
+        self._apart = apart
         self._nodes = [node for node in graph.nodes if node.op == "call_function"]
         self._returned = set(graph.output_node().all_input_nodes)
         self._storages = _Storages(self._nodes, self._returned, gradients)
@@ -125,6 +134,8 @@ class Nesting:
             return False
         if self._is_plain_view(node):
             return node.target is not operator.getitem
+        if self._apart and stays_apart(user):
+            return False
         into = is_nestable(user) or is_collective(user) or self._is_plain_view(user)
         return is_nestable(node) or (self._is_product(node) and into)
 
@@ -186,6 +197,12 @@ def is_nestable(node: Node) -> bool:
         or node.target in COPIES
         or node.target in _CONSTANTS
     )
+
+
+def stays_apart(node: Node) -> bool:
+    """Whether a backend that compiles what ranks do alone leaves ``node`` out."""
+    ours = operator_of(node.target)
+    return is_collective(node) or (ours is not None and ours.checks_numbers)
 
 
 def is_unpacked(node: Node) -> bool:

@@ -33,14 +33,17 @@ class Body:
         printer: has tentative names, by whose length it is decided what is nested.
         layer: is left out of module paths.
         gradients: whether the function returns gradients.
+        apart: whether what communicates has statements of its own.
     """
 
-    def __init__(self, graph: Graph, printer: Printer, layer: str, *, gradients: bool) -> None:
+    def __init__(
+        self, graph: Graph, printer: Printer, layer: str, *, gradients: bool, apart: bool = False
+    ) -> None:
         self.graph = graph
         self.printer = printer
         self._layer = layer
         self._depth = _common_depth(graph)
-        self._nesting = nesting = Nesting(graph, printer.idioms, gradients, self._fits)
+        self._nesting = nesting = Nesting(graph, printer.idioms, gradients, self._fits, apart)
         printer.nested = nesting.nested
         nesting.run()
         self._parts = {node: list(nesting.tree(node)) for node in nesting.statements}

@@ -6,9 +6,9 @@ The kernels of our operators are methods of it too: :mod:`sp_compiler.ops.regist
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -103,6 +103,14 @@ class Communicator:
         self._collectives = collectives or FunctionalCollectives(name)
         self.rank = rank
         self.world_size = world_size
+
+    def on_each_rank(
+        self,
+        function: Callable[[int | Tensor, Sequence[Any]], Sequence[Any]],
+        values: Sequence[Any],
+    ) -> Sequence[Any]:
+        """``function(rank, values)``, which knows plain tensors alone; one call per rank."""
+        return function(self.rank, values)
 
     # Conversions between placements. ``src`` and ``dst`` are placement texts.
 

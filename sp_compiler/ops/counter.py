@@ -84,8 +84,8 @@ class Grid:
             rows = (outer.unsqueeze(1) + part).flatten()
         # Site and seed are mixed before they are added: seeds and sites are small numbers in a row,
         # whose plain sums would meet (seed 1 at site 2, seed 2 at site 1).
-        key = _mix64(_mix64(seed) + _mix64(torch.full_like(seed, site)))
-        low, high = _halves(_mix64(key + rows * _GOLDEN))
+        key = _in_memory(_mix64(_in_memory(_mix64(seed)) + _mix64_number(site)))
+        low, high = _halves(_in_memory(_mix64(key + rows * _GOLDEN)))
         self.low, self.high = low.unsqueeze(1), high.unsqueeze(1)
         self.columns, self.column_highs = _halves(columns)
 
@@ -136,6 +136,25 @@ def _mix64(x: Tensor) -> Tensor:
     for shift, factor in ((30, _MIX_FIRST), (27, _MIX_SECOND)):
         x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
     return x ^ ((x >> 31) & ((1 << 33) - 1))
+
+
+def _in_memory(x: Tensor) -> Tensor:
+    """``x``, as a view that a compiler does not look through.
+
+    Every ``x ^ x >> n`` reads ``x`` twice. A compiler that puts the expression of ``x`` into both
+    places doubles the code with each of them, and computes keys of rows for every element.
+    """
+    return x.as_strided(x.shape, x.stride())
+
+
+def _mix64_number(x: int) -> int:
+    """:func:`_mix64` of a number that every rank knows, so that no operator computes it."""
+    mask = (1 << 64) - 1
+    x = (x + _GOLDEN) & mask
+    for shift, factor in ((30, _MIX_FIRST), (27, _MIX_SECOND)):
+        x = ((x ^ (x >> shift)) * factor) & mask
+    x ^= x >> 31
+    return x - (1 << 64) if x >> 63 else x
 
 
 def _halves(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -82,6 +82,8 @@ class Operator:
             memory formulas read it; without it they have numbers for the dims of the result.
         collectives: what the kernel sends and receives, from its result; ``None``: nothing. (Of a
             conversion :data:`~sp_compiler.ops.convert.CONVERSIONS` has it.)
+        checks_numbers: whether the kernel looks at numbers on the host, to refuse wrong ones: no
+            backend may compile it.
         scratch_bytes: memory that the kernel takes beside its result, from the arguments and the
             result.
     """
@@ -97,6 +99,7 @@ class Operator:
     placed: bool = False
     dims: str = ""
     collectives: Callable[[Any], Sequence[Collective]] | None = None
+    checks_numbers: bool = False
     scratch_bytes: Callable[[Arguments, Any], int] = lambda args, result: 0
 
     @cached_property

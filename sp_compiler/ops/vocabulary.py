@@ -212,6 +212,7 @@ VOCAB_EMBEDDING = register(
         typings=_type_embedding,
         gradient=Gradient(_save_ids, _backward_of_embedding),
         dims="vh,...->...h",
+        checks_numbers=True,
     )
 )
 VOCAB_EMBEDDING_BACKWARD = register(

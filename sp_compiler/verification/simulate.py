@@ -43,7 +43,28 @@ def simulated_ranks(world_size: int) -> Iterator[Communicator]:
         return
     rank = LocalTensor({index: torch.tensor(index) for index in range(world_size)})
     with SimulationMode(world_size):
-        yield Communicator(None, rank, world_size)
+        yield _SimulatedRanks(None, rank, world_size)
+
+
+class _SimulatedRanks(Communicator):
+    def on_each_rank(
+        self,
+        function: Callable[[int | Tensor, Sequence[Any]], Sequence[Any]],
+        values: Sequence[Any],
+    ) -> Sequence[Any]:
+        """``function(rank, values)`` on the parts of each rank; its results as one value each."""
+        results = {
+            index: function(rank, [_part(value, index) for value in values])
+            for index, rank in self.rank._local_tensors.items()  # type: ignore[union-attr]
+        }
+        return [
+            LocalTensor(dict(zip(results, parts, strict=True)))
+            for parts in zip(*results.values(), strict=True)
+        ]
+
+
+def _part(value: Any, rank: int) -> Any:
+    return value._local_tensors[rank] if isinstance(value, LocalTensor) else value
 
 
 def scatter(full: Tensor, placement: Placement, world_size: int) -> Tensor:

@@ -193,7 +193,7 @@ def test_norms_in_halves_may_have_float32_weights() -> None:
     [
         ({"recompute": "auto"}, ArgumentError, "needs a memory_budget"),
         ({"memory_budget": "40GiB"}, ArgumentError, "memory_budget"),
-        ({"backend": "inductor"}, UnsupportedError, 'backend="eager"'),
+        ({"backend": "triton"}, ArgumentError, "'eager', 'inductor'"),
         ({"recompute": "some"}, ArgumentError, "recompute='some': expected one of 'none'"),
         ({"dropout": "off"}, ArgumentError, "'regenerate', 'stored'"),
         ({"outputs": "whole"}, ArgumentError, "'replicate', 'shard', 'auto'"),

@@ -27,11 +27,13 @@ class LoadedProgram:
         source: text for people, which is what runs where the backend runs text.
         codes: by name of the region, an object with the functions.
         value_names: by name of the region, what ``source`` calls the values of its graphs' nodes.
+        notes: for the plan: what the backend does not compile, and why.
     """
 
     source: str
     codes: Mapping[str, Any]
     value_names: Mapping[str, Mapping[str, str]]
+    notes: tuple[str, ...] = ()
 
 
 def compile_regions(regions: Sequence[CompiledRegion], backend: str) -> LoadedProgram:

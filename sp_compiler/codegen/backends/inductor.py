@@ -1,0 +1,72 @@
+"""What lies between collectives, compiled by Inductor; the text calls it and is what runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph
+
+from sp_compiler.base.pass_report import Pass, report_of
+from sp_compiler.codegen.backends import LoadedProgram
+from sp_compiler.codegen.loading import load
+from sp_compiler.codegen.module_text import CompiledRegion, module_source, region_text
+from sp_compiler.inductor.fused import Fused, TracingRank, first_line
+from sp_compiler.inductor.split import DECORATOR, split_method
+from sp_compiler.ir.forward_backward import Partitioned
+from sp_compiler.ir.rewriting import fake_mode_of
+
+_IMPORTS = (f"from sp_compiler.inductor.fused import {DECORATOR}",)
+
+
+def compile_regions(regions: Sequence[CompiledRegion]) -> LoadedProgram:
+    """Load the classes of all regions from one text, and trace what Inductor is to compile.
+
+    Kernels are made at the first call: a plan needs none, and a module may yet be moved.
+    """
+    texts = {
+        each.region.name: region_text(
+            each.region, each.joint, each.partitioned, each.paths, split_method
+        )
+        for each in regions
+    }
+    source = module_source(texts.values(), _IMPORTS)
+    report_of(Pass.CODEGEN).rewrote(source.count("\n"), kind="line")
+    namespace = load(source)
+    codes = {name: namespace[text.name] for name, text in texts.items()}
+    notes: list[str] = []
+    for each in regions:
+        code = codes[each.region.name]
+        error = _trace(each.partitioned, code, each.world_size)
+        for fused in vars(code).values():
+            if not isinstance(fused, staticmethod) or not isinstance(fused.__func__, Fused):
+                continue
+            if not fused.__func__.is_traced:
+                reason = fused.__func__.reason or error
+                fused.__func__.run_as_written(reason)
+                notes.append(f"{fused.__func__.name} runs as written, not by Inductor: {reason}")
+    names = {name: text.names for name, text in texts.items()}
+    return LoadedProgram(source, codes, names, tuple(notes))
+
+
+def _trace(parts: Partitioned, code: Any, world_size: int) -> str:
+    """Run ``code`` once on the fake tensors of the graphs; what stopped it, "" if nothing did."""
+    mode = fake_mode_of(parts.forward)
+    try:
+        with mode, torch.no_grad():
+            tp = TracingRank(torch.zeros((), dtype=torch.int64), world_size)
+            _, saved = code.forward(tp, *_inputs(parts.forward))
+            if parts.backward is not None:
+                code.backward(tp, saved, *_inputs(parts.backward)[len(saved) :])
+            if parts.loss is not None:
+                code.loss_backward(tp, saved, *_inputs(parts.loss.backward)[len(saved) :])
+    except Exception as error:  # a statement between the functions may need real numbers
+        return first_line(error)
+    return ""
+
+
+def _inputs(graph: Graph) -> list[Any]:
+    values = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
+    return [value.detach() if isinstance(value, Tensor) else value for value in values]

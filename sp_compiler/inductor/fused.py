@@ -1,0 +1,122 @@
+"""A generated function that Inductor compiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sp_compiler.base.warn import warn
+from sp_compiler.inductor.lowering import Traced, compile_graph, trace
+from sp_compiler.ops.communicator import Communicator
+
+
+class TracingRank(Communicator):
+    """The communicator of fake tensors: no group, and the rank is a value that is passed in."""
+
+    def __init__(self, rank: Tensor, world_size: int) -> None:
+        super().__init__(None, rank, world_size, _NoLink())
+
+
+class _NoLink:
+    """Collectives of fake tensors: shapes alone."""
+
+    def all_gather(self, x: Tensor, world_size: int) -> Callable[[], Tensor]:
+        return lambda: x.new_empty((x.shape[0] * world_size, *x.shape[1:]))
+
+    def reduce_scatter(self, x: Tensor, world_size: int) -> Callable[[], Tensor]:
+        return lambda: x.new_empty((x.shape[0] // world_size, *x.shape[1:]))
+
+    def all_reduce(self, x: Tensor, op: str) -> Callable[[], Tensor]:
+        return lambda: torch.empty_like(x)
+
+
+class Fused:
+    """``function(tp, *arguments)``, compiled by Inductor; as written where that cannot be.
+
+    The first call, with a :class:`TracingRank` and fake tensors, makes a graph of it, whose sizes
+    are as open as those of the fakes. The first call with tensors compiles the graph.
+
+    Attributes:
+        name: of the function.
+        reason: why it runs as written; "" where it does not.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.name = function.__qualname__
+        self.reason = ""
+        self._function = function
+        self._traced: Traced | None = None
+        self._kernels: Callable[[list[Any]], Sequence[Any]] | None = None
+        # By rank and device: a tensor of the rank for every call would be a kernel more.
+        self._rank_tensors: dict[tuple[int, torch.device], Tensor] = {}
+
+    def __call__(self, tp: Communicator, *arguments: Any) -> Any:
+        if isinstance(tp, TracingRank):
+            return self._trace(tp, arguments)
+        if self.reason or self._traced is None:
+            return self._function(tp, *arguments)
+        if self._kernels is None and not self._compile():
+            return self._function(tp, *arguments)
+        results = tp.on_each_rank(self._run, arguments)
+        return results if self._traced.several else results[0]
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether there is a graph to compile."""
+        return self._traced is not None
+
+    def run_as_written(self, reason: str) -> None:
+        """Give compiling up."""
+        self.reason = reason
+        self._traced = self._kernels = None
+
+    def _trace(self, tp: TracingRank, arguments: tuple[Any, ...]) -> Any:
+        try:
+            self._traced = trace(self._function, tp, arguments)
+        except Exception as error:  # of torch: whatever operator it cannot trace or decompose
+            self.run_as_written(first_line(error))
+        return self._function(tp, *arguments)
+
+    def _compile(self) -> bool:
+        assert self._traced is not None
+        try:
+            self._kernels = compile_graph(self._traced)
+        except Exception as error:  # Inductor's, or the C++ compiler's
+            self.run_as_written(first_line(error))
+            warn(f"{self.name} runs as written, for Inductor cannot compile it: {self.reason}")
+        return self._kernels is not None
+
+    def _run(self, rank: int | Tensor, arguments: Sequence[Any]) -> Sequence[Any]:
+        traced, kernels = self._traced, self._kernels
+        assert traced is not None
+        assert kernels is not None
+        values = [
+            value if arrange is None else arrange(value)
+            for value, arrange in zip(
+                [arguments[place] for place in traced.places], traced.arranges, strict=True
+            )
+        ]
+        if traced.takes_rank:
+            values.insert(0, self._rank_on(rank, values[0].device))
+        return kernels(values)
+
+    def _rank_on(self, rank: int | Tensor, device: torch.device) -> Tensor:
+        if isinstance(rank, Tensor):
+            return rank
+        key = rank, device
+        if key not in self._rank_tensors:
+            self._rank_tensors[key] = torch.tensor(rank, device=device)
+        return self._rank_tensors[key]
+
+
+def inductor(function: Callable[..., Any]) -> Fused:
+    """Compile ``function``, a part of a generated one: the decorator in the generated text."""
+    return Fused(function)
+
+
+def first_line(error: Exception) -> str:
+    """The first line of a message, or the type of an error without one."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

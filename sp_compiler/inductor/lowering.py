@@ -1,0 +1,125 @@
+"""From a function to ATen operators, and from those to Inductor's kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._subclasses import FakeTensorMode
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from sp_compiler.ir.symbolic import example_number
+from sp_compiler.ops.communicator import Communicator
+
+_PINNED = {
+    # Its default moves what is recomputed, and what waits for a collective, to other places.
+    "reorder_for_peak_memory": False,
+    "reorder_for_compute_comm_overlap": False,
+    # Quotients and results of 16 bits are rounded where eager code rounds them.
+    "eager_numerics.division_rounding": True,
+    "emulate_precision_casts": True,
+    # torch.rand and its like would be drawn otherwise than in eager code (pytorch#198333).
+    "fallback_random": True,
+    # A chain of this many operators is computed twice instead of stored: the hash of an element of
+    # a mask has 50, which the default cuts in two passes over memory.
+    "realize_opcount_threshold": 64,
+    # The hash behind the masks overflows, which C++ leaves undefined for signed numbers: without
+    # -fwrapv gcc draws other masks than eager code. No setting adds a flag; this one ends up in the
+    # command line as it is, and in the key of the cache.
+    "cpp.enable_floating_point_contract_flag": "off -fwrapv",
+}
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A function as a graph.
+
+    Attributes:
+        module: placeholders are the rank, where it is read, and the arguments at ``places``.
+        mode: of the fake tensors that it was traced with.
+        fakes: one for each placeholder.
+        places: positions of the arguments that are tensors or open sizes; the others are constants.
+        arranges: for each of them what lays a tensor out as that of the trace; ``None``: nothing.
+        takes_rank: whether the first placeholder is the rank.
+        several: whether the function returns a tuple.
+    """
+
+    module: GraphModule
+    mode: FakeTensorMode
+    fakes: Sequence[Any]
+    places: Sequence[int]
+    arranges: Sequence[Callable[[Tensor], Tensor] | None]
+    takes_rank: bool
+    several: bool
+
+
+def trace(function: Callable[..., Any], tp: Communicator, arguments: Sequence[Any]) -> Traced:
+    """Trace ``function(tp, *arguments)``, whose tensors are fake and whose rank is one of them.
+
+    The graph has neither mutation nor the operators of ours: their kernels are traced through.
+    """
+    from torch._inductor.decomposition import select_decomp_table
+
+    places = [i for i, value in enumerate(arguments) if isinstance(value, Tensor | torch.SymInt)]
+    several = False
+
+    def flat(rank: Tensor, *values: Any) -> list[Tensor]:
+        nonlocal several
+        given = list(arguments)
+        for place, value in zip(places, values, strict=True):
+            given[place] = value
+        result = function(Communicator(None, rank, tp.world_size), *given)
+        several = isinstance(result, tuple)
+        return list(result) if several else [result]
+
+    values = [tp.rank, *[arguments[place] for place in places]]
+    mode = detect_fake_mode(values)
+    assert mode is not None
+    with torch.no_grad():
+        functional = torch.func.functionalize(flat)
+        module = make_fx(functional, decomposition_table=select_decomp_table())(*values)
+    graph = module.graph
+    graph.eliminate_dead_code()
+    rank = graph.find_nodes(op="placeholder")[0]
+    takes_rank = bool(rank.users)
+    if not takes_rank:
+        graph.erase_node(rank)
+        values = values[1:]
+    module.recompile()
+    arranges = [_arrangement(arguments[place]) for place in places]
+    return Traced(module, mode, values, places, arranges, takes_rank, several)
+
+
+def compile_graph(traced: Traced) -> Callable[[list[Any]], Sequence[Any]]:
+    """Kernels for the graph, from Inductor's cache on disk where an equal one was compiled."""
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    output = traced.module.graph.output_node()
+    # Whoever reads a result relies on the strides that it has in eager code.
+    output.meta["user_visible_output_idxs"] = range(len(output.args[0]))
+    if traced.mode.shape_env is None:
+        # The cache asks it for the guards of an entry, and passes a graph by that has none to ask.
+        traced.mode.shape_env = ShapeEnv()
+    with tracing(TracingContext(traced.mode)), config.patch(_PINNED):
+        kernels: Any = compile_fx_inner(traced.module, list(traced.fakes), is_inference=True)
+    return kernels
+
+
+def _arrangement(fake: Any) -> Callable[[Tensor], Tensor] | None:
+    """What gives a tensor the order of dims in memory that ``fake`` has, by a copy if need be."""
+    if not isinstance(fake, Tensor):
+        return None
+    if fake.is_contiguous():
+        return Tensor.contiguous
+    order = sorted(range(fake.dim()), key=lambda dim: -example_number(fake.stride(dim)))
+    if not fake.permute(order).is_contiguous():
+        return None  # a part of a larger tensor, which the function itself has made
+    back = [order.index(dim) for dim in range(fake.dim())]
+    return lambda x: x.permute(order).contiguous().permute(back)

@@ -1,0 +1,124 @@
+"""Functions compiled by Inductor: their numbers, masks above all, and what they do without it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch._inductor import config
+from torch._inductor.cpp_builder import _get_ffast_math_flags
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
+
+from sp_compiler.inductor.fused import Fused, TracingRank
+from sp_compiler.inductor.lowering import _PINNED
+from sp_compiler.ops.communicator import Communicator
+from sp_compiler.ops.dropout import dropout, dropout_mask
+from sp_compiler.ops.uniform import uniform
+from tests.helpers.inductor import fused, own_cache
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+
+SEEDS = (12345, 0, -1, -(1 << 63), (1 << 63) - 1)
+# Of two ranks; and so far behind that offsets exceed 2^32 and 2^40, without such tensors.
+RANKS = (0, 1, 1 << 29, 1 << 37)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path) -> Iterator[Path]:
+    with own_cache(tmp_path):
+        yield tmp_path
+
+
+def _on_rank(result: Fused, rank: int, *arguments: Any) -> tuple[Any, Any]:
+    """What is compiled and what the function says, on this rank."""
+    tp = Communicator(None, rank, 2)
+    return result(tp, *arguments), result._function(tp, *arguments)
+
+
+def test_masks_are_equal_to_the_bit() -> None:
+    """Over seeds and ranks, of a tensor of no plain layout."""
+    x = torch.randn(6, 40).t().reshape(40, 2, 3).transpose(0, 1)
+    compiled = fused(lambda tp, x, seed: dropout(tp, x, seed, 0.5, 1, 1, 2), [x, torch.tensor(0)])
+    for seed in SEEDS:
+        for rank in RANKS:
+            got, expected = _on_rank(compiled, rank, x, torch.tensor(seed))
+            assert compiled.reason == ""
+            assert torch.equal(got, expected)
+
+
+@pytest.mark.slow
+def test_masks_of_more_sites_and_other_numbers_are_equal_to_the_bit() -> None:
+    """Columns of more than 2^32 among them."""
+    x = torch.randn(4, 6, 17)
+
+    def function(tp: Communicator, x: Tensor, seed: Tensor) -> tuple[Tensor, ...]:
+        return (
+            *[dropout(tp, x, seed, 0.5, site, site % 3, 2) for site in (0, 2, 3, 1000)],
+            dropout_mask(tp, x, seed, 0.1, 2, -1, 1 << 33),
+            uniform(tp, seed, [3, 5], torch.float64, 2, 0, 2),
+        )
+
+    compiled = fused(function, [x, torch.tensor(0)])
+    for seed in SEEDS:
+        for rank in RANKS:
+            got, expected = _on_rank(compiled, rank, x, torch.tensor(seed))
+            assert [torch.equal(*pair) for pair in zip(got, expected, strict=True)] == [True] * 6
+
+
+@pytest.mark.slow
+def test_an_input_may_have_another_layout() -> None:
+    """It is copied into that of the trace, and results have theirs."""
+    compiled = fused(lambda tp, x: torch.exp(x) * 2 + 1, [torch.randn(4, 8)])
+    x = torch.randn(8, 4).t()
+    got, _ = _on_rank(compiled, 0, x)
+    torch.testing.assert_close(got, torch.exp(x) * 2 + 1)
+    assert got.is_contiguous()
+
+
+def test_every_pinned_setting_exists() -> None:
+    """And the flag for overflow reaches the command line."""
+    with config.patch(_PINNED):
+        assert not config.reorder_for_peak_memory
+        assert "fwrapv" in " ".join(_get_ffast_math_flags())
+
+
+@pytest.mark.slow
+def test_an_equal_graph_is_loaded_from_the_cache() -> None:
+    """As the next run and the other ranks do; the rank is no part of it."""
+    x = torch.randn(4, 8)
+    for hits in range(2):
+        counters.clear()
+        compiled = fused(lambda tp, x: tp.shard(x, "R", "S(0)") * 2 + 1, [x])
+        for rank in range(2):
+            got, expected = _on_rank(compiled, rank, x)
+            torch.testing.assert_close(got, expected)
+        assert counters["inductor"]["fxgraph_cache_hit"] == hits
+
+
+def test_without_a_compiler_the_text_runs() -> None:
+    x = torch.randn(4, 8)
+    compiled = fused(lambda tp, x: torch.exp(x) * 2 + 1, [x])
+    said = "runs as written, for Inductor cannot compile it"
+    missing = config.patch({"cpp.cxx": ("no-such-compiler",)})
+    with missing, pytest.warns(UserWarning, match=said):
+        got, expected = _on_rank(compiled, 0, x)
+    assert compiled.reason
+    assert torch.equal(got, expected)
+
+
+def test_what_cannot_be_traced_runs_as_written() -> None:
+    compiled = Fused(lambda tp, x: torch.exp(x) * int(x.sum() > 0))
+    tp = TracingRank(torch.tensor(0), 2)
+    with FakeTensorMode() as mode, pytest.raises(DataDependentOutputException):
+        compiled(tp, mode.from_tensor(torch.ones(4)))
+    assert "_local_scalar_dense" in compiled.reason
+    assert not compiled.is_traced
+    got, expected = _on_rank(compiled, 0, torch.ones(4))
+    assert torch.equal(got, expected)

@@ -26,7 +26,7 @@ def _backends() -> Iterator[object]:
         yield pytest.param(backend, marks=marks)
 
 
-@pytest.mark.parametrize("backend", _backends())
+@pytest.mark.parametrize("backend", list(_backends()))
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_outputs_and_gradients(backend: str, name: str) -> None:
     program = parity.assert_parity(parity.case(name, 2, 12), tp=2, backend=backend)

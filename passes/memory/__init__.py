@@ -1,0 +1,1 @@
+"""What backward recomputes: tags by policy or budget, and the split into forward and backward."""

@@ -48,6 +48,7 @@ def candidates_of(
         options: what is wanted of each region, by name.
         world_size: number of tensor-parallel ranks.
     """
+    # What the model returns lives through backward anyway: to save it is free.
     returned: dict[str, set[int]] = {name: set() for name in joints}
     for ref in program.outputs:
         if isinstance(ref, Ref) and ref.kind == "call":
@@ -105,6 +106,8 @@ def _rename_regions(program: Program, names: Sequence[str]) -> Program:
     calls = []
     for call, name in zip(program.calls, names, strict=True):
         region = call.region
+        # A copy, for the passes behind write other metadata on it; calls with equal splits share
+        # one.
         if name != region.name and (id(region), name) not in regions:
             graph = copy_graph(region.module.graph)
             module = GraphModule(region.module, graph, class_name=name)
@@ -128,6 +131,7 @@ def _in_order(program: Program, calls: Sequence[CallSplits], picks: list[int]) -
         )
         for index, pick in zip(places, ways, strict=True):
             ordered[index] = pick
+    # Order is for people; the budget comes first.
     return ordered if peak_bytes(calls, ordered) <= peak_bytes(calls, picks) else picks
 
 
@@ -141,6 +145,8 @@ def _names(program: Program, ways: Candidates, chosen: Sequence[Candidate]) -> t
             for call, candidate in zip(program.calls, chosen, strict=True)
             if call.region is region
         }
+        # A percentage says at a glance which layers save much; bytes would make names of ten
+        # digits.
         most = max(candidate.partitioned.kept_bytes for candidate in ways[region.name])
         for key, candidate in used.items():
             percent = round(100 * candidate.partitioned.kept_bytes / max(1, most))

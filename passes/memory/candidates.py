@@ -66,6 +66,8 @@ def candidates(
     """
     distinct: dict[tuple[str, ...], Candidate] = {}
     for tags in (
+        # The frontier first: where a policy saves the same, the reasons in time are the better
+        # ones.
         *_solved(joint, world_size, free),
         *(_tags_of(joint, policy) for policy in POLICIES),
     ):
@@ -146,6 +148,8 @@ def problem(
     costless = {base(joint.outputs[index]) for index in free}
     values = [
         ForwardValue(
+            # Parameters and the user's inputs have no position: they exist, and cost nothing to
+            # read again.
             parents=tuple(position[p] for p in node.all_input_nodes if p in position),
             # What the model returns exists until backward anyway.
             num_bytes=0 if node in costless else _own_bytes(node),
@@ -161,6 +165,7 @@ def problem(
 
 
 def _own_bytes(node: Node) -> int:
+    # A view owns nothing, and a call with several results leaves the bytes to its parts.
     owns = base(node) is node and isinstance(node.meta["val"], Tensor)
     return tensor_bytes(node.meta["val"]) if owns else 0
 
@@ -170,7 +175,7 @@ def _needed(joint: JointGraph) -> set[Node]:
     backward = joint.backward_nodes()
     grads = [node for node in joint.grads if node is not None]
     # A gradient may be a forward value as it is, such as a constant.
-    found = {node for node in grads if node not in backward}
+    needed = {node for node in grads if node not in backward}
     for node in ancestors(grads) & backward:
-        found.update(parent for parent in node.all_input_nodes if parent not in backward)
-    return found
+        needed.update(parent for parent in node.all_input_nodes if parent not in backward)
+    return needed

@@ -86,16 +86,19 @@ def partition(joint: JointGraph, loss_output: int | None = None) -> Partitioned:
 
 def _saved_nodes(joint: JointGraph, grads: Sequence[Node], backward: set[Node]) -> list[Node]:
     """Return what backward starts from, in graph order."""
+    # Inputs exist anyway: to read one again is free, to recompute it impossible.
     ends = set(joint.inputs)
     for node in joint.graph.nodes:
         if node.op == "call_function" and node not in backward and _tag(node) == "save":
+            # The base of a view: what is saved is the storage, and the view is made again.
             ends.add(base(node))
+    # Only what backward reaches: a tag says what may be saved, not what is needed.
     walked = ancestors(grads, ends)
-    found = walked & ends
+    saved = walked & ends
     sizes = [node for node in joint.inputs if symbol_of(node) is not None]
     symbols = symbols_in([*(walked - ends), *joint.tangents]) if sizes else set()
-    found |= {node for node in sizes if symbol_of(node) in symbols}
-    return [node for node in joint.graph.nodes if node in found]
+    saved |= {node for node in sizes if symbol_of(node) in symbols}
+    return [node for node in joint.graph.nodes if node in saved]
 
 
 def _tag(node: Node) -> str:
@@ -111,6 +114,7 @@ def _forward_graph(joint: JointGraph, saved: Sequence[Node]) -> Graph:
     for node in joint.graph.nodes:
         if node.op == "call_function" and node in needed:
             copies[node] = graph.node_copy(node, copies.__getitem__)
+    # The order is the runtime's contract: outputs, then saved tensors as backward takes them.
     graph.output(tuple(copies[node] for node in [*joint.outputs, *saved]))
     return graph
 
@@ -118,11 +122,14 @@ def _forward_graph(joint: JointGraph, saved: Sequence[Node]) -> Graph:
 def _backward_graph(joint: JointGraph, saved: Sequence[Node]) -> Graph:
     order = {node: index for index, node in enumerate(joint.graph.nodes)}
     grads = [node for node in joint.grads if node is not None]
+    # What depends on a tangent is backward proper; all else that it reads is recomputed.
     needed = ancestors(grads, set(saved)) & descendants(joint.tangents)
     graph = Graph()
     copies = {node: _placeholder(graph, node) for node in [*saved, *joint.tangents]}
     # The gradients come last for those that no tangent reaches.
     for node in [*sorted(needed, key=order.__getitem__), *grads]:
+        # As late as possible, in front of the first gradient that reads it: what is recomputed
+        # early would be held in memory while others run.
         missing = ancestors([node], copies).difference(copies)
         for pending in sorted(missing, key=order.__getitem__):
             copies[pending] = graph.node_copy(pending, copies.__getitem__)
@@ -133,6 +140,7 @@ def _backward_graph(joint: JointGraph, saved: Sequence[Node]) -> Graph:
 
 def _loss_backward(backward: Graph, tangent_outputs: Sequence[int], loss_output: int) -> Graph:
     graph = copy_graph(backward)
+    # Tangents stand behind the saved tensors.
     tangents = graph.find_nodes(op="placeholder")[-len(tangent_outputs) :]
     others = [
         node for node, out in zip(tangents, tangent_outputs, strict=True) if out != loss_output
@@ -155,6 +163,7 @@ def _record(node: Node, kind: str) -> SavedTensor:
         name=node.name,
         kind=kind,
         shape=shape,
+        # An open size, which backward needs as a number.
         dtype=value.dtype if is_tensor else torch.int64,
         num_bytes=math.prod(shape) * value.element_size() if is_tensor else 0,
         module=module_path(node),

@@ -10,18 +10,19 @@ from sp_compiler.passes.memory.partition import SplitOptions
 def split_options(program: Program, options: CompileOptions) -> dict[str, SplitOptions]:
     """What the sharded ``program`` wants of each region, by name."""
     own_parameters = program.own_parameters(options.tp)
-    found = {}
+    by_region = {}
     for region in program.regions:
         pairs = zip(program.calls, own_parameters, strict=True)
         own = (indices for call, indices in pairs if call.region is region)
-        found[region.name] = SplitOptions(
+        by_region[region.name] = SplitOptions(
             loss_output=_loss_output(program, region),
+            # Of all calls: one graph serves them, and it may count on what holds for each.
             own_parameters=frozenset.intersection(*own),
             overlap=options.overlap and options.tp > 1,  # one rank has nothing to wait for
             sizes=program.sizes,
             runs_last=_runs_last(program, region),
         )
-    return found
+    return by_region
 
 
 def _runs_last(program: Program, region: Region) -> bool:
@@ -32,10 +33,12 @@ def _runs_last(program: Program, region: Region) -> bool:
 
 def _loss_output(program: Program, region: Region) -> int | None:
     """The output of ``region`` that is the model's loss, if its other outputs are only returned."""
+    # A step starts from the first scalar, as transformers and most training loops have it.
     losses = [ref for ref in program.outputs if isinstance(ref, Ref) and _is_loss(program, ref)]
     if not losses or program.calls[losses[0].index].region is not region:
         return None
     index = losses[0].index
+    # Another region's backward would send gradients here beside the loss's own.
     passed_on = any(
         ref.kind == "call" and ref.index == index for call in program.calls for ref in call.args
     )

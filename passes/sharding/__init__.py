@@ -1,0 +1,1 @@
+"""Placements of all values of a program, and the collectives between them."""

@@ -1,0 +1,1 @@
+"""Bytes and time: hardware, one node, memory over a step."""

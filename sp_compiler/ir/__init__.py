@@ -1,0 +1,1 @@
+"""What passes hand to each other: captured graph, program, regions, snapshots, text of graphs."""

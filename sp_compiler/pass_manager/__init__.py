@@ -1,0 +1,1 @@
+"""Passes that are run: reports, stages, what settings share, the user's own, the fallback."""

@@ -1,0 +1,1 @@
+"""What a compiled program costs, for people: tables, formulas, pages."""

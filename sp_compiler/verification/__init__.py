@@ -1,0 +1,1 @@
+"""The compiled model against the original, on simulated ranks."""

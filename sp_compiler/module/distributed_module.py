@@ -6,7 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from sp_compiler.module.optimizer_state import show_true_state
 from sp_compiler.module.outputs import plain_input
 from sp_compiler.module.pretrained import load_pretrained
 from sp_compiler.module.saving import full_state_dict
-from sp_compiler.module.source_model import Original, check_not_taken, move_hooks
+from sp_compiler.module.source_model import Original, check_not_taken, generate, move_hooks
 from sp_compiler.module.state import Build, ModuleState
 from sp_compiler.module.views import SignedForward, tied_names
 from sp_compiler.runtime.group import TensorParallelGroup
@@ -265,13 +265,16 @@ class DistributedModule(Inspection, MirrorModule):
         finally:
             deferred.enabled = before
 
-    def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not available: raises with advice."""
-        raise UnsupportedError(
-            "generate() is not supported by a compiled model, which has no key/value cache; call "
-            "the module itself on whole sequences, or load module.full_state_dict() (or "
-            f"{_FULL_STATE}), which all ranks must call, into a new model and generate with that"
-        )
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own method, which calls the compiled forward on ever longer sequences.
+
+        Every token computes all before it once more, for there is no key/value cache. Sampling
+        needs the same state of the random generator on every rank.
+
+        Raises:
+            UnsupportedError: the model has no such method, or it runs an encoder alone.
+        """
+        return generate(self, self._sp_state.original.model, args, kwargs)
 
     def save_pretrained(self, folder: Any, *args: Any, **kwargs: Any) -> Any:
         """The original's method, where it has one.

@@ -1,4 +1,7 @@
-"""The user's model after compilation: its storages are given away, it is woken to be captured."""
+"""The user's model after compilation: its storages are given away, it is woken to be captured.
+
+Its own ``generate`` runs on the compiled module.
+"""
 
 from __future__ import annotations
 
@@ -196,6 +199,46 @@ def _without_memory(
     # Not on meta: capture must see the device, and refuse code that reads a weight's numbers.
     tensor.untyped_storage().resize_(0)
     return tensor
+
+
+def generate(
+    module: nn.Module, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Call the ``generate`` of the class of ``model`` on ``module``, without a cache.
+
+    Raises:
+        UnsupportedError: the class has none, or the model has an encoder of its own.
+    """
+    kind = type(model)
+    own = getattr(kind, "generate", None)
+    if own is None:
+        raise UnsupportedError(
+            f"{kind.__name__} has no generate(); call the compiled module on whole sequences"
+        )
+    config = getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedError(
+            "generate() runs the encoder alone, which is no module that can be called by itself "
+            "here; load module.full_state_dict(), which all ranks must call, into a new model and "
+            "generate with that"
+        )
+    # Transformers looks methods up on the class of the object, and calls super() in them: an object
+    # that is of both classes and shares everything with the module has all of them.
+    members = {"__call__": _call_with_few_arguments}
+    face: Any = object.__new__(type(kind.__name__, (type(module), kind), members))
+    object.__setattr__(face, "__dict__", module.__dict__)
+    uncached = {"use_cache": False} if hasattr(model, "generation_config") else {}
+    return own(face, *args, **{**kwargs, **uncached})
+
+
+def _call_with_few_arguments(face: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call the module without a ``return_dict`` that is the model's own default."""
+    # Where an argument goes into **kwargs, torch.export leaves no sizes open, and the growing
+    # sequence would be compiled at every length.
+    if "return_dict" in kwargs and kwargs["return_dict"] is face.config.return_dict:
+        del kwargs["return_dict"]
+    module_class = type(face).__bases__[0]
+    return module_class.__call__(face, *args, **kwargs)
 
 
 def _raise_taken(*args: Any, **kwargs: Any) -> NoReturn:

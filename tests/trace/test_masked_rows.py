@@ -291,7 +291,7 @@ def test_mixtures_of_experts_by_token_index(mix: Callable[..., Tensor]) -> None:
 @pytest.mark.parametrize("mix", MIXES)
 def test_mixtures_of_experts_are_sharded(mix: Callable[..., Tensor]) -> None:
     case, _, _ = _case(mix)
-    for tp in (1, 2, 4):
+    for tp in (1, 2, 4) if mix in _FAST else (2,):
         parity.assert_parity(case, tp=tp)
 
 

@@ -10,13 +10,15 @@ import warnings
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import sp_compiler
 from tests.helpers import grids
 from tests.helpers.ranks import run_on_ranks
+from tests.models import zoo
 
 _TOLERANCE = 1e-9
 
@@ -112,3 +114,36 @@ def test_gpt2_on_two_by_two_by_two() -> None:
         assert max(result["worst"].values()) < _TOLERANCE, result["worst"]
         # Without a fourth for the accumulated gradients: HSDP sums over the axis once a group.
         assert result["counts"]["dp_replicate", "allreduce"] == 3
+
+
+def _mixed_precision() -> dict[str, float]:
+    """Beside eager under the same FSDP2, which runs once on each of the tensor-parallel ranks."""
+    mesh = _mesh(dp_shard=2, tp=2)
+    part, _ = sp_compiler.data_shard(mesh)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    batch = grids.split(zoo.inputs("llama_gqa8", batch=4, seq=8), 2)[part]
+    build = lambda: zoo.build("llama_gqa8", dtype=torch.float32)  # noqa: E731
+    eager: Any = build()
+    for layer in eager.model.layers:
+        fully_shard(layer, mesh=mesh["dp_shard"], mp_policy=policy)
+    fully_shard(eager, mesh=mesh["dp_shard"], mp_policy=policy)
+    module = sp_compiler.compile(
+        build(), mesh=mesh, example_inputs=((), batch), fsdp={"mp_policy": policy}
+    )
+    losses = [one(**batch).loss for one in (module, eager)]
+    for loss in losses:
+        loss.backward()
+    angles = {"loss": abs(losses[0] - losses[1]).item()}
+    true = dict(eager.named_parameters())
+    for name, parameter in module.named_parameters():
+        assert parameter.dtype == parameter.grad.dtype == torch.float32
+        first, second = (grids.whole(g).flatten() for g in (parameter.grad, true[name].grad))
+        angles[name] = 1 - torch.cosine_similarity(first, second, dim=0).item()
+    return angles
+
+
+@pytest.mark.slow
+def test_mixed_precision_beside_eager() -> None:
+    for result in run_on_ranks(4, _mixed_precision):
+        # bfloat16 has 8 bits; a gradient that lacked a rank's part would be far off.
+        assert max(result.values()) < 1e-2, result

@@ -123,10 +123,7 @@ def truth_step(
     for part, own in enumerate(split(batch, parts)):
         for draw, micro in zip(draws, split(own, accumulate), strict=True):
             seed = call_seed(draw, part) if part else draw
-            with mock.patch(
-                "sp_compiler.module.calls.forward_seed",
-                lambda *_, seed=seed: seed,
-            ):
+            with mock.patch("sp_compiler.runtime.group.draw_seed", lambda seed=seed: seed):
                 loss = zoo.loss_of(truth.module(**micro)) / (parts * accumulate)
             loss.backward()
             total += loss.item()

@@ -84,6 +84,7 @@ def strategies(
     if offers.sequence_parallel:
         candidate = _shard_rows(rule, offers)
         offered += [candidate] if candidate else []
+    # Without repeats, and in one order on every rank, in contrast to a set.
     return list(dict.fromkeys(offered))
 
 
@@ -138,6 +139,7 @@ def _placement_of(
         for item in dim:
             size *= item.size
         if segments:
+            # A single segment that does not divide is padded; of several none can be.
             divides = len(segments) == 1 or not any(s % world_size for s in segments)
             fits = len(dim) == 1 and sum(segments) == size and divides
             return S(position, segments) if fits else None
@@ -181,6 +183,7 @@ def _flatten_alike(rows: Rows, operand: tuple[int, int], result: tuple[int, int]
     (rank, count), (result_rank, result_count) = operand, result
     if rows == "fixed":
         return count == result_count == 1
+    # Aligned from the right: as many dims must stand behind the rows.
     if rows == "broadcast":
         return rank - count == result_rank - result_count
     return rows == "relabel" or count == result_count

@@ -199,6 +199,7 @@ def _rebuild(traced: fx.Graph, region: Region) -> JointGraph:
     copies: dict[fx.Node, fx.Node] = {}
     for index, name in enumerate(region.input_names):
         _copy_placeholder(graph, inputs[index], identifier(name), copies)
+    # Only outputs that need a gradient have one, so their numbers have gaps.
     for index in sorted(tangents):
         _copy_placeholder(graph, tangents[index], f"grad_out{index}", copies)
     for node in traced.nodes:
@@ -213,6 +214,8 @@ def _rebuild(traced: fx.Graph, region: Region) -> JointGraph:
     results = [outputs[index] for index in range(num_outputs)]
     results += [grads.get(index) for index in range(num_inputs)]
     graph.output(tuple(None if node is None else copies[node] for node in results))
+    # What stood for a size in the trace is one again, see _fake_input(). Not strict: tangents stand
+    # behind the inputs.
     for node, source in zip(graph.find_nodes(op="placeholder"), region.placeholders, strict=False):
         if isinstance(source.meta["val"], torch.SymInt):
             node.meta["val"] = source.meta["val"]
@@ -246,6 +249,7 @@ def _drop_effects(traced: fx.Graph) -> None:
         factorization = args[0].args[0]
         factorization.update_kwarg("check_errors", True)
         traced.erase_node(node)
+    # Tokens come back as outputs, and nothing makes them any more.
     output = traced.output_node()
     returned = zip(output.args[0], output.meta["desc"], strict=True)
     kept = [(value, desc) for value, desc in returned if not isinstance(desc, _TOKEN_OUTPUTS)]
@@ -268,6 +272,7 @@ def _result_name(node: fx.Node) -> str:
 def _copy_placeholder(
     graph: fx.Graph, node: fx.Node, name: str, copies: dict[fx.Node, fx.Node]
 ) -> None:
+    # By the region's name for it: PyTorch's says only that it is the n-th primal.
     copies[node] = graph.placeholder(name)
     # The descriptor and all else in the meta are PyTorch's own.
     copies[node].meta = {"val": node.meta["val"]}

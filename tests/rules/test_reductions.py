@@ -27,3 +27,12 @@ def test_a_mean_is_a_sum_of_parts_unless_the_sum_overflows(
     assert bool(rule.averaged) is is_offered
     ways = [way.lowering for way in offered(whole, 2)]
     assert ("sum" in ways) is is_offered
+
+
+@pytest.mark.parametrize("dim", [0, -1])
+def test_the_dim_of_a_single_number(dim: int) -> None:
+    """torch takes it, though there is none; nothing is sharded and nothing raises."""
+    whole = Whole.of(Call(aten.logsumexp.default, (torch.tensor(3.0), [dim]), {}))
+    rule = rule_for(whole.node)
+    assert rule is not None
+    assert rule.results == ((),)

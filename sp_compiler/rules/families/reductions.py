@@ -43,7 +43,9 @@ def _reduction(node: Node) -> OpRule | None:
     is_sum, is_mean = name == "aten::sum", name == "aten::mean"
     dims_arg = args.get("dim")
     dims_arg = [dims_arg] if isinstance(dims_arg, int) else dims_arg
-    reduced = {positive_dim(dim, len(shape)) for dim in dims_arg or range(len(shape))}
+    # torch takes 0 and -1 for dims of a single number, which has none.
+    given = (dims_arg or range(len(shape))) if shape else ()
+    reduced = {positive_dim(dim, len(shape)) for dim in given}
     # A dim of size 1 is blocked even in a sum: flattened to rows it would be gone.
     blocked = [dim for dim in sorted(reduced) if not (is_sum or is_mean) or shape[dim] == 1]
     dims = numbered(shape, blocked=blocked)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,7 +75,7 @@ class RegionRunner:
         # The code brings its own backward: what autograd does in each operator only to find that it
         # has nothing to record takes a tenth of a small operator's time. Views and versions are
         # still kept, for the caller may change in place what was saved.
-        with torch._C._AutoDispatchBelowAutograd():
+        with self._guard(torch._C._AutoDispatchBelowAutograd):
             return self.code.forward(self.tp, *operands)
 
     def operands(self, inputs: Sequence[Any]) -> list[Any]:
@@ -115,8 +116,12 @@ class RegionRunner:
             ]
             backward = self.code.backward
         # Neither views nor versions: of what is made here nothing is saved.
-        with torch._C._AutoDispatchBelowADInplaceOrView():
+        with self._guard(torch._C._AutoDispatchBelowADInplaceOrView):
             return list(backward(self.tp, saved, *tangents))
+
+    def _guard(self, below: Callable[[], Any]) -> Any:
+        # Verification differentiates a region by torch's own autograd.
+        return nullcontext() if getattr(self.code, "uses_autograd", False) else below()
 
     def without_padding(self, index: int, grad: Tensor | None) -> Tensor | None:
         """The gradient of the padded input ``index`` as the parameter is stored."""

@@ -59,7 +59,12 @@ class ShardedCode:
     Args:
         region: after sharding.
         differentiable: for each output whether ``backward`` takes a tangent for it.
+
+    Attributes:
+        uses_autograd: so that the runner does not pass by what autograd does in each operator.
     """
+
+    uses_autograd = True
 
     def __init__(self, region: Region, differentiable: Sequence[bool]) -> None:
         self._module = region.module

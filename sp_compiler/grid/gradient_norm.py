@@ -167,7 +167,7 @@ def _communication_device(grads: Iterable[Tensor]) -> torch.device:
         local = _local(grad)
         kind = grad.device_mesh.device_type if isinstance(grad, DTensor) else local.device.type
         return local.device if local.device.type == kind else torch.device(kind)
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator if accelerator is not None else torch.device("cpu")
 
 

@@ -191,5 +191,5 @@ def device_type_of(module: torch.nn.Module) -> str:
         if not parameter.is_meta:
             return parameter.device.type
     # A model on meta is loaded to where it will run.
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator.type if accelerator is not None else "cpu"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ def watched_state(model: nn.Module) -> Iterator[dict[str, str]]:
     attributes that it adds are set up at a first call, and are left alone.
     """
     changes: dict[str, str] = {}
-    forward, on_instance = model.forward, vars(model).get("forward")
+    forward = model.forward
     before = _state(model)
 
     @functools.wraps(forward)
@@ -41,19 +41,29 @@ def watched_state(model: nn.Module) -> Iterator[dict[str, str]]:
         changes.update(_changes(start, _state(model)))
         return result
 
-    # On the instance and not as a hook: the root's hooks are set aside during the export.
-    vars(model)["forward"] = watched
     try:
-        yield changes
+        with replaced_forward(model, watched):
+            yield changes
     finally:
-        vars(model).pop("forward")
-        if on_instance is not None:
-            vars(model)["forward"] = on_instance
         modules = dict(model.named_modules())
         for (path, name), value in _state(model).items():
             # A fake tensor of the export, which the model would meet at its next call.
             if (path, name) not in before and isinstance(value, Tensor):
                 del modules[path].__dict__[name]
+
+
+@contextlib.contextmanager
+def replaced_forward(model: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let ``model`` call ``forward`` in place of its own."""
+    # On the instance and not as a hook: the root's hooks are set aside during the export.
+    on_instance = vars(model).get("forward")
+    vars(model)["forward"] = forward
+    try:
+        yield
+    finally:
+        vars(model).pop("forward")
+        if on_instance is not None:
+            vars(model)["forward"] = on_instance
 
 
 def _state(model: nn.Module) -> _State:

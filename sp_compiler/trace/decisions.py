@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 from sp_compiler.base.decisions import Decision, read
 from sp_compiler.base.warn import user_line
 from sp_compiler.ir.program import Ref
+from sp_compiler.trace.attribute_changes import replaced_forward
 
 _CASTS: dict[object, Callable[[Any], Any]] = {
     Tensor.item: lambda value: value,
@@ -85,7 +86,7 @@ def recorded_reads(model: nn.Module, leaves: Sequence[Any]) -> Iterator[Reads]:
     """
     reads = Reads()
     buffers, constants = dict(model.named_buffers()), _attributes(model)
-    forward, on_instance = model.forward, vars(model).get("forward")
+    forward = model.forward
 
     @functools.wraps(forward)
     def reading(*args: Any, **kwargs: Any) -> Any:
@@ -104,14 +105,8 @@ def recorded_reads(model: nn.Module, leaves: Sequence[Any]) -> Iterator[Reads]:
         with _ReadMode(reads, _Sources(sources, real, leaves, buffers)):
             return forward(*args, **kwargs)
 
-    # On the instance and not as a hook: the root's hooks are set aside during the export.
-    vars(model)["forward"] = reading
-    try:
+    with replaced_forward(model, reading):
         yield reads
-    finally:
-        vars(model).pop("forward")
-        if on_instance is not None:
-            vars(model)["forward"] = on_instance
 
 
 def _attributes(model: nn.Module) -> dict[tuple[str, str], Tensor]:

@@ -24,6 +24,7 @@ from torch.fx import GraphModule
 
 from sp_compiler.base.autocast import without_autocast
 from sp_compiler.base.errors import PlacementError
+from sp_compiler.base.log import LOG, log_as_asked
 from sp_compiler.base.pass_report import Pass
 from sp_compiler.base.placement import Placement
 from sp_compiler.base.warn import warn
@@ -37,6 +38,7 @@ from sp_compiler.ir.hints import wishes_of
 from sp_compiler.ir.program import Program
 from sp_compiler.ir.rewriting import copy_graph
 from sp_compiler.options import CompileOptions, pass_name
+from sp_compiler.pass_manager.dump import dump, dump_folder
 from sp_compiler.pass_manager.fallback import fallback_note, refused_operator
 from sp_compiler.pass_manager.runner import PassRunner
 from sp_compiler.pass_manager.user_pass import run_user_pass
@@ -121,7 +123,10 @@ def _build(
     open_dims: bool,
     keep: Kept,
 ) -> CompiledProgram:
-    run = PassRunner(keep_graphs=keep != "nothing")
+    log_as_asked()
+    LOG.info("compiling %s for %d ranks", type(model).__name__, options.tp)
+    folder = dump_folder()
+    run = PassRunner(keep_graphs=keep != "nothing" or folder is not None)
     # With symbols, looking up results of operators takes longer than running them on fakes.
     lookup = dynamo_config.fake_tensor_cache_enabled and not open_dims
     cache_fakes = dynamo_config.patch(fake_tensor_cache_enabled=lookup)
@@ -145,6 +150,8 @@ def _build(
         explainer = partial(explain, at_example, options, dict(fixed), compiled.replicated)
         compiled.plan = replace(plan, explainer=explainer)
         compiled.unsharded = (original, program) if original is not None else None
+    if folder is not None:
+        dump(compiled, folder)
     return compiled
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from sp_compiler.base.errors import PlacementError
+from sp_compiler.base.log import LOG
 from sp_compiler.base.pass_report import PassReport, reporting
 from sp_compiler.ir.program import Program
 from sp_compiler.ir.snapshot import Snapshot, Stages, program_calls, region_of
@@ -145,6 +146,7 @@ class PassRunner:
             error.region = error.region or region
             raise
         report.seconds = time.perf_counter() - start
+        LOG.info("%s", _done(report, region))
         left = args[0] if result is None else result
         if graphs_of(left, region):  # a check leaves none
             report.node_delta = _num_nodes(left, region) - num_nodes
@@ -154,6 +156,11 @@ class PassRunner:
         # small pass.
         stage = snapshot_of(name, left, region) if self._keep_graphs else Snapshot(name, {})
         return _Record(result, report, stage)
+
+
+def _done(report: PassReport, region: str) -> str:
+    of_region = f" of {region}" if region else ""
+    return f"{report.name}{of_region}: {report.seconds:.2f} s, {report.rewrites} rewrites"
 
 
 def _num_nodes(subject: Any, region: str) -> int:

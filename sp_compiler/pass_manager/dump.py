@@ -1,0 +1,49 @@
+"""Everything that a compilation made, as files: what ``SP_COMPILER_DUMP`` asks for."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+
+from sp_compiler.base.log import LOG
+from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.ir.snapshot import Snapshot
+from sp_compiler.ir.text import render
+
+VARIABLE = "SP_COMPILER_DUMP"
+
+
+def dump_folder() -> Path | None:
+    """The folder that ``SP_COMPILER_DUMP`` names, ``None`` where it names none."""
+    folder = os.environ.get(VARIABLE)
+    return Path(folder) if folder else None
+
+
+def dump(compiled: CompiledProgram, folder: Path) -> Path:
+    """Write each stage, the code and the plan of ``compiled`` below ``folder``.
+
+    Every compilation, and every rank, has a folder of its own there, which is returned.
+    """
+    rank = f"rank{os.environ['RANK']}-" if "RANK" in os.environ else ""
+    numbered = (folder / f"{rank}{number:03}" for number in itertools.count())
+    # A second compilation, or a second run, must not hide what the first one was.
+    own = next(path for path in numbered if not path.exists())
+    own.mkdir(parents=True)
+    for number, (name, stage) in enumerate(compiled.stages.items()):
+        (own / f"{number:02}-{name}.txt").write_text(_stage_text(stage), encoding="utf-8")
+    (own / "code.py").write_text(compiled.code, encoding="utf-8")
+    (own / "plan.txt").write_text(f"{compiled.plan}\n", encoding="utf-8")
+    LOG.info("wrote stages, code and plan to %s", own)
+    return own
+
+
+def _stage_text(stage: Snapshot) -> str:
+    calls = [f"{path or '(model)'}: {text}" for (path, _), text in _wired(stage)]
+    graphs = [f"# {name}\n{render(graph)}" for name, graph in stage.graphs.items()]
+    return "\n\n".join([*graphs, *(["# calls\n" + "\n".join(calls)] if calls else [])]) + "\n"
+
+
+def _wired(stage: Snapshot) -> list[tuple[tuple[str, str], str]]:
+    texts = stage.wiring or [name for _, name in stage.calls]
+    return list(zip(stage.calls, texts, strict=True))

@@ -1,0 +1,59 @@
+"""What the environment asks for: a line per pass on stderr, all that was made as files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from sp_compiler import ArgumentError, plan
+from sp_compiler.base.log import LOG
+
+_INPUTS = ((torch.randn(4, 8),), {})
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    # As they were, for the tests after this one.
+    monkeypatch.setattr(LOG, "handlers", [*LOG.handlers])
+    monkeypatch.setattr(LOG, "level", LOG.level)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+
+
+def test_a_line_for_each_pass_while_compiling(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan(model, _INPUTS, tp=2)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("SP_COMPILER_LOG", "info")
+    for _ in range(2):  # a second compilation adds no second handler
+        plan(model, _INPUTS, tp=2)
+        lines = capsys.readouterr().err.splitlines()
+        assert lines[0] == "sp_compiler: compiling Sequential for 2 ranks"
+        assert sum(line.startswith("sp_compiler: export: ") for line in lines) == 1
+        assert sum(line.startswith("sp_compiler: codegen: ") for line in lines) == 1
+
+
+def test_a_level_that_does_not_exist(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SP_COMPILER_LOG", "loud")
+    with pytest.raises(ArgumentError, match="SP_COMPILER_LOG=loud: expected one of debug, info"):
+        plan(model, _INPUTS, tp=2)
+
+
+def test_every_compilation_is_kept_in_a_folder_of_its_own(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SP_COMPILER_DUMP", str(tmp_path))
+    first = plan(model, _INPUTS, tp=2)
+    monkeypatch.setenv("RANK", "1")
+    plan(model, _INPUTS, tp=2)
+    assert {path.name for path in tmp_path.iterdir()} == {"000", "rank1-000"}
+    files = {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "000").iterdir()}
+    assert files["plan.txt"] == f"{first}\n"
+    compile(files["code.py"], "code.py", "exec")
+    stages = sorted(name for name in files if name[:2].isdigit())
+    assert [name[3:-4] for name in stages][:4] == ["export", "normalize", "outline", "shard"]
+    assert "sp_compiler.convert" in files[stages[3]]
+    assert "sp_compiler.convert" not in files[stages[2]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from sp_compiler import ArgumentError, plan
 from sp_compiler.base.log import LOG
 
-_INPUTS = ((torch.randn(4, 8),), {})
+_INPUTS: Any = ((torch.randn(4, 8),), {})
 
 
 @pytest.fixture

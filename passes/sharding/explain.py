@@ -15,6 +15,7 @@ from dataclasses import replace
 from sp_compiler.base.errors import ArgumentError, SPCompilerError
 from sp_compiler.base.placement import Placement
 from sp_compiler.base.provenance import module_path
+from sp_compiler.base.units import time_text
 from sp_compiler.ir.hints import named_or_inside, near, placement_text
 from sp_compiler.ir.op_traits import is_view
 from sp_compiler.ir.program import Program
@@ -230,7 +231,7 @@ class _Question:
         kind = "all-gather and slice" if row is None else row.text
         where = module_path(node)
         of = f"{node.name} in {where}" if where else node.name
-        price = f"{self._price(conversion):.1f} us"
+        price = time_text(self._price(conversion))
         return f"{kind} of {of} ({source} to {target}), {price}"
 
     # In words.
@@ -252,7 +253,7 @@ class _Question:
         ]
         if placement.is_sharded:
             text = "the cheapest way"
-            costs = [f"{way.results[0]} would cost {way.more_us:.1f} us more" for way, _ in others]
+            costs = [f"{way.results[0]} would cost {way.cost_text}" for way, _ in others]
             return "; ".join([text, *costs])
         if not others:
             rank = len(keys[0][1][0].meta["val"].shape)
@@ -264,7 +265,7 @@ class _Question:
         """Text with the extra cost of sharding, the costliest conversion that it needs, and why."""
         choices = self._forced(number, index)
         assert choices is not None  # only possible ways come here
-        text = f"{way.results[0]} would cost {way.more_us:.1f} us more"
+        text = f"{way.results[0]} would cost {way.cost_text}"
         for conversion in self._extra(choices)[:1]:  # none where computing is what costs more
             why = self._why(conversion, choices)
             text += f", with {self._conversion_text(conversion)}{why and f', as {why}'}"

@@ -45,3 +45,12 @@ def bytes_text(num_bytes: float) -> str:
     while num_bytes >= 1024 and unit < len(UNITS) - 1:
         num_bytes, unit = num_bytes / 1024, unit + 1
     return f"{num_bytes:.2f} {UNITS[unit]}" if unit else f"{num_bytes:.0f} B"
+
+
+def time_text(time_us: float) -> str:
+    """Return a time as a person reads it, such as "3.2 us", "617.0 ms" or "73.8 s"."""
+    for unit, size_us in (("s", 1e6), ("ms", 1e3)):
+        if abs(time_us) >= size_us:
+            return f"{time_us / size_us:.1f} {unit}"
+    # + 0.0: -0.04 would be shown as -0.0.
+    return f"{round(time_us, 1) + 0.0:.1f} us"

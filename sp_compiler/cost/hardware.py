@@ -16,6 +16,7 @@ class Hardware:
     """Rates per microsecond.
 
     Attributes:
+        name: of the accelerator.
         flops_per_us: dense bf16 matrix rate that is usual in practice, half of the peak.
         peak_flops_per_us: dense bf16 matrix rate (H100 data sheet: 989 TFLOP/s), the base of MFU.
         memory_bytes_per_us: memory bandwidth (H100 data sheet: 3.35 TB/s).
@@ -29,6 +30,7 @@ class Hardware:
             layers read in full (an encoder's states) is gathered once.
     """
 
+    name: str = "H100 SXM"
     flops_per_us: float = 500e6
     peak_flops_per_us: float = 989e6
     memory_bytes_per_us: float = 3.35e6

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
-from sp_compiler.base.units import bytes_text
+from sp_compiler.base.units import bytes_text, time_text
 from sp_compiler.planning.table_text import table
+
+# Less is rounding of the solver.
+_SHOWN_US = 0.05
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,15 @@ class Way:
     memory_us: float
     parameter_bytes: int
     conversions: tuple[str, ...]
+
+    @property
+    def cost_text(self) -> str:
+        """The extra cost in words: time as time; memory has a price, but is none."""
+        time_us = self.communication_us + self.compute_us
+        parts = ["more memory on every rank"] if self.memory_us > 0 else []
+        if not parts or abs(time_us) >= _SHOWN_US:
+            parts.append(f"{time_text(abs(time_us))} {'less' if time_us < 0 else 'more'}")
+        return " and ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -109,7 +121,7 @@ def _parameter(item: ParameterExplanation, tp: int) -> str:
 
 
 def _ways(ways: tuple[Way, ...]) -> str:
-    head = ("", "way", "us more", "communication", "compute", "memory", "bytes", "converts")
+    head = ("", "way", "communication", "compute", "memory", "bytes", "converts")
     return table([head, *map(_way, ways)], "    ")
 
 
@@ -120,10 +132,10 @@ def _way(way: Way) -> tuple[str, ...]:
     mark = "*" if way.chosen else ""
     # No times: the solver has no solution to take them from.
     if not way.possible:
-        return (mark, text, "impossible", "", "", "", "", "")
-    times = (way.more_us, way.communication_us, way.compute_us, way.memory_us)
+        return (mark, text, "impossible", "", "", "", "")
+    times = (way.communication_us, way.compute_us)
     more = f" and {len(way.conversions) - 1} more" if len(way.conversions) > 1 else ""
     converts = way.conversions[0] + more if way.conversions else ""
-    # + 0.0: a time of -0.04 would be shown as -0.0.
-    numbers = (f"{round(time, 1) + 0.0:.1f}".rjust(10) for time in times)
-    return (mark, text, *numbers, bytes_text(way.parameter_bytes), converts)
+    numbers = (time_text(time).rjust(10) for time in times)
+    memory = "more" if way.memory_us > 0 else "less" if way.memory_us < 0 else ""
+    return (mark, text, *numbers, memory, bytes_text(way.parameter_bytes), converts)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from sp_compiler.base.pass_report import report_lines
-from sp_compiler.base.units import bytes_text, parse_bytes
+from sp_compiler.base.units import bytes_text, parse_bytes, time_text
+from sp_compiler.cost.hardware import H100
 from sp_compiler.ops.registry import Collective
 from sp_compiler.planning.data import BlockPlan, KeptTensor, PlanData
 from sp_compiler.planning.table_text import table
@@ -63,7 +64,7 @@ def _budget(plan: PlanData) -> Iterable[str]:
         (
             f"{block.num_calls} x {block.name}",
             f"saves {bytes_text(block.kept_bytes)} per call",
-            f"computes again for {block.work.recompute_us:.0f} us",
+            f"recomputes for {time_text(block.work.recompute_us)}",
         )
         for block in plan.blocks
     ]
@@ -77,7 +78,10 @@ def _step(plan: PlanData) -> list[tuple[str, str]]:
     flops = f"{work.model_flops:.4g} of the model, {100 * extra:.1f} % more are recomputed"
     rows = [
         ("matrix FLOPs", flops),
-        ("estimated time", f"{plan.step_us / 1e3:.2f} ms, MFU {100 * plan.mfu:.1f} %"),
+        (
+            "estimated time",
+            f"{plan.step_us / 1e3:.2f} ms, MFU {100 * plan.mfu:.1f} %, on an {H100.name}",
+        ),
         ("  compute", f"{work.compute_us / 1e3:.2f} ms"),
         ("  of it recompute", f"{work.recompute_us / 1e3:.2f} ms"),
         ("  communication", f"{work.communication_us / 1e3:.2f} ms"),

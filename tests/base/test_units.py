@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sp_compiler.base.errors import ArgumentError
-from sp_compiler.base.units import parse_bytes
+from sp_compiler.base.units import parse_bytes, time_text
 from sp_compiler.options import CompileOptions
 
 
@@ -48,3 +48,11 @@ def test_sizes(size: int | str, num_bytes: int) -> None:
 def test_other_sizes_are_refused(size: Any) -> None:
     with pytest.raises(ArgumentError, match=r'memory_budget=.*expected a positive number.*"12GiB"'):
         CompileOptions(recompute="auto", memory_budget=size)
+
+
+@pytest.mark.parametrize(
+    ("time_us", "text"),
+    [(0, "0.0 us"), (-0.04, "0.0 us"), (3.24, "3.2 us"), (617e3, "617.0 ms"), (-2e6, "-2.0 s")],
+)
+def test_times_have_a_unit_that_fits(time_us: float, text: str) -> None:
+    assert time_text(time_us) == text

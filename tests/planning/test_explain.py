@@ -188,3 +188,9 @@ def test_copies_of_a_plan(llama: Plan) -> None:
     assert copy.deepcopy(llama).explain("lm_head").tp == 4
     with pytest.raises(NotCompiledError, match="another process"):
         pickle.loads(pickle.dumps(llama)).explain("lm_head")
+
+
+def test_memory_is_not_told_as_a_time(llama: Plan) -> None:
+    """Its price, of which a matrix has seconds, is for the solver alone."""
+    text = str(llama.explain("lm_head"))
+    assert "Replicate() would cost more memory on every rank" in text

@@ -69,7 +69,7 @@ def compile(
         rank_timeout: seconds that a rank waits for the others before it raises.
         verify: compare every program with the captured model before it runs: each distinct block,
             forward and backward, on simulated ranks with random parameters in float64. Every rank
-            does so alone, in the memory of a step of the unsharded model.
+            does so alone, in the memory of a step of the largest block, unsharded.
         fsdp: apply PyTorch's FSDP2 over the data-parallel axes of ``mesh``, block by block:
             ``fully_shard`` where it has "dp_shard" (HSDP with both), else ``replicate``. It
             replaces the parameters, so create optimizers after the first call or with

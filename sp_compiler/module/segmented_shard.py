@@ -20,9 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._redistribute import DTensorRedistributePlanner
+from torch.distributed.tensor.placement_types import Placement, Replicate, _StridedShard
 
 from sp_compiler.base.errors import UnsupportedError
+from sp_compiler.base.strided_rules import teach_strided_rules
 
 # Factor to segments. Its entries are facts (the factor is a hash of them), so it needs no owner.
 _SEGMENTS: dict[int, tuple[int, ...]] = {}
@@ -63,6 +66,8 @@ def _understand_segments() -> None:
     split = _StridedShard._split_tensor
     gather = _StridedShard._to_replicate_tensor
     locate = _StridedShard._local_shard_size_and_offset
+    plan = DTensorRedistributePlanner.generate_graph_based_transform_infos
+    teach_strided_rules()
 
     @functools.wraps(split)
     def _split_tensor(
@@ -99,6 +104,26 @@ def _understand_segments() -> None:
             )
         return size, offsets
 
+    @functools.wraps(plan)
+    def generate_graph_based_transform_infos(
+        self: DTensorRedistributePlanner, source: DTensorSpec, target: DTensorSpec, *args: Any
+    ) -> Any:
+        axes = list(zip(source.placements, target.placements, strict=True))
+        if not any(segments_of(have) or segments_of(want) for have, want in axes):
+            return plan(self, source, target, *args)
+        # The factor is no order of mesh axes, and from shard to shard there is a way over the full
+        # tensor alone. Later versions find both out by themselves, torch 2.11 raises.
+        between = [
+            Replicate() if have != want and (segments_of(have) or segments_of(want)) else have
+            for have, want in axes
+        ]
+        full = DTensorSpec(source.mesh, tuple(between), tensor_meta=source.tensor_meta)
+        there = self.generate_greedy_transform_infos(source, full)
+        return there + self.generate_greedy_transform_infos(full, target)
+
+    DTensorRedistributePlanner.generate_graph_based_transform_infos = (  # type: ignore[method-assign]
+        generate_graph_based_transform_infos  # type: ignore[assignment]
+    )
     _StridedShard._split_tensor = _split_tensor  # type: ignore[method-assign]
     _StridedShard._to_replicate_tensor = _to_replicate_tensor  # type: ignore[method-assign, assignment]
     _StridedShard._local_shard_size_and_offset = _local_shard_size_and_offset  # type: ignore[method-assign]

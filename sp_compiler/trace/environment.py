@@ -243,7 +243,9 @@ def capture_error(
             "the control flow or a shape depends on the values of a tensor; compute it with tensor "
             "operations (torch.where), or from inputs, buffers, shapes and arguments"
         )
-    if "register a pytree" in str(error) or "register_dataclass" in str(error):
+    # Torch 2.11 gets as far as comparing such an object with a constant.
+    unknown_class = ("register a pytree", "register_dataclass", "unhashable type")
+    if any(text in str(error) for text in unknown_class):
         advice = (
             "what goes in and out of forward must be tensors, numbers, strings and None in tuples, "
             "lists, dicts and ModelOutputs; for a class of your own call "

@@ -191,6 +191,7 @@ def _fake_input(node: fx.Node, mode: FakeTensorMode) -> Tensor:
 
 def _rebuild(traced: fx.Graph, region: Region) -> JointGraph:
     """Copy a traced graph with this file's order and names, free of PyTorch's conventions."""
+    _let_factorizations_raise(traced, region)
     _drop_effects(traced)
     placeholders = traced.find_nodes(op="placeholder")
     inputs = {_input_index(node): node for node in placeholders if not _is_tangent(node)}
@@ -223,11 +224,25 @@ def _rebuild(traced: fx.Graph, region: Region) -> JointGraph:
     return JointGraph(graph, num_inputs, num_outputs, tuple(sorted(tangents)), region.input_kinds)
 
 
-def _drop_effects(traced: fx.Graph) -> None:
-    """Make factorizations raise for singular matrices themselves, without an operator for it.
+def _let_factorizations_raise(traced: fx.Graph, region: Region) -> None:
+    """Make those raise for singular matrices that do so in the model.
 
-    PyTorch 2.13 keeps that operator, which has no result, alive and in order by tokens: inputs and
-    outputs of the graph, in forward and backward each.
+    Up to PyTorch 2.12 the trace has lost their check, an operator without a result. A model that
+    calls the factorization with an error code itself reads the code.
+    """
+    asked = {node.target for node in region.module.graph.nodes}
+    for node in traced.nodes:
+        schema = getattr(node.target, "_schema", None)
+        names = [argument.name for argument in schema.arguments] if schema is not None else []
+        if "check_errors" in names and node.target not in asked:
+            node.update_kwarg("check_errors", True)
+
+
+def _drop_effects(traced: fx.Graph) -> None:
+    """Move the check of a factorization into it, and drop the tokens that keep checks in order.
+
+    PyTorch 2.13 keeps that operator, which has no result, alive by tokens: inputs and outputs of
+    the graph, in forward and backward each.
     """
     for node in list(traced.nodes):
         if node.target is torch.ops.higher_order.with_effects:

@@ -307,7 +307,20 @@ def test_a_parameters_own_gradient_among_several_results() -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("name", ["plain_unfused", "llama"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "plain_unfused",
+        pytest.param(
+            "llama",
+            marks=pytest.mark.xfail(
+                torch.__version__ < "2.12",
+                reason="fakes of torch 2.11 give attention's log-sum-exp in float64 half its bytes",
+                strict=True,
+            ),
+        ),
+    ],
+)
 def test_planned_peak_is_that_of_a_running_step(name: str, recompute: str) -> None:
     found = case(name, 2, 12)
     program = compiled(found, tp=1, recompute=recompute)

@@ -26,6 +26,15 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
+def _one_of_two(test: Any) -> Any:
+    """A test of one rank of two, whose models use all-reduces alone.
+
+    The missing rank's reduce-scatter leaves memory as it was found on some versions of torch.
+    """
+    replicated = pytest.mark.filterwarnings("ignore:costly parts of the model are replicated")
+    return pytest.mark.usefixtures("mesh")(replicated(test))
+
+
 class _Sum(torch.autograd.Function):
     """Sum of the local parts of parameters; its gradients of all of them are one tensor."""
 
@@ -175,9 +184,9 @@ def _parts(module: Any) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.usefixtures("mesh")
+@_one_of_two
 def test_no_sync_defers_only_what_a_backward_fills() -> None:
-    module, x = users.compiled(tp=2), users.batch()
+    module, x = users.compiled(tp=2, sequence_parallel=False), users.batch()
     module(x)["loss"].backward()
     expected = _parts(module)
     module.zero_grad()
@@ -189,9 +198,9 @@ def test_no_sync_defers_only_what_a_backward_fills() -> None:
         torch.testing.assert_close(part, times * expected[name], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.usefixtures("mesh")
+@_one_of_two
 def test_what_waits_since_no_sync_is_not_returned() -> None:
-    module, x = users.compiled(tp=2), users.batch()
+    module, x = users.compiled(tp=2, sequence_parallel=False), users.batch()
     weight = module.head.weight
     module(x)["loss"].backward()
     expected = local_tensor(weight.grad).clone()

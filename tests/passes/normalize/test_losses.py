@@ -82,7 +82,7 @@ _FUNCTIONS |= {
 _FUNCTIONS |= {
     "soft, one sample": lambda x: F.cross_entropy(x[0], _SOFT[0]),
     "soft, classes first": lambda x: F.cross_entropy(x.T[None], _SOFT.T[None]),
-    "kl, certain": lambda x: F.kl_div(x.log_softmax(-1), F.one_hot(_IDS, 8).double()),
+    "kl, certain": lambda x: F.kl_div(x.log_softmax(-1), torch.eye(8).double()[_IDS]),
     "likelihood, weighed": lambda x: F.nll_loss(x.log_softmax(1), _IDS, _WEIGHT, ignore_index=3),
     "likelihood, cast": lambda x: F.nll_loss(F.log_softmax(x.float(), 1, dtype=x.dtype), _IDS),
 }

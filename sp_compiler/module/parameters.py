@@ -145,12 +145,26 @@ def _laid_out(
     local = own_part(local, like)
     names = like.device_mesh.mesh_dim_names or ()
     where = tuple(
-        mesh_placement(placement) if name == AXIS else other
+        mesh_placement(placement) if name == AXIS else _beside(other, placement, group)
         for name, other in zip(names, like.placements, strict=True)
     )
     stride = torch.empty(full.shape, device="meta").stride()
     spec = DTensorSpec(like.device_mesh, where, TensorMeta(full.shape, stride, full.dtype))
     return DTensor(local, spec, requires_grad=False)
+
+
+def _beside(
+    other: MeshPlacement, placement: Placement, group: TensorParallelGroup
+) -> MeshPlacement:
+    """The placement ``other`` of an axis of FSDP, next to an ordinary shard over "tp".
+
+    PyTorch 2.11 does not see that segments shard their dim, and says that FSDP's chunks are chunks
+    of the model's tensor. They are chunks of this rank's part, whatever its order.
+    """
+    is_chunk = placement.is_sharded and len(placement.segments) < 2
+    if is_chunk and type(other) is Shard and other.dim == placement.dim:
+        return _StridedShard(other.dim, split_factor=group.world_size)
+    return other
 
 
 def own_part(part: Tensor, like: DTensor) -> Tensor:

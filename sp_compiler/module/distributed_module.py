@@ -32,6 +32,25 @@ from sp_compiler.trace.export import flatten_inputs
 
 _FULL_STATE = "torch's get_model_state_dict with StateDictOptions(full_state_dict=True)"
 
+_NO_EXPORT = (
+    "torch.export of a compiled module would keep one rank's part of the weights and "
+    "the collectives of this group; export the original model, with the weights of "
+    "module.full_state_dict()"
+)
+_NO_DDP = (
+    "DistributedDataParallel (also accelerate.prepare(model) and transformers.Trainer, "
+    "which use it) would average over ranks that hold different parts of this model, and "
+    "give each of them other data. Train it in a loop of your own with the same batch on "
+    "every rank, give accelerate.prepare the optimizer and the scheduler only; over more "
+    "ranks pass compile a mesh with an axis dp_replicate (as DistributedDataParallel does) "
+    "or dp_shard beside tp"
+)
+_NO_SHARDED_SAVE = (
+    "save_pretrained() on several ranks needs unsharded weights: pass state_dict=state, "
+    f"where state = module.full_state_dict() (or {_FULL_STATE}), which all ranks must "
+    "call, and save on rank 0"
+)
+
 
 class DistributedModule(Inspection, MirrorModule):
     """A model that runs tensor-parallel; called like the original, with its parameter names.
@@ -91,11 +110,7 @@ class DistributedModule(Inspection, MirrorModule):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call :meth:`forward` and the hooks; an error on this rank raises on all of them."""
         if torch.compiler.is_exporting():
-            raise UnsupportedError(
-                "torch.export of a compiled module would keep one rank's part of the weights and "
-                "the collectives of this group; export the original model, with the weights of "
-                "module.full_state_dict()"
-            )
+            raise UnsupportedError(_NO_EXPORT)
         if self._sp_state.fsdp_options is not None:
             # Before this very call, whose hooks are FSDP's then.
             self.prepare(*args, **kwargs)
@@ -156,14 +171,7 @@ class DistributedModule(Inspection, MirrorModule):
         """
         if self._sp_state.group.mesh is None:
             return []
-        raise UnsupportedError(
-            "DistributedDataParallel (also accelerate.prepare(model) and transformers.Trainer, "
-            "which use it) would average over ranks that hold different parts of this model, and "
-            "give each of them other data. Train it in a loop of your own with the same batch on "
-            "every rank, give accelerate.prepare the optimizer and the scheduler only; over more "
-            "ranks pass compile a mesh with an axis dp_replicate (as DistributedDataParallel does) "
-            "or dp_shard beside tp"
-        )
+        raise UnsupportedError(_NO_DDP)
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Compile for these example inputs, and place the parameters, without running anything."""
@@ -283,11 +291,7 @@ class DistributedModule(Inspection, MirrorModule):
             UnsupportedError: several ranks and no ``state_dict=`` of unsharded weights.
         """
         if self._sp_state.group.world_size > 1 and kwargs.get("state_dict") is None:
-            raise UnsupportedError(
-                "save_pretrained() on several ranks needs whole weights: pass state_dict=state, "
-                f"where state = module.full_state_dict() (or {_FULL_STATE}), which all ranks must "
-                "call, and save on rank 0"
-            )
+            raise UnsupportedError(_NO_SHARDED_SAVE)
         return super().__getattr__("save_pretrained")(folder, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedModule:

@@ -66,8 +66,8 @@ def _understand_segments() -> None:
     split = _StridedShard._split_tensor
     gather = _StridedShard._to_replicate_tensor
     locate = _StridedShard._local_shard_size_and_offset
-    plan = DTensorRedistributePlanner.generate_graph_based_transform_infos
     teach_strided_rules()
+    _plan_redistributions()
 
     @functools.wraps(split)
     def _split_tensor(
@@ -104,6 +104,17 @@ def _understand_segments() -> None:
             )
         return size, offsets
 
+    _StridedShard._split_tensor = _split_tensor  # type: ignore[method-assign]
+    _StridedShard._to_replicate_tensor = _to_replicate_tensor  # type: ignore[method-assign, assignment]
+    _StridedShard._local_shard_size_and_offset = _local_shard_size_and_offset  # type: ignore[method-assign]
+    _StridedShard.__repr__ = _shown(_StridedShard.__repr__, "_StridedShard(dim={}, segments={})")  # type: ignore[method-assign]
+    _StridedShard.__str__ = _shown(_StridedShard.__str__, "_S({}, segments={})")  # type: ignore[method-assign]
+
+
+def _plan_redistributions() -> None:
+    """Let DTensor find the way to and from a placement in segments."""
+    plan = DTensorRedistributePlanner.generate_graph_based_transform_infos
+
     @functools.wraps(plan)
     def generate_graph_based_transform_infos(
         self: DTensorRedistributePlanner, source: DTensorSpec, target: DTensorSpec, *args: Any
@@ -124,11 +135,6 @@ def _understand_segments() -> None:
     DTensorRedistributePlanner.generate_graph_based_transform_infos = (  # type: ignore[method-assign]
         generate_graph_based_transform_infos  # type: ignore[assignment]
     )
-    _StridedShard._split_tensor = _split_tensor  # type: ignore[method-assign]
-    _StridedShard._to_replicate_tensor = _to_replicate_tensor  # type: ignore[method-assign, assignment]
-    _StridedShard._local_shard_size_and_offset = _local_shard_size_and_offset  # type: ignore[method-assign]
-    _StridedShard.__repr__ = _shown(_StridedShard.__repr__, "_StridedShard(dim={}, segments={})")  # type: ignore[method-assign]
-    _StridedShard.__str__ = _shown(_StridedShard.__str__, "_S({}, segments={})")  # type: ignore[method-assign]
 
 
 def _not_these_rows(placement: _StridedShard, rows: int) -> UnsupportedError:

@@ -96,6 +96,7 @@ def capture(
     use_cache = example_kwargs.get("use_cache") is True
     if use_cache:
         example_kwargs = {**example_kwargs, "use_cache": False}
+    shapes = _open_shapes(model, example_args, example_kwargs) if open_dims else None
     real_leaves, _ = flatten_inputs(args, kwargs)
     with (
         export_context(model, use_cache=use_cache) as functions,
@@ -106,9 +107,7 @@ def capture(
                 model,
                 example_args,
                 example_kwargs,
-                dynamic_shapes=_open_shapes(model, example_args, example_kwargs)
-                if open_dims
-                else None,
+                dynamic_shapes=shapes,
                 strict=False,
             )
             _unfreeze(exported.graph_module.graph)

@@ -1,7 +1,7 @@
 """The joint forward and backward graph of a region.
 
-The only file that touches PyTorch's private ahead-of-time autograd; ``tests/trace/test_joint.py``
-tests the behavior that it relies on (torch 2.11 to 2.13).
+With effects.py the only file that touches PyTorch's private ahead-of-time autograd;
+``tests/trace/test_joint.py`` tests the behavior that it relies on (torch 2.11 to 2.13).
 """
 
 from __future__ import annotations
@@ -16,10 +16,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch._aot_autograd.descriptors import (
-    BackwardTokenAOTInput,
-    BackwardTokenAOTOutput,
-    ForwardTokenAOTInput,
-    ForwardTokenAOTOutput,
     GradAOTOutput,
     PlainAOTInput,
     PlainAOTOutput,
@@ -28,24 +24,21 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses import FakeTensor, FakeTensorMode
 
-from sp_compiler.base.errors import PassError, UnsupportedError
+from sp_compiler.base.errors import PassError
 from sp_compiler.base.pass_report import Pass, report_of
-from sp_compiler.base.provenance import node_origin
 from sp_compiler.base.python_text import identifier
 from sp_compiler.ir.fx import ancestors, carries_gradient
 from sp_compiler.ir.op_traits import RESULT_NAMES
 from sp_compiler.ir.program import Region
 from sp_compiler.ir.rewriting import copy_graph, erase_dead
 from sp_compiler.ir.symbolic import inline_sizes, same_shape
+from sp_compiler.trace.effects import drop_effects, let_factorizations_raise
 
 aten = torch.ops.aten
 
 # torch internals: descriptors identify the inputs and outputs of a joint graph; without them the
 # order of gradients and tangents would have to be guessed from their number.
 _SOURCE = "sp_source"
-_TOKEN_INPUTS = (ForwardTokenAOTInput, BackwardTokenAOTInput)
-_TOKEN_OUTPUTS = (ForwardTokenAOTOutput, BackwardTokenAOTOutput)
-_CHECK_ERRORS = aten._linalg_check_errors.default
 _ALIASES = (aten.alias.default, aten.detach.default)
 _COPIES = (aten.clone.default, aten._to_copy.default)
 
@@ -191,8 +184,8 @@ def _fake_input(node: fx.Node, mode: FakeTensorMode) -> Tensor:
 
 def _rebuild(traced: fx.Graph, region: Region) -> JointGraph:
     """Copy a traced graph with this file's order and names, free of PyTorch's conventions."""
-    _let_factorizations_raise(traced, region)
-    _drop_effects(traced)
+    let_factorizations_raise(traced, region)
+    drop_effects(traced)
     placeholders = traced.find_nodes(op="placeholder")
     inputs = {_input_index(node): node for node in placeholders if not _is_tangent(node)}
     tangents = {_tangent_index(node): node for node in placeholders if _is_tangent(node)}
@@ -222,57 +215,6 @@ def _rebuild(traced: fx.Graph, region: Region) -> JointGraph:
             node.meta["val"] = source.meta["val"]
     inline_sizes(graph)
     return JointGraph(graph, num_inputs, num_outputs, tuple(sorted(tangents)), region.input_kinds)
-
-
-def _let_factorizations_raise(traced: fx.Graph, region: Region) -> None:
-    """Make those raise for singular matrices that do so in the model.
-
-    Up to PyTorch 2.12 the trace has lost their check, an operator without a result. A model that
-    calls the factorization with an error code itself reads the code.
-    """
-    asked = {node.target for node in region.module.graph.nodes}
-    for node in traced.nodes:
-        schema = getattr(node.target, "_schema", None)
-        names = [argument.name for argument in schema.arguments] if schema is not None else []
-        if "check_errors" in names and node.target not in asked:
-            node.update_kwarg("check_errors", True)
-
-
-def _drop_effects(traced: fx.Graph) -> None:
-    """Move the check of a factorization into it, and drop the tokens that keep checks in order.
-
-    PyTorch 2.13 keeps that operator, which has no result, alive by tokens: inputs and outputs of
-    the graph, in forward and backward each.
-    """
-    for node in list(traced.nodes):
-        if node.target is torch.ops.higher_order.with_effects:
-            token, effect, *args = node.args
-            if effect is not _CHECK_ERRORS:
-                raise UnsupportedError(
-                    f"{effect} is registered as having effects, in an order; a compiled model runs "
-                    "what its outputs need: call it outside of the compiled model\n"
-                    f"{node_origin(node)}"
-                )
-            for part in list(node.users):
-                part.replace_all_uses_with(token)
-                traced.erase_node(part)
-        elif node.target is _CHECK_ERRORS:
-            args = node.args
-        else:
-            continue
-        # Its argument is the error code, one of the results of the factorization.
-        factorization = args[0].args[0]
-        factorization.update_kwarg("check_errors", True)
-        traced.erase_node(node)
-    # Tokens come back as outputs, and nothing makes them any more.
-    output = traced.output_node()
-    returned = zip(output.args[0], output.meta["desc"], strict=True)
-    kept = [(value, desc) for value, desc in returned if not isinstance(desc, _TOKEN_OUTPUTS)]
-    output.args = ([value for value, _ in kept],)
-    output.meta["desc"] = [desc for _, desc in kept]
-    for node in traced.find_nodes(op="placeholder"):
-        if isinstance(node.meta["desc"], _TOKEN_INPUTS):
-            traced.erase_node(node)
 
 
 def _result_name(node: fx.Node) -> str:

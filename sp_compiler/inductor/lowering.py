@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
@@ -81,7 +82,8 @@ def trace(function: Callable[..., Any], tp: Communicator, arguments: Sequence[An
     values = [tp.rank, *[arguments[place] for place in places]]
     mode = detect_fake_mode(values)
     assert mode is not None
-    with torch.no_grad():
+    # With open sizes operators must decompose in Python, where sizes may be symbols.
+    with torch.no_grad(), enable_python_dispatcher():
         functional = torch.func.functionalize(flat)
         module = make_fx(functional, decomposition_table=select_decomp_table())(*values)
     graph = module.graph

@@ -15,6 +15,7 @@ from torch._inductor import config
 from torch._inductor.cpp_builder import _get_ffast_math_flags
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from sp_compiler.inductor.fused import Fused, TracingRank
 from sp_compiler.inductor.lowering import _PINNED
@@ -51,6 +52,23 @@ def test_masks_are_equal_to_the_bit() -> None:
             got, expected = _on_rank(compiled, rank, x, torch.tensor(seed))
             assert compiled.reason == ""
             assert torch.equal(got, expected)
+
+
+@pytest.mark.slow
+def test_one_compilation_serves_open_sizes() -> None:
+    compiled = Fused(
+        lambda tp, x, rows, seed: dropout(tp, x.reshape(rows * 4, 8), seed, 0.5, 1, 0, 2)
+    )
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    batch = StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC, DimDynamic.STATIC])
+    x = mode.from_tensor(torch.randn(6, 4, 8), symbolic_context=batch)
+    with mode:
+        rank = TracingRank(torch.zeros((), dtype=torch.int64), 2)
+        compiled(rank, x, x.shape[0], mode.from_tensor(torch.tensor(0)))
+    for rows in (6, 3, 10):
+        got, expected = _on_rank(compiled, 1, torch.randn(rows, 4, 8), rows, torch.tensor(5))
+        assert compiled.reason == ""
+        assert torch.equal(got, expected)
 
 
 @pytest.mark.slow

@@ -21,7 +21,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
-from torch.fx.node import map_arg
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -271,8 +270,8 @@ def _extracted(node: Node, parts: Sequence[Node], sources: _Sources) -> Decision
             setattr(root, str(part.target), sources.constant(part))
             copies[part] = graph.get_attr(str(part.target))
         elif part.op == "call_function":
-            args, kwargs = map_arg((part.args, part.kwargs), copies.__getitem__)
-            copies[part] = graph.call_function(part.target, args, kwargs)
+            copies[part] = graph.node_copy(part, copies.__getitem__)
+            copies[part]._rename("value")
     graph.output(copies[node])
     refs = [sources.refs[part] for part in inputs]
     names = tuple(ref.index if ref.kind == "input" else ref.name for ref in refs)

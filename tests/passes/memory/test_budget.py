@@ -197,7 +197,7 @@ def test_a_budget_that_is_too_small_says_what_would_do() -> None:
     assert found.activation_peak_bytes <= parse_bytes("memory_budget", text)
     report = str(found)
     assert "% used at the peak" in report
-    assert "computes again for" in report
+    assert "recomputes for" in report
 
 
 def test_stages_and_code_of_a_block_that_is_split_in_several_ways() -> None:

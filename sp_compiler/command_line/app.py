@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -15,10 +16,20 @@ from sp_compiler.base.units import bytes_text, parse_bytes
 from sp_compiler.command_line.doctor import examine
 from sp_compiler.command_line.memory import memory_text
 from sp_compiler.command_line.models import Loaded, presets
-from sp_compiler.command_line.request import FAILED, Refused, Request, command, failures, progress
+from sp_compiler.command_line.request import (
+    FAILED,
+    Refused,
+    Request,
+    check_writable,
+    command,
+    failures,
+    progress,
+)
 from sp_compiler.compiler import build
 from sp_compiler.graph_diff.diff import diff as graph_diff
+from sp_compiler.graph_diff.report import GraphDiff
 from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.ir.snapshot import Stages
 from sp_compiler.options import CompileOptions
 from sp_compiler.verification.verify import verify as verify_model
 
@@ -84,12 +95,19 @@ def plan(
     html: Annotated[Path | None, typer.Option(help="Write a page as well.")] = None,
 ) -> None:
     limit = None if fits is None else parse_bytes("--fits", fits)
+    check_writable("--html", html)
     loaded = request.load()
+    stages = pp or loaded.pp
+    if html is not None and stages > 1:
+        # The page shows one step of all layers: its bytes would be no stage's.
+        raise ArgumentError(
+            f"--html shows a model without a pipeline, and this one has {stages} stages: give "
+            "--pp 1, or leave out --html"
+        )
     with progress("planning"):
         result = make_plan(
             loaded.model, loaded.example_inputs, tp=request.ranks(loaded), **request.options
         )
-        stages = pp or loaded.pp
         pipeline = (
             result.pipeline(stages, microbatches or max(stages, loaded.microbatches))
             if stages > 1
@@ -120,14 +138,12 @@ def diff(
     html: Annotated[Path | None, typer.Option(help="Write a page as well.")] = None,
     exit_code: Annotated[bool, typer.Option("--exit-code", help="1 if they differ.")] = False,
 ) -> None:
+    check_writable("--html", html)
     first = request.load()
     if other is None:
         with progress("compiling"):
             stages = _compiled(request, first).stages
-        for name in (before, after):
-            if name not in (*stages, "capture", "final"):
-                raise ArgumentError(f"stage {name!r}: expected one of {', '.join(stages)}")
-        result = graph_diff(stages[before], stages[after])
+        result = _diff_of_stages(stages, before, after)
     else:
         second = Request(**{**vars(request), "model": other, "preset": None}).load()
         with progress("comparing"):
@@ -165,6 +181,7 @@ def code(
     *,
     output: Annotated[Path | None, typer.Option(help="Write it there.")] = None,
 ) -> None:
+    check_writable("--output", output)
     loaded = request.load()
     with progress("compiling"):
         text = _compiled(request, loaded).code
@@ -213,6 +230,20 @@ def list_presets(
     known = presets()
     lines = (f"{name:<14} tp {each['tp']}, pp {each['pp']}" for name, each in known.items())
     typer.echo(json.dumps(known, indent=2) if as_json else "\n".join(lines))
+
+
+def _diff_of_stages(stages: Stages, before: str, after: str) -> GraphDiff:
+    for name in (before, after):
+        if name not in (*stages, "capture", "final"):
+            raise ArgumentError(
+                f"stage {name!r}: expected one of capture, {', '.join(stages)}, final"
+            )
+    order = [*stages]
+    if order.index(stages[before].name) > order.index(stages[after].name):
+        raise ArgumentError(f"--before {before} --after {after}: {before} comes after {after}")
+    # Headers with the names as typed: the aliases have the names of passes.
+    first, second = replace(stages[before], name=before), replace(stages[after], name=after)
+    return graph_diff(first, second)
 
 
 def _compiled(request: Request, loaded: Loaded) -> CompiledProgram:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import math
 import sys
 import tomllib
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from sp_compiler.base.errors import ArgumentError, UnsupportedError
+from sp_compiler.base.units import bytes_text
 from sp_compiler.options import ExampleInputs
 
 BATCH, SEQUENCE = 1, 1024
@@ -63,7 +65,8 @@ def load(
         device: "meta" to build it without memory.
 
     Raises:
-        ArgumentError: none or both are given, or what is named does not exist.
+        ArgumentError: none or both are given, what is named does not exist, or a configuration's
+            model does not fit in memory in float64.
         UnsupportedError: transformers is needed and not installed.
     """
     if (source is None) == (preset is None):
@@ -109,11 +112,21 @@ def _preset(
 
 def _called(source: str, device: str) -> Any:
     module_name, _, name = source.partition(":")
+    if not all(part.isidentifier() for part in module_name.split(".")):
+        raise ArgumentError(
+            f"{module_name!r} is no name of a module: expected package.module:callable, found from "
+            f"{Path.cwd()} and the installed packages"
+        )
     # As ``python -m`` does: a model of the folder in which the command is run.
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
         module = importlib.import_module(module_name)
+    except SystemExit as error:
+        raise ArgumentError(
+            f"importing {module_name} ended the process (exit {error.code}): guard what it runs as "
+            'a script with if __name__ == "__main__"'
+        ) from error
     except ModuleNotFoundError as error:
         # A package that the user's module lacks is the user's own message to read.
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
@@ -126,8 +139,13 @@ def _called(source: str, device: str) -> Any:
     if not callable(function):
         public = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
         raise ArgumentError(f"{module_name} has no callable {name!r}; it has {', '.join(public)}")
-    with torch.device(device):
-        return function()
+    try:
+        with torch.device(device):
+            return function()
+    except SystemExit as error:  # its code would be this command's answer
+        raise ArgumentError(
+            f"{source} ended the process (exit {error.code}) where it should return a model"
+        ) from error
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -137,15 +155,22 @@ def _read_config(path: Path) -> dict[str, Any]:
             f"no file {path}: expected package.module:callable, a HuggingFace config.json or a "
             "folder that has one, or --preset NAME"
         )
+    if path.suffix == ".py":
+        raise ArgumentError(
+            f"{path} is no JSON: a function in a Python file is given as package.module:callable, "
+            f"such as {path.stem}:make"
+        )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ArgumentError(f"{path} is no JSON: {error}") from error
-    if not isinstance(config, dict) or not config.get("architectures"):
+    names = config.get("architectures") if isinstance(config, dict) else None
+    if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
         raise ArgumentError(
-            f'{path} has no "architectures", the class of transformers to build, such as '
-            '["LlamaForCausalLM"]'
+            f'{path} has no "architectures", a list with the class of transformers to build, such '
+            'as ["LlamaForCausalLM"]'
         )
+    assert isinstance(config, dict)
     return config
 
 
@@ -161,13 +186,41 @@ def _configured(config: dict[str, Any], device: str) -> nn.Module:
     model_class = getattr(transformers, name, None)
     if model_class is None:
         raise ArgumentError(f"transformers {transformers.__version__} has no class {name}")
+    if not (isinstance(model_class, type) and hasattr(model_class, "config_class")):
+        raise ArgumentError(f"{name} of transformers is no model, such as LlamaForCausalLM")
+    # Before transformers reads it, whose error names no field.
+    dtype = _dtype(config.get("dtype", config.get("torch_dtype")))
     fields = {key: value for key, value in config.items() if key != "architectures"}
     # A cache of keys and values is for generation, and would be switched off with a word.
     known = model_class.config_class(**{**fields, "use_cache": False})
+    if device != "meta":
+        with torch.device("meta"):
+            _check_memory(model_class(known))
     with torch.device(device):
         model: nn.Module = model_class(known)
-    dtype = config.get("dtype", config.get("torch_dtype"))
-    return model if dtype is None else model.to(_dtype(dtype))
+    return model if dtype is None else model.to(dtype)
+
+
+def _check_memory(model: nn.Module) -> None:
+    # Numbers are compared in float64, whatever the model's own dtype.
+    needed = 8 * sum(parameter.numel() for parameter in model.parameters())
+    free = _free_bytes()
+    if needed > free:
+        raise ArgumentError(
+            f"the parameters of {type(model).__name__} take {bytes_text(needed)} in float64, and "
+            f"{bytes_text(int(free))} of memory are free: give a config.json with fewer layers and "
+            "a smaller vocab_size and hidden_size"
+        )
+
+
+def _free_bytes() -> float:
+    """Memory that can be had without swapping, where the system tells."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return math.inf
+    sizes = (line.split() for line in lines)
+    return next((int(size[1]) * 1024 for size in sizes if size[0] == "MemAvailable:"), math.inf)
 
 
 def _example(model: nn.Module, batch: int, sequence: int, device: str) -> ExampleInputs:
@@ -184,8 +237,12 @@ def _example(model: nn.Module, batch: int, sequence: int, device: str) -> Exampl
     return (), {"input_ids": ids, **({"labels": ids} if labelled else {})}
 
 
-def _dtype(name: str | None) -> torch.dtype | None:
-    dtype = None if name is None else getattr(torch, name, None)
-    if name is not None and not isinstance(dtype, torch.dtype):
-        raise ArgumentError(f"dtype {name!r}: expected a name of torch, such as bfloat16")
+def _dtype(name: object) -> torch.dtype | None:
+    if name is None:
+        return None
+    dtype = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ArgumentError(
+            f"dtype {name!r}: expected a floating point dtype of torch, such as bfloat16"
+        )
     return dtype

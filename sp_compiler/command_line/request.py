@@ -13,6 +13,7 @@ import traceback as traceback_module
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -37,7 +38,8 @@ class Request:
     ] = None
     preset: Annotated[str | None, typer.Option(help="A model by name, such as llama-3-8b.")] = None
     tp: Annotated[
-        int | None, typer.Option(min=1, help="Tensor-parallel ranks; 8, or the preset's.")
+        int | None,
+        typer.Option(min=1, help="Tensor-parallel ranks; the preset's or 8; verify: 2."),
     ] = None
     batch: Annotated[int | None, typer.Option(min=1, help="Sequences of a microbatch.")] = None
     sequence: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence.")] = None
@@ -138,19 +140,41 @@ def failures(*, traceback: bool) -> Iterator[None]:
             errors.print(traceback_module.format_exc(), markup=False)
         lines = (str(error).strip() or type(error).__name__).splitlines()
         kind = "" if isinstance(error, SPCompilerError) else f"{type(error).__name__}: "
-        errors.print(f"[bold red]error:[/] {escape(kind + lines[0])}")
-        errors.print(f"[bold]hint:[/] {escape(_hint(error, len(lines) > 1 and not traceback))}")
+        # Validation of configurations names the field in one line and what is wrong in the next.
+        num_shown = 2 if lines[0].endswith(":") else 1
+        shown = " ".join(line.strip() for line in lines[:num_shown])
+        is_cut = len(lines) > num_shown and not traceback
+        errors.print(f"[bold red]error:[/] {escape(kind + shown)}")
+        errors.print(f"[bold]hint:[/] {escape(_hint(error, is_cut))}")
         raise typer.Exit(USAGE if isinstance(error, ArgumentError) else BROKEN) from error
 
 
 def _hint(error: Exception, is_cut: bool) -> str:
     if isinstance(error, ArgumentError):
         return "sp-compiler COMMAND --help has the arguments and examples"
+    # The commands build on the meta device, which the user did not ask for.
+    if isinstance(error, CaptureError) and "on the meta device" in str(error):
+        return "make these inputs with device='cpu'; --traceback shows the rest"
     if isinstance(error, CaptureError) or is_cut:
         return "--traceback shows the rest, with the line of the model"
     if isinstance(error, SPCompilerError):
         return "docs/limitations.md lists what is not supported; --traceback shows where"
     return "the model's own code raised this; --traceback shows where"
+
+
+def check_writable(option: str, path: Path | None) -> None:
+    """Refuse a file that cannot be written, before what is to be in it takes its time.
+
+    Raises:
+        ArgumentError: ``path`` is a folder, is in none, or may not be written.
+    """
+    if path is None:
+        return
+    if path.is_dir() or not path.parent.is_dir():
+        reason = "is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        raise ArgumentError(f"{option} {path}: {reason}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ArgumentError(f"{option} {path}: no permission to write there")
 
 
 @contextlib.contextmanager

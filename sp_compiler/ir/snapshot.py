@@ -36,6 +36,7 @@ class Snapshot:
         calls: (path of the layer in the model, region name) in execution order.
         wiring: each call with its arguments as text, in the same order; may be left out.
         kept: region name to the bytes that one call keeps for its backward, once they are apart.
+        functions: calls of the model's autograd functions, which the graphs name by number.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Snapshot:
     calls: list[tuple[str, str]] = field(default_factory=list)
     wiring: list[str] = field(default_factory=list)
     kept: dict[str, int] = field(default_factory=dict)
+    functions: Sequence[object] = ()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UnsupportedError(
@@ -61,7 +63,7 @@ class Snapshot:
         wiring = [
             f"{call.region.name}({', '.join(map(_ref_text, call.args))})" for call in program.calls
         ]
-        return cls(name, graphs, program_calls(program), wiring)
+        return cls(name, graphs, program_calls(program), wiring, functions=program.functions)
 
     def to_networkx(self) -> nx.MultiDiGraph:
         """Return all graphs as one graph of networkx, unconnected to each other.

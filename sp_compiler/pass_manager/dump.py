@@ -6,6 +6,7 @@ import itertools
 import os
 from pathlib import Path
 
+from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.log import LOG
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.snapshot import Snapshot
@@ -15,9 +16,22 @@ VARIABLE = "SP_COMPILER_DUMP"
 
 
 def dump_folder() -> Path | None:
-    """The folder that ``SP_COMPILER_DUMP`` names, ``None`` where it names none."""
-    folder = os.environ.get(VARIABLE)
-    return Path(folder) if folder else None
+    """Make the folder that ``SP_COMPILER_DUMP`` names; ``None`` where it names none.
+
+    Raises:
+        ArgumentError: it cannot be made or written.
+    """
+    name = os.environ.get(VARIABLE)
+    if not name:
+        return None
+    folder = Path(name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ArgumentError(f"{VARIABLE}={name}: no folder can be made there: {error}") from error
+    if not os.access(folder, os.W_OK):
+        raise ArgumentError(f"{VARIABLE}={name}: no permission to write there")
+    return folder
 
 
 def dump(compiled: CompiledProgram, folder: Path) -> Path:

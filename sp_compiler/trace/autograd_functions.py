@@ -116,6 +116,19 @@ def function_name(call: int) -> str:
     return _CALLS[call].function.__name__
 
 
+def may_be_same(one: int, other: int) -> bool:
+    """Tell whether two numbers may name calls alike: of functions of one name, with the same plain
+    constants. Of a call that is gone nothing is known."""
+    if one == other or one not in _CALLS or other not in _CALLS:
+        return True
+    first, second = _CALLS[one], _CALLS[other]
+    constants = [
+        [repr(leaf) if isinstance(leaf, (int, float, str)) else type(leaf) for leaf in call.leaves]
+        for call in (first, second)
+    ]
+    return function_name(one) == function_name(other) and constants[0] == constants[1]
+
+
 @contextlib.contextmanager
 def recorded_functions() -> Iterator[list[FunctionCall]]:
     """Record calls of autograd functions as operators; yields the calls, for the capture."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -52,3 +53,29 @@ class _Branching(Mlp):
 def data_dependent() -> Any:
     """A model that cannot be captured."""
     return _Branching(nn.ReLU()), ((torch.randn(4, 8),), {})
+
+
+class _Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mlp(nn.ReLU())
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        y = self.mlp(x)
+        return y * 2 if mask.any() else y
+
+
+def masked() -> Any:
+    """Branches on numbers of an input that has none."""
+    return _Masked(), ((torch.randn(4, 8), torch.zeros(4, dtype=torch.bool)), {})
+
+
+def masked_with_numbers() -> Any:
+    """The same with an input that has them."""
+    mask = torch.zeros(4, dtype=torch.bool, device="cpu")
+    return _Masked(), ((torch.randn(4, 8), mask), {})
+
+
+def ending() -> Any:
+    """A script's main function."""
+    sys.exit(0)

@@ -12,6 +12,7 @@ import pytest
 import transformers
 from typer.testing import CliRunner, Result
 
+from sp_compiler.command_line import models
 from sp_compiler.command_line.app import app
 from sp_compiler.command_line.models import presets
 
@@ -72,10 +73,11 @@ def test_a_limit_decides_the_exit_code() -> None:
 def test_diff_of_stages_and_of_models() -> None:
     stages = _run("diff", f"{_MODELS}:relu", "--tp", "2")
     assert stages.exit_code == 0, stages.output
-    assert "+++ tag: " in stages.stdout
+    assert "--- capture: " in stages.stdout
+    assert "+++ final: " in stages.stdout
     assert "all_reduce" in stages.stdout
-    models = [f"{_MODELS}:relu", "--other", f"{_MODELS}:gelu", "--exit-code"]
-    versions = _run("diff", *models)
+    pair = [f"{_MODELS}:relu", "--other", f"{_MODELS}:gelu", "--exit-code"]
+    versions = _run("diff", *pair)
     assert versions.exit_code == 1
     assert "aten.gelu" in versions.stdout
     same = _run("diff", f"{_MODELS}:relu", "--other", f"{_MODELS}:relu", "--exit-code")
@@ -124,7 +126,17 @@ def test_doctor_lists_what_is_needed_and_tries_a_model() -> None:
         (["plan", f"{_MODELS}:number"], "returned a int: expected a torch.nn.Module"),
         (["plan", f"{_MODELS}:without_inputs"], "Mlp.forward takes x and no input_ids"),
         (["plan", "missing.json"], "no file missing.json"),
-        (["plan", "setup.py"], "setup.py is no JSON"),
+        (["plan", "setup.py"], "setup.py is no JSON: a function in a Python file is given as"),
+        (["plan", f"{_MODELS}:ending"], "ended the process (exit 0)"),
+        (["plan", ":relu"], "'' is no name of a module"),
+        (["plan", "../models:relu"], "'../models' is no name of a module"),
+        (["plan", f"{_MODELS}:relu", "--dtype", "int8"], "dtype 'int8'"),
+        (["plan", f"{_MODELS}:relu", "--html", "/missing/p.html"], "there is no folder /missing"),
+        (["plan", f"{_MODELS}:relu", "--html", "p.html", "--pp", "2"], "without a pipeline"),
+        (["diff", f"{_MODELS}:relu", "--html", "/missing/d.html"], "there is no folder /missing"),
+        (["code", f"{_MODELS}:relu", "--output", "tests"], "--output tests: is a folder"),
+        (["diff", f"{_MODELS}:relu", "--before", "begin"], "expected one of capture, export"),
+        (["diff", f"{_MODELS}:relu", "--before", "final", "--after", "capture"], "comes after"),
         (["plan", "--preset", "gpt-5"], "--preset gpt-5: expected one of gpt-22b, gpt3-175b"),
         (["plan", f"{_MODELS}:relu", "-o", "full"], "expected NAME=VALUE"),
         (["plan", f"{_MODELS}:relu", "-o", "recompute=all"], "recompute='all': expected one of"),
@@ -142,6 +154,52 @@ def test_what_is_typed_wrong(arguments: list[str], message: str) -> None:
     assert message in error
     assert hint.startswith("hint: ")
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"architectures": [3]}, 'has no "architectures", a list'),
+        ({"architectures": "LlamaForCausalLM"}, 'has no "architectures", a list'),
+        ({"architectures": ["LlamaConfig"]}, "LlamaConfig of transformers is no model"),
+        ({"dtype": "float99"}, "dtype 'float99'"),
+    ],
+)
+def test_configurations_that_are_wrong(config: Path, fields: dict[str, Any], message: str) -> None:
+    _change(config, fields)
+    result = _run("plan", str(config))
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr.splitlines()[0]
+
+
+def test_a_field_of_a_wrong_type_is_named_with_its_type(config: Path) -> None:
+    _change(config, {"hidden_size": "x"})
+    error, hint = _run("plan", str(config)).stderr.strip().splitlines()
+    assert "'hidden_size'" in error
+    assert "expected int" in error
+    assert "--traceback" in hint
+
+
+def test_a_model_larger_than_memory_is_not_built(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "_free_bytes", lambda: 1024)
+    result = _run("verify", str(config), "--sequence", "16")
+    assert result.exit_code == 2, result.output
+    assert "in float64, and 1.00 KiB of memory are free" in result.stderr
+
+
+def test_inputs_whose_numbers_decide_are_made_on_the_cpu() -> None:
+    result = _run("plan", f"{_MODELS}:masked")
+    assert result.exit_code == 3
+    assert "hint: make these inputs with device='cpu'" in result.stderr
+    result = _run("plan", f"{_MODELS}:masked_with_numbers")
+    assert result.exit_code == 0, result.output
+
+
+def _change(config: Path, fields: dict[str, Any]) -> None:
+    known = json.loads(config.read_text(encoding="utf-8"))
+    config.write_text(json.dumps({**known, **fields}), encoding="utf-8")
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,15 @@ def test_a_level_that_does_not_exist(model: nn.Module, monkeypatch: pytest.Monke
         plan(model, _INPUTS, tp=2)
 
 
+def test_a_folder_that_cannot_be_made(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("SP_COMPILER_DUMP", str(tmp_path / "file" / "dump"))
+    with pytest.raises(ArgumentError, match=r"SP_COMPILER_DUMP=.*no folder can be made there"):
+        plan(model, _INPUTS, tp=2)
+
+
 def test_every_compilation_is_kept_in_a_folder_of_its_own(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from sp_compiler.base.errors import ArgumentError
+from sp_compiler.runtime.reductions import refuse_pending
 
 _Axis = tuple[int, ...]
 """The ranks of one process group: meshes that are concatenated differently share axes."""
@@ -60,8 +61,10 @@ def clip_grad_norm_(
 
     Raises:
         ArgumentError: ``max_norm`` is negative, or ``norm_type`` not positive.
+        UnsupportedError: gradients wait since ``no_sync``, so the norm would lack them.
         RuntimeError: with ``error_if_nonfinite``, the norm is infinite or no number.
     """
+    refuse_pending("clip_grad_norm_()", module.parameters())
     max_norm, norm_type = float(max_norm), float(norm_type)
     if not norm_type > 0:
         raise ArgumentError(f"norm_type={norm_type}: expected a positive number or inf")

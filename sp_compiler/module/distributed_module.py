@@ -26,7 +26,6 @@ from sp_compiler.module.state import Build, ModuleState
 from sp_compiler.module.views import SignedForward, tied_names
 from sp_compiler.runtime.group import TensorParallelGroup
 from sp_compiler.runtime.padding import make_room
-from sp_compiler.runtime.reductions import watch_optimizer_steps
 from sp_compiler.runtime.region_call import refuse_transforms
 from sp_compiler.trace.export import flatten_inputs
 
@@ -154,7 +153,8 @@ class DistributedModule(Inspection, MirrorModule):
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of any module."""
+        """As of any module; what waits since :meth:`no_sync` is dropped too."""
+        self._sp_state.deferred.pending.clear()
         if set_to_none:
             # Without the walk through the tree, which takes as long as a small layer.
             for parameter in self._sp_state.parameters.values():
@@ -259,19 +259,13 @@ class DistributedModule(Inspection, MirrorModule):
 
         Such gradients wait on this rank and are reduced together with those of the next backward
         outside, so accumulate all microbatches but the last one in here. ``grad`` of replicated
-        parameters does not change meanwhile; an optimizer step before it does raises. Where FSDP
-        manages parameters nothing of them is reduced over any axis, as after its own
-        ``set_requires_gradient_sync(False)``.
+        parameters does not change meanwhile; an optimizer step and :func:`clip_grad_norm_` before
+        it does raise. To discard what waits call the module's :meth:`zero_grad`: an optimizer's
+        ``zero_grad`` sees ``grad`` alone. Where FSDP manages parameters nothing of them is reduced
+        over any axis, as after its own ``set_requires_gradient_sync(False)``.
         """
-        deferred = self._sp_state.deferred
-        watch_optimizer_steps(deferred, self)
-        before, deferred.enabled = deferred.enabled, True
-        # Restored, not cleared: no_sync may be nested.
-        try:
-            with without_gradient_sync(self):
-                yield
-        finally:
-            deferred.enabled = before
+        with self._sp_state.deferred.enabled_for(self), without_gradient_sync(self):
+            yield
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own method, which calls the compiled forward on ever longer sequences.
@@ -295,7 +289,7 @@ class DistributedModule(Inspection, MirrorModule):
         return super().__getattr__("save_pretrained")(folder, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedModule:
-        """A module with its own parameters and the same compiled programs."""
+        """A module with its own parameters, without gradients, and the same programs."""
         state = self._sp_state
         # The ranks stay where they are; the state refers to this very instance and is made anew.
         memo.update({id(state.group): state.group, id(state): None})

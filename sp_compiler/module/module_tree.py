@@ -175,6 +175,10 @@ class MirrorModule(nn.Module):
         memo[id(self)] = result
         for name, value in self.__dict__.items():
             result.__dict__[name] = copy.deepcopy(value, memo)
+        # Copies of plain parameters have no gradients, of DTensors they do.
+        for parameter in result.__dict__["_parameters"].values():
+            if parameter is not None:
+                parameter.grad = None
         return result
 
     def _get_name(self) -> str:

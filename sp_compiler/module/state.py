@@ -25,11 +25,7 @@ from sp_compiler.runtime.group import TensorParallelGroup
 from sp_compiler.runtime.parameter_gradients import local_tensor
 from sp_compiler.runtime.program_cache import ProgramCache
 from sp_compiler.runtime.rank_checks import RankAgreement
-from sp_compiler.runtime.reductions import (
-    DeferredGradients,
-    reduce_gradients,
-    watch_optimizer_steps,
-)
+from sp_compiler.runtime.reductions import DeferredGradients, reduce_gradients
 
 Build = Callable[
     [nn.Module, tuple[Any, ...], dict[str, Any], dict[str, Placement] | None, bool],
@@ -106,7 +102,10 @@ class ModuleState:
         return contextlib.nullcontext() if board is None else board.reporting()
 
     def copied(self, root: MirrorModule, memo: dict[int, Any]) -> ModuleState:
-        """State of ``root``, a deep copy of the present root: the same programs, run by its own."""
+        """State of ``root``, a deep copy of the present root: the same programs, run by its own.
+
+        Gradients that are pending are not copied, like those in ``grad``.
+        """
         result = ModuleState(
             root,
             copy.deepcopy(self.original, memo),
@@ -121,11 +120,6 @@ class ModuleState:
         result.latest = self.latest
         result.fsdp_options = self.fsdp_options
         result.has_data = self.has_data
-        # The copy's own backward outside of no_sync reduces them, like those that are in ``grad``.
-        if self.deferred.pending:
-            pending = self.deferred.pending.items()
-            result.deferred.pending = {name: grad.clone() for name, grad in pending}
-            watch_optimizer_steps(result.deferred, root)
         return result
 
     def executor(self, compiled: CompiledProgram) -> Executor:

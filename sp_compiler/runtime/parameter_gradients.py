@@ -99,6 +99,23 @@ def deliver(
         results[index] = None if passed_by else wrapped
 
 
+def separate(results: list[Tensor | None]) -> None:
+    """Copy each of ``results``, except for DTensors, that overlaps with another before it.
+
+    Autograd takes a gradient that nobody else holds for ``grad``, without a look at its storage,
+    and adds to it in place. One tensor for two inputs it sees, a tensor and its view it does not.
+    """
+    by_storage: dict[int, list[Tensor]] = {}
+    for index, result in enumerate(results):
+        if result is None or isinstance(result, DTensor) or result.layout != torch.strided:
+            continue
+        others = by_storage.setdefault(result.untyped_storage()._cdata, [])
+        if any(other is not result and _overlap(result, other) for other in others):
+            results[index] = result.clone()
+        else:
+            others.append(result)
+
+
 def _accumulated(node: Any, grad: DTensor, backward: int) -> bool:
     """Whether ``grad`` could be given to the parameter behind ``node``, as autograd would do it.
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +35,20 @@ class DeferredGradients:
         self.enabled = False
         self.pending: dict[str, Tensor] = {}
 
+    @contextlib.contextmanager
+    def enabled_for(self, module: nn.Module) -> Iterator[None]:
+        """Put off those of ``module``; while some wait, :func:`refuse_pending` raises for it."""
+        # For all optimizers of the process at once: those of the module may not exist yet.
+        if not _WATCHED:
+            register_optimizer_step_pre_hook(_refuse_step)
+        _WATCHED[self] = weakref.ref(module)
+        before, self.enabled = self.enabled, True
+        # Restored, not cleared: no_sync may be nested.
+        try:
+            yield
+        finally:
+            self.enabled = before
+
     def add(self, name: str, grad: Tensor) -> None:
         self.pending[name] = self.pending[name] + grad if name in self.pending else grad
 
@@ -51,25 +66,25 @@ _WATCHED: weakref.WeakKeyDictionary[DeferredGradients, weakref.ref[nn.Module]] =
 )
 
 
-def watch_optimizer_steps(deferred: DeferredGradients, module: nn.Module) -> None:
-    """Let optimizer steps on ``module`` raise while gradients are pending: they would be lost."""
-    # For all optimizers of the process at once: those of the module may not exist yet.
-    if not _WATCHED:
-        register_optimizer_step_pre_hook(_refuse_pending)
-    _WATCHED[deferred] = weakref.ref(module)
+def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    parameters = (p for param_group in optimizer.param_groups for p in param_group["params"])
+    refuse_pending("optimizer.step()", parameters)
 
 
-def _refuse_pending(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def refuse_pending(caller: str, parameters: Iterable[Tensor]) -> None:
+    """Raise :class:`UnsupportedError` where gradients of modules with ``parameters`` are pending.
+
+    ``caller`` would read ``grad`` without them.
+    """
+    given: set[int] | None = None
     for deferred, reference in list(_WATCHED.items()):
         module = reference()
         if module is None or not deferred.pending:
             continue
-        ids = {id(parameter) for parameter in module.parameters()}
-        if any(
-            id(p) in ids for param_group in optimizer.param_groups for p in param_group["params"]
-        ):
+        given = {id(parameter) for parameter in parameters} if given is None else given
+        if any(id(parameter) in given for parameter in module.parameters()):
             raise UnsupportedError(
-                "optimizer.step() while gradients of replicated parameters are put off by "
+                f"{caller} while gradients of replicated parameters are put off by "
                 "no_sync(): run the last microbatch's backward outside of no_sync(), so that they "
                 "are reduced"
             )

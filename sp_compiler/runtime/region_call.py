@@ -17,7 +17,12 @@ from sp_compiler.base.placement import Placement
 from sp_compiler.ir.compiled_program import LossBackward, RegionCode
 from sp_compiler.ops.communicator import Communicator
 from sp_compiler.runtime.padding import padded_part, without_rank_padding
-from sp_compiler.runtime.parameter_gradients import deliver, local_tensor, parameter_edges
+from sp_compiler.runtime.parameter_gradients import (
+    deliver,
+    local_tensor,
+    parameter_edges,
+    separate,
+)
 
 
 def refuse_transforms(values: Iterable[Any]) -> None:
@@ -194,6 +199,7 @@ class RegionFunction(torch.autograd.Function):
         # Outside of no_grad, where create_graph shows.
         if ctx.parameters:
             deliver(ctx.parameters, ctx.next_functions, results, grads)
+        separate(results)
         return (None, None, *forbid_double_backward(results, grads))
 
 

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import sp_compiler
 from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.runtime.parameter_gradients import deliver, local_tensor, parameter_edges
 from tests.helpers import users
@@ -215,15 +216,65 @@ def test_what_waits_since_no_sync_is_not_returned() -> None:
     torch.testing.assert_close(local_tensor(weight.grad), 2 * expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.usefixtures("mesh")
-def test_a_copy_has_what_waits_since_no_sync() -> None:
-    module, x = users.compiled(tp=2), users.batch()
+@_one_of_two
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_drops_what_waits_since_no_sync(set_to_none: bool) -> None:
+    module, x = users.compiled(tp=2, sequence_parallel=False), users.batch()
+    module(x)["loss"].backward()
+    expected = _parts(module)
+    with module.no_sync():
+        module(x)["loss"].backward()
+    module.zero_grad(set_to_none)
+    module(x)["loss"].backward()
+    for name, part in _parts(module).items():
+        assert torch.equal(part, expected[name])
+
+
+@_one_of_two
+def test_nothing_is_clipped_while_gradients_wait() -> None:
+    module, x = users.compiled(tp=2, sequence_parallel=False), users.batch()
+    with module.no_sync():
+        module(x)["loss"].backward()
+    with pytest.raises(UnsupportedError, match=r"clip_grad_norm_\(\) while .* put off by no_sync"):
+        sp_compiler.clip_grad_norm_(module, 1.0)
+    module(x)["loss"].backward()
+    sp_compiler.clip_grad_norm_(module, 1.0)
+
+
+@_one_of_two
+def test_a_copy_has_no_gradients() -> None:
+    """Neither those in ``grad``, as of plain parameters, nor what waits since ``no_sync``."""
+    module, x = users.compiled(tp=2, sequence_parallel=False), users.batch()
+    module(x)["loss"].backward()
+    expected = _parts(module)
     with module.no_sync():
         module(x)["loss"].backward()
     twin = copy.deepcopy(module)
-    with pytest.raises(UnsupportedError, match="put off by no_sync"):
-        torch.optim.SGD(twin.parameters(), lr=0.1).step()
-    for each in (module, twin):
-        each(x)["loss"].backward()
-    for own, copied in zip(module.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(local_tensor(own.grad), local_tensor(copied.grad))
+    assert not _parts(twin)
+    torch.optim.SGD(twin.parameters(), lr=0.1).step()
+    twin(x)["loss"].backward()
+    for name, part in _parts(twin).items():
+        assert torch.equal(part, expected[name])
+    assert module.head.weight.grad is not None
+
+
+class _Views(nn.Module):
+    """Sum whose terms get views of one gradient, two of them by one autograd function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.row = nn.Parameter(torch.ones(16))
+        self.grid = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y.view(4, 4) + self.row.view(4, 4) + self.grid.t()
+
+
+def test_inputs_with_views_of_one_gradient_accumulate_apart() -> None:
+    module = users.compiled(_Views)
+    x, y = torch.ones(4, 4, requires_grad=True), torch.ones(16, requires_grad=True)
+    weights = torch.arange(16.0)
+    for _ in range(3):
+        (module(x, y).view(16) * weights).sum().backward()
+    for grad in (x.grad, y.grad, module.row.grad, module.grid.grad.t()):
+        assert torch.equal(grad.reshape(16), 3 * weights)

@@ -235,7 +235,8 @@ def _call_with_few_arguments(face: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the module without a ``return_dict`` that is the model's own default."""
     # Where an argument goes into **kwargs, torch.export leaves no sizes open, and the growing
     # sequence would be compiled at every length.
-    if "return_dict" in kwargs and kwargs["return_dict"] is face.config.return_dict:
+    own = getattr(getattr(face, "config", None), "return_dict", None)
+    if own is not None and kwargs.get("return_dict") is own:
         del kwargs["return_dict"]
     module_class = type(face).__bases__[0]
     return module_class.__call__(face, *args, **kwargs)

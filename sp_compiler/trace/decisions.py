@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,10 +20,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.fx.node import map_arg
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from sp_compiler.base.decisions import Decision, read
+from sp_compiler.base.errors import CaptureError
 from sp_compiler.base.warn import user_line
 from sp_compiler.ir.program import Ref
 from sp_compiler.trace.attribute_changes import replaced_forward
@@ -48,6 +49,11 @@ _TESTS: dict[object, Callable[..., Any]] = {
     Tensor.__contains__: lambda x, element: (x == element).any(),
 }
 """Functions that compute a tensor and read it, and the tensor."""
+_UNSEEN: dict[object, str] = {
+    Tensor.data.__set__: "assigns .data of a tensor; write into it with copy_(), say",  # type: ignore[attr-defined]
+    Tensor.__format__: "makes text of a tensor; read its number first, by item()",
+}
+"""Functions that leave nothing in a trace, which would go on with what the example has."""
 
 # Modules of the functions that compute with sizes.
 _PURE = ("_operator", "math", "torch", "builtins")
@@ -189,6 +195,9 @@ class _ReadMode(TorchFunctionMode):
         if func in _TESTS:
             with self:  # which is off in here
                 return bool(_TESTS[func](*args, **(kwargs or {})))
+        # Module.to() assigns a parameter to itself where nothing is to be done.
+        if func in _UNSEEN and args[0] is not args[-1]:
+            raise CaptureError(f"the forward {_UNSEEN[func]}: {user_line()}")
         if func in _CASTS and (node := _node_of(args[0])) is not None:
             parts = _computation(node)
             refusal = next(filter(None, map(self._sources.refusal, parts)), "")
@@ -216,28 +225,31 @@ class _ReadMode(TorchFunctionMode):
 
 def _computation(node: Node) -> list[Node]:
     """Return what ``node`` is computed from and by, in order: operands, and writes into them."""
-    before = list(itertools.takewhile(lambda other: other is not node, node.graph.nodes))
-    writers = [other for other in before if _written(other) is not None]
-    needed = {node}
-    size = 0
-    while size != len(needed):
-        size = len(needed)
-        storages = {_storage(each) for each in needed} - {None}
-        needed |= {each for each in writers if _storage(each) in storages}
-        for each in list(needed):
-            needed.update(each.all_input_nodes)
-    return [each for each in (*before, node) if each in needed]
+    # Backwards, so that of each storage only writes from before its use count. What is read is
+    # used now: writes that came after ``node`` was made have changed it, through whatever view.
+    wanted, storages = {node}, {_storage(node)}
+    needed = []
+    for each in reversed(node.graph.nodes):
+        if each in wanted or any(_storage(x) in storages for x in _written(each)):
+            needed.append(each)
+            wanted.update(each.all_input_nodes)
+            storages.update(map(_storage, each.all_input_nodes))
+            storages.discard(None)
+    return needed[::-1]
 
 
-def _written(node: Node) -> Node | None:
-    """Return the first operand that ``node`` writes into."""
+def _written(node: Node) -> list[Node]:
+    """Return the operands that ``node`` writes into."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.is_mutable:
-        return None
-    for argument, value in zip(schema.arguments, node.args, strict=False):
+        return []
+    written: list[Node] = []
+    for index, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            return value if isinstance(value, Node) else None
-    return None
+            by_name = node.kwargs.get(argument.name)
+            # A list of tensors is written as one operand.
+            map_arg(node.args[index] if index < len(node.args) else by_name, written.append)
+    return written
 
 
 def _storage(node: Node) -> int | None:
@@ -275,5 +287,5 @@ def _extracted(node: Node, parts: Sequence[Node], sources: _Sources) -> Decision
     graph.output(copies[node])
     refs = [sources.refs[part] for part in inputs]
     names = tuple(ref.index if ref.kind == "input" else ref.name for ref in refs)
-    writes = any(_written(part) is not None for part in parts)
+    writes = any(_written(part) for part in parts)
     return Decision(GraphModule(root, graph), names, writes, user_line(), "")

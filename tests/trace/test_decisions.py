@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import sp_compiler
 from sp_compiler.base.decisions import hold
 from sp_compiler.base.errors import CaptureError
 from sp_compiler.trace.export import capture
@@ -56,6 +58,29 @@ def _emptied_later(model: Any, x: Tensor, mask: Tensor) -> float:
     copy = mask.clone()
     copy.zero_()
     return float(count + copy.sum())
+
+
+def _counted(model: Any, x: Tensor, mask: Tensor) -> float:
+    model.table[0] += 1
+    return 2.0 if model.table.sum() <= 6 else 3.0
+
+
+def _written_through_a_view(model: Any, x: Tensor, mask: Tensor) -> float:
+    count = mask.sum()
+    count.detach().view(1).mul_(2)
+    return float(count)
+
+
+def _written_in_a_list(model: Any, x: Tensor, mask: Tensor) -> float:
+    count = mask.sum()
+    torch._foreach_add_([count], 1)
+    return float(count)
+
+
+def _written_by_name(model: Any, x: Tensor, mask: Tensor) -> float:
+    count = mask.sum()
+    torch.add(count, 1, out=count)
+    return float(count)
 
 
 READS: dict[str, tuple[Callable[[Any, Tensor, Tensor], Any], tuple[Any, ...], str, list[str]]] = {
@@ -109,6 +134,22 @@ READS: dict[str, tuple[Callable[[Any, Tensor, Tensor], Any], tuple[Any, ...], st
         "3",
         ["sum.default", "clone.default", "zero_.default", "sum.default", "add.Tensor"],
     ),
+    "buffer counted": (
+        _counted,
+        ("table",),
+        "True",
+        ["select.int", "add_.Tensor", "select.int", "copy_.default", "sum.default", "le.Scalar"],
+    ),
+    "write through a view": (
+        _written_through_a_view,
+        (1,),
+        "6",
+        ["sum.default", "detach.default", "view.default", "mul_.Tensor"],
+    ),
+    "write of a list": (
+        _written_in_a_list, (1,), "4", ["sum.default", "_foreach_add_.Scalar"]
+    ),
+    "write by name": (_written_by_name, (1,), "4", ["sum.default", "add.out"]),
 }  # fmt: skip
 
 
@@ -168,6 +209,42 @@ def test_a_list_is_read_number_by_number() -> None:
 def test_constants_decide_nothing() -> None:
     captured = _captured(lambda m, x, mask: m.limit.item() + torch.tensor(1).item())
     assert not captured.decisions
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("buffer counted", [2.0, 2.0, 3.0, 3.0]),
+        ("write through a view", [6.0] * 4),
+        ("write of a list", [4.0] * 4),
+    ],
+)
+def test_calls_take_the_path_of_the_model(name: str, values: list[float]) -> None:
+    eager = Model(READS[name][0])
+    module = sp_compiler.compile(copy.deepcopy(eager), tp=1)
+    for value in values:
+        torch.testing.assert_close(module(_X, _MASK), eager.linear(_X) * value)
+        eager(_X, _MASK)
+        assert torch.equal(module.get_buffer("table"), eager.get_buffer("table"))
+
+
+def _assigned(model: Any, x: Tensor, mask: Tensor) -> None:
+    model.table.data = model.table + 1
+
+
+def _as_text(model: Any, x: Tensor, mask: Tensor) -> float:
+    return 2.0 if f"{mask.sum()}" == "3" else 1.0
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"), [(_assigned, "assigns .data of a tensor"), (_as_text, "text of a tensor")]
+)
+def test_what_leaves_no_trace_is_refused(
+    body: Callable[[Any, Tensor, Tensor], Any], reason: str
+) -> None:
+    with pytest.raises(CaptureError, match=reason) as caught:
+        _captured(body)
+    assert "test_decisions.py:" in str(caught.value)
 
 
 def _cast(model: Any, x: Tensor, mask: Tensor) -> float:

@@ -23,13 +23,13 @@ class Looping(nn.Module):
         self.embed = nn.Embedding(10, 8)
         self.head = nn.Linear(8, 10)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, return_dict: bool = True) -> Tensor:
         return self.head(self.embed(ids).cumsum(1))
 
     @torch.no_grad()
     def generate(self, ids: Tensor, steps: int) -> Tensor:
         for _ in range(steps):
-            ids = torch.cat((ids, self(ids)[:, -1].argmax(-1, keepdim=True)), 1)
+            ids = torch.cat((ids, self(ids, return_dict=True)[:, -1].argmax(-1, keepdim=True)), 1)
         return ids
 
 

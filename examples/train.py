@@ -68,7 +68,13 @@ def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--save-every", type=int, default=100, help="steps; 0: at the end only")
     add("--log-every", type=int, default=10)
     add("--peak-tflops", type=float, default=989.0, help="of one device, for the MFU")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.pretrained and not Path(args.model).is_dir():
+        parser.error(
+            f"--pretrained reads safetensors from a folder, and --model {args.model} is none: give "
+            "the folder that save_pretrained wrote, or that a name was downloaded to"
+        )
+    return args
 
 
 @dataclass
@@ -352,10 +358,12 @@ def train(args: argparse.Namespace, mesh: DeviceMesh) -> None:
                 mfu=flops / seconds / (args.peak_tflops * 1e12),
             )
             steps_done, started = 0, time.perf_counter()
+        paused = time.perf_counter()
         if args.evaluate_every and _due(trainer.step, args.evaluate_every, args.steps):
             log.record(trainer.step, evaluation_loss=trainer.evaluate())
         if _due(trainer.step, args.save_every, args.steps):
             checkpoints.save(trainer)
+        started += time.perf_counter() - paused  # evaluation and saving belong to no step
     weights = trainer.module.full_state_dict()
     if dist.get_rank() == 0:
         trainer.module.save_pretrained(args.folder / "model", state_dict=weights)

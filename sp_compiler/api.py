@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -10,10 +11,10 @@ from typing import Any, Literal, Unpack
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from sp_compiler.base.errors import ArgumentError
+from sp_compiler.base.errors import ArgumentError, UnsupportedError
 from sp_compiler.base.placement import Placement
 from sp_compiler.compiler import Kept, build
-from sp_compiler.grid.data_parallel import checked_options
+from sp_compiler.grid.data_parallel import checked_options, refuse_scalars
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.hints import parameters_of, wishes_of
 from sp_compiler.module.distributed_module import DistributedModule
@@ -91,6 +92,8 @@ def compile(
     checked = CompileOptions.of(group.world_size, options)
     wishes_of(checked.hints, parameters_of(model))  # raises before anything is taken over
     fsdp_options = checked_options(fsdp, group.data, group.world_size)
+    if fsdp_options is not None:
+        refuse_scalars(model)
     example = None if example_inputs is None else checked_inputs(model, example_inputs)
     texts = {**checked.texts(), "initial_weights": initial_weights}
     builder = _Builder(checked, FallbackCheck(checked, group.rank), verify)
@@ -111,7 +114,9 @@ def _prepare(module: DistributedModule, args: tuple[Any, ...], kwargs: dict[str,
     try:
         module.prepare(*args, **kwargs)
     except Exception:
-        module.give_back()  # the model goes on as if it had never been compiled
+        # The model goes on as if it had never been compiled, unless parameters are placed already.
+        with contextlib.suppress(UnsupportedError):
+            module.give_back()
         raise
 
 

@@ -59,6 +59,20 @@ def checked_options(
     return options
 
 
+def refuse_scalars(model: nn.Module) -> None:
+    """Raise for parameters that FSDP2 cannot take, before anything of the model is taken over.
+
+    Raises:
+        UnsupportedError: naming the parameters without dimensions.
+    """
+    names = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
+    if names:
+        raise UnsupportedError(
+            f"parameters without dimensions ({', '.join(map(repr, names))}): FSDP2 shards the "
+            "first one; make each a tensor of one element, nn.Parameter(value.reshape(1))"
+        )
+
+
 def apply_data_parallelism(
     root: nn.Module, compiled: CompiledProgram, data: DataAxes, options: Mapping[str, Any]
 ) -> None:

@@ -114,14 +114,11 @@ def _total_norm(
     # In the order in which parameters name them, which is the same on all ranks of an axis.
     for axis, group in groups.items():
         chosen = [index for index, key in enumerate(keys) if axis in key]
-        sent = numbers[chosen]
-        dist.all_reduce(sent, _reduction(p), group=group)
-        numbers[chosen] = sent
+        numbers[chosen] = _all_reduced(numbers[chosen], p, group)
     total = (numbers.amax() if math.isinf(p) else numbers.sum()) if keys else numbers.sum()
     if pp_group is not None and dist.get_world_size(pp_group) > 1:
         # Stages may differ in everything, a stage without gradients takes part too.
-        total = total.double()
-        dist.all_reduce(total, _reduction(p), group=pp_group)
+        total = _all_reduced(total.double(), p, pp_group)
     return total if math.isinf(p) else total.pow(1.0 / p)
 
 
@@ -191,5 +188,13 @@ def _has_foreach(tensor: Tensor, foreach: bool | None) -> bool:
     return tensor.device.type != "cpu" if foreach is None else foreach
 
 
-def _reduction(p: float) -> Any:
-    return dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM
+def _all_reduced(numbers: Tensor, p: float, group: dist.ProcessGroup) -> Tensor:
+    """Sums, or for the norm of order inf maxima, over the ranks; NaN where any rank has it."""
+    if not math.isinf(p):
+        dist.all_reduce(numbers, dist.ReduceOp.SUM, group=group)
+        return numbers
+    # Nothing is larger than NaN, so whether a maximum keeps it depends on the order of ranks.
+    nan = numbers.isnan()
+    sent = torch.stack([numbers.masked_fill(nan, 0.0), nan.to(numbers.dtype)])
+    dist.all_reduce(sent, dist.ReduceOp.MAX, group=group)
+    return sent[0].masked_fill(sent[1] > 0, math.nan)

@@ -76,3 +76,11 @@ def test_a_run_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
         load_file(tmp_path / name / "model" / "model.safetensors") for name in ("straight", "cut")
     ]
     assert all((weights[0][name] == value).all() for name, value in weights[1].items())
+
+
+def test_pretrained_weights_are_in_a_folder(tmp_path: Path, capsys: Any) -> None:
+    argv = ["--pretrained", "--text", "a.txt", "--folder", "run", "--model"]
+    assert parsed([*argv, str(tmp_path)]).pretrained
+    with pytest.raises(SystemExit):
+        parsed([*argv, "gpt2"])
+    assert "save_pretrained wrote" in capsys.readouterr().err

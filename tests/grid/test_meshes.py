@@ -95,6 +95,24 @@ def test_fsdp_is_applied_to_blocks_and_root_at_the_first_use() -> None:
     assert all(p.device_mesh.ndim == 2 for p in module.parameters())
 
 
+def test_parameters_without_dimensions() -> None:
+    model = net()
+    model.register_parameter("scale", torch.nn.Parameter(torch.tensor(1.0)))
+    with pytest.raises(UnsupportedError, match=r"'scale'.*one element"):
+        sp_compiler.compile(model, mesh=_mesh(dp_shard=4, tp=2))
+    model(batch())  # nothing was taken over
+    sp_compiler.compile(model, mesh=_mesh(dp_shard=4, tp=2), fsdp=False)
+
+
+def test_an_error_behind_the_placement_is_the_one_raised(monkeypatch: Any) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("of FSDP2")
+
+    monkeypatch.setattr("sp_compiler.module.calls.apply_data_parallelism", fail)
+    with pytest.raises(ValueError, match="of FSDP2"):
+        sp_compiler.compile(net(), mesh=_mesh(dp_shard=4, tp=2), example_inputs=((batch(),), {}))
+
+
 def test_an_optimizer_made_too_early() -> None:
     module = sp_compiler.compile(net(), mesh=_mesh(dp_shard=4, tp=2))
     _early = torch.optim.SGD(module.parameters(), lr=0.1)

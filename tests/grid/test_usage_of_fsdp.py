@@ -114,6 +114,16 @@ def root_alone_and_other_sizes() -> None:
     _assert_gradients(module, model)
 
 
+def the_largest_gradient_is_nan_wherever_it_lies() -> None:
+    module = _compiled()
+    for holder in range(torch.distributed.get_world_size()):
+        module.zero_grad()
+        module(_own(_mesh(), batch()))["loss"].backward()
+        if torch.distributed.get_rank() == holder:
+            module.blocks[0].up.weight.grad.to_local().view(-1)[0] = float("nan")
+        assert sp_compiler.clip_grad_norm_(module, 1e9, float("inf")).isnan(), holder
+
+
 def weights_differ_over_data() -> None:
     for data in ("dp_shard", "dp_replicate"):
         part, _ = sp_compiler.data_shard(_mesh(data))
@@ -182,6 +192,7 @@ _CHECKS = [
     hooks_see_full_gradients,
     frozen_parameters_have_no_gradients,
     root_alone_and_other_sizes,
+    the_largest_gradient_is_nan_wherever_it_lies,
     weights_differ_over_data,
     a_block_whose_parameters_others_use,
     batches_differ_over_tp,

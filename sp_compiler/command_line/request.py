@@ -143,7 +143,7 @@ def failures(*, traceback: bool) -> Iterator[None]:
         # Validation of configurations names the field in one line and what is wrong in the next.
         num_shown = 2 if lines[0].endswith(":") else 1
         shown = " ".join(line.strip() for line in lines[:num_shown])
-        is_cut = len(lines) > num_shown and not traceback
+        is_cut = len(lines) > 1 and not traceback
         errors.print(f"[bold red]error:[/] {escape(kind + shown)}")
         errors.print(f"[bold]hint:[/] {escape(_hint(error, is_cut))}")
         raise typer.Exit(USAGE if isinstance(error, ArgumentError) else BROKEN) from error

@@ -62,8 +62,8 @@ _PRODUCTS = (_aten.linear.default, _aten.matmul.default, _aten.mm.default)
 def compute_all_rows(graph: Graph) -> None:
     """Rewrite ``graph``, as exported, in place; the values of new nodes are left out.
 
-    Writing one row twice without adding is undefined in PyTorch, so the mask is taken to choose
-    each row at most once there. A graph without chosen rows stays as it is.
+    Writing one row twice without adding is undefined in PyTorch, so the mask must be one that
+    chooses each row at most once there. A graph without chosen rows stays as it is.
 
     Raises:
         CaptureError: chosen rows are used in a way that the rows of all tokens cannot stand for.
@@ -189,6 +189,9 @@ class _Rewrite:
             return Rows(mask, x, first, places[0].axes if len(places) == 1 else union(places))
         axes = union(places)
         index = [None] * first + [self._values.widened(each, axes, 0) for each in places]
+        # Places of rows that are left out may be out of range.
+        hit = self._values.hit(mask, axes, 0)
+        index = [i and self._values.call(_aten.where.ScalarOther, hit, i, 0) for i in index]
         return Rows(mask, self._values.call(_aten.index.Tensor, x, index), first, axes)
 
     def _computed(self, node: Node) -> Rows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,12 @@ from sp_compiler.ir.symbolic import same_shape
 from sp_compiler.trace.masked_rows.rows import Declined, Rows, RowValues, is_mask, union
 
 _aten = torch.ops.aten
+_COMPARISONS = (_aten.eq.Scalar, _aten.eq.Tensor, _aten.one_hot.default)
+_PARTS = (
+    operator.getitem, _aten.select.int, _aten.slice.Tensor, _aten.unbind.int, _aten.alias.default,
+    _aten.permute.default, _aten.transpose.int, _aten.unsqueeze.default, _aten.clone.default,
+    _aten.squeeze.dim, _aten.squeeze.default,
+)  # fmt: skip
 
 
 class PutBack:
@@ -59,6 +66,8 @@ class PutBack:
             same = same and [each.column for each in places] == list(axes)
         if not same or rows.dim != 0 or right != len(shape_of(base)) - len(axes):
             raise Declined("they go back to other places")
+        if not accumulate and len(axes) < len(shape_of(mask)) and not _chooses_once(mask, axes):
+            raise Declined("one row may be written several times, of which one stays")
         if accumulate:
             result = self._values.call(_aten.add.Tensor, base, self._summed(value, axes, right))
         else:
@@ -77,6 +86,9 @@ class PutBack:
         count = math.prod(sizes)
         index = self._values.widened(places[0], every, 0)
         index = self._values.call(_aten.expand.default, index, sizes)
+        # Places of rows that are left out may be out of range.
+        hit = self._values.hit(rows.mask, every, 0)
+        index = self._values.call(_aten.where.ScalarOther, hit, index, 0)
         index = self._values.call(_aten.reshape.default, index, [count])
         kept = self._values.call(
             _aten.reshape.default, self._values.left(value, len(rest)), [count, *rest]
@@ -140,6 +152,30 @@ def covers(x: Node, first: int, places: Sequence[Rows]) -> bool:
         return False
     sizes = [shape_of(places[0].mask)[axis] for axis in columns if axis is not None]
     return same_shape(shape_of(x)[first : first + len(sizes)], sizes)
+
+
+def _chooses_once(mask: Node, axes: Sequence[int]) -> bool:
+    """Tell whether a mask of tokens and slots is ``topk(...).indices == expert``."""
+    # The experts of one token are distinct, so that it has at most one slot for each.
+    compared = _viewed(mask)
+    if len(shape_of(mask)) != 2 or compared.target not in _COMPARISONS:
+        return False
+    chosen, *others = compared.args
+    experts = others[0] if compared.target is _aten.eq.Tensor else None
+    if isinstance(experts, Node) and _viewed(experts).target is not _aten.arange.default:
+        return False
+    if not isinstance(chosen, Node) or _viewed(chosen).target is not _aten.topk.default:
+        return False
+    # Of a slot there may be many tokens. The mask may be permuted: sizes tell which dim is which.
+    is_slot = same_shape([shape_of(mask)[axis] for axis in axes], [arguments(_viewed(chosen))["k"]])
+    return not is_slot
+
+
+def _viewed(node: Node) -> Node:
+    """Return what ``node`` is a part or a view of."""
+    while node.target in _PARTS and isinstance(source := node.args[0], Node):
+        node = source
+    return node
 
 
 def is_table(index: Any) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
@@ -82,6 +83,8 @@ class RowValues:
         operands = {x: rows_of(x) for x in node.all_input_nodes if x in self.rows}
         if not _is_finite(node, operands):
             raise Declined("the rows beside them may have no finite value here")
+        if any(not isinstance(x.meta["val"], Tensor) for x in node.all_input_nodes):
+            raise Declined("a size is used that may be their number")
         mask = next(iter(operands.values())).mask
         right = {len(shape_of(x)) - rows.dim - 1 for x, rows in operands.items()}
         ranks = [len(shape_of(x)) for x in node.all_input_nodes if x not in operands]

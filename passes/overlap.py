@@ -27,7 +27,7 @@ from sp_compiler.base.pass_report import Pass, report_of
 from sp_compiler.cost.memory import backward_peak_bytes, peak_in_order
 from sp_compiler.cost.node_cost import tensor_bytes
 from sp_compiler.ir.concretize import Concretizer
-from sp_compiler.ir.forward_backward import Partitioned
+from sp_compiler.ir.forward_backward import Partitioned, SplitBackward
 from sp_compiler.ir.fx import ancestors
 from sp_compiler.ir.op_traits import base, collective_of, is_collective, is_part, is_view
 from sp_compiler.ir.rewriting import make_like
@@ -49,10 +49,13 @@ def overlap_backward(
     if parts.backward is None:
         return parts
     backward = overlapped(parts.backward, own_parameters, sizes)
-    loss = parts.loss
+    loss, split = parts.loss, parts.split
     if loss is not None:
         loss = replace(loss, backward=overlapped(loss.backward, own_parameters, sizes))
-    return replace(parts, backward=backward, loss=loss)
+    if split is not None:
+        inputs = overlapped(split.inputs, (), sizes)  # it has no gradients of parameters
+        split = SplitBackward(inputs, overlapped(split.weights, own_parameters, sizes))
+    return replace(parts, backward=backward, loss=loss, split=split)
 
 
 def overlapped(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sp_compiler.api import compile, plan
+from sp_compiler.api import compile, pipeline, plan
 from sp_compiler.base.errors import (
     ArgumentError,
     CaptureError,
@@ -18,6 +18,7 @@ from sp_compiler.base.pass_report import PassReport
 from sp_compiler.graph_diff.diff import GraphDiff, diff
 from sp_compiler.grid.gradient_norm import clip_grad_norm_
 from sp_compiler.ir.hints import forbid
+from sp_compiler.pipeline_parallel.pipeline_module import PipelineModule
 from sp_compiler.planning.plan import Plan
 from sp_compiler.rules.custom import rule
 from sp_compiler.runtime.mesh_axes import data_shard
@@ -31,6 +32,7 @@ __all__ = [
     "NotCompiledError",
     "PassError",
     "PassReport",
+    "PipelineModule",
     "PlacementError",
     "Plan",
     "RankFailureError",
@@ -43,6 +45,7 @@ __all__ = [
     "data_shard",
     "diff",
     "forbid",
+    "pipeline",
     "plan",
     "rule",
     "verify",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal, Unpack
 
@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from sp_compiler.base.errors import ArgumentError, UnsupportedError
 from sp_compiler.base.placement import Placement
+from sp_compiler.base.units import parse_bytes
 from sp_compiler.compiler import Kept, build
 from sp_compiler.grid.data_parallel import checked_options, refuse_scalars
 from sp_compiler.ir.compiled_program import CompiledProgram
@@ -26,9 +27,12 @@ from sp_compiler.options import (
     checked_inputs,
     with_options,
 )
+from sp_compiler.pipeline_parallel.axes import pipeline_axis
+from sp_compiler.pipeline_parallel.pipeline_module import PipelineModule
+from sp_compiler.pipeline_parallel.schedules import schedule_of
 from sp_compiler.planning.costly_fallbacks import FallbackCheck, refuse_costly
 from sp_compiler.planning.plan import Plan
-from sp_compiler.runtime.group import RANK_TIMEOUT, device_type_of, tensor_parallel_group
+from sp_compiler.runtime.group import AXIS, RANK_TIMEOUT, device_type_of, tensor_parallel_group
 from sp_compiler.verification.proof import prove, prove_rules
 
 
@@ -129,6 +133,88 @@ def _check(initial_weights: str, rank_timeout: float, verify: bool) -> None:
         raise ArgumentError(f"rank_timeout={rank_timeout!r}: expected a positive number of seconds")
     if not isinstance(verify, bool):
         raise ArgumentError(f"verify={verify!r}: expected True or False")
+
+
+@with_options
+def pipeline(
+    model: nn.Module,
+    *,
+    mesh: DeviceMesh,
+    example_inputs: ExampleInputs,
+    microbatches: int,
+    schedule: str = "1f1b",
+    stages_per_rank: int | None = None,
+    memory: int | str | None = None,
+    weigh: Callable[..., Any] | None = None,
+    **options: Unpack[Options],
+) -> PipelineModule:
+    """Spread the layers of an unmodified model over the ranks of a pipeline.
+
+    Between the calls of its compiled program the model is cut into stages such that the slowest of
+    them is as fast as can be; inside, each stage is tensor- and sequence-parallel as
+    :func:`compile` makes it. Stages send each other one rank's part of the activations. It runs on
+    the stages and schedules of ``torch.distributed.pipelining``.
+
+    >>> mesh = init_device_mesh("cuda", (4, 2), mesh_dim_names=("pp", "tp"))
+    >>> pipeline = sp_compiler.pipeline(
+    ...     model, mesh=mesh, example_inputs=((), batch), microbatches=8, schedule="1f1b"
+    ... )
+    >>> optimizer = torch.optim.AdamW(pipeline.parameters())
+    >>> loss = pipeline.step(**batch)  # forward and backward of 8 microbatches
+    >>> optimizer.step()
+
+    Args:
+        model: as of :func:`compile`; its forward returns the loss, as HuggingFace models do when
+            they are given labels. Built on the meta device, no rank ever holds more than its stages
+            (:meth:`PipelineModule.load_pretrained`).
+        mesh: with an axis named "pp", and one named "tp" if stages are to be tensor-parallel.
+        example_inputs: (args, kwargs) of a full batch, which is cut into microbatches of its first
+            dim.
+        microbatches: of a step.
+        schedule: ``"1f1b"`` (arXiv 2104.04473, section 2.2.1), ``"gpipe"``, ``"interleaved"``
+            (section 2.2.2), ``"zero_bubble"`` (ZB1P of arXiv 2401.10241, several stages per rank
+            interleaved) or ``"dualpipev"``. The last two compute gradients of weights while a stage
+            would wait for others.
+        stages_per_rank: with ``"interleaved"`` (default 2) and ``"zero_bubble"`` (default 1).
+        memory: what each stage may take, in bytes or as "80GiB", parameters, gradients, AdamW's
+            moments and activations in flight; ``None`` for no limit.
+        weigh: ``weigh(*args, **kwargs)`` of a microbatch's inputs is the weight of its loss, for
+            example its number of labelled tokens; without it all microbatches weigh the same.
+
+    Raises:
+        ArgumentError: an argument outside what is allowed; a mesh without the axis "pp"; a batch
+            that ``microbatches`` does not divide; fewer layers than stages; a model that returns no
+            loss; no cut within ``memory``; and as :func:`compile`.
+        UnsupportedError: an axis that this version does not have; and as :func:`compile`.
+    """
+    check_model(model)
+    axis = pipeline_axis(mesh)
+    plan, per_rank = schedule_of(schedule, stages_per_rank, axis.size, microbatches)
+    args, kwargs = checked_inputs(model, example_inputs)
+    has_tp = AXIS in (mesh.mesh_dim_names or ())
+    group = tensor_parallel_group(None, mesh[AXIS]) if has_tp else tensor_parallel_group(1)
+    checked = replace(
+        CompileOptions.of(group.world_size, options),
+        tables_apart=True,
+        split_backward=plan.delays_weights,
+    )
+    if plan.delays_weights and checked.backend != "eager":
+        raise UnsupportedError(
+            f'schedule={schedule!r} takes backend="eager" in this version: others make no function '
+            "of gradients of weights alone"
+        )
+    wishes_of(checked.hints, parameters_of(model))
+    builder = _Builder(checked, FallbackCheck(checked, group.rank), verify=False)
+    module = DistributedModule(model, group, builder, options=checked.texts())
+    limit = None if memory is None else parse_bytes("memory", memory)
+    result = PipelineModule(module, axis, plan, per_rank, microbatches, weigh, limit)
+    try:
+        result.prepare(*args, **kwargs)
+    except Exception:
+        if module._sp_state.fixed is None:
+            module.give_back()
+        raise
+    return result
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ from sp_compiler.pass_manager.runner import PassRunner
 from sp_compiler.pass_manager.user_pass import run_user_pass
 from sp_compiler.passes.memory.budget import candidates_of, tag_under_budget
 from sp_compiler.passes.memory.partition import partition
+from sp_compiler.passes.memory.split_backward import split_backward
 from sp_compiler.passes.memory.split_options import split_options
 from sp_compiler.passes.memory.tag_program import tag_program
 from sp_compiler.passes.normalize import normalize
@@ -173,7 +174,7 @@ def to_program(
     # layers that are rewritten alike still become one region.
     for user_pass in options.passes:
         run.once(pass_name(user_pass), run_user_pass, captured, user_pass, options.dropout)
-    return run.once(Pass.OUTLINE, outline, captured, wishes)
+    return run.once(Pass.OUTLINE, outline, captured, wishes, tables_apart=options.tables_apart)
 
 
 class Compilation:
@@ -265,6 +266,9 @@ class Compilation:
             name, origin = region.name, tagged.origins[region.name]
             joint, want = tagged.joints[name], wanted[origin]
             parts = run(Pass.PARTITION, partition, joint, want.loss_output, region=name)
+            if options.split_backward:
+                kinds = region.input_kinds
+                parts = run(Pass.SPLIT_BACKWARD, split_backward, parts, kinds, region=name)
             if want.overlap:
                 needs = want.own_parameters, want.sizes
                 parts = run(Pass.OVERLAP, overlap_backward, parts, *needs, region=name)

@@ -129,7 +129,11 @@ def with_options(function: Function) -> Function:
 
 @dataclass(frozen=True, kw_only=True)
 class CompileOptions:
-    """:class:`Options` with their defaults, validated, and the number of ranks.
+    """:class:`Options` with their defaults, validated; the number of ranks; what a pipeline asks.
+
+    Attributes:
+        tables_apart: see :func:`sp_compiler.passes.outline.outline`.
+        split_backward: see :mod:`sp_compiler.passes.memory.split_backward`.
 
     Raises:
         ArgumentError: a value outside what the field allows.
@@ -147,6 +151,8 @@ class CompileOptions:
     hints: Mapping[str, Hint] = field(default_factory=dict)
     passes: Sequence[UserPass] = ()
     strict: bool = False
+    tables_apart: bool = False
+    split_backward: bool = False
 
     def __post_init__(self) -> None:
         _check_choice("recompute", self.recompute, RECOMPUTE)

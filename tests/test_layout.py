@@ -39,6 +39,7 @@ LAYERS = (
     "verification",
     "grid",
     "module",
+    "pipeline_parallel",
     "torch_compile",
     "api",
     "command_line",

@@ -17,10 +17,12 @@ from sp_compiler.ir.hints import Wish
 from sp_compiler.ir.program import Call, Program, Ref, Region
 from sp_compiler.passes.outline.distinct import DistinctRegions, asked_of_inputs
 from sp_compiler.passes.outline.draft import draft_region
-from sp_compiler.passes.outline.pieces import pieces_of
+from sp_compiler.passes.outline.pieces import TABLES, pieces_of
 
 
-def outline(captured: Captured, wishes: Mapping[str, Wish] | None = None) -> Program:
+def outline(
+    captured: Captured, wishes: Mapping[str, Wish] | None = None, *, tables_apart: bool = False
+) -> Program:
     """Build the program of a normalized capture, which itself is not modified.
 
     Every call's arguments come from parameters, buffers, constants, user inputs, the seed and
@@ -29,10 +31,15 @@ def outline(captured: Captured, wishes: Mapping[str, Wish] | None = None) -> Pro
     Args:
         captured: normalized.
         wishes: by parameter; layers whose parameters must be placed differently are kept apart.
+        tables_apart: whether what layers take and inputs alone determine (masks, rotary tables) is
+            a call of its own, so that each stage of a pipeline can make it.
     """
     wishes = dict(wishes or {})
-    pieces = pieces_of(captured.module.graph)
     refs = dict(zip(captured.placeholders, captured.refs, strict=True))
+    fixed = [node for node, ref in refs.items() if ref.kind not in ("param", "seed")]
+    pieces = pieces_of(captured.module.graph, fixed if tables_apart else None)
+    # Tables draw nothing: with and without a call for them, random numbers are the same.
+    num_tables = sum(piece.name == TABLES for piece in pieces)
     distinct, report = DistinctRegions(), report_of(Pass.OUTLINE)
     program_calls: list[Call] = []
     for index, piece in enumerate(pieces):
@@ -45,7 +52,10 @@ def outline(captured: Captured, wishes: Mapping[str, Wish] | None = None) -> Pro
         alike = next((call for call in program_calls if call.region.name == piece.name), None)
         if alike is not None and alike.path and len(distinct.regions) > num_distinct:
             report.decline(piece.nodes[0], f"the layer is no region with {alike.path}: they differ")
-        args = tuple(refs[inputs[position]] for position in use.inputs)
+        args = tuple(
+            Ref("seed", index=index - num_tables) if ref.kind == "seed" else ref
+            for ref in (refs[inputs[position]] for position in use.inputs)
+        )
         results = [""] * len(use.region.outputs)
         # Later pieces find the results of this one in ``refs``.
         for node, position in zip(outputs, use.outputs, strict=True):

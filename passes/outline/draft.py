@@ -18,7 +18,7 @@ from sp_compiler.ir.op_traits import DRAWS, is_cast
 from sp_compiler.ir.program import Ref, RefKind, Region
 from sp_compiler.ir.rewriting import copy_call
 from sp_compiler.ir.symbolic import same_shape, symbol_of, symbols_in
-from sp_compiler.passes.outline.pieces import Piece
+from sp_compiler.passes.outline.pieces import TABLES, Piece
 
 _WITH_WEIGHT = (
     torch.ops.aten.linear.default,
@@ -96,6 +96,9 @@ def _inputs_of(piece: Piece, refs: dict[Node, Ref]) -> list[Node]:
     sizes = [node for node, ref in refs.items() if ref.kind == "size"]
     symbols = symbols_in([*used, *piece.nodes]) if sizes else set()
     used |= {node: None for node in sizes if symbol_of(node) in symbols}
+    if piece.name == TABLES and not any(isinstance(n.meta["val"], Tensor) for n in used):
+        # A mask of ones and zeros reads nothing, but is made where an input is.
+        used |= {node: None for node, ref in refs.items() if ref.kind == "input"}
     return sorted(used, key=lambda node: _KIND_ORDER.index(refs[node].kind))
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from torch.fx import Graph, Node
 
 from sp_compiler.base.provenance import OUTSIDE, Layer, layer_of
 from sp_compiler.base.python_text import identifier
-from sp_compiler.ir.fx import is_getitem
+from sp_compiler.ir.fx import ancestors, is_getitem
+
+TABLES = "Tables"
+"""Name of the piece with what inputs alone determine."""
 
 
 @dataclass
@@ -21,11 +24,16 @@ class Piece:
     name: str = ""
 
 
-def pieces_of(graph: Graph) -> list[Piece]:
+def pieces_of(graph: Graph, fixed: Collection[Node] | None = None) -> list[Piece]:
     """Return consecutive runs of one layer.
 
     Glue that needs no layer's result goes to the front, or, where only one later piece of glue uses
     it, there.
+
+    Args:
+        graph: flat.
+        fixed: placeholders; of that first piece, what they alone determine and layers take becomes
+            a piece of its own in front.
     """
     nodes = [node for unit in _units(graph.nodes) for node in unit]
     # The parts of a split belong where the split does, whatever module unpacked them.
@@ -50,8 +58,14 @@ def pieces_of(graph: Graph) -> list[Piece]:
     for piece in pieces[1:]:
         if piece.layer is OUTSIDE:
             _sink(pieces[0], piece)
+    tables = Piece(OUTSIDE)
+    if fixed is not None:
+        _move_tables(pieces[0], tables, fixed)
     pieces = [piece for piece in pieces if piece.nodes]
     _name_pieces(pieces)
+    if tables.nodes:
+        tables.name = TABLES
+        pieces.insert(0, tables)
     return pieces
 
 
@@ -96,6 +110,20 @@ def _sink(first: Piece, last: Piece) -> None:
             kept.append(unit)
     first.nodes = [node for unit in reversed(kept) for node in unit]
     last.nodes = [*(node for unit in reversed(sunk) for node in unit), *last.nodes]
+
+
+def _move_tables(first: Piece, tables: Piece, fixed: Collection[Node]) -> None:
+    """Move to ``tables`` what ``fixed`` alone determines of ``first`` and later pieces read."""
+    inside, determined = set(first.nodes), set(fixed)
+    for unit in _units(first.nodes):
+        if all(operand in determined for node in unit[:1] for operand in node.all_input_nodes):
+            determined.update(unit)
+    read = [n for n in first.nodes if n in determined and any(u not in inside for u in n.users)]
+    moved = {node for unit in _units(first.nodes) for node in unit} & ancestors(read)
+    # An operator with several results moves as one.
+    moved |= {user for node in moved for user in node.users if is_getitem(user)}
+    tables.nodes = [node for node in first.nodes if node in moved]
+    first.nodes = [node for node in first.nodes if node not in moved]
 
 
 def _name_pieces(pieces: list[Piece]) -> None:

@@ -37,6 +37,7 @@ class Pass(StrEnum):
     SIMPLIFY = "simplify"
     TAG = "tag"
     PARTITION = "partition"
+    SPLIT_BACKWARD = "split_backward"
     OVERLAP = "overlap"
     CODEGEN = "codegen"
 

@@ -19,7 +19,7 @@ from sp_compiler.base.pass_report import Pass
 from sp_compiler.base.placement import Placement, R, S, as_value
 from sp_compiler.check.derive import Results, allowed, derive
 from sp_compiler.check.report import CheckReport
-from sp_compiler.ir.forward_backward import Partitioned
+from sp_compiler.ir.forward_backward import Partitioned, SplitBackward
 from sp_compiler.ir.fx import tensor_operands
 from sp_compiler.ir.op_traits import FILLED, is_started, is_wait
 from sp_compiler.ir.program import Region
@@ -61,7 +61,25 @@ def check_partitioned(
         _check_backward(region, partitioned.backward, tangent_outputs, saved, world_size, report)
     if (loss := partitioned.loss) is not None:
         _check_backward(region, loss.backward, [loss.output], saved, world_size, report)
+    if partitioned.split is not None:
+        tangents = tangent_outputs if loss is None else [loss.output]
+        _check_split(region, partitioned.split, tangents, saved, world_size, report)
     return report
+
+
+def _check_split(
+    region: Region,
+    split: SplitBackward,
+    tangent_outputs: Sequence[int],
+    saved: Sequence[list[Results]],
+    world_size: int,
+    report: CheckReport,
+) -> None:
+    types = _check_backward(region, split.inputs, tangent_outputs, saved, world_size, report)
+    handed = split.inputs.output_node().args[0][len(region.input_names) :]
+    # As what is saved for backward: all readings of a value go on.
+    given = [types[node] for node in handed]
+    _check_backward(region, split.weights, [], given, world_size, report)
 
 
 def _check_backward(
@@ -71,7 +89,7 @@ def _check_backward(
     saved: Sequence[list[Results]],
     world_size: int,
     report: CheckReport,
-) -> None:
+) -> Types:
     placeholders = graph.find_nodes(op="placeholder")
     # Not strict: behind the saved values come the tangents.
     types: Types = dict(zip(placeholders, saved, strict=False))
@@ -81,11 +99,13 @@ def _check_backward(
         types[node] = [(as_value(region.output_placements[index].dual),)]
     _walk(graph, types, world_size, report)
     grads = graph.output_node().args[0]
+    # Not strict: the first of two functions also returns what it hands over.
     for name, placement, grad in zip(
-        region.input_names, region.input_placements, grads, strict=True
+        region.input_names, region.input_placements, grads, strict=False
     ):
         if grad is not None:
             _require(grad, types, placement.dual, f"the gradient of {name}, which is {placement},")
+    return types
 
 
 def _walk(graph: Graph, types: Types, world_size: int, report: CheckReport) -> None:

@@ -52,6 +52,14 @@ import torch.nn.functional as F
 
 Split = Callable[[str, str, Callable[[str, Sequence[str], str], list[str]]], list[str]]
 """``(name of the class, text of a method, wrapped)`` to the texts of several methods."""
+_WITH_SPLIT = (
+    " `tp` is the group of ranks.\n",
+    """
+backward_inputs and backward_weights are the same in two functions, of which the first hands over
+what the second needs: gradients of parameters may wait. `tp` is the group of ranks.
+""",
+)
+"""What the header says more for a schedule that delays gradients of parameters."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +129,8 @@ def module_source(texts: Iterable[RegionText], imports: Sequence[str] = ()) -> s
     header = _HEADER
     if any("math." in text.body for text in texts):  # of open sizes
         header = header.replace("import torch\n", "import math\n\nimport torch\n", 1)
+    if any("def backward_inputs(" in text.body for text in texts):
+        header = header.replace(*_WITH_SPLIT, 1)
     header += "".join(f"{line}\n" for line in imports)
     parts = [header, *(["\n".join(lines) + "\n"] if lines else [])]
     return "\n".join(parts) + "".join(f"\n\n{text.body}" for text in texts)
@@ -166,10 +176,12 @@ def region_text(
     sizes = {symbol_of(node): names[node.name] for node in inputs if symbol_of(node)}
     for body in (forward, *bodies.values()):
         body.printer.sizes = sizes
-    # The backward from the loss alone has one: zeros for the others are folded into it.
-    num_tangents = {"backward": len(joint.tangents), "loss_backward": 1}
     methods = [_forward(partitioned, forward)]
-    methods += [_backward(method, body, num_tangents[method]) for method, body in bodies.items()]
+    num_tangents = _num_tangents(partitioned, joint)
+    methods += [
+        _backward(method, body, num_tangents[method], len(region.input_names))
+        for method, body in bodies.items()
+    ]
     name = identifier(region.name)
     if split is not None:
         methods = [part for method in methods for part in split(name, method, wrapped)]
@@ -185,7 +197,22 @@ def _methods_of(partitioned: Partitioned) -> dict[str, Graph]:
         graphs["backward"] = partitioned.backward
     if partitioned.loss is not None:
         graphs["loss_backward"] = partitioned.loss.backward
+    if partitioned.split is not None:
+        graphs["backward_inputs"] = partitioned.split.inputs
+        graphs["backward_weights"] = partitioned.split.weights
     return {method: on_token_rows(graph) for method, graph in graphs.items()}
+
+
+def _num_tangents(partitioned: Partitioned, joint: JointGraph) -> dict[str, int]:
+    """How many of the last placeholders are tangents, by name of the method."""
+    general = len(joint.tangents)
+    step = general if partitioned.loss is None else 1
+    return {
+        "backward": general,
+        "loss_backward": 1,
+        "backward_inputs": step,
+        "backward_weights": 0,
+    }
 
 
 def _description(region: Region, paths: Sequence[str], printer: Printer) -> list[str]:
@@ -239,7 +266,7 @@ def _forward(partitioned: Partitioned, body: Body) -> str:
     return "\n".join(lines)
 
 
-def _backward(method: str, body: Body, num_tangents: int) -> str:
+def _backward(method: str, body: Body, num_tangents: int, num_grads: int) -> str:
     inputs = body.graph.find_nodes(op="placeholder")
     names = [body.printer.names[node] for node in inputs]
     # Placeholders are saved tensors, then tangents; the former come as one tuple.
@@ -248,11 +275,15 @@ def _backward(method: str, body: Body, num_tangents: int) -> str:
     if split:
         lines += indented(wrapped("(", names[:split], ") = saved", as_tuple=True))
     results = body.graph.output_node().args[0]
-    grads = ["None" if grad is None else body.printer.names[grad] for grad in results]
+    returned = ["None" if value is None else body.printer.names[value] for value in results]
+    grads, handed = returned[:num_grads], returned[num_grads:]
     statements = body.lines()
     lines += indented(_device_line(statements, inputs, body.printer))
     lines += indented(["", *statements, ""] if statements else [])
-    lines += indented(wrapped("return (", grads, ")", as_tuple=True))
+    if method == "backward_inputs":
+        lines += indented(wrapped("rest = (", handed, ")", as_tuple=True))
+    end = "), rest" if method == "backward_inputs" else ")"
+    lines += indented(wrapped("return (", grads, end, as_tuple=True))
     return "\n".join(lines)
 
 

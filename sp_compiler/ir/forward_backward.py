@@ -55,6 +55,21 @@ class LossPart:
 
 
 @dataclass(frozen=True)
+class SplitBackward:
+    """The backward of an ordinary training step as two functions, of which the second may wait.
+
+    Attributes:
+        inputs: placeholders: as those of :attr:`Partitioned.step_backward`; output: one gradient
+            (or None) per input of the region, None for parameters, then what ``weights`` needs.
+        weights: placeholders: what ``inputs`` hands over; output: one gradient (or None) per input
+            of the region, None for all but parameters.
+    """
+
+    inputs: Graph
+    weights: Graph
+
+
+@dataclass(frozen=True)
 class Partitioned:
     """Forward and backward of a region.
 
@@ -68,6 +83,7 @@ class Partitioned:
         num_outputs: number of the region's outputs.
         loss: the backward from the model's loss alone, where the region has it and other outputs
             through which a gradient may flow.
+        split: the same as two functions, where a schedule delays gradients of parameters.
     """
 
     forward: Graph
@@ -75,6 +91,7 @@ class Partitioned:
     saved: tuple[SavedTensor, ...]
     num_outputs: int
     loss: LossPart | None = None
+    split: SplitBackward | None = None
 
     @property
     def step_backward(self) -> Graph | None:

@@ -31,7 +31,7 @@ class Ref:
     Attributes:
         kind: ``"param"``, ``"buffer"``, ``"constant"`` (named by ``name``), ``"input"`` (leaf
             ``index`` of the flattened user inputs), ``"call"`` (output ``output`` of call
-            ``index``), ``"seed"`` (the dropout seed of this forward, made distinct per call),
+            ``index``), ``"seed"`` (the dropout seed of this forward, made distinct by ``index``),
             ``"size"`` (the size of dim ``output`` of leaf ``index`` of the user inputs, an int).
     """
 

@@ -123,7 +123,11 @@ class Original:
             for module, twin in zip(model.modules(), mirror.modules(), strict=True):
                 module.training = twin.training
                 module._buffers.update(twin._buffers)
-            self._install(mirror, lambda parameter: _without_memory(parameter, computed_as or {}))
+            present = next(mirror.parameters(), None)
+            device = None if present is None else present.device
+            self._install(
+                mirror, lambda parameter: _without_memory(parameter, computed_as or {}, device)
+            )
             yield model
         finally:
             self._install(
@@ -148,15 +152,17 @@ class Original:
         made: dict[int, nn.Parameter] = {}
         for module, twin in zip(self.model.modules(), mirror.modules(), strict=True):
             for name, parameter in twin._parameters.items():
-                if parameter is None:
+                # A stage of a pipeline lacks what other stages hold; the model has its shape still.
+                source = module._parameters[name] if parameter is None else parameter
+                if source is None:
                     continue
-                if id(parameter) not in made:
-                    value = make(parameter)
+                if id(source) not in made:
+                    value = make(source)
                     if not isinstance(value, nn.Parameter):
-                        value = nn.Parameter(value, parameter.requires_grad)
+                        value = nn.Parameter(value, source.requires_grad)
                     setattr(value, _TAKEN, True)
-                    made[id(parameter)] = value
-                module._parameters[name] = made[id(parameter)]
+                    made[id(source)] = value
+                module._parameters[name] = made[id(source)]
 
 
 _HOOK_TABLES = (
@@ -188,12 +194,19 @@ def _unsharded_parameter(parameter: nn.Parameter) -> Tensor:
 
 
 def _without_memory(
-    parameter: Tensor, computed_as: Mapping[int, tuple[torch.dtype, torch.device]]
+    parameter: Tensor,
+    computed_as: Mapping[int, tuple[torch.dtype, torch.device]],
+    absent_on: torch.device | None,
 ) -> Tensor:
-    """A tensor of the global shape on the parameter's device whose storage is freed."""
+    """A tensor of the global shape on the parameter's device whose storage is freed.
+
+    ``absent_on``: device of parameters that other stages of a pipeline hold.
+    """
     local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
     dtype, device = computed_as.get(id(parameter), (parameter.dtype, local.device))
-    if local.is_meta:
+    if device.type == "meta" and absent_on is not None:
+        device = absent_on
+    if device.type == "meta":
         return _plain(parameter).to(dtype)
     tensor = torch.empty(parameter.shape, dtype=dtype, device=device)
     # Not on meta: capture must see the device, and refuse code that reads a weight's numbers.

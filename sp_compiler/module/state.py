@@ -26,6 +26,7 @@ from sp_compiler.runtime.parameter_gradients import local_tensor
 from sp_compiler.runtime.program_cache import ProgramCache
 from sp_compiler.runtime.rank_checks import RankAgreement
 from sp_compiler.runtime.reductions import DeferredGradients, reduce_gradients
+from sp_compiler.runtime.weight_gradients import WeightGradients
 
 Build = Callable[
     [nn.Module, tuple[Any, ...], dict[str, Any], dict[str, Placement] | None, bool],
@@ -122,7 +123,9 @@ class ModuleState:
         result.has_data = self.has_data
         return result
 
-    def executor(self, compiled: CompiledProgram) -> Executor:
+    def executor(
+        self, compiled: CompiledProgram, weights: WeightGradients | None = None
+    ) -> Executor:
         """Runs ``compiled`` on this module: its blocks through their modules, hooks and all."""
 
         def call_block(
@@ -131,7 +134,9 @@ class ModuleState:
             outputs = self.modules[path](Invocation(invoke), *values)
             return outputs if isinstance(outputs, tuple) else (outputs,)
 
-        return Executor(compiled, self.group.communicator, call_block, self.deferred, self.managed)
+        return Executor(
+            compiled, self.group.communicator, call_block, self.deferred, self.managed, weights
+        )
 
     def managed(self) -> Mapping[str, Any]:
         """FSDP's records of the parameters that it gathers and shards, by name."""

@@ -23,6 +23,7 @@ from sp_compiler.ops.communicator import Communicator
 from sp_compiler.ops.counter import call_seed
 from sp_compiler.runtime.reductions import DeferredGradients, ReplicateParameters
 from sp_compiler.runtime.region_call import RegionRunner
+from sp_compiler.runtime.weight_gradients import DelayedRunner, WeightGradients, WeightTarget
 
 Invoke = Callable[..., tuple[Any, ...]]
 BlockCall = Callable[[str, Invoke, Sequence[Any]], tuple[Any, ...]]
@@ -47,6 +48,8 @@ class Executor:
             default it is run directly.
         deferred: where the gradients of replicated parameters wait while synchronisation is off.
         managed: names of the parameters that FSDP gathers for a block and reduces the gradients of.
+        weights: where gradients of parameters wait until a schedule wants them; the program was
+            compiled with ``split_backward``.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class Executor:
         call_block: BlockCall | None = None,
         deferred: DeferredGradients | None = None,
         managed: Callable[[], Collection[str]] = frozenset,
+        weights: WeightGradients | None = None,
     ) -> None:
         if compiled.world_size != tp.world_size:
             raise ArgumentError(
@@ -67,6 +71,7 @@ class Executor:
         self.deferred = deferred or DeferredGradients()
         self._call_block = call_block
         self._managed = managed
+        self._weights = weights
         self._runners = {
             region.name: RegionRunner(
                 compiled.codes[region.name],
@@ -137,7 +142,7 @@ class Executor:
         arguments = self._arguments[index]
         runner = self._runners[call.region.name]
         # What the layer's hooks see: no parameters, no sizes.
-        given = [frame.value(ref, index) for _, ref in arguments.values]
+        given = [frame.value(ref) for _, ref in arguments.values]
 
         made: list[Any] = []
 
@@ -158,7 +163,8 @@ class Executor:
                     _require_gathered(owner, name, call.path, self.tp.world_size)
                 owners.append(owner)
                 inputs[position] = frame.replicated.get(name, owner) if is_replicated else owner
-            made.extend(runner(inputs, owners))
+            chosen = self._delayed(runner, arguments, owners) if self._delays else runner
+            made.extend(chosen(inputs, owners))
             return tuple(made)
 
         if not call.path or self._call_block is None:
@@ -166,12 +172,31 @@ class Executor:
         outputs = self._call_block(call.path, invoke, given)
         return tuple(_cast_back(outputs, made)) if frame.managed else outputs
 
+    @property
+    def _delays(self) -> bool:
+        return self._weights is not None and torch.is_grad_enabled()
+
+    def _delayed(
+        self, runner: RegionRunner, arguments: _Arguments, owners: Sequence[Tensor]
+    ) -> DelayedRunner:
+        """``runner`` for one call, which leaves its gradients of parameters for later."""
+        targets = tuple(
+            WeightTarget(position, name, owner, is_replicated and self.tp.world_size > 1)
+            for (position, name, is_replicated), owner in zip(
+                arguments.parameters, owners, strict=True
+            )
+            if owner.requires_grad
+        )
+        return DelayedRunner(**vars(runner), weights=self._weights, targets=targets)
+
     def _replicate(
         self, params: Mapping[str, Tensor], managed: Collection[str]
     ) -> dict[str, Tensor]:
         """Invariant parameters as replicated values, through one function for all of them."""
         # R and I differ in their gradients only.
         if self.tp.world_size == 1 or not torch.is_grad_enabled():
+            return {}
+        if self._weights is not None:  # which reduces their gradients without autograd
             return {}
         # Managed ones are not gathered yet, and FSDP takes their gradients block by block.
         parameters = {name: params[name] for name in self._replicated if name not in managed}
@@ -207,7 +232,7 @@ class _RunState:
         self.managed: Collection[str] = ()
         self.results: dict[int, tuple[Any, ...]] = {}
 
-    def value(self, ref: Ref, call_index: int = 0) -> Any:
+    def value(self, ref: Ref) -> Any:
         if ref.kind == "call":
             return self.results[ref.index][ref.output]
         if ref.kind == "param":
@@ -223,7 +248,7 @@ class _RunState:
         if self.seed is None:
             raise ArgumentError("the program draws random numbers: a seed is needed")
         # Of the call, not of the region: layers that share code must not share masks.
-        return call_seed(self.seed, call_index)
+        return call_seed(self.seed, ref.index)
 
 
 class _Arguments:

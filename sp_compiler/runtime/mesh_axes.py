@@ -129,8 +129,9 @@ def refuse_pipeline_axis(mesh: DeviceMesh) -> None:
         rest = tuple(name for name in mesh.mesh_dim_names or () if name != PIPELINE_AXIS)
         raise UnsupportedError(
             f'the mesh has {mesh[PIPELINE_AXIS].size()} ranks on its axis "{PIPELINE_AXIS}", and '
-            "compile makes one module for all of them, not a stage for each. Pass the other axes, "
-            f"mesh[{', '.join(repr(name) for name in rest)}], for what each stage runs"
+            "compile makes one module for all of them, not a stage for each: use "
+            "sp_compiler.pipeline(model, mesh=mesh, ...), or pass the other axes, "
+            f"mesh[{', '.join(repr(name) for name in rest)}], for stages that you cut yourself"
         )
 
 

@@ -217,6 +217,16 @@ class ProgramCache(Generic[Value]):
             result._entries[key] = replace(entry, value=function(entry.value))
         return result
 
+    def rekeyed(self, function: Callable[[CallKey], CallKey]) -> ProgramCache[Value]:
+        """A cache of the same programs, found by ``function`` of their keys."""
+        result = self.mapped(lambda value: value)
+        result._closed = set(map(function, self._closed))
+        result._entries = OrderedDict(
+            (function(key), replace(entry, alike=function(entry.alike)))
+            for key, entry in self._entries.items()
+        )
+        return result
+
     def decided(
         self, key: CallKey, leaves: Sequence[Any], buffers: Mapping[str, Tensor]
     ) -> CallKey:

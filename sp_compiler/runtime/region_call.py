@@ -110,16 +110,7 @@ class RegionRunner:
             tangents = [_unsharded(grads[loss.output])]
             backward = loss.run
         else:
-            flowing = [
-                grad for grad, flows in zip(grads, self.differentiable, strict=True) if flows
-            ]
-            tangents = [
-                torch.zeros(shape, dtype=dtype, device=device)
-                if grad is None
-                else _unsharded(grad).contiguous()
-                for grad, (shape, dtype, device) in zip(flowing, metas, strict=True)
-            ]
-            backward = self.code.backward
+            tangents, backward = self.tangents(grads, metas), self.code.backward
         # Neither views nor versions: of what is made here nothing is saved.
         with self._guard(torch._C._AutoDispatchBelowADInplaceOrView):
             return list(backward(self.tp, saved, *tangents))
@@ -127,6 +118,16 @@ class RegionRunner:
     def _guard(self, below: Callable[[], Any]) -> Any:
         # Verification differentiates a region by torch's own autograd.
         return nullcontext() if getattr(self.code, "uses_autograd", False) else below()
+
+    def tangents(self, grads: Sequence[Tensor | None], metas: Sequence[Any]) -> list[Tensor]:
+        """Gradients of the differentiable outputs, zeros where none flows back."""
+        flowing = [grad for grad, flows in zip(grads, self.differentiable, strict=True) if flows]
+        return [
+            torch.zeros(shape, dtype=dtype, device=device)
+            if grad is None
+            else _unsharded(grad).contiguous()
+            for grad, (shape, dtype, device) in zip(flowing, metas, strict=True)
+        ]
 
     def without_padding(self, index: int, grad: Tensor | None) -> Tensor | None:
         """The gradient of the padded input ``index`` as the parameter is stored."""

@@ -62,12 +62,12 @@ def run_program(
 ) -> ReferenceResult:
     """Run an unsharded program call by call; arguments as of :func:`run_captured`.
 
-    The seed of a call is made of the forward's seed and the call's position, as when compiled.
+    The seed of a call is made of the forward's seed and the call's number, as when compiled.
     """
     sources = _Sources(params, buffers, program.constants, flat_inputs, seed)
     call_inputs = []
-    for index, call in enumerate(program.calls):
-        values = [sources.get(ref, index) for ref in call.args]
+    for call in program.calls:
+        values = [sources.get(ref, of_call=True) for ref in call.args]
         call_inputs.append(values)
         sources.results.append(run_graph(call.region.module, values))
     outputs = [sources.get(leaf) if isinstance(leaf, Ref) else leaf for leaf in program.outputs]
@@ -86,8 +86,8 @@ class _Sources:
     seed: Tensor | None
     results: list[tuple[Any, ...]] = field(default_factory=list)
 
-    def get(self, ref: Ref, call_index: int | None = None) -> Any:
-        """The value of ``ref``; a seed is made distinct per call where ``call_index`` is given."""
+    def get(self, ref: Ref, *, of_call: bool = False) -> Any:
+        """The value of ``ref``; a seed is made distinct where it is that ``of_call``."""
         if ref.kind == "call":
             return self.results[ref.index][ref.output]
         if ref.kind == "input":
@@ -97,6 +97,6 @@ class _Sources:
         if ref.kind == "seed":
             if self.seed is None:
                 raise ArgumentError("the graph draws random numbers; pass seed= (0-dim int64)")
-            return self.seed if call_index is None else call_seed(self.seed, call_index)
+            return call_seed(self.seed, ref.index) if of_call else self.seed
         named = {"param": self.params, "buffer": self.buffers, "constant": self.constants}
         return named[ref.kind][ref.name]

@@ -93,7 +93,9 @@ class Values:
 
     def identity(self, ref: Ref) -> object:
         """What must be equal for one proof to serve two refs: of random ones only their kind."""
-        if ref.kind in ("seed", "size"):
+        if ref.kind == "seed":  # all calls draw from one in a proof
+            return ref.kind
+        if ref.kind == "size":
             return ref
         if ref.kind == "call":
             node = self._program.calls[ref.index].region.outputs[ref.output]

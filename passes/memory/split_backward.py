@@ -1,0 +1,76 @@
+"""Cut a backward in two: gradients of inputs, wanted at once, and of parameters, which may wait.
+
+::
+
+    grad_y = ...                           inputs:   grad_y = ...
+    grad_w = mm(t(grad_y), x)        ->              grad_x = mm(grad_y, w)
+    grad_x = mm(grad_y, w)                           return grad_x, (grad_y, x)
+                                           weights:  grad_w = mm(t(grad_y), x)
+
+A pipeline stage that waits for its neighbours runs the second function meanwhile (Qi et al., "Zero
+Bubble Pipeline Parallelism", arXiv 2401.10241). A value that both functions need is computed by the
+first and handed over: nothing runs twice. What parameters alone need, such as an activation that is
+recomputed or gathered again for ``grad_w``, is left to the second.
+
+Nodes keep their meta.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch.fx import Graph, Node
+
+from sp_compiler.base.pass_report import Pass, report_of
+from sp_compiler.ir.forward_backward import Partitioned, SplitBackward
+from sp_compiler.ir.fx import ancestors, is_getitem
+from sp_compiler.ir.program import RefKind
+
+
+def split_backward(parts: Partitioned, input_kinds: Sequence[RefKind]) -> Partitioned:
+    """Copy ``parts`` with its :attr:`~sp_compiler.ir.forward_backward.Partitioned.split`.
+
+    Args:
+        parts: not overlapped yet: a collective and its wait stay together.
+        input_kinds: of the region's inputs, in order.
+    """
+    graph = parts.step_backward
+    if graph is None:
+        return parts
+    grads: Sequence[Node | None] = graph.output_node().args[0]
+    of_parameters = [kind == "param" for kind in input_kinds]
+    for_inputs = [None if own else grad for grad, own in zip(grads, of_parameters, strict=True)]
+    for_weights = [grad if own else None for grad, own in zip(grads, of_parameters, strict=True)]
+    first = ancestors(node for node in for_inputs if node is not None)
+    # A tuple cannot be handed over: its parts belong to the function that has the operator.
+    first |= {node for node in graph.nodes if is_getitem(node) and node.args[0] in first}
+    needed = ancestors([node for node in for_weights if node is not None], first)
+    second = [n for n in graph.nodes if n in needed and n not in first and n.op != "placeholder"]
+    read = {operand for node in second for operand in node.all_input_nodes}.union(for_weights)
+    # In graph order, so that the text is the same on all ranks.
+    handed = [node for node in graph.nodes if node in read and node not in second]
+    report_of(Pass.SPLIT_BACKWARD).rewrote(len(second), kind="delayed")
+    inputs = _copy(
+        graph,
+        graph.find_nodes(op="placeholder"),
+        [node for node in graph.nodes if node in first and node.op == "call_function"],
+        [*for_inputs, *handed],
+    )
+    weights = _copy(graph, handed, second, for_weights)
+    return replace(parts, split=SplitBackward(inputs, weights))
+
+
+def _copy(
+    source: Graph, inputs: Sequence[Node], calls: Sequence[Node], results: Sequence[Node | None]
+) -> Graph:
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    for node in inputs:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    for node in calls:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(None if node is None else copies[node] for node in results))
+    graph.lint()
+    return graph

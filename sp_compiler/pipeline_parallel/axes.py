@@ -1,0 +1,78 @@
+"""The ranks of a pipeline: those with the same part of the weights on other stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from sp_compiler.base.errors import ArgumentError, UnsupportedError
+from sp_compiler.runtime.mesh_axes import AXIS as TENSOR_PARALLEL
+from sp_compiler.runtime.mesh_axes import PIPELINE_AXIS as AXIS
+
+_EXAMPLE = (
+    "for example torch.distributed.device_mesh.init_device_mesh(device_type, (2, 2), "
+    'mesh_dim_names=("pp", "tp")) in each of 4 processes that torchrun started'
+)
+
+
+@dataclass(frozen=True)
+class PipelineAxis:
+    """This process among the ranks of the axis "pp".
+
+    Attributes:
+        group: of those ranks.
+        rank: in it.
+        ranks: their numbers in the default group.
+    """
+
+    group: dist.ProcessGroup
+    rank: int
+    ranks: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def subgroups(
+        self, members: Iterable[frozenset[int]]
+    ) -> dict[frozenset[int], dist.ProcessGroup]:
+        """Return the process groups of those sets of ranks of the axis that this rank is in."""
+        # Ranks of other pipelines make theirs at their own time: only members synchronise.
+        return {
+            each: dist.new_group(
+                [self.ranks[rank] for rank in sorted(each)], use_local_synchronization=True
+            )
+            for each in sorted(set(members), key=sorted)
+            if self.rank in each
+        }
+
+
+def pipeline_axis(mesh: DeviceMesh | None) -> PipelineAxis:
+    """Return the axis "pp" of ``mesh``.
+
+    Raises:
+        ArgumentError: no mesh, or one without the axis.
+        UnsupportedError: the mesh has other axes than "pp" and "tp", of more than one rank.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise ArgumentError(
+            f"mesh={mesh!r}: a pipeline needs a DeviceMesh with an axis named {AXIS!r}, {_EXAMPLE}"
+        )
+    names = mesh.mesh_dim_names or ()
+    if AXIS not in names:
+        raise ArgumentError(
+            f"mesh has the axes {names}; one of them must be named {AXIS!r}, {_EXAMPLE}; without "
+            "stages use sp_compiler.compile(model, mesh=mesh)"
+        )
+    others = [name for name in names if name not in (AXIS, TENSOR_PARALLEL)]
+    large = [f"{name!r} of {mesh[name].size()} ranks" for name in others if mesh[name].size() > 1]
+    if large:
+        raise UnsupportedError(
+            f"the mesh has the axis {', '.join(large)}: a pipeline has the axes {AXIS!r} and "
+            f"{TENSOR_PARALLEL!r} only in this version"
+        )
+    group = (mesh[AXIS] if len(names) > 1 else mesh).get_group()
+    return PipelineAxis(group, dist.get_rank(group), tuple(dist.get_process_group_ranks(group)))

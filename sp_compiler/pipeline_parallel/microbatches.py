@@ -1,0 +1,48 @@
+"""A batch as microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from sp_compiler.base.errors import ArgumentError, UnsupportedError
+
+
+def microbatches_of(leaves: Sequence[Any], names: Sequence[str], count: int) -> list[list[Any]]:
+    """Cut the flattened inputs of a batch into ``count`` equal parts of the first dim.
+
+    The batch is the first dim of the first tensor. Tensors whose first dim has another size (one
+    row of position ids) and leaves that are no tensors belong to every microbatch.
+
+    Args:
+        leaves: of :func:`sp_compiler.trace.export.flatten_inputs`.
+        names: of the leaves, for messages.
+        count: of microbatches.
+
+    Raises:
+        ArgumentError: no tensor, or a batch that ``count`` does not divide.
+        UnsupportedError: an input requires a gradient.
+    """
+    sizes = [leaf.shape[0] if isinstance(leaf, Tensor) and leaf.dim() else None for leaf in leaves]
+    batch = next((size for size in sizes if size is not None), None)
+    if batch is None:
+        raise ArgumentError("no input is a tensor with a batch dim, which microbatches are cut of")
+    if batch % count or not batch:
+        first = names[sizes.index(batch)]
+        raise ArgumentError(
+            f"{first} has a batch of {batch}, which microbatches={count} does not divide: pass a "
+            f"multiple of {count}, or another number of microbatches to sp_compiler.pipeline"
+        )
+    for name, leaf in zip(names, leaves, strict=True):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            raise UnsupportedError(
+                f"{name} requires a gradient, which a pipeline does not compute for inputs; detach "
+                "it, or compute it inside the model"
+            )
+    pieces = [
+        leaf.split(batch // count) if size == batch else (leaf,) * count
+        for leaf, size in zip(leaves, sizes, strict=True)
+    ]
+    return [[piece[number] for piece in pieces] for number in range(count)]

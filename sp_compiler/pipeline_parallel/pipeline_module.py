@@ -1,0 +1,251 @@
+"""The object that :func:`sp_compiler.pipeline` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from sp_compiler.base.errors import ArgumentError, UnsupportedError
+from sp_compiler.base.placement import Placement
+from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.module.calls import executor_for, require_data
+from sp_compiler.module.distributed_module import DistributedModule
+from sp_compiler.module.outputs import plain_input
+from sp_compiler.ops.counter import draw_seed
+from sp_compiler.pipeline_parallel.axes import PipelineAxis
+from sp_compiler.pipeline_parallel.cutting import ends_of
+from sp_compiler.pipeline_parallel.microbatches import microbatches_of
+from sp_compiler.pipeline_parallel.runner import Feed, StageRunner
+from sp_compiler.pipeline_parallel.schedules import Schedule
+from sp_compiler.pipeline_parallel.stage_parameters import StageParameters
+from sp_compiler.pipeline_parallel.stage_program import Stage, chain_of, loss_of, stages_of
+from sp_compiler.runtime.group import broadcast
+from sp_compiler.runtime.reductions import reduce_gradients
+from sp_compiler.runtime.weight_gradients import accumulate
+from sp_compiler.trace.export import flatten_inputs, input_names
+
+Weigh = Callable[..., Any]
+
+
+class PipelineModule(StageParameters):
+    """A model whose layers are spread over the ranks of a pipeline.
+
+    Every rank has the parameters of its own stages and must call each method like the others, with
+    the same batch. Made by :func:`sp_compiler.pipeline`.
+
+    Args:
+        module: compiled for nothing yet; parameters that no stage of this rank uses are dropped.
+        axis: of the pipeline.
+        schedule: of the stages.
+        stages_per_rank: how many each rank has.
+        microbatches: of a step.
+        weigh: the weight of a microbatch's loss, of its inputs; ``None`` for equal weights.
+        memory_bytes: what a stage may take; ``None`` for no limit.
+    """
+
+    def __init__(
+        self,
+        module: DistributedModule,
+        axis: PipelineAxis,
+        schedule: Schedule,
+        stages_per_rank: int,
+        microbatches: int,
+        weigh: Weigh | None = None,
+        memory_bytes: int | None = None,
+    ) -> None:
+        super().__init__(module, axis)
+        self._schedule = schedule
+        self._num_stages = axis.size * stages_per_rank
+        self._stages_per_rank = stages_per_rank
+        self._microbatches = microbatches
+        self._weigh = weigh
+        self._memory_bytes = memory_bytes
+        self._paths: tuple[str, ...] = ()
+        self._ends: list[int] = []
+        self._runners: dict[int, tuple[CompiledProgram, StageRunner]] = {}
+        self._build, self._state.build = self._state.build, self._build_to_cut
+
+    def prepare(self, *args: Any, **kwargs: Any) -> None:
+        """Compile for this batch, cut, and drop the parameters of other ranks' stages."""
+        leaves, structure, names = self._flat(args, kwargs)
+        first = microbatches_of(leaves, names, self._microbatches)[0]
+        with self._state.reporting():
+            compiled = executor_for(self._state, first, structure).compiled
+            stages = self._cut(compiled)
+            ranks = [self._schedule.rank_of(i, self._axis.size) for i in range(len(stages))]
+            self._keep_own(stages, ranks)
+            self._runners[id(compiled)] = compiled, self._runner(stages)
+
+    def step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Run forward and backward of a batch; return its loss, on every rank.
+
+        Gradients are added to those that the parameters have; the optimizer is the user's.
+
+        Args:
+            args, kwargs: of the model's forward: the full batch, the same on all ranks.
+
+        Raises:
+            ArgumentError: a batch that the microbatches do not divide, inputs the model refuses.
+            UnsupportedError: under ``no_grad``; an input requires a gradient; parameters were
+                frozen or unfrozen since :func:`sp_compiler.pipeline`.
+            RankMismatchError: the tensor-parallel ranks got different inputs.
+        """
+        if not torch.is_grad_enabled():
+            raise UnsupportedError(
+                "step() computes gradients and was called under no_grad; use eval(...) for the loss"
+            )
+        parameters = self._state.parameters
+        earlier = self._ties.before(parameters)
+        deferred = self._state.deferred
+        deferred.enabled = True
+        try:
+            loss = self._run(args, kwargs, train=True)
+        finally:
+            deferred.enabled = False
+        # One all-reduce for the step, not one for each microbatch.
+        names = list(deferred.pending)
+        partial = [deferred.pending.pop(name) for name in names]
+        totals = reduce_gradients(self._state.group.communicator, partial)
+        for name, total in zip(names, totals, strict=True):
+            assert total is not None
+            accumulate(parameters[name], total)
+        self._ties.after(parameters, earlier)
+        return loss
+
+    def eval(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the loss of a batch in evaluation mode, without gradients, on every rank.
+
+        Args:
+            args, kwargs: of the model's forward: the full batch, the same on all ranks.
+
+        Raises:
+            ArgumentError: no batch: this is no switch of modes; and as :meth:`step`.
+        """
+        if not args and not kwargs:
+            raise ArgumentError(
+                "eval(...) takes a batch and returns its loss; a pipeline has no modes to switch: "
+                "step(...) trains, eval(...) evaluates"
+            )
+        modes = [(module, module.training) for module in self.module.modules()]
+        self.module.eval()
+        try:
+            return self._run(args, kwargs, train=False)
+        finally:
+            # Not train(): parts of the model may be in evaluation mode for good.
+            for module, mode in modes:
+                module.training = mode
+
+    @property
+    def stages(self) -> tuple[tuple[str, ...], ...]:
+        """Layers of every stage, in order; "" stands for what is outside of layers."""
+        starts = [0, *self._ends[:-1]]
+        return tuple(self._paths[start:end] for start, end in zip(starts, self._ends, strict=True))
+
+    @property
+    def plan(self) -> Any:
+        """Cost of the full program on one microbatch; see :func:`sp_compiler.plan`."""
+        return self.module.plan
+
+    @property
+    def code(self) -> str:
+        """The generated text of the full program, of which each stage runs a part."""
+        return self.module.code
+
+    def _flat(self, args: Any, kwargs: Any) -> tuple[list[Any], Any, list[str]]:
+        leaves, structure = flatten_inputs(args, kwargs)
+        names = input_names(self.module, args, kwargs)
+        return [plain_input(leaf) for leaf in leaves], structure, names
+
+    def _run(self, args: Any, kwargs: Any, *, train: bool) -> Tensor:
+        leaves, structure, names = self._flat(args, kwargs)
+        parts = microbatches_of(leaves, names, self._microbatches)
+        state = self._state
+        with state.reporting():
+            if self._trained != tuple(p.requires_grad for p in self.parameters()):
+                raise UnsupportedError(
+                    "requires_grad of a parameter was changed since sp_compiler.pipeline, which "
+                    "other stages do not know of: freeze before"
+                )
+            compiled = executor_for(state, parts[0], structure).compiled
+            require_data(state)
+            if id(compiled) not in self._runners:
+                self._runners[id(compiled)] = compiled, self._runner(self._cut(compiled))
+            seeds = self._seeds(compiled)
+            feed = Feed(parts, seeds, self._weights(parts, structure), [])
+            self._runners[id(compiled)][1].run(feed, train=train)
+            return self._total(feed)
+
+    def _build_to_cut(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        fixed: dict[str, Placement] | None,
+        open_dims: bool,
+    ) -> CompiledProgram:
+        # Buffers that stages receive into have one size: none is left open.
+        compiled = self._build(model, args, kwargs, fixed, False)
+        # A program that cannot be cut is refused while the model can still be given back.
+        self._cut(compiled)
+        return compiled
+
+    def _cut(self, compiled: CompiledProgram) -> list[Stage]:
+        program = compiled.program
+        loss = loss_of(program)
+        chain = chain_of(program, loss)
+        paths = tuple(program.calls[index].path for index in chain)
+        if not self._ends:
+            in_flight = self._schedule.in_flight(
+                self._axis.size, self._stages_per_rank, self._microbatches
+            )
+            calls = [compiled.plan.calls[index] for index in chain]
+            sizes = compiled.plan.parameters
+            self._ends = ends_of(calls, sizes, in_flight, self._memory_bytes)
+            self._paths = paths
+        elif self._paths != paths:
+            raise UnsupportedError(
+                "these inputs, or this mode, take another way through the model than those that "
+                "it was cut for: the parameters of every stage are fixed; pad inputs to one form"
+            )
+        return stages_of(compiled, loss, chain, self._ends)
+
+    def _runner(self, stages: Sequence[Stage]) -> StageRunner:
+        return StageRunner(stages, self._state, self._axis, self._schedule, self._microbatches)
+
+    def _seeds(self, compiled: CompiledProgram) -> list[Tensor | None]:
+        """Draw one seed for each microbatch, as forwards one after the other would."""
+        if all("seed" not in region.input_kinds for region in compiled.program.regions):
+            return [None] * self._microbatches
+        device = self._state.device()
+        drawn = [draw_seed() for _ in range(self._microbatches)]
+        seeds = torch.stack(drawn).to(device)
+        if self._state.group.process_group is not None:
+            broadcast(seeds, self._state.group)
+        dist.broadcast(seeds, group=self._axis.group, group_src=0)
+        return list(seeds)
+
+    def _weights(self, parts: Sequence[Sequence[Any]], structure: Any) -> list[Tensor | float]:
+        if self._weigh is None:
+            return [1 / self._microbatches] * self._microbatches
+        calls = [pytree.tree_unflatten(part, structure) for part in parts]
+        weights = [
+            torch.as_tensor(self._weigh(*args, **kwargs), dtype=torch.float64)
+            for args, kwargs in calls
+        ]
+        return [weight / sum(weights) for weight in weights]
+
+    def _total(self, feed: Feed) -> Tensor:
+        """Return the sum of the weighed losses, which the last stage has, on every rank."""
+        last = self._schedule.rank_of(self._num_stages - 1, self._axis.size)
+        device = self._state.device()
+        # In 64 bits, for the other ranks do not know the dtype of the loss.
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for loss in feed.losses:
+            total += loss
+        dist.broadcast(total, group=self._axis.group, group_src=last)
+        return total

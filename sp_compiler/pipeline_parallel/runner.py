@@ -1,0 +1,151 @@
+"""Runs one compiled program as this rank's stages, on torch.distributed.pipelining."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.torch_version import TorchVersion
+
+from sp_compiler.base.errors import UnsupportedError
+from sp_compiler.module.state import ModuleState
+from sp_compiler.pipeline_parallel.axes import PipelineAxis
+from sp_compiler.pipeline_parallel.schedules import Schedule, forward_only, numbers
+from sp_compiler.pipeline_parallel.stage_program import Stage
+from sp_compiler.runtime.weight_gradients import WeightGradients
+
+
+@dataclass
+class Feed:
+    """What the stages need of the microbatches of a step, by number.
+
+    Attributes:
+        leaves: flattened inputs.
+        seeds: of random numbers.
+        weights: of the losses; they sum to 1.
+        losses: weighed ones, in the order in which they were computed; on the last stage.
+    """
+
+    leaves: Sequence[Sequence[Any]]
+    seeds: Sequence[Tensor | None]
+    weights: Sequence[Tensor | float]
+    losses: list[Tensor]
+
+
+class StageModule(nn.Module):
+    """What torch's stage calls: ``forward(*received, microbatch) -> sent values, or the loss``."""
+
+    def __init__(
+        self, stage: Stage, state: ModuleState, index: int, weights: WeightGradients | None
+    ) -> None:
+        super().__init__()
+        self._stage = stage
+        self._state = state
+        self._is_first = index == 0
+        self._executor = state.executor(stage.compiled, weights)
+        self.feed: Feed | None = None
+
+    def forward(self, *received: Tensor, microbatch: Tensor) -> Any:
+        assert self.feed is not None
+        state, number = self._state, int(microbatch)
+        inputs = self.feed.leaves[number][: self._stage.num_inputs]
+        # torch hands the first stage the number a second time, as it receives nothing.
+        values = [*inputs, *(() if self._is_first else received)]
+        run = self._executor.run(state.parameters, state.buffers, values, self.feed.seeds[number])
+        with torch.no_grad():
+            for name, value in run.mutated_buffers.items():
+                state.buffers[name].copy_(value)
+        if self._stage.sent:
+            return tuple(run.outputs)
+        weight = self.feed.weights[number]
+        loss = run.outputs[0]
+        loss = loss * (weight.to(loss) if isinstance(weight, Tensor) else weight)
+        self.feed.losses.append(loss.detach())
+        return loss
+
+
+class StageRunner:
+    """This rank's stages of one program, and torch's schedules of them.
+
+    Args:
+        stages: of all ranks, in order.
+        state: parameters and buffers.
+        axis: the ranks of the pipeline.
+        schedule: of the stages in training.
+        microbatches: of a step.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        state: ModuleState,
+        axis: PipelineAxis,
+        schedule: Schedule,
+        microbatches: int,
+    ) -> None:
+        _refuse_constants_on_old_torch(stages)
+        self._microbatches = microbatches
+        rank_of = {index: schedule.rank_of(index, axis.size) for index in range(len(stages))}
+        own = [index for index, rank in rank_of.items() if rank == axis.rank]
+        device = state.device()
+        self._weights = WeightGradients(state.deferred) if schedule.delays_weights else None
+        self._local = [StageModule(stages[index], state, index, self._weights) for index in own]
+
+        def torch_stages() -> list[PipelineStage]:
+            return [
+                PipelineStage(
+                    module,
+                    index,
+                    len(stages),
+                    device,
+                    input_args=stages[index].received_like or (numbers(1),),
+                    output_args=stages[index].returned_like,
+                    group=axis.group,
+                    dw_builder=None if self._weights is None else self._weights.take,
+                )
+                for module, index in zip(self._local, own, strict=True)
+            ]
+
+        # Two sets of stages: with and without backward torch's stages receive into other buffers.
+        self.training = schedule.make(torch_stages(), microbatches, _loss)
+        self.evaluation = forward_only(torch_stages(), rank_of.__getitem__, microbatches)
+        self._has_first = 0 in own
+
+    def run(self, feed: Feed, *, train: bool) -> None:
+        """Run all microbatches; afterwards ``feed.losses`` has the losses, on the last stage."""
+        for module in self._local:
+            module.feed = feed
+        index = numbers(self._microbatches)
+        received = (index,) if self._has_first else ()
+        try:
+            if train:
+                self.training.step(*received, microbatch=index, target=index, return_outputs=False)
+            else:
+                with torch.no_grad():
+                    self.evaluation.step(*received, microbatch=index, return_outputs=False)
+        finally:
+            for module in self._local:
+                module.feed = None
+
+
+def _loss(loss: Tensor, microbatch: Tensor) -> Tensor:
+    # The last stage returns it, weighed already.
+    return loss
+
+
+def _refuse_constants_on_old_torch(stages: Sequence[Stage]) -> None:
+    """Raise where torch's stages would ask a gradient of every value that they receive."""
+    if torch.__version__ >= TorchVersion("2.12"):
+        return
+    for number, stage in enumerate(stages):
+        for ref, value in zip(stage.received, stage.received_like, strict=True):
+            if not value.requires_grad:
+                raise UnsupportedError(
+                    f"stage {number} of the pipeline receives a value without a gradient (output "
+                    f"{ref.output} of call {ref.index}), which torch.distributed.pipelining can "
+                    f"send from torch 2.12 on; this is {torch.__version__}"
+                )

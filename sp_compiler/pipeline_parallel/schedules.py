@@ -1,0 +1,176 @@
+"""The schedules of torch.distributed.pipelining, by the names that users give them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining import schedules as torch_schedules
+from torch.distributed.pipelining.schedules import _Action, _ComputationType
+from torch.torch_version import TorchVersion
+
+from sp_compiler.base.errors import ArgumentError, UnsupportedError
+
+_FORWARD = _ComputationType.FORWARD
+_BACKWARDS = (_ComputationType.FULL_BACKWARD, _ComputationType.BACKWARD_WEIGHT)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One of the schedules.
+
+    Attributes:
+        name: the user's.
+        class_name: in ``torch.distributed.pipelining``.
+        stages_per_rank: 0 where the user chooses.
+        delays_weights: whether gradients of parameters have actions of their own.
+        is_single: whether torch's class takes one stage, not a list.
+        is_v: whether the stages go down the ranks and up again.
+    """
+
+    name: str
+    class_name: str
+    stages_per_rank: int
+    delays_weights: bool = False
+    is_single: bool = False
+    is_v: bool = False
+
+    def rank_of(self, stage: int, num_ranks: int) -> int:
+        """Return the rank that runs ``stage``."""
+        lap, place = divmod(stage, num_ranks)
+        return num_ranks - 1 - place if self.is_v and lap % 2 else place
+
+    def make(self, stages: Sequence[Any], microbatches: int, loss: Callable[..., Tensor]) -> Any:
+        """Return torch's schedule of these stages of this rank."""
+        # Gradients are not scaled behind the schedule: that would scale what the user accumulated
+        # before, and a tied parameter once per stage. The losses are.
+        return getattr(torch_schedules, self.class_name)(
+            stages[0] if self.is_single else list(stages),
+            n_microbatches=microbatches,
+            loss_fn=loss,
+            scale_grads=False,
+        )
+
+    def in_flight(self, num_ranks: int, stages_per_rank: int, microbatches: int) -> list[int]:
+        """Return for each stage the most microbatches that it holds activations of."""
+        num_stages = num_ranks * stages_per_rank
+        if self.is_single:
+            ahead = [
+                microbatches if self.name == "gpipe" else num_ranks - s for s in range(num_stages)
+            ]
+            return [min(microbatches, count) for count in ahead]
+        # Of torch's own table of actions, which needs stages only to know where it is.
+        stubs = [
+            SimpleNamespace(
+                num_stages=num_stages,
+                group_size=num_ranks,
+                group_rank=0,
+                stage_index=stage,
+                submod=None,
+            )
+            for stage in range(num_stages)
+            if self.rank_of(stage, num_ranks) == 0
+        ]
+        table = getattr(torch_schedules, self.class_name)(stubs, microbatches).pipeline_order
+        most, now = [0] * num_stages, [0] * num_stages
+        for actions in table.values():
+            for action in _flat(actions):
+                now[action.stage_index] += action.computation_type is _FORWARD
+                most[action.stage_index] = max(most[action.stage_index], now[action.stage_index])
+                now[action.stage_index] -= action.computation_type in _BACKWARDS
+        return most
+
+
+SCHEDULES = {
+    each.name: each
+    for each in (
+        Schedule("1f1b", "Schedule1F1B", 1, is_single=True),
+        Schedule("gpipe", "ScheduleGPipe", 1, is_single=True),
+        Schedule("interleaved", "ScheduleInterleaved1F1B", 0),
+        Schedule("zero_bubble", "ScheduleInterleavedZeroBubble", 0, delays_weights=True),
+        Schedule("dualpipev", "ScheduleDualPipeV", 2, delays_weights=True, is_v=True),
+    )
+}
+
+
+def schedule_of(
+    name: str, stages_per_rank: int | None, num_ranks: int, microbatches: int
+) -> tuple[Schedule, int]:
+    """Return the schedule and how many stages each rank has.
+
+    Raises:
+        ArgumentError: no such schedule, or numbers that it cannot do with.
+        UnsupportedError: this version of torch cannot run it.
+    """
+    if name not in SCHEDULES:
+        allowed = ", ".join(map(repr, SCHEDULES))
+        raise ArgumentError(f"schedule={name!r}: expected one of {allowed}")
+    schedule = SCHEDULES[name]
+    if schedule.is_v and torch.__version__ < TorchVersion("2.12"):
+        # Connecting neighbours, older ones let a rank send to itself, which gloo refuses.
+        raise UnsupportedError(
+            f"schedule={name!r} needs torch 2.12 or newer, and this is {torch.__version__}"
+        )
+    default = schedule.stages_per_rank or (2 if name == "interleaved" else 1)
+    per_rank = default if stages_per_rank is None else stages_per_rank
+    for label, value in (("microbatches", microbatches), ("stages_per_rank", per_rank)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ArgumentError(f"{label}={value!r}: expected a positive int")
+    if schedule.stages_per_rank and per_rank != schedule.stages_per_rank:
+        raise ArgumentError(
+            f"stages_per_rank={per_rank}: schedule={name!r} has {schedule.stages_per_rank} on each "
+            'rank; "interleaved" and "zero_bubble" have as many as you say'
+        )
+    least = num_ranks * per_rank if schedule.is_v else num_ranks
+    if microbatches < least and name != "gpipe":
+        raise ArgumentError(
+            f"microbatches={microbatches}: schedule={name!r} on {num_ranks} pipeline ranks needs "
+            f"at least {least}, or ranks would never have work"
+        )
+    rounds = max(1, microbatches // num_ranks)
+    if not schedule.stages_per_rank and microbatches % rounds:
+        raise ArgumentError(
+            f"microbatches={microbatches}: schedule={name!r} on {num_ranks} pipeline ranks takes "
+            f"them in {rounds} rounds of equal size; use a multiple of {num_ranks}"
+        )
+    return schedule, per_rank
+
+
+def forward_only(stages: Sequence[Any], rank_of: Callable[[int], int], microbatches: int) -> Any:
+    """Return a schedule without backward of these stages of this rank."""
+    runtime = torch_schedules._PipelineScheduleRuntime(list(stages), microbatches)
+    num_ranks, num_stages = stages[0].group_size, stages[0].num_stages
+    table = {
+        rank: [
+            _Action(stage, _FORWARD, number)
+            for stage in range(num_stages)
+            if rank_of(stage) == rank
+            for number in range(microbatches)
+        ]
+        for rank in range(num_ranks)
+    }
+    for each in (runtime, *stages):
+        each.stage_index_to_group_rank = {stage: rank_of(stage) for stage in range(num_stages)}
+    # Not _prepare_schedule_with_comms, which refuses a table without backwards.
+    runtime.pipeline_order_with_comms = torch_schedules._add_send_recv(
+        table, stage_to_rank=rank_of, num_stages=num_stages
+    )
+    return runtime
+
+
+def _flat(actions: Sequence[_Action | None]) -> list[_Action]:
+    found: list[_Action] = []
+    for action in actions:
+        if action is not None:
+            found += action.sub_actions or [action]
+    return found
+
+
+def numbers(microbatches: int) -> Tensor:
+    """Return what torch's schedules cut into microbatches: their numbers, from which a stage finds
+    the inputs, the seed and the weight of its loss."""
+    return torch.arange(microbatches)

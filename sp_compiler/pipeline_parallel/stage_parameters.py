@@ -1,0 +1,132 @@
+"""The parameters of one rank of a pipeline: those of its own stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from sp_compiler.base.errors import ArgumentError
+from sp_compiler.module.distributed_module import DistributedModule
+from sp_compiler.module.views import NamedTensors
+from sp_compiler.pipeline_parallel.axes import PipelineAxis
+from sp_compiler.pipeline_parallel.stage_program import Stage
+from sp_compiler.pipeline_parallel.ties import TiedParameters, holders_of
+
+
+class StageParameters:
+    """What a pipeline shows of its parameters, and what it saves.
+
+    Args:
+        module: with the parameters of all stages.
+        axis: of the pipeline.
+
+    Attributes:
+        module: the tree of the model's modules with this rank's parameters, for tools that want an
+            ``nn.Module``. It cannot be called.
+    """
+
+    def __init__(self, module: DistributedModule, axis: PipelineAxis) -> None:
+        self.module = module
+        self._state = module._sp_state
+        self._axis = axis
+        self._trained: tuple[bool, ...] = ()
+        self._ties = TiedParameters({}, axis)
+        self._foreign: frozenset[str] = frozenset()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the model's names and the parameters of this rank's stages, tied ones once."""
+        yield from self.module.named_parameters()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters of this rank's stages, for an optimizer."""
+        yield from self.module.parameters()
+
+    def owned_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield those of :meth:`named_parameters` that no earlier rank of the pipeline has.
+
+        Over all ranks of the pipeline that is every parameter once.
+        """
+        for name, parameter in self.named_parameters():
+            if min(self._ties.holders.get(name, {self._axis.rank})) == self._axis.rank:
+                yield name, parameter
+
+    @property
+    def counted_elsewhere(self) -> list[nn.Parameter]:
+        """This rank's parameters that an earlier rank of the pipeline has too."""
+        owned = {name for name, _ in self.owned_parameters()}
+        return [parameter for name, parameter in self.named_parameters() if name not in owned]
+
+    @property
+    def pp_group(self) -> dist.ProcessGroup:
+        """The ranks of the pipeline, for norms over all stages."""
+        return self._axis.group
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return this rank's parameters and buffers by the model's names.
+
+        ``torch.distributed.checkpoint.save`` on all ranks writes each of them once.
+        """
+        state = self.module.state_dict()
+        return {name: value for name, value in state.items() if name not in self._foreign}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take this rank's parameters and buffers from ``state_dict``, which may have others too.
+
+        Raises:
+            ArgumentError: one of this rank's is missing.
+        """
+        own = set(self.state_dict())
+        missing = own - set(state_dict)
+        if missing:
+            raise ArgumentError(
+                f"the state has no {sorted(missing)[:3]} ({len(missing)} in all), which a stage of "
+                "this rank holds"
+            )
+        self.module.load_state_dict({name: state_dict[name] for name in own}, strict=False)
+
+    def load_pretrained(self, path: str | Path) -> list[str]:
+        """Fill the parameters from safetensors files, every rank reading its own part of each.
+
+        See :meth:`sp_compiler.DistributedModule.load_pretrained`. A model that was built on the
+        meta device gets its memory here, that of its own stages alone.
+
+        Returns:
+            Names of tensors in the files that no stage of this rank has.
+        """
+        return self.module.load_pretrained(path)
+
+    def _keep_own(self, stages: Sequence[Stage], ranks: Sequence[int]) -> None:
+        """Drop what only stages of other ranks use; what none uses is on the first."""
+        named = self._state.parameters
+        first = {id(named[name]): name for name in reversed(list(named))}
+        used = [frozenset(first[id(named[name])] for name in stage.parameters) for stage in stages]
+        unused = frozenset(first.values()).difference(*used)
+        holders = holders_of([*used, unused], [*ranks, ranks[0]])
+        own = {id(named[name]) for name, who in holders.items() if self._axis.rank in who}
+        kept = [position for position, name in enumerate(named) if id(named[name]) in own]
+        for module in self.module.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and id(parameter) not in own:
+                    module._parameters[name] = None
+        # Written by stages of other ranks, which alone know what is in them.
+        self._foreign = frozenset(
+            name
+            for stage, rank in zip(stages, ranks, strict=True)
+            for name in stage.compiled.program.mutated_buffers
+            if rank != self._axis.rank
+        )
+        self._state.parameters = NamedTensors(self._state.modules, "_parameters")
+        # Programs are found by what the parameters are, of which there are fewer now.
+        self._state.programs = self._state.programs.rekeyed(
+            lambda key: replace(key, parameters=tuple(key.parameters[i] for i in kept))
+        )
+        self._state.has_data = False
+        self._trained = tuple(parameter.requires_grad for parameter in self.parameters())
+        self._ties = TiedParameters(holders, self._axis)
+        # Each rank made its own model, from a random state of its own perhaps.
+        self._ties.broadcast(self._state.parameters)

@@ -1,0 +1,179 @@
+"""The part of a compiled program that one pipeline stage runs.
+
+::
+
+    calls      Tables Prologue | h.0 h.1 | h.2 Epilogue
+    stage 0    Tables Prologue                sends hidden
+    stage 1    Tables h.0 h.1                 receives hidden, sends hidden
+    stage 2    Tables h.2 Epilogue            receives hidden, returns the loss
+
+A value that skips a stage (an encoder's states, a router's logits) is received and sent on by every
+stage between. What inputs alone determine is not sent: each stage that reads it calls ``Tables``,
+elementwise work at the speed of memory, which is many times that of a link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from sp_compiler.base.errors import ArgumentError, UnsupportedError
+from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.ir.program import Call, Program, Ref
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage.
+
+    Attributes:
+        compiled: its calls; values that it receives are numbered behind the user's inputs.
+        num_inputs: number of the user's inputs in front of them.
+        received: values, as the full program calls them.
+        sent: the same, of the next stage.
+        received_like: tensors of the meta device like the received values, one rank's part.
+        returned_like: the same of the sent ones, of the loss on the last stage.
+        parameters: stored names of those that it uses.
+        buffers: names of those that it uses or writes.
+    """
+
+    compiled: CompiledProgram
+    num_inputs: int
+    received: tuple[Ref, ...]
+    sent: tuple[Ref, ...]
+    received_like: tuple[Tensor, ...]
+    returned_like: tuple[Tensor, ...]
+    parameters: frozenset[str]
+    buffers: frozenset[str]
+
+
+def is_table(program: Program, call: Call) -> bool:
+    """Tell whether inputs alone determine what ``call`` returns, and no gradient flows there."""
+    fixed = all(ref.kind in ("input", "buffer", "constant", "size") for ref in call.args)
+    return fixed and not any(node.meta.get("requires_grad") for node in call.region.outputs)
+
+
+def loss_of(program: Program) -> Ref:
+    """Return the loss: the first scalar of the model's outputs that has a gradient.
+
+    Raises:
+        ArgumentError: there is none.
+    """
+    for ref in program.outputs:
+        if isinstance(ref, Ref) and ref.kind == "call":
+            node = program.calls[ref.index].region.outputs[ref.output]
+            if node.meta["val"].dim() == 0 and node.meta.get("requires_grad"):
+                return ref
+    raise ArgumentError(
+        "the model returns no loss: no output is a scalar with a gradient. A pipeline runs forward "
+        "and backward of its microbatches in turns, so the loss has to come from the model: pass "
+        "labels (HuggingFace models return it then), or compile a module whose forward calls the "
+        "model and returns its loss"
+    )
+
+
+def chain_of(program: Program, loss: Ref) -> list[int]:
+    """Return the numbers of the calls that are cut into stages: those that a step needs."""
+    needed = {loss.index} | {ref.index for ref in program.mutated_buffers.values()}
+    for index in reversed(range(len(program.calls))):
+        if index in needed:
+            needed |= {ref.index for ref in program.calls[index].args if ref.kind == "call"}
+    return [i for i in sorted(needed) if not is_table(program, program.calls[i])]
+
+
+def stages_of(
+    compiled: CompiledProgram, loss: Ref, chain: Sequence[int], ends: Sequence[int]
+) -> list[Stage]:
+    """Cut ``compiled`` in front of ``chain[end]`` for each of ``ends`` but the last.
+
+    Raises:
+        UnsupportedError: a buffer is written by one stage and read by another.
+    """
+    starts = [0, *ends[:-1]]
+    parts = [list(chain[start:end]) for start, end in zip(starts, ends, strict=True)]
+    stage_of = {index: stage for stage, part in enumerate(parts) for index in part}
+    received = _crossing(compiled.program, loss, stage_of, len(parts))
+    _refuse_shared_buffers(compiled.program, stage_of)
+    return [
+        _stage(compiled, part, received[stage], received[stage + 1], loss)
+        for stage, part in enumerate(parts)
+    ]
+
+
+def _crossing(
+    program: Program, loss: Ref, stage_of: dict[int, int], num_stages: int
+) -> list[list[Ref]]:
+    """For each stage what it receives; one entry more, empty, for what the last one sends."""
+    received: list[set[Ref]] = [set() for _ in range(num_stages + 1)]
+    uses = [(ref, stage_of[i]) for i in stage_of for ref in program.calls[i].args]
+    for ref, user in [*uses, (loss, num_stages - 1)]:
+        if ref.kind == "call" and ref.index in stage_of:
+            for stage in range(stage_of[ref.index] + 1, user + 1):
+                received[stage].add(ref)
+    return [sorted(refs, key=lambda ref: (ref.index, ref.output)) for refs in received]
+
+
+def _stage(
+    compiled: CompiledProgram,
+    part: Sequence[int],
+    received: Sequence[Ref],
+    sent: Sequence[Ref],
+    loss: Ref,
+) -> Stage:
+    program = compiled.program
+    read = {ref.index for index in part for ref in program.calls[index].args if ref.kind == "call"}
+    tables = [i for i in sorted(read) if is_table(program, program.calls[i])]
+    order = [*tables, *part]
+    new_index = {old: new for new, old in enumerate(order)}
+    num_inputs = 1 + max(
+        (ref.index for call in program.calls for ref in call.args if ref.kind in ("input", "size")),
+        default=-1,
+    )
+    position = {ref: Ref("input", index=num_inputs + i) for i, ref in enumerate(received)}
+
+    def moved(ref: Ref) -> Ref:
+        if ref.kind != "call" or ref in position:
+            return position.get(ref, ref)
+        return replace(ref, index=new_index[ref.index])
+
+    calls = [
+        replace(program.calls[index], args=tuple(map(moved, program.calls[index].args)))
+        for index in order
+    ]
+    written = {
+        name: moved(ref) for name, ref in program.mutated_buffers.items() if ref.index in part
+    }
+    outputs = [moved(ref) for ref in (sent or [loss])]
+    cut = replace(program, calls=calls, outputs=outputs, mutated_buffers=written)
+    args = [ref for call in calls for ref in call.args]
+    return Stage(
+        replace(compiled, program=cut),
+        num_inputs,
+        tuple(received),
+        tuple(sent),
+        tuple(_like(compiled, ref) for ref in received),
+        tuple(_like(compiled, ref) for ref in sent or [loss]),
+        frozenset(compiled.param_name(ref.name) for ref in args if ref.kind == "param"),
+        frozenset(ref.name for ref in args if ref.kind == "buffer") | frozenset(written),
+    )
+
+
+def _like(compiled: CompiledProgram, ref: Ref) -> Tensor:
+    region = compiled.program.calls[ref.index].region
+    value = region.outputs[ref.output].meta["val"]
+    like = torch.empty(tuple(map(int, value.shape)), dtype=value.dtype, device="meta")
+    return like.requires_grad_(compiled.differentiable[region.name][ref.output])
+
+
+def _refuse_shared_buffers(program: Program, stage_of: dict[int, int]) -> None:
+    for name, ref in program.mutated_buffers.items():
+        for index, stage in stage_of.items():
+            reads = any(r.kind == "buffer" and r.name == name for r in program.calls[index].args)
+            if reads and stage != stage_of[ref.index]:
+                raise UnsupportedError(
+                    f"buffer {name!r} is written by stage {stage_of[ref.index]} of the pipeline "
+                    f"and read by stage {stage}: each stage has buffers of its own"
+                )

@@ -1,0 +1,86 @@
+"""Parameters that several stages use, such as an embedding that is also the loss head's weight.
+
+Each stage holds such a parameter and computes its own part of the gradient; the parts are summed
+over the ranks that hold it, so that all of them take the same optimizer step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sp_compiler.pipeline_parallel.axes import PipelineAxis
+from sp_compiler.runtime.parameter_gradients import local_tensor
+from sp_compiler.runtime.weight_gradients import accumulate
+
+
+class TiedParameters:
+    """The parameters of this rank that other pipeline ranks hold too.
+
+    Args:
+        holders: stored name to the pipeline ranks that hold the parameter; the same on every rank.
+        axis: of the pipeline.
+
+    Attributes:
+        holders: of those that several ranks hold.
+    """
+
+    def __init__(self, holders: Mapping[str, frozenset[int]], axis: PipelineAxis) -> None:
+        self.holders = {name: ranks for name, ranks in holders.items() if len(ranks) > 1}
+        self._groups = axis.subgroups(self.holders.values())
+        self._own = [name for name, ranks in self.holders.items() if axis.rank in ranks]
+
+    @torch.no_grad()
+    def broadcast(self, parameters: Mapping[str, Tensor]) -> None:
+        """Give every holder the values of the first one; what is on meta has none."""
+        for name in self._own:
+            value = local_tensor(parameters[name])
+            if value.is_meta:
+                continue
+            sent = value.contiguous()
+            dist.broadcast(sent, group=self._groups[self.holders[name]], group_src=0)
+            if sent is not value:
+                value.copy_(sent)
+
+    @torch.no_grad()
+    def before(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Take away what is in ``grad``: it is summed over the ranks since an earlier step."""
+        earlier = {}
+        for name in self._own:
+            grad = parameters[name].grad
+            if grad is not None:
+                earlier[name], parameters[name].grad = grad, None
+        return earlier
+
+    def after(self, parameters: Mapping[str, Tensor], earlier: Mapping[str, Tensor]) -> None:
+        """Sum the gradients of this step over the holders, and add what :meth:`before` took."""
+        for name in self._own:
+            parameter = parameters[name]
+            if not parameter.requires_grad:
+                continue
+            own = parameter.grad
+            local = torch.zeros_like(local_tensor(parameter)) if own is None else local_tensor(own)
+            with torch.no_grad():
+                total = local.contiguous()
+                dist.all_reduce(total, group=self._groups[self.holders[name]])
+            parameter.grad = earlier.get(name)
+            accumulate(parameter, total)
+
+
+def holders_of(
+    parameters: Sequence[frozenset[str]], ranks: Sequence[int]
+) -> dict[str, frozenset[int]]:
+    """Return, by stored name, the pipeline ranks that hold a parameter.
+
+    Args:
+        parameters: of each stage.
+        ranks: of each stage.
+    """
+    holders: dict[str, set[int]] = {}
+    for names, rank in zip(parameters, ranks, strict=True):
+        for name in names:
+            holders.setdefault(name, set()).add(rank)
+    return {name: frozenset(holders[name]) for name in sorted(holders)}

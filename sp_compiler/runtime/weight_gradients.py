@@ -1,0 +1,123 @@
+"""Gradients of parameters that are computed later than those of activations.
+
+Where a pipeline's schedule delays them, the backward of a region call computes the gradients that
+the stage before waits for, and leaves the rest here as a function to run when the stage is idle.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from sp_compiler.runtime.reductions import DeferredGradients
+from sp_compiler.runtime.region_call import RegionRunner
+
+
+@dataclass(frozen=True)
+class WeightTarget:
+    """Destination of one gradient.
+
+    Attributes:
+        index: of the region's input.
+        name: under which the parameter is stored.
+        parameter: stored.
+        is_partial: whether the gradient is a partial sum, as of a replicated parameter.
+    """
+
+    index: int
+    name: str
+    parameter: Tensor
+    is_partial: bool
+
+
+class WeightGradients:
+    """Functions that compute gradients of parameters, in the order in which backward left them.
+
+    Args:
+        deferred: where partial sums go; they are reduced at the end of a step.
+    """
+
+    def __init__(self, deferred: DeferredGradients) -> None:
+        self._deferred = deferred
+        self._waiting: list[Callable[[], None]] = []
+
+    def put(
+        self, compute: Callable[[], Sequence[Tensor | None]], targets: Sequence[WeightTarget]
+    ) -> None:
+        """Leave ``compute``, which returns one gradient per input of a region, for later."""
+
+        def run() -> None:
+            with torch.no_grad():
+                grads = compute()
+            # Gradients of fused linears are parts of one storage, and what is in ``grad`` is
+            # changed in place.
+            owners = Counter(_storage(grad) for grad in grads if grad is not None)
+            for target in targets:
+                grad = grads[target.index]
+                if grad is not None and target.parameter.requires_grad:
+                    self._add(target, grad.clone() if owners[_storage(grad)] > 1 else grad)
+
+        self._waiting.append(run)
+
+    def take(self) -> Callable[[], None]:
+        """Return a function that computes all that was left since the last time."""
+        waiting, self._waiting = self._waiting, []
+
+        def run() -> None:
+            while waiting:
+                waiting.pop(0)()  # what it holds is free as soon as it has run
+
+        return run
+
+    def _add(self, target: WeightTarget, grad: Tensor) -> None:
+        if target.is_partial:
+            self._deferred.add(target.name, grad)
+        else:
+            accumulate(target.parameter, grad)
+
+
+@dataclass(frozen=True)
+class DelayedRunner(RegionRunner):
+    """Runs one call of a region whose gradients of parameters wait."""
+
+    weights: WeightGradients | None = None
+    targets: tuple[WeightTarget, ...] = ()
+
+    def run_backward(
+        self, saved: Sequence[Any], grads: Sequence[Tensor | None], metas: Sequence[Any]
+    ) -> list[Tensor | None]:
+        """As of the base class, ``None`` for parameters."""
+        assert self.weights is not None
+        loss, code = self.loss_backward, self.code
+        tangents = self.tangents(grads, metas) if loss is None else [grads[loss.output]]
+        # As in the base class: neither views nor versions.
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            results, rest = code.backward_inputs(self.tp, saved, *tangents)  # type: ignore[attr-defined]
+
+        def compute() -> list[Tensor | None]:
+            with torch._C._AutoDispatchBelowADInplaceOrView():
+                found = list(code.backward_weights(self.tp, rest))  # type: ignore[attr-defined]
+            for index in self.padded:
+                found[index] = self.without_padding(index, found[index])
+            return found
+
+        self.weights.put(compute, self.targets)
+        return list(results)
+
+
+def accumulate(parameter: Tensor, local: Tensor) -> None:
+    """Add ``local``, this rank's part of a gradient, to ``parameter.grad``, hooks included."""
+    grad = local.contiguous()
+    if isinstance(parameter, DTensor):
+        grad = DTensor(grad, parameter._spec, requires_grad=False)
+    torch.autograd.backward([parameter], [grad])
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

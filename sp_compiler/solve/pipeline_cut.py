@@ -1,0 +1,70 @@
+"""Cut a chain of calls into pipeline stages: the slowest stage as fast as can be.
+
+Exact, by dynamic programming over the calls in front of a cut.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+
+Cost = Callable[[int, int, int], float]
+"""``cost(stage, start, stop)`` of calls ``start`` to ``stop - 1`` as that stage; infinite where
+they cannot be it."""
+
+
+def fastest_cut(times_us: Sequence[float], num_stages: int, limits: Cost) -> list[int] | None:
+    """Return where each stage ends, ``None`` where no cut is within the limits.
+
+    Among the cuts with the fastest slowest stage it is one with the least sum of squared times,
+    which spreads the calls of the others evenly. Every stage has a call.
+
+    Args:
+        times_us: of each call.
+        num_stages: at least 1.
+        limits: infinite where a stage has no room for calls, else 0. May depend on the stage, for
+            the first ones have most in flight.
+    """
+
+    def time_us(stage: int, start: int, stop: int) -> float:
+        return math.fsum(times_us[start:stop]) + limits(stage, start, stop)
+
+    slowest = _best(len(times_us), num_stages, time_us, max)
+    if slowest is None:
+        return None
+    # Sums in another order differ by rounding.
+    limit_us = slowest[0] * (1 + 1e-9)
+
+    def squared(stage: int, start: int, stop: int) -> float:
+        taken_us = time_us(stage, start, stop)
+        return taken_us**2 if taken_us <= limit_us else math.inf
+
+    spread = _best(len(times_us), num_stages, squared, operator.add)
+    assert spread is not None
+    return spread[1]
+
+
+def least_largest(num_calls: int, num_stages: int, num_bytes: Cost) -> float:
+    """Return the bytes of the largest stage, in the cut where that is smallest."""
+    best = _best(num_calls, num_stages, num_bytes, max)
+    return math.inf if best is None else best[0]
+
+
+def _best(
+    num_calls: int, num_stages: int, cost: Cost, combine: Callable[[float, float], float]
+) -> tuple[float, list[int]] | None:
+    """Return the least combined cost of all stages, and where they end."""
+    # By number of calls in front of the cut: the best of the stages so far.
+    best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
+    for stage in range(num_stages):
+        following: dict[int, tuple[float, list[int]]] = {}
+        left = num_stages - stage - 1
+        for start, (before, ends) in best.items():
+            # Calls for the stages to come; the last stage takes all that is left.
+            for stop in range(start + 1 if left else num_calls, num_calls - left + 1):
+                total = combine(before, cost(stage, start, stop)) if stop > start else math.inf
+                if total < following.get(stop, (math.inf, []))[0]:
+                    following[stop] = total, [*ends, stop]
+        best = following
+    return best.get(num_calls)

@@ -1,0 +1,174 @@
+"""Cut of a program: stages, what they send, microbatches, schedules, refusals; no ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sp_compiler
+from sp_compiler import ArgumentError, UnsupportedError
+from sp_compiler.compiler import build
+from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.ops.communicator import Communicator
+from sp_compiler.options import CompileOptions
+from sp_compiler.pipeline_parallel.cutting import ends_of
+from sp_compiler.pipeline_parallel.microbatches import microbatches_of
+from sp_compiler.pipeline_parallel.schedules import SCHEDULES, schedule_of
+from sp_compiler.pipeline_parallel.stage_program import chain_of, loss_of, stages_of
+from sp_compiler.pipeline_parallel.ties import holders_of
+from sp_compiler.planning.data import CallPlan, ParameterSize
+from sp_compiler.runtime.executor import Executor
+from sp_compiler.trace.export import flatten_inputs
+from tests.models import zoo
+
+SEED = torch.tensor(5)
+
+
+def _compiled(name: str, **fields: Any) -> tuple[nn.Module, CompiledProgram]:
+    model = zoo.build(name, **fields)
+    return model, build(model, (), zoo.inputs(name), CompileOptions(tables_apart=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "ends", "sent"),
+    [("gpt2", [2, 3, 4], [1, 1, 0]), ("llama", [1, 2, 4], [1, 1, 0]), ("t5", [2, 5, 7], [3, 2, 0])],
+)
+def test_stages_one_after_the_other_are_the_model(
+    name: str, ends: list[int], sent: list[int]
+) -> None:
+    """Masks and rotary tables are made again; encoder states go through the stages between."""
+    model, compiled = _compiled(name, dropout=0.1)
+    params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    leaves, _ = flatten_inputs((), zoo.inputs(name))
+    tp = Communicator(None, 0, 1)
+    loss = loss_of(compiled.program)
+    chain = chain_of(compiled.program, loss)
+    stages = stages_of(compiled, loss, chain, [*ends[:-1], len(chain)])
+    assert [len(stage.sent) for stage in stages] == sent
+    received: list[Any] = []
+    for stage in stages:
+        assert [tuple(v.shape) for v in received] == [tuple(v.shape) for v in stage.received_like]
+        run = Executor(stage.compiled, tp).run(
+            params, buffers, [*leaves[: stage.num_inputs], *received], SEED
+        )
+        received = run.outputs
+    full = Executor(compiled, tp).run(params, buffers, leaves, SEED)
+    number = compiled.program.outputs.index(loss)
+    assert torch.equal(received[0], full.outputs[number])
+    used = frozenset().union(*(stage.parameters for stage in stages))
+    assert used == {compiled.param_name(n) for n in used} <= set(params)
+
+
+def test_masks_draw_as_without_pipeline() -> None:
+    """The number of a call, from which dropout's seed is made, does not count the tables."""
+    model = zoo.build("gpt2", dropout=0.1)
+    seeds = []
+    for tables_apart in (False, True):
+        options = CompileOptions(tables_apart=tables_apart)
+        program = build(model, (), zoo.inputs("gpt2"), options).program
+        refs = [ref for call in program.calls for ref in call.args if ref.kind == "seed"]
+        seeds.append([ref.index for ref in refs])
+    assert seeds[0] == seeds[1] == [0, 1, 2]
+
+
+def test_a_model_without_loss() -> None:
+    _, compiled = _compiled("gpt2_logits")
+    with pytest.raises(ArgumentError, match=r"returns no loss: .* pass labels"):
+        loss_of(compiled.program)
+
+
+def _layers(count: int) -> tuple[list[CallPlan], dict[str, ParameterSize]]:
+    def call(name: str, path: str, step_us: float) -> CallPlan:
+        return CallPlan("Block", path, (name,), ((hash(name), 10),), 1, step_us)
+
+    calls = [call(f"w{i}", f"h.{i}", 1.0) for i in range(count)]
+    calls = [call("e", "", 0.5), *calls, call("e", "", 2.0)]
+    return calls, {name: ParameterSize(10, 20, True) for call in calls for name in call.parameters}
+
+
+def test_embeddings_and_head_count() -> None:
+    calls, sizes = _layers(8)
+    assert ends_of(calls, sizes, [4, 3, 2, 1], None) == [3, 5, 8, 10]
+
+
+def test_memory_moves_the_cut() -> None:
+    """A parameter of 10 elements takes 120 bytes; each layer keeps 10 per microbatch in flight."""
+    calls, sizes = _layers(4)
+    assert ends_of(calls, sizes, [2, 1], None) == [4, 6]
+    assert ends_of(calls, sizes, [20, 1], 800) == [2, 6]
+    with pytest.raises(ArgumentError, match=r"within 500 B, .* would do is 641 B"):
+        ends_of(calls, sizes, [20, 1], 500)
+    with pytest.raises(ArgumentError, match="4 layers, too few for 5 pipeline stages"):
+        ends_of(calls, sizes, [1] * 5, None)
+
+
+def test_microbatches() -> None:
+    ids, position = torch.arange(12).reshape(4, 3), torch.arange(3)[None]
+    first, second = microbatches_of([ids, position, 7], ["ids", "position", "n"], 2)
+    assert torch.equal(first[0], ids[:2])
+    assert torch.equal(second[0], ids[2:])
+    assert first[1] is second[1] is position
+    assert first[2] == second[2] == 7
+    with pytest.raises(ArgumentError, match="ids has a batch of 4, which microbatches=3"):
+        microbatches_of([ids], ["ids"], 3)
+    with pytest.raises(ArgumentError, match="no input is a tensor with a batch"):
+        microbatches_of([7], ["n"], 2)
+    with pytest.raises(UnsupportedError, match="x requires a gradient"):
+        microbatches_of([torch.zeros(4, requires_grad=True)], ["x"], 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "per_rank", "first", "last"),
+    [("1f1b", 1, 4, 1), ("gpipe", 1, 8, 8), ("interleaved", 1, 7, 1), ("zero_bubble", 1, 4, 4)],
+)
+def test_in_flight(name: str, per_rank: int, first: int, last: int) -> None:
+    """Of 8 microbatches on 4 ranks: with 1F1B as many as there are stages from here on."""
+    found = SCHEDULES[name].in_flight(4, per_rank, 8)
+    assert (found[0], found[-1]) == (first, last)
+
+
+def test_in_flight_of_a_v() -> None:
+    found = SCHEDULES["dualpipev"].in_flight(2, 2, 8)
+    assert len(found) == 4
+    assert max(found) <= 5
+
+
+def test_a_v_goes_down_and_up() -> None:
+    ranks = [SCHEDULES["dualpipev"].rank_of(stage, 2) for stage in range(4)]
+    assert ranks == [0, 1, 1, 0]
+    assert [SCHEDULES["interleaved"].rank_of(stage, 2) for stage in range(4)] == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("pipe", None, 2, 4), "schedule='pipe': expected one of '1f1b'"),
+        (("1f1b", None, 4, 3), "microbatches=3: .* at least 4"),
+        (("dualpipev", None, 2, 3), "microbatches=3: .* at least 4"),
+        (("1f1b", 2, 2, 4), "stages_per_rank=2: schedule='1f1b' has 1"),
+        (("interleaved", None, 2, 5), "takes them in 2 rounds"),
+        (("gpipe", None, 2, 0), "microbatches=0: expected a positive int"),
+    ],
+)
+def test_schedules_that_cannot_be(arguments: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        schedule_of(*arguments)
+
+
+def test_ties_are_found() -> None:
+    holders = holders_of([frozenset("ab"), frozenset("c"), frozenset("a")], [0, 1, 2])
+    assert holders == {"a": {0, 2}, "b": {0}, "c": {1}}
+
+
+def test_no_mesh() -> None:
+    mesh: Any = None
+    with pytest.raises(ArgumentError, match=r"a pipeline needs a DeviceMesh .* torchrun"):
+        sp_compiler.pipeline(
+            zoo.build("plain"),
+            mesh=mesh,
+            example_inputs=((), zoo.inputs("plain")),
+            microbatches=2,
+        )

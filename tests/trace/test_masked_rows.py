@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 
 import pytest
@@ -36,10 +37,12 @@ def test_golden_boolean_index() -> None:
         "%1 = aten.zeros_like(%0, pin_memory=False) : f64[3, 2]",
         "%2 = aten.select.int(%0, 1, 0) : f64[3]",
         "%3 = aten.gt.Scalar(%2, 0) : bool[3]",
-        "%4 = aten.tanh(%0) : f64[3, 2]",
-        "%5 = aten.reshape(%3, [3, 1]) : bool[3, 1]",
-        "%6 = aten.where.self(%5, %4, %1) : f64[3, 2]",
-        "output(%6)",
+        "%4 = aten.reshape(%3, [3, 1]) : bool[3, 1]",
+        "%5 = aten.where.ScalarOther(%4, %0, 0) : f64[3, 2]",
+        "%6 = aten.tanh(%5) : f64[3, 2]",
+        "%7 = aten.reshape(%3, [3, 1]) : bool[3, 1]",
+        "%8 = aten.where.self(%7, %6, %1) : f64[3, 2]",
+        "output(%8)",
     ]
 
 
@@ -52,17 +55,22 @@ def test_golden_places_of_tokens_and_slots() -> None:
         "%0 = placeholder[args_0] : f64[3, 2]",
         "%1 = placeholder[args_1] : f64[3, 4]",
         "%2 = aten.gt.Scalar(%1, 0) : bool[3, 4]",
-        "%3 = aten.tanh(%0) : f64[3, 2]",
-        "%4 = aten.unsqueeze(%1, 2) : f64[3, 4, 1]",
-        "%5 = aten.reshape(%2, [3, 4, 1]) : bool[3, 4, 1]",
-        "%6 = aten.where.ScalarOther(%5, %4, 0) : f64[3, 4, 1]",
-        "%7 = aten.sum.dim_IntList(%6, [1]) : f64[3, 1]",
-        "%8 = aten.mul.Tensor(%7, %3) : f64[3, 2]",
-        "%9 = aten.any.dims(%2, [1]) : bool[3]",
-        "%10 = aten.reshape(%9, [3, 1]) : bool[3, 1]",
-        "%11 = aten.where.ScalarOther(%10, %8, 0) : f64[3, 2]",
-        "%12 = aten.add.Tensor(%0, %11) : f64[3, 2]",
-        "output(%12)",
+        "%3 = aten.any.dims(%2, [1]) : bool[3]",
+        "%4 = aten.reshape(%3, [3, 1]) : bool[3, 1]",
+        "%5 = aten.where.ScalarOther(%4, %0, 0) : f64[3, 2]",
+        "%6 = aten.tanh(%5) : f64[3, 2]",
+        "%7 = aten.unsqueeze(%1, 2) : f64[3, 4, 1]",
+        "%8 = aten.reshape(%2, [3, 4, 1]) : bool[3, 4, 1]",
+        "%9 = aten.where.ScalarOther(%8, %7, 0) : f64[3, 4, 1]",
+        "%10 = aten.reshape(%2, [3, 4, 1]) : bool[3, 4, 1]",
+        "%11 = aten.where.ScalarOther(%10, %9, 0) : f64[3, 4, 1]",
+        "%12 = aten.sum.dim_IntList(%11, [1]) : f64[3, 1]",
+        "%13 = aten.mul.Tensor(%12, %6) : f64[3, 2]",
+        "%14 = aten.any.dims(%2, [1]) : bool[3]",
+        "%15 = aten.reshape(%14, [3, 1]) : bool[3, 1]",
+        "%16 = aten.where.ScalarOther(%15, %13, 0) : f64[3, 2]",
+        "%17 = aten.add.Tensor(%0, %16) : f64[3, 2]",
+        "output(%17)",
     ]
 
 
@@ -82,17 +90,25 @@ def test_golden_of_each_token_one_slot() -> None:
         "%4 = getitem(%2, 1) : i64[3, 2]",
         "%5 = aten.eq.Scalar(%4, 1) : bool[3, 2]",
         "%6 = aten.clone(%0) : f64[3, 2]",
-        "%7 = aten.tanh(%6) : f64[3, 2]",
-        "%8 = aten.unsqueeze(%3, 2) : f64[3, 2, 1]",
-        "%9 = aten.any.dims(%5, [1]) : bool[3]",
-        "%10 = aten.reshape(%9, [3, 1]) : bool[3, 1]",
-        "%11 = aten.reshape(%5, [3, 2, 1]) : bool[3, 2, 1]",
-        "%12 = aten.where.ScalarOther(%11, %8, 0) : f64[3, 2, 1]",
-        "%13 = aten.sum.dim_IntList(%12, [1]) : f64[3, 1]",
-        "%14 = aten.mul.Tensor(%7, %13) : f64[3, 2]",
-        "%15 = aten.add.Tensor(%6, %14) : f64[3, 2]",
-        "%16 = aten.where.self(%10, %15, %6) : f64[3, 2]",
-        "output(%16)",
+        "%7 = aten.any.dims(%5, [1]) : bool[3]",
+        "%8 = aten.reshape(%7, [3, 1]) : bool[3, 1]",
+        "%9 = aten.where.ScalarOther(%8, %6, 0) : f64[3, 2]",
+        "%10 = aten.any.dims(%5, [1]) : bool[3]",
+        "%11 = aten.reshape(%10, [3, 1]) : bool[3, 1]",
+        "%12 = aten.where.ScalarOther(%11, %6, 0) : f64[3, 2]",
+        "%13 = aten.tanh(%12) : f64[3, 2]",
+        "%14 = aten.unsqueeze(%3, 2) : f64[3, 2, 1]",
+        "%15 = aten.reshape(%5, [3, 2, 1]) : bool[3, 2, 1]",
+        "%16 = aten.where.ScalarOther(%15, %14, 0) : f64[3, 2, 1]",
+        "%17 = aten.any.dims(%5, [1]) : bool[3]",
+        "%18 = aten.reshape(%17, [3, 1]) : bool[3, 1]",
+        "%19 = aten.reshape(%5, [3, 2, 1]) : bool[3, 2, 1]",
+        "%20 = aten.where.ScalarOther(%19, %16, 0) : f64[3, 2, 1]",
+        "%21 = aten.sum.dim_IntList(%20, [1]) : f64[3, 1]",
+        "%22 = aten.mul.Tensor(%13, %21) : f64[3, 2]",
+        "%23 = aten.add.Tensor(%9, %22) : f64[3, 2]",
+        "%24 = aten.where.self(%18, %23, %6) : f64[3, 2]",
+        "output(%24)",
     ]
 
 
@@ -112,14 +128,16 @@ def test_golden_places_that_are_computed() -> None:
         "%7 = aten.floor_divide(%4, 4) : i64[12]",
         "%8 = aten.where.ScalarOther(%3, %7, 0) : i64[12]",
         "%9 = aten.index.Tensor(%0, [%8]) : f64[12, 2]",
-        "%10 = aten.expand(%6, [12]) : i64[12]",
-        "%11 = aten.where.ScalarOther(%3, %10, 0) : i64[12]",
-        "%12 = aten.reshape(%11, [12]) : i64[12]",
-        "%13 = aten.reshape(%3, [12, 1]) : bool[12, 1]",
-        "%14 = aten.where.ScalarOther(%13, %9, 0) : f64[12, 2]",
-        "%15 = aten.reshape(%14, [12, 2]) : f64[12, 2]",
-        "%16 = aten.index_add(%5, 0, %12, %15) : f64[3, 2]",
-        "output(%16)",
+        "%10 = aten.reshape(%3, [12, 1]) : bool[12, 1]",
+        "%11 = aten.where.ScalarOther(%10, %9, 0) : f64[12, 2]",
+        "%12 = aten.expand(%6, [12]) : i64[12]",
+        "%13 = aten.where.ScalarOther(%3, %12, 0) : i64[12]",
+        "%14 = aten.reshape(%13, [12]) : i64[12]",
+        "%15 = aten.reshape(%3, [12, 1]) : bool[12, 1]",
+        "%16 = aten.where.ScalarOther(%15, %11, 0) : f64[12, 2]",
+        "%17 = aten.reshape(%16, [12, 2]) : f64[12, 2]",
+        "%18 = aten.index_add(%5, 0, %14, %17) : f64[3, 2]",
+        "output(%18)",
     ]
 
 
@@ -328,6 +346,31 @@ def test_rows_that_no_mask_chooses_leave_no_trace() -> None:
     y.sum().backward()
     assert x.grad is not None
     assert x.grad.tolist() == [[2.0, 4.0], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize("outside", [math.nan, math.inf, 1e110])
+def test_rows_that_no_mask_chooses_leave_no_trace_in_weights(outside: float) -> None:
+    """Zero times NaN would be NaN in the gradient of a weight; the cube of 1e110 overflows."""
+
+    class Chosen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            mask = x[:, 0].abs() < 100
+            y = torch.zeros_like(x)
+            rows = x[mask]
+            y[mask] = self.linear(rows * rows * rows)
+            return y
+
+    eager = Chosen().double()
+    module = sp_compiler.compile(copy.deepcopy(eager), tp=1)
+    x = torch.tensor([[1.0, 2.0], [outside, outside], [3.0, 1.0]], dtype=torch.float64)
+    for each in (eager, module):
+        each(x).square().sum().backward()
+    for parameter, other in zip(module.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.slow

@@ -163,13 +163,23 @@ class _Rewrite:
             if len(places) != 1 or chosen[0] in self._values.rows:
                 raise Declined("a mask is one of several places")
             mask = self._known_mask(chosen[0])
-            self._values.rows[node] = Rows(mask, x, first, tuple(range(len(shape_of(mask)))))
+            axes = tuple(range(len(shape_of(mask))))
+            self._values.rows[node] = self._entered(Rows(mask, x, first, axes), x)
             return
         if [dim for dim, _ in places] != list(range(first, first + len(places))):
             raise Declined("they are indexed by dims that are apart")
-        self._values.rows[node] = self._taken(
-            x, first, [self._values.rows[index] for index in chosen]
-        )
+        rows = self._taken(x, first, [self._values.rows[index] for index in chosen])
+        self._values.rows[node] = self._entered(rows, node)
+
+    def _entered(self, rows: Rows, node: Node) -> Rows:
+        """Rows with zeros where the mask chooses none: those may not be finite."""
+        # Their gradient is zero, but a product would give a parameter zero times NaN.
+        if not node.meta["val"].is_floating_point():
+            return rows
+        right = len(shape_of(self._values.node)) - rows.dim - 1
+        hit = self._values.hit(rows.mask, rows.axes, right)
+        zeroed = self._values.call(_aten.where.ScalarOther, hit, rows.node, 0)
+        return replace(rows, node=zeroed)
 
     def _chooses(self, index: Node) -> bool:
         return index in self._values.rows or (is_mask(index) and index not in self._values.rows)

@@ -46,6 +46,7 @@ def test_plan_of_a_callable() -> None:
     assert "Mlp on 2 tensor-parallel ranks, recompute=none" in result.stdout
 
 
+@pytest.mark.slow
 def test_plan_of_a_configuration_with_a_pipeline(config: Path) -> None:
     sizes = ("--tp", "2", "--pp", "2", "--microbatches", "4", "--sequence", "16")
     result = _run("plan", str(config.parent), *sizes)

@@ -99,7 +99,7 @@ def test_mended(case: str) -> None:
         assert parity.gradient_error(step.grads, found.grads) < _TOLERANCE
 
 
-@settings(_CALM, max_examples=30)
+@settings(_CALM, max_examples=15)
 @given(recipes(), *_SETTING)
 def test_random_models(recipe: Recipe, seed: int, tp: int, sequence_parallel: bool) -> None:
     check(recipe, seed, tp, sequence_parallel)

@@ -96,12 +96,8 @@ class Tokens:
             ids = torch.frombuffer(bytearray(b"".join(texts)), dtype=torch.uint8)
         else:
             tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
-            ids = torch.cat(
-                [
-                    tokenizer(t.decode(errors="replace"), return_tensors="pt").input_ids[0]
-                    for t in texts
-                ]
-            )
+            read = (tokenizer(t.decode(errors="replace"), return_tensors="pt") for t in texts)
+            ids = torch.cat([encoded.input_ids[0] for encoded in read])
         count = len(ids) // args.sequence_length
         if count < 20:
             raise SystemExit(
@@ -180,10 +176,7 @@ class Trainer:
             {"params": vectors, "weight_decay": 0.0},
         ]
         self.optimizer = torch.optim.AdamW(
-            groups,
-            lr=args.lr,
-            betas=(0.9, 0.95),
-            weight_decay=args.weight_decay,
+            groups, lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay
         )
 
     def _compiled(self) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal, Unpack
@@ -110,13 +110,16 @@ def compile(
         fsdp=fsdp_options,
     )
     if example is not None:
-        _prepare(result, *example)
+        args, kwargs = example
+        with _given_back_on_failure(result):
+            result.prepare(*args, **kwargs)
     return result
 
 
-def _prepare(module: DistributedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+@contextlib.contextmanager
+def _given_back_on_failure(module: DistributedModule) -> Iterator[None]:
     try:
-        module.prepare(*args, **kwargs)
+        yield
     except Exception:
         # The model goes on as if it had never been compiled, unless parameters are placed already.
         with contextlib.suppress(UnsupportedError):
@@ -208,12 +211,8 @@ def pipeline(
     module = DistributedModule(model, group, builder, options=checked.texts())
     limit = None if memory is None else parse_bytes("memory", memory)
     result = PipelineModule(module, axis, plan, per_rank, microbatches, weigh, limit)
-    try:
+    with _given_back_on_failure(module):
         result.prepare(*args, **kwargs)
-    except Exception:
-        if module._sp_state.fixed is None:
-            module.give_back()
-        raise
     return result
 
 

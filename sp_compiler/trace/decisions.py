@@ -227,14 +227,13 @@ def _computation(node: Node) -> list[Node]:
     """Return what ``node`` is computed from and by, in order: operands, and writes into them."""
     # Backwards, so that of each storage only writes from before its use count. What is read is
     # used now: writes that came after ``node`` was made have changed it, through whatever view.
-    wanted, storages = {node}, {_storage(node)}
+    wanted, storages = {node}, {_storage(node)} - {None}
     needed = []
     for each in reversed(node.graph.nodes):
         if each in wanted or any(_storage(x) in storages for x in _written(each)):
             needed.append(each)
             wanted.update(each.all_input_nodes)
-            storages.update(map(_storage, each.all_input_nodes))
-            storages.discard(None)
+            storages |= {_storage(x) for x in each.all_input_nodes} - {None}
     return needed[::-1]
 
 

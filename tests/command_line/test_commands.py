@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 from sp_compiler.command_line import models
 from sp_compiler.command_line.app import app
 from sp_compiler.command_line.models import presets
+from tests.helpers.tiny_llama import write_config
 
 ROOT = Path(__file__).parents[2]
 _MODELS = "tests.command_line.models_to_load"
@@ -26,18 +27,7 @@ def _run(*arguments: str) -> Result:
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    fields = {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "dtype": "bfloat16",
-    }
-    (tmp_path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
-    return tmp_path / "config.json"
+    return write_config(tmp_path, dtype="bfloat16")
 
 
 def test_plan_of_a_callable() -> None:

@@ -40,9 +40,8 @@ def test_golden_boolean_index() -> None:
         "%4 = aten.reshape(%3, [3, 1]) : bool[3, 1]",
         "%5 = aten.where.ScalarOther(%4, %0, 0) : f64[3, 2]",
         "%6 = aten.tanh(%5) : f64[3, 2]",
-        "%7 = aten.reshape(%3, [3, 1]) : bool[3, 1]",
-        "%8 = aten.where.self(%7, %6, %1) : f64[3, 2]",
-        "output(%8)",
+        "%7 = aten.where.self(%4, %6, %1) : f64[3, 2]",
+        "output(%7)",
     ]
 
 
@@ -62,15 +61,12 @@ def test_golden_places_of_tokens_and_slots() -> None:
         "%7 = aten.unsqueeze(%1, 2) : f64[3, 4, 1]",
         "%8 = aten.reshape(%2, [3, 4, 1]) : bool[3, 4, 1]",
         "%9 = aten.where.ScalarOther(%8, %7, 0) : f64[3, 4, 1]",
-        "%10 = aten.reshape(%2, [3, 4, 1]) : bool[3, 4, 1]",
-        "%11 = aten.where.ScalarOther(%10, %9, 0) : f64[3, 4, 1]",
-        "%12 = aten.sum.dim_IntList(%11, [1]) : f64[3, 1]",
-        "%13 = aten.mul.Tensor(%12, %6) : f64[3, 2]",
-        "%14 = aten.any.dims(%2, [1]) : bool[3]",
-        "%15 = aten.reshape(%14, [3, 1]) : bool[3, 1]",
-        "%16 = aten.where.ScalarOther(%15, %13, 0) : f64[3, 2]",
-        "%17 = aten.add.Tensor(%0, %16) : f64[3, 2]",
-        "output(%17)",
+        "%10 = aten.where.ScalarOther(%8, %9, 0) : f64[3, 4, 1]",
+        "%11 = aten.sum.dim_IntList(%10, [1]) : f64[3, 1]",
+        "%12 = aten.mul.Tensor(%11, %6) : f64[3, 2]",
+        "%13 = aten.where.ScalarOther(%4, %12, 0) : f64[3, 2]",
+        "%14 = aten.add.Tensor(%0, %13) : f64[3, 2]",
+        "output(%14)",
     ]
 
 
@@ -93,22 +89,17 @@ def test_golden_of_each_token_one_slot() -> None:
         "%7 = aten.any.dims(%5, [1]) : bool[3]",
         "%8 = aten.reshape(%7, [3, 1]) : bool[3, 1]",
         "%9 = aten.where.ScalarOther(%8, %6, 0) : f64[3, 2]",
-        "%10 = aten.any.dims(%5, [1]) : bool[3]",
-        "%11 = aten.reshape(%10, [3, 1]) : bool[3, 1]",
-        "%12 = aten.where.ScalarOther(%11, %6, 0) : f64[3, 2]",
-        "%13 = aten.tanh(%12) : f64[3, 2]",
-        "%14 = aten.unsqueeze(%3, 2) : f64[3, 2, 1]",
-        "%15 = aten.reshape(%5, [3, 2, 1]) : bool[3, 2, 1]",
-        "%16 = aten.where.ScalarOther(%15, %14, 0) : f64[3, 2, 1]",
-        "%17 = aten.any.dims(%5, [1]) : bool[3]",
-        "%18 = aten.reshape(%17, [3, 1]) : bool[3, 1]",
-        "%19 = aten.reshape(%5, [3, 2, 1]) : bool[3, 2, 1]",
-        "%20 = aten.where.ScalarOther(%19, %16, 0) : f64[3, 2, 1]",
-        "%21 = aten.sum.dim_IntList(%20, [1]) : f64[3, 1]",
-        "%22 = aten.mul.Tensor(%13, %21) : f64[3, 2]",
-        "%23 = aten.add.Tensor(%9, %22) : f64[3, 2]",
-        "%24 = aten.where.self(%18, %23, %6) : f64[3, 2]",
-        "output(%24)",
+        "%10 = aten.where.ScalarOther(%8, %6, 0) : f64[3, 2]",
+        "%11 = aten.tanh(%10) : f64[3, 2]",
+        "%12 = aten.unsqueeze(%3, 2) : f64[3, 2, 1]",
+        "%13 = aten.reshape(%5, [3, 2, 1]) : bool[3, 2, 1]",
+        "%14 = aten.where.ScalarOther(%13, %12, 0) : f64[3, 2, 1]",
+        "%15 = aten.where.ScalarOther(%13, %14, 0) : f64[3, 2, 1]",
+        "%16 = aten.sum.dim_IntList(%15, [1]) : f64[3, 1]",
+        "%17 = aten.mul.Tensor(%11, %16) : f64[3, 2]",
+        "%18 = aten.add.Tensor(%9, %17) : f64[3, 2]",
+        "%19 = aten.where.self(%8, %18, %6) : f64[3, 2]",
+        "output(%19)",
     ]
 
 
@@ -133,11 +124,10 @@ def test_golden_places_that_are_computed() -> None:
         "%12 = aten.expand(%6, [12]) : i64[12]",
         "%13 = aten.where.ScalarOther(%3, %12, 0) : i64[12]",
         "%14 = aten.reshape(%13, [12]) : i64[12]",
-        "%15 = aten.reshape(%3, [12, 1]) : bool[12, 1]",
-        "%16 = aten.where.ScalarOther(%15, %11, 0) : f64[12, 2]",
-        "%17 = aten.reshape(%16, [12, 2]) : f64[12, 2]",
-        "%18 = aten.index_add(%5, 0, %14, %17) : f64[3, 2]",
-        "output(%18)",
+        "%15 = aten.where.ScalarOther(%10, %11, 0) : f64[12, 2]",
+        "%16 = aten.reshape(%15, [12, 2]) : f64[12, 2]",
+        "%17 = aten.index_add(%5, 0, %14, %16) : f64[3, 2]",
+        "output(%17)",
     ]
 
 

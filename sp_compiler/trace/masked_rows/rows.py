@@ -69,6 +69,7 @@ class RowValues:
         self.graph = graph
         self.node: Node
         self.rows: dict[Node, Rows] = {}
+        self._hits: dict[tuple[object, ...], Node] = {}
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         """Insert a call, whose value is left out."""
@@ -111,13 +112,24 @@ class RowValues:
 
     def hit(self, mask: Node, axes: tuple[int, ...], right: int) -> Node:
         """Where the mask chooses anything, with the dims of ``axes`` and ``right`` of size 1."""
-        others = [axis for axis in range(len(shape_of(mask))) if axis not in axes]
-        is_bool = mask.meta["val"].dtype is torch.bool
-        hit = mask if is_bool else self.call(_aten.ne.Scalar, mask, 0)
-        if others:
-            hit = self.call(_aten.any.dims, hit, others)
-        sizes = [shape_of(mask)[axis] for axis in axes]
-        return hit if not right else self.call(_aten.reshape.default, hit, [*sizes, *[1] * right])
+        # Each call of a module makes its own: one that another layer made would be an input that
+        # this layer has and that one has not, and equal layers would compile as different blocks.
+        module_call = str(self.node.meta.get("nn_module_stack"))
+        key = module_call, mask, axes, right
+        if key in self._hits:
+            return self._hits[key]
+        if right:
+            sizes = [shape_of(mask)[axis] for axis in axes]
+            hit = self.hit(mask, axes, 0)
+            hit = self.call(_aten.reshape.default, hit, [*sizes, *[1] * right])
+        else:
+            others = [axis for axis in range(len(shape_of(mask))) if axis not in axes]
+            is_bool = mask.meta["val"].dtype is torch.bool
+            hit = mask if is_bool else self.call(_aten.ne.Scalar, mask, 0)
+            if others:
+                hit = self.call(_aten.any.dims, hit, others)
+        self._hits[key] = hit
+        return hit
 
     def left(self, value: Node, right: int) -> Node:
         """The rows of all, with zeros where the mask does not choose them."""

@@ -83,6 +83,7 @@ def test_no_size_of_the_example_is_in_the_text(name: str) -> None:
         assert "s" in str(plan.explain(next(iter(programs[0].param_placements))))
 
 
+@pytest.mark.slow
 def test_given_attention_masks() -> None:
     def padded(batch: int, seq: int) -> dict[str, Any]:
         kwargs = zoo.inputs("llama", batch, seq)

@@ -46,7 +46,7 @@ def test_without_hints_the_pairs_are_column_and_row() -> None:
     assert (found[UP.format(0)], found[DOWN.format(0)]) == ("S(0)", "S(1)")
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "hints",
     [

@@ -62,6 +62,7 @@ def _adapters(folder: Path, tp: int) -> None:
             getattr(module.base_model, name)
 
 
+@pytest.mark.slow
 def test_adapters_of_one_rank(tmp_path: Path) -> None:
     _adapters(tmp_path, 1)
 

@@ -35,7 +35,9 @@ def _prove(model: nn.Module, kwargs: dict[str, Any], open_dims: bool = False) ->
     assert compiled.unsharded is None
 
 
-@pytest.mark.parametrize(("open_dims", "device"), [(False, "cpu"), (True, "meta")])
+@pytest.mark.parametrize(
+    ("open_dims", "device"), [(False, "cpu"), pytest.param(True, "meta", marks=pytest.mark.slow)]
+)
 def test_right_programs_pass(open_dims: bool, device: str) -> None:
     model = _model().to(device).bfloat16()
     _prove(model, zoo.inputs("plain"), open_dims)

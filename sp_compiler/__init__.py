@@ -17,6 +17,7 @@ from sp_compiler.base.errors import (
 from sp_compiler.base.pass_report import PassReport
 from sp_compiler.graph_diff.diff import GraphDiff, diff
 from sp_compiler.grid.gradient_norm import clip_grad_norm_
+from sp_compiler.grid_plan.data import GridPlan
 from sp_compiler.ir.hints import forbid
 from sp_compiler.pipeline_parallel.pipeline_module import PipelineModule
 from sp_compiler.planning.plan import Plan
@@ -29,6 +30,7 @@ __all__ = [
     "ArgumentError",
     "CaptureError",
     "GraphDiff",
+    "GridPlan",
     "NotCompiledError",
     "PassError",
     "PassReport",

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Literal, Unpack
+from typing import Any, Literal, Unpack, overload
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,6 +16,12 @@ from sp_compiler.base.placement import Placement
 from sp_compiler.base.units import parse_bytes
 from sp_compiler.compiler import Kept, build
 from sp_compiler.grid.data_parallel import checked_options, refuse_scalars
+from sp_compiler.grid_plan.build import grid_plan
+from sp_compiler.grid_plan.chain import Chain
+from sp_compiler.grid_plan.data import GridPlan
+from sp_compiler.grid_plan.options import GPUS_PER_NODE, GridOptions
+from sp_compiler.grid_plan.sizes import GridSizes, Mesh
+from sp_compiler.grid_plan.stage_plan import STATE_BYTES
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.hints import parameters_of, wishes_of
 from sp_compiler.module.distributed_module import DistributedModule
@@ -243,10 +249,44 @@ class _Builder:
         return compiled
 
 
-@with_options
+@overload
 def plan(
-    model: nn.Module, example_inputs: ExampleInputs, tp: int = 8, **options: Unpack[Options]
-) -> Plan:
+    model: nn.Module,
+    example_inputs: ExampleInputs,
+    tp: int = 8,
+    **options: Unpack[Options],
+) -> Plan: ...
+
+
+@overload
+def plan(
+    model: nn.Module,
+    example_inputs: ExampleInputs,
+    *,
+    mesh: Mesh,
+    microbatches: int,
+    schedule: str = "1f1b",
+    stages_per_rank: int | None = None,
+    bytes_per_parameter: float = STATE_BYTES,
+    gpus_per_node: int = GPUS_PER_NODE,
+    **options: Unpack[Options],
+) -> GridPlan: ...
+
+
+@with_options
+def plan(  # noqa: PLR0913 - all by keyword, each described below
+    model: nn.Module,
+    example_inputs: ExampleInputs,
+    tp: int | None = None,
+    *,
+    mesh: Mesh | None = None,
+    microbatches: int | None = None,
+    schedule: str = "1f1b",
+    stages_per_rank: int | None = None,
+    bytes_per_parameter: float = STATE_BYTES,
+    gpus_per_node: int = GPUS_PER_NODE,
+    **options: Unpack[Options],
+) -> Plan | GridPlan:
     """The memory, communication and time of one step of :func:`sp_compiler.compile`'s module.
 
     Runs in one process on shapes alone: nothing is computed, no process group is needed or touched,
@@ -257,24 +297,67 @@ def plan(
     ...     model = GPT2LMHeadModel(config).bfloat16()
     >>> print(sp_compiler.plan(model, ((), {"input_ids": ids, "labels": ids}), tp=8))
 
+    With ``mesh`` it is the plan of a step of :func:`pipeline`'s module, and of FSDP2, on that grid:
+
+    >>> plan = sp_compiler.plan(model, inputs, mesh="8x35x8", microbatches=280)
+    >>> print(plan)  # every stage's memory, the traffic over every axis
+
     Args:
         model: in the mode (train or eval, autocast) to plan for.
-        example_inputs: (args, kwargs); of tensors only shape and type matter.
-        tp: number of tensor-parallel ranks.
+        example_inputs: (args, kwargs); of tensors only shape and type matter. With ``mesh`` one
+            microbatch of one rank of the data axes.
+        tp: number of tensor-parallel ranks, 8 if neither it nor ``mesh`` is given.
+        mesh: instead of ``tp``: sizes by the axes "tp", "pp", "dp_shard" and "dp_replicate", as a
+            dict, as ``"tp=8,pp=4,dp_shard=16"``, as ``"8x35x8"`` for tp x pp x dp_replicate, or of
+            a ``DeviceMesh``.
+        microbatches: of a step, on each rank of the data axes; needed with ``mesh``.
+        schedule: of the stages, as :func:`pipeline`.
+        stages_per_rank: as :func:`pipeline`.
+        bytes_per_parameter: of a trained one with its gradient and optimizer state: 18 for Adam in
+            mixed precision with gradients in 32 bits, 16 for everything in float32, 20 where a
+            gradient in 16 bits is kept beside the sum in 32 (arXiv 2201.11990, section 2.1).
+        gpus_per_node: axes that reach beyond a node use the network between nodes.
+
+    Returns:
+        A :class:`Plan`, with ``mesh`` a :class:`GridPlan`.
 
     Raises:
-        ArgumentError: an argument outside what is allowed, a budget that is too small.
+        ArgumentError: an argument outside what is allowed, a budget that is too small; with stages
+            a model that returns no loss, or fewer layers than stages.
         UnsupportedError: an option of a later version, hooks inside the model, or with ``strict`` a
             costly part that is replicated.
         CaptureError: the model has control flow that depends on parameters or activations.
         PassError: one of ``passes`` broke the graph.
     """
+    if mesh is not None and (tp is not None or microbatches is None):
+        raise ArgumentError(
+            f"mesh={mesh!r} with tp={tp!r}, microbatches={microbatches!r}: a grid takes "
+            "microbatches=, and its size of tp from mesh"
+        )
+    if mesh is None and microbatches is not None:
+        raise ArgumentError(
+            f'microbatches={microbatches!r} without mesh=: give sizes by axis, such as "8x4x2"'
+        )
     args, kwargs = checked_inputs(model, example_inputs)
-    checked = CompileOptions.of(tp, options)
-    wishes_of(checked.hints, parameters_of(model))  # raises before the model is captured
-    result = build(model, args, kwargs, checked, keep="nothing").plan
+    grid = GridSizes(8 if tp is None else tp) if mesh is None else GridSizes.of(mesh)
+    checked = CompileOptions.of(grid.tp, options)
+    on_grid = None
+    if microbatches is not None:  # raises before the model is captured
+        on_grid = GridOptions(
+            grid, microbatches, schedule, stages_per_rank, bytes_per_parameter, gpus_per_node
+        )
+        checked = replace(
+            checked,
+            tables_apart=grid.pp > 1,
+            split_backward=on_grid.stages()[0].delays_weights,
+        )
+    wishes_of(checked.hints, parameters_of(model))
+    compiled = build(model, args, kwargs, checked, keep="nothing")
     # CompiledProgram stands before Plan in the order of the folders, and so cannot name its type.
-    assert isinstance(result, Plan)
+    assert isinstance(compiled.plan, Plan)
     if checked.strict:
-        refuse_costly(result.costly_fallbacks, tp)
-    return result
+        refuse_costly(compiled.plan.costly_fallbacks, grid.tp)
+    if on_grid is None:
+        return compiled.plan
+    chain = Chain.of(compiled, compiled.plan) if grid.pp > 1 else Chain.uncut(compiled.plan)
+    return grid_plan(compiled.plan, chain, on_grid)

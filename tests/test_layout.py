@@ -40,6 +40,7 @@ LAYERS = (
     "grid",
     "module",
     "pipeline_parallel",
+    "grid_plan",
     "torch_compile",
     "api",
     "command_line",

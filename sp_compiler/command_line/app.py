@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -28,9 +28,12 @@ from sp_compiler.command_line.request import (
 from sp_compiler.compiler import build
 from sp_compiler.graph_diff.diff import diff as graph_diff
 from sp_compiler.graph_diff.report import GraphDiff
+from sp_compiler.grid_plan.data import GridPlan
+from sp_compiler.grid_plan.sizes import GridSizes
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.snapshot import Stages
 from sp_compiler.options import CompileOptions
+from sp_compiler.planning.plan import Plan
 from sp_compiler.verification.verify import verify as verify_model
 
 app = typer.Typer(
@@ -46,6 +49,8 @@ _PLAN_HELP = """Memory, communication and time of one step, without running anyt
 Examples:
 
 - `sp-compiler plan --preset mt-nlg-530b --tp 8 --pp 35`
+
+- `sp-compiler plan --preset llama-3-405b --mesh tp=8,pp=16,dp_shard=64 --microbatches 32`
 
 - `sp-compiler plan my_package.models:make --tp 4 -o recompute=full`
 
@@ -87,42 +92,63 @@ _DOCTOR_HELP = """Versions, devices, links, process group, and whether a small m
 def plan(
     request: Request,
     *,
-    pp: Annotated[int | None, typer.Option(min=1, help="Pipeline stages.")] = None,
+    mesh: Annotated[
+        str | None,
+        typer.Option(help="Ranks by axis: tp=8,pp=4,dp_shard=16, or 8x4x2 (tp, pp, dp_replicate)."),
+    ] = None,
+    pp: Annotated[int | None, typer.Option(min=1, help="Pipeline stages, without --mesh.")] = None,
     microbatches: Annotated[int | None, typer.Option(min=1, help="Of one step.")] = None,
+    schedule: Annotated[str, typer.Option(help="Of the stages, as of pipeline().")] = "1f1b",
+    stages_per_rank: Annotated[int | None, typer.Option(min=1, help="If interleaved.")] = None,
     fits: Annotated[
         str | None, typer.Option(help="Exit with 1 if a device needs more, such as 80GiB.")
     ] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page as well.")] = None,
 ) -> None:
+    if mesh is not None and (pp is not None or request.tp is not None):
+        raise ArgumentError(f"--mesh {mesh} has the sizes of --tp and --pp: leave these out")
     limit = None if fits is None else parse_bytes("--fits", fits)
     check_writable("--html", html)
     loaded = request.load()
-    stages = pp or loaded.pp
-    if html is not None and stages > 1:
+    sizes = GridSizes(request.ranks(loaded), pp or loaded.pp)
+    grid = sizes if mesh is None else GridSizes.of(mesh)
+    on_grid = mesh is not None or grid.pp > 1
+    if html is not None and on_grid:
         # The page shows one step of all layers: its bytes would be no stage's.
         raise ArgumentError(
-            f"--html shows a model without a pipeline, and this one has {stages} stages: give "
-            "--pp 1, or leave out --html"
+            f"--html shows a model without a pipeline, and this one is planned on {grid}: give "
+            "--pp 1 and no --mesh, or leave out --html"
         )
+    result: Plan | GridPlan
     with progress("planning"):
-        result = make_plan(
-            loaded.model, loaded.example_inputs, tp=request.ranks(loaded), **request.options
-        )
-        pipeline = (
-            result.pipeline(stages, microbatches or max(stages, loaded.microbatches))
-            if stages > 1
-            else None
-        )
-    if html is not None:
+        if on_grid:
+            result = make_plan(
+                loaded.model,
+                loaded.example_inputs,
+                mesh=vars(grid),
+                microbatches=microbatches or max(grid.pp, loaded.microbatches // grid.data),
+                schedule=schedule,
+                stages_per_rank=stages_per_rank,
+                **request.options,
+            )
+        else:
+            result = make_plan(loaded.model, loaded.example_inputs, tp=grid.tp, **request.options)
+    if html is not None and isinstance(result, Plan):
         result.to_html(html)
     if request.json:
-        stages_data = None if pipeline is None else pipeline.to_dict()
-        typer.echo(json.dumps({**result.to_dict(), "pipeline": stages_data}, indent=2))
+        typer.echo(json.dumps(_plan_data(result), indent=2))
     else:
-        typer.echo(str(result) if pipeline is None else memory_text(result, pipeline))
-    needed = result.total_bytes if pipeline is None else pipeline.total_bytes
-    if limit is not None and needed > limit:
-        raise Refused(f"needs {bytes_text(needed)}, more than {bytes_text(limit)}")
+        typer.echo(str(result) if isinstance(result, Plan) else memory_text(result))
+    if limit is not None and result.total_bytes > limit:
+        raise Refused(f"needs {bytes_text(result.total_bytes)}, more than {bytes_text(limit)}")
+
+
+def _plan_data(result: Plan | GridPlan) -> dict[str, Any]:
+    if isinstance(result, Plan):
+        return {**result.to_dict(), "grid": None}
+    data = result.to_dict()
+    plan_data = data.pop("microbatch")
+    return {**plan_data, "grid": data}
 
 
 @app.command(help=_DIFF_HELP)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sp_compiler.base.units import bytes_text
-from sp_compiler.planning.pipeline_parallel import STATE_BYTES, PipelinePlan, StagePlan
+from sp_compiler.grid_plan.data import GridPlan
+from sp_compiler.grid_plan.stage_plan import STATE_BYTES, StagePlan
 from sp_compiler.planning.plan import Plan
 from sp_compiler.planning.table_text import table
 
@@ -19,24 +20,26 @@ _STATE = (
 _LARGEST = 8
 
 
-def memory_text(plan: Plan, pipeline: PipelinePlan) -> str:
+def memory_text(grid_plan: GridPlan) -> str:
     """The stages, then the parts of the fullest one, down to the tensors of a layer."""
-    number, stage = max(enumerate(pipeline.stages), key=lambda each: each[1].total_bytes)
-    head = (
-        f"{plan.model_name} on {plan.tp} tensor-parallel ranks, recompute="
-        f"{plan.options['recompute']}, one microbatch {bytes_text(plan.activation_bytes)} "
-        "of activations if it ran alone"
+    plan, stages = grid_plan.microbatch, grid_plan.stages
+    number, stage = max(enumerate(stages), key=lambda each: each[1].total_bytes)
+    alone = (
+        f"One microbatch keeps {bytes_text(plan.activation_bytes)} if all layers are on one rank"
     )
-    parts = table(_parts(stage))
+    parts = table(_parts(stage, grid_plan.grid.dp_shard))
     title = f"Stage {number}, the fullest: {bytes_text(stage.total_bytes)} per device"
-    return "\n\n".join([head, str(pipeline), f"{title}\n{parts}", *_blocks(plan, stage)])
+    return "\n\n".join([str(grid_plan), alone, f"{title}\n{parts}", *_blocks(plan, stage)])
 
 
-def _parts(stage: StagePlan) -> Iterator[tuple[str, str, str]]:
+def _parts(stage: StagePlan, dp_shard: int) -> Iterator[tuple[str, str, str]]:
     assert sum(num_bytes for _, num_bytes in _STATE) == STATE_BYTES
+    sharded = f" / {dp_shard}" if dp_shard > 1 else ""
     for name, num_bytes in _STATE:
-        size = bytes_text(stage.parameters * num_bytes)
-        yield name, size, f"{num_bytes} B x {stage.parameters:,} parameters"
+        size = bytes_text(stage.parameters * num_bytes / dp_shard)
+        yield name, size, f"{num_bytes} B x {stage.parameters:,} parameters{sharded}"
+    if stage.gathered_bytes:
+        yield "gathered", bytes_text(stage.gathered_bytes), "what FSDP2 holds unsharded beside them"
     chunks = "" if len(stage.chunks) == 1 else f" of {len(stage.chunks)} chunks"
     yield (
         "activations",

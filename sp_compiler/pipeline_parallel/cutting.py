@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.units import bytes_text
-from sp_compiler.planning.data import CallPlan, ParameterSize
+from sp_compiler.planning.data import ADAMW_BYTES, CallPlan, ParameterSize
 from sp_compiler.solve.pipeline_cut import fastest_cut, least_largest
 
-_OPTIMIZER_BYTES = 8
-"""AdamW's two moments in float32, per parameter."""
+
+def adamw_bytes(size: ParameterSize) -> float:
+    """Bytes of a parameter, its gradient in the same dtype and AdamW's moments in float32."""
+    return 2 * size.num_bytes + ADAMW_BYTES * size.numel if size.trained else size.num_bytes
 
 
 def ends_of(
@@ -19,6 +22,7 @@ def ends_of(
     sizes: Mapping[str, ParameterSize],
     in_flight: Sequence[int],
     memory_bytes: int | None,
+    state_bytes: Callable[[ParameterSize], float] = adamw_bytes,
 ) -> list[int]:
     """Return where each stage ends in ``calls``.
 
@@ -27,6 +31,7 @@ def ends_of(
         sizes: of the parameters, on one rank.
         in_flight: for each stage the most microbatches that it keeps activations of.
         memory_bytes: what a stage may take; ``None`` for no limit.
+        state_bytes: of a parameter with its gradient and optimizer state.
 
     Raises:
         ArgumentError: fewer layers than stages, or no cut whose stages have room.
@@ -38,17 +43,19 @@ def ends_of(
             "ranks on the axis 'pp', or fewer stages_per_rank"
         )
 
-    def num_bytes(stage: int, start: int, stop: int) -> float:
+    # Of each part, whichever stage it is: the search asks for it once per stage.
+    @cache
+    def part_bytes(start: int, stop: int) -> tuple[float, int] | None:
         part = calls[start:stop]
         used = [sizes[name] for name in {name for call in part for name in call.parameters}]
         if not used:  # an optimizer takes no empty list of parameters
-            return math.inf
-        state = sum(
-            2 * size.num_bytes + _OPTIMIZER_BYTES * size.numel if size.trained else size.num_bytes
-            for size in used
-        )
+            return None
         kept = sum(dict(pair for call in part for pair in call.kept).values())
-        return state + in_flight[stage] * kept + max(call.working_bytes for call in part)
+        return sum(map(state_bytes, used)) + max(call.working_bytes for call in part), kept
+
+    def num_bytes(stage: int, start: int, stop: int) -> float:
+        parts = part_bytes(start, stop)
+        return math.inf if parts is None else parts[0] + in_flight[stage] * parts[1]
 
     def limits(stage: int, start: int, stop: int) -> float:
         room = math.inf if memory_bytes is None else memory_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -15,8 +15,28 @@ from torch.torch_version import TorchVersion
 
 from sp_compiler.base.errors import ArgumentError, UnsupportedError
 
-_FORWARD = _ComputationType.FORWARD
-_BACKWARDS = (_ComputationType.FULL_BACKWARD, _ComputationType.BACKWARD_WEIGHT)
+FORWARD = _ComputationType.FORWARD
+FULL_BACKWARD = _ComputationType.FULL_BACKWARD
+BACKWARD_WEIGHTS = _ComputationType.BACKWARD_WEIGHT
+BACKWARD_INPUTS = _ComputationType.BACKWARD_INPUT
+
+
+class Action(NamedTuple):
+    """What a rank runs at once: one direction of one stage for one microbatch."""
+
+    kind: _ComputationType
+    stage: int
+    microbatch: int
+
+    @property
+    def starts(self) -> bool:
+        """Tell whether activations of the microbatch are kept from here on."""
+        return self.kind is FORWARD
+
+    @property
+    def ends(self) -> bool:
+        """Tell whether nothing of the microbatch is kept behind it."""
+        return self.kind in (FULL_BACKWARD, BACKWARD_WEIGHTS)
 
 
 @dataclass(frozen=True)
@@ -55,15 +75,12 @@ class Schedule:
             scale_grads=False,
         )
 
-    def in_flight(self, num_ranks: int, stages_per_rank: int, microbatches: int) -> list[int]:
-        """Return for each stage the most microbatches that it holds activations of."""
-        num_stages = num_ranks * stages_per_rank
+    def orders(self, num_ranks: int, stages_per_rank: int, microbatches: int) -> list[list[Action]]:
+        """Return what each rank runs, one after the other."""
         if self.is_single:
-            ahead = [
-                microbatches if self.name == "gpipe" else num_ranks - s for s in range(num_stages)
-            ]
-            return [min(microbatches, count) for count in ahead]
-        # Of torch's own table of actions, which needs stages only to know where it is.
+            return [self._single_order(rank, num_ranks, microbatches) for rank in range(num_ranks)]
+        num_stages = num_ranks * stages_per_rank
+        # Torch's own table of actions, which needs stages only to know where it is.
         stubs = [
             SimpleNamespace(
                 num_stages=num_stages,
@@ -76,12 +93,31 @@ class Schedule:
             if self.rank_of(stage, num_ranks) == 0
         ]
         table = getattr(torch_schedules, self.class_name)(stubs, microbatches).pipeline_order
-        most, now = [0] * num_stages, [0] * num_stages
-        for actions in table.values():
-            for action in _flat(actions):
-                now[action.stage_index] += action.computation_type is _FORWARD
-                most[action.stage_index] = max(most[action.stage_index], now[action.stage_index])
-                now[action.stage_index] -= action.computation_type in _BACKWARDS
+        return [
+            [
+                Action(each.computation_type, each.stage_index, cast(int, each.microbatch_index))
+                for each in _flat(table[rank])
+            ]
+            for rank in range(num_ranks)
+        ]
+
+    def _single_order(self, rank: int, num_ranks: int, microbatches: int) -> list[Action]:
+        """As torch's schedules of one stage do, which make no table."""
+        ahead = min(microbatches, microbatches if self.name == "gpipe" else num_ranks - rank)
+        order = [Action(FORWARD, rank, number) for number in range(ahead)]
+        for number in range(microbatches):
+            order.append(Action(FULL_BACKWARD, rank, number))
+            if number + ahead < microbatches:
+                order.append(Action(FORWARD, rank, number + ahead))
+        return order
+
+    def in_flight(self, num_ranks: int, stages_per_rank: int, microbatches: int) -> list[int]:
+        """Return for each stage the most microbatches that it holds activations of."""
+        most, now = [0] * (num_ranks * stages_per_rank), [0] * (num_ranks * stages_per_rank)
+        for order in self.orders(num_ranks, stages_per_rank, microbatches):
+            for action in order:
+                now[action.stage] += action.starts - action.ends
+                most[action.stage] = max(most[action.stage], now[action.stage])
         return most
 
 
@@ -146,7 +182,7 @@ def forward_only(stages: Sequence[Any], rank_of: Callable[[int], int], microbatc
     num_ranks, num_stages = stages[0].group_size, stages[0].num_stages
     table = {
         rank: [
-            _Action(stage, _FORWARD, number)
+            _Action(stage, FORWARD, number)
             for stage in range(num_stages)
             if rank_of(stage) == rank
             for number in range(microbatches)

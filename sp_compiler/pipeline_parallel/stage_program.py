@@ -95,7 +95,7 @@ def stages_of(
     starts = [0, *ends[:-1]]
     parts = [list(chain[start:end]) for start, end in zip(starts, ends, strict=True)]
     stage_of = {index: stage for stage, part in enumerate(parts) for index in part}
-    received = _crossing(compiled.program, loss, stage_of, len(parts))
+    received = crossing(compiled.program, loss, stage_of, len(parts))
     _refuse_shared_buffers(compiled.program, stage_of)
     return [
         _stage(compiled, part, received[stage], received[stage + 1], loss)
@@ -103,10 +103,14 @@ def stages_of(
     ]
 
 
-def _crossing(
+def crossing(
     program: Program, loss: Ref, stage_of: dict[int, int], num_stages: int
 ) -> list[list[Ref]]:
-    """For each stage what it receives; one entry more, empty, for what the last one sends."""
+    """Return what each stage receives; one entry more, empty, for what the last one sends.
+
+    Args:
+        stage_of: by number of each call that is cut; tables are in none.
+    """
     received: list[set[Ref]] = [set() for _ in range(num_stages + 1)]
     uses = [(ref, stage_of[i]) for i in stage_of for ref in program.calls[i].args]
     for ref, user in [*uses, (loss, num_stages - 1)]:
@@ -154,14 +158,15 @@ def _stage(
         num_inputs,
         tuple(received),
         tuple(sent),
-        tuple(_like(compiled, ref) for ref in received),
-        tuple(_like(compiled, ref) for ref in sent or [loss]),
+        tuple(sent_like(compiled, ref) for ref in received),
+        tuple(sent_like(compiled, ref) for ref in sent or [loss]),
         frozenset(compiled.param_name(ref.name) for ref in args if ref.kind == "param"),
         frozenset(ref.name for ref in args if ref.kind == "buffer") | frozenset(written),
     )
 
 
-def _like(compiled: CompiledProgram, ref: Ref) -> Tensor:
+def sent_like(compiled: CompiledProgram, ref: Ref) -> Tensor:
+    """Return a tensor of the meta device like one rank's part of ``ref``."""
     region = compiled.program.calls[ref.index].region
     value = region.outputs[ref.output].meta["val"]
     like = torch.empty(tuple(map(int, value.shape)), dtype=value.dtype, device="meta")

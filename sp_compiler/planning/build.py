@@ -95,7 +95,7 @@ def _block(compiled: CompiledProgram, region: Region, kept: Sequence[KeptStorage
     parts = compiled.regions[region.name].partitioned
     gathered = _gathered_again(parts)
     names = compiled.value_names.get(region.name, {})
-    work = _work(parts.forward, compiled.world_size)
+    forward_work = work = _work(parts.forward, compiled.world_size)
     backward: tuple[Collective, ...] = ()
     if parts.step_backward is not None:
         work += _work(parts.step_backward, compiled.world_size)
@@ -107,6 +107,7 @@ def _block(compiled: CompiledProgram, region: Region, kept: Sequence[KeptStorage
         forward=_collectives(parts.forward),
         backward=backward,
         work=work,
+        forward_us=forward_work.step_us,
     )
 
 
@@ -197,7 +198,7 @@ def _work(graph: Graph, world_size: int) -> Work:
 def _calls(
     compiled: CompiledProgram, memory: StepMemory, blocks: Sequence[BlockPlan]
 ) -> Iterable[CallPlan]:
-    times = {block.name: block.work.step_us for block in blocks}
+    block_of = {block.name: block for block in blocks}
     numbers: dict[Storage, int] = {}
     kept: dict[int, dict[int, int]] = {}
     for item in memory.kept:
@@ -224,7 +225,8 @@ def _calls(
             parameters=tuple(dict.fromkeys(names)),
             kept=tuple(kept.get(index, {}).items()),
             working_bytes=working_bytes(call.region.name, own_parameters[index]),
-            step_us=times[call.region.name],
+            step_us=block_of[call.region.name].work.step_us,
+            forward_us=block_of[call.region.name].forward_us,
         )
 
 

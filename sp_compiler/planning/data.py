@@ -103,6 +103,7 @@ class BlockPlan:
         forward: collectives of the forward, one entry per kind.
         backward: of the backward, gathers that are repeated included.
         work: of forward and backward.
+        forward_us: estimated time of the forward, a part of ``work.step_us``.
     """
 
     name: str
@@ -111,6 +112,7 @@ class BlockPlan:
     forward: tuple[Collective, ...]
     backward: tuple[Collective, ...]
     work: Work
+    forward_us: float
 
     @property
     def num_calls(self) -> int:
@@ -145,6 +147,7 @@ class CallPlan:
             same storage name the same number.
         working_bytes: the most that its forward or its backward makes beside what is kept.
         step_us: estimated time of forward and backward.
+        forward_us: the forward's part of it.
     """
 
     block: str
@@ -153,6 +156,7 @@ class CallPlan:
     kept: tuple[tuple[int, int], ...]
     working_bytes: int
     step_us: float
+    forward_us: float
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from typing import Any
 from sp_compiler.base.errors import NotCompiledError
 from sp_compiler.planning.data import PlanData
 from sp_compiler.planning.html import page
-from sp_compiler.planning.pipeline_parallel import STATE_BYTES, PipelinePlan, pipeline
 from sp_compiler.planning.placement_explanation import Explanation
 from sp_compiler.planning.report import report
 
@@ -39,36 +38,6 @@ class Plan(PlanData):
                 "explain: this plan was copied from another process; ask sp_compiler.plan(...) here"
             )
         return self.explainer(name)
-
-    def pipeline(
-        self,
-        stages: int,
-        microbatches: int,
-        *,
-        chunks: int = 1,
-        bytes_per_parameter: float = STATE_BYTES,
-    ) -> PipelinePlan:
-        """Return what every stage of a pipeline holds, with this plan's input as one microbatch.
-
-        Args:
-            stages: number of pipeline stages, whose numbers of layers differ by one at most.
-            microbatches: of one step.
-            chunks: of layers on every stage; above 1 the schedule is the interleaved one.
-            bytes_per_parameter: of trained parameters, with gradient and optimizer: 18 for Adam in
-                mixed precision with gradients in 32 bits, 16 for everything in float32.
-
-        Raises:
-            ArgumentError: fewer layers than chunks of all stages, numbers that are not positive, an
-                interleaved schedule of microbatches that are no multiple of the stages.
-        """
-        return pipeline(
-            self.calls,
-            self.parameters,
-            stages,
-            microbatches,
-            chunks=chunks,
-            bytes_per_parameter=bytes_per_parameter,
-        )
 
     def to_html(self, path: str | Path) -> None:
         """Write a page with the step's memory over time and every kept tensor's bytes; it needs no

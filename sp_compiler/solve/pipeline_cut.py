@@ -5,6 +5,7 @@ Exact, by dynamic programming over the calls in front of a cut.
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -27,8 +28,10 @@ def fastest_cut(times_us: Sequence[float], num_stages: int, limits: Cost) -> lis
             the first ones have most in flight.
     """
 
+    until_us = [0.0, *itertools.accumulate(times_us)]
+
     def time_us(stage: int, start: int, stop: int) -> float:
-        return math.fsum(times_us[start:stop]) + limits(stage, start, stop)
+        return until_us[stop] - until_us[start] + limits(stage, start, stop)
 
     slowest = _best(len(times_us), num_stages, time_us, max)
     if slowest is None:

@@ -41,11 +41,11 @@ def test_plan_of_a_configuration_with_a_pipeline(config: Path) -> None:
     sizes = ("--tp", "2", "--pp", "2", "--microbatches", "4", "--sequence", "16")
     result = _run("plan", str(config.parent), *sizes)
     assert result.exit_code == 0, result.output
-    assert "2 pipeline stages of 1 chunk, 4 microbatches" in result.stdout
+    assert "2 pipeline stages, schedule 1f1b, 4 microbatches" in result.stdout
     assert "weights, 16 bits" in result.stdout
     assert "x LlamaDecoderLayer" in result.stdout
     plain = json.loads(_run("plan", str(config), *sizes, "--json").stdout)
-    stages = plain["pipeline"]["stages"]
+    stages = plain["grid"]["stages"]
     assert len(stages) == 2
     for stage in stages:
         assert stage["state_bytes"] == 18 * stage["parameters"]
@@ -124,6 +124,8 @@ def test_doctor_lists_what_is_needed_and_tries_a_model() -> None:
         (["plan", f"{_MODELS}:relu", "--dtype", "int8"], "dtype 'int8'"),
         (["plan", f"{_MODELS}:relu", "--html", "/missing/p.html"], "there is no folder /missing"),
         (["plan", f"{_MODELS}:relu", "--html", "p.html", "--pp", "2"], "without a pipeline"),
+        (["plan", f"{_MODELS}:relu", "--mesh", "2", "--pp", "2"], "--mesh 2 has the sizes of"),
+        (["plan", f"{_MODELS}:relu", "--mesh", "tp=2,cp=2"], "mesh='tp=2,cp=2': expected"),
         (["diff", f"{_MODELS}:relu", "--html", "/missing/d.html"], "there is no folder /missing"),
         (["code", f"{_MODELS}:relu", "--output", "tests"], "--output tests: is a folder"),
         (["diff", f"{_MODELS}:relu", "--before", "begin"], "expected one of capture, export"),

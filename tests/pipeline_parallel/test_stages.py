@@ -82,7 +82,7 @@ def test_a_model_without_loss() -> None:
 
 def _layers(count: int) -> tuple[list[CallPlan], dict[str, ParameterSize]]:
     def call(name: str, path: str, step_us: float) -> CallPlan:
-        return CallPlan("Block", path, (name,), ((hash(name), 10),), 1, step_us)
+        return CallPlan("Block", path, (name,), ((hash(name), 10),), 1, step_us, step_us / 3)
 
     calls = [call(f"w{i}", f"h.{i}", 1.0) for i in range(count)]
     calls = [call("e", "", 0.5), *calls, call("e", "", 2.0)]

@@ -75,7 +75,7 @@ def test_the_plan_lists_it_and_strict_refuses_it() -> None:
     assert "no sharding rule" in str(refused.value)
     assert sp_compiler.plan(Model(), _inputs(), tp=1, strict=True).costly_fallbacks == ()
     with pytest.raises(ArgumentError, match="strict=1"):
-        sp_compiler.plan(Model(), _inputs(), strict=1)  # type: ignore[arg-type]
+        sp_compiler.plan(Model(), _inputs(), strict=1)  # type: ignore[call-overload]
 
 
 def test_parameters_that_no_rank_count_divides() -> None:

@@ -39,7 +39,7 @@ aten = torch.ops.aten
 
 def _plan(name: str, tp: int = 2, p: float = 0.0, **options: object) -> Plan:
     model = zoo.build(name, dropout=p)
-    return plan(model, ((), zoo.inputs(name)), tp=tp, **options)  # type: ignore[arg-type]
+    return plan(model, ((), zoo.inputs(name)), tp=tp, **options)  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize("dropout", ["stored", "regenerate"])
@@ -237,7 +237,7 @@ def test_json_is_the_whole_plan() -> None:
 
 def test_example_inputs_must_be_args_and_kwargs() -> None:
     with pytest.raises(ArgumentError, match=r"\(args, kwargs\)"):
-        plan(zoo.build("plain"), zoo.inputs("plain"))  # type: ignore[arg-type]
+        plan(zoo.build("plain"), zoo.inputs("plain"))  # type: ignore[call-overload]
 
 
 def test_planning_changes_nothing() -> None:

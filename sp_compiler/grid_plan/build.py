@@ -1,0 +1,145 @@
+"""From the plan of one microbatch to that of a step on a grid."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from sp_compiler.cost.node_cost import collectives_us
+from sp_compiler.grid_plan.chain import Chain
+from sp_compiler.grid_plan.data import AxisTraffic, GridPlan
+from sp_compiler.grid_plan.options import GridOptions
+from sp_compiler.grid_plan.sizes import Link, link_of
+from sp_compiler.grid_plan.stage_plan import (
+    StagePlan,
+    gathered_bytes,
+    held_bytes,
+    kept_bytes,
+    state_bytes,
+    used_parameters,
+)
+from sp_compiler.grid_plan.timetable import StageTimes, finish_us, most_kept
+from sp_compiler.grid_plan.traffic import traffic_of
+from sp_compiler.pipeline_parallel.schedules import Action, Schedule
+from sp_compiler.planning.data import CallPlan
+from sp_compiler.planning.plan import Plan
+
+
+def grid_plan(plan: Plan, chain: Chain, options: GridOptions) -> GridPlan:
+    """Plan a step on a grid; see :func:`sp_compiler.plan`.
+
+    Args:
+        plan: of one microbatch on the ranks of "tp".
+        chain: the calls of ``plan`` that are cut into stages.
+
+    Raises:
+        ArgumentError: fewer layers than stages, or no cut within the memory.
+    """
+    grid, microbatches, rank_of = options.grid, options.microbatches, options.rank_of
+    schedule, per_rank = options.stages()
+    ends = chain.ends(
+        schedule.in_flight(grid.pp, per_rank, microbatches),
+        options.memory_bytes,
+        lambda size: held_bytes(size, options.bytes_per_parameter, grid),
+    )
+    parts = [chain.calls[start:end] for start, end in itertools.pairwise([0, *ends])]
+    orders = _orders(schedule, grid.pp, per_rank, microbatches)
+    kept = [kept_bytes(part) for part in parts]
+    calls: list[list[CallPlan]] = []
+    stages: list[StagePlan] = []
+    for rank in range(grid.pp):
+        own = [part for stage, part in enumerate(parts) if rank_of(stage) == rank]
+        calls.append([call for part in own for call in part])
+        in_flight = most_kept(orders[rank], kept)
+        stages.append(_stage(chain, own, in_flight, options))
+    if grid.pp == 1:
+        stages = [_exact(plan, stages[0])]
+    traffic = traffic_of(plan, chain, calls, stages, ends, options)
+    times = _times(chain, ends, parts, rank_of, link_of(grid, "pp", options.gpus_per_node))
+    finish = finish_us(orders, times)
+    # Gradients of replicated parameters are summed over "tp" once per step, by each stage its own.
+    reduction_us = collectives_us(list(plan.gradient_reduction), grid.tp) / grid.pp
+    exposed = [sum(a.exposed_us for a in axes if a.axis.startswith("dp")) for axes in traffic]
+    busiest_us = microbatches * max(stage.microbatch_us for stage in stages)
+    return GridPlan(
+        microbatch=plan,
+        grid=grid,
+        schedule=options.schedule,
+        stages_per_rank=per_rank,
+        microbatches=microbatches,
+        bytes_per_parameter=options.bytes_per_parameter,
+        stages=tuple(stages),
+        traffic=tuple(_largest(traffic)),
+        step_us=max(map(sum, zip(finish, exposed, strict=True))) + reduction_us,
+        # A model of nothing but views takes no time.
+        bubble=max(finish) / busiest_us - 1 if busiest_us else 0.0,
+    )
+
+
+# One schedule serves all settings of a search that have it; a large one takes a second to make.
+@lru_cache(maxsize=16)
+def _orders(
+    schedule: Schedule, num_ranks: int, per_rank: int, microbatches: int
+) -> list[list[Action]]:
+    return schedule.orders(num_ranks, per_rank, microbatches)
+
+
+def _stage(
+    chain: Chain,
+    parts: Sequence[Sequence[CallPlan]],
+    in_flight: tuple[int, int],
+    options: GridOptions,
+) -> StagePlan:
+    calls = [call for part in parts for call in part]
+    used = used_parameters(calls, chain.parameters)
+    per_parameter, grid = options.bytes_per_parameter, options.grid
+    return StagePlan(
+        chunks=tuple(tuple(call.path for call in part) for part in parts),
+        parameters=sum(size.numel for size in used),
+        state_bytes=round(sum(state_bytes(size, per_parameter, grid.dp_shard) for size in used)),
+        gathered_bytes=gathered_bytes(calls, chain.parameters, grid),
+        in_flight=in_flight[0],
+        activation_bytes=in_flight[1],
+        # One call runs at a time: the largest, not the sum.
+        working_bytes=max(call.working_bytes for call in calls),
+        forward_us=sum(call.forward_us for call in calls),
+        backward_us=sum(call.step_us - call.forward_us for call in calls),
+    )
+
+
+def _exact(plan: Plan, stage: StagePlan) -> StagePlan:
+    """Return the only stage with the peak of the full step, which is known."""
+    kept = plan.activation_bytes
+    working_bytes = plan.activation_peak_bytes - kept
+    return replace(stage, activation_bytes=kept, working_bytes=working_bytes)
+
+
+def _times(
+    chain: Chain,
+    ends: Sequence[int],
+    parts: Sequence[Sequence[CallPlan]],
+    rank_of: Callable[[int], int],
+    link: Link,
+) -> list[StageTimes]:
+    times: list[StageTimes] = []
+    for stage, (start, end) in enumerate(itertools.pairwise([0, *ends])):
+        has_before = stage > 0 and rank_of(stage - 1) != rank_of(stage)
+        has_behind = stage < len(ends) - 1 and rank_of(stage + 1) != rank_of(stage)
+        forward_us = sum(call.forward_us for call in parts[stage])
+        times.append(
+            StageTimes(
+                forward_us,
+                sum(call.step_us for call in parts[stage]) - forward_us,
+                link.send_us(chain.activation_bytes[start]) if has_before else 0.0,
+                link.send_us(chain.gradient_bytes[end]) if has_behind else 0.0,
+            )
+        )
+    return times
+
+
+def _largest(traffic: Sequence[Sequence[AxisTraffic]]) -> Iterator[AxisTraffic]:
+    """For each axis the traffic of the rank that sends most."""
+    for axes in zip(*traffic, strict=True):
+        yield max(axes, key=lambda each: each.sent_bytes)

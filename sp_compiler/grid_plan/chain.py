@@ -1,0 +1,74 @@
+"""A compiled program as a chain of calls that can be cut into pipeline stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.pipeline_parallel.cutting import ends_of
+from sp_compiler.pipeline_parallel.stage_program import chain_of, crossing, loss_of, sent_like
+from sp_compiler.planning.data import CallPlan, ParameterSize
+from sp_compiler.planning.plan import Plan
+
+
+@dataclass(frozen=True)
+class Chain:
+    """What a cut needs to know.
+
+    Attributes:
+        calls: in order.
+        parameters: this rank's part of each, by name.
+        activation_bytes: what a stage sends forward if it ends in front of a call, by call.
+        gradient_bytes: what it receives in backward.
+        cuts: those that were made before, by number of stages; no memory limits them.
+    """
+
+    calls: Sequence[CallPlan]
+    parameters: Mapping[str, ParameterSize]
+    activation_bytes: Sequence[int]
+    gradient_bytes: Sequence[int]
+    cuts: dict[int, list[int]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, compiled: CompiledProgram, plan: Plan) -> Chain:
+        """Return the chain that :func:`sp_compiler.pipeline` cuts.
+
+        Raises:
+            ArgumentError: the model returns no loss.
+        """
+        loss = loss_of(compiled.program)
+        numbers = chain_of(compiled.program, loss)
+        # Each call as a stage of its own: what crosses into it.
+        position_of = {number: position for position, number in enumerate(numbers)}
+        received = crossing(compiled.program, loss, position_of, len(numbers))
+        likes = [[sent_like(compiled, ref) for ref in refs] for refs in received[: len(numbers)]]
+        return cls(
+            calls=[plan.calls[number] for number in numbers],
+            parameters=plan.parameters,
+            activation_bytes=[sum(each.nbytes for each in values) for values in likes],
+            gradient_bytes=[
+                sum(each.nbytes for each in values if each.requires_grad) for values in likes
+            ],
+        )
+
+    @classmethod
+    def uncut(cls, plan: Plan) -> Chain:
+        """Return the chain of a single stage, of which nothing is sent."""
+        nothing = [0] * len(plan.calls)
+        return cls(plan.calls, plan.parameters, nothing, nothing)
+
+    def ends(
+        self,
+        in_flight: Sequence[int],
+        memory_bytes: int | None,
+        state_bytes: Callable[[ParameterSize], float],
+    ) -> list[int]:
+        """Return where each stage ends; see :func:`ends_of`."""
+        if len(in_flight) == 1:
+            return [len(self.calls)]
+        if memory_bytes is not None:
+            return ends_of(self.calls, self.parameters, in_flight, memory_bytes, state_bytes)
+        if len(in_flight) not in self.cuts:
+            self.cuts[len(in_flight)] = ends_of(self.calls, self.parameters, in_flight, None)
+        return self.cuts[len(in_flight)]

@@ -1,0 +1,149 @@
+"""A training step on a grid, for people: every stage's memory, traffic by axis, time."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from sp_compiler.base.units import bytes_text, time_text
+from sp_compiler.cost.hardware import H100
+from sp_compiler.grid_plan.sizes import GridSizes
+from sp_compiler.grid_plan.stage_plan import StagePlan
+from sp_compiler.planning.plan import Plan
+from sp_compiler.planning.table_text import table
+
+
+@dataclass(frozen=True)
+class AxisTraffic:
+    """What goes over one axis of the grid.
+
+    Attributes:
+        axis: of the grid.
+        link: "node" within a machine, "network" between machines.
+        sent_bytes: by the rank that sends most, in one step.
+        time_us: that it takes if nothing runs meanwhile.
+        exposed_us: the part of ``time_us`` during which that rank computes nothing; of ``pp`` it is
+            in the bubble.
+    """
+
+    axis: str
+    link: str
+    sent_bytes: int
+    time_us: float
+    exposed_us: float
+
+
+@dataclass(frozen=True)
+class GridPlan:
+    """Costs of one training step on a grid; ``print`` gives tables.
+
+    Attributes:
+        microbatch: the plan of one microbatch through all layers, on the ranks of ``tp``.
+        grid: ranks on each axis.
+        schedule: of the pipeline, as :func:`sp_compiler.pipeline` names it.
+        stages_per_rank: of the pipeline.
+        microbatches: of one step, on each rank of the data axes.
+        bytes_per_parameter: of a trained one with its gradient and optimizer state.
+        stages: what each rank of the pipeline holds, on one device.
+        traffic: over each axis of several ranks.
+        step_us: estimated time from the first forward to the last gradient, optimizer left out.
+        bubble: time in which the slowest rank of the pipeline waits, as a part of the time that it
+            computes; (p - 1) / (v m) for p equal ranks with v stages each and m microbatches.
+    """
+
+    microbatch: Plan
+    grid: GridSizes
+    schedule: str
+    stages_per_rank: int
+    microbatches: int
+    bytes_per_parameter: float
+    stages: tuple[StagePlan, ...]
+    traffic: tuple[AxisTraffic, ...]
+    step_us: float
+    bubble: float
+
+    @property
+    def total_bytes(self) -> int:
+        """Of the stage that needs most."""
+        return max(stage.total_bytes for stage in self.stages)
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation: of all accelerators' peak, by the model's own FLOPs."""
+        peak = self.step_us * H100.peak_flops_per_us * self.grid.pp
+        return self.microbatches * self.microbatch.work.model_flops / peak if peak else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, with what the properties derive."""
+        own = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {
+            **own,
+            "microbatch": self.microbatch.to_dict(),
+            "grid": {**asdict(self.grid), "gpus": self.grid.gpus},
+            "stages": [
+                {**asdict(stage), "total_bytes": stage.total_bytes} for stage in self.stages
+            ],
+            "traffic": [asdict(each) for each in self.traffic],
+            "total_bytes": self.total_bytes,
+            "mfu": self.mfu,
+        }
+
+    def to_json(self) -> str:
+        """:meth:`to_dict` as JSON."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def __str__(self) -> str:
+        plan, per_rank = self.microbatch, self.stages_per_rank
+        chunks = f" of {per_rank} chunks" if per_rank > 1 else ""
+        stages = f"{len(self.stages)} pipeline stages{chunks}, schedule {self.schedule}, "
+        lines = [
+            f"{plan.model_name} on {self.grid.gpus} x {H100.name}: {self.grid}; "
+            f"recompute={plan.options['recompute']}",
+            f"{stages if self.grid.pp > 1 else ''}{self.microbatches} microbatches; bubble "
+            f"{100 * self.bubble:.1f} %, estimated step {time_text(self.step_us)}, MFU "
+            f"{100 * self.mfu:.1f} %",
+            table([_STAGE_HEAD, *map(_stage_row, range(len(self.stages)), self.stages)]),
+        ]
+        if self.traffic:
+            head = ("axis", "link", "sent", "time", "exposed")
+            lines.append("Sent by one rank in a step")
+            lines.append(table([head, *map(_traffic_row, self.traffic)]))
+        return "\n".join(lines)
+
+
+_STAGE_HEAD = (
+    "stage",
+    "layers",
+    "in flight",
+    "state",
+    "gathered",
+    "activations",
+    "working",
+    "total",
+    "forward",
+    "backward",
+)
+
+
+def _stage_row(number: int, stage: StagePlan) -> tuple[str, ...]:
+    sizes = (
+        stage.state_bytes,
+        stage.gathered_bytes,
+        stage.activation_bytes,
+        stage.working_bytes,
+        stage.total_bytes,
+    )
+    return (
+        str(number),
+        str(sum(path != "" for chunk in stage.chunks for path in chunk)),
+        str(stage.in_flight),
+        *map(bytes_text, sizes),
+        time_text(stage.forward_us),
+        time_text(stage.backward_us),
+    )
+
+
+def _traffic_row(traffic: AxisTraffic) -> tuple[str, ...]:
+    times = (time_text(traffic.time_us), time_text(traffic.exposed_us))
+    return (traffic.axis, traffic.link, bytes_text(traffic.sent_bytes), *times)

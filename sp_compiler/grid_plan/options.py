@@ -1,0 +1,52 @@
+"""How a step is run on a grid."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sp_compiler.base.errors import ArgumentError
+from sp_compiler.grid_plan.sizes import GridSizes
+from sp_compiler.grid_plan.stage_plan import STATE_BYTES
+from sp_compiler.pipeline_parallel.schedules import Schedule, schedule_of
+
+GPUS_PER_NODE = 8
+
+
+@dataclass(frozen=True)
+class GridOptions:
+    """Arguments of :func:`sp_compiler.plan` for a grid, validated.
+
+    Attributes:
+        memory_bytes: what the cut leaves each stage, as ``memory`` of
+            :func:`sp_compiler.pipeline`; ``None`` for no limit.
+
+    Raises:
+        ArgumentError: numbers that are not positive, or as :func:`sp_compiler.pipeline`.
+    """
+
+    grid: GridSizes
+    microbatches: int
+    schedule: str = "1f1b"
+    stages_per_rank: int | None = None
+    bytes_per_parameter: float = STATE_BYTES
+    gpus_per_node: int = GPUS_PER_NODE
+    memory_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        # Written so that NaN is refused, too.
+        if not self.bytes_per_parameter > 0:
+            raise ArgumentError(
+                f"bytes_per_parameter={self.bytes_per_parameter!r}: expected more than 0"
+            )
+        per_node = self.gpus_per_node
+        if isinstance(per_node, bool) or not isinstance(per_node, int) or per_node < 1:
+            raise ArgumentError(f"gpus_per_node={per_node!r}: expected a positive int")
+        self.stages()  # raises
+
+    def stages(self) -> tuple[Schedule, int]:
+        """Return the schedule and the number of stages of each rank of the pipeline."""
+        return schedule_of(self.schedule, self.stages_per_rank, self.grid.pp, self.microbatches)
+
+    def rank_of(self, stage: int) -> int:
+        """Return the rank of the pipeline that runs ``stage``."""
+        return self.stages()[0].rank_of(stage, self.grid.pp)

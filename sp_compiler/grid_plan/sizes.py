@@ -1,0 +1,122 @@
+"""Sizes of a grid by axis, and the links that its axes use."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from sp_compiler.base.errors import ArgumentError
+from sp_compiler.cost.hardware import H100
+
+Mesh = str | Mapping[str, int] | DeviceMesh
+"""A grid as a user writes it; see :meth:`GridSizes.of`."""
+
+_NAMED = re.compile(r"\s*(\w+)\s*=\s*(\d+)\s*")
+_EXAMPLES = (
+    '"8x35x8" (tp x pp x dp_replicate), "tp=8,pp=4,dp_shard=16", a dict of such names and sizes, '
+    "or a DeviceMesh"
+)
+
+
+@dataclass(frozen=True)
+class GridSizes:
+    """Ranks on each axis; the names are those of a mesh that ``compile`` and ``pipeline`` take.
+
+    Ranks next to each other differ on ``tp`` first, then on ``dp_shard``, ``dp_replicate``, ``pp``:
+    the axes that send most take the fastest links.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp_shard: int = 1
+    dp_replicate: int = 1
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> GridSizes:
+        """Read ``mesh``.
+
+        Raises:
+            ArgumentError: other axes, or sizes that are not positive integers.
+        """
+        sizes: Mapping[str, int]
+        if isinstance(mesh, DeviceMesh):
+            sizes = {name: mesh[name].size() for name in mesh.mesh_dim_names or ()}
+        elif isinstance(mesh, str):
+            sizes = _parsed(mesh)
+        else:
+            sizes = mesh
+        known = [field.name for field in fields(cls)]
+        if not isinstance(sizes, Mapping) or not sizes or not set(sizes) <= set(known):
+            raise ArgumentError(f"mesh={mesh!r}: expected {_EXAMPLES}")
+        for name, size in sizes.items():
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ArgumentError(f"mesh: {name}={size!r}: expected a positive integer")
+        return cls(**sizes)
+
+    @property
+    def data(self) -> int:
+        """Number of batches that are worked on at once."""
+        return self.dp_shard * self.dp_replicate
+
+    @property
+    def gpus(self) -> int:
+        return self.tp * self.pp * self.data
+
+    def spans_nodes(self, axis: str, gpus_per_node: int) -> bool:
+        """Tell whether neighbours on ``axis`` lie on different nodes."""
+        order = ("tp", "dp_shard", "dp_replicate", "pp")
+        inner = math.prod(getattr(self, name) for name in order[: order.index(axis)])
+        return inner * int(getattr(self, axis)) > gpus_per_node
+
+    def __str__(self) -> str:
+        sizes = {field.name: getattr(self, field.name) for field in fields(self)}
+        return " x ".join(f"{n} {size}" for n, size in sizes.items() if size > 1) or "one device"
+
+
+def _parsed(text: str) -> dict[str, int]:
+    if "=" not in text:
+        names = ("tp", "pp", "dp_replicate")
+        numbers = text.lower().split("x")
+        if len(numbers) <= len(names) and all(number.strip().isdigit() for number in numbers):
+            return dict(zip(names, map(int, numbers), strict=False))
+        return {}
+    pairs = [_NAMED.fullmatch(part) for part in text.split(",")]
+    if not all(pairs):
+        return {}
+    return {pair[1]: int(pair[2]) for pair in pairs if pair is not None}
+
+
+@dataclass(frozen=True)
+class Link:
+    """One rank's share of a link, in one direction.
+
+    Attributes:
+        name: for tables.
+    """
+
+    name: str
+    bytes_per_us: float
+    latency_us: float
+
+    def ring_us(self, num_bytes: float, ranks: int) -> float:
+        """Time of an all-gather or reduce-scatter of ``num_bytes`` over ``ranks``."""
+        if ranks == 1:
+            return 0.0
+        return self.latency_us + num_bytes * (ranks - 1) / ranks / self.bytes_per_us
+
+    def send_us(self, num_bytes: float) -> float:
+        """Time of one message."""
+        return self.latency_us + num_bytes / self.bytes_per_us if num_bytes else 0.0
+
+
+def link_of(grid: GridSizes, axis: str, gpus_per_node: int) -> Link:
+    """Return the slowest link between neighbours on ``axis``."""
+    if grid.spans_nodes(axis, gpus_per_node):
+        # A DGX H100 has one ConnectX-7 port of 400 Gbit/s per GPU (NVIDIA DGX H100 data sheet);
+        # 10 us is usual for a small message through a switch.
+        return Link("network", 50e3, 10.0)
+    return Link("node", H100.link_bytes_per_us, H100.latency_us)

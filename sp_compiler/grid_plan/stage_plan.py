@@ -1,0 +1,103 @@
+"""Memory and traffic of one pipeline stage on a grid."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from sp_compiler.grid_plan.sizes import GridSizes
+from sp_compiler.planning.data import CallPlan, ParameterSize
+
+STATE_BYTES = 18.0
+"""A parameter in mixed precision with Adam: a 16-bit value, the sum of its gradient, a master copy
+and two moments in 32 bits."""
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """What one rank of a pipeline holds, on one device.
+
+    Attributes:
+        chunks: the layers of each of its stages: several where the schedule interleaves.
+        parameters: number of elements before FSDP shards them; one that several ranks of the
+            pipeline use is on each.
+        state_bytes: of parameters, gradients and optimizer, sharded over ``dp_shard``.
+        gathered_bytes: what FSDP2 holds unsharded beside that.
+        in_flight: most forwards of a chunk whose backward has not run.
+        activation_bytes: the most that those keep.
+        working_bytes: the most that one call makes beside them.
+        forward_us: estimated time of all its chunks for one microbatch.
+        backward_us: of their backward.
+    """
+
+    chunks: tuple[tuple[str, ...], ...]
+    parameters: int
+    state_bytes: int
+    gathered_bytes: int
+    in_flight: int
+    activation_bytes: int
+    working_bytes: int
+    forward_us: float
+    backward_us: float
+
+    @property
+    def microbatch_us(self) -> float:
+        """Forward and backward of one microbatch."""
+        return self.forward_us + self.backward_us
+
+    @property
+    def total_bytes(self) -> int:
+        """At most what the stage needs."""
+        return self.state_bytes + self.gathered_bytes + self.activation_bytes + self.working_bytes
+
+
+def kept_bytes(calls: Sequence[CallPlan]) -> int:
+    """Bytes that ``calls`` keep of one microbatch."""
+    # A dict by storage: what several calls keep alike exists once.
+    return sum(dict(pair for call in calls for pair in call.kept).values())
+
+
+def used_parameters(
+    calls: Sequence[CallPlan], sizes: Mapping[str, ParameterSize]
+) -> list[ParameterSize]:
+    """Return each parameter of ``calls`` once."""
+    return [sizes[name] for name in sorted({name for call in calls for name in call.parameters})]
+
+
+def state_bytes(size: ParameterSize, bytes_per_parameter: float, dp_shard: int) -> float:
+    """Bytes of a parameter with its gradient and optimizer state on one device."""
+    # A frozen parameter has neither gradient nor optimizer state, only its own bytes.
+    num_bytes = size.numel * bytes_per_parameter if size.trained else size.num_bytes
+    return num_bytes / dp_shard
+
+
+def held_bytes(size: ParameterSize, bytes_per_parameter: float, grid: GridSizes) -> float:
+    """Bytes of a parameter in a pipeline: its state, and what FSDP2 holds unsharded beside it."""
+    gathered = size.num_bytes * (1 + size.trained) if grid.dp_shard > 1 else 0
+    return state_bytes(size, bytes_per_parameter, grid.dp_shard) + gathered
+
+
+def gathered_bytes(
+    calls: Sequence[CallPlan], sizes: Mapping[str, ParameterSize], grid: GridSizes
+) -> int:
+    """Bytes that FSDP2 holds unsharded at once.
+
+    In a pipeline those of all parameters and gradients of the stage: torch's schedules gather once
+    and reduce with the last microbatch. Else what is outside of blocks, two blocks (one is gathered
+    while the other runs) and the gradients of one.
+    """
+    if grid.dp_shard == 1:
+        return 0
+    if grid.pp > 1:
+        used = used_parameters(calls, sizes)
+        return sum(size.num_bytes * (1 + size.trained) for size in used)
+    groups: dict[str, list[CallPlan]] = {}
+    for call in calls:
+        groups.setdefault(call.path, []).append(call)
+    outside = sum(size.num_bytes for size in used_parameters(groups.pop("", []), sizes))
+    blocks = [
+        sum(size.num_bytes for size in used_parameters(group, sizes)) for group in groups.values()
+    ]
+    pairs = [first + second for first, second in itertools.pairwise([0, *blocks])]
+    return outside + max(pairs, default=0) + max(blocks, default=0)

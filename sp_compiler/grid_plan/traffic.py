@@ -1,0 +1,122 @@
+"""What the ranks of a grid send over each axis in one step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sp_compiler.grid_plan.chain import Chain
+from sp_compiler.grid_plan.data import AxisTraffic
+from sp_compiler.grid_plan.options import GridOptions
+from sp_compiler.grid_plan.sizes import GridSizes, Link, link_of
+from sp_compiler.grid_plan.stage_plan import StagePlan, used_parameters
+from sp_compiler.ops.convert import LINK_CROSSINGS
+from sp_compiler.planning.data import CallPlan
+from sp_compiler.planning.plan import Plan
+
+
+def traffic_of(
+    plan: Plan,
+    chain: Chain,
+    calls: Sequence[Sequence[CallPlan]],
+    stages: Sequence[StagePlan],
+    ends: Sequence[int],
+    options: GridOptions,
+) -> list[list[AxisTraffic]]:
+    """Return for each rank of the pipeline its traffic over the axes of several ranks.
+
+    Args:
+        calls: of each rank of the pipeline.
+        stages: the same ranks' plans.
+        ends: of all stages, in ``chain``.
+    """
+    grid, microbatches = options.grid, options.microbatches
+    links = {axis: link_of(grid, axis, options.gpus_per_node) for axis in ("tp", "pp", *_DATA)}
+    crossing = _sent_by_stages(chain, ends, options)
+    traffic: list[list[AxisTraffic]] = []
+    for rank, own in enumerate(calls):
+        axes: list[AxisTraffic] = []
+        if grid.tp > 1:
+            axes.append(_tensor(plan, own, grid.tp, microbatches, links["tp"]))
+        if grid.pp > 1:
+            link, sent_bytes = links["pp"], crossing[rank] * microbatches
+            axes.append(AxisTraffic("pp", link.name, sent_bytes, link.send_us(sent_bytes), 0.0))
+        axes += _data(chain, own, stages[rank], grid, microbatches, links)
+        traffic.append(axes)
+    return traffic
+
+
+_DATA = ("dp_shard", "dp_replicate")
+
+
+def _tensor(
+    plan: Plan, calls: Sequence[CallPlan], tp: int, microbatches: int, link: Link
+) -> AxisTraffic:
+    blocks = [plan.block(call.block) for call in calls]
+    crossed_bytes = sum(
+        item.num_bytes * LINK_CROSSINGS[item.kind]
+        for block in blocks
+        for item in (*block.forward, *block.backward)
+    )
+    time_us = sum(block.work.communication_us for block in blocks)
+    hidden_us = sum(block.work.hidden_us for block in blocks)
+    return AxisTraffic(
+        "tp",
+        link.name,
+        # A ring: every rank sends all parts but its own.
+        microbatches * crossed_bytes * (tp - 1) // tp,
+        microbatches * time_us,
+        microbatches * (time_us - hidden_us),
+    )
+
+
+def _sent_by_stages(chain: Chain, ends: Sequence[int], options: GridOptions) -> list[int]:
+    """Return the bytes that each rank sends for one microbatch, activations and gradients."""
+    sent = [0] * options.grid.pp
+    for stage, end in enumerate(ends[:-1]):
+        before, behind = options.rank_of(stage), options.rank_of(stage + 1)
+        if before != behind:
+            sent[before] += chain.activation_bytes[end]
+            sent[behind] += chain.gradient_bytes[end]
+    return sent
+
+
+def _data(
+    chain: Chain,
+    calls: Sequence[CallPlan],
+    stage: StagePlan,
+    grid: GridSizes,
+    microbatches: int,
+    links: dict[str, Link],
+) -> list[AxisTraffic]:
+    """Parameters are gathered and gradients reduced; see :func:`stage_plan.gathered_bytes`."""
+    used = used_parameters(calls, chain.parameters)
+    weight_bytes = sum(size.num_bytes for size in used)
+    gradient_bytes = sum(size.num_bytes for size in used if size.trained)
+    shard, replicate = grid.dp_shard, grid.dp_replicate
+    axes: list[AxisTraffic] = []
+    # A pipeline gathers and reduces once in a step. Else every microbatch does, and gathers once
+    # more in backward; only the first of a group of transfers has nothing to run under.
+    times = 1 if grid.pp > 1 else microbatches
+    hiding_us = stage.backward_us if grid.pp > 1 else stage.microbatch_us
+    if shard > 1:
+        link, gathers = links["dp_shard"], 1 if grid.pp > 1 else 2
+        each_us = gathers * link.ring_us(weight_bytes, shard) + link.ring_us(gradient_bytes, shard)
+        sent_bytes = (gathers * weight_bytes + gradient_bytes) * (shard - 1) // shard
+        exposed_us = max(0.0, each_us - hiding_us)
+        axes.append(
+            AxisTraffic(
+                "dp_shard", link.name, times * sent_bytes, times * each_us, times * exposed_us
+            )
+        )
+    if replicate > 1:
+        # Of what the reduce-scatter left; an all-reduce is two rings.
+        link, num_bytes = links["dp_replicate"], gradient_bytes // shard
+        each_us = 2 * link.ring_us(num_bytes, replicate)
+        sent_bytes = 2 * num_bytes * (replicate - 1) // replicate
+        exposed_us = max(0.0, each_us - stage.backward_us)
+        axes.append(
+            AxisTraffic(
+                "dp_replicate", link.name, times * sent_bytes, times * each_us, times * exposed_us
+            )
+        )
+    return axes

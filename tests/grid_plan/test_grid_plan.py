@@ -1,0 +1,284 @@
+"""A step on a grid: memory of every stage, traffic by axis, time."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from sp_compiler import GridPlan, Plan
+from sp_compiler.api import plan
+from sp_compiler.base.errors import ArgumentError
+from sp_compiler.command_line.models import load
+from sp_compiler.grid_plan.build import grid_plan
+from sp_compiler.grid_plan.chain import Chain
+from sp_compiler.grid_plan.options import GridOptions
+from sp_compiler.grid_plan.sizes import GridSizes
+from sp_compiler.grid_plan.timetable import StageTimes, finish_us
+from sp_compiler.pipeline_parallel.schedules import SCHEDULES
+from sp_compiler.planning.data import BlockPlan, CallPlan, ParameterSize, Work
+from tests.models import zoo
+
+
+def _calls(layers: int) -> list[CallPlan]:
+    """Layers that keep 10 bytes each and share a mask of 7; embedding and head share a weight."""
+
+    def layer(number: int) -> CallPlan:
+        kept = ((0, 7), (number + 1, 10))
+        return CallPlan("Block", f"blocks.{number}", (f"w{number}",), kept, 3, 3.0, 1.0)
+
+    first = CallPlan("Block", "", ("embedding",), ((0, 7),), 1, 0.0, 0.0)
+    last = CallPlan("Block", "", ("norm", "embedding"), ((1000, 40),), 50, 0.0, 0.0)
+    return [first, *map(layer, range(layers)), last]
+
+
+def _sizes(layers: int) -> dict[str, ParameterSize]:
+    of_layers = {f"w{number}": ParameterSize(100, 200, True) for number in range(layers)}
+    others = {"embedding": ParameterSize(1000, 2000, True), "norm": ParameterSize(8, 16, False)}
+    return {**of_layers, **others}
+
+
+def _of(
+    layers: int, grid: GridSizes, microbatches: int, calls: Any = None, **options: Any
+) -> GridPlan:
+    """A plan of layers that send 1000 bytes to each other."""
+    calls = _calls(layers) if calls is None else calls
+    block = BlockPlan("Block", ("",), (), (), (), Work(model_flops=10), 1.0)
+    parameters = _sizes(layers)
+    whole = Plan(
+        model_name="Model",
+        tp=grid.tp,
+        options={"recompute": "none"},
+        parameter_bytes=0,
+        replicated_parameter_bytes=0,
+        gradient_bytes=0,
+        optimizer_bytes=0,
+        activation_bytes=0,
+        activation_peak_bytes=0,
+        returned_bytes=0,
+        blocks=(block,),
+        gradient_reduction=(),
+        work=block.work,
+    )
+    sent = [1000] * len(calls)
+    chain = Chain(calls, parameters, sent, sent)
+    return grid_plan(whole, chain, GridOptions(grid, microbatches, **options))
+
+
+def test_stages_of_1f1b() -> None:
+    found = _of(8, GridSizes(pp=4), 16, gpus_per_node=4)
+    assert [stage.in_flight for stage in found.stages] == [4, 3, 2, 1]
+    assert [stage.activation_bytes for stage in found.stages] == [4 * 27, 3 * 27, 2 * 27, 67]
+    assert [stage.working_bytes for stage in found.stages] == [3, 3, 3, 50]
+    assert found.stages[0].chunks == (("", "blocks.0", "blocks.1"),)
+    assert found.stages[3].chunks == (("blocks.6", "blocks.7", ""),)
+
+
+@pytest.mark.parametrize(("pp", "chunks"), [(4, 1), (4, 2), (4, 3), (2, 6), (6, 2)])
+def test_the_bubble_of_equal_stages_is_the_papers(pp: int, chunks: int) -> None:
+    """(p - 1) / (v m), arXiv 2104.04473, sections 2.2.1 and 2.2.2."""
+    name = "1f1b" if chunks == 1 else "interleaved"
+    times = [StageTimes(1.0, 2.0)] * (pp * chunks)
+    took = finish_us(SCHEDULES[name].orders(pp, chunks, 4 * pp), times)
+    assert max(took) == 4 * pp * chunks * 3.0 * (1 + (pp - 1) / (chunks * 4 * pp))
+
+
+def test_zero_bubble_waits_less_and_messages_take_time() -> None:
+    times = [StageTimes(1.0, 2.0)] * 4
+    plain = max(finish_us(SCHEDULES["1f1b"].orders(4, 1, 16), times))
+    assert max(finish_us(SCHEDULES["zero_bubble"].orders(4, 1, 16), times)) < plain
+    late = [replace(each, receive_us=0.5, receive_gradient_us=0.5) for each in times]
+    assert max(finish_us(SCHEDULES["1f1b"].orders(4, 1, 16), late)) > plain
+
+
+def test_a_weight_of_two_stages_is_on_both() -> None:
+    first, _, last = _of(3, GridSizes(pp=3), 3).stages
+    assert first.parameters == 1000 + 100
+    assert first.state_bytes == 18 * 1100
+    assert last.parameters == 100 + 8 + 1000
+    assert last.state_bytes == 18 * 1100 + 16  # a frozen norm has no optimizer
+    assert _of(3, GridSizes(), 3).stages[0].parameters == 1000 + 300 + 8
+    found = _of(3, GridSizes(pp=3), 3, bytes_per_parameter=16)
+    assert found.stages[0].state_bytes == 16 * 1100
+
+
+def test_fsdp_shards_the_state_and_gathers_the_rest() -> None:
+    first = _of(3, GridSizes(pp=3, dp_shard=4), 3).stages[0]
+    assert first.state_bytes == 18 * 1100 / 4
+    assert first.gathered_bytes == 2 * 2200  # parameters and gradients, until the last microbatch
+    alone = _of(3, GridSizes(dp_shard=4), 3).stages[0]
+    assert alone.gathered_bytes == 2016 + 2 * 200 + 200  # outside of blocks, two blocks, gradients
+    replicated = _of(3, GridSizes(pp=3, dp_replicate=4), 3).stages[0]
+    assert (replicated.state_bytes, replicated.gathered_bytes) == (18 * 1100, 0)
+
+
+def test_traffic_by_axis() -> None:
+    grid = GridSizes(pp=3, dp_shard=4, dp_replicate=2)
+    found = {each.axis: each for each in _of(3, grid, 5, gpus_per_node=4).traffic}
+    assert found["pp"].sent_bytes == 2 * 5 * 1000  # the middle one: activations and gradients
+    # One gather and one reduce-scatter of the last stage's, which has a frozen norm.
+    assert found["dp_shard"].sent_bytes == (2 * 2200 + 16) * 3 // 4
+    assert found["dp_replicate"].sent_bytes == 2 * (2200 // 4) * 1 // 2
+    assert {axis: each.link for axis, each in found.items()} == {
+        "dp_shard": "node",
+        "dp_replicate": "network",
+        "pp": "network",
+    }
+    # Without stages every microbatch gathers twice and reduces.
+    (alone,) = _of(3, GridSizes(dp_shard=4), 5).traffic
+    assert alone.sent_bytes == 5 * ((2 * 2616 + 2600) * 3 // 4)
+
+
+def test_fewer_microbatches_than_stages_of_gpipe() -> None:
+    found = _of(8, GridSizes(pp=4), 2, schedule="gpipe")
+    assert [stage.in_flight for stage in found.stages] == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize(("stages", "chunks"), [(4, 2), (4, 3), (2, 6), (6, 2)])
+def test_interleaved_layers_in_flight_are_the_papers(stages: int, chunks: int) -> None:
+    """L (1 + (p - 1) / (p m)) layers of one microbatch on the first stage."""
+    layers = 24
+    equal = [call for call in _calls(layers) if call.path]
+    options = {"schedule": "interleaved", "stages_per_rank": chunks}
+    found = _of(layers, GridSizes(pp=stages), 2 * stages, equal, **options)
+    of_one = layers / (stages * chunks)
+    in_layers = layers * (1 + (stages - 1) / (stages * chunks))
+    assert found.stages[0].in_flight * of_one == in_layers
+    masks = 7 * found.stages[0].in_flight
+    assert found.stages[0].activation_bytes == 10 * in_layers + masks
+
+
+def test_chunks_of_a_stage_are_apart() -> None:
+    found = _of(8, GridSizes(pp=2), 4, schedule="interleaved", stages_per_rank=2)
+    assert found.stages[0].chunks == (("", "blocks.0", "blocks.1"), ("blocks.4", "blocks.5"))
+    assert found.stages[1].chunks == (("blocks.2", "blocks.3"), ("blocks.6", "blocks.7", ""))
+
+
+@pytest.mark.parametrize("stages", [1, 3, 4, 7])
+def test_layers_that_do_not_divide(stages: int) -> None:
+    found = _of(10, GridSizes(pp=stages), 8)
+    counts = [sum(map(bool, stage.chunks[0])) for stage in found.stages]
+    assert sum(counts) == 10
+    assert max(counts) - min(counts) <= 1
+    paths = [path for stage in found.stages for path in stage.chunks[0]]
+    assert paths == [call.path for call in _calls(10)]
+
+
+@pytest.mark.parametrize(
+    ("grid", "microbatches", "options", "message"),
+    [
+        ({"pp": 9}, 9, {}, "the model has 8 layers, too few for 9 pipeline stages"),
+        ({"pp": 4}, 4, {"schedule": "interleaved", "stages_per_rank": 3}, "8 layers, too few"),
+        ({"pp": 4}, 9, {"schedule": "interleaved"}, "microbatches=9: .* multiple of 4"),
+        ({"pp": 4}, 2, {}, "microbatches=2: schedule='1f1b' on 4 pipeline ranks needs at least 4"),
+        ({"pp": 2}, True, {}, "microbatches=True"),
+        ({"pp": 2}, 2, {"schedule": "interleaved", "stages_per_rank": 1.0}, "stages_per_rank=1.0"),
+        ({"pp": 2}, 2, {"bytes_per_parameter": 0}, "bytes_per_parameter=0"),
+        ({"pp": 2}, 2, {"gpus_per_node": 0}, "gpus_per_node=0"),
+    ],
+)
+def test_what_cannot_be(
+    grid: dict[str, int], microbatches: int, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        _of(8, GridSizes(**grid), microbatches, **options)
+
+
+def test_grids_as_users_write_them() -> None:
+    assert GridSizes.of("8x35x8") == GridSizes(tp=8, pp=35, dp_replicate=8)
+    assert GridSizes.of("8 x 2") == GridSizes.of({"tp": 8, "pp": 2}) == GridSizes(8, 2)
+    assert GridSizes.of("tp=2, dp_shard=4") == GridSizes(2, dp_shard=4)
+    assert GridSizes.of("tp=2, dp_shard=4").gpus == 8
+    for wrong in ("8x", "tp=2,cp=4", {"cp": 2}, {}, 8, "tp=2;pp=2", "1x2x3x4"):
+        with pytest.raises(ArgumentError, match=r"expected .* dp_replicate"):
+            GridSizes.of(wrong)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="tp=0: expected a positive integer"):
+        GridSizes.of("tp=0")
+
+
+@pytest.fixture(scope="module")
+def model_and_inputs() -> tuple[Any, Any]:
+    return zoo.build("gpt2", layers=4), ((), zoo.inputs("gpt2"))
+
+
+def test_one_device_is_the_plan_of_the_model(model_and_inputs: tuple[Any, Any]) -> None:
+    whole = plan(*model_and_inputs, tp=2)
+    found = plan(*model_and_inputs, mesh={"tp": 2}, microbatches=3)
+    (stage,) = found.stages
+    assert found.microbatch == replace(whole, passes=found.microbatch.passes)
+    assert stage.activation_bytes == whole.activation_bytes
+    assert stage.activation_bytes + stage.working_bytes == whole.activation_peak_bytes
+    trained = sum(size.numel for size in whole.parameters.values())
+    assert stage.state_bytes == 18 * trained
+    assert sum(size.num_bytes for size in whole.parameters.values()) == whole.parameter_bytes
+    # But for one all-reduce, which is once per step.
+    assert found.step_us == pytest.approx(3 * whole.step_us, rel=0.15)
+
+
+def test_stages_of_a_model(model_and_inputs: tuple[Any, Any]) -> None:
+    split = plan(*model_and_inputs, mesh="2x2", microbatches=4)
+    first, last = split.stages
+    assert first.chunks[0] + last.chunks[0] == (
+        "",
+        *(f"transformer.h.{number}" for number in range(4)),
+        "",
+    )
+    parameters = split.microbatch.parameters
+    tied = parameters["transformer.wte.weight"].numel
+    assert first.parameters + last.parameters == tied + sum(p.numel for p in parameters.values())
+    data = json.loads(split.to_json())
+    assert data["stages"][0]["total_bytes"] == first.total_bytes
+    assert data["grid"]["gpus"] == 4
+    assert "2 pipeline stages, schedule 1f1b, 4 microbatches; bubble" in str(split)
+    hidden = next(t for t in split.microbatch.blocks[1].kept if t.name == "hidden")
+    (pp,) = (each for each in split.traffic if each.axis == "pp")
+    assert pp.sent_bytes == 4 * hidden.num_bytes  # one rank's part of the tokens, per microbatch
+
+
+def test_arguments_that_do_not_fit_each_other(model_and_inputs: tuple[Any, Any]) -> None:
+    with pytest.raises(ArgumentError, match="its size of tp from mesh"):
+        plan(*model_and_inputs, tp=2, mesh="2x2", microbatches=4)  # type: ignore[call-overload]
+    with pytest.raises(ArgumentError, match="a grid takes microbatches="):
+        plan(*model_and_inputs, mesh="2x2")  # type: ignore[call-overload]
+    with pytest.raises(ArgumentError, match="microbatches=4 without mesh="):
+        plan(*model_and_inputs, microbatches=4)  # type: ignore[call-overload]
+    with pytest.raises(ArgumentError, match="returns no loss"):
+        plan(zoo.build("gpt2_logits"), ((), zoo.inputs("gpt2_logits")), mesh="1x2", microbatches=2)
+
+
+@pytest.mark.slow
+def test_mt_nlg_530b_takes_the_papers_memory() -> None:
+    """Figures of arXiv 2201.11990, section 2, and of arXiv 2205.05198, sections 4 and 5."""
+    loaded = load(None, "mt-nlg-530b")
+    inputs = (loaded.model, loaded.example_inputs)
+    layers, hidden, tokens, vocabulary, tp, pp = 105, 20480, 2048, 51200, 8, 35
+    found = plan(
+        *inputs,
+        mesh="8x35x8",
+        microbatches=280,
+        bytes_per_parameter=20,
+        recompute="attention",
+        dropout="stored",
+    )
+    assert found.grid.gpus == 2240
+    # 20 bytes per parameter, more than 10 TB in one copy of the model.
+    extra = 1 + 13 / (12 * hidden) + (vocabulary + tokens) / (12 * layers * hidden)
+    parameters = 12 * layers * hidden**2 * extra
+    state = tp * sum(stage.state_bytes for stage in found.stages)
+    assert state == pytest.approx(20 * parameters, rel=0.02)
+    assert state > 10e12
+    # 34 s b h / t per layer, for L layers on the first stage; and its embedding's dropout mask.
+    unit = tokens * hidden / tp
+    assert [stage.in_flight for stage in found.stages] == list(range(pp, 0, -1))
+    first = found.stages[0].activation_bytes
+    assert first == pytest.approx((34 * layers + pp) * unit, rel=0.02)
+
+    # With three chunks per stage (1 + (p - 1) / (3 p)) times as many layers.
+    options = {"schedule": "interleaved", "stages_per_rank": 3, "recompute": "full"}
+    deep = plan(*inputs, mesh="8x35x8", microbatches=280, **options)  # type: ignore[call-overload]
+    assert deep.stages[0].in_flight == layers * (1 + (pp - 1) / (3 * pp))
+    # The inputs of all layers: 8.8 GB per microbatch over the ranks of tp.
+    (block,) = (each for each in deep.microbatch.blocks if each.num_calls > 1)
+    assert tp * block.num_calls * block.kept_bytes == pytest.approx(8.8e9, rel=0.02)

@@ -264,8 +264,12 @@ def _multinomial(draw: _Draw) -> Node:
     # with a chance that is the weight's share; the next places are draws without replacement.
     times = draw.apply(_aten.log.default, draw.uniform(size=shape))
     speed = draw.apply(_aten.div.Tensor, weights, draw.apply(_aten.neg.default, times))
-    places = draw.apply(_aten.topk.default, speed, count, -1)
-    return draw.apply(operator.getitem, places, 1)
+    first = draw.apply(_aten.topk.default, speed, count, -1)
+    speeds, places = (draw.apply(operator.getitem, first, index) for index in (0, 1))
+    # Classes of weight 0 are never drawn. Where torch raises for want of others the place is one
+    # past the last class, on which an embedding or index raises: nothing waits for the numbers.
+    can_win = draw.apply(_aten.gt.Scalar, speeds, 0)
+    return draw.apply(_aten.where.ScalarOther, can_win, places, shape[-1])
 
 
 def _randperm(draw: _Draw) -> Node:

@@ -21,6 +21,7 @@ from sp_compiler.module.parameters import (
 from sp_compiler.module.saving import refuse_to_pickle
 from sp_compiler.runtime.group import TensorParallelGroup
 from sp_compiler.runtime.program_cache import Constant
+from sp_compiler.runtime.reductions import DeferredGradients
 
 # Methods of PEFT that change which adapters there are, or which of them compute.
 _ADAPTER_CHANGES = frozenset(
@@ -63,6 +64,7 @@ class Layout:
         blocks: paths of the modules that are called as blocks; ``None`` before compilation.
         attributes: (path, name) to value of what was set on the model's modules since.
         num_hooks: how many forward pre-hooks were registered on modules; ``fully_shard`` does so.
+        deferred: gradients that wait while ``no_sync`` is on.
     """
 
     def __init__(self, group: TensorParallelGroup) -> None:
@@ -71,6 +73,7 @@ class Layout:
         self.blocks: frozenset[str] | None = None
         self.attributes: dict[tuple[str, str], Constant] = {}
         self.num_hooks = 0
+        self.deferred = DeferredGradients()
 
     def placement(self, path: str, name: str) -> Placement:
         """Placement of parameter ``name`` of the module at ``path``; ``I`` until it is placed."""
@@ -101,6 +104,11 @@ class MirrorModule(nn.Module):
             )
         outputs = values[0].run(*values[1:])
         return outputs[0] if len(outputs) == 1 else outputs
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of any module; what waits since ``no_sync`` is dropped too."""
+        self._sp_layout.deferred.drop(self.parameters())
+        super().zero_grad(set_to_none)
 
     def __getattr__(self, name: str) -> Any:
         try:

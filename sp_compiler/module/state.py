@@ -51,7 +51,6 @@ class ModuleState:
         signature: of the model's own forward.
         modules, parameters, buffers: by name.
         programs: one executor for each kind of call.
-        deferred: gradients that wait while ``no_sync`` is on.
         fsdp: the parameters that FSDP2 manages.
         fsdp_options: what FSDP2 is to be applied with once parameters are placed, ``None`` where
             that is done, or the user's affair.
@@ -83,7 +82,6 @@ class ModuleState:
         self.parameters = NamedTensors(self.modules, "_parameters")
         self.buffers = NamedTensors(self.modules, "_buffers")
         self.programs = ProgramCache[Executor](cache_size)
-        self.deferred = DeferredGradients()
         self.fsdp_options: Mapping[str, Any] | None = None
         communicator = self.group.communicator
         self.fsdp = FullySharded(self.modules, lambda grads: reduce_gradients(communicator, grads))
@@ -96,6 +94,10 @@ class ModuleState:
     @property
     def group(self) -> TensorParallelGroup:
         return self.layout.group
+
+    @property
+    def deferred(self) -> DeferredGradients:
+        return self.layout.deferred
 
     def reporting(self) -> contextlib.AbstractContextManager[None]:
         """Let errors inside raise on the other ranks too."""

@@ -35,6 +35,10 @@ class DeferredGradients:
         self.enabled = False
         self.pending: dict[str, Tensor] = {}
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> DeferredGradients:
+        # A copied module has no gradients, and nothing that waits to become some.
+        return DeferredGradients()
+
     @contextlib.contextmanager
     def enabled_for(self, module: nn.Module) -> Iterator[None]:
         """Put off those of ``module``; while some wait, :func:`refuse_pending` raises for it."""
@@ -51,6 +55,17 @@ class DeferredGradients:
 
     def add(self, name: str, grad: Tensor) -> None:
         self.pending[name] = self.pending[name] + grad if name in self.pending else grad
+
+    def drop(self, parameters: Iterable[Tensor]) -> None:
+        """Forget what was put off for ``parameters``."""
+        module = _WATCHED[self]() if self.pending else None
+        if module is None:
+            return
+        dropped = {id(parameter) for parameter in parameters}
+        # By identity: a tied parameter has another name where it is used again.
+        for name, parameter in module.named_parameters():
+            if id(parameter) in dropped:
+                self.pending.pop(name, None)
 
     def take(self, name: str, grad: Tensor | None) -> Tensor | None:
         """``grad`` with what was put off for ``name``."""

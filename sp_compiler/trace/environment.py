@@ -99,6 +99,7 @@ def export_context(model: nn.Module, *, use_cache: bool = False) -> Iterator[lis
         functions = stack.enter_context(recorded_functions())
         stack.enter_context(explicit_einsum())
         stack.enter_context(_without_tensor_hooks())
+        stack.enter_context(_integers_drawn_by_randint())
         stack.enter_context(_without_torch_warnings())
         if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
             message = "gradient checkpointing set on the model is ignored"
@@ -186,6 +187,23 @@ def _without_tensor_hooks() -> Iterator[None]:
 
     # torch internals: Tensor.register_hook. Export would lose a hook on a fake tensor.
     with mock.patch.object(torch.Tensor, "register_hook", refuse):
+        yield
+
+
+@contextlib.contextmanager
+def _integers_drawn_by_randint() -> Iterator[None]:
+    """Let ``random_`` with bounds draw by ``randint``: the name of its overload, ``from``, is no
+    attribute that generated Python can read."""
+    original = torch.Tensor.random_
+
+    def random_(tensor: Any, *args: Any, generator: Any = None, **kwargs: Any) -> Any:
+        bounds = (*args, *kwargs.values())
+        if not bounds or None in bounds or generator is not None:
+            return original(tensor, *args, generator=generator, **kwargs)
+        return tensor.copy_(torch.randint_like(tensor, *bounds))
+
+    # torch internals: Tensor.random_. It has no other way to set aside an overload.
+    with mock.patch.object(torch.Tensor, "random_", random_):
         yield
 
 

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import (
 from torch.export import Dim, ExportedProgram, ShapesCollection
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind, OutputSpec
 from torch.fx import Graph, GraphModule, Node
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from sp_compiler.base.autocast import without_autocast
@@ -205,16 +206,19 @@ def _as_examples(leaves: list[Any], model: nn.Module) -> list[Any]:
 
     Never the caller's own: export leaves marks on them, and reads the ``grad`` of tensors that are
     results of a computation. A tensor that is passed twice (labels and input ids) is cloned, for
-    export would merge the two inputs; so is one made in inference mode, of which autograd could
-    record nothing.
+    export would merge the two inputs; so is one whose memory another has, for a write to either
+    would have to be seen in both, and one made in inference mode, of which autograd could record
+    nothing.
     """
     meta = any(parameter.is_meta for parameter in model.parameters())
-    seen: set[int] = set()
+    seen: set[Any] = set()
     examples = []
     for leaf in leaves:
         if isinstance(leaf, Tensor):
-            is_new = id(leaf) not in seen and not leaf.is_inference()
-            seen.add(id(leaf))
+            is_strided = leaf.layout is torch.strided  # others have no storage to look at
+            memory = StorageWeakRef(leaf.untyped_storage()) if is_strided else id(leaf)
+            is_new = memory not in seen and not leaf.is_inference()
+            seen.add(memory)
             with torch.inference_mode(False):
                 example = leaf.detach() if is_new else leaf.detach().clone()
                 example = example.to("meta") if meta else example

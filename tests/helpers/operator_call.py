@@ -89,11 +89,20 @@ class Whole:
 
 def region_of_call(call: Call) -> tuple[Region, Node]:
     graph, mode = Graph(), FakeTensorMode()
+    names = (argument.name for argument in call.target._schema.arguments)
+    # Buffers of a module, for which torch's derivatives refuse to have one.
+    statistics = [
+        x for name, x in zip(names, call.args, strict=False) if name.startswith("running_")
+    ]
 
     def placeholder(value: Tensor) -> Node:
         node = graph.placeholder(f"x{len(graph.nodes)}")
         node.meta["val"] = mode.from_tensor(value, static_shapes=True)
-        node.meta["requires_grad"] = not call.is_traced and value.is_floating_point()
+        node.meta["requires_grad"] = (
+            not call.is_traced
+            and value.is_floating_point()
+            and not any(value is buffer for buffer in statistics)
+        )
         return node
 
     args, kwargs = tree_map_only(Tensor, placeholder, (call.args, call.kwargs))

@@ -1,47 +1,67 @@
 """How many of a fixed draw of mutations the fast tests kill.
 
-    python -m tests.mutation.run --count 60 [--seed 0] [--limit 120] [--only passes/normalize]
+    python -m tests.mutation.run --count 60 [--seed 0] [--limit 90] [--only passes/normalize ...]
 
-Each mutation is applied to a copy of the tree, where the tests named after the module run first,
-then a few that compile whole models, then those of its folder. A mutation is *killed* by the first
-failure of a test that passes without it, *survives* if all pass, and *times out* if the limit ends
-first, which is not counted as killed.
-What survives and is known to change no number is in ``survivors.toml``, with the reason.
+Each mutation is applied to a copy of the tree. There run the fast tests that mirror the module,
+then those that import it; where there are none those of its folder, else a few that compile small
+models through everything. A mutation is *killed* by the first failure of a test that passes without
+it, *survives* if all pass, and *times out* if the limit ends first, which is not counted as killed.
+
+Every outcome is kept in ``score.json``, which ``test_score.py`` reads: another draw adds to it, the
+same draw renews it. What survives and is known to change no number is in ``survivors.toml``, with
+the reason.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import json
+import multiprocessing
 import os
-import re
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 import tomllib
 from collections import Counter
+from multiprocessing.connection import Connection
 from pathlib import Path
+
+import pytest
 
 from tests.mutation.mutants import ROOT, Mutant, drawn, modules
 
-# Small models through everything: what a folder's own tests do not look at shows up here.
-_CORE = ("tests/end_to_end/test_near_misses.py", "tests/end_to_end/test_odd_models.py")
+# Small models through everything, for a folder without tests.
+_CORE = ("tests/end_to_end/test_near_misses.py", "tests/verification/test_proof.py")
+# Loaded once, before the copies of this process that run tests: half a minute for each otherwise.
+_PRELOADED = (
+    *("torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp"),
+    *("torch.distributed.pipelining", "torch.testing._internal.distributed.fake_pg"),
+    *("transformers", "networkx", "scipy.optimize", "spmd_types", "sympy", "rich"),
+)
 _KNOWN = Path(__file__).with_name("survivors.toml")
+_SCORE = Path(__file__).with_name("score.json")
 
 
 def tests_of(path: str, tree: Path) -> list[str]:
-    """Test files for a module: its own, what sees wrong numbers anywhere, then its folder's."""
-    module = Path(path)
-    parts = [part for part in module.parts[:-1] if part != "sp_compiler"]
-    folder = Path("tests", *(parts or ["usage"]))  # the top level is what users see
-    inner = [folder, *folder.parents][: len(folder.parts) - 1] or [folder]
-    files = [found for place in inner for found in sorted((tree / place).glob("test_*.py"))]
-    named = [file for file in files if module.stem in file.stem]
-    own, others = ([file.relative_to(tree).as_posix() for file in part] for part in (named, files))
-    return list(dict.fromkeys([*own, _CORE[0], *others, *_CORE[1:]]))
+    """Test files for a module: those named after it and those that import it, else a few."""
+    module = Path(path).with_suffix("")
+    name = module.parent if module.name == "__init__" else module
+    folder = Path("tests", *[part for part in name.parts[:-1] if part != "sp_compiler"])
+    dotted = ".".join(name.parts)
+    dotted = dotted if dotted.startswith("sp_compiler") else f"sp_compiler.{dotted}"
+    files = sorted((tree / "tests").rglob("test_*.py"))
+    named = [
+        file for file in files if file.parent == tree / folder and file.stem == f"test_{name.name}"
+    ]
+    importers = [file for file in files if dotted in file.read_text(encoding="utf-8")]
+    if not named and not importers:  # a private helper of its folder
+        importers = [file for file in files if file.parent == tree / folder]
+    chosen = [file.relative_to(tree).as_posix() for file in (*named, *importers)]
+    return list(dict.fromkeys(chosen)) or list(_CORE)
 
 
 class Runner:
@@ -76,6 +96,8 @@ class Runner:
                 return "timeout"
             if code == 0:
                 return "survived"
+            if not failed:
+                raise RuntimeError(f"no test failed, but pytest ended with {code}: {mutant}")
             if self._pass_without(failed):
                 return "killed"
 
@@ -84,30 +106,57 @@ class Runner:
         for test in failed - self.sound:
             code, _ = self._run([test])
             (self.sound if code == 0 else self.broken).add(test)
-        return not failed or bool(failed & self.sound)
+        return bool(failed & self.sound)
 
     def _run(self, tests: list[str]) -> tuple[int, set[str]]:
-        """The exit code, and the names of what failed."""
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
-        command += ["-m", "not slow", *tests]
+        """The exit code (negative: the signal that ended it), and the names of what failed."""
+        arguments = ["-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", *tests]
+        # Plugins that torch or transformers loaded already: of the fork, not of the tests.
+        arguments += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
         for test in sorted(self.broken):
-            command += ["--deselect" if "::" in test else "--ignore", test]
-        limits = (self.limit_s, self.limit_s)
-        try:
-            result = subprocess.run(
-                command,
-                cwd=self.tree,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
-                capture_output=True,
-                text=True,
-                timeout=20 * self.limit_s,  # of the clock, for what waits
-                check=False,
-                preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, limits),
-            )
-        except subprocess.TimeoutExpired:
-            return -signal.SIGKILL, set()
-        lines = re.findall(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", result.stdout, re.MULTILINE)
-        return result.returncode, set(lines)
+            arguments += ["--deselect" if "::" in test else "--ignore", test]
+        receiver, sender = multiprocessing.Pipe(duplex=False)
+        # A fork, for it has everything of _PRELOADED at once.
+        process = multiprocessing.get_context("fork").Process(
+            target=_run_tests, args=(self.tree, self.limit_s, arguments, sender)
+        )
+        process.start()
+        process.join(8 * self.limit_s)  # of the clock, for what waits
+        if process.exitcode is None:
+            os.killpg(process.pid or 0, signal.SIGKILL)  # with the ranks that it spawned
+            process.join()
+        failed = set(receiver.recv()) if receiver.poll() else set()
+        return process.exitcode or 0, failed
+
+
+class _Failures:
+    """A plugin of pytest that notes what failed."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.names.append(report.nodeid)
+
+    pytest_collectreport = pytest_runtest_logreport
+
+
+def _run_tests(tree: Path, limit_s: int, arguments: list[str], sender: Connection) -> None:
+    os.setsid()
+    resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s))
+    os.chdir(tree)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    sys.path = [str(tree), *[path for path in sys.path if Path(path or ".").resolve() != ROOT]]
+    # This package too came from the original.
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+        del sys.modules[name]
+    failures = _Failures()
+    code = pytest.main(arguments, plugins=[failures])
+    sender.send(failures.names)
+    sys.exit(int(code))
 
 
 def _write(path: Path, source: str) -> None:
@@ -123,25 +172,40 @@ def known_survivors() -> dict[tuple[str, str, str], str]:
     return {(e["path"], e["before"], e["after"]): e["reason"] for e in entries}
 
 
+def keep(mutant: Mutant, outcome: str) -> None:
+    """Write one outcome to the score, in an order that does not depend on the draw's."""
+    score = json.loads(_SCORE.read_text(encoding="utf-8"))
+    entry = {"path": mutant.path, "before": mutant.before, "after": mutant.after}
+    score = [other for other in score if other.items() & entry.items() != entry.items()]
+    score.append({**entry, "outcome": outcome})
+    score.sort(key=lambda other: (other["path"], other["before"], other["after"]))
+    _SCORE.write_text(json.dumps(score, indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--start", type=int, default=0, help="go on from this one of the draw")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--limit", type=int, default=120, help="CPU seconds for the tests of one")
-    parser.add_argument("--only", default="", help="modules whose path starts so")
+    parser.add_argument("--limit", type=int, default=90, help="CPU seconds for the tests of one")
+    parser.add_argument("--only", nargs="*", default=[""], help="modules whose path starts so")
     options = parser.parse_args()
+    os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
     known = known_survivors()
-    paths = [p for p in modules() if p.relative_to(ROOT).as_posix().startswith(options.only)]
+    only = tuple(options.only)
+    paths = [p for p in modules() if p.relative_to(ROOT).as_posix().startswith(only)]
     counts: Counter[str] = Counter()
+    for name in _PRELOADED:
+        importlib.import_module(name)
     with tempfile.TemporaryDirectory() as folder:
-        runner = Runner(Path(folder), options.limit)
+        runner = Runner(Path(folder).resolve(), options.limit)
         for mutant in drawn(options.count, options.seed, paths)[options.start :]:
-            found = runner.outcome(mutant)
-            if found != "killed" and (mutant.path, mutant.before, mutant.after) in known:
-                found = "known"
-            counts[found] += 1
-            print(f"{found:8}  {mutant}", flush=True)
+            outcome = runner.outcome(mutant)
+            if outcome != "killed" and (mutant.path, mutant.before, mutant.after) in known:
+                outcome = "known"
+            counts[outcome] += 1
+            keep(mutant, outcome)
+            print(f"{outcome:8}  {mutant}", flush=True)
     total = counts.total() - counts["known"]
     for test in sorted(runner.broken):
         print(f"left out, for it fails without a mutation: {test}")

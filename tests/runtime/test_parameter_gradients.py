@@ -231,6 +231,21 @@ def test_zero_grad_drops_what_waits_since_no_sync(set_to_none: bool) -> None:
 
 
 @_one_of_two
+def test_zero_grad_of_a_part_drops_what_waits_for_it() -> None:
+    module, x = users.compiled(tp=2, sequence_parallel=False), users.batch()
+    module(x)["loss"].backward()
+    expected = _parts(module)
+    module.zero_grad()
+    with module.no_sync():
+        module(x)["loss"].backward()
+    module.blocks[0].zero_grad()
+    module(x)["loss"].backward()
+    for name, part in _parts(module).items():
+        times = 1 if name.startswith("blocks.0.") else 2
+        torch.testing.assert_close(part, times * expected[name], rtol=1e-12, atol=1e-12)
+
+
+@_one_of_two
 def test_nothing_is_clipped_while_gradients_wait() -> None:
     module, x = users.compiled(tp=2, sequence_parallel=False), users.batch()
     with module.no_sync():

@@ -115,6 +115,23 @@ def test_one_tensor_passed_twice_is_two_inputs() -> None:
     assert torch.equal(loss, model(ids, labels).loss)
 
 
+def test_inputs_that_share_memory_are_two_inputs() -> None:
+    class Next(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return x * 2 - y
+
+    class Writes(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return x.add_(1) * y
+
+    numbers, others = torch.randn(3, 5), torch.randn(3, 4)
+    captured = capture(Next(), (), {"x": numbers[:, :-1], "y": numbers[:, 1:]})
+    (result,) = run(captured, Next(), x=numbers[:, 1:], y=others).outputs
+    assert torch.equal(result, numbers[:, 1:] * 2 - others)
+    with pytest.raises(UnsupportedError, match=r"writes into 'x'.* only buffers may be written"):
+        capture(Writes(), (numbers, numbers[:, :1]))
+
+
 def test_keyword_arguments_come_in_any_order() -> None:
     class Subtract(nn.Module):
         def forward(self, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:

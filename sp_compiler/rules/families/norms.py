@@ -87,6 +87,34 @@ def _group_norm(node: Node) -> OpRule:
     return OpRule(operands, (image, *others), rows="fixed")
 
 
+@rule(
+    *("aten::_native_batch_norm_legit_functional", "aten::_native_batch_norm_legit"),
+    *("aten::_native_batch_norm_legit_no_training", "aten::native_batch_norm_backward"),
+)
+def _batch_norm(node: Node) -> OpRule:
+    """Each channel has its own statistics, over the batch and the image.
+
+    Results: the normalised input and two statistics per channel, which are empty where the running
+    ones are used. Of the backward: the gradients of input, weight and bias.
+    """
+    args = arguments(node)
+    shape = shape_of(args["input"])
+    # Running statistics are no sums over the batch, which may be cut then.
+    is_running = "no_training" in str(node.target)
+    image = numbered(shape, () if is_running else [dim for dim in range(len(shape)) if dim != 1])
+
+    def per_channel(value_shape: tuple[int, ...]) -> Dims:
+        return image[1:2] if value_shape == shape[1:2] else private(value_shape, "empty")
+
+    def dims(name: str, operand: Node) -> Dims:
+        return image if name in ("input", "grad_out") else per_channel(shape_of(operand))
+
+    results = (image, *map(per_channel, result_shapes(node)[1:]))
+    linear = FIRST_OPERAND if "grad_out" in args else ()
+    # Dim 1 is the channels, wherever the tokens are.
+    return OpRule(dims_by_name(node, dims), results, linear=linear, rows="fixed")
+
+
 @rule("aten::log_softmax", "aten::_log_softmax")
 def _log_softmax(node: Node) -> OpRule:
     """Classes stay classes: a loss that is made of the result can be sharded by them."""

@@ -50,7 +50,35 @@ def _group_norm_backward(draw: Draw) -> Args:
     return [draw.numbers(*x.shape), x, mean, rstd, weight, *sizes, mask]
 
 
+def _batch_norm(draw: Draw) -> Args:
+    x = draw.numbers(draw.size() + 1, draw.size(), *draw.one_of((), (3,), (2, 3)))
+    weight, bias, mean = (draw.numbers(x.shape[1]) for _ in range(3))
+    return [x, weight, bias, mean, draw.numbers(x.shape[1]).exp(), True, 0.1, 1e-5]
+
+
+def _batch_norm_without_statistics(draw: Draw) -> Args:
+    x, weight, bias, _, _, *rest = _batch_norm(draw)
+    return [x, weight, bias, *rest]
+
+
+def _batch_norm_of_running(draw: Draw) -> Args:
+    *tensors, _, momentum, eps = _batch_norm(draw)
+    return [*tensors, momentum, eps]
+
+
+def _batch_norm_backward(draw: Draw) -> Args:
+    x, weight, bias, mean, variance, _, *rest = _batch_norm(draw)
+    training = draw.one_of(True, False)
+    saved = aten.native_batch_norm(x, weight, bias, mean.clone(), variance, training, *rest)[1:]
+    grad = draw.numbers(*x.shape)
+    return [grad, x, weight, mean, variance, *saved, training, 1e-5, [True] * 3]
+
+
 SAMPLES: dict[str, Sample] = {
+    "aten::_native_batch_norm_legit_functional": _batch_norm,
+    "aten::_native_batch_norm_legit": _batch_norm_without_statistics,
+    "aten::_native_batch_norm_legit_no_training": _batch_norm_of_running,
+    "aten::native_batch_norm_backward": _batch_norm_backward,
     "aten::group_norm": _group_norm,
     "aten::native_group_norm": _native_group_norm,
     "aten::native_group_norm_backward": _group_norm_backward,

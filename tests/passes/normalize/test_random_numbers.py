@@ -136,6 +136,8 @@ _DISCRETE: dict[str, tuple[Callable[[Tensor], Tensor], Any]] = {
     "randint, low": (lambda x: torch.randint(2, 7, x.shape), [0, 0, *[0.2] * 5]),
     "randint_like": (lambda x: torch.randint_like(x, 7), [1 / 7] * 7),
     "randint_like, low": (lambda x: torch.randint_like(x, 2, 7), [0, 0, *[0.2] * 5]),
+    "random_": (lambda x: torch.empty_like(x).random_(2, 7), [0, 0, *[0.2] * 5]),
+    "random_, to": (lambda x: torch.empty_like(x).long().random_(to=7), [1 / 7] * 7),
     "geometric_": (lambda x: torch.empty_like(x).geometric_(0.4), _GEOMETRIC),
     "multinomial": (_of_weights(1, False), [0.125, 0, 0.375, 0.5, 0]),
     "multinomial, replaced": (_of_weights(6, True), [0.125, 0, 0.375, 0.5, 0]),
@@ -159,6 +161,17 @@ def test_draws_without_replacement_are_distinct_and_ordered_by_chance() -> None:
     (places,) = outputs(normalized(_of_weights(3, False), x), x)
     assert (places.sort(-1).values == torch.tensor([0, 2, 3])).all()
     assert_counts(places[:, 0], [0.125, 0, 0.375, 0.5, 0])
+
+
+@pytest.mark.parametrize(("count", "replacement"), [(1, False), (2, True), (3, False)])
+def test_no_class_of_weight_zero_is_drawn_for_want_of_others(count: int, replacement: bool) -> None:
+    """Torch raises; the number drawn is no class, so that whatever looks it up raises."""
+    weights = torch.zeros(4, 5)
+    weights[0, :3] = 1
+    captured = normalized(lambda w: torch.multinomial(w, count, replacement), weights)
+    (places,) = outputs(captured, weights)
+    assert int(places[0].max()) < 3
+    assert places[1:].eq(5).all()
 
 
 def test_permutations() -> None:
@@ -231,6 +244,8 @@ def test_eval_draws_nothing() -> None:
 def test_other_randomness_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"aten\.poisson\.default draws random numbers"):
         normalize(captured_from(lambda x: torch.poisson(x.abs()), randn(2, 3)))
+    with pytest.raises(UnsupportedError, match=r"aten\.random\.default draws random numbers"):
+        normalize(captured_from(lambda x: x.clone().random_(), randn(2, 3)))
     for draw in (torch.rand, torch.randn):
         with pytest.raises(UnsupportedError, match=r"draws random numbers"):
             normalize(captured_from(lambda x, d=draw: d(3, dtype=torch.complex64), randn(2)))

@@ -89,10 +89,10 @@ class Whole:
 
 def region_of_call(call: Call) -> tuple[Region, Node]:
     graph, mode = Graph(), FakeTensorMode()
-    names = (argument.name for argument in call.target._schema.arguments)
+    schema = (argument.name for argument in call.target._schema.arguments)
     # Buffers of a module, for which torch's derivatives refuse to have one.
     statistics = [
-        x for name, x in zip(names, call.args, strict=False) if name.startswith("running_")
+        x for name, x in zip(schema, call.args, strict=False) if name.startswith("running_")
     ]
 
     def placeholder(value: Tensor) -> Node:

@@ -15,7 +15,11 @@ from sp_compiler.base.errors import ArgumentError, UnsupportedError
 from sp_compiler.base.placement import Placement
 from sp_compiler.base.units import parse_bytes
 from sp_compiler.compiler import Kept, build
-from sp_compiler.grid.data_parallel import checked_options, refuse_scalars
+from sp_compiler.grid.data_parallel import (
+    checked_options,
+    checked_stage_options,
+    refuse_scalars,
+)
 from sp_compiler.grid_plan.build import grid_plan
 from sp_compiler.grid_plan.chain import Chain
 from sp_compiler.grid_plan.data import GridPlan
@@ -38,7 +42,7 @@ from sp_compiler.pipeline_parallel.pipeline_module import PipelineModule
 from sp_compiler.pipeline_parallel.schedules import schedule_of
 from sp_compiler.planning.costly_fallbacks import FallbackCheck, refuse_costly
 from sp_compiler.planning.plan import Plan
-from sp_compiler.runtime.group import AXIS, RANK_TIMEOUT, device_type_of, tensor_parallel_group
+from sp_compiler.runtime.group import RANK_TIMEOUT, device_type_of, tensor_parallel_group
 from sp_compiler.verification.proof import prove, prove_rules
 
 
@@ -145,7 +149,7 @@ def _check(initial_weights: str, rank_timeout: float, verify: bool) -> None:
 
 
 @with_options
-def pipeline(
+def pipeline(  # noqa: PLR0913 - all by keyword, each described below
     model: nn.Module,
     *,
     mesh: DeviceMesh,
@@ -155,6 +159,9 @@ def pipeline(
     stages_per_rank: int | None = None,
     memory: int | str | None = None,
     weigh: Callable[..., Any] | None = None,
+    initial_weights: Literal["compare", "broadcast"] = "compare",
+    rank_timeout: float = RANK_TIMEOUT.total_seconds(),
+    fsdp: bool | Mapping[str, Any] = True,
     **options: Unpack[Options],
 ) -> PipelineModule:
     """Spread the layers of an unmodified model over the ranks of a pipeline.
@@ -176,9 +183,11 @@ def pipeline(
         model: as of :func:`compile`; its forward returns the loss, as HuggingFace models do when
             they are given labels. Built on the meta device, no rank ever holds more than its stages
             (:meth:`PipelineModule.load_pretrained`).
-        mesh: with an axis named "pp", and one named "tp" if stages are to be tensor-parallel.
-        example_inputs: (args, kwargs) of a full batch, which is cut into microbatches of its first
-            dim.
+        mesh: with an axis named "pp", one named "tp" if stages are to be tensor-parallel, and for
+            data parallelism any of "dp_shard" and "dp_replicate": ranks that differ there get
+            batches of their own (see :func:`sp_compiler.data_shard`).
+        example_inputs: (args, kwargs) of a batch of this rank's, which is cut into microbatches of
+            its first dim.
         microbatches: of a step.
         schedule: ``"1f1b"`` (arXiv 2104.04473, section 2.2.1), ``"gpipe"``, ``"interleaved"``
             (section 2.2.2), ``"zero_bubble"`` (ZB1P of arXiv 2401.10241, several stages per rank
@@ -188,20 +197,29 @@ def pipeline(
         memory: what each stage may take, in bytes or as "80GiB", parameters, gradients, AdamW's
             moments and activations in flight; ``None`` for no limit.
         weigh: ``weigh(*args, **kwargs)`` of a microbatch's inputs is the weight of its loss, for
-            example its number of labelled tokens; without it all microbatches weigh the same.
+            example its number of labelled tokens; without it all microbatches weigh the same. Over
+            data axes too: then the mean of the losses over the parts is the batch's.
+        initial_weights, rank_timeout: as of :func:`compile`.
+        fsdp: options of PyTorch's FSDP2, which is applied over the data axes: ``mp_policy`` and
+            ``shard_placement_fn``. The parameters of a stage are gathered at the begin of a step
+            and kept to its end, when gradients are reduced, once for all microbatches.
 
     Raises:
         ArgumentError: an argument outside what is allowed; a mesh without the axis "pp"; a batch
             that ``microbatches`` does not divide; fewer layers than stages; a model that returns no
             loss; no cut within ``memory``; and as :func:`compile`.
-        UnsupportedError: an axis that this version does not have; and as :func:`compile`.
+        UnsupportedError: an axis without a meaning here; and as :func:`compile`.
     """
     check_model(model)
-    axis = pipeline_axis(mesh)
+    _check(initial_weights, rank_timeout, verify=False)
+    timeout = timedelta(seconds=rank_timeout)
+    axis = pipeline_axis(mesh, timeout)
     plan, per_rank = schedule_of(schedule, stages_per_rank, axis.size, microbatches)
     args, kwargs = checked_inputs(model, example_inputs)
-    has_tp = AXIS in (mesh.mesh_dim_names or ())
-    group = tensor_parallel_group(None, mesh[AXIS]) if has_tp else tensor_parallel_group(1)
+    group = tensor_parallel_group(None, mesh, rank_timeout=timeout, in_stages=True)
+    fsdp_options = checked_stage_options(fsdp, group.data)
+    if fsdp_options is not None:
+        refuse_scalars(model)
     checked = replace(
         CompileOptions.of(group.world_size, options),
         tables_apart=True,
@@ -214,9 +232,12 @@ def pipeline(
         )
     wishes_of(checked.hints, parameters_of(model))
     builder = _Builder(checked, FallbackCheck(checked, group.rank), verify=False)
-    module = DistributedModule(model, group, builder, options=checked.texts())
+    texts = {**checked.texts(), "initial_weights": initial_weights}
+    module = DistributedModule(
+        model, group, builder, options=texts, initial_weights=initial_weights
+    )
     limit = None if memory is None else parse_bytes("memory", memory)
-    result = PipelineModule(module, axis, plan, per_rank, microbatches, weigh, limit)
+    result = PipelineModule(module, axis, plan, per_rank, microbatches, weigh, limit, fsdp_options)
     with _given_back_on_failure(module):
         result.prepare(*args, **kwargs)
     return result

@@ -16,6 +16,7 @@ from sp_compiler.runtime.mesh_axes import SHARD_AXIS, DataAxes
 
 _REPLICATE_OPTIONS = {"mp_policy", "offload_policy"}
 _SHARD_OPTIONS = _REPLICATE_OPTIONS | {"reshard_after_forward", "shard_placement_fn"}
+_STAGE_OPTIONS = {"mp_policy", "shard_placement_fn"}
 
 
 def checked_options(
@@ -57,6 +58,35 @@ def checked_options(
             "a part of the axis yet; pass True or False"
         )
     return options
+
+
+def checked_stage_options(
+    fsdp: bool | Mapping[str, Any], data: DataAxes
+) -> Mapping[str, Any] | None:
+    """Return the options to apply FSDP2 to the stages of a pipeline with, ``None`` without axes.
+
+    Args:
+        fsdp: what the user passed.
+        data: the axes to apply it over.
+
+    Raises:
+        ArgumentError: ``False`` although there are axes, or an option that stages do not have.
+    """
+    if fsdp is False and data.mesh is not None:
+        raise ArgumentError(
+            f"fsdp=False, but the mesh has {data.described()}: a pipeline gathers parameters and "
+            "reduces gradients once per step, so it applies FSDP2 itself; pass True or a dict of "
+            "options, or a mesh without these axes and reduce gradients between step() and the "
+            "optimizer's"
+        )
+    options = fsdp if isinstance(fsdp, Mapping) else {}
+    if unknown := sorted(options.keys() - _STAGE_OPTIONS):
+        raise ArgumentError(
+            f"fsdp has the options {', '.join(unknown)}; a pipeline, which keeps the parameters of "
+            "its stages gathered on the device from the first to the last microbatch of a step, "
+            f"takes {', '.join(sorted(_STAGE_OPTIONS))}"
+        )
+    return checked_options(fsdp, data, world_size=1)
 
 
 def refuse_scalars(model: nn.Module) -> None:
@@ -113,7 +143,8 @@ def _self_contained_blocks(root: nn.Module, compiled: CompiledProgram) -> Iterab
         path: {id(p) for p in root.get_submodule(path).parameters()} for path in paths
     }
     for path in reversed([path for path, _ in root.named_modules()]):
-        if path not in paths:
+        # Blocks on other stages of a pipeline have no parameters here.
+        if not owners.get(path):
             continue
         shared = set().union(*(ids for other, ids in owners.items() if other != path))
         if owners[path] & shared:

@@ -186,7 +186,7 @@ def _compile(
         _refuse_other_parallelism(state)
     args, kwargs = pytree.tree_unflatten(leaves, structure)
     state.original.check_arguments(args, kwargs)
-    with state.original.awake(state.root, state.computed_as()) as model:
+    with state.original.awake(state.root, state.computed_as(), state.absent_dtype) as model:
         if state.fixed is None:
             _refuse_empty(state, leaves, input_names(model, args, kwargs))
         compiled = state.build(model, args, kwargs, state.fixed, open_dims)

@@ -105,12 +105,14 @@ class Original:
         self,
         mirror: nn.Module,
         computed_as: Mapping[int, tuple[torch.dtype, torch.device]] | None = None,
+        absent_dtype: torch.dtype | None = None,
     ) -> Iterator[nn.Module]:
         """The model as it can be captured: shapes, types, modes and buffers of ``mirror``.
 
         Its parameters have the device but no memory: only their metadata may be read.
         ``computed_as`` has, by ``id``, the type and the device of those that are computed with
-        in others than their own.
+        in others than their own. ``absent_dtype`` is the type that other stages of a pipeline
+        compute with, where it is not that of their parameters.
         """
         model = self.model
         modes = [module.training for module in model.modules()]
@@ -126,7 +128,10 @@ class Original:
             present = next(mirror.parameters(), None)
             device = None if present is None else present.device
             self._install(
-                mirror, lambda parameter: _without_memory(parameter, computed_as or {}, device)
+                mirror,
+                lambda parameter: _without_memory(
+                    parameter, computed_as or {}, device, absent_dtype
+                ),
             )
             yield model
         finally:
@@ -197,15 +202,19 @@ def _without_memory(
     parameter: Tensor,
     computed_as: Mapping[int, tuple[torch.dtype, torch.device]],
     absent_on: torch.device | None,
+    absent_dtype: torch.dtype | None,
 ) -> Tensor:
     """A tensor of the global shape on the parameter's device whose storage is freed.
 
-    ``absent_on``: device of parameters that other stages of a pipeline hold.
+    ``absent_on``, ``absent_dtype``: of parameters that other stages of a pipeline hold; ``None``
+    for a dtype where it is their own.
     """
     local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
     dtype, device = computed_as.get(id(parameter), (parameter.dtype, local.device))
     if device.type == "meta" and absent_on is not None:
         device = absent_on
+        if absent_dtype is not None and dtype.is_floating_point:
+            dtype = absent_dtype
     if device.type == "meta":
         return _plain(parameter).to(dtype)
     tensor = torch.empty(parameter.shape, dtype=dtype, device=device)

@@ -54,6 +54,8 @@ class ModuleState:
         fsdp: the parameters that FSDP2 manages.
         fsdp_options: what FSDP2 is to be applied with once parameters are placed, ``None`` where
             that is done, or the user's affair.
+        absent_dtype: type in which other stages of a pipeline compute with their parameters;
+            ``None`` where it is their own.
         agreement: compares the ranks' calls.
         compared: kind and name of the tensors that the ranks were seen to have alike.
         fixed: placements of all parameters that a program uses; ``None`` before the first one.
@@ -83,6 +85,7 @@ class ModuleState:
         self.buffers = NamedTensors(self.modules, "_buffers")
         self.programs = ProgramCache[Executor](cache_size)
         self.fsdp_options: Mapping[str, Any] | None = None
+        self.absent_dtype: torch.dtype | None = None
         communicator = self.group.communicator
         self.fsdp = FullySharded(self.modules, lambda grads: reduce_gradients(communicator, grads))
         # Ranks make their modules in the same order, so the count names one on all of them.
@@ -126,9 +129,16 @@ class ModuleState:
         return result
 
     def executor(
-        self, compiled: CompiledProgram, weights: WeightGradients | None = None
+        self,
+        compiled: CompiledProgram,
+        weights: WeightGradients | None = None,
+        *,
+        gathered: bool = False,
     ) -> Executor:
-        """Runs ``compiled`` on this module: its blocks through their modules, hooks and all."""
+        """Runs ``compiled`` on this module: its blocks through their modules, hooks and all.
+
+        ``gathered``: what FSDP manages is gathered already when the program runs.
+        """
 
         def call_block(
             path: str, invoke: Callable[..., tuple[Any, ...]], values: Sequence[Any]
@@ -136,8 +146,10 @@ class ModuleState:
             outputs = self.modules[path](Invocation(invoke), *values)
             return outputs if isinstance(outputs, tuple) else (outputs,)
 
+        # Gathered parameters are as good as others: their gradients need no look at FSDP.
+        managed = frozenset if gathered else self.managed
         return Executor(
-            compiled, self.group.communicator, call_block, self.deferred, self.managed, weights
+            compiled, self.group.communicator, call_block, self.deferred, managed, weights
         )
 
     def managed(self) -> Mapping[str, Any]:

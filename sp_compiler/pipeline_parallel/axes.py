@@ -1,15 +1,16 @@
-"""The ranks of a pipeline: those with the same part of the weights on other stages."""
+"""The ranks of a pipeline: those that work on the same batch on other stages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from sp_compiler.base.errors import ArgumentError, UnsupportedError
-from sp_compiler.runtime.mesh_axes import AXIS as TENSOR_PARALLEL
+from sp_compiler.base.errors import ArgumentError
+from sp_compiler.runtime.group import TensorParallelGroup, watched_group
 from sp_compiler.runtime.mesh_axes import PIPELINE_AXIS as AXIS
 
 _EXAMPLE = (
@@ -26,11 +27,13 @@ class PipelineAxis:
         group: of those ranks.
         rank: in it.
         ranks: their numbers in the default group.
+        watched: the same ranks with a board, to compare what must be equal over the stages.
     """
 
     group: dist.ProcessGroup
     rank: int
     ranks: tuple[int, ...]
+    watched: TensorParallelGroup
 
     @property
     def size(self) -> int:
@@ -50,12 +53,11 @@ class PipelineAxis:
         }
 
 
-def pipeline_axis(mesh: DeviceMesh | None) -> PipelineAxis:
-    """Return the axis "pp" of ``mesh``.
+def pipeline_axis(mesh: DeviceMesh | None, rank_timeout: timedelta) -> PipelineAxis:
+    """Return the axis "pp" of ``mesh``, whose ranks wait for each other for ``rank_timeout``.
 
     Raises:
         ArgumentError: no mesh, or one without the axis.
-        UnsupportedError: the mesh has other axes than "pp" and "tp", of more than one rank.
     """
     if not isinstance(mesh, DeviceMesh):
         raise ArgumentError(
@@ -67,12 +69,8 @@ def pipeline_axis(mesh: DeviceMesh | None) -> PipelineAxis:
             f"mesh has the axes {names}; one of them must be named {AXIS!r}, {_EXAMPLE}; without "
             "stages use sp_compiler.compile(model, mesh=mesh)"
         )
-    others = [name for name in names if name not in (AXIS, TENSOR_PARALLEL)]
-    large = [f"{name!r} of {mesh[name].size()} ranks" for name in others if mesh[name].size() > 1]
-    if large:
-        raise UnsupportedError(
-            f"the mesh has the axis {', '.join(large)}: a pipeline has the axes {AXIS!r} and "
-            f"{TENSOR_PARALLEL!r} only in this version"
-        )
-    group = (mesh[AXIS] if len(names) > 1 else mesh).get_group()
-    return PipelineAxis(group, dist.get_rank(group), tuple(dist.get_process_group_ranks(group)))
+    axis = mesh[AXIS] if len(names) > 1 else mesh
+    group = axis.get_group()
+    ranks = tuple(dist.get_process_group_ranks(group))
+    watched = watched_group(axis, rank_timeout, "pipeline")
+    return PipelineAxis(group, dist.get_rank(group), ranks, watched)

@@ -17,6 +17,14 @@ def adamw_bytes(size: ParameterSize) -> float:
     return 2 * size.num_bytes + ADAMW_BYTES * size.numel if size.trained else size.num_bytes
 
 
+def gathered_adamw_bytes(size: ParameterSize, num_shards: int) -> float:
+    """Return the bytes of a parameter that FSDP2 shards between steps, during one.
+
+    It is gathered, and so is its gradient, beside this rank's shard of what there is at rest.
+    """
+    return size.num_bytes * (1 + size.trained) + adamw_bytes(size) / num_shards
+
+
 def ends_of(
     calls: Sequence[CallPlan],
     sizes: Mapping[str, ParameterSize],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,27 +18,32 @@ from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.module.calls import executor_for, require_data
 from sp_compiler.module.distributed_module import DistributedModule
 from sp_compiler.module.outputs import plain_input
-from sp_compiler.ops.counter import draw_seed
+from sp_compiler.ops.counter import call_seed, draw_seed
 from sp_compiler.pipeline_parallel.axes import PipelineAxis
-from sp_compiler.pipeline_parallel.cutting import ends_of
+from sp_compiler.pipeline_parallel.cutting import adamw_bytes, ends_of, gathered_adamw_bytes
 from sp_compiler.pipeline_parallel.microbatches import microbatches_of
 from sp_compiler.pipeline_parallel.runner import Feed, StageRunner
 from sp_compiler.pipeline_parallel.schedules import Schedule
 from sp_compiler.pipeline_parallel.stage_parameters import StageParameters
 from sp_compiler.pipeline_parallel.stage_program import Stage, chain_of, loss_of, stages_of
+from sp_compiler.planning.data import ParameterSize
 from sp_compiler.runtime.group import broadcast
+from sp_compiler.runtime.program_cache import call_key
+from sp_compiler.runtime.rank_checks import RankAgreement
 from sp_compiler.runtime.reductions import reduce_gradients
 from sp_compiler.runtime.weight_gradients import accumulate
 from sp_compiler.trace.export import flatten_inputs, input_names
 
 Weigh = Callable[..., Any]
+_INSTANCES = itertools.count()
 
 
 class PipelineModule(StageParameters):
     """A model whose layers are spread over the ranks of a pipeline.
 
     Every rank has the parameters of its own stages and must call each method like the others, with
-    the same batch. Made by :func:`sp_compiler.pipeline`.
+    the same batch as the other ranks of the axes "pp" and "tp"; over data axes batches differ. Made
+    by :func:`sp_compiler.pipeline`.
 
     Args:
         module: compiled for nothing yet; parameters that no stage of this rank uses are dropped.
@@ -46,6 +53,7 @@ class PipelineModule(StageParameters):
         microbatches: of a step.
         weigh: the weight of a microbatch's loss, of its inputs; ``None`` for equal weights.
         memory_bytes: what a stage may take; ``None`` for no limit.
+        fsdp: options to apply FSDP2 with over the data axes; ``None`` where there are none.
     """
 
     def __init__(
@@ -57,6 +65,7 @@ class PipelineModule(StageParameters):
         microbatches: int,
         weigh: Weigh | None = None,
         memory_bytes: int | None = None,
+        fsdp: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(module, axis)
         self._schedule = schedule
@@ -65,9 +74,13 @@ class PipelineModule(StageParameters):
         self._microbatches = microbatches
         self._weigh = weigh
         self._memory_bytes = memory_bytes
+        self._fsdp = fsdp
         self._paths: tuple[str, ...] = ()
         self._ends: list[int] = []
         self._runners: dict[int, tuple[CompiledProgram, StageRunner]] = {}
+        # Pipelines are made in the same order on all ranks, so the count names one on all of them.
+        name = f"pipeline {next(_INSTANCES)}"
+        self._agreement = RankAgreement(axis.watched, name, self._state.options)
         self._build, self._state.build = self._state.build, self._build_to_cut
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
@@ -75,25 +88,30 @@ class PipelineModule(StageParameters):
         leaves, structure, names = self._flat(args, kwargs)
         first = microbatches_of(leaves, names, self._microbatches)[0]
         with self._state.reporting():
+            self._agree(leaves, structure, names)
             compiled = executor_for(self._state, first, structure).compiled
             stages = self._cut(compiled)
             ranks = [self._schedule.rank_of(i, self._axis.size) for i in range(len(stages))]
             self._keep_own(stages, ranks)
+            if self._fsdp is not None:
+                self._shard_over_data(compiled, self._fsdp)
             self._runners[id(compiled)] = compiled, self._runner(stages)
 
     def step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run forward and backward of a batch; return its loss, on every rank.
 
-        Gradients are added to those that the parameters have; the optimizer is the user's.
+        Gradients are added to those that the parameters have; the optimizer is the user's. Over
+        data axes gradients are averaged, and each part of the data has a loss of its own.
 
         Args:
-            args, kwargs: of the model's forward: the full batch, the same on all ranks.
+            args, kwargs: of the model's forward: the full batch, or its part of the data (see
+                :func:`sp_compiler.data_shard`), the same on all ranks of "pp" and "tp".
 
         Raises:
             ArgumentError: a batch that the microbatches do not divide, inputs the model refuses.
             UnsupportedError: under ``no_grad``; an input requires a gradient; parameters were
                 frozen or unfrozen since :func:`sp_compiler.pipeline`.
-            RankMismatchError: the tensor-parallel ranks got different inputs.
+            RankMismatchError: the ranks of "pp" or "tp" got different inputs.
         """
         if not torch.is_grad_enabled():
             raise UnsupportedError(
@@ -107,13 +125,7 @@ class PipelineModule(StageParameters):
             loss = self._run(args, kwargs, train=True)
         finally:
             deferred.enabled = False
-        # One all-reduce for the step, not one for each microbatch.
-        names = list(deferred.pending)
-        partial = [deferred.pending.pop(name) for name in names]
-        totals = reduce_gradients(self._state.group.communicator, partial)
-        for name, total in zip(names, totals, strict=True):
-            assert total is not None
-            accumulate(parameters[name], total)
+            deferred.pending.clear()  # what a step that failed left is part of no later one
         self._ties.after(parameters, earlier)
         return loss
 
@@ -171,14 +183,43 @@ class PipelineModule(StageParameters):
                     "requires_grad of a parameter was changed since sp_compiler.pipeline, which "
                     "other stages do not know of: freeze before"
                 )
+            self._agree(leaves, structure, names)
             compiled = executor_for(state, parts[0], structure).compiled
             require_data(state)
             if id(compiled) not in self._runners:
                 self._runners[id(compiled)] = compiled, self._runner(self._cut(compiled))
             seeds = self._seeds(compiled)
             feed = Feed(parts, seeds, self._weights(parts, structure), [])
-            self._runners[id(compiled)][1].run(feed, train=train)
+            whole = self._gathered
+            with contextlib.nullcontext() if whole is None else whole.gathered(reduce=train):
+                self._runners[id(compiled)][1].run(feed, train=train)
+                self._reduce_partial()
             return self._total(feed)
+
+    def _reduce_partial(self) -> None:
+        """Sum what waits over the tensor-parallel ranks: once per step, not per microbatch."""
+        pending = self._state.deferred.pending
+        names = list(pending)
+        partial = [pending.pop(name) for name in names]
+        totals = reduce_gradients(self._state.group.communicator, partial)
+        for name, total in zip(names, totals, strict=True):
+            assert total is not None
+            accumulate(self._state.parameters[name], total)
+
+    def _agree(self, leaves: list[Any], structure: Any, names: list[str]) -> None:
+        """Compare this call and its inputs with those of the other stages.
+
+        Raises:
+            RankMismatchError: they differ: one stage would read labels of other tokens than those
+                that another one computes.
+        """
+        state = self._state
+        # Without parameters, of which every stage has others, and without attributes, some of
+        # which FSDP sets on the modules that it manages.
+        key = call_key(state.modules.values(), (), leaves, structure)
+        self._agreement.begin_call(key, leaves, lambda: names, compiled=True)
+        if self._agreement.every_call:
+            self._agreement.settle()  # before anything is sent
 
     def _build_to_cut(
         self,
@@ -205,7 +246,7 @@ class PipelineModule(StageParameters):
             )
             calls = [compiled.plan.calls[index] for index in chain]
             sizes = compiled.plan.parameters
-            self._ends = ends_of(calls, sizes, in_flight, self._memory_bytes)
+            self._ends = ends_of(calls, sizes, in_flight, self._memory_bytes, self._state_bytes)
             self._paths = paths
         elif self._paths != paths:
             raise UnsupportedError(
@@ -213,6 +254,12 @@ class PipelineModule(StageParameters):
                 "it was cut for: the parameters of every stage are fixed; pad inputs to one form"
             )
         return stages_of(compiled, loss, chain, self._ends)
+
+    def _state_bytes(self, size: ParameterSize) -> float:
+        data = self._state.group.data
+        if data.mesh is None:
+            return adamw_bytes(size)
+        return gathered_adamw_bytes(size, data.num_shards)
 
     def _runner(self, stages: Sequence[Stage]) -> StageRunner:
         return StageRunner(stages, self._state, self._axis, self._schedule, self._microbatches)
@@ -227,7 +274,9 @@ class PipelineModule(StageParameters):
         if self._state.group.process_group is not None:
             broadcast(seeds, self._state.group)
         dist.broadcast(seeds, group=self._axis.group, group_src=0)
-        return list(seeds)
+        part = self._state.group.data.rank
+        # Parts of the data have masks of their own, as in forward_seed.
+        return [call_seed(seed, part) if part else seed for seed in seeds]
 
     def _weights(self, parts: Sequence[Sequence[Any]], structure: Any) -> list[Tensor | float]:
         if self._weigh is None:
@@ -237,7 +286,13 @@ class PipelineModule(StageParameters):
             torch.as_tensor(self._weigh(*args, **kwargs), dtype=torch.float64)
             for args, kwargs in calls
         ]
-        return [weight / sum(weights) for weight in weights]
+        total = torch.stack(weights).sum().to(self._state.device())
+        data = self._state.group.data
+        for name in data.names:
+            assert data.mesh is not None
+            dist.all_reduce(total, group=data.mesh.get_group(name))
+        # Gradients are averaged over the parts of the data, which would divide once more.
+        return [weight / total.to(weight) * data.size for weight in weights]
 
     def _total(self, feed: Feed) -> Tensor:
         """Return the sum of the weighed losses, which the last stage has, on every rank."""

@@ -46,7 +46,7 @@ class StageModule(nn.Module):
         self._stage = stage
         self._state = state
         self._is_first = index == 0
-        self._executor = state.executor(stage.compiled, weights)
+        self._executor = state.executor(stage.compiled, weights, gathered=True)
         self.feed: Feed | None = None
 
     def forward(self, *received: Tensor, microbatch: Tensor) -> Any:

@@ -11,11 +11,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sp_compiler.base.errors import ArgumentError
+from sp_compiler.grid.data_parallel import apply_data_parallelism
+from sp_compiler.grid.gathered import GatheredParameters
+from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.module.distributed_module import DistributedModule
 from sp_compiler.module.views import NamedTensors
 from sp_compiler.pipeline_parallel.axes import PipelineAxis
 from sp_compiler.pipeline_parallel.stage_program import Stage
 from sp_compiler.pipeline_parallel.ties import TiedParameters, holders_of
+from sp_compiler.runtime.mesh_axes import SHARD_AXIS
 
 
 class StageParameters:
@@ -36,6 +40,7 @@ class StageParameters:
         self._axis = axis
         self._trained: tuple[bool, ...] = ()
         self._ties = TiedParameters({}, axis)
+        self._gathered: GatheredParameters | None = None
         self._foreign: frozenset[str] = frozenset()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -130,3 +135,14 @@ class StageParameters:
         self._ties = TiedParameters(holders, self._axis)
         # Each rank made its own model, from a random state of its own perhaps.
         self._ties.broadcast(self._state.parameters)
+
+    def _shard_over_data(self, compiled: CompiledProgram, options: Mapping[str, Any]) -> None:
+        """Apply FSDP2 to this rank's stages; between steps it keeps their shards only."""
+        data = self._state.group.data
+        if SHARD_AXIS in data.names:
+            options = {**options, "reshard_after_forward": False}
+        apply_data_parallelism(self.module, compiled, data, options)
+        # Programs are compiled of the full model, of which FSDP knows this rank's part only.
+        policy = options.get("mp_policy")
+        self._state.absent_dtype = None if policy is None else policy.param_dtype
+        self._gathered = GatheredParameters(self.module)

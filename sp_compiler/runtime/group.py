@@ -80,10 +80,13 @@ def tensor_parallel_group(
     mesh: DeviceMesh | None = None,
     device_type: str = "cpu",
     rank_timeout: timedelta = RANK_TIMEOUT,
+    *,
+    in_stages: bool = False,
 ) -> TensorParallelGroup:
     """The group of ``tp`` ranks, or of the axis "tp" of ``mesh``.
 
-    One rank needs no process group. A rank waits for another one for ``rank_timeout``.
+    One rank needs no process group. A rank waits for another one for ``rank_timeout``. For stages
+    of a pipeline (``in_stages``) the mesh has an axis "pp", and may lack "tp".
 
     Raises:
         ArgumentError: no process group, one of another size, a mesh without the axis, both
@@ -92,14 +95,15 @@ def tensor_parallel_group(
     """
     data = DataAxes()
     if mesh is not None:
-        axis = tensor_parallel_axis(mesh)
-        if tp is not None and tp != axis.size():
-            raise ArgumentError(
-                f'tp={tp}, but the mesh has {axis.size()} ranks on its axis "{AXIS}"'
-            )
+        lacks_tp = in_stages and AXIS not in (mesh.mesh_dim_names or ())
+        axis = mesh if lacks_tp else tensor_parallel_axis(mesh)
+        size = 1 if lacks_tp else axis.size()
+        if tp is not None and tp != size:
+            raise ArgumentError(f'tp={tp}, but the mesh has {size} ranks on its axis "{AXIS}"')
         refuse_unknown_axes(mesh)
-        refuse_pipeline_axis(mesh)
-        tp, data = axis.size(), DataAxes.of(mesh)
+        if not in_stages:
+            refuse_pipeline_axis(mesh)
+        tp, data = size, DataAxes.of(mesh)
     if tp is None:
         raise ArgumentError('give tp=<number of ranks>, or mesh= with an axis named "tp"')
     if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1:
@@ -111,16 +115,27 @@ def tensor_parallel_group(
         return TensorParallelGroup(None, one, rank_timeout, data=data, data_boards=boards)
     if mesh is None:
         axis = DeviceMesh(device_type, list(range(_world_of_size(tp))), mesh_dim_names=(AXIS,))
+    return watched_group(axis, rank_timeout, data=data)
+
+
+def watched_group(
+    axis: DeviceMesh,
+    rank_timeout: timedelta,
+    kind: str = "tensor-parallel group",
+    data: DataAxes | None = None,
+) -> TensorParallelGroup:
+    """The ranks of a one-dimensional mesh, with a board; ``kind`` is their name in messages."""
+    data = data or DataAxes()
     group = axis.get_group()
-    rank, backend = dist.get_rank(group), dist.get_backend(group)
-    if backend == "fake":
-        return TensorParallelGroup(axis, Communicator(group, rank, tp), rank_timeout, data=data)
-    board, boards = failure_board(group), _data_boards(data)
+    rank, size = dist.get_rank(group), axis.size()
+    if dist.get_backend(group) == "fake":
+        return TensorParallelGroup(axis, Communicator(group, rank, size), rank_timeout, data=data)
+    board, boards = failure_board(group, kind), _data_boards(data)
     if axis.device_type != "cpu" or group._get_backend(torch.device("cpu")).name() != "gloo":
-        communicator = Communicator(group, rank, tp)
+        communicator = Communicator(group, rank, size)
         return TensorParallelGroup(axis, communicator, rank_timeout, board, None, data, boards)
     watched = WatchedCollectives(group, board, rank_timeout)
-    communicator = Communicator(group, rank, tp, watched)
+    communicator = Communicator(group, rank, size, watched)
     return TensorParallelGroup(axis, communicator, rank_timeout, board, watched, data, boards)
 
 

@@ -62,6 +62,13 @@ class DataAxes:
     def names(self) -> tuple[str, ...]:
         return () if self.mesh is None else self.mesh.mesh_dim_names or ()
 
+    @property
+    def num_shards(self) -> int:
+        """Parts that a parameter is cut into over "dp_shard"."""
+        if self.mesh is None or SHARD_AXIS not in self.names:
+            return 1
+        return self.mesh[SHARD_AXIS].size()
+
     def described(self) -> str:
         """The axes with their sizes, for messages."""
         if self.mesh is None:
@@ -79,10 +86,12 @@ def data_shard(mesh: DeviceMesh) -> tuple[int, int]:
         mesh: as for :func:`sp_compiler.compile`.
 
     Raises:
-        ArgumentError: the mesh has no axis "tp", no names, or its data axes in another order.
+        ArgumentError: the mesh has neither an axis "tp" nor "pp", no names, or its data axes in
+            another order.
         UnsupportedError: it has an axis of several ranks with another name.
     """
-    tensor_parallel_axis(mesh)
+    if not isinstance(mesh, DeviceMesh) or PIPELINE_AXIS not in (mesh.mesh_dim_names or ()):
+        tensor_parallel_axis(mesh)
     refuse_unknown_axes(mesh)
     axes = DataAxes.of(mesh)
     return axes.rank, axes.size

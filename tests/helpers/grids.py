@@ -23,7 +23,7 @@ from tests.models import architectures, zoo
 
 Batch = dict[str, Tensor]
 _LENGTH = 8
-_MAX_NORM = 0.3
+MAX_NORM = 0.3
 _NORMS = (2.0, float("inf"), 3.0)
 
 
@@ -127,7 +127,7 @@ def truth_step(
                 loss = zoo.loss_of(truth.module(**micro)) / (parts * accumulate)
             loss.backward()
             total += loss.item()
-    return total, truth.step(nn.utils.clip_grad_norm_(truth.module.parameters(), _MAX_NORM, p))
+    return total, truth.step(nn.utils.clip_grad_norm_(truth.module.parameters(), MAX_NORM, p))
 
 
 def grid_step(
@@ -144,7 +144,7 @@ def grid_step(
             loss.backward()
         total += loss.detach()
     dist.all_reduce(total)
-    norm = sp_compiler.clip_grad_norm_(one.module, _MAX_NORM, p)
+    norm = sp_compiler.clip_grad_norm_(one.module, MAX_NORM, p)
     return float(total / dist.get_world_size()), one.step(norm)
 
 

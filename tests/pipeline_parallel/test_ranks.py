@@ -286,14 +286,19 @@ def test_losses_weighed_by_tokens() -> None:
 def _wrong_meshes() -> None:
     example: Any = ((), zoo.inputs("plain", batch=2))
     tp = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp_shard"))
+    both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "cp"))
+    data = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp_shard"))
     pp = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
     pipeline = functools.partial(sp_compiler.pipeline, example_inputs=example, microbatches=2)
     model = zoo.build("plain", layers=1)
     with pytest.raises(ArgumentError, match="one of them must be named 'pp'"):
         pipeline(model, mesh=tp)
-    with pytest.raises(UnsupportedError, match="'dp_shard' of 2 ranks"):
+    with pytest.raises(UnsupportedError, match='"cp" of 2 ranks'):
         pipeline(model, mesh=both)
+    with pytest.raises(ArgumentError, match=r'fsdp=False, but .*"dp_shard" of 2 ranks'):
+        pipeline(model, mesh=data, fsdp=False)
+    with pytest.raises(ArgumentError, match=r"offload_policy.*takes mp_policy, shard_placement_fn"):
+        pipeline(model, mesh=data, fsdp={"offload_policy": None})
     with pytest.raises(ArgumentError, match="1 layers, too few for 2 pipeline stages"):
         pipeline(model, mesh=pp)
     # Nothing was taken over.

@@ -1,0 +1,66 @@
+"""Parameters of FSDP2 that stay gathered for many backwards, and are reduced once.
+
+A pipeline runs its stage forward and backward for one microbatch after the other. Gathering and
+reducing for each of them would send everything as often as there are microbatches::
+
+    unshard all | F0 F1 B0 F2 B1 B2 | reduce-scatter, all-reduce | reshard
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from sp_compiler.grid.fully_sharded import param_groups
+
+
+class GatheredParameters:
+    """The parameters that FSDP2 manages of a module that is never called itself.
+
+    Args:
+        root: ``fully_shard`` or ``replicate`` was applied to it, with
+            ``reshard_after_forward=False``.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root: Any = root
+        self._groups = list(param_groups(root.modules()))
+
+    @contextlib.contextmanager
+    def gathered(self, *, reduce: bool) -> Iterator[None]:
+        """Have the parameters gathered inside; at the end reduce their gradients, if asked to.
+
+        Where the inside fails nothing is reduced, and the gradients that it left are dropped.
+        """
+        state = self._root._get_fsdp_state()
+        # FSDP does this in the root's first call, which never comes; a block would do it for itself
+        # alone and be a root, waiting for its own communication only.
+        state._lazy_init()
+        # The blocks' own hooks neither reduce nor reshard.
+        self._root.set_requires_gradient_sync(False)
+        self._root.set_reshard_after_backward(False)
+        for group in self._groups:
+            # One after the other: a gathered copy lives beside the parameters of one group alone.
+            group.unshard()
+            group.wait_for_unshard()
+        try:
+            yield
+            if reduce:
+                self._root.set_requires_gradient_sync(True)
+        except BaseException:
+            self._drop_gradients()
+            raise
+        finally:
+            self._root.set_reshard_after_backward(True)
+            # As torch.distributed.pipelining does: there is no backward whose hooks would do it.
+            for group in reversed(self._groups):
+                group.post_backward()
+            state._root_post_backward_final_callback()
+
+    def _drop_gradients(self) -> None:
+        for group in self._groups:
+            for record in group.fsdp_params:
+                record.unsharded_param.grad = record.unsharded_accumulated_grad = None

@@ -87,7 +87,7 @@ def _on_other_grids(
     module = sp_compiler.compile(chosen.build(), mesh=mesh, example_inputs=((), own))
     other = grids.Follower.of(module)
     weights, state = get_state_dict(module, other.optimizer)
-    loaded = {"model": weights, "optimizer": state}
+    loaded: dict[str, Any] = {"model": weights, "optimizer": state}
     dcp.load(loaded, checkpoint_id=folder)
     set_state_dict(
         module, other.optimizer, model_state_dict=weights, optim_state_dict=loaded["optimizer"]
@@ -103,7 +103,7 @@ def _on_other_grids(
 def _grids(
     runs: list[tuple[dict[str, int], str, str, float]], steps: int, folder: str
 ) -> dict[str, float]:
-    errors = {}
+    errors: dict[str, float] = {}
     for number, (axes, name, schedule, dropout) in enumerate(runs):
         mesh = _mesh(**axes)
         _, parts = sp_compiler.data_shard(mesh)

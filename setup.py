@@ -44,6 +44,7 @@ setup(
             "planning/plan_page.html",
             "graph_diff/diff_page.html",
             "command_line/presets.toml",
+            "cost/profiles/*.toml",
         ]
     },
     install_requires=[

@@ -15,6 +15,8 @@ from sp_compiler.base.errors import (
     UnsupportedError,
 )
 from sp_compiler.base.pass_report import PassReport
+from sp_compiler.cost.hardware import Hardware, Link
+from sp_compiler.cost.measure import profile
 from sp_compiler.graph_diff.diff import GraphDiff, diff
 from sp_compiler.grid.gradient_norm import clip_grad_norm_
 from sp_compiler.grid_plan.data import GridPlan
@@ -31,6 +33,8 @@ __all__ = [
     "CaptureError",
     "GraphDiff",
     "GridPlan",
+    "Hardware",
+    "Link",
     "NotCompiledError",
     "PassError",
     "PassReport",
@@ -49,6 +53,7 @@ __all__ = [
     "forbid",
     "pipeline",
     "plan",
+    "profile",
     "rule",
     "verify",
 ]

@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.pass_report import Pass, PassReport
 from sp_compiler.base.units import parse_bytes
+from sp_compiler.cost.hardware import Hardware, hardware_of
 from sp_compiler.ir.hints import Hint, checked_hints, hint_text
 
 _ROOT = Path(__file__).parent
@@ -86,6 +87,10 @@ class Options(TypedDict, total=False):
             attention core, beside what ``hints`` ask for. Without it ``compile`` and
             ``torch.compile`` warn of each once, with the module, the reason and what to do;
             ``plan`` lists them; ``verify``, which asks for numbers alone, does neither.
+        hardware: what times are estimated for, which decide placements, what ``"auto"`` recomputes
+            and what a plan says: the name of a profile ("a100", "a100-pcie", "cpu", "h100",
+            "h200"), the path of a file that :func:`sp_compiler.profile` wrote, or an
+            :class:`sp_compiler.Hardware`. Ranks must have the same.
     """
 
     sequence_parallel: bool
@@ -99,6 +104,7 @@ class Options(TypedDict, total=False):
     hints: Mapping[str, Hint] | None
     passes: Sequence[UserPass]
     strict: bool
+    hardware: str | Path | Hardware
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -151,6 +157,7 @@ class CompileOptions:
     hints: Mapping[str, Hint] = field(default_factory=dict)
     passes: Sequence[UserPass] = ()
     strict: bool = False
+    hardware: str | Path | Hardware = "h100"
     tables_apart: bool = False
     split_backward: bool = False
 
@@ -170,6 +177,7 @@ class CompileOptions:
                 raise ArgumentError(f"{name}={value!r}: expected a positive int")
         # The way that a frozen dataclass leaves to put its own fields in normal form.
         object.__setattr__(self, "hints", checked_hints(self.hints))
+        object.__setattr__(self, "hardware", hardware_of(self.hardware))
         object.__setattr__(self, "passes", _checked_passes(self.passes))
         if (self.recompute == "auto") != (self.memory_budget is not None):
             raise ArgumentError(
@@ -186,19 +194,26 @@ class CompileOptions:
         return cls(tp=tp, **values)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data: hints and passes as text."""
+        """Plain data: hints and passes as text, hardware by its name."""
         return {
             **vars(self),
+            "hardware": self.device.name,
             "hints": {key: hint_text(hint) for key, hint in self.hints.items()},
             "passes": list(map(pass_name, self.passes)),
         }
 
     def texts(self) -> dict[str, str]:
         """Option name to the text of its value, the same for equal values on every rank."""
-        options = self.to_dict()
+        # Of hardware every number: two ranks may have measured theirs.
+        options = {**self.to_dict(), "hardware": self.hardware}
         # In what order a user writes hints means nothing, and may differ by rank.
         options["hints"] = dict(sorted(options["hints"].items()))
         return {name: repr(value) for name, value in options.items()}
+
+    @property
+    def device(self) -> Hardware:
+        """The profile that ``hardware`` means."""
+        return hardware_of(self.hardware)
 
     @property
     def budget_bytes(self) -> int | None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.fx import Node
 
+from sp_compiler.cost.hardware import H100, Hardware
 from sp_compiler.cost.memory import backward_peak_bytes, function_peak_bytes
 from sp_compiler.cost.node_cost import (
     collectives_us,
@@ -68,7 +69,7 @@ def candidates(
     for tags in (
         # The frontier first: where a policy saves the same, the reasons in time are the better
         # ones.
-        *_solved(joint, world_size, free),
+        *_solved(joint, world_size, free, options.hardware),
         *(_tags_of(joint, policy) for policy in POLICIES),
     ):
         write_tags(joint, tags)
@@ -76,7 +77,7 @@ def candidates(
         names = tuple(sorted(tensor.name for tensor in parts.saved))
         # What one saves decides the rest: of equal ones the first has the better reasons.
         if names not in distinct:
-            distinct[names] = _measured(tags, parts, world_size, options.own_parameters)
+            distinct[names] = _measured(tags, parts, world_size, options)
     return sorted(distinct.values(), key=lambda each: (each.partitioned.kept_bytes, each.time_us))
 
 
@@ -90,24 +91,26 @@ def _tags_of(joint: JointGraph, policy: str) -> dict[Node, Tag]:
 
 
 def _measured(
-    tags: Mapping[Node, Tag], parts: Partitioned, world_size: int, own_parameters: frozenset[int]
+    tags: Mapping[Node, Tag], parts: Partitioned, world_size: int, options: SplitOptions
 ) -> Candidate:
-    graph = parts.step_backward
-    time_us, peak_bytes = elapsed_us(parts.forward, world_size), 0
+    graph, hardware = parts.step_backward, options.hardware
+    time_us, peak_bytes = elapsed_us(parts.forward, world_size, hardware), 0
     if graph is not None:
-        time_us += elapsed_us(graph, world_size)
-        peak_bytes = backward_peak_bytes(graph, own_parameters)
+        time_us += elapsed_us(graph, world_size, hardware)
+        peak_bytes = backward_peak_bytes(graph, options.own_parameters)
     return Candidate(tags, parts, time_us, function_peak_bytes(parts.forward), peak_bytes)
 
 
-def _us(node: Node, world_size: int) -> float:
+def _us(node: Node, world_size: int, hardware: Hardware) -> float:
     if node.op != "call_function":
         return 0.0
-    return compute_us(node) + collectives_us(node_collectives(node), world_size)
+    return compute_us(node, hardware) + collectives_us(node_collectives(node), world_size, hardware)
 
 
-def _solved(joint: JointGraph, world_size: int, free: frozenset[int]) -> list[dict[Node, Tag]]:
-    nodes, values = problem(joint, world_size, free)
+def _solved(
+    joint: JointGraph, world_size: int, free: frozenset[int], hardware: Hardware
+) -> list[dict[Node, Tag]]:
+    nodes, values = problem(joint, world_size, free, hardware)
     tags = []
     for choice in frontier(values):
         kept = {nodes[index] for index in choice.kept}
@@ -139,7 +142,10 @@ def _forward_values(joint: JointGraph) -> list[Node]:
 
 
 def problem(
-    joint: JointGraph, world_size: int, free: frozenset[int] = frozenset()
+    joint: JointGraph,
+    world_size: int,
+    free: frozenset[int] = frozenset(),
+    hardware: Hardware = H100,
 ) -> tuple[list[Node], list[ForwardValue]]:
     """Return the nodes that may be saved and, for the solver, the value that each stands for."""
     nodes = _forward_values(joint)
@@ -153,7 +159,7 @@ def problem(
             parents=tuple(position[p] for p in node.all_input_nodes if p in position),
             # What the model returns exists until backward anyway.
             num_bytes=0 if node in costless else _own_bytes(node),
-            time_us=_us(node, world_size),
+            time_us=_us(node, world_size, hardware),
             needed=node in needed,
             # Of a view its base may be saved, of several results each by itself.
             can_keep=base(node) is node and isinstance(node.meta["val"], Tensor),

@@ -19,6 +19,7 @@ from torch.fx import Graph, Node
 from sp_compiler.base.errors import PassError
 from sp_compiler.base.pass_report import Pass, report_of
 from sp_compiler.base.provenance import module_path, source_line
+from sp_compiler.cost.hardware import H100, Hardware
 from sp_compiler.ir.forward_backward import LossPart, Partitioned, SavedTensor
 from sp_compiler.ir.fx import ancestors, descendants
 from sp_compiler.ir.op_traits import base
@@ -39,6 +40,7 @@ class SplitOptions:
         overlap: whether backward works while collectives are on their way.
         sizes: what the program leaves open.
         runs_last: whether backward starts with the region.
+        hardware: what times are estimated for.
     """
 
     loss_output: int | None = None
@@ -46,6 +48,7 @@ class SplitOptions:
     overlap: bool = False
     sizes: Sizes | None = None
     runs_last: bool = False
+    hardware: Hardware = H100
 
 
 def split(joint: JointGraph, options: SplitOptions) -> Partitioned:

@@ -21,6 +21,7 @@ def split_options(program: Program, options: CompileOptions) -> dict[str, SplitO
             overlap=options.overlap and options.tp > 1,  # one rank has nothing to wait for
             sizes=program.sizes,
             runs_last=_runs_last(program, region),
+            hardware=options.device,
         )
     return by_region
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch.fx import Node
 
 from sp_compiler.base.placement import I, Placement, R
-from sp_compiler.cost.hardware import H100, conversion_us, operator_us
+from sp_compiler.cost.hardware import Hardware, conversion_us, operator_us
 from sp_compiler.cost.node_cost import product_flops
 from sp_compiler.ir.program import Program
 from sp_compiler.passes.sharding.dim_roles import RegionValues, Value, bytes_of, shape_of
@@ -19,6 +19,15 @@ Key = tuple[int, Value]
 
 # More than any step takes.
 _LAST_RESORT_US = 1e6
+# Prices that no step pays, in times that the bytes take over the interconnect, so that they keep
+# their weight beside communication on every machine. A byte of the largest matrix, if every rank
+# holds it (of others in proportion to their size): so much that a weight matrix is sharded whenever
+# it can be, while a small adapter is not worth a collective.
+_REPLICATED_CROSSINGS = 4500.0
+# A byte kept for backward between two regions: so much that rows are sharded where gathering them
+# costs the same either way, while a value that several layers read in full (an encoder's states) is
+# gathered once.
+_KEPT_CROSSINGS = 4.5
 
 
 class Prices:
@@ -31,6 +40,7 @@ class Prices:
         nominal_tokens: placements are priced as if a batch had this many tokens: decided once, they
             must suit the batches to come, not a short example.
         fixed: storage placements decided by an earlier compilation.
+        hardware: what it runs on.
     """
 
     def __init__(
@@ -40,8 +50,10 @@ class Prices:
         world_size: int,
         nominal_tokens: int,
         fixed: dict[str, Placement],
+        hardware: Hardware,
     ) -> None:
         self._program = program
+        self._hardware = hardware
         self._regions = program.regions
         self._facts = facts
         self._world_size = world_size
@@ -81,11 +93,12 @@ class Prices:
                 return _LAST_RESORT_US * self.num_calls[i]
             # Its gradient goes with all others in one bucket: no latency of its own. An all-reduce
             # crosses the link twice.
-            wire_us = bytes_of(value) * 2 / H100.link_bytes_per_us
+            wire_us = bytes_of(value) * 2 / self._hardware.link_bytes_per_us
             return wire_us * self.num_calls[i] if (source, target) == (I, R) else None
         needs_grad = bool(value[0].meta.get("requires_grad"))
         num_bytes = self._nominal_bytes(i, value)
-        cost = conversion_us(num_bytes, source, target, self._world_size, needs_grad=needs_grad)
+        on = self._world_size, self._hardware
+        cost = conversion_us(num_bytes, source, target, *on, needs_grad=needs_grad)
         return None if cost is None else cost * self.num_calls[i]
 
     def operator_us(
@@ -100,7 +113,8 @@ class Prices:
             is_sharded |= placement.is_sharded
         # A product with any sharded operand is divided: by rows, columns or the summed dim.
         flops = product_flops(node) * self._scale_of(i, results[0])
-        cost = operator_us(flops / self._world_size if is_sharded else flops, moved_bytes)
+        own_flops = flops / self._world_size if is_sharded else flops
+        cost = operator_us(own_flops, moved_bytes, self._hardware)
         return cost * self.num_calls[i]
 
     def replicated_us(self, param: Value) -> float:
@@ -109,12 +123,13 @@ class Prices:
         num_bytes = bytes_of(param)
         share = num_bytes / self._largest_matrix_bytes
         redundant_bytes = num_bytes * (self._world_size - 1) / self._world_size
-        return redundant_bytes * share * H100.replicated_byte_us
+        return redundant_bytes * share * _REPLICATED_CROSSINGS / self._hardware.link_bytes_per_us
 
     def saved_us(self, keys: Sequence[Key]) -> float:
         """Price of values that every rank saves for backward, compared with sharding them."""
         num_bytes = sum(self._nominal_bytes(i, value) * self.num_calls[i] for i, value in keys)
-        return num_bytes * (self._world_size - 1) / self._world_size * H100.kept_byte_us
+        redundant_bytes = num_bytes * (self._world_size - 1) / self._world_size
+        return redundant_bytes * _KEPT_CROSSINGS / self._hardware.link_bytes_per_us
 
     def _is_fixed(self, i: int, node: Node) -> bool:
         # The first call answers for all: parameters that they read at one place are placed alike.

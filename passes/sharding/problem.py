@@ -11,6 +11,7 @@ from torch.fx import Node
 
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.placement import I, P, Placement, R, T, shard_of
+from sp_compiler.cost.hardware import Hardware
 from sp_compiler.ir.fx import tensor_operands
 from sp_compiler.ir.hints import placement_text
 from sp_compiler.ir.program import Program, Ref
@@ -117,6 +118,7 @@ class ProblemBuilder:
         nominal_tokens: see :class:`~sp_compiler.passes.sharding.prices.Prices`.
         shard_outputs: whether the model's output ``i`` may stay sharded.
         fixed: storage placements decided by an earlier compilation.
+        hardware: see :class:`~sp_compiler.passes.sharding.prices.Prices`.
     """
 
     def __init__(
@@ -129,13 +131,14 @@ class ProblemBuilder:
         nominal_tokens: int,
         shard_outputs: Callable[[int], bool],
         fixed: dict[str, Placement],
+        hardware: Hardware,
     ) -> None:
         self.program = program
         self.regions = program.regions
         self.index = {id(region): i for i, region in enumerate(self.regions)}
         self.facts = [facts[id(region)] for region in self.regions]
         self.world_size = world_size
-        self.prices = Prices(program, self.facts, world_size, nominal_tokens, fixed)
+        self.prices = Prices(program, self.facts, world_size, nominal_tokens, fixed, hardware)
         self.problem = Problem()
         self._sequence_parallel = sequence_parallel
         # Plain tensor parallelism: elementwise operators on these values are offered no sharding.

@@ -34,7 +34,8 @@ def shard(
 
     Args:
         program: unsharded; see :func:`sp_compiler.passes.outline.outline`.
-        options: ``tp``, ``sequence_parallel``, ``nominal_tokens``, ``outputs`` are read.
+        options: ``tp``, ``sequence_parallel``, ``nominal_tokens``, ``outputs`` and ``hardware``
+            are read.
         fixed: storage placements that an earlier compilation gave to the parameters.
         replicated: operators that run replicated on every rank, whatever their rule says.
 
@@ -102,6 +103,7 @@ def placement_problem(
             program.outputs[index] not in routed.refs and may_shard(program, index, options)
         ),
         fixed=fixed,
+        hardware=options.device,
     )
     builder.build()
     return builder

@@ -1,64 +1,210 @@
-"""Roofline and alpha-beta model of one accelerator and its tensor-parallel link.
+"""Profiles of devices and their links, and times of kernels and collectives on them.
 
-Only ratios matter to the decisions; the numbers are those of an H100 SXM.
+A profile is a file: those in ``cost/profiles`` have names, and :func:`sp_compiler.profile` writes
+one of the machine that it runs on.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
 
+import torch
+
+from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.placement import Placement
-from sp_compiler.ops.convert import conversion_between
+from sp_compiler.ops.convert import LINK_CROSSINGS, conversion_between
+
+_PROFILES = Path(__file__).parent / "profiles"
+
+
+@dataclass(frozen=True)
+class Link:
+    """A way of bytes out of a device: one collective over the interconnect, or copies to the host.
+
+    Attributes:
+        latency_us: fixed time of one transfer.
+        gb_per_s: rate of the bytes behind it, in 1e9 bytes per second. Of a collective these are
+            the bytes that cross each rank's link, what NCCL's tests call bus bandwidth: of n ranks
+            and a global value of B bytes B (n - 1) / n, for an all-reduce twice that.
+    """
+
+    latency_us: float
+    gb_per_s: float
+
+    def transfer_us(self, wire_bytes: float) -> float:
+        """Time of one transfer."""
+        return self.latency_us + wire_bytes / (self.gb_per_s * 1e3)
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """Rates per microsecond.
+    """Rates of one device and of its links; ``hardware=`` takes one.
 
     Attributes:
-        name: of the accelerator.
-        flops_per_us: dense bf16 matrix rate that is usual in practice, half of the peak.
-        peak_flops_per_us: dense bf16 matrix rate (H100 data sheet: 989 TFLOP/s), the base of MFU.
-        memory_bytes_per_us: memory bandwidth (H100 data sheet: 3.35 TB/s).
-        link_bytes_per_us: one direction of NVLink 4 (data sheet: 900 GB/s both directions).
-        latency_us: fixed time of one collective.
-        replicated_byte_us: price of a byte of the largest matrix if every rank holds it; of
-            others in proportion to their size. Chosen so that a weight matrix is sharded whenever
-            it can be, while a small adapter is not worth a collective.
-        kept_byte_us: price of a byte kept for backward between two regions. Chosen so that rows are
-            sharded where gathering them costs the same either way, while a value that several
-            layers read in full (an encoder's states) is gathered once.
+        name: for people.
+        peak_tflops: dtype, such as "bfloat16", to the rate of matrix products that the vendor
+            states, in 1e12 operations per second: the base of MFU.
+        achieved_tflops: the same that products reach, with which times are estimated.
+        memory_gb_per_s: bandwidth of the device's memory.
+        interconnect: "all_gather", "reduce_scatter" and "all_reduce" of the tensor-parallel group.
+        host: copies to the host's memory or from it, one direction.
+
+    Raises:
+        ArgumentError: a rate that is not positive, dtypes or collectives that are missing.
     """
 
-    name: str = "H100 SXM"
-    flops_per_us: float = 500e6
-    peak_flops_per_us: float = 989e6
-    memory_bytes_per_us: float = 3.35e6
-    link_bytes_per_us: float = 450e3
-    latency_us: float = 2.0
-    replicated_byte_us: float = 1e-2
-    kept_byte_us: float = 1e-5
+    name: str
+    peak_tflops: Mapping[str, float]
+    achieved_tflops: Mapping[str, float]
+    memory_gb_per_s: float
+    interconnect: Mapping[str, Link]
+    host: Link
+
+    def __post_init__(self) -> None:
+        rates = {
+            "memory_gb_per_s": self.memory_gb_per_s,
+            "host.gb_per_s": self.host.gb_per_s,
+            **{f"interconnect.{k}.gb_per_s": v.gb_per_s for k, v in self.interconnect.items()},
+        }
+        for name in ("peak_tflops", "achieved_tflops"):
+            given = getattr(self, name)
+            # Every other dtype can run as float32; a profile without 16 bits is of no use here.
+            for dtype in ("float32", "bfloat16"):
+                if dtype not in given:
+                    raise ArgumentError(f"hardware {self.name!r}: {name} has no {dtype}")
+            rates |= {f"{name}.{dtype}": rate for dtype, rate in given.items()}
+        if set(self.interconnect) != set(LINK_CROSSINGS):
+            raise ArgumentError(
+                f"hardware {self.name!r}: interconnect has {', '.join(self.interconnect)}; "
+                f"expected {', '.join(LINK_CROSSINGS)}"
+            )
+        for name, rate in rates.items():
+            # Written so that NaN is refused, too.
+            if not (isinstance(rate, (int, float)) and rate > 0):
+                raise ArgumentError(
+                    f"hardware {self.name!r}: {name}={rate!r}: expected a positive number"
+                )
+        for name, link in {**self.interconnect, "host": self.host}.items():
+            if not (isinstance(link.latency_us, (int, float)) and link.latency_us >= 0):
+                raise ArgumentError(
+                    f"hardware {self.name!r}: {name}.latency_us={link.latency_us!r}: expected a "
+                    "number that is not negative"
+                )
+
+    def flops_per_us(self, dtype: torch.dtype) -> float:
+        """Achieved rate of matrix products in ``dtype``."""
+        return _rate(self.achieved_tflops, dtype) * 1e6
+
+    def peak_flops_per_us(self, dtype: torch.dtype) -> float:
+        """Peak rate of matrix products in ``dtype``."""
+        return _rate(self.peak_tflops, dtype) * 1e6
+
+    @property
+    def memory_bytes_per_us(self) -> float:
+        return self.memory_gb_per_s * 1e3
+
+    @property
+    def link_bytes_per_us(self) -> float:
+        """Rate at which a gather crosses the interconnect, its latency aside."""
+        return self.interconnect["all_gather"].gb_per_s * 1e3
+
+    def save(self, path: str | Path) -> None:
+        """Write a profile file, which ``hardware=path`` reads."""
+        Path(path).write_text(_toml(self), encoding="utf-8")
 
 
-H100 = Hardware()
+def _rate(rates: Mapping[str, float], dtype: torch.dtype) -> float:
+    # What a profile does not name (complex numbers, integers) runs on the same units as float32.
+    return rates.get(str(dtype).removeprefix("torch."), rates["float32"])
 
 
-def collective_us(
-    num_bytes: float, times: int, world_size: int, hardware: Hardware = H100
-) -> float:
-    """Time of a collective over a full value of ``num_bytes`` that crosses the link ``times``.
+def _toml(hardware: Hardware) -> str:
+    """A file as those in ``profiles`` are; a number in JSON is one in TOML, and so is a string."""
+    values = asdict(hardware)
+    lines = [f"name = {json.dumps(hardware.name)}"]
+    for table in ("peak_tflops", "achieved_tflops"):
+        lines += ["", f"[{table}]", *(f"{k} = {json.dumps(v)}" for k, v in values[table].items())]
+    lines += ["", "[memory]", f"gb_per_s = {json.dumps(hardware.memory_gb_per_s)}"]
+    lines += ["", "[interconnect]"]
+    for kind, link in values["interconnect"].items():
+        pairs = ", ".join(f"{key} = {json.dumps(value)}" for key, value in link.items())
+        lines.append(f"{kind} = {{ {pairs} }}")
+    lines += ["", "[host]", *(f"{k} = {json.dumps(v)}" for k, v in values["host"].items())]
+    return "\n".join(lines) + "\n"
 
-    An all-gather or reduce-scatter crosses it once, an all-reduce, which is both, twice.
+
+def profile_names() -> tuple[str, ...]:
+    """Return the names that ``hardware=`` takes."""
+    return tuple(sorted(path.stem for path in _PROFILES.glob("*.toml")))
+
+
+def hardware_of(value: str | Path | Hardware) -> Hardware:
+    """Return the profile that ``hardware=value`` means: a name, a path of a file, or itself.
+
+    Raises:
+        ArgumentError: no such name or file, or a file that is no profile.
     """
-    if times == 0 or world_size == 1:
+    if isinstance(value, Hardware):
+        return value
+    if isinstance(value, str) and value in profile_names():
+        return _read(_PROFILES / f"{value}.toml")
+    if not isinstance(value, (str, Path)) or not Path(value).is_file():
+        raise ArgumentError(
+            f"hardware={value!r}: expected one of {', '.join(map(repr, profile_names()))}, the "
+            "path of a file that sp_compiler.profile(path) wrote, or an sp_compiler.Hardware"
+        )
+    return _read(Path(value))
+
+
+# By path and not by time of change: ranks that read a file twice see one profile.
+@cache
+def _read(path: Path) -> Hardware:
+    try:
+        values: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+        return Hardware(
+            values["name"],
+            values["peak_tflops"],
+            values["achieved_tflops"],
+            values["memory"]["gb_per_s"],
+            {kind: Link(**link) for kind, link in values["interconnect"].items()},
+            Link(**values["host"]),
+        )
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise ArgumentError(
+            f"hardware={str(path)!r}: no profile: {reason}; {_PROFILES / 'h100.toml'} is one"
+        ) from error
+
+
+H100 = hardware_of("h100")
+
+
+def collective_us(num_bytes: float, kind: str, world_size: int, hardware: Hardware = H100) -> float:
+    """Time of one collective over a global value of ``num_bytes``.
+
+    ``kind``: a key of :data:`~sp_compiler.ops.convert.LINK_CROSSINGS`; others communicate nothing.
+    """
+    if kind not in LINK_CROSSINGS or world_size == 1:
         return 0.0
-    # A ring: every rank sends and receives all parts but its own.
-    wire_bytes = num_bytes * times * (world_size - 1) / world_size
-    return hardware.latency_us * times + wire_bytes / hardware.link_bytes_per_us
+    # A ring: every rank sends and receives all parts but its own; an all-reduce does so twice.
+    wire_bytes = num_bytes * LINK_CROSSINGS[kind] * (world_size - 1) / world_size
+    return hardware.interconnect[kind].transfer_us(wire_bytes)
 
 
 def conversion_us(
-    num_bytes: float, source: Placement, target: Placement, world_size: int, *, needs_grad: bool
+    num_bytes: float,
+    source: Placement,
+    target: Placement,
+    world_size: int,
+    hardware: Hardware = H100,
+    *,
+    needs_grad: bool,
 ) -> float | None:
     """Time of a conversion and of its gradient.
 
@@ -66,32 +212,35 @@ def conversion_us(
     """
     if source.is_sharded and target.is_sharded:
         # By way of the full value: gathered and cut, in forward and in backward.
-        gather_us = conversion_us(
-            num_bytes, source, Placement("I"), world_size, needs_grad=needs_grad
-        )
-        cut_us = conversion_us(num_bytes, Placement("I"), target, world_size, needs_grad=needs_grad)
+        full, price = Placement("I"), (world_size, hardware)
+        gather_us = conversion_us(num_bytes, source, full, *price, needs_grad=needs_grad)
+        cut_us = conversion_us(num_bytes, full, target, *price, needs_grad=needs_grad)
         return (gather_us or 0.0) + (cut_us or 0.0)
     forward = conversion_between(source, target)
     if forward is None or not forward.offered:
         return None
-    total = collective_us(num_bytes, forward.link_crossings, world_size)
+    total = collective_us(num_bytes, forward.method, world_size, hardware)
     if needs_grad:
         backward = conversion_between(target.dual, source.dual)
         assert backward is not None  # of every conversion that is offered there is a gradient
-        total += collective_us(num_bytes, backward.link_crossings, world_size)
+        total += collective_us(num_bytes, backward.method, world_size, hardware)
     # Collectives work on dim 0: parts of an inner dim, or of segments, are copied into place.
     # Read and written, in forward and in backward, are four times the bytes.
     inner = any(p.kind == "S" and (p.dim or p.segments) for p in (source, target))
     copies = 4.0 if inner else 0.0
-    return total + copies * num_bytes / H100.memory_bytes_per_us
+    return total + copies * num_bytes / hardware.memory_bytes_per_us
 
 
 def operator_us(flops: float, num_bytes: float, hardware: Hardware = H100) -> float:
-    """Roofline time of forward and backward of one operator on one rank."""
-    # The backward of a matrix product is two products of the same size, one per factor.
-    return 3 * kernel_us(flops, num_bytes, hardware)
+    """Roofline time of forward and backward of one operator on one rank, for placements."""
+    # The backward of a matrix product is two products of the same size, one per factor. In 16
+    # bits whatever the model's dtype: a float64 copy of a model is to be placed as the model is.
+    return 3 * kernel_us(flops, num_bytes, torch.bfloat16, hardware)
 
 
-def kernel_us(flops: float, num_bytes: float, hardware: Hardware = H100) -> float:
+def kernel_us(
+    flops: float, num_bytes: float, dtype: torch.dtype, hardware: Hardware = H100
+) -> float:
     """Roofline time of one kernel that does ``flops`` and moves ``num_bytes`` of memory."""
-    return max(flops / hardware.flops_per_us, num_bytes / hardware.memory_bytes_per_us)
+    flops_us = flops / hardware.flops_per_us(dtype) if flops else 0.0
+    return max(flops_us, num_bytes / hardware.memory_bytes_per_us)

@@ -14,7 +14,6 @@ from torch.utils.flop_counter import flop_registry
 from sp_compiler.cost.hardware import H100, Hardware, collective_us, kernel_us
 from sp_compiler.ir.fx import placements_of, tensor_operands
 from sp_compiler.ir.op_traits import FUSED_ATTENTION, collective_of, is_started, is_view, is_wait
-from sp_compiler.ops.convert import LINK_CROSSINGS
 from sp_compiler.ops.registry import Collective, operator_of
 
 _aten = torch.ops.aten
@@ -119,7 +118,7 @@ def collectives_us(
     for item in collectives:
         # One by one, for each pays the latency.
         each = item.num_bytes / max(1, item.count)
-        total += item.count * collective_us(each, LINK_CROSSINGS[item.kind], world_size, hardware)
+        total += item.count * collective_us(each, item.kind, world_size, hardware)
     return total
 
 
@@ -132,7 +131,17 @@ def compute_us(node: Node, hardware: Hardware = H100) -> float:
         return 0.0
     read_bytes = sum(tensor_bytes(source.meta["val"]) for source in node.all_input_nodes)
     _, flops = node_flops(node)
-    return kernel_us(flops, read_bytes + tensor_bytes(node.meta["val"]), hardware)
+    num_bytes = read_bytes + tensor_bytes(node.meta["val"])
+    return kernel_us(flops, num_bytes, product_dtype(node), hardware)
+
+
+def product_dtype(node: Node) -> torch.dtype:
+    """Return the dtype that a matrix product runs in: that of its first tensor operand."""
+    # Of an operand and not of the result: products in float8 have results in 16 bits.
+    for value in (source.meta["val"] for source in node.all_input_nodes):
+        if isinstance(value, Tensor):
+            return value.dtype
+    return torch.float32
 
 
 def elapsed_us(graph: Graph, world_size: int, hardware: Hardware = H100) -> float:

@@ -57,10 +57,12 @@ def grid_plan(plan: Plan, chain: Chain, options: GridOptions) -> GridPlan:
     if grid.pp == 1:
         stages = [_exact(plan, stages[0])]
     traffic = traffic_of(plan, chain, calls, stages, ends, options)
-    times = _times(chain, ends, parts, rank_of, link_of(grid, "pp", options.gpus_per_node))
+    link = link_of(grid, "pp", options.gpus_per_node, plan.hardware)
+    times = _times(chain, ends, parts, rank_of, link)
     finish = finish_us(orders, times)
     # Gradients of replicated parameters are summed over "tp" once per step, by each stage its own.
-    reduction_us = collectives_us(list(plan.gradient_reduction), grid.tp) / grid.pp
+    reduction_us = collectives_us(list(plan.gradient_reduction), grid.tp, plan.hardware)
+    reduction_us /= grid.pp
     exposed = [sum(a.exposed_us for a in axes if a.axis.startswith("dp")) for axes in traffic]
     busiest_us = microbatches * max(stage.microbatch_us for stage in stages)
     return GridPlan(

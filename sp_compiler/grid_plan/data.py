@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from sp_compiler.base.units import bytes_text, time_text
-from sp_compiler.cost.hardware import H100
 from sp_compiler.grid_plan.sizes import GridSizes
 from sp_compiler.grid_plan.stage_plan import StagePlan
 from sp_compiler.planning.plan import Plan
@@ -71,8 +70,9 @@ class GridPlan:
     @property
     def mfu(self) -> float:
         """Model FLOPs utilisation: of all accelerators' peak, by the model's own FLOPs."""
-        peak = self.step_us * H100.peak_flops_per_us * self.grid.pp
-        return self.microbatches * self.microbatch.work.model_flops / peak if peak else 0.0
+        available_us = self.step_us * self.grid.pp
+        ideal_us = self.microbatches * self.microbatch.work.ideal_us
+        return ideal_us / available_us if available_us else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, with what the properties derive."""
@@ -98,7 +98,7 @@ class GridPlan:
         chunks = f" of {per_rank} chunks" if per_rank > 1 else ""
         stages = f"{len(self.stages)} pipeline stages{chunks}, schedule {self.schedule}, "
         lines = [
-            f"{plan.model_name} on {self.grid.gpus} x {H100.name}: {self.grid}; "
+            f"{plan.model_name} on {self.grid.gpus} x {plan.hardware.name}: {self.grid}; "
             f"recompute={plan.options['recompute']}",
             f"{stages if self.grid.pp > 1 else ''}{self.microbatches} microbatches; bubble "
             f"{100 * self.bubble:.1f} %, estimated step {time_text(self.step_us)}, MFU "

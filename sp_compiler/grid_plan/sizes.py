@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from torch.distributed.device_mesh import DeviceMesh
 
 from sp_compiler.base.errors import ArgumentError
-from sp_compiler.cost.hardware import H100
+from sp_compiler.cost.hardware import Hardware
 
 Mesh = str | Mapping[str, int] | DeviceMesh
 """A grid as a user writes it; see :meth:`GridSizes.of`."""
@@ -113,10 +113,11 @@ class Link:
         return self.latency_us + num_bytes / self.bytes_per_us if num_bytes else 0.0
 
 
-def link_of(grid: GridSizes, axis: str, gpus_per_node: int) -> Link:
+def link_of(grid: GridSizes, axis: str, gpus_per_node: int, hardware: Hardware) -> Link:
     """Return the slowest link between neighbours on ``axis``."""
     if grid.spans_nodes(axis, gpus_per_node):
         # A DGX H100 has one ConnectX-7 port of 400 Gbit/s per GPU (NVIDIA DGX H100 data sheet);
         # 10 us is usual for a small message through a switch.
         return Link("network", 50e3, 10.0)
-    return Link("node", H100.link_bytes_per_us, H100.latency_us)
+    latency_us = hardware.interconnect["all_gather"].latency_us
+    return Link("node", hardware.link_bytes_per_us, latency_us)

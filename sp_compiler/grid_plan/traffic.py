@@ -30,7 +30,10 @@ def traffic_of(
         ends: of all stages, in ``chain``.
     """
     grid, microbatches = options.grid, options.microbatches
-    links = {axis: link_of(grid, axis, options.gpus_per_node) for axis in ("tp", "pp", *_DATA)}
+    links = {
+        axis: link_of(grid, axis, options.gpus_per_node, plan.hardware)
+        for axis in ("tp", "pp", *_DATA)
+    }
     crossing = _sent_by_stages(chain, ends, options)
     traffic: list[list[AxisTraffic]] = []
     for rank, own in enumerate(calls):

@@ -10,6 +10,7 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from sp_compiler.base.storage import Storage
+from sp_compiler.cost.hardware import Hardware
 from sp_compiler.cost.memory import backward_peak_bytes, function_peak_bytes
 from sp_compiler.cost.node_cost import (
     Collective,
@@ -19,6 +20,7 @@ from sp_compiler.cost.node_cost import (
     merged,
     node_collectives,
     node_flops,
+    product_dtype,
     tensor_bytes,
 )
 from sp_compiler.cost.step_memory import Kept, StepMemory, step_memory
@@ -47,21 +49,22 @@ def make_plan(compiled: CompiledProgram, options: CompileOptions, model_name: st
     """Account for ``compiled``, whose ``regions`` must hold what was partitioned."""
     # Memory is a matter of the whole step (calls share storages, outputs outlive them), time one of
     # each function: so one walk for the one, sums over distinct blocks for the other.
-    memory = step_memory(compiled)
+    memory, device = step_memory(compiled), options.device
     kept = {region.name: _kept(compiled, region, memory) for region in compiled.program.regions}
     blocks = tuple(
-        _block(compiled, region, kept[region.name]) for region in compiled.program.regions
+        _block(compiled, region, kept[region.name], device) for region in compiled.program.regions
     )
     sizes = _parameters(compiled)
     bucket = _gradient_reduction(compiled, sizes)
     work = sum((block.work.times(block.num_calls) for block in blocks), Work())
     # The bucket belongs to no block: it is reduced once, behind the last backward.
-    work += Work(communication_us=collectives_us(list(bucket), compiled.world_size))
+    work += Work(communication_us=collectives_us(list(bucket), compiled.world_size, device))
     trained = [size for size in sizes.values() if size.trained]
     return Plan(
         model_name=model_name or "model",
         tp=compiled.world_size,
         options=options.to_dict(),
+        hardware=device,
         parameter_bytes=sum(size.num_bytes for size in sizes.values()),
         replicated_parameter_bytes=sum(s.num_bytes for s in sizes.values() if s.replicated),
         gradient_bytes=sum(size.num_bytes for size in trained),
@@ -91,14 +94,16 @@ def make_plan(compiled: CompiledProgram, options: CompileOptions, model_name: st
 # Blocks.
 
 
-def _block(compiled: CompiledProgram, region: Region, kept: Sequence[KeptStorage]) -> BlockPlan:
+def _block(
+    compiled: CompiledProgram, region: Region, kept: Sequence[KeptStorage], device: Hardware
+) -> BlockPlan:
     parts = compiled.regions[region.name].partitioned
     gathered = _gathered_again(parts)
     names = compiled.value_names.get(region.name, {})
-    forward_work = work = _work(parts.forward, compiled.world_size)
+    forward_work = work = _work(parts.forward, compiled.world_size, device)
     backward: tuple[Collective, ...] = ()
     if parts.step_backward is not None:
-        work += _work(parts.step_backward, compiled.world_size)
+        work += _work(parts.step_backward, compiled.world_size, device)
         backward = _collectives(parts.step_backward)
     return BlockPlan(
         name=region.name,
@@ -174,24 +179,28 @@ def _collectives(graph: Graph) -> tuple[Collective, ...]:
     return merged(item for node in graph.nodes for item in node_collectives(node))
 
 
-def _work(graph: Graph, world_size: int) -> Work:
+def _work(graph: Graph, world_size: int, device: Hardware) -> Work:
     total = Work()
     for node in graph.nodes:
         if node.op != "call_function":
             continue
         model, hardware = node_flops(node)
         recomputed = bool(node.meta.get("recomputed"))
-        time_us = compute_us(node)
+        # What is recomputed is no work of the model's: MFU counts each of its FLOPs once.
+        own_flops = 0 if recomputed else model
+        time_us = compute_us(node, device)
         total += Work(
-            # What is recomputed is no work of the model's: MFU counts each of its FLOPs once.
-            model_flops=0 if recomputed else model,
+            model_flops=own_flops,
             hardware_flops=hardware,
             compute_us=time_us,
             recompute_us=time_us if recomputed else 0.0,
-            communication_us=collectives_us(node_collectives(node), world_size),
+            communication_us=collectives_us(node_collectives(node), world_size, device),
+            ideal_us=own_flops / device.peak_flops_per_us(product_dtype(node))
+            if own_flops
+            else 0.0,
         )
     # Not a sum over nodes: a collective hides under whatever runs until it is waited for.
-    hidden_us = total.compute_us + total.communication_us - elapsed_us(graph, world_size)
+    hidden_us = total.compute_us + total.communication_us - elapsed_us(graph, world_size, device)
     return total + Work(hidden_us=hidden_us)
 
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Literal
 
 from sp_compiler.base.pass_report import PassReport
-from sp_compiler.cost.hardware import H100
+from sp_compiler.cost.hardware import Hardware
 from sp_compiler.cost.node_cost import merged
 from sp_compiler.cost.step_memory import Moment
 from sp_compiler.ops.registry import Collective
@@ -62,6 +62,7 @@ class Work:
         recompute_us: the part of ``compute_us`` that recomputes.
         communication_us: estimated time of collectives.
         hidden_us: the part of ``communication_us`` during which kernels run.
+        ideal_us: time of ``model_flops`` at the device's peak, each in its own dtype.
     """
 
     model_flops: int = 0
@@ -70,6 +71,7 @@ class Work:
     recompute_us: float = 0.0
     communication_us: float = 0.0
     hidden_us: float = 0.0
+    ideal_us: float = 0.0
 
     @property
     def step_us(self) -> float:
@@ -85,6 +87,7 @@ class Work:
             self.recompute_us + other.recompute_us,
             self.communication_us + other.communication_us,
             self.hidden_us + other.hidden_us,
+            self.ideal_us + other.ideal_us,
         )
 
     def times(self, count: int) -> Work:
@@ -167,6 +170,7 @@ class PlanData:
         model_name: class of the user's model.
         tp: number of tensor-parallel ranks.
         options: those of the compilation.
+        hardware: what times are estimated for.
         parameter_bytes: this rank's part of the parameters that the forward uses.
         replicated_parameter_bytes: the part of ``parameter_bytes`` that is the same on every rank.
         gradient_bytes: of parameters that are trained, in their own dtype.
@@ -194,6 +198,7 @@ class PlanData:
     model_name: str
     tp: int
     options: dict[str, Any]
+    hardware: Hardware
     parameter_bytes: int
     replicated_parameter_bytes: int
     gradient_bytes: int
@@ -263,8 +268,7 @@ class PlanData:
     def mfu(self) -> float:
         """Model FLOPs utilisation: of the accelerator's peak, by the model's own FLOPs."""
         # Of the peak and not of the rate that times are estimated with: as papers define it.
-        peak = self.step_us * H100.peak_flops_per_us
-        return self.work.model_flops / peak if peak else 0.0
+        return self.work.ideal_us / self.step_us if self.step_us else 0.0
 
     def block(self, name: str) -> BlockPlan:
         """The block called ``name``; raises ``KeyError``."""

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 from sp_compiler.base.pass_report import report_lines
 from sp_compiler.base.units import bytes_text, parse_bytes, time_text
-from sp_compiler.cost.hardware import H100
 from sp_compiler.ops.registry import Collective
 from sp_compiler.planning.data import BlockPlan, KeptTensor, PlanData
 from sp_compiler.planning.table_text import table
@@ -80,7 +79,7 @@ def _step(plan: PlanData) -> list[tuple[str, str]]:
         ("matrix FLOPs", flops),
         (
             "estimated time",
-            f"{plan.step_us / 1e3:.2f} ms, MFU {100 * plan.mfu:.1f} %, on an {H100.name}",
+            f"{plan.step_us / 1e3:.2f} ms, MFU {100 * plan.mfu:.1f} %, on {plan.hardware.name}",
         ),
         ("  compute", f"{work.compute_us / 1e3:.2f} ms"),
         ("  of it recompute", f"{work.recompute_us / 1e3:.2f} ms"),

@@ -12,6 +12,7 @@ from sp_compiler import GridPlan, Plan
 from sp_compiler.api import plan
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.command_line.models import load
+from sp_compiler.cost.hardware import H100
 from sp_compiler.grid_plan.build import grid_plan
 from sp_compiler.grid_plan.chain import Chain
 from sp_compiler.grid_plan.options import GridOptions
@@ -51,6 +52,7 @@ def _of(
         model_name="Model",
         tp=grid.tp,
         options={"recompute": "none"},
+        hardware=H100,
         parameter_bytes=0,
         replicated_parameter_bytes=0,
         gradient_bytes=0,

@@ -15,7 +15,7 @@ from sp_compiler.base.placement import R, S
 from sp_compiler.check.derive import derive
 from sp_compiler.cost.hardware import collective_us
 from sp_compiler.cost.memory import backward_peak_bytes
-from sp_compiler.cost.node_cost import compute_us, elapsed_us, tensor_bytes
+from sp_compiler.cost.node_cost import compute_us, elapsed_us, node_collectives
 from sp_compiler.cost.step_memory import step_memory
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.op_traits import is_wait
@@ -224,8 +224,8 @@ def test_time_under_a_collective_is_counted_once() -> None:
     nodes = {node.name: node for node in graph.nodes}
 
     def link_us(name: str) -> float:
-        ends = (nodes[name], *nodes[name].all_input_nodes)
-        return collective_us(max(tensor_bytes(node.meta["val"]) for node in ends), 1, WORLD)
+        (sent,) = node_collectives(nodes[name])
+        return collective_us(sent.num_bytes, sent.kind, WORLD)
 
     kernels = [nodes[name] for name in ("wide", "g", "grad_x", "last")]
     meanwhile = max(link_us("part"), compute_us(nodes["grad_w"]))

@@ -1,0 +1,164 @@
+"""Measurement of the machine that this process runs on, as a profile for ``hardware=``."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sp_compiler.base.errors import ArgumentError
+from sp_compiler.cost.hardware import Hardware, Link, hardware_of
+from sp_compiler.ops.communicator import FunctionalCollectives
+from sp_compiler.ops.convert import LINK_CROSSINGS
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_MATRIX_SIZES = (256, 512, 1024, 2048, 4096, 8192)
+_COPY_BYTES = 256 << 20
+_SMALL_BYTES, _LARGE_BYTES = 1 << 10, 64 << 20
+# A product that takes longer than this is the last of its dtype: the larger take eight times that.
+_LONG_S = 0.05
+_REPEATS = 7
+
+
+def profile(
+    path: str | Path | None = None,
+    *,
+    device: str | torch.device | None = None,
+    group: dist.ProcessGroup | None = None,
+    interconnect: str | Path | Hardware = "h100",
+) -> Hardware:
+    """Measure the machine that this process runs on; ``hardware=`` takes the result, or its file.
+
+    Products of square matrices of several sizes in 16, 32 and 64 bits, copies in the device's
+    memory and to the host, and, in a process group of several ranks, all-gathers, reduce-scatters
+    and all-reduces of small and large values. It takes seconds to a minute, and other work on the
+    machine falsifies it.
+
+    >>> sp_compiler.profile("node.toml")  # under torchrun: interconnect included
+    >>> sp_compiler.plan(model, inputs, tp=8, hardware="node.toml")
+
+    The largest rate of any size counts as the peak, the base of MFU; write the vendor's into the
+    file for MFU as papers define it.
+
+    Args:
+        path: of a file to write, by rank 0 alone.
+        device: to measure; by default the accelerator if there is one, else the CPU.
+        group: whose collectives are measured, by all of its ranks together; by default the default
+            group, if there is one. It must be able to send tensors of ``device``.
+        interconnect: the profile that collectives are taken from where there are not several ranks
+            to measure them between.
+
+    Raises:
+        ArgumentError: ``interconnect`` is no profile, or ``path`` is in no folder.
+    """
+    if path is not None and not Path(path).absolute().parent.is_dir():
+        raise ArgumentError(f"path={str(path)!r}: there is no folder {Path(path).parent}")
+    other = hardware_of(interconnect)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    where = torch.device(device or accelerator or "cpu")
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    products = {str(d).removeprefix("torch."): _product_tflops(d, where) for d in _DTYPES}
+    measured = Hardware(
+        name=_name(where),
+        peak_tflops={dtype: fastest for dtype, (fastest, _) in products.items()},
+        achieved_tflops={dtype: usual for dtype, (_, usual) in products.items()},
+        memory_gb_per_s=_copy(where, where).gb_per_s * 2,  # read and written
+        interconnect=_collectives(where, group) or other.interconnect,
+        host=_copy(where, torch.device("cpu")),
+    )
+    if group is not None and group.size() > 1:
+        # One profile for all: ranks that estimate differently would compile different programs.
+        shared: list[Any] = [measured]
+        dist.broadcast_object_list(shared, group=group, group_src=0)
+        (measured,) = shared
+    if path is not None and (group is None or group.rank() == 0):
+        measured.save(path)
+    return measured
+
+
+def _name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.processor() or platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
+def _product_tflops(dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
+    """Return the best rate of all sizes, and that of the largest."""
+    rates = []
+    for size in _MATRIX_SIZES:
+        matrix = torch.ones(size, size, dtype=dtype, device=device)
+        time_s = _time_s(partial(torch.mm, matrix, matrix, out=torch.empty_like(matrix)), device)
+        rates.append(2 * size**3 / 1e12 / time_s)
+        if time_s > _LONG_S:
+            break
+    return max(rates), rates[-1]
+
+
+def _copy(source: torch.device, target: torch.device) -> Link:
+    """Measure copies of a device's memory to itself or to the host's."""
+    # Pinned, without which the driver copies twice.
+    pinned = source.type != "cpu" and target.type == "cpu"
+
+    def time_us(num_bytes: int) -> float:
+        sent = torch.zeros(num_bytes, dtype=torch.uint8, device=source)
+        arrived = torch.zeros(num_bytes, dtype=torch.uint8, device=target, pin_memory=pinned)
+        return _time_s(partial(arrived.copy_, sent, non_blocking=True), source) * 1e6
+
+    return _link(time_us, _COPY_BYTES, 1.0)
+
+
+def _collectives(device: torch.device, group: dist.ProcessGroup | None) -> dict[str, Link]:
+    if group is None or group.size() == 1:
+        return {}
+    world_size = group.size()
+    # Those that a compiled module runs.
+    start = FunctionalCollectives(group.group_name)
+
+    def time_us(kind: str, num_bytes: int) -> float:
+        part = torch.zeros(num_bytes // (4 * world_size), device=device)
+        full = torch.zeros(part.numel() * world_size, device=device)
+        run: dict[str, Callable[[], Any]] = {
+            "all_gather": lambda: start.all_gather(part, world_size)(),
+            "reduce_scatter": lambda: start.reduce_scatter(full, world_size)(),
+            "all_reduce": lambda: start.all_reduce(full, "sum")(),
+        }
+        return _time_s(run[kind], device) * 1e6
+
+    wire_share = (world_size - 1) / world_size
+    return {
+        kind: _link(partial(time_us, kind), _LARGE_BYTES, crossings * wire_share)
+        for kind, crossings in LINK_CROSSINGS.items()
+    }
+
+
+def _link(time_us: Callable[[int], float], large_bytes: int, crossings: float) -> Link:
+    """Fit latency and rate to the times of a small and a large transfer."""
+    latency_us = time_us(_SMALL_BYTES)
+    # Never all of the time, which the noise of a busy machine could make of it.
+    transfer_us = max(time_us(large_bytes) - latency_us, latency_us * 1e-3)
+    return Link(latency_us, large_bytes * crossings / (transfer_us * 1e3))
+
+
+def _time_s(function: Callable[[], Any], device: torch.device) -> float:
+    """Return the shortest of several times: whatever else the machine does only adds to them."""
+    function()  # which loads kernels and opens connections
+    times = []
+    for _ in range(_REPEATS):
+        _finish(device)
+        begin = time.perf_counter()
+        function()
+        _finish(device)
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+def _finish(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

@@ -72,6 +72,8 @@ def candidates(
         *_solved(joint, world_size, free, options.hardware),
         *(_tags_of(joint, policy) for policy in POLICIES),
     ):
+        # Cut and measured, not estimated: views, shared storages and the schedule change what tags
+        # promise.
         write_tags(joint, tags)
         parts = split(joint, options)
         names = tuple(sorted(tensor.name for tensor in parts.saved))
@@ -101,12 +103,6 @@ def _measured(
     return Candidate(tags, parts, time_us, function_peak_bytes(parts.forward), peak_bytes)
 
 
-def _us(node: Node, world_size: int, hardware: Hardware) -> float:
-    if node.op != "call_function":
-        return 0.0
-    return compute_us(node, hardware) + collectives_us(node_collectives(node), world_size, hardware)
-
-
 def _solved(
     joint: JointGraph, world_size: int, free: frozenset[int], hardware: Hardware
 ) -> list[dict[Node, Tag]]:
@@ -114,20 +110,15 @@ def _solved(
     tags = []
     for choice in frontier(values):
         kept = {nodes[index] for index in choice.kept}
-        tags.append(
-            {
-                node: _tag(node, kept, value.time_us)
-                for node, value in zip(nodes, values, strict=True)
-                if node.op == "call_function"
-            }
-        )
+        chosen: dict[Node, Tag] = {}
+        for node, value in zip(nodes, values, strict=True):
+            # To rerun an operator that communicates inside would repeat its collectives.
+            if node in kept or has_inner_communication(node):
+                chosen[node] = ("save", f"worth its memory: {value.time_us:.3g} us to recompute")
+            else:
+                chosen[node] = ("recompute", "cheaper than its memory")
+        tags.append({node: tag for node, tag in chosen.items() if node.op == "call_function"})
     return tags
-
-
-def _tag(node: Node, kept: set[Node], time_us: float) -> Tag:
-    if node in kept or has_inner_communication(node):
-        return "save", f"worth its memory: {time_us:.3g} us to compute again"
-    return "recompute", "cheaper than its memory"
 
 
 def _forward_values(joint: JointGraph) -> list[Node]:
@@ -152,28 +143,27 @@ def problem(
     position = {node: index for index, node in enumerate(nodes)}
     needed = _needed(joint)
     costless = {base(joint.outputs[index]) for index in free}
-    values = [
-        ForwardValue(
-            # Parameters and the user's inputs have no position: they exist, and cost nothing to
-            # read again.
-            parents=tuple(position[p] for p in node.all_input_nodes if p in position),
-            # What the model returns exists until backward anyway.
-            num_bytes=0 if node in costless else _own_bytes(node),
-            time_us=_us(node, world_size, hardware),
-            needed=node in needed,
-            # Of a view its base may be saved, of several results each by itself.
-            can_keep=base(node) is node and isinstance(node.meta["val"], Tensor),
-            can_repeat=node.op == "call_function" and not has_inner_communication(node),
+    values = []
+    for node in nodes:
+        is_call = node.op == "call_function"
+        # Of a view its base may be saved, of several results each by itself; the bytes are theirs.
+        owns = base(node) is node and isinstance(node.meta["val"], Tensor)
+        wait_us = collectives_us(node_collectives(node), world_size, hardware)
+        time_us = compute_us(node, hardware) + wait_us
+        values.append(
+            ForwardValue(
+                # Parameters and the user's inputs have no position: they exist, and cost nothing
+                # to read again.
+                parents=tuple(position[p] for p in node.all_input_nodes if p in position),
+                # What the model returns exists until backward anyway.
+                num_bytes=tensor_bytes(node.meta["val"]) if owns and node not in costless else 0,
+                time_us=time_us if is_call else 0.0,
+                needed=node in needed,
+                can_keep=owns,
+                can_repeat=is_call and not has_inner_communication(node),
+            )
         )
-        for node in nodes
-    ]
     return nodes, values
-
-
-def _own_bytes(node: Node) -> int:
-    # A view owns nothing, and a call with several results leaves the bytes to its parts.
-    owns = base(node) is node and isinstance(node.meta["val"], Tensor)
-    return tensor_bytes(node.meta["val"]) if owns else 0
 
 
 def _needed(joint: JointGraph) -> set[Node]:

@@ -75,12 +75,14 @@ def partition(joint: JointGraph, loss_output: int | None = None) -> Partitioned:
     forward = _forward_graph(joint, saved)
     backward = _backward_graph(joint, saved) if grads else None
     kinds = dict(zip(joint.inputs, joint.input_kinds, strict=True))
+    # Counted apart, for the two add up to the trade that the tags made.
     report = report_of(Pass.PARTITION)
     report.rewrote(len(saved), kind="saved")
     if backward is not None:
         recomputed = [node for node in backward.nodes if node.meta.get("recomputed")]
         report.rewrote(len(recomputed), kind="recomputed")
     records = tuple(_record(node, kinds.get(node, "activation")) for node in saved)
+    # With a single tangent the backward is the loss's already.
     if backward is None or loss_output is None or len(joint.tangents) < 2:
         return Partitioned(forward, backward, records, joint.num_outputs)
     loss = LossPart(loss_output, _loss_backward(backward, joint.tangent_outputs, loss_output))
@@ -92,7 +94,11 @@ def _saved_nodes(joint: JointGraph, grads: Sequence[Node], backward: set[Node]) 
     # Inputs exist anyway: to read one again is free, to recompute it impossible.
     ends = set(joint.inputs)
     for node in joint.graph.nodes:
-        if node.op == "call_function" and node not in backward and _tag(node) == "save":
+        if node.op != "call_function" or node in backward:
+            continue
+        if node.meta.get("recompute") not in ("save", "recompute"):
+            raise PassError(Pass.PARTITION, 'a forward node needs meta["recompute"]', node)
+        if node.meta["recompute"] == "save":
             # The base of a view: what is saved is the storage, and the view is made again.
             ends.add(base(node))
     # Only what backward reaches: a tag says what may be saved, not what is needed.
@@ -102,12 +108,6 @@ def _saved_nodes(joint: JointGraph, grads: Sequence[Node], backward: set[Node]) 
     symbols = symbols_in([*(walked - ends), *joint.tangents]) if sizes else set()
     saved |= {node for node in sizes if symbol_of(node) in symbols}
     return [node for node in joint.graph.nodes if node in saved]
-
-
-def _tag(node: Node) -> str:
-    if node.meta.get("recompute") not in ("save", "recompute"):
-        raise PassError(Pass.PARTITION, 'a forward node needs meta["recompute"]', node)
-    return node.meta["recompute"]
 
 
 def _forward_graph(joint: JointGraph, saved: Sequence[Node]) -> Graph:
@@ -162,6 +162,8 @@ def _record(node: Node, kind: str) -> SavedTensor:
     value = node.meta["val"]
     is_tensor = isinstance(value, Tensor)
     shape = tuple(map(example_number, value.shape)) if is_tensor else ()
+    # A part of several results is named by the operator that made them all; an input by none.
+    source = node.args[0] if node.target is operator.getitem else node
     return SavedTensor(
         name=node.name,
         kind=kind,
@@ -171,14 +173,6 @@ def _record(node: Node, kind: str) -> SavedTensor:
         num_bytes=math.prod(shape) * value.element_size() if is_tensor else 0,
         module=module_path(node),
         line=source_line(node),
-        op=_operator(node),
+        op="" if node.op == "placeholder" else source.target.__name__.partition(".")[0],
         reason=node.meta.get("recompute_reason", "input of the region"),
     )
-
-
-def _operator(node: Node) -> str:
-    """Bare name of the operator that made ``node``, "" for inputs."""
-    if node.op == "placeholder":
-        return ""
-    source = node.args[0] if node.target is operator.getitem else node
-    return source.target.__name__.partition(".")[0]

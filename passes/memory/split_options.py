@@ -28,6 +28,7 @@ def split_options(program: Program, options: CompileOptions) -> dict[str, SplitO
 
 def _runs_last(program: Program, region: Region) -> bool:
     """Whether ``region`` stands for what comes behind all layers, and for nothing else."""
+    # With nothing before it, it is the whole model: what it saves is what a step holds.
     (*before, last) = program.calls
     return last.region is region and bool(before) and all(c.region is not region for c in before)
 

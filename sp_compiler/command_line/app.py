@@ -105,6 +105,7 @@ def plan(
     ] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page as well.")] = None,
 ) -> None:
+    # What can be typed wrong is refused before the minutes that a large model takes.
     if mesh is not None and (pp is not None or request.tp is not None):
         raise ArgumentError(f"--mesh {mesh} has the sizes of --tp and --pp: leave these out")
     limit = None if fits is None else parse_bytes("--fits", fits)
@@ -139,6 +140,7 @@ def plan(
         typer.echo(json.dumps(_plan_data(result), indent=2))
     else:
         typer.echo(str(result) if isinstance(result, Plan) else memory_text(result))
+    # After the table, so that a CI has both the reason and the exit code.
     if limit is not None and result.total_bytes > limit:
         raise Refused(f"needs {bytes_text(result.total_bytes)}, more than {bytes_text(limit)}")
 
@@ -171,6 +173,7 @@ def diff(
             stages = _compiled(request, first).stages
         result = _diff_of_stages(stages, before, after)
     else:
+        # Sizes and options hold for both models: only what they are should differ.
         second = Request(**{**vars(request), "model": other, "preset": None}).load()
         with progress("comparing"):
             result = graph_diff(first.model, second.model, example_inputs=first.example_inputs)
@@ -179,6 +182,7 @@ def diff(
     console = Console()
     if request.json:
         typer.echo(result.to_json())
+    # Into a file or a pipe go lines that other tools read as a diff.
     elif unified or not console.is_terminal:
         typer.echo(result.to_unified(context))
     else:
@@ -190,6 +194,7 @@ def diff(
 @app.command(help=_VERIFY_HELP)
 @command
 def verify(request: Request) -> None:
+    # On the CPU, for numbers are compared; a plan does without any.
     loaded = request.load(device="cpu")
     with progress("verifying"):
         report = verify_model(
@@ -229,6 +234,7 @@ def explain(
         result = make_plan(
             loaded.model, loaded.example_inputs, tp=request.ranks(loaded), **request.options
         )
+        # Inside the progress: the prices of the other ways are solved for when they are asked for.
         text = str(result.explain(name))
     typer.echo(json.dumps({"explanation": text}) if request.json else text)
 
@@ -264,6 +270,7 @@ def _diff_of_stages(stages: Stages, before: str, after: str) -> GraphDiff:
             raise ArgumentError(
                 f"stage {name!r}: expected one of capture, {', '.join(stages)}, final"
             )
+    # The aliases are not among the keys, and a stage knows its pass.
     order = [*stages]
     if order.index(stages[before].name) > order.index(stages[after].name):
         raise ArgumentError(f"--before {before} --after {after}: {before} comes after {after}")

@@ -36,6 +36,7 @@ def examine() -> list[Fact]:
 
 def _versions() -> Iterator[Fact]:
     yield Fact("python", platform.python_version())
+    # From the package's own metadata, so that nobody has to write the versions twice.
     for text in requires("sp-compiler") or ():
         requirement = Requirement(text)
         if requirement.marker is not None:  # of an extra
@@ -57,6 +58,7 @@ def _devices() -> Iterator[Fact]:
     count = torch.cuda.device_count()
     for index in range(count):
         device = torch.cuda.get_device_properties(index)
+        # Between devices without direct access NCCL goes through the host's memory.
         peers = sum(
             torch.cuda.can_device_access_peer(index, other)
             for other in range(count)
@@ -74,7 +76,9 @@ def _group() -> Iterator[Fact]:
     names = [
         name for name in ("nccl", "gloo", "mpi") if getattr(distributed, f"is_{name}_available")()
     ]
+    # NCCL for GPUs, gloo for CPUs; without any of them no two ranks can talk.
     yield Fact("backends", ", ".join(names) or "none", bool(names))
+    # Read, not started: a group that hangs would take this report with it.
     if "RANK" in os.environ:
         rank, size = os.environ["RANK"], os.environ.get("WORLD_SIZE", "?")
         yield Fact("group", f"rank {rank} of {size}, started by torchrun or the like")
@@ -96,6 +100,7 @@ class _Small(nn.Module):
 def _small_model() -> Fact:
     start = time.perf_counter()
     try:
+        # Compiling alone would not show kernels or a torch that give wrong numbers.
         report = verify(_Small(), ((torch.randn(4, 8),), {}), tp=2)
     except Exception as error:  # whatever it is, it is what this command is run to find
         return Fact("a small model", f"{type(error).__name__}: {error}", ok=False)

@@ -23,6 +23,7 @@ _LARGEST = 8
 def memory_text(grid_plan: GridPlan) -> str:
     """The stages, then the parts of the fullest one, down to the tensors of a layer."""
     plan, stages = grid_plan.microbatch, grid_plan.stages
+    # It decides whether the model fits; the first stages hold most microbatches.
     number, stage = max(enumerate(stages), key=lambda each: each[1].total_bytes)
     alone = (
         f"One microbatch keeps {bytes_text(plan.activation_bytes)} if all layers are on one rank"
@@ -53,8 +54,10 @@ def _parts(stage: StagePlan, dp_shard: int) -> Iterator[tuple[str, str, str]]:
 def _blocks(plan: Plan, stage: StagePlan) -> Iterator[str]:
     """What one call of each block in ``stage`` keeps, the largest tensors first."""
     paths = {path for chunk in stage.chunks for path in chunk}
+    # Blocks whose layers are all on other stages have no share in this one.
     for block in plan.blocks:
         count = sum(path in paths for path in block.paths if path)
+        # Shared tensors are held once, by the call that made them.
         kept = sorted(
             (tensor for tensor in block.kept if not tensor.shared), key=lambda each: -each.num_bytes
         )
@@ -64,6 +67,7 @@ def _blocks(plan: Plan, stage: StagePlan) -> Iterator[str]:
             (each.name, bytes_text(each.num_bytes), each.module or each.op, each.reason)
             for each in kept[:_LARGEST]
         ]
+        # Summed up, so that the rows add up to the total above them.
         rest = sum(each.num_bytes for each in kept[_LARGEST:])
         if rest:
             rows.append((f"{len(kept) - _LARGEST} more", bytes_text(rest), "", ""))

@@ -69,6 +69,7 @@ def load(
             model does not fit in memory in float64.
         UnsupportedError: transformers is needed and not installed.
     """
+    # Both at once could mean either, and a long run of the wrong model is worse than an error.
     if (source is None) == (preset is None):
         raise ArgumentError(
             "expected a model: package.module:callable, a config.json, or --preset NAME"
@@ -78,6 +79,7 @@ def load(
     if preset is not None:
         return _preset(preset, batch, sequence, to_dtype or torch.bfloat16, device)
     assert source is not None
+    # A path may have a colon, as on Windows.
     if ":" in source and not Path(source).exists():
         made = _called(source, device)
     else:
@@ -88,6 +90,7 @@ def load(
             f"{source} returned a {type(model).__name__}: expected a torch.nn.Module, or a tuple "
             "of one and (args, kwargs)"
         )
+    # After the callable, which need not know of the option.
     model = model if to_dtype is None else model.to(to_dtype)
     return Loaded(model, inputs or _example(model, batch or BATCH, sequence or SEQUENCE, device))
 
@@ -106,6 +109,7 @@ def _preset(
         _example(model, batch, sequence, device),
         preset["tp"],
         preset["pp"],
+        # As many as make the published global batch; a batch larger than that is one microbatch.
         max(1, preset["global_batch"] // batch),
     )
 
@@ -155,6 +159,7 @@ def _read_config(path: Path) -> dict[str, Any]:
             f"no file {path}: expected package.module:callable, a HuggingFace config.json or a "
             "folder that has one, or --preset NAME"
         )
+    # The likely slip of somebody who knows other tools, which take a script.
     if path.suffix == ".py":
         raise ArgumentError(
             f"{path} is no JSON: a function in a Python file is given as package.module:callable, "
@@ -182,6 +187,7 @@ def _configured(config: dict[str, Any], device: str) -> nn.Module:
         raise UnsupportedError(
             "presets and config.json need transformers: pip install 'sp-compiler[examples]'"
         ) from error
+    # HuggingFace writes a list, which has one class.
     (name, *_) = config["architectures"]
     model_class = getattr(transformers, name, None)
     if model_class is None:

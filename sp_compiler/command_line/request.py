@@ -24,6 +24,7 @@ from sp_compiler.base.errors import ArgumentError, CaptureError, SPCompilerError
 from sp_compiler.command_line.models import Loaded, load
 from sp_compiler.options import Options
 
+# Apart, so that a CI can tell "no" from "could not find out"; 2 is what typer uses itself.
 FAILED, USAGE, BROKEN = 1, 2, 3
 """Exit codes: the answer is no; the command was typed wrong; the model could not be compiled."""
 
@@ -67,6 +68,7 @@ class Request:
 
     def ranks(self, loaded: Loaded) -> int:
         """Number of tensor-parallel ranks."""
+        # 8: the devices of one machine, between which links are fast enough.
         return self.tp or loaded.tp or 8
 
     @property
@@ -79,6 +81,7 @@ class Request:
                 raise ArgumentError(f"-o {name}: expected NAME=VALUE, such as recompute=full")
             if name.replace("-", "_") not in known:
                 raise ArgumentError(f"-o {name}: expected one of {', '.join(known)}")
+        # Both spellings: options of a terminal have hyphens, those of compile underscores.
         return {name.replace("-", "_"): _value(text) for name, _, text in pairs}
 
 
@@ -95,6 +98,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 
     Errors are one line and a hint, and end with :data:`BROKEN`.
     """
+    # Typer reads one flat signature, and seven commands would repeat these options.
     hints = get_type_hints(Request, include_extras=True)
     own = list(inspect.signature(function, eval_str=True).parameters.values())[1:]
     shared = [
@@ -132,6 +136,7 @@ def failures(*, traceback: bool) -> Iterator[None]:
             yield
     except typer.Exit:
         raise
+    # On stderr, so that what is on stdout stays a table or JSON alone.
     except Refused as no:
         errors.print(str(no), markup=False)
         raise typer.Exit(FAILED) from no
@@ -159,6 +164,7 @@ def _hint(error: Exception, is_cut: bool) -> str:
         return "--traceback shows the rest, with the line of the model"
     if isinstance(error, SPCompilerError):
         return "docs/limitations.md lists what is not supported; --traceback shows where"
+    # What is no error of ours came through us from the model's constructor or forward.
     return "the model's own code raised this; --traceback shows where"
 
 

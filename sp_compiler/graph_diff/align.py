@@ -61,10 +61,12 @@ class Alignment:
         self.back: dict[Node, Node] = {}
         self.expansions: dict[Node, list[Node]] = {}
         self._owner: dict[Node, Node] = {}
+        # Asked for again with every candidate, while no graph changes.
         self._operands = cache(tensor_operands)
         # From the certain to the guessed: what an early step matched, a later one takes as given.
         self._match_named()
-        if any(_has_provenance(node) for node in (*self.before, *self.after)):
+        computed = [node for node in (*self.before, *self.after) if node.op not in _NAMED]
+        if any("root" in node.meta or "source" in node.meta for node in computed):
             self._match_same()
             self._match_groups(_name_and_root, _source_and_root)
             self._match_groups(_root, _root)
@@ -73,6 +75,7 @@ class Alignment:
         self._match_groups(_captured_in, _captured_in)
         self._spread()
         self._match_rest()
+        # Last, for an operator that was replaced is known by nothing but its neighbours.
         self._match_replacements()
 
     @property
@@ -86,9 +89,11 @@ class Alignment:
     def same_value(self, old: Any, new: Any) -> bool:
         """Compare two arguments: literals by type and text, nodes by what they match."""
         if isinstance(old, Node) and isinstance(new, Node):
+            # Both ways: a conversion may have come on one side and another one gone on the other.
             ends = set(self._values_after(new))
             return any(self.forth.get(value) in ends for value in self._values_before(old))
         if isinstance(old, dict) and isinstance(new, dict):
+            # In order: the pytree of a call's arguments has one, and a graph is called by it.
             same_keys = list(old) == list(new)
             return same_keys and all(self.same_value(old[key], new[key]) for key in old)
         if isinstance(old, slice) and isinstance(new, slice):
@@ -98,6 +103,7 @@ class Alignment:
             return same_length and all(map(self.same_value, old, new))
         if isinstance(old, Node) or isinstance(new, Node):
             return False
+        # By type as well: 1, 1.0 and True are equal in Python, and give results of other dtypes.
         return type(old) is type(new) and _text(old) == _text(new)
 
     def same_arguments(self, old: Node, new: Node) -> bool:
@@ -109,6 +115,7 @@ class Alignment:
             expansion = set(self.expansions[old])
             parts = [part for node in self.expansions[old] for part in self._operands(node)]
             return self._same_set(self._operands(old), [p for p in parts if p not in expansion])
+        # Arguments of two operators have different names and orders.
         if not _same_operator(old, new):
             return self.same_value(self._operands(old), self._operands(new))
         before, after = _named_arguments(old), _named_arguments(new)
@@ -168,6 +175,7 @@ class Alignment:
         for op in _NAMED:
             old = [node for node in self.before if node.op == op]
             new = [node for node in self.after if node.op == op]
+            # A renamed parameter still goes back to the same captured one.
             for key in (_target, _root):
                 by_key = {key(node): node for node in new if self._is_inserted(node)}
                 for node in old:
@@ -175,6 +183,8 @@ class Alignment:
                         self._match(node, by_key.pop(key(node)))
             old = [node for node in old if node not in self.forth]
             new = [node for node in new if self._is_inserted(node)]
+            # Two models that call their inputs otherwise have as many of them, in the order of
+            # their forward.
             if len(old) == len(new):
                 for pair in zip(old, new, strict=True):
                     self._match(*pair)
@@ -196,6 +206,8 @@ class Alignment:
         new_groups = _groups(self._open_after(), new_key)
         for group, old in old_groups.items():
             new = new_groups.get(group, [])
+            # With literals first, so that of two equal operators each finds its own: reshape to 3
+            # dims, to 4.
             for key in (_signature, render_target):
                 self._match_sequence(old, new, key)
                 old = [node for node in old if node not in self.forth]
@@ -204,13 +216,11 @@ class Alignment:
             old = [node for node in old if placements_of(node) is None]
             new = [node for node in new if placements_of(node) is None]
             if len(old) == 1 and new:
-                self._match_expansion(old[0], new)
-
-    def _match_expansion(self, old: Node, new: list[Node]) -> None:
-        value = _value_node(new)
-        self._match(old, value)
-        self.expansions[old] = new
-        self._owner.update({node: value for node in new if node is not value})
+                value = _value_node(new)
+                self._match(old[0], value)
+                self.expansions[old[0]] = new
+                # Users of any part are users of the value: an expansion counts as one node.
+                self._owner.update({node: value for node in new if node is not value})
 
     def _match_sequence(
         self,
@@ -231,6 +241,7 @@ class Alignment:
                 old for old in self._users_of_same(node) if self._same_operands(old, node)
             ]
             if candidates:
+                # Of several the first one, so that the same graphs give the same pairs each time.
                 exact = [old for old in candidates if self.same_arguments(old, node)]
                 self._match(min(exact or candidates, key=position.__getitem__), node)
 
@@ -290,6 +301,8 @@ class Alignment:
 
 def _value_node(nodes: list[Node]) -> Node:
     """Of the nodes that one operator became, the one that holds its result."""
+    # Sharding marks what it makes of a value; else it is what others read, and of several results
+    # the first, as the others (a seed, statistics) serve backward.
     placed = [node for node in nodes if "placement" in node.meta]
     outside = [node for node in nodes if any(user not in nodes for user in node.users)]
     main = [n for n in outside if n.target is not operator.getitem or n.args[1] == 0]
@@ -301,10 +314,6 @@ def _groups(nodes: list[Node], key: _Key) -> dict[str, list[Node]]:
     for node in nodes:
         groups[key(node)].append(node)
     return groups
-
-
-def _has_provenance(node: Node) -> bool:
-    return node.op not in _NAMED and ("root" in node.meta or "source" in node.meta)
 
 
 def _root(node: Node) -> str:

@@ -71,5 +71,6 @@ def _(value: nn.Module, example_inputs: ExampleInputs | None) -> Snapshot:
             "pass example_inputs=(args, kwargs), or compile it first"
         )
     args, kwargs = checked_inputs(value, example_inputs)
+    # Outlined, so that a model of 48 layers is as many graphs as it has distinct ones.
     program = to_program(capture(value, args, kwargs), CompileOptions())
     return Snapshot.of_program(name, program)

@@ -59,6 +59,8 @@ def diff(a: Comparable, b: Comparable, *, example_inputs: ExampleInputs | None =
         CaptureError: a module that is not compiled cannot be captured.
     """
     first, second = snapshot_of(a, example_inputs), snapshot_of(b, example_inputs)
+    # By name or not at all: regions of two models that have nothing in common but their order would
+    # be compared as if one had become the other.
     first, second = _named_like(first, second), _named_like(second, first)
     sections = []
     for title, name, old, new in _pairs(first, second):
@@ -77,6 +79,7 @@ def _named_like(stage: Snapshot, other: Snapshot) -> Snapshot:
     """``stage``; a single graph under the name, and with the calls, of the other's one region."""
     if list(stage.graphs) != [FLAT] or list(other.graphs) == [FLAT]:
         return stage
+    # Forward and backward of one region count as one.
     regions = list(dict.fromkeys(map(region_of, other.graphs)))
     if len(regions) != 1:
         raise ArgumentError(
@@ -90,6 +93,7 @@ def _pairs(
     first: Snapshot, second: Snapshot
 ) -> Iterator[tuple[str, str, Graph | None, Graph | None]]:
     """Title, name and both graphs of each region, None where a side has none."""
+    # What is taken out of it is matched; what stays at the end was added.
     rest = dict(second.graphs)
     unmatched: dict[str, Graph] = {}
     # Before the split into forward and backward a region has one graph, which became the forward.
@@ -142,6 +146,7 @@ def _one_sided(name: str, count: int, old: Graph | None, new: Graph | None) -> S
 
 def _summary(graph: Graph) -> Summary:
     calls = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+    # Hundreds of lines that all begin with "+" say less than what the graph is made of.
     ops = Counter(render_target(node) for node in calls)
     collectives = Counter(kind for node in calls if (kind := collective_text(node)))
     return Summary(len(calls), tuple(ops.most_common()), tuple(collectives.most_common()))
@@ -151,11 +156,14 @@ def _call_changes(first: Snapshot, second: Snapshot) -> Iterator[tuple[str, str,
     """(path, before, after) of calls that only one side has, or whose arguments changed."""
     if first.calls == second.calls:
         wirings = zip(first.calls, first.wiring, second.wiring, strict=False)
+        # Same calls: what differs is what they hand to each other.
         yield from ((path, old, new) for (path, _), old, new in wirings if old != new)
         return
+    # Without ``autojunk``, which drops what is frequent, as the call of a repeated layer is.
     matcher = SequenceMatcher(None, first.calls, second.calls, autojunk=False)
     for tag, start, stop, other, end in matcher.get_opcodes():
         old, new = first.calls[start:stop], second.calls[other:end]
+        # Layers that are where they were, and call another region.
         if tag == "replace" and [path for path, _ in old] == [path for path, _ in new]:
             yield from ((path, x, y) for (path, x), (_, y) in zip(old, new, strict=True))
         elif tag != "equal":
@@ -166,6 +174,7 @@ def _call_changes(first: Snapshot, second: Snapshot) -> Iterator[tuple[str, str,
 def _entries(alignment: Alignment) -> Iterator[Entry]:
     """In the order of the second graph; a removed node stands before what followed it."""
     moves = _moves(alignment)
+    # A part of an expansion is neither inserted nor matched: its value's entry speaks for it.
     inserted = set(alignment.inserted)
     removed = _removed_before(alignment)
     for node in (*alignment.after, None):  # None: removed from the end
@@ -216,7 +225,9 @@ def _place(previous: Node | None) -> str:
 
 
 def _changes(alignment: Alignment, old: Node, new: Node) -> Iterator[Change]:
-    targets = render_target(old), _new_target(alignment, old, new)
+    became = alignment.expansions.get(old, [new])
+    targets = render_target(old), " + ".join(dict.fromkeys(map(render_target, became)))
+    # A placeholder's target is its name, and names are no difference.
     if targets[0] != targets[1] and old.op != "placeholder":
         yield Change("target", *targets)
     if not alignment.same_arguments(old, new):
@@ -225,21 +236,11 @@ def _changes(alignment: Alignment, old: Node, new: Node) -> Iterator[Change]:
     placements = meta_text(old, "placement"), meta_text(new, "placement")
     if placements[0] != placements[1]:
         yield Change("placement", *placements)
-    tags = meta_text(old, "recompute"), _new_tags(alignment, old, new)
+    # Each operator of an expansion has a tag of its own: one saved one does not save them all.
+    new_tags = dict.fromkeys(tag for node in became if (tag := meta_text(node, "recompute")))
+    tags = meta_text(old, "recompute"), " + ".join(new_tags)
     if tags[0] != tags[1]:
         yield Change("recompute", *tags)
-
-
-def _new_target(alignment: Alignment, old: Node, new: Node) -> str:
-    """Name what the operator became: one, or several for an expansion."""
-    names = [render_target(node) for node in alignment.expansions.get(old, [new])]
-    return " + ".join(dict.fromkeys(names))
-
-
-def _new_tags(alignment: Alignment, old: Node, new: Node) -> str:
-    """Of all operators that the old one became."""
-    tags = [meta_text(node, "recompute") for node in alignment.expansions.get(old, [new])]
-    return " + ".join(dict.fromkeys(tag for tag in tags if tag))
 
 
 def _arguments_text(node: Node) -> str:
@@ -248,6 +249,7 @@ def _arguments_text(node: Node) -> str:
 
 def _value_changes(old: Node, new: Node) -> Iterator[Change]:
     before, after = old.meta.get("val"), new.meta.get("val")
+    # Apart, so that filters find every change of a dtype or a shape.
     if isinstance(before, Tensor) and isinstance(after, Tensor):
         pairs: dict[Field, tuple[str, str]] = {
             "dtype": (render_dtype(before.dtype), render_dtype(after.dtype)),

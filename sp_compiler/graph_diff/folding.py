@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from sp_compiler.graph_diff.data import Entry, Equal, Item, Repeat
 
@@ -60,6 +61,7 @@ def _run(entries: list[Entry]) -> Iterator[Entry | Equal]:
 
 def _repeats(items: list[Entry | Equal]) -> Iterator[Item]:
     """Fold runs of items that follow each other several times but for the numbers in names."""
+    # Texts become numbers, for each is compared with hundreds of others.
     numbers: dict[str, int] = {}
     keys = [numbers.setdefault(_signature(item), len(numbers)) for item in items]
     index = 0
@@ -70,16 +72,14 @@ def _repeats(items: list[Entry | Equal]) -> Iterator[Item]:
             for start in range(index, index + length * count, length)
         ]
         hidden = length * (count - 1)
-        if hidden >= _LEAST_REPEATED and any(_differs(item) for item in parts[0]):
+        # Unchanged layers are folded as one run, which says more than that they repeat.
+        differs = any(isinstance(item, Entry) and item.kind != "unchanged" for item in parts[0])
+        if hidden >= _LEAST_REPEATED and differs:
             yield Repeat(parts[0], tuple(parts[1:]))
         else:
             yield items[index]
             length = count = 1
         index += length * count
-
-
-def _differs(item: Entry | Equal) -> bool:
-    return isinstance(item, Entry) and item.kind != "unchanged"
 
 
 def _longest_repeat(keys: Sequence[int], start: int) -> tuple[int, int]:
@@ -106,11 +106,7 @@ def _signature(item: Entry | Equal) -> str:
     texts = [type(item).__name__]
     for entry in entries:
         changes = " ".join(f"{c.field} {c.before} -> {c.after}" for c in entry.changes)
-        text = _without_numbers(f"{entry.op} {entry.text} {changes}")
-        texts.append(f"{entry.kind} {text}")
-    return "\n".join(texts)
-
-
-def _without_numbers(text: str) -> str:
+        texts.append(f"{entry.kind} {entry.op} {entry.text} {changes}")
     # Of names alone: "%linear_12" and "%p_layers_3_weight", not the sizes in "f32[2, 16]".
-    return re.sub(r"(%|placeholder\[)\w+", lambda name: re.sub(r"_?\d+", "", name[0]), text)
+    without_numbers = partial(re.sub, r"_?\d+", "")
+    return re.sub(r"(%|placeholder\[)\w+", lambda name: without_numbers(name[0]), "\n".join(texts))

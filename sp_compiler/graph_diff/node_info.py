@@ -32,6 +32,7 @@ def collective_text(node: Node) -> str:
     """How ``node`` communicates, "" if it does not."""
     if not is_collective(node):
         return ""
+    # Operators of ours have a name for it, torch's functional ones are named by what they do.
     return collective_of(node) or render_target(node).rpartition(".")[2]
 
 

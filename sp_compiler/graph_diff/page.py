@@ -8,7 +8,7 @@ from importlib.resources import files
 from jinja2 import Environment, StrictUndefined
 
 from sp_compiler.base.units import bytes_text
-from sp_compiler.graph_diff.data import KINDS, Entry, Equal, Item, Kind, Repeat, Section, Totals
+from sp_compiler.graph_diff.data import KINDS, Entry, Equal, Kind, Repeat, Section, Totals
 from sp_compiler.graph_diff.folding import folded
 from sp_compiler.graph_diff.text import Calls, repeat_text, section_title, summary_lines
 
@@ -22,14 +22,22 @@ def page(
 ) -> str:
     """The text of the page."""
     environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        # Escaped, for names and source lines are the user's; a missing field is an error, not a
+        # blank.
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     environment.filters["bytes"] = bytes_text
     environment.tests["equal_run"] = lambda item: isinstance(item, Equal)
     environment.tests["repeat"] = lambda item: isinstance(item, Repeat)
     template = files("sp_compiler.graph_diff").joinpath("diff_page.html")
+    # Of a graph that one side lacks every node is shown: nothing else of it could be folded.
+    contexts = [None if section.summary is not None else context for section in sections]
+    items = [folded(section.nodes, own) for section, own in zip(sections, contexts, strict=True)]
     return environment.from_string(template.read_text(encoding="utf-8")).render(
-        sections=[(section, _items(section, context)) for section in sections],
+        sections=list(zip(sections, items, strict=True)),
         calls=calls,
         totals=totals,
         counts=counts,
@@ -39,11 +47,6 @@ def page(
         repeat_text=repeat_text,
         row_kinds=_row_kinds,
     )
-
-
-def _items(section: Section, context: int | None) -> list[Item]:
-    # Of a graph that one side lacks every node is shown: nothing else of it could be folded.
-    return folded(section.nodes, None if section.summary is not None else context)
 
 
 def _row_kinds(entry: Entry) -> str:

@@ -71,7 +71,9 @@ class GraphDiff:
 
     def to_text(self, *, markup: bool = False) -> str:
         """A line for each node that differs, with the tags of ``rich`` where ``markup`` is set."""
+        # Said in words: an empty text could be a failure to print.
         lines = text.lines(self.sections, self.calls) or [("no difference", None)]
+        # Brackets in shapes are tags to ``rich``, so that lines are escaped where it reads them.
         if not markup or self.is_empty:
             return "\n".join(line for line, _ in lines)
         styles = (text.COLOURS[kind] if kind else "bold" for _, kind in lines)
@@ -108,6 +110,7 @@ class GraphDiff:
     def to_dict(self) -> dict[str, Any]:
         """Plain data, with the kinds of each node; :meth:`from_json` needs no more."""
         data = asdict(self)
+        # Derived, so ``asdict`` leaves them out; who reads the JSON should not have to derive them.
         for section, own in zip(data["sections"], self.sections, strict=True):
             for entry, node in zip(section["nodes"], own.nodes, strict=True):
                 entry["kinds"] = list(node.kinds)
@@ -131,6 +134,7 @@ def _section_from(data: dict[str, Any]) -> Section:
     if summary is not None:
         ops, collectives = (tuple(map(tuple, summary[key])) for key in ("ops", "collectives"))
         summary = Summary(summary["num_nodes"], ops, collectives)
+    # JSON has lists alone, and frozen data that is compared has tuples.
     return Section(**{**data, "nodes": tuple(map(_entry_from, data["nodes"])), "summary": summary})
 
 

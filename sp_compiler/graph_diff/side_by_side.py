@@ -36,20 +36,17 @@ def side_by_side(
     sections: Sequence[Section], calls: Calls, totals: tuple[Totals, Totals], context: int | None
 ) -> Group:
     """A table for each graph that differs, below one with the totals."""
+    # Said in words: an empty table looks like a failure.
     if not sections and not calls:
         return Group(Text("no difference"))
+    heads = _columns()
+    heads.add_row("", *(Text(side.name, style="bold") for side in totals))
+    heads.add_row("", *map(str, totals))
     return Group(
-        _totals(totals),
+        heads,
         *(part for section in sections for part in _section(section, context)),
         *(Text(call_line(*call), style="yellow") for call in calls),
     )
-
-
-def _totals(totals: tuple[Totals, Totals]) -> Table:
-    table = _columns()
-    table.add_row("", *(Text(side.name, style="bold") for side in totals))
-    table.add_row("", *map(str, totals))
-    return table
 
 
 def _section(section: Section, context: int | None) -> Iterator[RenderableType]:
@@ -92,17 +89,11 @@ def _note(text: str) -> tuple[Text, Text, Text]:
 def _row(entry: Entry) -> tuple[Text, Text, Text]:
     style = STYLES[entry.kinds[0]]
     mark = {"unchanged": " ", "changed": "~", "inserted": "+", "removed": "-"}[entry.kind]
-    others = {
-        change.field: f"  ({change.field}: {change.after or 'none'})"
-        for change in entry.changes
-        # The line of a node shows its other properties.
-        if change.field == "order"
-    }
-    return (
-        Text(mark, style=style),
-        _cell(entry.before, style),
-        _cell(entry.after, style).append("".join(others.values())),
-    )
+    # The line of a node shows its other properties.
+    moves = [change.after for change in entry.changes if change.field == "order"]
+    order = "".join(f"  (order: {after or 'none'})" for after in moves)
+    after = _cell(entry.after, style).append(order)
+    return Text(mark, style=style), _cell(entry.before, style), after
 
 
 def _cell(node: NodeInfo | None, style: str) -> Text:

@@ -28,7 +28,12 @@ def totals(stage: Snapshot) -> Totals:
         count = max(1, len(stage.paths(name)))
         calls = _sized_calls(graph)
         num_nodes += count * sum(node.op not in _NO_WORK for node in graph.nodes)
-        flops = None if flops is None or calls is None else flops + count * sum(map(_flops, calls))
+        if flops is not None and calls is not None:
+            # Of a forward before composite operators are decomposed, else of what runs.
+            own = sum(node_flops(node)[1] or int(product_flops(node)) for node in calls)
+            flops += count * own
+        else:
+            flops = None
         collectives += [
             Collective(item.kind, item.count * count, item.num_bytes * count)
             for node in calls or ()
@@ -53,8 +58,3 @@ def _sized_calls(graph: Graph) -> list[Node] | None:
         except NotSymbolic:  # a size that depends on data
             return None
     return [node for node in graph.nodes if node.op not in _NO_WORK]
-
-
-def _flops(node: Node) -> int:
-    # Of a forward before composite operators are decomposed, else of what runs.
-    return node_flops(node)[1] or int(product_flops(node))

@@ -24,6 +24,7 @@ def lines(
         yield f"{mark} {side.name}: {side}"
     for section in sections:
         yield f"@@ {section_title(section)} @@"
+        # A graph of one side alone has nothing that its lines could be compared with.
         if section.summary is not None:
             sign = "+" if section.kind == "inserted" else "-"
             yield from (f"{sign}  {line}" for line in summary_lines(section.summary))

@@ -38,12 +38,14 @@ def executor_for(state: ModuleState, leaves: list[Any], structure: pytree.TreeSp
         state.layout.attributes,
         {key: dtype for key, (dtype, _) in state.computed_as().items()},
     )
+    # A model may branch on numbers in its inputs: what it decided then is part of the key now.
     key = state.programs.decided(key, leaves, state.buffers)
     executor = state.programs.get(key, leaves)
 
     def names() -> list[str]:
         return input_names(state.root, *pytree.tree_unflatten(leaves, structure))
 
+    # Names are made only where ranks disagree: to bind arguments takes its time in every call.
     state.agreement.begin_call(key, leaves, names, compiled=executor is not None)
     if executor is None:
         # Parameters that are placed under inference_mode could never be trained.
@@ -73,6 +75,7 @@ def shard_over_data(state: ModuleState) -> None:
             "fully_shard replaces them; pass example_inputs to sp_compiler.compile (or call the "
             "module once), and create the optimizer afterwards"
         )
+    # Taken out first, so that whatever this calls finds it done.
     options, state.fsdp_options = state.fsdp_options, None
     compiled = state.compiled("data parallelism")
     apply_data_parallelism(state.root, compiled, state.group.data, options)
@@ -84,6 +87,7 @@ def run(state: ModuleState, executor: Executor, leaves: list[Any]) -> Any:
     execution = executor.run(state.parameters, state.buffers, leaves, seed)
     with torch.no_grad():
         for name, value in execution.mutated_buffers.items():
+            # In place, for the user's code and copies of the tree hold this very tensor.
             state.buffers[name].copy_(value)
     if state.agreement.every_call:
         state.agreement.settle()  # where the program had no collective to do it before
@@ -142,6 +146,7 @@ def _compare(state: ModuleState, tensors: Mapping[str, Mapping[str, Tensor]]) ->
                 broadcast(value, state.group)
     else:
         state.agreement.require_equal("compares its weights", fingerprints(fresh))
+    # What is on meta is compared later, once it has numbers.
     state.compared.update(name for name, value in fresh.items() if not value.is_meta)
 
 
@@ -185,6 +190,7 @@ def _compile(
         _refuse_optimizer_state(state)
         _refuse_other_parallelism(state)
     args, kwargs = pytree.tree_unflatten(leaves, structure)
+    # Before the capture, whose error would be about code of torch.export.
     state.original.check_arguments(args, kwargs)
     with state.original.awake(state.root, state.computed_as(), state.absent_dtype) as model:
         if state.fixed is None:
@@ -192,6 +198,7 @@ def _compile(
         compiled = state.build(model, args, kwargs, state.fixed, open_dims)
     _place(state, compiled.param_placements)
     blocks = frozenset(call.path for call in compiled.program.calls if call.path)
+    # Blocks of any program stay: hooks on them run at least in its calls.
     state.layout.blocks = blocks | (state.layout.blocks or frozenset())
     # Hooks could be put anywhere until now, for nobody knew what would be a block.
     for module in state.root.modules():
@@ -239,6 +246,7 @@ def _place(state: ModuleState, placements: Mapping[str, Placement]) -> None:
     """Fix the placements of parameters that have none yet; others must stay."""
     fixed = dict(state.fixed or {})
     parameters = state.parameters
+    # A program for another path through the model may read parameters that no other one did.
     fresh = [name for name in placements if name not in fixed]
     # Afterwards each rank has a part, and different ones would be trained as one mixture.
     if state.fixed is None:
@@ -260,5 +268,6 @@ def _place(state: ModuleState, placements: Mapping[str, Placement]) -> None:
         for name, parameter in parameters.items()
         if id(parameter) in placed
     )
+    # Last: a refusal above leaves the module as it was, to be given back.
     fixed.update(placements)
     state.fixed = fixed

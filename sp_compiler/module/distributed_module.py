@@ -85,6 +85,7 @@ class DistributedModule(Inspection, MirrorModule):
         initial_weights: str = "compare",
         fsdp: Mapping[str, Any] | None = None,
     ) -> None:
+        # Everything that may refuse comes before the first storage changes hands.
         check_not_taken(model)
         if group.mesh is not None:
             check_sharded_gradients_first()
@@ -116,6 +117,7 @@ class DistributedModule(Inspection, MirrorModule):
         board = self._sp_state.group.board
         if board is None:
             return super().__call__(*args, **kwargs)
+        # Where no call recorded a graph there is no backward whose errors concern the group.
         board.trains |= torch.is_grad_enabled()
         with board.reporting():
             return super().__call__(*args, **kwargs)
@@ -135,6 +137,7 @@ class DistributedModule(Inspection, MirrorModule):
         """
         state = self._sp_state
         leaves, structure = flatten_inputs(args, kwargs)
+        # Before the inputs are read: under a transform they are wrappers without memory.
         refuse_transforms(itertools.chain(leaves, state.parameters.values()))
         leaves = [plain_input(leaf) for leaf in leaves]
         executor = executor_for(state, leaves, structure)
@@ -234,6 +237,7 @@ class DistributedModule(Inspection, MirrorModule):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As of any module; every rank must call it where a weight is fused, to put it in order."""
         state = self._sp_state
+        # Without fused weights nothing has to be exchanged, and ranks may save on their own.
         if all(len(placement.segments) < 2 for _, placement in state.stored()):
             return super().state_dict(*args, **kwargs)
         with state.reporting():
@@ -284,6 +288,7 @@ class DistributedModule(Inspection, MirrorModule):
         Raises:
             UnsupportedError: several ranks and no ``state_dict=`` of unsharded weights.
         """
+        # HuggingFace would take state_dict() itself, one rank's part of each weight.
         if self._sp_state.group.world_size > 1 and kwargs.get("state_dict") is None:
             raise UnsupportedError(_NO_SHARDED_SAVE)
         return super().__getattr__("save_pretrained")(folder, *args, **kwargs)

@@ -45,6 +45,7 @@ class Inspection:
             ArgumentError: there is no such stage.
             NotCompiledError: nothing is compiled yet.
         """
+        # Not the last one alone: a user looks for the pass that made a node.
         stages = self._sp_state.compiled("diff").stages
         try:
             return diff(stages[before], stages[after])

@@ -90,6 +90,7 @@ class MirrorModule(nn.Module):
 
     def __init__(self, original: nn.Module, path: str, layout: Layout) -> None:
         super().__init__()
+        # Past ``nn.Module.__setattr__``, which would make it a child, with a second set of names.
         self.__dict__["_sp_original"] = original
         self.__dict__["_sp_path"] = path
         self.__dict__["_sp_layout"] = layout
@@ -115,6 +116,7 @@ class MirrorModule(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             original = self.__dict__.get("_sp_original")
+            # A copy that is being filled has no original yet.
             if original is None or name.startswith("_sp_"):
                 raise
             if name in _ADAPTER_CHANGES:
@@ -123,6 +125,7 @@ class MirrorModule(nn.Module):
             member = inspect.getattr_static(type(original), name, None)
             if isinstance(member, property) and member.fget is not None:
                 return member.fget(self)
+            # Bound to this module: bound to the original they would find parameters without memory.
             if inspect.isfunction(member) and name not in vars(original):
                 return MethodType(member, self)
             return getattr(original, name)

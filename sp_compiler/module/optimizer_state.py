@@ -24,6 +24,7 @@ from sp_compiler.module.saving import refuse_to_pickle
 from sp_compiler.runtime.group import TensorParallelGroup
 
 _Stored = tuple[DTensor, Placement, TensorParallelGroup]
+# Weak, for the wrapped methods live as long as the process, and modules need not.
 _MODULES: weakref.WeakSet[MirrorModule] = weakref.WeakSet()
 
 
@@ -68,7 +69,11 @@ def _converted(
 ) -> dict[str, Any]:
     """A copy in which what is as large as its parameter went through ``convert``."""
     # Looked up anew each time: parameters are placed and moved after their optimizer is made.
-    stored = _stored()
+    stored = {
+        id(parameter): (parameter, placement, module._sp_state.group)
+        for module in _MODULES
+        for parameter, placement in module._sp_state.stored()
+    }
     if not any(id(p) in stored for group in optimizer.param_groups for p in group["params"]):
         return state_dict  # not ours, whatever its hooks made of it
     by_key: dict[Any, _Stored] = {}
@@ -90,16 +95,8 @@ def _converted_entry(
     parameter = stored[0]
     return {
         key: convert(value, *stored)
+        # A scalar parameter has the shape of a step count, which is no part of it.
         if isinstance(value, Tensor) and value.shape == parameter.shape and key != "step"
         else value
         for key, value in entry.items()
-    }
-
-
-def _stored() -> dict[int, _Stored]:
-    """The parameters of all compiled modules, and how they are stored, by ``id``."""
-    return {
-        id(parameter): (parameter, placement, module._sp_state.group)
-        for module in _MODULES
-        for parameter, placement in module._sp_state.stored()
     }

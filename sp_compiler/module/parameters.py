@@ -64,6 +64,8 @@ def distributed_parameter(parameter: nn.Parameter, group: TensorParallelGroup) -
             "a parameter of the model has hooks; register them on the parameters of the compiled "
             "module, after sp_compiler.compile"
         )
+    # Kernels and collectives of shards want rows one behind the other; a plain one stays the same
+    # memory.
     replicated = parameter.detach().contiguous()
     spec = tensor_spec(group.mesh, replicated.shape, replicated.dtype, I)
     result = nn.Parameter(

@@ -40,6 +40,7 @@ class Checkpoint:
 
     def __init__(self, path: str | Path) -> None:
         self._files = _tensor_files(Path(path))
+        # Opened at first use: an index of a large model names hundreds of files.
         self._open: dict[Path, Any] = {}
         self._stack = contextlib.ExitStack()
 
@@ -76,6 +77,7 @@ class Checkpoint:
     def sample(self, name: str) -> Tensor:
         """The first row of the tensor; all of it where it has no rows."""
         source = self._slice(name)
+        # Enough to tell two files apart, and little enough to read of every tensor.
         first: Tensor = source[0:1] if source.get_shape() else self._file(name).get_tensor(name)
         return first
 
@@ -109,6 +111,7 @@ def _own_ranges(
     """Start and end of what ``rank`` holds of each segment of a dim of ``size``."""
     start = 0
     for segment in placement.segments or (size,):
+        # Rounded up, as placements pad: the last ranks may hold less, or nothing.
         length = -(-segment // world_size)
         first, last = rank * length, (rank + 1) * length
         yield start + min(first, segment), start + min(last, segment)
@@ -191,6 +194,7 @@ def find_name(names: Sequence[str], available: Sequence[str], prefix: str) -> st
 def load_pretrained(module: MirrorModule, path: str | Path, agreement: RankAgreement) -> list[str]:
     """Fill the parameters and buffers of a compiled module; see its ``load_pretrained``."""
     layout = module._sp_layout
+    # HuggingFace's name of the inner model, such as "transformer".
     prefix = str(getattr(module, "base_model_prefix", "") or "")
     device = device_type_of(module)
     with Checkpoint(path) as checkpoint:
@@ -232,6 +236,7 @@ def _entries(module: nn.Module) -> list[_NamedTensor]:
         for name, tensor in tensors:
             if tensor is None or name in skipped:
                 continue
+            # Tied tensors are read once, whichever of their names the file has.
             entry = found.setdefault(id(tensor), _NamedTensor(tensor, [], name in owner._buffers))
             entry.names.append(f"{path}.{name}" if path else name)
     return list(found.values())
@@ -251,6 +256,7 @@ def _match(
         stored = find_name(entry.names, available, prefix)
         if stored is not None:
             found.append((stored, entry))
+        # A buffer that has numbers already was computed by the model's constructor.
         elif not entry.is_buffer or entry.tensor.is_meta:
             missing.append(entry.names[0])
     if missing:

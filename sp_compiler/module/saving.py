@@ -15,6 +15,7 @@ from sp_compiler.runtime.group import TensorParallelGroup
 @torch.no_grad()
 def full_state_dict(module: nn.Module, group: TensorParallelGroup) -> dict[str, Tensor]:
     """Unsharded state of ``module`` on rank 0, on the CPU; ``{}`` on the others; collective."""
+    # One rank in all, for those of other batches hold the same weights.
     keeps = group.rank == group.data.rank == 0
     made: dict[int, Any] = {}
     result = {}

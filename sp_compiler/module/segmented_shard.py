@@ -36,6 +36,7 @@ def segmented_shard(dim: int, segments: tuple[int, ...]) -> _StridedShard:
     _understand_segments()
     # By content: every rank and every process must write the same placement alike.
     digest = hashlib.sha256(repr(segments).encode()).digest()
+    # 62 bits: torch keeps it in a signed 64-bit integer.
     factor = -1 - (int.from_bytes(digest[:8], "big") >> 2)
     assert _SEGMENTS.setdefault(factor, segments) == segments
     return _StridedShard(dim, split_factor=factor)
@@ -95,8 +96,10 @@ def _understand_segments() -> None:
     @functools.wraps(locate)
     def _local_shard_size_and_offset(self: _StridedShard, *args: Any, **kwargs: Any) -> Any:
         size, offsets = locate(self, *args, **kwargs)
+        if not isinstance(offsets, list) or not offsets or not segments_of(self):
+            return size, offsets
         # Who asks for all offsets goes on with the first one, as if the rows were a range.
-        if isinstance(offsets, list) and segments_of(self) and _has_gaps(offsets):
+        if offsets != list(range(offsets[0], offsets[0] + len(offsets))):
             raise UnsupportedError(
                 f"a DTensor placed in the segments {segments_of(self)} has no range of rows on a "
                 "rank: save module.state_dict() and optimizer.state_dict(), which hold ranges, and "
@@ -154,7 +157,3 @@ def _shown(show: Callable[[_StridedShard], str], form: str) -> Callable[[_Stride
         return form.format(self.dim, segments) if segments else show(self)
 
     return shown
-
-
-def _has_gaps(offsets: list[int]) -> bool:
-    return offsets != list(range(offsets[0], offsets[0] + len(offsets))) if offsets else False

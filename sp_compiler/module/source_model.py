@@ -42,6 +42,7 @@ def check_not_taken(model: nn.Module) -> None:
         )
     _check_parts_not_taken(model)
     check_capturable(model)
+    # It would go on to step the old parameters, whose memory is gone.
     holders = optimizers_of(model.parameters())
     if holders:
         raise ArgumentError(
@@ -115,6 +116,7 @@ class Original:
         compute with, where it is not that of their parameters.
         """
         model = self.model
+        # Modes of its own, which the user may have set on single modules.
         modes = [module.training for module in model.modules()]
         # Inside: there may be no memory even for this, and the model must be put to sleep again.
         try:
@@ -125,6 +127,7 @@ class Original:
             for module, twin in zip(model.modules(), mirror.modules(), strict=True):
                 module.training = twin.training
                 module._buffers.update(twin._buffers)
+            # A stage of a pipeline has some of the parameters; they tell the device of all.
             present = next(mirror.parameters(), None)
             device = None if present is None else present.device
             self._install(
@@ -161,6 +164,8 @@ class Original:
                 source = module._parameters[name] if parameter is None else parameter
                 if source is None:
                     continue
+                # By identity: tied parameters must be one in the capture, for it is how ties are
+                # found.
                 if id(source) not in made:
                     value = make(source)
                     if not isinstance(value, nn.Parameter):

@@ -79,7 +79,10 @@ class ModuleState:
         self.initial_weights = initial_weights
         self.compared: set[str] = set()
         self.layout: Layout = root._sp_layout
+        # Read once: while the model is awake or asleep its ``forward`` is another one.
         self.signature = inspect.signature(original.forward)
+        # Modules are fixed from here on, while their tensors may be replaced, so only those are
+        # looked up anew.
         self.modules: dict[str, nn.Module] = dict(root.named_modules(remove_duplicate=False))
         self.parameters = NamedTensors(self.modules, "_parameters")
         self.buffers = NamedTensors(self.modules, "_buffers")
@@ -120,6 +123,7 @@ class ModuleState:
             self.programs.size,
             self.initial_weights,
         )
+        # What was compared on the ranks is alike in their copies too.
         result.compared = set(self.compared)
         result.programs = self.programs.mapped(lambda old: result.executor(old.compiled))
         result.fixed = None if self.fixed is None else dict(self.fixed)
@@ -154,6 +158,7 @@ class ModuleState:
 
     def managed(self) -> Mapping[str, Any]:
         """FSDP's records of the parameters that it gathers and shards, by name."""
+        # By the number of hooks, for ``fully_shard`` announces itself in no other way.
         return self.fsdp.parameters(self.layout.num_hooks)
 
     def computed_as(self) -> dict[int, tuple[torch.dtype, torch.device]]:

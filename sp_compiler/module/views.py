@@ -22,6 +22,7 @@ class SignedForward:
     def __get__(self, module: Any, owner: type | None = None) -> Callable[..., Any]:
         if module is None:
             return self._function
+        # Not a bound method, which takes no signature of its own.
         bound = functools.partial(self._function, module)
         bound.__signature__ = module._sp_state.signature  # type: ignore[attr-defined]
         return bound
@@ -31,6 +32,7 @@ class NamedTensors(Mapping[str, Tensor]):
     """Parameters or buffers by name, looked up in their modules at the moment of use."""
 
     def __init__(self, modules: Mapping[str, nn.Module], kind: str) -> None:
+        # Under every name of a tied tensor, as checkpoints have them.
         self._owners = {
             f"{path}.{name}" if path else name: (getattr(module, kind), name)
             for path, module in modules.items()

@@ -24,6 +24,7 @@ def dump_folder() -> Path | None:
     name = os.environ.get(VARIABLE)
     if not name:
         return None
+    # At once: a path that cannot be written should not be found out after minutes of compiling.
     folder = Path(name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -40,6 +41,7 @@ def dump(compiled: CompiledProgram, folder: Path) -> Path:
     Every compilation, and every rank, has a folder of its own there, which is returned.
     """
     rank = f"rank{os.environ['RANK']}-" if "RANK" in os.environ else ""
+    # Numbers, not times: folders of two ranks, or of a run that is repeated, can be compared.
     numbered = (folder / f"{rank}{number:03}" for number in itertools.count())
     # A second compilation, or a second run, must not hide what the first one was.
     own = next(path for path in numbered if not path.exists())
@@ -53,11 +55,9 @@ def dump(compiled: CompiledProgram, folder: Path) -> Path:
 
 
 def _stage_text(stage: Snapshot) -> str:
-    calls = [f"{path or '(model)'}: {text}" for (path, _), text in _wired(stage)]
+    # Stages before the outline have calls without arguments: the region's name says which it is.
+    wiring = stage.wiring or [region for _, region in stage.calls]
+    pairs = zip(stage.calls, wiring, strict=True)
+    calls = [f"{path or '(model)'}: {text}" for (path, _), text in pairs]
     graphs = [f"# {name}\n{render(graph)}" for name, graph in stage.graphs.items()]
     return "\n\n".join([*graphs, *(["# calls\n" + "\n".join(calls)] if calls else [])]) + "\n"
-
-
-def _wired(stage: Snapshot) -> list[tuple[tuple[str, str], str]]:
-    texts = stage.wiring or [name for _, name in stage.calls]
-    return list(zip(stage.calls, texts, strict=True))

@@ -26,7 +26,11 @@ def refused_operator(
         for node in region.module.graph.nodes
         if region.name == error.region and node.op == "call_function"
     }
+    # Breadth first, so that the operator found is the nearest, and least of the model runs
+    # replicated.
     for node in reach([error.node] if error.node is not None else [], operands):
+        # Sharding rewrites a copy: the two programs have no nodes in common, only what they go back
+        # to.
         name = node.meta.get("root", node.meta.get("source"))
         if name in known and (error.region, name) not in replicated:
             return known[name]

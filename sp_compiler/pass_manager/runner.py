@@ -68,6 +68,8 @@ class PassRunner:
             region: the only one that this run is for.
             options: keyword arguments.
         """
+        # With the function, for a pass may be several: tags are chosen once, and written per
+        # setting.
         key = (name, function.__name__, region)
         if key not in self._shared:
             self._shared[key] = self._run(name, function, args, options, region)
@@ -98,6 +100,7 @@ class PassRunner:
 
     def forget_from(self, name: str) -> None:
         """Forget the pass ``name`` and all that was run after it."""
+        # Passes are remembered in the order in which they ran first.
         names = [key[0] for key in self._shared]
         first = names.index(name) if name in names else len(names)
         self._shared = dict(list(self._shared.items())[:first])
@@ -137,16 +140,20 @@ class PassRunner:
         region: str,
     ) -> _Record:
         report = PassReport(name)
+        # Before it runs, for a pass that works in place leaves nothing to compare with.
         num_nodes = _num_nodes(args[0], region)
         start = time.perf_counter()
         try:
             with reporting(report):
                 result = function(*args, **options)
         except PlacementError as error:
+            # Below nobody knows the region: a check is given a graph.
             error.region = error.region or region
             raise
+        # Wall time, as a user waits for it; the solver may use threads.
         report.seconds = time.perf_counter() - start
-        LOG.info("%s", _done(report, region))
+        of_region = f" of {region}" if region else ""
+        LOG.info("%s%s: %.2f s, %d rewrites", name, of_region, report.seconds, report.rewrites)
         left = args[0] if result is None else result
         if graphs_of(left, region):  # a check leaves none
             report.node_delta = _num_nodes(left, region) - num_nodes
@@ -158,11 +165,6 @@ class PassRunner:
         return _Record(result, report, stage)
 
 
-def _done(report: PassReport, region: str) -> str:
-    of_region = f" of {region}" if region else ""
-    return f"{report.name}{of_region}: {report.seconds:.2f} s, {report.rewrites} rewrites"
-
-
 def _num_nodes(subject: Any, region: str) -> int:
     return sum(len(graph.nodes) for graph in graphs_of(subject, region).values())
 
@@ -171,6 +173,8 @@ def _merged(records: Iterable[_Record], program: Program) -> dict[str, Snapshot]
     """By pass; what was left of single regions, which are called as in ``program``, together."""
     merged: dict[str, Snapshot] = {}
     calls = program_calls(program)
+    # A pass that is given one region knows of no calls, so they are added where all its graphs have
+    # a place among them.
     regions = {name for _, name in calls}
     for record in records:
         stage = record.stage

@@ -57,6 +57,7 @@ def _(subject: JointGraph, region: str = "") -> dict[str, Graph]:
 
 @graphs_of.register
 def _(subject: Partitioned, region: str = "") -> dict[str, Graph]:
+    # All backwards are shown: which of them runs is known at the call.
     graphs = {f"{region}{FORWARD}": subject.forward}
     if subject.backward is not None:
         graphs[f"{region}{BACKWARD}"] = subject.backward
@@ -67,6 +68,7 @@ def _(subject: Partitioned, region: str = "") -> dict[str, Graph]:
 
 def snapshot_of(name: str, subject: Any, region: str = "") -> Snapshot:
     """Copies of the graphs of ``subject`` after the pass ``name``."""
+    # Sharded and tagged programs hold what else their pass found; a snapshot is of the graphs.
     program = getattr(subject, "program", subject)
     if isinstance(program, Program):
         return Snapshot.of_program(name, program)

@@ -47,6 +47,7 @@ def run_user_pass(captured: Captured, user_pass: UserPass, dropout: Dropout) -> 
         captured.placeholders,
         _returned(module.graph),
     )
+    # Before the pass runs, for it may write the metadata too.
     before = [node.meta["val"] for node in inputs], [_value(leaf) for leaf in outputs]
     try:
         _report(name, user_pass(module))
@@ -56,6 +57,7 @@ def run_user_pass(captured: Captured, user_pass: UserPass, dropout: Dropout) -> 
     except Exception as error:  # whatever a function of the user's may raise
         raise PassError(name, f"raised {type(error).__name__}: {error}") from error
     _check_inputs(name, captured.placeholders, inputs, before[0])
+    # Backwards, so that of several new nodes in a row each inherits from one that has it already.
     for node in reversed(module.graph.nodes):
         if node not in ours:
             node.meta["origin"] = name
@@ -63,7 +65,10 @@ def run_user_pass(captured: Captured, user_pass: UserPass, dropout: Dropout) -> 
             if "nn_module_stack" not in node.meta:
                 inherit(node, node.next)
     for node in module.graph.nodes:
-        _check_node(name, node)
+        if node.op == "call_function":
+            _check_call(name, node)
+        elif node.op not in ("placeholder", "output"):
+            raise PassError(name, f"a {node.op} node; expected calls of ATen operators alone", node)
     _check_outputs(name, module.graph, before[1])
     try:
         normalize(captured, dropout)
@@ -86,19 +91,12 @@ def _check_inputs(
     name: str, inputs: Sequence[Node], before: Sequence[Node], values: Sequence[Any]
 ) -> None:
     """Refuse placeholders that are others than ``before``, or say other things of their values."""
+    # Callers pass parameters and inputs by position.
     if inputs != before:
         raise PassError(name, "changed the inputs of the graph; expected the same placeholders")
     for node, value in zip(inputs, values, strict=True):
         if node.meta.get("val") is not value:
             raise PassError(name, 'changed meta["val"] of an input', node)
-
-
-def _check_node(name: str, node: Node) -> None:
-    """Refuse what is no call of an operator, and calls that :func:`_check_call` refuses."""
-    if node.op == "call_function":
-        _check_call(name, node)
-    elif node.op not in ("placeholder", "output"):
-        raise PassError(name, f"a {node.op} node; expected calls of ATen operators alone", node)
 
 
 def _check_call(name: str, node: Node) -> None:
@@ -109,12 +107,17 @@ def _check_call(name: str, node: Node) -> None:
             what = getattr(target, "__name__", str(target))
             message = f"a call of {what}; expected an operator such as torch.ops.aten.relu.default"
             raise PassError(name, message, node)
+        # The graph is functional: later passes move calls as long as operands are there, writes or
+        # not.
         if target._schema.is_mutable:
             raise PassError(name, f"{target} writes to its inputs; expected a pure one", node)
         if draws(node) and target.namespace != _OURS:
+            # Torch's generator would draw anew when it is recomputed, and differently on every
+            # rank.
             raise PassError(name, f"{target} draws random numbers, which no pass may add", node)
     given = {key: node.meta[key] for key in ("val", "requires_grad") if key in node.meta}
     try:
+        # The operator itself says what it returns: placements and bytes are computed from that.
         refake(node)
     except Exception as error:
         raise PassError(name, f"{target} does not take these operands: {error}", node) from error
@@ -147,6 +150,7 @@ def _value(leaf: Any) -> Any:
     """The fake of a node, and whether a gradient flows to it; any other object itself."""
     if not isinstance(leaf, Node):
         return leaf
+    # As text, so that it reads well in the error that compares it.
     return leaf.meta["val"], "a gradient" if leaf.meta["requires_grad"] else "no gradient"
 
 

@@ -53,6 +53,7 @@ def sp_compiler_backend(
         raise ArgumentError(f'mode={mode!r}: backend "sp_compiler" has no modes; pass options=')
     compile_options, group = _parse(dict(options or {}), _device_type(example_inputs))
 
+    # One for all sizes, so that it warns once.
     check_fallbacks = FallbackCheck(compile_options, group.rank)
 
     def compile_for(model: nn.Module, tensors: Sequence[Tensor]) -> CompiledProgram:
@@ -86,6 +87,7 @@ def _parse(options: dict[str, Any], device_type: str) -> tuple[CompileOptions, T
             f"options={{{', '.join(f'{name!r}: ...' for name in unknown)}}}: unknown; "
             f"allowed are {', '.join(_OPTIONS)}"
         )
+    # Code behind a graph break is eager, and computes with what it gets as with any tensor.
     if options.get("outputs", "replicate") != "replicate":
         raise ArgumentError(
             f"outputs={options['outputs']!r}: torch.compile needs replicated outputs; expected "
@@ -101,5 +103,6 @@ def _parse(options: dict[str, Any], device_type: str) -> tuple[CompileOptions, T
 
 def _device_type(example_inputs: Sequence[Any]) -> str:
     tensors = [value for value in example_inputs if isinstance(value, Tensor)]
+    # Parameters first: a forward may move its inputs to where they are.
     parameters = [value for value in tensors if isinstance(value, nn.Parameter)]
     return next((tensor.device.type for tensor in (*parameters, *tensors)), "cpu")

@@ -23,6 +23,7 @@ from sp_compiler.torch_compile.dynamo_graph import BoundInputs, DynamoGraph
 from sp_compiler.torch_compile.full_parameters import local_parameters
 
 Build = Callable[[nn.Module, Sequence[Tensor]], CompiledProgram]
+# Ranks compile the same graphs in the same order, so that a number is enough to tell them apart.
 _INSTANCES = itertools.count()
 
 
@@ -85,6 +86,7 @@ class CompiledGraph:
         _refuse_distributed(bound)
         compiled = self._compiled(bound)
         executor = compiled.executor
+        # In every call anew: an optimizer writes the full parameters.
         params = local_parameters(
             self._group.communicator, bound.params, executor.compiled.param_placements
         )
@@ -96,6 +98,7 @@ class CompiledGraph:
         run = executor.run(params, bound.buffers, bound.tensors, seed)
         with torch.no_grad():
             for name, value in run.mutated_buffers.items():
+                # In place, for the model and other graphs hold the same tensor.
                 bound.buffers[name].copy_(value)
         outputs = pytree.tree_unflatten(run.outputs, executor.compiled.program.out_spec)
         # An output that is an input in eager is that very object here too.
@@ -113,8 +116,11 @@ class CompiledGraph:
         def names() -> list[str]:
             return [str(index) for index in range(len(bound.values))]
 
+        # Also where a program is there: a rank that compiles while others run would leave them
+        # waiting.
         self._agreement.begin_call(key, bound.values, names, compiled=compiled is not None)
         if compiled is None:
+            # Once per program: ranks whose weights differ would train apart without an error.
             if self._group.board is not None:
                 parameters = {f"parameter {name!r}": p for name, p in bound.params.items()}
                 self._agreement.require_equal("compares its weights", fingerprints(parameters))

@@ -59,13 +59,20 @@ class DynamoGraph:
     def of(cls, module: GraphModule, example_inputs: Sequence[Any]) -> DynamoGraph:
         """Read ``module`` while dynamo's notes on it are there; paths are rewritten in place."""
         nodes = module.graph.find_nodes(op="placeholder")
+        # Dynamo drops its notes once the backend has returned, and the graph is compiled at its
+        # first call.
         sources = [_source(node) for node in nodes]
         kinds = tuple(map(_kind, nodes, example_inputs, sources))
         names = _unique_names(nodes, kinds, sources)
         for body in module.modules():
             if isinstance(body, GraphModule):
                 _dot_module_paths(body)
-        _warn_about_checkpointing(module)
+        if module.graph.find_nodes(op="call_function", target=_CHECKPOINT):
+            # The flag asks for less memory, and who set it should know that another one decides.
+            warn(
+                "gradient checkpointing inside the model is ignored: recompute= of sp_compiler "
+                "governs"
+            )
         return cls(module, kinds, names, _fingerprint(module, kinds, names, example_inputs))
 
     def bind(self, args: Sequence[Any]) -> BoundInputs:
@@ -155,13 +162,6 @@ class _InliningInterpreter(Interpreter):
         return super().call_method(target, args, kwargs)
 
 
-def _warn_about_checkpointing(module: GraphModule) -> None:
-    if module.graph.find_nodes(op="call_function", target=_CHECKPOINT):
-        warn(
-            "gradient checkpointing inside the model is ignored: recompute= of sp_compiler governs"
-        )
-
-
 def _submodule(root: nn.Module, path: str) -> nn.Module:
     """The module at ``path`` below ``root``, made if need be."""
     for step in path.split(".") if path else ():
@@ -209,6 +209,7 @@ def _unique_names(
     for node, name in zip(nodes, dotted, strict=True):
         inside = any(other.startswith(f"{name}.") for other in dotted)
         names.append(node.name if not name or name in taken or inside else name)
+        # Two inputs with one name may be one tensor that dynamo found by two paths.
         taken.add(names[-1])
     return tuple(names)
 
@@ -241,7 +242,9 @@ def _fingerprint(
     names: Sequence[str],
     example_inputs: Sequence[Any],
 ) -> str:
+    # With the bodies of checkpointed regions, which the outer code only names.
     text = [body.code for body in module.modules() if isinstance(body, GraphModule)]
     for kind, name, example in zip(kinds, names, example_inputs, strict=True):
+        # Shapes of values are part of each call's key; those of parameters never change.
         text.append(f"{kind} {name} {tuple(example.shape) if kind == 'param' else ''}")
     return hashlib.sha256("\n".join(text).encode()).hexdigest()

@@ -55,6 +55,7 @@ class ShardParameters(torch.autograd.Function):
         ctx: Any, tp: Communicator, placements: tuple[Placement, ...], *parameters: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.tp, ctx.placements = tp, placements
+        # A parameter that a call does not use keeps ``None`` for its gradient, as in eager.
         ctx.set_materialize_grads(False)
         return tuple(
             tp.shard(parameter.detach(), "I", str(placement))
@@ -77,6 +78,7 @@ def gather_gradients(
     """Full gradients from every rank's parts, one all-gather for each bucket of one dtype."""
     result: list[Tensor | None] = [None] * len(grads)
     for bucket in _buckets(grads, bucket_bytes):
+        # One collective for many: the latency of each would be paid per parameter.
         flat = torch.cat([grad.reshape(-1) for _, grad in bucket])
         ranks = tp.all_gather(flat, "S(0)", "I").view(tp.world_size, -1)
         sizes = [grad.numel() for _, grad in bucket]

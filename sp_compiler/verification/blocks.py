@@ -28,6 +28,7 @@ from sp_compiler.verification.random_values import SPREADS, Spread, random_like
 from sp_compiler.verification.report import Comparison
 from sp_compiler.verification.simulate import gather_check, scatter, simulated_ranks
 
+# Fixed, so that a report can be reproduced and two passes see the same numbers.
 _SEED = 7
 
 
@@ -53,6 +54,7 @@ def check_blocks(
         used = set(map(schema_name, region.module.graph.nodes))
         if operators is not None and not operators & used:
             continue
+        # The first of them stands for all: they have the same graph, and random parameters.
         index = next(i for i, call in enumerate(program.calls) if call.region is region)
         block = _Block.of(region, partial(call_inputs, index), floors)
         for stage, compiled in variants.items():
@@ -89,11 +91,15 @@ class _Block:
     def _of(cls, region: Region, given: Sequence[Any], floors: bool, spread: Spread) -> _Block:
         generator = torch.Generator().manual_seed(_SEED)
         inputs = [
+            # Values without gradients (masks, positions, tables) are real ones: random masks would
+            # leave rows with nothing to attend to.
             random_like(value, generator, spread=spread)
             if node.meta["requires_grad"]
             else _plain(value)
             for node, value in zip(region.placeholders, given, strict=True)
         ]
+        # Not ones: a sum over ones hides rows that were swapped, and a loss hides what has no
+        # effect on it.
         tangents = [random_like(node.meta["val"], generator).detach() for node in region.outputs]
         types = [_dtype(node) for node in region.placeholders]
 
@@ -123,6 +129,7 @@ class _Block:
         try:
             numbers = self._sharded(name, compiled)
         except (SPCompilerError, RuntimeError) as error:
+            # One more row of the report, so that later passes and other blocks are still compared.
             return self.reference.failed(stage, name, error)
         return self.reference.compare(stage, name, numbers)
 
@@ -132,6 +139,7 @@ class _Block:
         places, kinds = region.input_placements, region.output_placements
         precision, true = self.reference.precision, self.reference.true
         inputs = [
+            # Padding of ones: zeros would make NaN where such a row is divided by its own size.
             _in(precision, _rows(value, node, placement, world_size, pad=1.0), _dtype(node))
             if isinstance(value, Tensor)
             else value
@@ -153,8 +161,11 @@ class _Block:
             )
             grads: Sequence[Any] = [None] * len(inputs)
             flows = compiled.differentiable[name]
+            # A block whose outputs are all masks or positions has no backward.
             if any(flows):
                 parts = [
+                    # The gradient of a value is placed by its dual: of a partial sum it is
+                    # replicated.
                     scatter(tangent, placement.dual, world_size)
                     for tangent, placement, flow in zip(tangents, kinds, flows, strict=True)
                     if flow
@@ -177,7 +188,9 @@ class _Block:
         """For each output of the sharded region; nothing flows into one that is returned again."""
         given = zip(self.tangents, region.outputs, region.output_placements, strict=False)
         tangents = [
-            _rows(tangent, node, place, world_size, pad=0.0) for tangent, node, place in given
+            # Padding of zeros: no gradient flows into rows that are cut off.
+            _rows(tangent, node, place, world_size, pad=0.0)
+            for tangent, node, place in given
         ]
         again = list(zip(region.outputs, region.output_placements, strict=True))[len(tangents) :]
         for node, placement in again:
@@ -215,6 +228,7 @@ def _rows(
 ) -> Tensor:
     """``value`` as the sharded region knows it: tokens flattened to rows, padded with ``pad``."""
     local = tuple(node.meta["val"].shape)
+    # Only rows of tokens are flattened; other dims, and parts with padding of their own, stay.
     if placement.kind != "S" or placement.dim or placement.padding(world_size):
         return value
     rows = value.reshape(-1, *local[1:]) if len(local) < value.dim() else value
@@ -227,6 +241,7 @@ def _rows(
 def _joined(local: Tensor, placement: Placement, true: Tensor) -> Tensor:
     """The full value, without padding, shaped as ``true``."""
     joined = gather_check(local, placement)
+    # As many leading dims as the rows merge.
     rows = math.prod(true.shape[: true.dim() - joined.dim() + 1])
     if joined.dim() and placement.kind == "S" and joined.shape[0] > rows:
         joined = joined[:rows]

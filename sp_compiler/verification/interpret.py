@@ -72,6 +72,7 @@ class ShardedCode:
         self._differentiable = tuple(differentiable)
 
     def forward(self, tp: Communicator, *inputs: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        # The executor runs codes without autograd, and this one has no backward but autograd's.
         with torch.enable_grad():
             leaves = [
                 value.detach().requires_grad_(needs and carries_gradient(value))
@@ -119,6 +120,7 @@ class PartitionedCode:
     def forward(self, tp: Communicator, *inputs: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         module = GraphModule(nn.Module(), self._parts.forward)
         results = run_graph(module, inputs, tp)
+        # Behind the outputs come the values that are saved for backward.
         return results[: self._parts.num_outputs], results[self._parts.num_outputs :]
 
     def backward(self, tp: Communicator, saved: Any, *tangents: Tensor) -> tuple[Any, ...]:

@@ -96,6 +96,7 @@ class Reference:
         """
         try:
             precision, true = FLOAT64, run(FLOAT64)
+        # Lower precision is judged by its own noise floor, so that it is no excuse for a bug.
         except Exception:  # whatever an operator of the user raises; else it comes again
             precision, true = OWN, run(OWN)
 
@@ -107,6 +108,8 @@ class Reference:
             with precision.entered(), OtherRounding():
                 yield
 
+        # The first run is the reference of both: true numbers, which nobody has, are not needed to
+        # see how far rounding carries.
         moved = run(Precision(precision.name, precision.dtype, otherwise))
         return cls(precision, true, moved.worst(true), run(OWN).worst(true))
 
@@ -118,6 +121,7 @@ class Reference:
     def compare(self, stage: str, subject: str, numbers: Numbers) -> Comparison:
         """Judge what ``stage`` made of the same graph."""
         errors = numbers.errors(self.true)
+        # One row names one number: the worst one is the one to look at first.
         where = max(errors, key=errors.__getitem__, default="")
         return self._comparison(stage, subject, errors.get(where, 0.0), where=where)
 
@@ -139,6 +143,7 @@ def unit_tangent(output: Tensor) -> Tensor:
 def backward(outputs: Sequence[Any]) -> None:
     """From the first output that is a number, else from all with ones, as on simulated ranks."""
     roots = [item for item in outputs if isinstance(item, Tensor) and item.requires_grad]
+    # Of several losses beside the total only the first is trained on.
     roots = [item for item in roots if item.dim() == 0][:1] or roots
     if roots:
         torch.autograd.backward(roots, list(map(unit_tangent, roots)))

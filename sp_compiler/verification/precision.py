@@ -91,6 +91,7 @@ def _grouped_mm(
     """
     if offs is None:
         return x @ y
+    # On the host: this kernel is there to be compared with, and is not timed.
     ends = [int(end) for end in offs]
     parts = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
     if x.dim() == 2 and y.dim() == 2:
@@ -125,11 +126,14 @@ class OtherRounding(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        # Moving results alone would leave the error of long sums out, which is what sharding
+        # changes.
         if func in _REVERSED:
             args = _REVERSED[func](*args)
         result = func(*args, **kwargs)
         if (
             func.is_view
+            # Results that are their operands: moved, they would no longer be.
             or func._schema.is_mutable
             or not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(args))
         ):

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from sp_compiler.base.autocast import without_autocast
@@ -42,6 +41,7 @@ from sp_compiler.verification.verify import (
     undropped,
 )
 
+# Every rank proves alone, and must come to the same verdict.
 _SEED = 20260
 
 
@@ -68,12 +68,7 @@ def prove(
     if not all(row.ok for row in rows):
         # Noise floors, and every pass between, cost several times the check.
         rows = _thorough_rows(step, options, compiled)
-    report = VerifyReport(type(model).__name__, options.tp, tuple(rows))
-    if not report.ok:
-        raise PassError(
-            report.first_bad_pass or "",
-            f"verify=True: the numbers are wrong from here on\n{report}",
-        )
+    _refuse_wrong(rows, model, options, "verify=True: the numbers are wrong from here on")
     UNPROVEN.difference_update(_sharded_operators(compiled))
 
 
@@ -89,9 +84,12 @@ def prove_rules(
     Raises:
         PassError: naming the rules that may be wrong.
     """
-    operators = UNPROVEN & _used_operators(compiled)
+    graphs = [region.module.graph for region in compiled.program.regions]
+    # Once for all models: a rule that was right on one block is not tried on each of the next.
+    operators = UNPROVEN & {schema_name(node) for graph in graphs for node in graph.nodes}
     if not operators or options.tp == 1:
         return
+    # A set has another order in each process, and ranks compare what they raise.
     names = ", ".join(sorted(operators))
     try:
         step = _step(model, args, kwargs, compiled)
@@ -99,18 +97,24 @@ def prove_rules(
     except Exception as error:  # whatever an operator of the user says to random operands
         warn(f"the rules of {names} could not be compared with numbers: {error}")
         rows = []
-    if not all(row.ok for row in rows):
-        report = VerifyReport(type(model).__name__, options.tp, tuple(rows))
-        raise PassError(
-            Pass.SHARD,
-            f"sp_compiler.rule: with the rules of {names} the numbers are wrong\n{report}",
-        )
+    message = f"sp_compiler.rule: with the rules of {names} the numbers are wrong"
+    # Whatever pass the numbers point to, it did what the rules say.
+    _refuse_wrong(rows, model, options, message, blamed=Pass.SHARD)
     UNPROVEN.difference_update(operators & _sharded_operators(compiled))
 
 
-def _used_operators(compiled: CompiledProgram) -> set[str]:
-    regions = compiled.program.regions
-    return {schema_name(node) for region in regions for node in region.module.graph.nodes}
+def _refuse_wrong(
+    rows: Sequence[Comparison],
+    model: nn.Module,
+    options: CompileOptions,
+    message: str,
+    *,
+    blamed: str | None = None,
+) -> None:
+    """Raise with all comparisons where one is wrong, naming ``blamed`` or the first bad pass."""
+    report = VerifyReport(type(model).__name__, options.tp, tuple(rows))
+    if not report.ok:
+        raise PassError(blamed or report.first_bad_pass or "", f"{message}\n{report}")
 
 
 def _sharded_operators(compiled: CompiledProgram) -> set[str]:
@@ -119,15 +123,12 @@ def _sharded_operators(compiled: CompiledProgram) -> set[str]:
         schema_name(node)
         for region in compiled.program.regions
         for node in region.module.graph.nodes
-        if any(_is_part(each) for each in (node, *node.all_input_nodes))
+        if any(
+            isinstance(placement, Placement) and placement.kind in ("S", "P")
+            for each in (node, *node.all_input_nodes)
+            for placement in pytree.tree_leaves(each.meta.get("placement"))
+        )
     }
-
-
-def _is_part(node: Node) -> bool:
-    return any(
-        isinstance(placement, Placement) and placement.kind in ("S", "P")
-        for placement in pytree.tree_leaves(node.meta.get("placement"))
-    )
 
 
 @contextlib.contextmanager
@@ -165,6 +166,8 @@ def _thorough_rows(
     operators: Set[str] | None = None,
 ) -> list[Comparison]:
     """Compare what every pass left; with ``operators`` only blocks that have one of them."""
+    # The capture of the compilation was rewritten by its passes, so the model is captured once
+    # more.
     rows: list[Comparison] = []
     captured = step.capture()
     program: Program | None

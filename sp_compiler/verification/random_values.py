@@ -30,10 +30,12 @@ def random_like(
     shape, device = tuple(value.shape), device or value.device
     if not carries_gradient(value):
         return torch.zeros(shape, dtype=value.dtype, device=device)
+    # On the CPU, whatever the device: generators of two devices draw different numbers.
     noise = torch.randn(shape, generator=generator, dtype=widest(value.dtype))
     if spread != "any sign" and not noise.is_complex():
         noise = noise.abs()
     if spread == "fraction" and not noise.is_complex():
         noise = noise / (1 + noise)
+    # The fan-in of a weight, at most 64, for narrow results of wide tables would vanish.
     scale = 1 / math.sqrt(min(shape[-1], 64)) if len(shape) == 2 else 1.0
     return (noise * scale).to(device).requires_grad_()

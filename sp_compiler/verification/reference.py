@@ -47,8 +47,10 @@ def run_captured(
         seed: of random numbers, 0-dim int64; those of a flat graph share it and differ in site.
     """
     sources = _Sources(params, buffers, captured.constants, flat_inputs, seed)
+    # A flat graph is one call, so that its seed is the forward's own.
     values = [sources.get(ref) for ref in captured.refs]
     returned = list(run_graph(captured.module, values))
+    # A functional graph returns new values of buffers behind its outputs.
     written = dict(zip(captured.mutated, returned[len(captured.outputs) :], strict=True))
     return ReferenceResult(returned[: len(captured.outputs)], written)
 
@@ -69,6 +71,7 @@ def run_program(
     for call in program.calls:
         values = [sources.get(ref, of_call=True) for ref in call.args]
         call_inputs.append(values)
+        # Kept to the end, unlike in the executor: a comparison may ask for any of them.
         sources.results.append(run_graph(call.region.module, values))
     outputs = [sources.get(leaf) if isinstance(leaf, Ref) else leaf for leaf in program.outputs]
     written = {name: sources.get(ref) for name, ref in program.mutated_buffers.items()}

@@ -82,11 +82,13 @@ class VerifyReport:
         """
         order = list(dict.fromkeys(row.stage for row in self.table))
         bad = {row.stage for row in self.table if not row.ok}
+        # The check comes last: wrong numbers say more than a placement that was refused.
         return min(bad, key=lambda stage: (stage == Pass.CHECK, order.index(stage)), default=None)
 
     def to_json(self) -> str:
         """The comparisons and the verdict as JSON; an infinite error is ``null``."""
         rows = [
+            # JSON has no infinity.
             {**asdict(row), "ok": row.ok, "error": row.error if row.error < float("inf") else None}
             for row in self.table
         ]
@@ -118,6 +120,7 @@ class VerifyReport:
                 f"{row.noise:7.0e}  {row.rounding:7.0e}  {row.where}".rstrip()
             )
             lines += [f"        {line}" for line in row.message.splitlines()]
+        # Which pass rewrote how much is where a search for the wrong one starts.
         lines += ["Passes", *(f"  {line}" for line in report_lines(self.passes))]
         return "\n".join(lines)
 
@@ -129,6 +132,7 @@ def output_errors(actual: Sequence[Any], expected: Sequence[Any]) -> dict[str, f
         if not isinstance(true, Tensor):
             errors[f"output {index}"] = 0.0 if value == true else float("inf")
             continue
+        # Relative to the largest number, not to each: what cancels to zero has no relative error.
         errors[f"output {index}"] = _difference(value, true, _size(true) or 1.0)
     return errors
 
@@ -143,6 +147,7 @@ def gradient_errors(
     for name, true in expected.items():
         value = actual.get(name)
         if true is None:
+            # Where the model gives no gradient ours may give zeros: an optimizer would do the same.
             errors[name] = 0.0 if value is None else _size(value) / floor
         elif value is None:
             errors[name] = sizes[name] / max(sizes[name], floor)

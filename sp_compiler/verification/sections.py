@@ -76,6 +76,8 @@ class Values:
         if ref.kind == "call":
             node = self._program.calls[ref.index].region.outputs[ref.output]
             value = node.meta["val"]
+            # Integers that depend on parameters, as an expert's index, are computed: random ones
+            # would be out of range.
             if self.is_random(ref) and carries_gradient(value):
                 return self._random(ref, value, bool(node.meta.get("requires_grad")))
             return self._result(ref)
@@ -104,6 +106,7 @@ class Values:
             like = self._source(ref)
             requires_grad = isinstance(like, Tensor) and like.requires_grad
         if isinstance(like, Tensor) and self.is_random(ref) and carries_gradient(like):
+            # Equal layers have different weights; a proof on random ones holds for all.
             return tuple(like.shape), like.dtype, requires_grad
         if ref.kind in ("buffer", "constant") and not like.is_meta:
             # Each layer may have a table of its own, which is the same in all of them.
@@ -121,8 +124,9 @@ class Values:
         reaching: dict[int, list[set[int]]] = {}
         dependent: dict[Ref, bool] = {}
         for index, call in enumerate(self._program.calls):
-            sources = reaching.setdefault(id(call.region), _reaching_inputs(call.region))
-            for output, positions in enumerate(sources):
+            if id(call.region) not in reaching:
+                reaching[id(call.region)] = _reaching_inputs(call.region)
+            for output, positions in enumerate(reaching[id(call.region)]):
                 known = (
                     dependent[arg] if arg.kind == "call" else self.is_random(arg)
                     for arg in (call.args[position] for position in positions)
@@ -227,6 +231,8 @@ class Sections:
         known: set[str] = set()
         for index in range(len(self.program.calls)):
             section = self._section(index)
+            # Without an output that both sides have there is nothing to compare: it runs as part of
+            # the next.
             if section.outputs and (key := self._key(section, values)) not in known:
                 known.add(key)
                 yield section
@@ -287,6 +293,7 @@ class Sections:
             (str(node.target), repr(map_arg((node.args, node.kwargs), names.__getitem__)))
             for node in inner
         ]
+        # Calls by their place among those of the section: equal layers have other indices.
         order = sorted(section.calls)
         calls = [
             (

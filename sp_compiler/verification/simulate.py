@@ -41,6 +41,8 @@ def simulated_ranks(world_size: int) -> Iterator[Communicator]:
     if world_size == 1:
         yield Communicator(None, 0, 1)
         return
+    # The rank is a tensor as well: a number would be the same in all of them, and every slice by it
+    # that of rank 0.
     rank = LocalTensor({index: torch.tensor(index) for index in range(world_size)})
     with SimulationMode(world_size):
         yield _SimulatedRanks(None, rank, world_size)
@@ -54,17 +56,13 @@ class _SimulatedRanks(Communicator):
     ) -> Sequence[Any]:
         """``function(rank, values)`` on the parts of each rank; its results as one value each."""
         results = {
-            index: function(rank, [_part(value, index) for value in values])
+            index: function(rank, [_on_rank(value, index) for value in values])
             for index, rank in self.rank._local_tensors.items()  # type: ignore[union-attr]
         }
         return [
             LocalTensor(dict(zip(results, parts, strict=True)))
             for parts in zip(*results.values(), strict=True)
         ]
-
-
-def _part(value: Any, rank: int) -> Any:
-    return value._local_tensors[rank] if isinstance(value, LocalTensor) else value
 
 
 def scatter(full: Tensor, placement: Placement, world_size: int) -> Tensor:
@@ -80,6 +78,7 @@ def scatter(full: Tensor, placement: Placement, world_size: int) -> Tensor:
             "scatter() of what is already one part a rank; factories such as torch.randn make such "
             "tensors while ranks are simulated, so make whole tensors before"
         )
+    # Leaves of their own: what the ranks compute must not reach the caller's gradients.
     full = full.detach()
     if world_size == 1:
         return full.clone()
@@ -96,6 +95,7 @@ def gather_check(local: Tensor, placement: Placement) -> Tensor:
     """
     if not isinstance(local, LocalTensor):
         return local.detach().clone()
+    # In the order of ranks, whatever order the collective that made them left.
     parts = [local._local_tensors[rank] for rank in sorted(local._ranks)]
     return join_parts(parts, placement)
 
@@ -144,12 +144,14 @@ def simulate_step(
         RankMismatchError: replicated outputs or gradients that differ between ranks.
     """
     world_size, placements = compiled.world_size, compiled.param_placements
+    # Through the executor, as on real ranks: how it wires calls is part of what is tested.
     with simulated_ranks(world_size) as tp, mode():
         params = {
             name: scatter(value, placements[name], world_size).requires_grad_(value.requires_grad)
             for name, value in full_params.items()
             if name in placements
         }
+        # Every rank is given the same batch, as a user's call gives it.
         inputs = [_scatter_input(value, world_size) for value in flat_inputs]
         replicated = {name: scatter(value, I, world_size) for name, value in buffers.items()}
         run = Executor(compiled, tp).run(params, replicated, inputs, seed)
@@ -163,6 +165,7 @@ def simulate_step(
             name: None if value.grad is None else gather_check(value.grad, placements[name])
             for name, value in params.items()
         }
+        # The gradient of an input is whole on each rank: nothing downstream reduces it.
         input_grads = [
             gather_check(value.grad, I)
             if isinstance(value, Tensor) and value.grad is not None
@@ -201,6 +204,7 @@ def _backward(
             tangent = scatter(grad, compiled.placement(ref).dual, compiled.world_size)
         roots.append(value)
         tangents.append(tangent)
+        # As loss.backward() would: what stands beside a loss gets no gradient of its own.
         if output_grads is None and value.dim() == 0:
             roots, tangents = [value], [tangent]
             break
@@ -223,15 +227,19 @@ class SimulationMode(LocalTensorMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        # Ahead of LocalTensorMode, which looks up the group of each of them.
         if func.namespace == "_c10d_functional":
             return _collective(func, args)
         if func.namespace == "sp_compiler":
             return self._run_kernel(func, args)
         if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
             return super().__torch_dispatch__(func, types, args, kwargs)
-        values = (*args, *kwargs.values())
-        if not _has_local_tensor(values) and (self._disable or _has_tensor(values)):
+        items = list(_items((*args, *kwargs.values())))
+        is_plain = not any(isinstance(item, LocalTensor) for item in items)
+        # A factory, which has no operand at all, makes a part on every rank.
+        if is_plain and (self._disable or any(isinstance(item, Tensor) for item in items)):
             return func(*args, **kwargs)
+        # These ask for what all ranks share, and have no tensor to put together again.
         if func is torch.ops.aten.dim.default or func.overloadpacket is torch.ops.aten.sym_size:
             return super().__torch_dispatch__(func, types, args, kwargs)
         results = [
@@ -251,14 +259,6 @@ class SimulationMode(LocalTensorMode):
         assert operator is not None
         with SimulationMode(len(self.ranks)):
             return operator.run(*args)
-
-
-def _has_local_tensor(values: Sequence[Any]) -> bool:
-    return any(isinstance(item, LocalTensor) for item in _items(values))
-
-
-def _has_tensor(values: Sequence[Any]) -> bool:
-    return any(isinstance(item, Tensor) for item in _items(values))
 
 
 def _items(values: Sequence[Any]) -> Iterator[Any]:
@@ -283,6 +283,7 @@ def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: 
         return None
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.is_write:
+            # The very argument, as torch returns it; its sizes may be others now.
             changed = args[position] if position < len(args) else kwargs[argument.name]
             if isinstance(changed, LocalTensor):
                 changed._sync_meta()
@@ -296,6 +297,7 @@ def _combine(results: list[Any]) -> Any:
         return LocalTensor(dict(enumerate(results)))
     if isinstance(first, (list, tuple)):
         return type(first)(_combine(list(items)) for items in zip(*results, strict=True))
+    # A branch on it would part the ranks, and with it the collectives they meet.
     if any(result != first for result in results):
         raise RankMismatchError(
             f"an operation gave {results} on ranks 0 to {len(results) - 1}; a Python number must "
@@ -322,6 +324,7 @@ def _collective(func: Any, args: tuple[Any, ...]) -> Any:
     parts = [x._local_tensors[rank] for rank in sorted(x._ranks)]
     world_size = len(parts)
     if func is _c10d.all_gather_into_tensor.default:
+        # Copies: in shared memory a write by one rank would be seen by all.
         whole = torch.cat(parts)
         results = [whole.clone() for _ in parts]
     elif func is _c10d.all_reduce.default:

@@ -20,12 +20,16 @@ def variants_by_pass(compiled: CompiledProgram) -> dict[str, CompiledProgram]:
         item.region.name: ShardedCode(item.region, item.differentiable) for item in regions
     }
     variants: dict[str, CompiledProgram] = {
+        # Sharding leaves a forward alone, and autograd finds the backward: a wrong joint graph
+        # cannot hide in both.
         Pass.SHARD: replace(compiled, codes=sharded, loss_backwards={})
     }
     if Pass.OVERLAP in compiled.stages:
         losses = {name: loss.output for name, loss in compiled.loss_backwards.items()}
+        # Partitioned once more, for the overlap pass reorders the graphs in place.
         parts = [partition(item.joint, losses.get(item.region.name)) for item in regions]
         variants[Pass.PARTITION] = _split(compiled, parts)
+    # Without a schedule of its own the partition is what the code was made of.
     last = Pass.OVERLAP if Pass.OVERLAP in compiled.stages else Pass.PARTITION
     variants[last] = _split(compiled, [item.partitioned for item in regions])
     return {**variants, Pass.CODEGEN: compiled}

@@ -84,7 +84,11 @@ def verify(
     asked = kwargs.get("use_cache") is True
     if asked:
         kwargs = {**kwargs, "use_cache": False}
+    # A copy, for export writes attributes, and buffers that a forward changes would differ between
+    # the two sides.
     step = Step.of(copy.deepcopy(model), args, kwargs)
+    # Passes before sharding run twice, once under an observer; this one has the reports of the
+    # second.
     run = PassRunner()
     with without_cache(step.model, asked=asked):
         rows, precision = _before_sharding(step, checked)
@@ -236,6 +240,7 @@ def run_flat(graph: Captured | Program, tensors: Tensors) -> list[Any]:
 def _after_sharding(step: Step, options: CompileOptions, run: PassRunner) -> Iterator[Comparison]:
     captured = run.once(Pass.EXPORT, capture, step.model, step.args, step.kwargs)
     program = to_program(captured, options, run)
+    # Real inputs of each block, which the reference run leaves behind.
     call_inputs: list[list[Any]] = []
 
     def run_reference(tensors: Tensors) -> list[Any]:

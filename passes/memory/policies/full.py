@@ -13,4 +13,6 @@ def decide(node: Node, facts: ForwardFacts) -> Tag:
     return "recompute", "only the inputs of the region are kept"
 
 
+# The last region has nothing to gain: its backward starts where its forward ends, and saved tensors
+# live no longer than recomputed ones would.
 POLICY = RecomputePolicy(decide, saved_sbh=2, last_region="selective")

@@ -15,6 +15,7 @@ def decide(node: Node, facts: ForwardFacts) -> Tag:
         return "recompute", "attention core"
     if node in facts.linears:
         return "save", "result of a linear"
+    # A recomputed one would be communicated twice.
     if collective_of(node) in ("reduce_scatter", "all_reduce"):
         return "save", "result of a reduction over ranks"
     if node in facts.contexts or node.target in FUSED_ATTENTION or facts.copies_context(node):

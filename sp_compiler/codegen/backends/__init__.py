@@ -38,6 +38,7 @@ class LoadedProgram:
 
 def compile_regions(regions: Sequence[CompiledRegion], backend: str) -> LoadedProgram:
     """Let ``backend``, the name of a file beside this one, make functions of ``regions``."""
+    # By name, for a backend may need packages that others do without.
     module = importlib.import_module(f"{__name__}.{backend}")
     loaded: LoadedProgram = module.compile_regions(regions)
     return loaded

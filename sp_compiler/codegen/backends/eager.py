@@ -12,6 +12,7 @@ from sp_compiler.codegen.module_text import CompiledRegion, module_source
 
 def compile_regions(regions: Sequence[CompiledRegion]) -> LoadedProgram:
     """Load the classes of all regions from one text."""
+    # One module for all: a traceback then shows one file, the text that a user can read.
     source = module_source([region.text for region in regions])
     report_of(Pass.CODEGEN).rewrote(source.count("\n"), kind="line")
     namespace = load(source)

@@ -36,9 +36,11 @@ def compile_regions(regions: Sequence[CompiledRegion]) -> LoadedProgram:
     report_of(Pass.CODEGEN).rewrote(source.count("\n"), kind="line")
     namespace = load(source)
     codes = {name: namespace[text.name] for name, text in texts.items()}
+    # A plan tells what is not compiled; nothing else would, for it runs all the same.
     notes: list[str] = []
     for each in regions:
         code = codes[each.region.name]
+        # Once, on all of a region: what one function returns is what the next is given.
         error = _trace(each.partitioned, code, each.world_size)
         for fused in vars(code).values():
             if not isinstance(fused, staticmethod) or not isinstance(fused.__func__, Fused):
@@ -53,6 +55,7 @@ def compile_regions(regions: Sequence[CompiledRegion]) -> LoadedProgram:
 
 def _trace(parts: Partitioned, code: Any, world_size: int) -> str:
     """Run ``code`` once on the fake tensors of the graphs; what stopped it, "" if nothing did."""
+    # The mode of the graphs, for tensors of two do not mix.
     mode = fake_mode_of(parts.forward)
     try:
         with mode, torch.no_grad():

@@ -118,7 +118,14 @@ class ActivationFormula:
         # Terms of degree 2 in s are scores of attention, which published formulas do have.
         tokens = {_symbol("b"), _symbol("s"), WORLD}
         terms = sympy.Add.make_args(sympy.expand(formula))
-        small = [t for t in terms if t.free_symbols <= tokens and _degree(t) < 2]
+        # Padded tokens count as tokens.
+        plain = [t.replace(sympy.ceiling, lambda num_tokens: num_tokens) for t in terms]
+        degrees = [sympy.degree(each, _symbol("s")) for each in plain]
+        small = [
+            term
+            for term, degree in zip(terms, degrees, strict=True)
+            if term.free_symbols <= tokens and degree < 2
+        ]
         return sympy.Add(*terms) - sympy.Add(*small)
 
     def to_dict(self) -> dict[str, Any]:
@@ -142,11 +149,6 @@ class ActivationFormula:
             written = "" if size.equal_to is None else f", written as {size.equal_to}"
             lines.append(f"  {name} = {size.value}: {size.meaning}{written}")
         return "\n".join(lines)
-
-
-def _degree(term: sympy.Expr) -> int:
-    """In the sequence; padded tokens count as tokens."""
-    return int(sympy.degree(term.replace(sympy.ceiling, lambda tokens: tokens), _symbol("s")))
 
 
 def tidy(formula: sympy.Expr) -> sympy.Expr:

@@ -101,6 +101,7 @@ class _Rewrite:
         if target in (_aten.where.default, _aten.nonzero_numpy.default, _aten.nonzero.default):
             mask = node.args[0]
             assert isinstance(mask, Node)
+            # A mask that is made of chosen rows chooses among them, which all rows do not show.
             if mask not in self._values.rows:
                 self._places[node] = self._known_mask(mask)
         elif node.args and node.args[0] in self._places:
@@ -258,6 +259,7 @@ class _Rewrite:
 
 def _numbered(graph: Graph) -> dict[Node, int]:
     """Number the values; those that the same operators make of the same have one number."""
+    # Not by node: experts written as a loop compute ``index == expert`` once for each of its uses.
     numbers: dict[Node, int] = {}
     known: dict[str, int] = {}
     for node in graph.nodes:

@@ -39,9 +39,11 @@ class PutBack:
     def __call__(self, node: Node) -> None:
         """Replace ``node``, one of :data:`SINKS`, by the same for all rows."""
         value, base, indices, accumulate = SINKS[node.target](arguments(node))
+        # Rows written among rows would need to know which of them are chosen twice.
         if base in self._values.rows or value not in self._values.rows:
             raise Declined("they are written into each other")
         given = arguments(node)
+        # Tokens lie in dim 0; a factor has no place where sums are rewritten.
         if given.get("dim", 0) != 0 or given.get("alpha", 1) != 1:
             raise Declined("they go back to other places")
         places = [self._values.rows[index] for index in indices if index in self._values.rows]
@@ -49,6 +51,8 @@ class PutBack:
             raise Declined("they go back to other places")
         rows, right = self._values.rows[value], len(shape_of(value)) - 1
         mask = rows.mask
+        # ``y[mask] = ...`` names all axes of the mask, ``index_add(0, t, ...)`` those of its
+        # places.
         if len(indices) == 1 and is_mask(indices[0]) and not places:
             same = self._known_mask(indices[0]) is mask
             axes = tuple(range(len(shape_of(mask))))
@@ -140,6 +144,7 @@ class PutBack:
         return self._sum(value, others, right)
 
     def _sum(self, value: Node, axes: Sequence[int], right: int) -> Node:
+        # PyTorch sums integers in int64, and the model's graph has their own type.
         if not value.meta["val"].is_floating_point():
             raise Declined("a sum of them would have another type")
         return self._values.call(_aten.sum.dim_IntList, self._values.left(value, right), axes)
@@ -148,6 +153,7 @@ class PutBack:
 def covers(x: Node, first: int, places: Sequence[Rows]) -> bool:
     """Tell whether ``x[i, j]`` is at every position of the mask what ``x`` is there."""
     columns = [each.column for each in places]
+    # A computed place, or one axis twice, as in a diagonal.
     if None in columns or len(set(columns)) != len(columns):
         return False
     sizes = [shape_of(places[0].mask)[axis] for axis in columns if axis is not None]

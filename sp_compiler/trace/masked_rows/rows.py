@@ -74,6 +74,8 @@ class RowValues:
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         """Insert a call, whose value is left out."""
         with self.graph.inserting_before(self.node):
+            # Shapes of all rows follow at the end, in one run: with rows left they are unbacked
+            # symbols still.
             meta = {"val": None}
             return make_call(
                 self.graph, target, args, kwargs, like=self.node, origin="capture", meta=meta
@@ -84,6 +86,7 @@ class RowValues:
         operands = {x: rows_of(x) for x in node.all_input_nodes if x in self.rows}
         if not _is_finite(node, operands):
             raise Declined("the rows beside them may have no finite value here")
+        # Their number is what a mean over them divides by, and all rows are more.
         if any(not isinstance(x.meta["val"], Tensor) for x in node.all_input_nodes):
             raise Declined("a size is used that may be their number")
         mask = next(iter(operands.values())).mask
@@ -91,6 +94,7 @@ class RowValues:
         ranks = [len(shape_of(x)) for x in node.all_input_nodes if x not in operands]
         if any(rows.mask is not mask for rows in operands.values()) or len(right) != 1:
             raise Declined("they are mixed with those of another mask")
+        # An operand with a dim where the rows are would be broadcast along other positions.
         if max(ranks, default=0) > min(right):
             raise Declined("they are combined with what is no row")
         axes = union(operands.values())
@@ -154,8 +158,10 @@ def is_pointwise(node: Node) -> bool:
 
 def _is_finite(node: Node, operands: Container[Node]) -> bool:
     """Tell whether a pointwise operator of finite ``operands`` is finite, with its derivative."""
+    # Only by what is no row: rows that are left out may be zero.
     if _name(node) == "div":
         return not any(x in operands for x in node.all_input_nodes if x is not node.args[0])
+    # Whole exponents from 0 on: others have a pole, or a derivative with one, at zero.
     if _name(node) == "pow":
         return isinstance(node.args[1], int) and node.args[1] >= 0
     return _name(node) in _FINITE

@@ -28,8 +28,8 @@ from scipy.sparse import csr_array
 from torch import nn
 
 from benchmarks.models import PRESETS, PlainGPT
+from sp_compiler.api import plan
 from sp_compiler.compiler import to_program
-from sp_compiler.estimate import plan
 from sp_compiler.options import CompileOptions
 from sp_compiler.passes.memory import budget, candidates
 from sp_compiler.passes.sharding.outputs import route_outputs

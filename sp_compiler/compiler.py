@@ -6,6 +6,10 @@
     shard, check                                             one rank's part of it
     joint, simplify, tag, partition, overlap, check, codegen   each distinct block
 
+:func:`to_program` is the first line of these and ``Compilation._run_passes`` the others, a pass per
+line; what stands around them captures, retries and keeps what was made. In pipelines whose schedule
+delays gradients of weights, "split backward" stands behind "partition".
+
 Retries, user passes, reports and stages are handled by :mod:`sp_compiler.pass_manager`; besides it
 this is the only module outside ``passes/`` that imports passes.
 """

@@ -164,7 +164,12 @@ def _product(
     # An outer product, or a sum over elementwise products: these are no matrix products.
     if not inner or not (x_own or y_own):
         names = [*(name for name in kept if name in (*x_names, *y_names)), *inner]
-        factors = [_aligned(node, *operand, names, sizes) for operand in (left, right)]
+        # Each with a dim for every label, of size 1 where it has none.
+        factors = []
+        for x, own in (left, right):
+            moved = _moved(node, x, own, [name for name in names if name in own])
+            shape = [sizes[name] if name in own else 1 for name in names]
+            factors.append(_reshaped(node, moved, shape))
         return _summed(node, _call(node, _aten.mul.Tensor, *factors), names, kept)
     x = _moved(node, x, x_names, [*batch, *x_own, *inner])
     lead = [sizes[name] for name in batch]
@@ -190,14 +195,6 @@ def _summed(node: Node, x: Node, names: list[Label], kept: Sequence[Label]) -> L
     if dims:
         x = _call(node, _aten.sum.dim_IntList, x, dims)
     return x, [name for name in names if name in kept]
-
-
-def _aligned(
-    node: Node, x: Node, names: list[Label], order: list[Label], sizes: dict[Label, int]
-) -> Node:
-    """Give ``x`` a dim for every label in ``order``, of size 1 where it has none."""
-    x = _moved(node, x, names, [name for name in order if name in names])
-    return _reshaped(node, x, [sizes[name] if name in names else 1 for name in order])
 
 
 def _moved(node: Node, x: Node, names: list[Label], order: list[Label]) -> Node:

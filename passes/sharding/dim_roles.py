@@ -142,7 +142,10 @@ def _activate_call(program: Program, call: Call, facts: dict[int, RegionValues])
             if value_of(producer.outputs[ref.output]) in facts[id(producer)].active:
                 active[node, 0] = None
     for node in operators(call.region):
-        if _is_source(node) or any(value_of(x) in active for x in tensor_operands(node)):
+        operands = tensor_operands(node)
+        # Random numbers that are made by their place alone: a rank draws only its part.
+        is_source = _is_placed(node) and not any(x.meta["val"].dim() for x in operands)
+        if is_source or any(value_of(x) in active for x in operands):
             # Integers and booleans made of activations are computed by every rank; not so dropout
             # masks and random numbers, which belong to one rank's part of a value.
             placed = _is_placed(node)
@@ -152,11 +155,6 @@ def _activate_call(program: Program, call: Call, facts: dict[int, RegionValues])
                 if placed or carries_gradient(_fake(value))
             )
     return len(active) != before
-
-
-def _is_source(node: Node) -> bool:
-    """Tell whether a node makes random numbers by their place alone: a rank draws only its part."""
-    return _is_placed(node) and not any(x.meta["val"].dim() for x in tensor_operands(node))
 
 
 def is_elementwise(node: Node) -> bool:
@@ -241,7 +239,11 @@ def _seed_rows(facts: RegionValues, value: Value) -> None:
 
 def _propagate(node: Node, rule: OpRule, facts: RegionValues, world_size: int) -> bool:
     """Carry roles through one operator, in both directions; tell whether any is new."""
-    places = list(_places(node, rule))
+    operands = map(value_of, tensor_operands(node))
+    places: list[tuple[Value, Dims]] = [
+        *zip(operands, rule.operands, strict=True),
+        *zip(results_of(node), rule.results, strict=True),
+    ]
     before = len(facts.tokens) + len(facts.features) + _count(facts)
     for table in (facts.tokens, facts.features):
         marked = _marked(places, table)
@@ -281,13 +283,6 @@ def _pick_tokens(node: Node, facts: RegionValues) -> None:
 
 def _count(facts: RegionValues) -> int:
     return sum(len(segmentations) for segmentations in facts.segmentations.values())
-
-
-def _places(node: Node, rule: OpRule) -> Iterator[tuple[Value, Dims]]:
-    for operand, dims in zip(tensor_operands(node), rule.operands, strict=True):
-        yield value_of(operand), dims
-    for value, dims in zip(results_of(node), rule.results, strict=True):
-        yield value, dims
 
 
 def _demand(

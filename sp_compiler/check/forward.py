@@ -92,7 +92,9 @@ class _Checker:
         if node.target is operator.getitem:
             self.values[node] = self.values[node.args[0]][node.args[1]]
         elif node.target in FILLED:
-            self._fill(node)
+            # A constant is what sharding declares it to be, if a constant can be that.
+            placement = self._choose(node, self._choices(node, self._operands(node)))
+            self.values[node] = self._new(node.meta["val"], placement, False)
         elif declared_strategies(node, self.world_size) is not None:
             self._declare(node)
         else:
@@ -171,11 +173,6 @@ class _Checker:
         return reshape(x, before, after, target)
 
     # Nodes that spmd_types does not type itself.
-
-    def _fill(self, node: Node) -> None:
-        """Type a constant as sharding declares it, if a constant can be that."""
-        placement = self._choose(node, self._choices(node, self._operands(node)))
-        self.values[node] = self._new(node.meta["val"], placement, False)
 
     def _declare(self, node: Node) -> None:
         """Type one of the compiler's own operators by its declaration, which is trusted."""

@@ -73,7 +73,10 @@ class Printer:
         if special is not None:
             return special(self, node)
         if getattr(node.target, "namespace", "") == "sp_compiler":
-            return self._communicator_call(node)
+            ours = operator_of(node.target)
+            assert ours is not None
+            args = ", ".join(map(self.value, ours.method_arguments(node.args)))
+            return f"tp.{ours.name}({args})"
         if _is_infix(node):
             symbol, (left, right) = INFIX[node.target], node.args
             return f"{self._operand(left, node)} {symbol} {self._operand(right, node, right=True)}"
@@ -140,12 +143,6 @@ class Printer:
                 continue
             parts.append(f"{key}={self.value(arg)}")
         return ", ".join(parts)
-
-    def _communicator_call(self, node: Node) -> str:
-        ours = operator_of(node.target)
-        assert ours is not None
-        args = ", ".join(map(self.value, ours.method_arguments(node.args)))
-        return f"tp.{ours.name}({args})"
 
     def _convert(self, node: Node) -> str:
         x, source, target, _ = node.args

@@ -64,14 +64,15 @@ class Lifetimes:
         held: dict[str, Node] = {}
         for place, statement in enumerate(self._parts):
             # What this statement alone still reads may give its name away: x = f(x).
-            held = {name: node for name, node in held.items() if self._is_read_behind(node, place)}
+            held = {
+                name: node
+                for name, node in held.items()
+                if node in self._returned or self._last_read.get(node, -1) > place
+            }
             for node in targets(statement):
                 self.names[node] = _first_free(self._wishes(node), taken | held.keys())
                 # In order: names that one statement binds differ from each other.
                 held[self.names[node]] = node
-
-    def _is_read_behind(self, node: Node, place: int) -> bool:
-        return node in self._returned or self._last_read.get(node, -1) > place
 
     def deaths(self) -> Mapping[Node, list[str]]:
         """Statement to the names that die behind it.

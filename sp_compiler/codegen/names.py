@@ -27,6 +27,7 @@ from sp_compiler.base.python_text import identifier
 from sp_compiler.codegen.descriptions import short_dtype
 from sp_compiler.codegen.idioms import RESHAPES
 from sp_compiler.codegen.user_source import Frame, Statement, frames
+from sp_compiler.ir.fx import descendants
 from sp_compiler.ir.op_traits import (
     MATMULS,
     RESULT_NAMES,
@@ -108,7 +109,8 @@ class ValueNames:
                 yield f"{name}{partial}"
             suffix = _suffix(node)
             # A pass that made several operators of one may have named them: "scores".
-            source = _without_number(self._source_of.get(node, ""))
+            # Without what torch.fx puts behind the name of a node.
+            source = re.sub(r"(_default)?(_\d+)*$", "", self._source_of.get(node, "")).strip("_")
             if source and not suffix and node.target is not operator.getitem:
                 yield source
             if suffix and not self._assigned.get(node):
@@ -169,11 +171,6 @@ def _suffix(node: Node) -> str:
     return f"{node.meta['val'].dim()}d" if is_reshape(node) else _operator_name(node)
 
 
-def _without_number(name: str) -> str:
-    """The name of a node without what :mod:`torch.fx` puts behind it."""
-    return re.sub(r"(_default)?(_\d+)*$", "", name).strip("_")
-
-
 def _operator_name(node: Node) -> str:
     if node.op == "placeholder":
         return node.name
@@ -223,7 +220,10 @@ def _assigned_names(
         depths = range(len(trace), 0, -1)
         statements = [by_statement[_group(trace[:depth])].get(node, "") for depth in depths]
         modules = [] if is_reshape(node) else list(_module_names(node, backward, layer))
-        wishes[node] = _ranked(statements, modules)
+        # One letter or `out` says less than the module does, but still more than the operator.
+        good = [name if len(name) > 1 and name not in _POOR else "" for name in statements]
+        ranked = [*good[:1], *modules, *good[1:], *statements]
+        wishes[node] = list(dict.fromkeys(name for name in ranked if name))
     return wishes
 
 
@@ -232,14 +232,6 @@ def _group(trace: tuple[Frame, ...]) -> tuple[Frame, ...]:
     statement = trace[-1].statement
     last = trace[-1] if statement is None else Frame(statement.file, statement.line)
     return (*trace[:-1], last)
-
-
-def _ranked(assigned: Sequence[str], modules: Sequence[str]) -> list[str]:
-    """``assigned``: by the statement of each frame, innermost first."""
-    # One letter or `out` says less than the module does, but still more than the operator.
-    good = [name if len(name) > 1 and name not in _POOR else "" for name in assigned]
-    names = [*good[:1], *modules, *good[1:], *assigned]
-    return list(dict.fromkeys(name for name in names if name))
 
 
 def _targets(
@@ -341,7 +333,7 @@ def _gradients(joint: JointGraph, values: Mapping[str, Node]) -> Mapping[Node, N
     for grad, value in zip(joint.grads, joint.inputs, strict=True):
         if grad is not None:
             gradient_of.setdefault(grad, value)
-    tangents = _on_tangents(joint)
+    tangents = descendants(joint.tangents)
     # From the parameters back: a gradient is known by who takes it next.
     for node in reversed(joint.graph.nodes):
         if node not in tangents or node.op != "call_function" or node in gradient_of:
@@ -375,14 +367,6 @@ def _part_taken(gradient: Node, user: Node, value: Node) -> Node:
         return value
     index = user.args[0].index(gradient)
     return next((part for part in value.args[0].users if part.args[1] == index), value)
-
-
-def _on_tangents(joint: JointGraph) -> set[Node]:
-    depends = set(joint.tangents)
-    for node in joint.graph.nodes:
-        if any(source in depends for source in node.all_input_nodes):
-            depends.add(node)
-    return depends
 
 
 def _is_sum(node: Node, tangents: Collection[Node]) -> bool:

@@ -88,7 +88,8 @@ class Nesting:
         come last, for to give one a name costs nothing but a line.
         """
         for match in list(self._idioms.matmuls.values()):
-            self._nest_match(match.result, match.inside)
+            if not self._nest(match.result, match.inside):
+                self._idioms.forget(match.result)
         for is_turn in (_is_constant, self._is_computed, self._is_plain_view):
             for node in self._nodes:
                 for operand in node.all_input_nodes:
@@ -109,10 +110,6 @@ class Nesting:
         while node in self.nested:
             (node,) = node.users
         return node
-
-    def _nest_match(self, result: Node, inside: Sequence[Node]) -> None:
-        if not self._nest(result, inside):
-            self._idioms.forget(result)
 
     def _nest(self, user: Node, inside: Sequence[Node]) -> bool:
         self.nested.update(inside)
@@ -137,17 +134,14 @@ class Nesting:
         if self._apart and stays_apart(user):
             return False
         into = is_nestable(user) or is_collective(user) or self._is_plain_view(user)
-        return is_nestable(node) or (self._is_product(node) and into)
+        is_product = node.target in MATMULS or node in self._idioms.matmuls
+        return is_nestable(node) or (is_product and into)
 
     def _is_computed(self, node: Node) -> bool:
         return not self._is_plain_view(node)
 
     def _is_plain_view(self, node: Node) -> bool:
         return is_view(node) and node not in self._idioms.matmuls
-
-    def _is_product(self, node: Node) -> bool:
-        """A matrix product, by whatever nodes."""
-        return node.target in MATMULS or node in self._idioms.matmuls
 
     def _moved(self, user: Node, inside: Sequence[Node]) -> list[Node] | None:
         """The statements with ``inside`` evaluated in that of ``user``; ``None``: not allowed."""

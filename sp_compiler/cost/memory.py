@@ -98,7 +98,10 @@ def _function_peak(
             now = live + tensor_bytes(node.meta["val"]) - left_out + scratch_bytes(node)
             if now > peak:
                 peak, moment = now, node
-            live += sum(owned_bytes(made) for made in _made(node) if made not in skipped)
+            # Storages that outlive the statement: of several results those with a name.
+            is_several = isinstance(node.meta["val"], (list, tuple))
+            results = [user for user in node.users if base(user) is user] if is_several else [node]
+            live += sum(owned_bytes(made) for made in results if made not in skipped)
         # Behind the call: its operands live while it runs.
         live -= sum(owned_bytes(storage) for storage in dying.get(position, ()))
     return peak, moment
@@ -108,13 +111,6 @@ def scratch_bytes(node: Node) -> int:
     """Bytes that the operator allocates inside, beside its result: known of our own alone."""
     ours = operator_of(node.target)
     return 0 if ours is None else ours.scratch_bytes(arguments(node), node.meta["val"])
-
-
-def _made(node: Node) -> list[Node]:
-    """Storages that outlive the statement of ``node``: of several results those with a name."""
-    if not isinstance(node.meta["val"], (list, tuple)):
-        return [node]
-    return [user for user in node.users if base(user) is user]
 
 
 def owned_bytes(node: Node) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.graph_diff.comparable import snapshot_of
 from sp_compiler.graph_diff.diff import diff
@@ -11,6 +9,7 @@ from sp_compiler.graph_diff.report import GraphDiff
 from sp_compiler.ir.snapshot import Snapshot
 from sp_compiler.module.state import ModuleState
 from sp_compiler.options import ExampleInputs
+from sp_compiler.planning.plan import Plan
 
 
 class Inspection:
@@ -19,9 +18,10 @@ class Inspection:
     _sp_state: ModuleState
 
     @property
-    def plan(self) -> Any:
+    def plan(self) -> Plan:
         """Cost of the latest compilation; see :func:`sp_compiler.plan`."""
-        return self._sp_state.compiled("plan").plan
+        plan: Plan = self._sp_state.compiled("plan").plan
+        return plan
 
     @property
     def code(self) -> str:

@@ -4,7 +4,9 @@ Two vertices of which one reads a value of the other become one table of all pai
 row is what the rest of the problem can see: which placements it needs of values from outside, and
 in which placements the values that are read outside exist. Of rows that look alike, and of rows
 that another can replace at no higher cost, one is kept. A layer of a transformer hands on one or
-two values: tables stay small, and the last one has a single row.
+two values: tables stay small, and the last one has a single row. T5's 257 vertices on 8 ranks take
+0.2 s of CPU, where the linear program of :mod:`sp_compiler.solve.placement_milp` takes 10 s for the
+same objective (``python -m benchmarks.solver_ways placement``).
 """
 
 from __future__ import annotations

@@ -182,17 +182,14 @@ def _signature(node: Node) -> Hashable:
     """Equal for calls that do the same to operands of the same shape, strides, dtype and device."""
     inputs = node.all_input_nodes
     arguments = map_arg((node.args, node.kwargs), lambda source: f"%{inputs.index(source)}")
-    return node.target, repr(arguments), tuple(_layout(source.meta["val"]) for source in inputs)
-
-
-def _layout(value: Any) -> Hashable:
     # Strides and offset as well: they decide whether ``contiguous`` copies.
-    return tuple(
+    layouts = tuple(
         (leaf.shape, leaf.stride(), leaf.storage_offset(), leaf.dtype, leaf.device)
         if isinstance(leaf, Tensor)
         else leaf
-        for leaf in pytree.tree_leaves(value)
+        for leaf in pytree.tree_leaves([source.meta["val"] for source in inputs])
     )
+    return node.target, repr(arguments), layouts
 
 
 def _trace(node: Node, mode: FakeTensorMode) -> Graph:

@@ -115,7 +115,10 @@ def trace_joint(region: Region) -> JointGraph:
     Raises:
         PassError: a placeholder without ``meta["val"]``.
     """
-    mode = FakeTensorMode(shape_env=_shape_env(region))
+    values = [node.meta.get("val") for node in region.placeholders]
+    sizes = [value for value in values if isinstance(value, torch.SymInt)]
+    # Where sizes are open, the record of what was compared with them.
+    mode = FakeTensorMode(shape_env=sizes[0].node.shape_env if sizes else None)
     args = [_fake_input(node, mode) for node in region.placeholders]
     with contextlib.ExitStack() as stack:
         if mode.shape_env is not None:
@@ -149,13 +152,6 @@ class _Interpreted(nn.Module):
         return tuple(aten.clone.default(x, memory_format=torch.contiguous_format) for x in outputs)
 
 
-def _shape_env(region: Region) -> Any:
-    """Record of the comparisons of open sizes; ``None`` where all sizes are fixed."""
-    values = [node.meta.get("val") for node in region.placeholders]
-    sizes = [value for value in values if isinstance(value, torch.SymInt)]
-    return sizes[0].node.shape_env if sizes else None
-
-
 def _with_sources(original: fx.Graph) -> fx.Graph:
     graph = copy_graph(original)
     for node in graph.nodes:
@@ -187,8 +183,16 @@ def _rebuild(traced: fx.Graph, region: Region) -> JointGraph:
     let_factorizations_raise(traced, region)
     drop_effects(traced)
     placeholders = traced.find_nodes(op="placeholder")
-    inputs = {_input_index(node): node for node in placeholders if not _is_tangent(node)}
-    tangents = {_tangent_index(node): node for node in placeholders if _is_tangent(node)}
+    inputs: dict[int, fx.Node] = {}
+    tangents: dict[int, fx.Node] = {}
+    for node in placeholders:
+        desc = node.meta["desc"]
+        if _is_tangent(node):
+            assert isinstance(desc.output, PlainAOTOutput), desc
+            tangents[desc.output.idx] = node
+        else:
+            assert isinstance(desc, PlainAOTInput), desc
+            inputs[desc.idx] = node
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for index, name in enumerate(region.input_names):
@@ -237,18 +241,6 @@ def _copy_placeholder(
 
 def _is_tangent(node: fx.Node) -> bool:
     return isinstance(node.meta["desc"], TangentAOTInput)
-
-
-def _input_index(node: fx.Node) -> int:
-    desc = node.meta["desc"]
-    assert isinstance(desc, PlainAOTInput), desc
-    return desc.idx
-
-
-def _tangent_index(node: fx.Node) -> int:
-    desc = node.meta["desc"].output
-    assert isinstance(desc, PlainAOTOutput), desc
-    return desc.idx
 
 
 def _results(traced: fx.Graph) -> tuple[dict[int, fx.Node], dict[int, fx.Node]]:

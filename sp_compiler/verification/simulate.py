@@ -33,9 +33,9 @@ _c10d = torch.ops._c10d_functional
 def simulated_ranks(world_size: int) -> Iterator[Communicator]:
     """A communicator whose tensors are :class:`LocalTensor` and whose rank is one of them.
 
-    >>> whole = torch.ones(2)
+    >>> full = torch.ones(2)
     >>> with simulated_ranks(2) as tp:
-    ...     gather_check(tp.all_reduce(scatter(whole, P, 2), "P", "I"), I)
+    ...     gather_check(tp.all_reduce(scatter(full, P, 2), "P", "I"), I)
     tensor([1., 1.])
     """
     if world_size == 1:
@@ -68,15 +68,15 @@ class _SimulatedRanks(Communicator):
 def scatter(full: Tensor, placement: Placement, world_size: int) -> Tensor:
     """The ranks' parts of ``full``: a :class:`LocalTensor`, a plain tensor on one rank.
 
-    A partial sum is the whole on rank 0 and zeros elsewhere. Ranks never share memory.
+    A partial sum is all of it on rank 0 and zeros elsewhere. Ranks never share memory.
 
     Raises:
-        ArgumentError: ``full`` was made while ranks are simulated, so it is no whole tensor.
+        ArgumentError: ``full`` was made while ranks are simulated, so it is no full tensor.
     """
     if isinstance(full, LocalTensor):
         raise ArgumentError(
             "scatter() of what is already one part a rank; factories such as torch.randn make such "
-            "tensors while ranks are simulated, so make whole tensors before"
+            "tensors while ranks are simulated, so make full tensors before"
         )
     # Leaves of their own: what the ranks compute must not reach the caller's gradients.
     full = full.detach()
@@ -130,15 +130,15 @@ def simulate_step(
 
     Args:
         compiled: the program, for any world size.
-        full_params: stored name to whole parameter; those with ``requires_grad`` get gradients.
+        full_params: stored name to full parameter; those with ``requires_grad`` get gradients.
         buffers: name to buffer.
-        flat_inputs: flattened user inputs, whole tensors.
+        flat_inputs: flattened user inputs, full tensors.
         seed: 0-dim int64, needed where the program draws random numbers.
         output_grads: gradient of each flat output (``None``: none). Without it: 1 for the first
             output that is a single number, else ones for every differentiable output; no backward
             where nothing is differentiable.
         mode: entered inside of the ranks' own, so that it sees each operation once for all ranks,
-            and ours as wholes.
+            and ours as one.
 
     Raises:
         RankMismatchError: replicated outputs or gradients that differ between ranks.
@@ -165,7 +165,7 @@ def simulate_step(
             name: None if value.grad is None else gather_check(value.grad, placements[name])
             for name, value in params.items()
         }
-        # The gradient of an input is whole on each rank: nothing downstream reduces it.
+        # The gradient of an input is full on each rank: nothing downstream reduces it.
         input_grads = [
             gather_check(value.grad, I)
             if isinstance(value, Tensor) and value.grad is not None
@@ -325,14 +325,14 @@ def _collective(func: Any, args: tuple[Any, ...]) -> Any:
     world_size = len(parts)
     if func is _c10d.all_gather_into_tensor.default:
         # Copies: in shared memory a write by one rank would be seen by all.
-        whole = torch.cat(parts)
-        results = [whole.clone() for _ in parts]
+        full = torch.cat(parts)
+        results = [full.clone() for _ in parts]
     elif func is _c10d.all_reduce.default:
-        whole = _REDUCTIONS[args[1]](torch.stack(parts))
-        results = [whole.clone() for _ in parts]
+        full = _REDUCTIONS[args[1]](torch.stack(parts))
+        results = [full.clone() for _ in parts]
     elif func is _c10d.reduce_scatter_tensor.default:
-        whole = _REDUCTIONS[args[1]](torch.stack(parts))
-        results = [part.clone() for part in whole.chunk(world_size)]
+        full = _REDUCTIONS[args[1]](torch.stack(parts))
+        results = [part.clone() for part in full.chunk(world_size)]
     elif func is _c10d.all_to_all_single.default:
         sends = [part.split(args[2]) for part in parts]
         results = [torch.cat([send[rank] for send in sends]) for rank in range(world_size)]

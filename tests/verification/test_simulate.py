@@ -52,7 +52,7 @@ def test_replicated_values_that_differ_are_refused() -> None:
 
 
 def test_scatter_refuses_what_is_already_simulated() -> None:
-    with simulated_ranks(2), pytest.raises(ArgumentError, match="make whole tensors before"):
+    with simulated_ranks(2), pytest.raises(ArgumentError, match="make full tensors before"):
         scatter(torch.randn(4), I, 2)
 
 

@@ -150,7 +150,7 @@ class _Rewrite:
         if indices is None:
             indices = [*[None] * (bound["dim"] % len(shape_of(x))), bound["index"]]
         places = [(dim, index) for dim, index in enumerate(indices) if index is not None]
-        chosen = [index for _, index in places if self._chooses(index)]
+        chosen = [index for _, index in places if index in self._values.rows or is_mask(index)]
         if not chosen:
             if x in self._values.rows:
                 raise Declined("rows are taken out of them")
@@ -181,9 +181,6 @@ class _Rewrite:
         hit = self._values.hit(rows.mask, rows.axes, right)
         zeroed = self._values.call(_aten.where.ScalarOther, hit, rows.node, 0)
         return replace(rows, node=zeroed)
-
-    def _chooses(self, index: Node) -> bool:
-        return index in self._values.rows or (is_mask(index) and index not in self._values.rows)
 
     def _taken(self, x: Node, first: int, places: Sequence[Rows]) -> Rows:
         """``x[..., i, j]``: ``x`` itself where the places are those of the mask."""

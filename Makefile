@@ -3,6 +3,7 @@
 #   make demo        train GPT-2 on two ranks (about four minutes after the install)
 #   make test        the fast tests
 #   make test-slow   the tests marked slow
+#   make compat      the fast tests on another torch: TORCH=2.11.0; WRITE=--write keeps the result
 #   make lint        ruff and mypy
 #   make format      let ruff rewrite what it can
 #   make bench       step time and compile time, beside hand-written peers; WRITE=--write keeps them
@@ -13,7 +14,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow lint format bench docs goldens clean
+.PHONY: help install demo test test-slow compat lint format bench docs goldens clean
 
 PYTHON ?= $(firstword $(shell command -v python3.11) $(shell command -v python3.12) python3)
 VENV := .venv
@@ -46,6 +47,19 @@ test: $(STAMP)
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m slow
 
+# Other versions than the pinned one are CUDA builds of gigabytes: an environment of its own each.
+compat: COMPAT := .compat/$(TORCH)
+compat:
+	@[[ "$(TORCH)" =~ ^[0-9]+\.[0-9]+\.[0-9]+$$ ]] || { \
+	  echo "say which torch, with all three numbers: make compat TORCH=2.11.0" >&2; exit 1; }
+	[ -x $(COMPAT)/bin/python ] || $(PYTHON) -m venv $(COMPAT)
+	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(COMPAT)/requirements.txt
+	$(COMPAT)/bin/python -m pip install --quiet -r $(COMPAT)/requirements.txt
+	$(COMPAT)/bin/python -m pip install --quiet --no-deps -e .
+	-$(COMPAT)/bin/python -m pytest -q -n 2 --dist loadfile -m 'not slow' \
+	  --junitxml=$(COMPAT)/report.xml
+	$(COMPAT)/bin/python -m docs.generate.torch_versions $(COMPAT)/report.xml $(WRITE)
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -68,4 +82,4 @@ goldens: $(STAMP)
 	  tests/goldens tests/passes
 
 clean:
-	rm -rf $(VENV) build dist demo-output *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .compat build dist demo-output *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

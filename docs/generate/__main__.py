@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import argparse
 
-from docs.generate import api, one_block
+from docs.generate import api, one_block, torch_versions
 
-PAGES = {one_block.PAGE: one_block.page, api.PAGE: api.page}
+PAGES = {module.PAGE: module.page for module in (one_block, api, torch_versions)}
 
 
 def main() -> None:

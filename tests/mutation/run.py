@@ -90,7 +90,7 @@ class Runner:
         while True:
             try:
                 _write(target, mutant.applied(source))
-                code, failed = self._run(tests_of(mutant.path, self.tree))
+                code, failed = self._run(tests_of(mutant.path, self.tree), self.limit_s)
             finally:
                 _write(target, source)
             if code in (-signal.SIGKILL, -signal.SIGXCPU):
@@ -105,11 +105,12 @@ class Runner:
     def _pass_without(self, failed: set[str]) -> bool:
         """Whether the mutation is why tests failed; those that fail anyway are remembered."""
         for test in failed - self.sound:
-            code, _ = self._run([test])
+            # Passing may take longer than failing did; a limit that ends it says nothing.
+            code, _ = self._run([test], 5 * self.limit_s)
             (self.sound if code == 0 else self.broken).add(test)
         return bool(failed & self.sound)
 
-    def _run(self, tests: list[str]) -> tuple[int, set[str]]:
+    def _run(self, tests: list[str], limit_s: int) -> tuple[int, set[str]]:
         """The exit code (negative: the signal that ended it), and the names of what failed."""
         arguments = ["-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", *tests]
         # Plugins that torch or transformers loaded already: of the fork, not of the tests.
@@ -119,10 +120,10 @@ class Runner:
         receiver, sender = multiprocessing.Pipe(duplex=False)
         # A fork, for it has everything of _PRELOADED at once.
         process = multiprocessing.get_context("fork").Process(
-            target=_run_tests, args=(self.tree, self.limit_s, arguments, sender)
+            target=_run_tests, args=(self.tree, limit_s, arguments, sender)
         )
         process.start()
-        process.join(8 * self.limit_s)  # of the clock, for what waits
+        process.join(8 * limit_s)  # of the clock, for what waits
         if process.exitcode is None:
             os.killpg(process.pid or 0, signal.SIGKILL)  # with the ranks that it spawned
             process.join()
@@ -173,6 +174,16 @@ def known_survivors() -> dict[tuple[str, str, str], str]:
     return {(e["path"], e["before"], e["after"]): e["reason"] for e in entries}
 
 
+def not_killed() -> set[tuple[str, str, str]]:
+    """(path, before, after) of what the kept score calls neither killed nor known."""
+    score = json.loads(_SCORE.read_text(encoding="utf-8"))
+    return {
+        (entry["path"], entry["before"], entry["after"])
+        for entry in score
+        if entry["outcome"] not in ("killed", "known")
+    }
+
+
 def keep(mutant: Mutant, outcome: str) -> None:
     """Write one outcome to the score, in an order that does not depend on the draw's."""
     score = json.loads(_SCORE.read_text(encoding="utf-8"))
@@ -190,6 +201,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=int, default=90, help="CPU seconds for the tests of one")
     parser.add_argument("--only", nargs="*", default=[""], help="modules whose path starts so")
+    parser.add_argument("--again", action="store_true", help="those of the draw that survived")
     options = parser.parse_args()
     os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
     known = known_survivors()
@@ -200,7 +212,10 @@ def main() -> None:
         importlib.import_module(name)
     with tempfile.TemporaryDirectory() as folder:
         runner = Runner(Path(folder).resolve(), options.limit)
+        again = not_killed()
         for mutant in drawn(options.count, options.seed, paths)[options.start :]:
+            if options.again and (mutant.path, mutant.before, mutant.after) not in again:
+                continue
             outcome = runner.outcome(mutant)
             if outcome != "killed" and (mutant.path, mutant.before, mutant.after) in known:
                 outcome = "known"

@@ -56,6 +56,7 @@ compat:
 	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(COMPAT)/requirements.txt
 	$(COMPAT)/bin/python -m pip install --quiet -r $(COMPAT)/requirements.txt
 	$(COMPAT)/bin/python -m pip install --quiet --no-deps -e .
+	rm -f $(COMPAT)/report.xml
 	-$(COMPAT)/bin/python -m pytest -q -n 2 --dist loadfile -m 'not slow' \
 	  --junitxml=$(COMPAT)/report.xml
 	$(COMPAT)/bin/python -m docs.generate.torch_versions $(COMPAT)/report.xml $(WRITE)

@@ -50,13 +50,11 @@ def admitted() -> SpecifierSet:
 
 
 def not_seen_green() -> list[str]:
-    """Minor versions that ``setup.py`` admits and of which no whole run without a failure is kept."""
+    """Minor versions that ``setup.py`` admits and of which no run without a failure is kept."""
     green = {Version(version).minor for version, run in load().items() if not run.failed}
     allowed = admitted()
-    # Further minors of torch 2 than there will be.
-    return [
-        f"2.{minor}" for minor in range(100) if f"2.{minor}.0" in allowed and minor not in green
-    ]
+    minors = [minor for minor in range(100) if f"2.{minor}.0" in allowed]
+    return [f"2.{minor}" for minor in minors if minor not in green]
 
 
 def page() -> str:

@@ -22,6 +22,8 @@ from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from sp_compiler.runtime.parameter_gradients import mark_reduced_by_hooks
+
 Reduce = Callable[[Sequence[Tensor | None]], list[Tensor | None]]
 
 
@@ -51,6 +53,18 @@ class FullySharded:
             self._parameters = self._find()
         return self._parameters
 
+    def has_unreduced(self) -> bool:
+        """Whether gradients wait on gathered parameters, as backwards without a reduction leave."""
+        return any(_waiting(record) for record in self._parameters.values()) or any(
+            group._partial_reduce_output is not None for group in param_groups(self._tree.values())
+        )
+
+    def drop_unreduced(self) -> None:
+        """Forget them."""
+        for group in param_groups(self._tree.values()):
+            group._partial_reduce_output = None
+            drop_gathered_gradients(group)
+
     def _find(self) -> dict[str, Any]:
         managed: dict[tuple[int, str], Any] = {}
         for group in param_groups(self._tree.values()):
@@ -60,12 +74,28 @@ class FullySharded:
                 owners += zip(info.shared_modules, info.shared_param_names, strict=True)
                 managed.update(((id(module), name), record) for module, name in owners)
                 self._reduction.take_over(record)
+                mark_reduced_by_hooks(record.sharded_param)
         return {
             f"{path}.{name}" if path else name: managed[id(module), name]
             for path, module in self._tree.items()
             for name in module._parameters
             if (id(module), name) in managed
         }
+
+
+def _waiting(record: Any) -> bool:
+    # There is no gathered parameter before the first call.
+    gathered = getattr(record, "_unsharded_param", None)
+    waits_in_grad = gathered is not None and gathered.grad is not None
+    return waits_in_grad or record.unsharded_accumulated_grad is not None
+
+
+def drop_gathered_gradients(group: Any) -> None:
+    """Forget the gradients of a group of FSDP's that are not reduced yet."""
+    for record in group.fsdp_params:
+        record.unsharded_accumulated_grad = None
+        if hasattr(record, "_unsharded_param"):
+            record._unsharded_param.grad = None
 
 
 def param_groups(modules: Iterable[nn.Module]) -> Iterator[Any]:

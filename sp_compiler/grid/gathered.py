@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from sp_compiler.grid.fully_sharded import param_groups
+from sp_compiler.grid.fully_sharded import drop_gathered_gradients, param_groups
 
 
 class GatheredParameters:
@@ -51,7 +51,8 @@ class GatheredParameters:
             if reduce:
                 self._root.set_requires_gradient_sync(True)
         except BaseException:
-            self._drop_gradients()
+            for group in self._groups:
+                drop_gathered_gradients(group)
             raise
         finally:
             self._root.set_reshard_after_backward(True)
@@ -59,8 +60,3 @@ class GatheredParameters:
             for group in reversed(self._groups):
                 group.post_backward()
             state._root_post_backward_final_callback()
-
-    def _drop_gradients(self) -> None:
-        for group in self._groups:
-            for record in group.fsdp_params:
-                record.unsharded_param.grad = record.unsharded_accumulated_grad = None

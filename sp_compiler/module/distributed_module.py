@@ -158,6 +158,7 @@ class DistributedModule(Inspection, MirrorModule):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of any module; what waits since :meth:`no_sync` is dropped too."""
         self._sp_state.deferred.pending.clear()
+        self._sp_state.fsdp.drop_unreduced()
         if set_to_none:
             # Without the walk through the tree, which takes as long as a small layer.
             for parameter in self._sp_state.parameters.values():

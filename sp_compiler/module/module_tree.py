@@ -9,6 +9,7 @@ from types import MethodType
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from sp_compiler.base.errors import UnsupportedError
@@ -179,6 +180,13 @@ class MirrorModule(nn.Module):
             "or change the model before sp_compiler.compile"
         )
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # FSDP2 makes a class of its own for each module that it is applied to, with a __deepcopy__
+        # that asserts.
+        if issubclass(cls, FSDPModule):
+            cls.__deepcopy__ = _refuse_to_copy  # type: ignore[method-assign]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # copy's own way would call __reduce_ex__, which raises. In the memo before attributes are
         # copied, for children and parents refer to each other.
@@ -337,6 +345,14 @@ def _mirror_class(module: nn.Module) -> type[MirrorModule]:
     if any(base.__module__.partition(".")[0] == "peft" for base in type(module).__mro__):
         return MirrorAdapter
     return MirrorModule
+
+
+def _refuse_to_copy(module: MirrorModule, memo: dict[int, Any]) -> NoReturn:
+    raise UnsupportedError(
+        "copy.deepcopy of a module on a data axis: FSDP2 cannot copy what it manages; compile the "
+        "model anew and call its load_state_dict(module.state_dict()), or take the unsharded "
+        "weights by module.full_state_dict()"
+    )
 
 
 def _refuse_adapter_change(original: nn.Module, name: str) -> None:

@@ -91,6 +91,7 @@ class ModuleState:
         self.absent_dtype: torch.dtype | None = None
         communicator = self.group.communicator
         self.fsdp = FullySharded(self.modules, lambda grads: reduce_gradients(communicator, grads))
+        self.deferred.others_wait = self.fsdp.has_unreduced
         # Ranks make their modules in the same order, so the count names one on all of them.
         self.agreement = RankAgreement(self.group, str(next(_INSTANCES)), self.options)
         self.fixed: dict[str, Placement] | None = None

@@ -21,6 +21,7 @@ from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.program import Call, Ref, Region
 from sp_compiler.ops.communicator import Communicator
 from sp_compiler.ops.counter import call_seed
+from sp_compiler.runtime.parameter_gradients import mark_reduced_by_hooks
 from sp_compiler.runtime.reductions import DeferredGradients, ReplicateParameters
 from sp_compiler.runtime.region_call import RegionRunner
 from sp_compiler.runtime.weight_gradients import DelayedRunner, WeightGradients, WeightTarget
@@ -161,6 +162,7 @@ class Executor:
                 owner = frame.params[name]
                 if name in frame.managed:
                     _require_gathered(owner, name, call.path, self.tp.world_size)
+                    mark_reduced_by_hooks(owner)
                 owners.append(owner)
                 inputs[position] = frame.replicated.get(name, owner) if is_replicated else owner
             chosen = self._delayed(runner, arguments, owners) if self._delays else runner

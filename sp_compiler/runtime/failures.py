@@ -31,6 +31,7 @@ from torch.optim.optimizer import (
 from torch.utils.checkpoint import _StopRecomputationError
 
 from sp_compiler.base.errors import RankFailureError, RankMismatchError
+from sp_compiler.runtime.parameter_gradients import refuse_as_inputs
 
 LOOK_EVERY = timedelta(seconds=0.5)
 # Ranks that wait for different things this long will wait for ever. Shorter could be the moment
@@ -303,9 +304,12 @@ def _reported(run_backward: Callable[..., Any]) -> Callable[..., Any]:
     """``run_backward`` whose errors are written to the boards, where it was one of a module's."""
 
     @functools.wraps(run_backward)
-    def reported(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    def reported(
+        tensors: Any, grads: Any, retain: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        refuse_as_inputs(inputs)
         try:
-            return run_backward(tensors, *args, **kwargs)
+            return run_backward(tensors, grads, retain, create, inputs, *args, **kwargs)
         except BaseException as error:
             if _runs_compiled_code(tensors):
                 for board in list(_BOARDS.values()):

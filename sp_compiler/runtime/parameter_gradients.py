@@ -10,10 +10,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
+from sp_compiler.base.errors import UnsupportedError
+
 _AccumulateGrad = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]  # no stub
 # Number of the backward that put a gradient into its parameter, an attribute of the gradient: there
 # it disappears together with it, while a table of ours would not hear of ``grad = None``.
 _BACKWARD = "_sp_backward"
+
+# Set on parameters whose gradients FSDP reduces in hooks, which a backward that is asked for some
+# parameters only does not run.
+_REDUCED_BY_HOOKS = "_sp_reduced_by_hooks"
 
 ParameterEdge = tuple[int, int, DTensorSpec]
 """Index among the inputs of an autograd function, among those that are tensors, gradient's spec.
@@ -24,6 +30,25 @@ Not the parameter itself: fully_shard frees what it gathered."""
 def local_tensor(value: Any) -> Any:
     """This rank's part of a DTensor; anything else as it is."""
     return value._local_tensor if isinstance(value, DTensor) else value
+
+
+def mark_reduced_by_hooks(parameter: Tensor) -> None:
+    """Have :func:`refuse_as_inputs` raise for a parameter that FSDP manages, gathered or not."""
+    setattr(parameter, _REDUCED_BY_HOOKS, True)
+
+
+def refuse_as_inputs(inputs: Sequence[Any]) -> None:
+    """Raise where a backward is asked for the gradients of some parameters on a data axis.
+
+    Before it starts: a backward that fails between FSDP's hooks leaves FSDP in the middle of it.
+    """
+    if any(hasattr(value, _REDUCED_BY_HOOKS) for value in inputs):
+        raise UnsupportedError(
+            "torch.autograd.grad or backward(inputs=...) of parameters on a data axis would leave "
+            "one rank's gradients, not averaged over the parts of the data, or none: FSDP2 reduces "
+            "in the hooks of loss.backward(). Call that without inputs, or compile with fsdp=False "
+            "and reduce gradients yourself"
+        )
 
 
 def parameter_edges(

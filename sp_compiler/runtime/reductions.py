@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,11 +29,18 @@ class DeferredGradients:
     Attributes:
         enabled: ``True`` while reductions are put off.
         pending: parameter name to the sum of this rank's unreduced gradients.
+        others_wait: whether gradients wait elsewhere too, for a reduction over data axes.
     """
 
     def __init__(self) -> None:
         self.enabled = False
         self.pending: dict[str, Tensor] = {}
+        self.others_wait: Callable[[], bool] = lambda: False
+
+    @property
+    def waits(self) -> bool:
+        """Whether ``grad`` lacks what a backward computed."""
+        return bool(self.pending) or self.others_wait()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DeferredGradients:
         # A copied module has no gradients, and nothing that waits to become some.
@@ -94,14 +101,13 @@ def refuse_pending(caller: str, parameters: Iterable[Tensor]) -> None:
     given: set[int] | None = None
     for deferred, reference in list(_WATCHED.items()):
         module = reference()
-        if module is None or not deferred.pending:
+        if module is None or not deferred.waits:
             continue
         given = {id(parameter) for parameter in parameters} if given is None else given
         if any(id(parameter) in given for parameter in module.parameters()):
             raise UnsupportedError(
-                f"{caller} while gradients of replicated parameters are put off by "
-                "no_sync(): run the last microbatch's backward outside of no_sync(), so that they "
-                "are reduced"
+                f"{caller} while gradients are put off by no_sync(): run the last microbatch's "
+                "backward outside of no_sync(), so that they are reduced"
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
@@ -143,6 +144,40 @@ def weights_differ_over_data() -> None:
         assert torch.equal(whole(module.head.bias), net().head.bias)
 
 
+def what_the_hooks_do_not_see_is_refused() -> None:
+    """Gradients that nobody would average, steps without gradients, copies."""
+    for data in ("dp_shard", "dp_replicate"):
+        module = _compiled(data)
+        x = _own(_mesh(data), batch())
+        at_rest = list(module.parameters())
+        loss = module(x)["loss"]
+        for wanted in (at_rest, list(module.parameters())):
+            with pytest.raises(UnsupportedError, match=r"backward\(inputs=.*data axis"):
+                torch.autograd.grad(loss, wanted, retain_graph=True, allow_unused=True)
+        with pytest.raises(UnsupportedError, match=r"backward\(inputs=.*data axis"):
+            loss.backward(inputs=at_rest, retain_graph=True)
+        # Of what is no parameter a gradient is as good as ever.
+        x.requires_grad_()
+        (grad,) = torch.autograd.grad(module(x)["loss"], x)
+        model, own = net(), x.detach().requires_grad_()
+        model(own)["loss"].backward()
+        torch.testing.assert_close(grad, own.grad)
+        with pytest.raises(UnsupportedError, match=r"deepcopy .* on a data axis"):
+            copy.deepcopy(module)
+        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+        with module.no_sync():
+            module(x.detach())["loss"].backward()
+        for call in (optimizer.step, lambda module=module: sp_compiler.clip_grad_norm_(module, 1)):
+            with pytest.raises(UnsupportedError, match=r"while gradients are put off by no_sync"):
+                call()
+        module.zero_grad()
+        optimizer.step()
+        module(x.detach())["loss"].backward()
+        model = net()
+        model(batch())["loss"].backward()
+        _assert_gradients(module, model)
+
+
 def batches_differ_over_tp() -> None:
     module = _compiled()
     rank = torch.distributed.get_rank()
@@ -195,6 +230,7 @@ _CHECKS = [
     the_largest_gradient_is_nan_wherever_it_lies,
     weights_differ_over_data,
     a_block_whose_parameters_others_use,
+    what_the_hooks_do_not_see_is_refused,
     batches_differ_over_tp,
 ]
 

@@ -185,7 +185,7 @@ class MirrorModule(nn.Module):
         # FSDP2 makes a class of its own for each module that it is applied to, with a __deepcopy__
         # that asserts.
         if issubclass(cls, FSDPModule):
-            cls.__deepcopy__ = _refuse_to_copy  # type: ignore[method-assign]
+            cls.__deepcopy__ = _refuse_to_copy  # type: ignore[assignment, method-assign]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # copy's own way would call __reduce_ex__, which raises. In the memo before attributes are

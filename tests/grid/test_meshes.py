@@ -38,6 +38,7 @@ def _mesh(**axes: int) -> Any:
         ({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, (2, 4)),
         ({"pp": 2, "dp_shard": 2, "tp": 2}, (0, 2)),
         ({"dp_shard": 8, "tp": 1}, (5, 8)),
+        ({"dp_shard": 4, "tp": 2, "other": 1}, (2, 4)),
     ],
     ids=str,
 )

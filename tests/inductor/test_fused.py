@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from sp_compiler.inductor.fused import Fused, TracingRank
-from sp_compiler.inductor.lowering import _PINNED
+from sp_compiler.inductor.lowering import _PINNED, _arrangement
 from sp_compiler.ops.communicator import Communicator
 from sp_compiler.ops.dropout import dropout, dropout_mask
 from sp_compiler.ops.uniform import uniform
@@ -47,6 +48,9 @@ def test_masks_are_equal_to_the_bit() -> None:
     """Over seeds and ranks, of a tensor of no plain layout."""
     x = torch.randn(6, 40).t().reshape(40, 2, 3).transpose(0, 1)
     compiled = fused(lambda tp, x, seed: dropout(tp, x, seed, 0.5, 1, 1, 2), [x, torch.tensor(0)])
+    # The first call compiles, and runs what was compiled.
+    with mock.patch.object(compiled, "_function", None):
+        compiled(Communicator(None, 0, 2), x, torch.tensor(0))
     for seed in SEEDS:
         for rank in RANKS:
             got, expected = _on_rank(compiled, rank, x, torch.tensor(seed))
@@ -88,6 +92,28 @@ def test_masks_of_more_sites_and_other_numbers_are_equal_to_the_bit() -> None:
         for rank in RANKS:
             got, expected = _on_rank(compiled, rank, x, torch.tensor(seed))
             assert [torch.equal(*pair) for pair in zip(got, expected, strict=True)] == [True] * 6
+
+
+def test_collectives_of_fakes_have_the_shapes_of_real_ones() -> None:
+    tp, x = TracingRank(torch.zeros((), dtype=torch.int64), 2), torch.empty(4, 3, 2)
+    assert tp.all_gather(x, "S(0)", "R").shape == (8, 3, 2)
+    assert tp.reduce_scatter(x, "P", "S(0)").shape == (2, 3, 2)
+    assert tp.all_reduce(x, "P", "R").shape == x.shape
+
+
+def test_inputs_get_the_layout_that_was_compiled_for() -> None:
+    """Of dims in another order; a part of a larger tensor and a number stay as they are."""
+    traced = torch.empty(2, 5, 3).permute(1, 2, 0)
+    arrange = _arrangement(traced)
+    assert arrange is not None
+    x = torch.randn(5, 3, 2)
+    assert arrange(x).stride() == traced.stride()
+    assert torch.equal(arrange(x), x)
+    contiguous = _arrangement(torch.empty(5, 3, 2))
+    assert contiguous is not None
+    assert contiguous(x.permute(2, 0, 1)).is_contiguous()
+    assert _arrangement(torch.empty(4, 6)[:, :3]) is None
+    assert _arrangement(7) is None
 
 
 @pytest.mark.slow

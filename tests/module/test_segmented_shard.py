@@ -55,6 +55,15 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
+def test_strided_shards_of_others_are_split_as_before() -> None:
+    """Those that FSDP makes of a sharded dim have no segments: every second part, two by two."""
+    segmented_shard(0, (2, 4, 2))  # from now on torch's own splits go past ours
+    shard = _StridedShard(0, split_factor=2)
+    assert not segments_of(shard)
+    parts, _ = shard._split_tensor(torch.arange(8), 2, with_padding=False)
+    assert [part.tolist() for part in parts] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
 def _cases(places: Any = _CASES) -> Any:
     return pytest.mark.parametrize(("ranks", "where"), places, indirect=["ranks"], ids=str)
 

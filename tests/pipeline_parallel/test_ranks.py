@@ -130,6 +130,7 @@ def _two_stages() -> None:
     """GPT-2: tied embedding on both stages, dropout, masks made on each."""
     pipeline = _compare("gpt2", 2, "1f1b", 2, (2, 1))
     assert pipeline.stages == (("", "transformer.h.0"), ("transformer.h.1", ""))
+    assert "class GPT2Block" in pipeline.code
     kept = {name for name, _ in pipeline.named_parameters()}
     assert "transformer.wte.weight" in kept
     assert len(kept) < len(list(_model("gpt2", 2).named_parameters()))

@@ -51,8 +51,10 @@ def test_stages_one_after_the_other_are_the_model(
     received: list[Any] = []
     for stage in stages:
         assert [tuple(v.shape) for v in received] == [tuple(v.shape) for v in stage.received_like]
+        own = {name: params[name] for name in stage.parameters}
+        tables = {name: buffers[name] for name in stage.buffers}
         run = Executor(stage.compiled, tp).run(
-            params, buffers, [*leaves[: stage.num_inputs], *received], SEED
+            own, tables, [*leaves[: stage.num_inputs], *received], SEED
         )
         received = run.outputs
     full = Executor(compiled, tp).run(params, buffers, leaves, SEED)
@@ -112,6 +114,8 @@ def test_microbatches() -> None:
     assert torch.equal(second[0], ids[2:])
     assert first[1] is second[1] is position
     assert first[2] == second[2] == 7
+    # The batch is that of the first tensor, whatever stands in front of it.
+    assert [part[1].shape[0] for part in microbatches_of([7, ids], ["n", "ids"], 2)] == [2, 2]
     with pytest.raises(ArgumentError, match="ids has a batch of 4, which microbatches=3"):
         microbatches_of([ids], ["ids"], 3)
     with pytest.raises(ArgumentError, match="no input is a tensor with a batch"):

@@ -141,6 +141,10 @@ NEAR_MISSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
         lambda x, p: torch.zeros_like(x).index_put((p[:, 0] > 0,), 1 / x[p[:, 0] > 0]),
         "no finite value",
     ),
+    "a power that is a pole": (
+        lambda x, p: torch.zeros_like(x).index_put((p[:, 0] > 0,), x[p[:, 0] > 0] ** -2),
+        "no finite value",
+    ),
     "a root": (
         lambda x, p: torch.zeros_like(x).index_put((p[:, 0] > 0,), x[p[:, 0] > 0].sqrt()),
         "no finite value",

@@ -18,6 +18,10 @@ from sp_compiler.ir.forward_backward import SplitBackward
 from sp_compiler.ir.fx import ancestors
 from sp_compiler.ops.communicator import Communicator
 from sp_compiler.options import CompileOptions
+from sp_compiler.runtime.executor import Executor
+from sp_compiler.runtime.reductions import DeferredGradients
+from sp_compiler.runtime.weight_gradients import WeightGradients
+from sp_compiler.trace.export import flatten_inputs
 from tests.models import zoo
 
 
@@ -72,6 +76,32 @@ def test_same_numbers(compiled: CompiledProgram) -> None:
             assert never is None
             assert (now is None) == (whole is None)
             assert whole is None or torch.equal(now, whole)
+
+
+def test_gradients_of_weights_come_when_they_are_taken(compiled: CompiledProgram) -> None:
+    """The same as without waiting, twice where two backwards wait."""
+    if compiled.world_size > 1:
+        return
+    model = zoo.build("gpt2", dropout=0.1)
+    params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    leaves, _ = flatten_inputs((), zoo.inputs("gpt2"))
+
+    def backward(weights: WeightGradients | None) -> None:
+        executor = Executor(compiled, Communicator(None, 0, 1), weights=weights)
+        run = executor.run(params, buffers, leaves, torch.tensor(5))
+        next(x for x in run.outputs if x.dim() == 0).backward()
+
+    backward(None)
+    expected = {name: parameter.grad for name, parameter in params.items()}
+    model.zero_grad()
+    weights = WeightGradients(DeferredGradients())
+    for _ in range(2):
+        backward(weights)
+    assert all(parameter.grad is None for parameter in params.values())
+    weights.take()()
+    weights.take()()  # of which nothing is left
+    for name, grad in expected.items():
+        torch.testing.assert_close(params[name].grad, None if grad is None else 2 * grad)
 
 
 def _random(like: Tensor) -> Tensor:

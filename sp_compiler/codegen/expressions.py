@@ -132,7 +132,11 @@ class Printer:
         if node.target in FUNCTIONS:
             return FUNCTIONS[node.target]
         name = binding(node.target)
-        self._bindings[name] = _attribute_path(node.target)
+        path = "torch.ops"
+        for part in (node.target.namespace, *node.target.__name__.split(".")):
+            plain_name = part.isascii() and part.isidentifier() and not keyword.iskeyword(part)
+            path = f"{path}.{part}" if plain_name else f"getattr({path}, {string(part)})"
+        self._bindings[name] = path
         return name
 
     def _arguments(self, node: Node, start: int = 0) -> str:
@@ -302,14 +306,6 @@ def binding(target: Any) -> str:
     op, _, overload = target.__name__.partition(".")  # "sum.dim_IntList"
     suffix = f"_{overload}" if overload != "default" else ""
     return identifier(f"{target.namespace}_{op}{suffix}")
-
-
-def _attribute_path(target: Any) -> str:
-    path = "torch.ops"
-    for part in (target.namespace, *target.__name__.split(".")):
-        plain_name = part.isascii() and part.isidentifier() and not keyword.iskeyword(part)
-        path = f"{path}.{part}" if plain_name else f"getattr({path}, {string(part)})"
-    return path
 
 
 def _is_infix(node: Any) -> bool:

@@ -108,21 +108,18 @@ class ValueNames:
             for name in self._assigned.get(node, ()):
                 yield f"{name}{partial}"
             suffix = _suffix(node)
-            # A pass that made several operators of one may have named them: "scores".
-            # Without what torch.fx puts behind the name of a node.
+            # A pass that made several operators of one may have named them: "scores". Without
+            # what torch.fx puts behind the name of a node.
             source = re.sub(r"(_default)?(_\d+)*$", "", self._source_of.get(node, "")).strip("_")
             if source and not suffix and node.target is not operator.getitem:
                 yield source
             if suffix and not self._assigned.get(node):
-                viewed = self._base(self._viewed(node.args[0]))
+                named = node.args[0]  # up to a value with a name of its own
+                while _suffix(named) and not self._assigned.get(named):
+                    named = named.args[0]
+                viewed = self._base(named)
                 # Where the value itself is nested, nobody else needs its name.
                 yield from (viewed, f"{viewed}_{suffix}")
-
-    def _viewed(self, node: Node) -> Node:
-        """The value with a name of its own that ``node`` is a view of."""
-        while _suffix(node) and not self._assigned.get(node):
-            node = node.args[0]
-        return node
 
     def _placeholder(self, node: Node) -> Iterator[str]:
         tangents = self._joint.tangents

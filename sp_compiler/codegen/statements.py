@@ -104,7 +104,12 @@ class Body:
         pending: list[Node] = []
         for node, parts in self._parts.items():
             pending.append(node)
-            computes = [part for part in parts if not _only_moves(part)]
+            # Views of a value, and the value on its way between placements, only move it.
+            computes = [
+                part
+                for part in parts
+                if is_unpacked(part) or not (is_view(part) or placements_of(part) is not None)
+            ]
             # Views and collectives wait for the first statement that computes, and join its
             # section.
             if not computes and node is not next(reversed(self._parts)):
@@ -189,11 +194,6 @@ def _deletion(names: Sequence[str]) -> list[str]:
 
 def _is_recomputed(node: Node) -> bool:
     return bool(node.meta.get("recomputed")) and base(node).op != "placeholder"
-
-
-def _only_moves(node: Node) -> bool:
-    """A view of a value, or the value on its way between placements."""
-    return (is_view(node) or placements_of(node) is not None) and not is_unpacked(node)
 
 
 def _common_depth(graph: Graph) -> int:

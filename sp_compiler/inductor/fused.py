@@ -55,7 +55,11 @@ class Fused:
 
     def __call__(self, tp: Communicator, *arguments: Any) -> Any:
         if isinstance(tp, TracingRank):
-            return self._trace(tp, arguments)
+            try:
+                self._traced = trace(self._function, tp, arguments)
+            except Exception as error:  # of torch: whatever operator it cannot trace or decompose
+                self.run_as_written(first_line(error))
+            return self._function(tp, *arguments)
         if self.reason or self._traced is None:
             return self._function(tp, *arguments)
         if self._kernels is None and not self._compile():
@@ -72,13 +76,6 @@ class Fused:
         """Give compiling up."""
         self.reason = reason
         self._traced = self._kernels = None
-
-    def _trace(self, tp: TracingRank, arguments: tuple[Any, ...]) -> Any:
-        try:
-            self._traced = trace(self._function, tp, arguments)
-        except Exception as error:  # of torch: whatever operator it cannot trace or decompose
-            self.run_as_written(first_line(error))
-        return self._function(tp, *arguments)
 
     def _compile(self) -> bool:
         assert self._traced is not None

@@ -9,9 +9,9 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from sp_compiler.base.errors import ArgumentError
 from sp_compiler.runtime.group import TensorParallelGroup, watched_group
 from sp_compiler.runtime.mesh_axes import PIPELINE_AXIS as AXIS
+from sp_compiler.runtime.mesh_axes import named_axis
 
 _EXAMPLE = (
     "for example torch.distributed.device_mesh.init_device_mesh(device_type, (2, 2), "
@@ -59,17 +59,8 @@ def pipeline_axis(mesh: DeviceMesh | None, rank_timeout: timedelta) -> PipelineA
     Raises:
         ArgumentError: no mesh, or one without the axis.
     """
-    if not isinstance(mesh, DeviceMesh):
-        raise ArgumentError(
-            f"mesh={mesh!r}: a pipeline needs a DeviceMesh with an axis named {AXIS!r}, {_EXAMPLE}"
-        )
-    names = mesh.mesh_dim_names or ()
-    if AXIS not in names:
-        raise ArgumentError(
-            f"mesh has the axes {names}; one of them must be named {AXIS!r}, {_EXAMPLE}; without "
-            "stages use sp_compiler.compile(model, mesh=mesh)"
-        )
-    axis = mesh[AXIS] if len(names) > 1 else mesh
+    remark = "without stages use sp_compiler.compile(model, mesh=mesh)"
+    axis = named_axis(mesh, AXIS, _EXAMPLE, remark)
     group = axis.get_group()
     ranks = tuple(dist.get_process_group_ranks(group))
     watched = watched_group(axis, rank_timeout, "pipeline")

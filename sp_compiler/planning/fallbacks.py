@@ -171,7 +171,10 @@ def forward_flops(node: Node) -> float:
 def _operators(compiled: CompiledProgram, region: Region) -> Iterator[Fallback]:
     """Operators on activations without a rule, and matrix products of replicated factors."""
     alike: dict[str, list[Fallback]] = {}
-    differentiable, activations = _differentiable(region), _activations(region)
+    differentiable = _differentiable(region)
+    # Values that depend on the batch.
+    kinds = zip(region.placeholders, region.input_kinds, strict=True)
+    activations = descendants(node for node, kind in kinds if kind in ("call", "input"))
     calls = [call for call in compiled.program.calls if call.region is region]
     asked = {
         node
@@ -259,12 +262,6 @@ def _differentiable(region: Region) -> set[Node]:
         if kind in ("param", "call") or node.meta["val"].requires_grad
     }
     return descendants(sources)
-
-
-def _activations(region: Region) -> set[Node]:
-    """Values that depend on the batch."""
-    pairs = zip(region.placeholders, region.input_kinds, strict=True)
-    return descendants(node for node, kind in pairs if kind in ("call", "input"))
 
 
 def _is_attention(node: Node, activations: set[Node]) -> bool:

@@ -96,8 +96,12 @@ def _collective_text(item: Collective) -> str:
 
 def _block(block: BlockPlan) -> str:
     work = block.work
+    paths = [path or "(outside of layers)" for path in block.paths]
+    # The ends tell which layers are meant.
+    if len(paths) > 3:
+        paths = [*paths[:2], "...", paths[-1]]
     lines = [
-        f"{block.name} x {block.num_calls}: {_paths(block)}",
+        f"{block.name} x {block.num_calls}: {', '.join(paths)}",
         f"  keeps {bytes_text(block.kept_bytes)} a call, "
         f"{work.step_us / 1e3:.2f} ms estimated, "
         f"{work.communication_us / 1e3:.2f} ms of it communication",
@@ -108,14 +112,6 @@ def _block(block: BlockPlan) -> str:
             lines.append(f"  {name}: {text}")
     rows = table((_tensor(tensor, block.paths[0]) for tensor in block.kept), "    ")
     return "\n".join([*lines, rows] if rows else lines)
-
-
-def _paths(block: BlockPlan) -> str:
-    paths = [path or "(outside of layers)" for path in block.paths]
-    # The ends tell which layers are meant.
-    if len(paths) > 3:
-        paths = [*paths[:2], "...", paths[-1]]
-    return ", ".join(paths)
 
 
 def _tensor(tensor: KeptTensor, path: str) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ The names are torchtitan's. Ranks of "tp" work on the same batch, ranks of "dp_s
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -73,7 +74,7 @@ class DataAxes:
         """The axes with their sizes, for messages."""
         if self.mesh is None:
             return "no data-parallel axis"
-        return ", ".join(f'"{name}" of {self.mesh[name].size()} ranks' for name in self.names)
+        return _sizes_text(self.mesh, self.names)
 
 
 def data_shard(mesh: DeviceMesh) -> tuple[int, int]:
@@ -103,31 +104,50 @@ def tensor_parallel_axis(mesh: DeviceMesh) -> DeviceMesh:
     Raises:
         ArgumentError: no mesh, no names, or none of them is "tp".
     """
+    example = (
+        'for example init_device_mesh("cuda", (4, 8), mesh_dim_names=("dp_shard", "tp")): 4 '
+        "batches, each on 8 ranks"
+    )
+    return named_axis(mesh, AXIS, example, "of size 1 where there is no tensor parallelism")
+
+
+def named_axis(mesh: DeviceMesh | None, name: str, example: str, remark: str) -> DeviceMesh:
+    """The one-dimensional slice ``name`` of a user's mesh.
+
+    Args:
+        mesh: as the user gave it.
+        name: of the axis.
+        example: of a mesh that has it, for messages.
+        remark: on the axis, for messages.
+
+    Raises:
+        ArgumentError: no mesh, no names, or none of them is ``name``.
+    """
     if not isinstance(mesh, DeviceMesh):
         raise ArgumentError(
-            f"mesh={mesh!r}: expected a torch.distributed.device_mesh.DeviceMesh; {_EXAMPLE}"
+            f"mesh={mesh!r}: expected a torch.distributed.device_mesh.DeviceMesh with an axis "
+            f'named "{name}"; {example}'
         )
     names = mesh.mesh_dim_names or ()
-    if AXIS not in names:
+    if name not in names:
         raise ArgumentError(
-            f'mesh has the axes {names or "(without names)"}; one of them must be named "{AXIS}" '
-            f"(of size 1 where there is no tensor parallelism); {_EXAMPLE}"
+            f'mesh has the axes {names or "(without names)"}; one of them must be named "{name}" '
+            f"({remark}); {example}"
         )
-    return mesh[AXIS]
+    return mesh[name]
 
 
 def refuse_unknown_axes(mesh: DeviceMesh) -> None:
     """Raise :class:`UnsupportedError` for an axis of several ranks with an unknown name."""
-    names = mesh.mesh_dim_names or ()
-    unknown = {name: mesh[name].size() for name in names if name not in AXES}
-    others = [f'"{name}" of {size} ranks' for name, size in unknown.items() if size > 1]
+    unknown = [name for name in mesh.mesh_dim_names or () if name not in AXES]
+    others = [name for name in unknown if mesh[name].size() > 1]
     if others:
         # Gradients over an axis of unknown meaning would be reduced by nobody, silently.
         raise UnsupportedError(
-            f"the mesh has the axis {', '.join(others)}, and the names that have a meaning are "
-            f'{", ".join(AXES)}: call an axis over which batches differ "{SHARD_AXIS}" (parameters '
-            f'sharded) or "{REPLICATE_AXIS}" (parameters replicated). Or pass mesh["{AXIS}"] and '
-            "reduce gradients over the rest yourself, for example by "
+            f"the mesh has the axis {_sizes_text(mesh, others)}, and the names that have a meaning "
+            f'are {", ".join(AXES)}: call an axis over which batches differ "{SHARD_AXIS}" '
+            f'(parameters sharded) or "{REPLICATE_AXIS}" (parameters replicated). Or pass '
+            f'mesh["{AXIS}"] and reduce gradients over the rest yourself, for example by '
             "torch.distributed.fsdp.fully_shard(module, mesh=the other axis) on the compiled module"
         )
 
@@ -144,7 +164,5 @@ def refuse_pipeline_axis(mesh: DeviceMesh) -> None:
         )
 
 
-_EXAMPLE = (
-    'for example init_device_mesh("cuda", (4, 8), mesh_dim_names=("dp_shard", "tp")): 4 batches, '
-    "each on 8 ranks"
-)
+def _sizes_text(mesh: DeviceMesh, names: Iterable[str]) -> str:
+    return ", ".join(f'"{name}" of {mesh[name].size()} ranks' for name in names)

@@ -241,7 +241,8 @@ def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:
         name: f"values {number % 2**64:016x}" for name, number in zip(here, numbers, strict=True)
     }
     return {
-        name: f"{_dtype(value)} {tuple(value.shape)} {values.get(name, 'on meta')}"
+        name: f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)} "
+        f"{values.get(name, 'on meta')}"
         for name, value in tensors.items()
     }
 
@@ -259,10 +260,6 @@ def _inputs(
             few = strided(leaf).reshape(-1)[:4].tolist()
             facts[f"input {name!r}"] += f" values {number} {few}..."
     return facts
-
-
-def _dtype(value: Tensor) -> str:
-    return str(value.dtype).removeprefix("torch.")
 
 
 _SAME_BATCH = (

@@ -205,7 +205,10 @@ def _rebuild(traced: fx.Graph, region: Region) -> JointGraph:
             copies[node] = graph.node_copy(node, copies.__getitem__)
             # "getitem_7" says nothing; the generated code shows these names.
             if node.target is operator.getitem:
-                copies[node]._rename(_result_name(node))
+                source, index = node.args
+                names = RESULT_NAMES.get(source.target, ())
+                unnamed = f"{source.target.__name__.split('.')[0]}_out{index}"
+                copies[node]._rename(names[index] if index < len(names) else unnamed)
     # By descriptor and not by position: inputs without gradient have none in PyTorch's order.
     outputs, grads = _results(traced)
     num_inputs, num_outputs = len(inputs), len(outputs)
@@ -219,15 +222,6 @@ def _rebuild(traced: fx.Graph, region: Region) -> JointGraph:
             node.meta["val"] = source.meta["val"]
     inline_sizes(graph)
     return JointGraph(graph, num_inputs, num_outputs, tuple(sorted(tangents)), region.input_kinds)
-
-
-def _result_name(node: fx.Node) -> str:
-    """Name of one of several results."""
-    source, index = node.args
-    names = RESULT_NAMES.get(source.target, ())
-    return (
-        names[index] if index < len(names) else f"{source.target.__name__.split('.')[0]}_out{index}"
-    )
 
 
 def _copy_placeholder(

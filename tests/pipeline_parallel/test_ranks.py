@@ -292,7 +292,7 @@ def _wrong_meshes() -> None:
     pp = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
     pipeline = functools.partial(sp_compiler.pipeline, example_inputs=example, microbatches=2)
     model = zoo.build("plain", layers=1)
-    with pytest.raises(ArgumentError, match="one of them must be named 'pp'"):
+    with pytest.raises(ArgumentError, match='one of them must be named "pp"'):
         pipeline(model, mesh=tp)
     with pytest.raises(UnsupportedError, match='"cp" of 2 ranks'):
         pipeline(model, mesh=both)

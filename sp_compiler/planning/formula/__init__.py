@@ -273,7 +273,8 @@ class Names:
     def expression(self, dim: Dim) -> sympy.Expr:
         for part in divided(dim):
             self._divided[self.expression(part)] = None
-        return expression(dim, self._atom, WORLD).xreplace(self._equalities())
+        equal = {_symbol(n): s.equal_to for n, s in self._sizes.items() if s.equal_to is not None}
+        return expression(dim, self._atom, WORLD).xreplace(equal)
 
     def divided(self) -> tuple[sympy.Expr, ...]:
         """Sizes that ranks divide evenly."""
@@ -350,13 +351,6 @@ class Names:
                 equal = size.value // hidden.value * _symbol("h")
             if equal is not None:
                 self._sizes[name] = Size(size.value, size.meaning, equal)
-
-    def _equalities(self) -> dict[sympy.Symbol, sympy.Expr]:
-        return {
-            _symbol(name): size.equal_to
-            for name, size in self._sizes.items()
-            if size.equal_to is not None
-        }
 
     def _atom(self, atom: Atom) -> sympy.Expr:
         if atom not in self._written:

@@ -109,7 +109,9 @@ def _given(
 ) -> Shape:
     """Dims of what a call is given for the placeholder ``node``."""
     if ref.kind == "call":
-        return _output(compiled, ref, shapes)
+        region = compiled.program.calls[ref.index].region.name
+        results = compiled.regions[region].partitioned.forward.output_node().args[0]
+        return shapes.of(region, results[ref.output].name)
     if ref.kind == "input":
         return shapes.inputs[ref.index]
     name = compiled.param_name(ref.name) if ref.kind == "param" else ref.name
@@ -118,12 +120,6 @@ def _given(
     # By name: a tied weight makes the embedding's rows and the head's classes one size.
     full = stored.setdefault((ref.kind, name), full)
     return one_ranks_part(full, placement, compiled.world_size)
-
-
-def _output(compiled: CompiledProgram, ref: Ref, shapes: Shapes) -> Shape:
-    region = compiled.program.calls[ref.index].region.name
-    results = compiled.regions[region].partitioned.forward.output_node().args[0]
-    return shapes.of(region, results[ref.output].name)
 
 
 # One graph.

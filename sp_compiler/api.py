@@ -108,6 +108,7 @@ def compile(
     fsdp_options = checked_options(fsdp, group.data, group.world_size)
     if fsdp_options is not None:
         refuse_scalars(model)
+    # Checked before the model is taken over, like every other argument.
     example = None if example_inputs is None else checked_inputs(model, example_inputs)
     texts = {**checked.texts(), "initial_weights": initial_weights}
     builder = _Builder(checked, FallbackCheck(checked, group.rank), verify)
@@ -214,6 +215,7 @@ def pipeline(  # noqa: PLR0913 - all by keyword, each described below
     _check(initial_weights, rank_timeout, verify=False)
     timeout = timedelta(seconds=rank_timeout)
     axis = pipeline_axis(mesh, timeout)
+    # A schedule that does not fit is refused before the model is captured, which takes longest.
     plan, per_rank = schedule_of(schedule, stages_per_rank, axis.size, microbatches)
     args, kwargs = checked_inputs(model, example_inputs)
     group = tensor_parallel_group(None, mesh, rank_timeout=timeout, in_stages=True)
@@ -360,6 +362,7 @@ def plan(  # noqa: PLR0913 - all by keyword, each described below
             f'microbatches={microbatches!r} without mesh=: give sizes by axis, such as "8x4x2"'
         )
     args, kwargs = checked_inputs(model, example_inputs)
+    # 8 ranks: what a machine usually has, between which links are fast.
     grid = GridSizes(8 if tp is None else tp) if mesh is None else GridSizes.of(mesh)
     checked = CompileOptions.of(grid.tp, options)
     on_grid = None

@@ -130,6 +130,7 @@ def _build(
 ) -> CompiledProgram:
     log_as_asked()
     LOG.info("compiling %s for %d ranks", type(model).__name__, options.tp)
+    # Asked for at the start: a folder that cannot be written would be found out minutes later.
     folder = dump_folder()
     run = PassRunner(keep_graphs=keep != "nothing" or folder is not None)
     # With symbols, looking up results of operators takes longer than running them on fakes.
@@ -161,6 +162,7 @@ def _build(
 
 
 def _copied(captured: Captured) -> Captured:
+    # Nodes alone are copied: the tensors that they name are what the model holds.
     graph = copy_graph(captured.module.graph)
     module = GraphModule(captured.module, graph)
     return replace(captured, module=module, refs=list(captured.refs))
@@ -249,6 +251,7 @@ class Compilation:
         for region in program.regions if self._checked else ():
             concrete = example.region(region)
             run.once(Pass.CHECK, check_forward, concrete, tp, region=region.name)
+        # One for all memory settings: to differentiate takes longer than to cut.
         joints: dict[str, JointGraph] = {}
         for region in program.regions:
             name = region.name

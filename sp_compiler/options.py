@@ -116,6 +116,7 @@ def with_options(function: Function) -> Function:
     So ``help`` and an editor show names, defaults and meanings, which are written here alone.
     """
     signature = inspect.signature(function)
+    # Named in the signature of an editor, while the code below keeps one ``**options``.
     own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
     options = [
         inspect.Parameter(
@@ -245,6 +246,7 @@ def checked_inputs(model: Any, example_inputs: Any) -> tuple[tuple[Any, ...], di
             "example_inputs: expected (args, kwargs), a tuple of a tuple and a dict, such as "
             f"((), {{'input_ids': ids}}); got {type(example_inputs).__name__}"
         )
+    # Copies, for a caller may go on to change its own.
     return tuple(example_inputs[0]), dict(example_inputs[1])
 
 

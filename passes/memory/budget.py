@@ -173,5 +173,6 @@ def _too_small(program: Program, calls: Sequence[CallSplits], budget_bytes: int)
 
 def _rounded_up(num_bytes: int) -> str:
     """In the largest unit that fits, as an argument that is large enough."""
+    # Rounded up, for the number is meant to be typed as it is.
     power = max(0, min(4, (num_bytes.bit_length() - 1) // 10))
     return f'"{math.ceil(1000 * num_bytes / 1024**power) / 1000}{UNITS[power]}"'

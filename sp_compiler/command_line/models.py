@@ -40,6 +40,7 @@ class Loaded:
 
 def presets() -> dict[str, dict[str, Any]]:
     """Presets by name, see ``presets.toml``."""
+    # As package data: an installed wheel may be a zip file.
     text = files("sp_compiler.command_line").joinpath("presets.toml").read_text(encoding="utf-8")
     return tomllib.loads(text)
 

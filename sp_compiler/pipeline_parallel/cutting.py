@@ -58,6 +58,7 @@ def ends_of(
         used = [sizes[name] for name in {name for call in part for name in call.parameters}]
         if not used:  # an optimizer takes no empty list of parameters
             return None
+        # As a dict, for what several calls save (a mask, rotary tables) is there once.
         kept = sum(dict(pair for call in part for pair in call.kept).values())
         return sum(map(state_bytes, used)) + max(call.working_bytes for call in part), kept
 
@@ -70,8 +71,11 @@ def ends_of(
         needed = num_bytes(stage, start, stop)
         return 0.0 if needed <= room and needed < math.inf else math.inf
 
+    # Times first, and of cuts that fit: a slow stage is waited for by all others, a full one does
+    # not run.
     ends = fastest_cut([call.step_us for call in calls], num_stages, limits)
     if ends is None:
+        # Solved anew for the message alone: which limit would do is what the user needs next.
         least = least_largest(len(calls), num_stages, num_bytes)
         if memory_bytes is None or least == math.inf:
             raise ArgumentError(

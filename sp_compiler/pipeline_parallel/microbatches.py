@@ -29,6 +29,7 @@ def microbatches_of(leaves: Sequence[Any], names: Sequence[str], count: int) -> 
     batch = next((size for size in sizes if size is not None), None)
     if batch is None:
         raise ArgumentError("no input is a tensor with a batch dim, which microbatches are cut of")
+    # Not padded: rows that are none would count in a mean over tokens.
     if batch % count or not batch:
         first = names[sizes.index(batch)]
         raise ArgumentError(
@@ -42,6 +43,7 @@ def microbatches_of(leaves: Sequence[Any], names: Sequence[str], count: int) -> 
                 "it, or compute it inside the model"
             )
     pieces = [
+        # Views: a step holds its batch once.
         leaf.split(batch // count) if size == batch else (leaf,) * count
         for leaf, size in zip(leaves, sizes, strict=True)
     ]

@@ -81,6 +81,7 @@ class PipelineModule(StageParameters):
         # Pipelines are made in the same order on all ranks, so the count names one on all of them.
         name = f"pipeline {next(_INSTANCES)}"
         self._agreement = RankAgreement(axis.watched, name, self._state.options)
+        # Every compilation goes through the cut, also those that a call of another size asks for.
         self._build, self._state.build = self._state.build, self._build_to_cut
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
@@ -92,6 +93,7 @@ class PipelineModule(StageParameters):
             compiled = executor_for(self._state, first, structure).compiled
             stages = self._cut(compiled)
             ranks = [self._schedule.rank_of(i, self._axis.size) for i in range(len(stages))]
+            # Before FSDP2 is applied: what other ranks hold must not be gathered here.
             self._keep_own(stages, ranks)
             if self._fsdp is not None:
                 self._shard_over_data(compiled, self._fsdp)
@@ -118,8 +120,11 @@ class PipelineModule(StageParameters):
                 "step() computes gradients and was called under no_grad; use eval(...) for the loss"
             )
         parameters = self._state.parameters
+        # Summed over the holders already: summed once more it would count as often as there are
+        # holders.
         earlier = self._ties.before(parameters)
         deferred = self._state.deferred
+        # Microbatches add up on each rank; one reduction follows them.
         deferred.enabled = True
         try:
             loss = self._run(args, kwargs, train=True)
@@ -184,6 +189,7 @@ class PipelineModule(StageParameters):
                     "other stages do not know of: freeze before"
                 )
             self._agree(leaves, structure, names)
+            # Of the first, for all microbatches have one size.
             compiled = executor_for(state, parts[0], structure).compiled
             require_data(state)
             if id(compiled) not in self._runners:
@@ -241,6 +247,7 @@ class PipelineModule(StageParameters):
         chain = chain_of(program, loss)
         paths = tuple(program.calls[index].path for index in chain)
         if not self._ends:
+            # Cut once: parameters cannot move to another rank with every size of the inputs.
             in_flight = self._schedule.in_flight(
                 self._axis.size, self._stages_per_rank, self._microbatches
             )
@@ -269,6 +276,7 @@ class PipelineModule(StageParameters):
         if all("seed" not in region.input_kinds for region in compiled.program.regions):
             return [None] * self._microbatches
         device = self._state.device()
+        # On every rank, though one rank's are used: generators stay where those of the others are.
         drawn = [draw_seed() for _ in range(self._microbatches)]
         seeds = torch.stack(drawn).to(device)
         if self._state.group.process_group is not None:

@@ -45,6 +45,7 @@ class StageModule(nn.Module):
         super().__init__()
         self._stage = stage
         self._state = state
+        # The index of the stage, not of the rank: a rank may have the first stage and the last.
         self._is_first = index == 0
         self._executor = state.executor(stage.compiled, weights, gathered=True)
         self.feed: Feed | None = None
@@ -61,9 +62,11 @@ class StageModule(nn.Module):
                 state.buffers[name].copy_(value)
         if self._stage.sent:
             return tuple(run.outputs)
+        # Weighed in here: to torch all microbatches weigh the same.
         weight = self.feed.weights[number]
         loss = run.outputs[0]
         loss = loss * (weight.to(loss) if isinstance(weight, Tensor) else weight)
+        # Summed up behind the step: to read a number now would wait for the device.
         self.feed.losses.append(loss.detach())
         return loss
 
@@ -120,6 +123,8 @@ class StageRunner:
         for module in self._local:
             module.feed = feed
         index = numbers(self._microbatches)
+        # The schedule cuts what it is passed, so it is passed numbers: inputs that are no tensors,
+        # or have no batch dim, could not be cut.
         received = (index,) if self._has_first else ()
         try:
             if train:

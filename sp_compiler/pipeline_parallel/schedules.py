@@ -103,6 +103,7 @@ class Schedule:
 
     def _single_order(self, rank: int, num_ranks: int, microbatches: int) -> list[Action]:
         """As torch's schedules of one stage do, which make no table."""
+        # 1F1B warms up with one forward per stage that follows; GPipe runs all of them.
         ahead = min(microbatches, microbatches if self.name == "gpipe" else num_ranks - rank)
         order = [Action(FORWARD, rank, number) for number in range(ahead)]
         for number in range(microbatches):
@@ -167,6 +168,7 @@ def schedule_of(
             f"microbatches={microbatches}: schedule={name!r} on {num_ranks} pipeline ranks needs "
             f"at least {least}, or ranks would never have work"
         )
+    # Rounds as torch's interleaved schedules count them.
     rounds = max(1, microbatches // num_ranks)
     if not schedule.stages_per_rank and microbatches % rounds:
         raise ArgumentError(

@@ -85,6 +85,7 @@ class StageParameters:
         Raises:
             ArgumentError: one of this rank's is missing.
         """
+        # Checkpoints of a grid hold all stages, and a rank reads what it has.
         own = set(self.state_dict())
         missing = own - set(state_dict)
         if missing:
@@ -130,6 +131,7 @@ class StageParameters:
         self._state.programs = self._state.programs.rekeyed(
             lambda key: replace(key, parameters=tuple(key.parameters[i] for i in kept))
         )
+        # Asked anew: parameters that had no numbers may be among those that went.
         self._state.has_data = False
         self._trained = tuple(parameter.requires_grad for parameter in self.parameters())
         self._ties = TiedParameters(holders, self._axis)

@@ -115,8 +115,10 @@ def crossing(
     uses = [(ref, stage_of[i]) for i in stage_of for ref in program.calls[i].args]
     for ref, user in [*uses, (loss, num_stages - 1)]:
         if ref.kind == "call" and ref.index in stage_of:
+            # Through every stage between: schedules send to neighbours only.
             for stage in range(stage_of[ref.index] + 1, user + 1):
                 received[stage].add(ref)
+    # Sorted, for the sender and the receiver must have one order.
     return [sorted(refs, key=lambda ref: (ref.index, ref.output)) for refs in received]
 
 
@@ -132,6 +134,7 @@ def _stage(
     tables = [i for i in sorted(read) if is_table(program, program.calls[i])]
     order = [*tables, *part]
     new_index = {old: new for new, old in enumerate(order)}
+    # Of the whole program, so that all stages number what they receive alike.
     num_inputs = 1 + max(
         (ref.index for call in program.calls for ref in call.args if ref.kind in ("input", "size")),
         default=-1,

@@ -42,6 +42,8 @@ class TiedParameters:
                 continue
             sent = value.contiguous()
             dist.broadcast(sent, group=self._groups[self.holders[name]], group_src=0)
+            # Collectives want a block of memory, which a part with room for padding behind it may
+            # not be.
             if sent is not value:
                 value.copy_(sent)
 
@@ -62,6 +64,7 @@ class TiedParameters:
             if not parameter.requires_grad:
                 continue
             own = parameter.grad
+            # A holder whose stage did not use it still takes part, or the others would wait.
             local = torch.zeros_like(local_tensor(parameter)) if own is None else local_tensor(own)
             with torch.no_grad():
                 total = local.contiguous()

@@ -128,6 +128,7 @@ class CompiledGraph:
             # Constants that are made now outlive the caller's inference_mode.
             with torch.inference_mode(False):
                 program = self._build(model, bound.tensors)
+            # An executor of its own: other sizes are other graphs, with other things to keep.
             executor = Executor(program, self._group.communicator)
             compiled = _Compiled(executor, model.returned_inputs)
             self._programs.put(key, compiled)

@@ -80,6 +80,7 @@ def _group_norm(node: Node) -> OpRule:
         return (channels,) if name in ("weight", "bias") else image
 
     operands = dims_by_name(node, dims)
+    # Gradients of channels are sums over the batch: partial ones where it is cut.
     if "grad_out" in args:
         results = (image, (channels,), (channels,))
         return OpRule(operands, results, contracted=batch[0], linear=FIRST_OPERAND, rows="fixed")

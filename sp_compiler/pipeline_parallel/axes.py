@@ -60,7 +60,7 @@ def pipeline_axis(mesh: DeviceMesh | None, rank_timeout: timedelta) -> PipelineA
         ArgumentError: no mesh, or one without the axis.
     """
     remark = "without stages use sp_compiler.compile(model, mesh=mesh)"
-    axis = named_axis(mesh, AXIS, _EXAMPLE, remark)
+    axis = named_axis(mesh, AXIS, user="a pipeline", example=_EXAMPLE, remark=remark)
     group = axis.get_group()
     ranks = tuple(dist.get_process_group_ranks(group))
     watched = watched_group(axis, rank_timeout, "pipeline")

@@ -108,15 +108,19 @@ def tensor_parallel_axis(mesh: DeviceMesh) -> DeviceMesh:
         'for example init_device_mesh("cuda", (4, 8), mesh_dim_names=("dp_shard", "tp")): 4 '
         "batches, each on 8 ranks"
     )
-    return named_axis(mesh, AXIS, example, "of size 1 where there is no tensor parallelism")
+    remark = "of size 1 where there is no tensor parallelism"
+    return named_axis(mesh, AXIS, user="a compiled module", example=example, remark=remark)
 
 
-def named_axis(mesh: DeviceMesh | None, name: str, example: str, remark: str) -> DeviceMesh:
+def named_axis(
+    mesh: DeviceMesh | None, name: str, *, user: str, example: str, remark: str
+) -> DeviceMesh:
     """The one-dimensional slice ``name`` of a user's mesh.
 
     Args:
         mesh: as the user gave it.
         name: of the axis.
+        user: what needs it, for messages.
         example: of a mesh that has it, for messages.
         remark: on the axis, for messages.
 
@@ -125,8 +129,8 @@ def named_axis(mesh: DeviceMesh | None, name: str, example: str, remark: str) ->
     """
     if not isinstance(mesh, DeviceMesh):
         raise ArgumentError(
-            f"mesh={mesh!r}: expected a torch.distributed.device_mesh.DeviceMesh with an axis "
-            f'named "{name}"; {example}'
+            f"mesh={mesh!r}: expected a torch.distributed.device_mesh.DeviceMesh; {user} needs a "
+            f'DeviceMesh with an axis named "{name}", {example}'
         )
     names = mesh.mesh_dim_names or ()
     if name not in names:

@@ -17,6 +17,8 @@ from sp_compiler.base.errors import (
 from sp_compiler.base.pass_report import PassReport
 from sp_compiler.cost.hardware import Hardware, Link
 from sp_compiler.cost.measure import profile
+from sp_compiler.emulation.clock import VirtualClock
+from sp_compiler.emulation.group import emulated_group
 from sp_compiler.graph_diff.diff import GraphDiff, diff
 from sp_compiler.grid.gradient_norm import clip_grad_norm_
 from sp_compiler.grid_plan.data import GridPlan
@@ -46,10 +48,12 @@ __all__ = [
     "SPCompilerError",
     "UnsupportedError",
     "VerifyReport",
+    "VirtualClock",
     "clip_grad_norm_",
     "compile",
     "data_shard",
     "diff",
+    "emulated_group",
     "forbid",
     "pipeline",
     "plan",

@@ -30,6 +30,7 @@ LAYERS = (
     "check",
     "inductor",
     "codegen",
+    "emulation",
     "runtime",
     "planning",
     "passes",

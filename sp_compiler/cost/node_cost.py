@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,23 +53,30 @@ def node_flops(node: Node) -> tuple[int, int]:
     The full square of scores counts, causal or not, as in the papers. The two numbers differ where
     the operator recomputes inside: fused attention's backward multiplies queries and keys again.
     """
+    args, kwargs = tree_map_only(Node, lambda arg: arg.meta["val"], (node.args, node.kwargs))
+    return operator_flops(node.target, args, kwargs, node.meta["val"])
+
+
+def operator_flops(
+    target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+) -> tuple[int, int]:
+    """Return :func:`node_flops` of an operator that made ``result`` of these tensors."""
     # By hand: torch's registry lacks the operator for CPUs, and has one count for a backward, in
     # which the recomputed product is part of the model's work.
-    if node.target in FUSED_ATTENTION:
-        flops = 2 * _attention_product(node, 0)  # scores, and scores times values
+    if target in FUSED_ATTENTION:
+        flops = 2 * _attention_product(*args[:2])  # scores, and scores times values
         return flops, flops
-    if node.target in _ATTENTION_BACKWARDS:
-        product = _attention_product(node, 1)
+    if target in _ATTENTION_BACKWARDS:
+        product = _attention_product(*args[1:3])
         return 4 * product, 5 * product  # two gradients per product, and the scores once more
     # torch's registry has ``addmm`` and ``mm`` but no ``linear``, which simplify makes of them.
-    if node.target is _aten.linear.default:
-        flops = 2 * node.meta["val"].numel() * node.args[0].meta["val"].shape[-1]
+    if target is _aten.linear.default:
+        flops = 2 * result.numel() * args[0].shape[-1]
         return flops, flops
-    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    formula = flop_registry.get(getattr(target, "overloadpacket", None))
     if formula is None:  # pointwise and reductions: bound by memory, as the papers have it
         return 0, 0
-    values = tree_map_only(Node, lambda arg: arg.meta["val"], (node.args, node.kwargs))
-    flops = int(formula(*values[0], **values[1], out_val=node.meta["val"]))
+    flops = int(formula(*args, **kwargs, out_val=result))
     return flops, flops
 
 
@@ -93,10 +101,9 @@ def product_flops(node: Node) -> float:
     return 2.0 * float(node.meta["val"].numel()) * inner
 
 
-def _attention_product(node: Node, first: int) -> int:
-    """Operations of one product (b, a, s, d) x (b, a, s', d); ``first``: position of the query."""
-    query, key = (node.args[first + i].meta["val"].shape for i in (0, 1))
-    return 2 * math.prod(query) * key[-2]
+def _attention_product(query: Tensor, key: Tensor) -> int:
+    """Operations of one product (b, a, s, d) x (b, a, s', d)."""
+    return 2 * math.prod(query.shape) * key.shape[-2]
 
 
 def node_collectives(node: Node) -> list[Collective]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from sp_compiler.base.errors import ArgumentError
+from sp_compiler.emulation.group import BACKEND
 from sp_compiler.ops.communicator import Communicator
 from sp_compiler.ops.counter import call_seed, draw_seed
 from sp_compiler.runtime.failures import FailureBoard, failure_board
@@ -23,6 +24,8 @@ from sp_compiler.runtime.mesh_axes import (
 )
 from sp_compiler.runtime.watched_collectives import WatchedCollectives
 
+# Backends whose other ranks exist in name only: nobody could be waited for.
+_ONE_PROCESS = ("fake", BACKEND)
 RANK_TIMEOUT = timedelta(minutes=5)
 _HOW = (
     "start one process a rank, for example `torchrun --nproc-per-node={tp} train.py`, and "
@@ -128,7 +131,7 @@ def watched_group(
     data = data or DataAxes()
     group = axis.get_group()
     rank, size = dist.get_rank(group), axis.size()
-    if dist.get_backend(group) == "fake":
+    if dist.get_backend(group) in _ONE_PROCESS:
         return TensorParallelGroup(axis, Communicator(group, rank, size), rank_timeout, data=data)
     board, boards = failure_board(group, kind), _data_boards(data)
     if axis.device_type != "cpu" or group._get_backend(torch.device("cpu")).name() != "gloo":
@@ -141,7 +144,7 @@ def watched_group(
 
 def _data_boards(data: DataAxes) -> tuple[FailureBoard, ...]:
     """A board for each data-parallel axis; none in a fake group, whose ranks are no processes."""
-    if data.mesh is None or dist.get_backend(data.mesh.get_group(0)) == "fake":
+    if data.mesh is None or dist.get_backend(data.mesh.get_group(0)) in _ONE_PROCESS:
         return ()
     return tuple(
         failure_board(data.mesh.get_group(name), f'data-parallel group "{name}"')

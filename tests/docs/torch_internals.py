@@ -41,9 +41,19 @@ def _own_names() -> frozenset[str]:
     """Private names that the product defines itself."""
     names: set[str] = set()
     for path in sources():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        # A process group of ours has its methods' names from torch, which calls them.
+        groups = [
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ClassDef)
+            and "dist.ProcessGroup" in map(ast.unparse, node.bases)
+        ]
+        overridden = {id(method) for group in groups for method in group.body}
+        for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                names.add(node.name)
+                if id(node) not in overridden:
+                    names.add(node.name)
             elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
                 # Of attributes those of our own objects: ``self._graph = ...``.
                 names.add(ast.unparse(node).removeprefix("self."))

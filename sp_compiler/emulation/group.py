@@ -1,0 +1,244 @@
+"""A process group of which one rank runs, with links that take time on a virtual clock."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from sp_compiler.base.errors import ArgumentError
+from sp_compiler.cost.hardware import Hardware, Link, collective_us, hardware_of
+from sp_compiler.emulation.clock import Compute, VirtualClock
+from sp_compiler.emulation.operator_times import OperatorTimes
+
+BACKEND = "sp_emulated"
+"""Name of the backend in torch's registry."""
+
+
+@contextlib.contextmanager
+def emulated_group(
+    world_size: int,
+    gb_per_s: float | None = None,
+    latency_us: float | None = None,
+    *,
+    hardware: str | Path | Hardware = "h100",
+    compute: Compute = "modelled",
+) -> Iterator[VirtualClock]:
+    """Be rank 0 of ``world_size`` ranks whose collectives take the time of a link, in one process.
+
+    Inside, ``compile(model, tp=world_size)`` gives a module that computes what one rank computes,
+    as if every other rank had the same part of the parameters: its numbers are not the model's, its
+    shapes, order and times are a rank's. The result tells how much of the communication is exposed:
+
+    >>> with sp_compiler.emulated_group(8, hardware="a100") as clock:
+    ...     module = sp_compiler.compile(model, tp=8, example_inputs=((ids,), {"labels": ids}))
+    ...     clock.reset()
+    ...     module(ids, labels=ids).loss.backward()
+    >>> clock.exposed_us["backward"], clock.busy_us["backward"], clock.now_us()
+
+    Time is arithmetic, so that nothing else on the machine disturbs it: a collective ends its
+    latency and its bytes by the link's rate after its start, or after the end of the one before;
+    who waits for it too early moves the clock. Every collective of the group takes part, of
+    whatever module or library.
+
+    Args:
+        world_size: number of ranks.
+        gb_per_s: rate of the link instead of the profile's, for every collective.
+        latency_us: of a collective instead of the profile's.
+        hardware: profile of the device and its links, as of :func:`sp_compiler.compile`.
+        compute: ``"modelled"``: each operator takes its time on ``hardware``, the same in every
+            run; ``"measured"``: it takes the CPU time of this thread.
+
+    Yields:
+        The clock; times by phase are dictionaries with "forward" and "backward".
+
+    Raises:
+        ArgumentError: a default process group exists, for there can be only one; or an argument
+            outside what is allowed.
+    """
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 2:
+        raise ArgumentError(f"world_size={world_size!r}: expected an int of at least 2")
+    if compute not in get_args(Compute):
+        raise ArgumentError(f"compute={compute!r}: expected one of {get_args(Compute)}")
+    if dist.is_initialized():
+        raise ArgumentError(
+            "emulated_group: there is a default process group, and only one can exist; call "
+            "torch.distributed.destroy_process_group() first, or use another process"
+        )
+    device = hardware_of(hardware)
+    links = {
+        kind: Link(
+            link.latency_us if latency_us is None else latency_us,
+            link.gb_per_s if gb_per_s is None else gb_per_s,
+        )
+        for kind, link in device.interconnect.items()
+    }
+    clock = VirtualClock(replace(device, interconnect=links), world_size, compute)
+    _register()
+    # The options are how a backend of Python is told anything.
+    dist.init_process_group(
+        BACKEND, store=dist.HashStore(), rank=0, world_size=world_size, pg_options=clock
+    )
+    try:
+        with OperatorTimes(clock) if compute == "modelled" else contextlib.nullcontext():
+            yield clock
+    finally:
+        dist.destroy_process_group()
+
+
+@cache
+def _register() -> None:
+    def create(options: Any, clock: VirtualClock | None) -> EmulatedGroup:
+        # Groups within the group share its link.
+        if clock is None:
+            world = dist.group.WORLD
+            assert isinstance(world, EmulatedGroup)
+            clock = world.clock
+        return EmulatedGroup(options.group_rank, options.group_size, clock)
+
+    dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", "cuda"])
+
+
+class _Transfer(dist._Work):
+    """A collective that has its result and is through at ``end_us``."""
+
+    def __init__(self, results: list[Tensor], clock: VirtualClock, end_us: float) -> None:
+        super().__init__()
+        self._results = results
+        self._clock = clock
+        self._end_us = end_us
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._clock.wait_until(self._end_us)
+        return True
+
+    def get_future(self) -> Future[list[Tensor]]:
+        future: Future[list[Tensor]] = Future()
+        future.set_result(self._results)
+        return future
+
+
+class EmulatedGroup(dist.ProcessGroup):
+    """Collectives of a rank whose peers have the same tensors, on the link of ``clock``.
+
+    The methods are those that torch's own collectives call, under the names that it gives them; its
+    stubs list overloads for users that no collective calls.
+    """
+
+    def __init__(self, rank: int, size: int, clock: VirtualClock) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]  # an overload without a stub
+        self.clock = clock
+        self._own_rank, self._num_ranks = rank, size
+        self._name = ""
+
+    def _allgather_base(self, output: Tensor, sent: Tensor, options: Any = None) -> _Transfer:
+        return self._run("all_gather", [output], lambda: self._repeat(output, sent))
+
+    def allgather_into_tensor_coalesced(
+        self, outputs: list[Tensor], sent: list[Tensor], options: Any = None
+    ) -> _Transfer:
+        def fill() -> None:
+            for output, part in zip(outputs, sent, strict=True):
+                self._repeat(output, part)
+
+        return self._run("all_gather", outputs, fill)
+
+    def allgather(  # type: ignore[override]
+        self, outputs: list[list[Tensor]], sent: list[Tensor], options: Any = None
+    ) -> _Transfer:
+        def fill() -> None:
+            for parts, part in zip(outputs, sent, strict=True):
+                for output in parts:
+                    output.copy_(part)
+
+        return self._run("all_gather", [each for parts in outputs for each in parts], fill)
+
+    def _reduce_scatter_base(self, output: Tensor, sent: Tensor, options: Any) -> _Transfer:
+        return self.reduce_scatter_tensor_coalesced([output], [sent], options)
+
+    def reduce_scatter_tensor_coalesced(  # type: ignore[override]
+        self, outputs: list[Tensor], sent: list[Tensor], options: Any
+    ) -> _Transfer:
+        def fill() -> None:
+            for output, full in zip(outputs, sent, strict=True):
+                rank = self._own_rank
+                output.copy_(
+                    full.reshape(-1)[rank * output.numel() :][: output.numel()].view_as(output)
+                )
+                self._reduce(output, options)
+
+        return self._run("reduce_scatter", outputs, fill, sent)
+
+    def allreduce(self, tensors: list[Tensor], options: Any) -> _Transfer:  # type: ignore[override]
+        def fill() -> None:
+            for tensor in tensors:
+                self._reduce(tensor, options)
+
+        return self._run("all_reduce", tensors, fill)
+
+    # No step of a compiled module runs these: they take no time on the link.
+
+    def broadcast(self, tensors: list[Tensor], options: Any = None) -> _Transfer:  # type: ignore[override]
+        return _Transfer(tensors, self.clock, 0.0)
+
+    def scatter(  # type: ignore[override]
+        self, outputs: list[Tensor], sent: list[list[Tensor]], options: Any = None
+    ) -> _Transfer:
+        for output, parts in zip(outputs, sent, strict=False):
+            output.copy_(parts[self._own_rank])
+        return _Transfer(outputs, self.clock, 0.0)
+
+    def barrier(self, options: Any = None) -> _Transfer:
+        return _Transfer([], self.clock, 0.0)
+
+    def _repeat(self, output: Tensor, part: Tensor) -> None:
+        output.view(self._num_ranks, -1).copy_(part.reshape(1, -1).expand(self._num_ranks, -1))
+
+    def _reduce(self, tensor: Tensor, options: Any) -> None:
+        # Of equal values the sum is a multiple, and everything else the value.
+        if options.reduceOp == dist.ReduceOp.SUM:
+            tensor.mul_(self._num_ranks)
+
+    def _run(
+        self,
+        kind: str,
+        results: list[Tensor],
+        fill: Callable[[], None],
+        full: Sequence[Tensor] | None = None,
+    ) -> _Transfer:
+        num_bytes = sum(each.numel() * each.element_size() for each in full or results)
+        time_us = collective_us(num_bytes, kind, self._num_ranks, self.clock.hardware)
+        end_us = self.clock.start(time_us)
+        fill()
+        self.clock.forget_since_look()
+        return _Transfer(results, self.clock, end_us)
+
+    # What torch asks a group of Python for.
+
+    def rank(self) -> int:
+        return self._own_rank
+
+    def size(self) -> int:
+        return self._num_ranks
+
+    def getBackendName(self) -> str:
+        return BACKEND
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        return self._name
+
+    @property
+    def pg_name(self) -> str:
+        return self._name

@@ -6,7 +6,8 @@ One machine with 8 GPUs, 2 batches of 4 sequences, each on 4 GPUs::
         --text books/*.txt --folder runs/gpt2 --precision bfloat16
 
 ``--model`` is a ``config.json``, a folder or a name of the hub; ``--pretrained`` starts from the
-safetensors of a folder. Text is read as bytes unless there is a ``--tokenizer``. The same command
+safetensors of a folder. With ``--pp`` layers are spread over stages, which run one forward each of
+``--accumulate`` in turns. Text is read as bytes unless there is a ``--tokenizer``. The same command
 again goes on from the last complete checkpoint in ``--folder``: with the same losses to the bit on
 the same grid, up to rounding and to other dropout masks on one with as many sequences per step.
 """
@@ -21,7 +22,6 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,17 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import sp_compiler
+from examples.tokens import Tokens
 
 
 def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -49,6 +54,8 @@ def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--tokenizer", default="bytes", help="folder or name; default: bytes")
     add("--folder", type=Path, required=True, help="checkpoints, metrics, final weights")
     add("--tp", type=int, default=1, help="ranks that share a batch")
+    add("--pp", type=int, default=1, help="stages that the layers are spread over")
+    add("--schedule", default="1f1b", help="of the stages, see sp_compiler.pipeline")
     add("--dp-shard", type=int, default=1, help="batches, parameters sharded over them")
     add("--dp-replicate", type=int, default=1, help="times that all of it is repeated")
     add("--precision", choices=("float32", "bfloat16"), default="float32", help="of the products")
@@ -75,56 +82,6 @@ def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
             "the folder that save_pretrained wrote, or that a name was downloaded to"
         )
     return args
-
-
-@dataclass
-class Tokens:
-    """Windows of a text: the last twentieth is for evaluation, the rest is shuffled per epoch.
-
-    Which windows a step reads depends on how many were read before, and on nothing else.
-    """
-
-    windows: Tensor
-    seed: int
-    order: tuple[int, Tensor] | None = None  # epoch and its permutation, drawn last
-
-    @staticmethod
-    def read(args: argparse.Namespace) -> Tokens:
-        """All files, one behind the other, in windows of equal length."""
-        texts = [path.read_bytes() for path in args.text]
-        if args.tokenizer == "bytes":
-            ids = torch.frombuffer(bytearray(b"".join(texts)), dtype=torch.uint8)
-        else:
-            tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
-            read = (tokenizer(t.decode(errors="replace"), return_tensors="pt") for t in texts)
-            ids = torch.cat([encoded.input_ids[0] for encoded in read])
-        count = len(ids) // args.sequence_length
-        if count < 20:
-            raise SystemExit(
-                f"{len(ids)} tokens are {count} windows of {args.sequence_length}: give more text, "
-                "or a smaller --sequence-length"
-            )
-        return Tokens(ids[: count * args.sequence_length].view(count, -1), args.seed)
-
-    def training(self, first: int, count: int) -> Tensor:
-        """Windows ``first`` to ``first + count`` of the training, which goes round."""
-        total = len(self.windows) - len(self.windows) // 20
-        chosen = []
-        for position in range(first, first + count):
-            epoch, index = divmod(position, total)
-            chosen.append(self._order(epoch, total)[index])
-        return self.windows[torch.stack(chosen)].long()
-
-    def evaluation(self, first: int, count: int) -> Tensor:
-        """As many of those that are held out, in order."""
-        held_out = self.windows[-(len(self.windows) // 20) :]
-        return held_out[torch.arange(first, first + count) % len(held_out)].long()
-
-    def _order(self, epoch: int, total: int) -> Tensor:
-        if self.order is None or self.order[0] != epoch:
-            generator = torch.Generator().manual_seed(1_000_003 * self.seed + epoch)
-            self.order = epoch, torch.randperm(total, generator=generator)
-        return self.order[1]
 
 
 class Checkpoints:
@@ -158,6 +115,21 @@ class Checkpoints:
         trainer.load(state)
         return True
 
+    def export(self, args: argparse.Namespace) -> None:
+        """Write the weights of the last one as the model's own, on the first rank."""
+        if dist.get_rank() == 0:
+            last = max(self._folder.glob("step_????????"))
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(args.model))
+            state = {"model": model.state_dict()}
+            dcp.load(state, checkpoint_id=str(last), no_dist=True)
+            model.load_state_dict(state["model"])
+            model.save_pretrained(args.folder / "model")
+        dist.barrier()
+
+
+# By parameter, not by group: stages and grids have other groups of parameters.
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
 
 class Trainer:
     """A module on its grid, its optimizer, and how far it is."""
@@ -168,6 +140,8 @@ class Trainer:
         self.part, self.parts = sp_compiler.data_shard(mesh)
         self.step = 0
         self.sequences = args.batch * args.accumulate * self.parts  # of a step, on all ranks
+        # A pipeline is given all forwards of a step at once.
+        self.batch = args.batch * (args.accumulate if args.pp > 1 else 1)
         self.module: Any = self._compiled()
         matrices = [p for p in self.module.parameters() if p.ndim > 1]
         vectors = [p for p in self.module.parameters() if p.ndim <= 1]
@@ -186,13 +160,17 @@ class Trainer:
         torch.manual_seed(args.seed)  # the same weights on every rank
         with torch.device("meta" if args.pretrained else self.device):
             model = AutoModelForCausalLM.from_config(config).train()
-        ids = torch.zeros(args.batch, args.sequence_length, dtype=torch.long, device=self.device)
+        ids = torch.zeros(self.batch, args.sequence_length, dtype=torch.long, device=self.device)
+        build: Any = sp_compiler.compile
         options: dict[str, Any] = {}
+        if args.pp > 1:
+            build = sp_compiler.pipeline
+            options |= {"microbatches": args.accumulate, "schedule": args.schedule}
         if args.precision == "bfloat16" and self.parts > 1:
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
             options["fsdp"] = {"mp_policy": policy}
         with self._autocast():
-            module = sp_compiler.compile(
+            module = build(
                 model,
                 mesh=self.mesh,
                 example_inputs=((), {"input_ids": ids, "labels": ids}),
@@ -228,14 +206,7 @@ class Trainer:
         args = self.args
         windows = self.tokens.training(self.step * self.sequences, self.sequences)
         own = windows.chunk(self.parts)[self.part]
-        total = torch.zeros((), device=self.device)
-        for index, ids in enumerate(own.split(args.batch)):
-            last = index == args.accumulate - 1
-            # One switch for all axes: gradients are reduced once a step.
-            with contextlib.nullcontext() if last else self.module.no_sync():
-                loss = self._loss(ids) / args.accumulate
-                loss.backward()
-            total += loss.detach()
+        total = self._pipelined(own) if args.pp > 1 else self._accumulated(own)
         norm = sp_compiler.clip_grad_norm_(self.module, args.clip)
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate()
@@ -244,16 +215,43 @@ class Trainer:
         self.step += 1
         return total, norm
 
+    def _accumulated(self, own: Tensor) -> Tensor:
+        """Forward and backward of this part of the data; its mean loss."""
+        args, total = self.args, torch.zeros((), device=self.device)
+        for index, ids in enumerate(own.split(args.batch)):
+            last = index == args.accumulate - 1
+            # One switch for all axes: gradients are reduced once a step.
+            with contextlib.nullcontext() if last else self.module.no_sync():
+                loss = self._loss(ids) / args.accumulate
+                loss.backward()
+            total += loss.detach()
+        return total
+
+    def _pipelined(self, own: Tensor) -> Tensor:
+        """The same, by stages."""
+        ids = own.to(self.device)
+        with self._autocast():
+            total: Tensor = self.module.step(input_ids=ids, labels=ids)
+        return total
+
     @torch.no_grad()
     def evaluate(self) -> float:
         """Mean loss on text that is not trained on."""
         args, total = self.args, torch.zeros((), device=self.device)
-        self.module.eval()
         for index in range(args.evaluate_batches):
-            first = (index * self.parts + self.part) * args.batch
-            total += self._loss(self.tokens.evaluation(first, args.batch))
-        self.module.train()
+            first = (index * self.parts + self.part) * self.batch
+            total += self._evaluated(self.tokens.evaluation(first, self.batch))
         return self.mean(total / args.evaluate_batches)
+
+    def _evaluated(self, ids: Tensor) -> Tensor:
+        if self.args.pp > 1:
+            with self._autocast():
+                loss: Tensor = self.module.eval(input_ids=ids, labels=ids)
+            return loss
+        self.module.eval()
+        loss = self._loss(ids)
+        self.module.train()
+        return loss
 
     def mean(self, value: Tensor) -> float:
         """Mean over all ranks."""
@@ -262,10 +260,9 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds; ranks have the same random numbers in the same places."""
-        model, optimizer = get_state_dict(self.module, self.optimizer)
         return {
-            "model": model,
-            "optimizer": optimizer,
+            "model": self.module.state_dict(),
+            "optimizer": get_optimizer_state_dict(self._tree(), self.optimizer, options=_FLAT),
             "progress": {
                 "step": torch.tensor(self.step),
                 "sequences": torch.tensor(self.sequences),
@@ -281,14 +278,16 @@ class Trainer:
                 f"the checkpoint was trained on {before} sequences per step, this run has "
                 f"{self.sequences}: change --batch or --accumulate"
             )
-        set_state_dict(
-            self.module,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
+        self.module.load_state_dict(state["model"])
+        set_optimizer_state_dict(
+            self._tree(), self.optimizer, optim_state_dict=state["optimizer"], options=_FLAT
         )
         self.step = int(state["progress"]["step"])
         torch.set_rng_state(state["random"])
+
+    def _tree(self) -> torch.nn.Module:
+        tree: torch.nn.Module = self.module.module if self.args.pp > 1 else self.module
+        return tree
 
 
 class Log:
@@ -327,14 +326,15 @@ class Log:
 def train(args: argparse.Namespace, mesh: DeviceMesh) -> None:
     """Train from the last checkpoint, or the start, to the last step."""
     log = Log(args.folder)
-    trainer = Trainer(args, mesh, Tokens.read(args))
+    tokens = Tokens.read(args.text, args.tokenizer, args.sequence_length, args.seed)
+    trainer = Trainer(args, mesh, tokens)
     log.say(str(trainer.module.plan))
     checkpoints = Checkpoints(args.folder)
     if checkpoints.load_latest(trainer):
         log.say(f"going on from step {trainer.step}")
-    tokens = trainer.sequences * args.sequence_length
-    # Of one rank, in one forward and backward.
-    flops = trainer.module.plan.work.model_flops * args.accumulate
+    tokens_per_step = trainer.sequences * args.sequence_length
+    # Of one rank, in a step; the plan is that of all stages together.
+    flops = trainer.module.plan.work.model_flops * args.accumulate / args.pp
     steps_done, started = 0, time.perf_counter()
     while trainer.step < args.steps:
         loss, norm = trainer.train_step()
@@ -347,7 +347,7 @@ def train(args: argparse.Namespace, mesh: DeviceMesh) -> None:
                 loss=mean,
                 norm=float(norm),
                 lr=trainer.optimizer.param_groups[0]["lr"],
-                tokens_per_s=tokens / seconds,
+                tokens_per_s=tokens_per_step / seconds,
                 mfu=flops / seconds / (args.peak_tflops * 1e12),
             )
             steps_done, started = 0, time.perf_counter()
@@ -357,9 +357,7 @@ def train(args: argparse.Namespace, mesh: DeviceMesh) -> None:
         if _due(trainer.step, args.save_every, args.steps):
             checkpoints.save(trainer)
         started += time.perf_counter() - paused  # evaluation and saving belong to no step
-    weights = trainer.module.full_state_dict()
-    if dist.get_rank() == 0:
-        trainer.module.save_pretrained(args.folder / "model", state_dict=weights)
+    checkpoints.export(args)
     log.say(f"weights: {args.folder / 'model'}")
 
 
@@ -382,13 +380,15 @@ def grid(args: argparse.Namespace) -> Iterator[DeviceMesh]:
 
 def mesh_of(args: argparse.Namespace, device: str) -> DeviceMesh:
     """The mesh of the command line, "tp" innermost: its ranks are neighbours."""
-    sizes = (args.dp_replicate, args.dp_shard, args.tp)
+    names = ("dp_replicate", "dp_shard", "pp", "tp")
+    sizes = tuple(getattr(args, name) for name in names)
     if math.prod(sizes) != dist.get_world_size():
+        options = (f"--{n.replace('_', '-')} {size}" for n, size in zip(names, sizes, strict=True))
         raise SystemExit(
-            f"--dp-replicate {sizes[0]} x --dp-shard {sizes[1]} x --tp {sizes[2]} are "
-            f"{math.prod(sizes)} processes, torchrun started {dist.get_world_size()}"
+            f"{' x '.join(options)} are {math.prod(sizes)} processes, "
+            f"torchrun started {dist.get_world_size()}"
         )
-    return init_device_mesh(device, sizes, mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
+    return init_device_mesh(device, sizes, mesh_dim_names=names)
 
 
 if __name__ == "__main__":

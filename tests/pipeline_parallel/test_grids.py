@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_optimizer_state_dict,
     get_state_dict,
     set_state_dict,
@@ -28,6 +29,7 @@ from tests.helpers.ranks import run_on_ranks
 from tests.models import zoo
 
 _MICROBATCHES = 2
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 _NORMS = (2.0, float("inf"), 3.0)
 
 
@@ -77,7 +79,7 @@ def _on_other_grids(
     pipeline = one.module
     saved = {
         "model": pipeline.state_dict(),
-        "optimizer": get_optimizer_state_dict(pipeline.module, one.optimizer),
+        "optimizer": get_optimizer_state_dict(pipeline.module, one.optimizer, options=_FLAT),
     }
     dcp.save(saved, checkpoint_id=folder)
     mesh = _mesh(dp_shard=dist.get_world_size() // 2, tp=2)
@@ -86,11 +88,15 @@ def _on_other_grids(
     own = grids.split(batch, parts)[part]
     module = sp_compiler.compile(chosen.build(), mesh=mesh, example_inputs=((), own))
     other = grids.Follower.of(module)
-    weights, state = get_state_dict(module, other.optimizer)
+    weights, state = get_state_dict(module, other.optimizer, options=_FLAT)
     loaded: dict[str, Any] = {"model": weights, "optimizer": state}
     dcp.load(loaded, checkpoint_id=folder)
     set_state_dict(
-        module, other.optimizer, model_state_dict=weights, optim_state_dict=loaded["optimizer"]
+        module,
+        other.optimizer,
+        model_state_dict=weights,
+        optim_state_dict=loaded["optimizer"],
+        options=_FLAT,
     )
     errors = {"loaded": grids.parameter_error(module, truth.module)}
     module.eval(), truth.module.eval()

@@ -35,9 +35,11 @@ from sp_compiler.base.warn import warn
 from sp_compiler.check import check_forward, check_partitioned
 from sp_compiler.codegen.backends import compile_regions
 from sp_compiler.codegen.module_text import CompiledRegion
+from sp_compiler.cost.step_memory import backward_room_bytes
 from sp_compiler.ir.captured import Captured
 from sp_compiler.ir.compiled_program import CompiledProgram, LossBackward
 from sp_compiler.ir.concretize import Concretizer, concretized
+from sp_compiler.ir.forward_backward import Partitioned
 from sp_compiler.ir.hints import wishes_of
 from sp_compiler.ir.program import Program
 from sp_compiler.ir.rewriting import copy_graph
@@ -50,7 +52,7 @@ from sp_compiler.passes.memory.budget import candidates_of, tag_under_budget
 from sp_compiler.passes.memory.partition import partition
 from sp_compiler.passes.memory.split_backward import split_backward
 from sp_compiler.passes.memory.split_options import split_options
-from sp_compiler.passes.memory.tag_program import tag_program
+from sp_compiler.passes.memory.tag_program import TaggedProgram, tag_program
 from sp_compiler.passes.normalize import normalize
 from sp_compiler.passes.outline import outline
 from sp_compiler.passes.overlap import overlap_backward
@@ -268,17 +270,22 @@ class Compilation:
             ways = run.once(Pass.TAG, candidates_of, program, joints, wanted, tp)
             budget_bytes = options.budget_bytes
             tagged = run(Pass.TAG, tag_under_budget, program, joints, ways, tp, budget_bytes)
+        split: dict[str, Partitioned] = {}
+        for region in tagged.program.regions:
+            name, want = region.name, wanted[tagged.origins[region.name]]
+            joint = tagged.joints[name]
+            split[name] = run(Pass.PARTITION, partition, joint, want.loss_output, region=name)
+            if options.split_backward:
+                needs = split[name], region.input_kinds
+                split[name] = run(Pass.SPLIT_BACKWARD, split_backward, *needs, region=name)
+        room_bytes = _room_bytes(tagged, split, options)
         regions: list[CompiledRegion] = []
         for region in tagged.program.regions:
             name, origin = region.name, tagged.origins[region.name]
-            joint, want = tagged.joints[name], wanted[origin]
-            parts = run(Pass.PARTITION, partition, joint, want.loss_output, region=name)
-            if options.split_backward:
-                kinds = region.input_kinds
-                parts = run(Pass.SPLIT_BACKWARD, split_backward, parts, kinds, region=name)
+            joint, want, parts = tagged.joints[name], wanted[origin], split[name]
             if want.overlap:
-                needs = want.own_parameters, want.sizes
-                parts = run(Pass.OVERLAP, overlap_backward, parts, *needs, region=name)
+                limits = want.own_parameters, want.sizes, room_bytes.get(name, 0), options.device
+                parts = run(Pass.OVERLAP, overlap_backward, parts, *limits, region=name)
             if self._checked:  # the graphs that run, behind everything that could change them
                 contract = example.partitioned(parts), joint.tangent_outputs, tp
                 run(Pass.CHECK, check_partitioned, region, *contract, region=origin)
@@ -312,6 +319,29 @@ def compile_program(
 ) -> CompiledProgram:
     """Everything after outlining, for one memory setting; see :class:`Compilation`."""
     return Compilation(program, options, fixed=fixed, checked=checked).finish(options)
+
+
+def _room_bytes(
+    tagged: TaggedProgram, split: Mapping[str, Partitioned], options: CompileOptions
+) -> dict[str, int]:
+    """Bytes that each region's backward may take for overlap, where it may take more than without.
+
+    In a pipeline none may: what exists around a call depends on the schedule of the microbatches.
+    """
+    if options.tables_apart or not options.overlap or options.tp == 1:
+        return {}
+    example = Concretizer(tagged.program.sizes)
+    differentiable = {
+        name: tuple(output in joint.tangent_outputs for output in range(joint.num_outputs))
+        for name, joint in tagged.joints.items()
+    }
+    return backward_room_bytes(
+        example.program(tagged.program),
+        {name: example.partitioned(parts) for name, parts in split.items()},
+        differentiable,
+        options.tp,
+        options.budget_bytes or 0,
+    )
 
 
 def _loss_backwards(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -9,6 +10,8 @@ from sp_compiler.base.storage import Storage
 from sp_compiler.cost.memory import backward_peak_bytes, function_peak_bytes
 from sp_compiler.cost.step_walk import Holders, Phase, StepWalk
 from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.ir.forward_backward import Partitioned
+from sp_compiler.ir.program import Program
 
 
 @dataclass(frozen=True)
@@ -22,11 +25,16 @@ class Kept:
 
 @dataclass(frozen=True)
 class Moment:
-    """Bytes of all calls at the peak of one call's forward or backward."""
+    """Bytes of all calls at the peak of one call's forward or backward.
+
+    Attributes:
+        around_bytes: of them, those that exist before the function runs.
+    """
 
     phase: Phase
     call: int
     num_bytes: int
+    around_bytes: int
 
 
 @dataclass(frozen=True)
@@ -58,8 +66,23 @@ class StepMemory:
 def step_memory(compiled: CompiledProgram) -> StepMemory:
     """Follow every storage through the forward and the backward of ``compiled``."""
     partitioned = {name: region.partitioned for name, region in compiled.regions.items()}
-    walk = StepWalk(compiled.program, partitioned, compiled.differentiable, compiled.world_size)
-    own_parameters = compiled.program.own_parameters(compiled.world_size)
+    return memory_of_split(
+        compiled.program, partitioned, compiled.differentiable, compiled.world_size
+    )
+
+
+def memory_of_split(
+    program: Program,
+    partitioned: Mapping[str, Partitioned],
+    differentiable: Mapping[str, Sequence[bool]],
+    world_size: int,
+) -> StepMemory:
+    """Return :func:`step_memory` of a program for which there is no code yet.
+
+    The arguments are those of :class:`~sp_compiler.cost.step_walk.StepWalk`.
+    """
+    walk = StepWalk(program, partitioned, differentiable, world_size)
+    own_parameters = program.own_parameters(world_size)
 
     @cache
     def peak_bytes(name: str, phase: Phase, counted_as_gradients: frozenset[int]) -> int:
@@ -74,9 +97,9 @@ def step_memory(compiled: CompiledProgram) -> StepMemory:
     timeline: list[Moment] = []
     for event in walk.events():
         if event.kind == "run":
-            name = compiled.program.calls[event.call].region.name
-            own_bytes = peak_bytes(name, event.phase, own_parameters[event.call])
-            timeline.append(Moment(event.phase, event.call, holders.live_bytes + own_bytes))
+            name, around_bytes = program.calls[event.call].region.name, holders.live_bytes
+            num_bytes = around_bytes + peak_bytes(name, event.phase, own_parameters[event.call])
+            timeline.append(Moment(event.phase, event.call, num_bytes, around_bytes))
             continue
         holders.apply(event)
         if event.kind == "hold":  # more may live after a function than while it ran
@@ -89,3 +112,31 @@ def step_memory(compiled: CompiledProgram) -> StepMemory:
         if storage is not None
     )
     return StepMemory(kept, walk.returned, tuple(timeline))
+
+
+def backward_room_bytes(
+    program: Program,
+    partitioned: Mapping[str, Partitioned],
+    differentiable: Mapping[str, Sequence[bool]],
+    world_size: int,
+    budget_bytes: int = 0,
+) -> dict[str, int]:
+    """Return what each region's backward may take at its peak, by name, with which the step fits.
+
+    The step fits its own peak, or ``budget_bytes`` where that is more: often the peak is where the
+    loss is computed, and the blocks' backwards may take more than they do. The region's function
+    serves all its calls, so the one counts around which most exists.
+
+    Args:
+        budget_bytes: for the activations of a step.
+        program: as of :func:`memory_of_split`, like the arguments between.
+    """
+    memory = memory_of_split(program, partitioned, differentiable, world_size)
+    most_bytes = max(memory.peak_bytes, budget_bytes)
+    room_bytes: dict[str, int] = {}
+    for moment in memory.timeline:
+        if moment.phase == "backward":
+            name = program.calls[moment.call].region.name
+            left_bytes = most_bytes - moment.around_bytes
+            room_bytes[name] = min(left_bytes, room_bytes.get(name, left_bytes))
+    return room_bytes

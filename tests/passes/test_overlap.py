@@ -206,16 +206,45 @@ def test_memory_comes_first() -> None:
         assert any(map(is_wait, found.nodes)) == pays, width
 
 
+def test_room_beside_the_block_is_used_and_not_more() -> None:
+    """With a byte less than it takes to send while the weight's gradient is computed, nothing."""
+    graph, takes = linear_backward(width=1), FULL + GRAD_X + PART
+    before = backward_peak_bytes(graph, OWN)
+    assert before < takes
+    for room, waits, peak in ((0, 0, before), (takes - 1, 0, before), (takes, 1, takes)):
+        found = overlapped(graph, OWN, None, room)
+        assert sum(map(is_wait, found.nodes)) == waits
+        assert backward_peak_bytes(found, OWN) == peak
+
+
+@pytest.mark.parametrize("effect", ["draws", "writes"])
+def test_effects_keep_their_order(effect: str) -> None:
+    """Without one, ``second`` would run while the gather is on its way."""
+    b = Builder()
+    g, x = b.input("g", 4, 6), b.input("x", 8, 6)
+    full = b.gather(g, "full")
+    if effect == "draws":
+        first = b.call(aten.rand_like.default, full, name="first")
+        second = b.call(aten.rand_like.default, x, name="second")
+    else:
+        first = b.call(aten.mul_.Tensor, full, 2.0, name="first")
+        second = b.call(aten.exp.default, x, name="second")
+    graph = b.output(b.call(aten.mul.Tensor, first, second, name="last"))
+    names = [line.split(" = ")[0] for line in text(overlapped(graph))]
+    assert names == ["full", "first", "second", "last"]
+
+
 @pytest.mark.parametrize("columns", [1, 40])
 def test_what_is_sent_does_not_raise_the_peak(columns: int) -> None:
-    """Where ``again`` is the peak, the gather before it blocks."""
+    """Where ``again`` is the peak, the gather has to arrive before it."""
     b = Builder()
     g, x, w = b.input("g", 4, 4), b.input("x", 8, columns), b.input("w", columns, 4)
     scaled = b.call(aten.mul.Tensor, g, 2.0, name="scaled")
     full = b.gather(scaled, "full")
     again = b.mm(b.call(aten.exp.default, x, name="wide"), w, "again")
     graph = b.output(b.call(aten.mul.Tensor, full, again, name="grad"))
-    assert any(map(is_wait, overlapped(graph).nodes)) == (columns == 1)
+    behind_wide = [line.split(" = ")[0] for line in text(overlapped(graph))][3:5]
+    assert behind_wide == (["again", "full_arrived"] if columns == 1 else ["full_arrived", "again"])
     assert backward_peak_bytes(overlapped(graph), ()) == backward_peak_bytes(graph, ())
 
 
@@ -256,6 +285,7 @@ def test_gradients_are_those_without_overlap_to_the_last_bit(name: str, recomput
     assert waits(program) > 2
     assert waits(plain) == 0
     assert ".wait()" not in plain.code
+    assert step_memory(program).peak_bytes <= step_memory(plain).peak_bytes
     first, second = simulate(found, program), simulate(found, plain)
     assert first.grads.keys() == second.grads.keys()
     for parameter, grad in first.grads.items():

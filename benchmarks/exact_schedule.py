@@ -1,0 +1,159 @@
+"""OPT, the shortest order of a block: a yardstick for :mod:`sp_compiler.solve.list_schedule`.
+
+A branch and bound over sets of tasks that have run. What exists after them, and so the memory that
+the rest needs, depends on the set alone; what counts of the order are the clock and the times at
+which the link is free and collectives arrive. Of two orders of one set, one that is nowhere later
+makes the other superfluous. Nodes whose least time is not below the best order's are cut off.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from sp_compiler.solve.block_schedule import Block, Memory, simulate
+from sp_compiler.solve.list_schedule import list_schedule
+
+_EPSILON_US = 1e-9  # sums of the same times in another order
+
+
+@dataclass(frozen=True)
+class Exact:
+    """The best order that was found, and a time below which there is none.
+
+    Attributes:
+        proven: whether the search ended, so that no order is shorter.
+        least_us: no order is shorter than this.
+    """
+
+    order: list[int]
+    proven: bool
+    least_us: float
+
+
+@dataclass(frozen=True)
+class _State:
+    """Tasks that have run, in ``order``.
+
+    Attributes:
+        done: their set, one bit each.
+        memory: between them and the rest.
+        now_us: clock of the compute stream.
+        link_free_us: when the link has carried all that was started.
+        arrival_us: by start, of collectives that nobody has waited for.
+    """
+
+    done: int
+    order: tuple[int, ...]
+    memory: Memory
+    now_us: float = 0.0
+    link_free_us: float = 0.0
+    arrival_us: Mapping[int, float] = field(default_factory=dict)
+
+    def times_us(self) -> tuple[float, ...]:
+        """Return all that the rest of the time depends on."""
+        arrivals = (self.arrival_us[start] for start in sorted(self.arrival_us))
+        return (self.now_us, self.link_free_us, *arrivals)
+
+
+def exact_schedule(block: Block, limit_bytes: int, most_states: int = 100_000) -> Exact:
+    """Return the shortest order of ``block`` whose peak is at most ``limit_bytes``.
+
+    Args:
+        limit_bytes: at least what the given order takes.
+        most_states: after so many the search gives up; the bound stays true.
+    """
+    best = list_schedule(block, limit_bytes)
+    best_us = simulate(block, best).time_us
+    tails_us = _tails(block)
+    first = _State(0, (), Memory(block))
+    queue = [(_bound_us(block, first, tails_us), 0, 0, first)]
+    seen: dict[int, list[tuple[float, ...]]] = {}
+    expanded, tickets = 0, count(1)
+    while queue and queue[0][0] < best_us - _EPSILON_US:
+        bound_us, _, _, state = heapq.heappop(queue)
+        if len(state.order) == len(block.tasks):
+            best, best_us = list(state.order), max(state.now_us, state.link_free_us)
+            continue
+        expanded += 1
+        if expanded > most_states:
+            return Exact(best, False, bound_us)
+        for following in _following(block, state, limit_bytes):
+            bound_us = _bound_us(block, following, tails_us)
+            if bound_us < best_us - _EPSILON_US and _is_new(following, seen):
+                # Of equal bounds the one with fewest tasks left: it is complete first.
+                entry = (bound_us, -len(following.order), next(tickets), following)
+                heapq.heappush(queue, entry)
+    return Exact(best, True, best_us)
+
+
+def _following(block: Block, state: _State, limit_bytes: int) -> Iterator[_State]:
+    """States after one more task, as far as memory allows it."""
+    ready = [
+        position
+        for position, task in enumerate(block.tasks)
+        if not state.done >> position & 1 and all(state.done >> n & 1 for n in task.needs)
+    ]
+    for position in ready:
+        start = block.starts_of.get(position)
+        if start is not None and state.arrival_us[start] <= state.now_us:
+            ready = [position]  # it takes no time and only frees memory: no need to try others
+            break
+    for position in ready:
+        memory = state.memory.copy()
+        if memory.run(position) <= limit_bytes:
+            yield _after(block, state, position, memory)
+
+
+def _after(block: Block, state: _State, position: int, memory: Memory) -> _State:
+    task, now_us, link_free_us = block.tasks[position], state.now_us, state.link_free_us
+    arrival_us = dict(state.arrival_us)
+    if task.link_us:
+        link_free_us = max(now_us, link_free_us) + task.link_us
+        if position in block.wait_of:
+            arrival_us[position] = link_free_us
+        else:
+            now_us = link_free_us
+    elif task.waits_for is not None:
+        now_us = max(now_us, arrival_us.pop(task.waits_for))
+    done, order = state.done | 1 << position, (*state.order, position)
+    return _State(done, order, memory, now_us + task.time_us, link_free_us, arrival_us)
+
+
+def _tails(block: Block) -> list[float]:
+    """Time of each task and of the longest path behind it."""
+    tails_us = [0.0] * len(block.tasks)
+    for position in reversed(range(len(block.tasks))):
+        task = block.tasks[position]
+        behind_us = max((tails_us[user] for user in block.users[position]), default=0.0)
+        tails_us[position] = task.time_us + task.link_us + behind_us
+    return tails_us
+
+
+def _bound_us(block: Block, state: _State, tails_us: Sequence[float]) -> float:
+    """A time below which no order comes that begins as ``state``."""
+    left = [i for i in range(len(block.tasks)) if not state.done >> i & 1]
+    compute_us = state.now_us + sum(block.tasks[i].time_us for i in left)
+    # Sent one after another, and behind the last of them what has to follow it.
+    sent = [i for i in left if block.tasks[i].link_us]
+    link_us = max(state.link_free_us, state.now_us if sent else 0.0)
+    link_us += sum(block.tasks[i].link_us for i in sent)
+    link_us += min((tails_us[i] - block.tasks[i].link_us for i in sent), default=0.0)
+    path_us = state.now_us + max((tails_us[i] for i in left), default=0.0)
+    arriving_us = (
+        arrival_us + tails_us[block.wait_of[start]]
+        for start, arrival_us in state.arrival_us.items()
+    )
+    return max(compute_us, link_us, path_us, *arriving_us)
+
+
+def _is_new(state: _State, seen: dict[int, list[tuple[float, ...]]]) -> bool:
+    """Tell whether no order of the same tasks is at least as good; remember this one."""
+    times_us = state.times_us()
+    others = seen.setdefault(state.done, [])
+    if any(all(a <= b for a, b in zip(other, times_us, strict=True)) for other in others):
+        return False
+    others.append(times_us)
+    return True

@@ -1,0 +1,185 @@
+"""Communication that backward exposes: blocks of three models, on links of three speeds.
+
+    python -m benchmarks.overlap [--models GPT Llama Mixtral] [--exact]
+
+Compiled on the meta device for 8 ranks; times are those of the profile "h100" with an interconnect
+on which communication is 10, 20 and 40 % of forward and backward of a block that recomputes
+nothing. The schedule's own clock tells what is exposed. With ``--exact`` beside it the exact
+program, where it ends, or how much longer than any order the schedule can be at most.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Graph
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+
+from benchmarks.exact_schedule import exact_schedule
+from benchmarks.models import GPTConfig, PlainGPT
+from sp_compiler.base.units import bytes_text
+from sp_compiler.codegen.module_text import CompiledRegion
+from sp_compiler.compiler import build
+from sp_compiler.cost.hardware import Hardware, Link, hardware_of
+from sp_compiler.cost.memory import backward_peak_bytes
+from sp_compiler.cost.node_cost import collectives_us, compute_us, elapsed_us, node_collectives
+from sp_compiler.cost.step_memory import step_memory
+from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.options import CompileOptions
+from sp_compiler.passes.overlap.tasks import graph_tasks
+from sp_compiler.solve.block_schedule import simulate
+
+RANKS, LAYERS, HIDDEN, LENGTH = 8, 4, 4096, 2048
+SHARES = (0.1, 0.2, 0.4)
+POLICIES = ("none", "selective", "full")
+_DECODER = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": 14336,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "use_cache": False,
+}
+
+
+def _gpt() -> nn.Module:
+    config = GPTConfig(
+        vocab_size=51200,
+        num_positions=LENGTH,
+        hidden_size=HIDDEN,
+        num_layers=LAYERS,
+        num_heads=32,
+    )
+    return PlainGPT(config)
+
+
+def _llama() -> nn.Module:
+    return LlamaForCausalLM(LlamaConfig(vocab_size=128256, **_DECODER))
+
+
+def _mixtral() -> nn.Module:
+    experts = {"num_local_experts": 8, "experts_implementation": "grouped_mm"}
+    return MixtralForCausalLM(MixtralConfig(vocab_size=32000, **_DECODER, **experts))
+
+
+MODELS = {"GPT": _gpt, "Llama": _llama, "Mixtral": _mixtral}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One block on one link.
+
+    Attributes:
+        share: of communication in forward and backward of a block that recomputes nothing.
+        exposed: part of backward's communication that no work hides.
+        blocking_bytes: peak of the step without overlap.
+        peak_bytes: peak of the step.
+        gap: by how much the backward is longer than the exact program's, or can be at most.
+        proven: whether ``gap`` is exact.
+    """
+
+    model: str
+    recompute: str
+    share: float
+    exposed: float
+    blocking_bytes: int
+    peak_bytes: int
+    gap: float
+    proven: bool
+
+
+def compiled(name: str, **options: Any) -> CompiledProgram:
+    """A model of four layers in bfloat16, without memory for its parameters."""
+    with torch.device("meta"):
+        model = MODELS[name]().to(torch.bfloat16)
+        ids = torch.zeros(1, LENGTH, dtype=torch.int64)
+    inputs = ((ids,), {"labels": ids}) if name == "GPT" else ((), {"input_ids": ids, "labels": ids})
+    return build(model, *inputs, CompileOptions(tp=RANKS, **options))
+
+
+def block_of(program: CompiledProgram) -> CompiledRegion:
+    """The region that most calls share."""
+    return max(program.regions.values(), key=lambda each: len(program.program.paths(each.region)))
+
+
+def with_communication(share: float, graphs: Sequence[Graph]) -> Hardware:
+    """An H100 with a link on which communication is ``share`` of the time of ``graphs``."""
+    device = hardware_of("h100")
+    work_us = sum(compute_us(node, device) for graph in graphs for node in graph.nodes)
+    # The bytes alone: at an unlimited rate nothing but the latency would be left.
+    free = replace(device, interconnect=_links(device, 1.0))
+    bytes_us = sum(_communication_us(graph, free) for graph in graphs)
+    return replace(device, interconnect=_links(device, bytes_us * (1 - share) / (share * work_us)))
+
+
+def _links(device: Hardware, gb_per_s: float) -> Mapping[str, Link]:
+    return {kind: Link(0.0, gb_per_s) for kind in device.interconnect}
+
+
+def _communication_us(graph: Graph, device: Hardware) -> float:
+    return sum(collectives_us(node_collectives(node), RANKS, device) for node in graph.nodes)
+
+
+def rows(name: str, exact: bool) -> Iterator[Row]:
+    """Compile one model for every policy and link."""
+    parts = block_of(compiled(name, recompute="none", overlap=False)).partitioned
+    assert parts.backward is not None
+    for recompute in POLICIES:
+        blocking = compiled(name, recompute=recompute, overlap=False)
+        for share in SHARES:
+            device = with_communication(share, [parts.forward, parts.backward])
+            program = compiled(name, recompute=recompute, hardware=device)
+            graph = block_of(program).partitioned.backward
+            assert graph is not None
+            elapsed = elapsed_us(graph, RANKS, device)
+            work_us = sum(compute_us(node, device) for node in graph.nodes)
+            gap, proven = _gap(blocking, graph, device, elapsed) if exact else (0.0, False)
+            yield Row(
+                model=name,
+                recompute=recompute,
+                share=share,
+                exposed=(elapsed - work_us) / _communication_us(graph, device),
+                blocking_bytes=step_memory(blocking).peak_bytes,
+                peak_bytes=step_memory(program).peak_bytes,
+                gap=gap,
+                proven=proven,
+            )
+
+
+def _gap(
+    blocking: CompiledProgram, graph: Graph, device: Hardware, elapsed: float
+) -> tuple[float, bool]:
+    """By how much the backward ``graph`` is longer than need be in the same memory."""
+    given = block_of(blocking).partitioned.backward
+    assert given is not None
+    block = graph_tasks(given, (), device).block
+    best = exact_schedule(block, backward_peak_bytes(graph, ()), most_states=20_000)
+    least_us = simulate(block, best.order).time_us if best.proven else best.least_us
+    return elapsed / least_us - 1, best.proven
+
+
+def main() -> None:
+    """Print a table in Markdown."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--exact", action="store_true", help="compare with the exact program")
+    options = parser.parse_args()
+    print("| model | recompute | communication | exposed | peak of the step, without | longer |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for name in options.models:
+        for row in rows(name, options.exact):
+            gap = f"{'' if row.proven else 'at most '}{row.gap:.1%}" if options.exact else ""
+            print(
+                f"| {row.model} | {row.recompute} | {row.share:.0%} | {max(0, row.exposed):.1%} "
+                f"| {bytes_text(row.peak_bytes)}, {bytes_text(row.blocking_bytes)} | {gap} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

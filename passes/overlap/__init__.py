@@ -1,0 +1,149 @@
+"""Overlap of collectives in backward with work that does not depend on them.
+
+A collective is started, work runs on which it does not depend, and the first user of its result
+waits for it::
+
+    grad_w = mm(t(g), x)             grad_x = mm(g, w)
+    grad_x = mm(g, w)          ->    started = convert(grad_x, P, S(0))
+    grad_x = convert(...)            grad_w = mm(t(g), x)
+    ... grad_x ...                   arrived = wait(started)
+                                     ... arrived ...
+
+This is the order of Megatron-LM's linear layers (Korthikanti et al. 2022, section 4.2.2). Which
+work runs under which collective is decided by time: gradients of weights, recomputation and other
+collectives' operands run where a collective would leave the rank idle, and what was saved as a
+shard is gathered as late as that hides it (:mod:`sp_compiler.solve.list_schedule`). Memory comes
+first: no order is taken that would raise the peak of the step.
+
+Nodes keep their meta; a ``wait`` has that of its collective, with ``meta["origin"] = "overlap"``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from torch.fx import Graph, Node
+
+from sp_compiler.base.pass_report import Pass, report_of
+from sp_compiler.cost.hardware import H100, Hardware
+from sp_compiler.ir.concretize import Concretizer
+from sp_compiler.ir.forward_backward import Partitioned, SplitBackward
+from sp_compiler.ir.op_traits import collective_of, is_part
+from sp_compiler.ir.rewriting import make_like
+from sp_compiler.ir.symbolic import Sizes
+from sp_compiler.ops.convert import WAIT
+from sp_compiler.passes.overlap.tasks import graph_tasks
+from sp_compiler.solve.block_schedule import Block
+from sp_compiler.solve.list_schedule import list_schedule
+
+_wait = WAIT.overload
+
+
+def overlap_backward(
+    parts: Partitioned,
+    own_parameters: Collection[int],
+    sizes: Sizes | None = None,
+    room_bytes: int = 0,
+    hardware: Hardware = H100,
+) -> Partitioned:
+    """Copy ``parts`` with backwards in which work runs under collectives.
+
+    Args:
+        own_parameters: see :meth:`sp_compiler.ir.program.Program.own_parameters`.
+        sizes: the open ones; memory and time are those of the example's sizes.
+        room_bytes: that the backward may take at its peak, if that is more than it takes anyway.
+        hardware: whose times decide.
+    """
+    if parts.backward is None:
+        return parts
+    wanted = own_parameters, sizes, room_bytes, hardware
+    backward = overlapped(parts.backward, *wanted)
+    loss, split = parts.loss, parts.split
+    if loss is not None:
+        loss = replace(loss, backward=overlapped(loss.backward, *wanted))
+    if split is not None:
+        # It has no gradients of parameters.
+        inputs = overlapped(split.inputs, (), sizes, room_bytes, hardware)
+        split = SplitBackward(inputs, overlapped(split.weights, *wanted))
+    return replace(parts, backward=backward, loss=loss, split=split)
+
+
+def overlapped(
+    graph: Graph,
+    own_parameters: Collection[int] = (),
+    sizes: Sizes | None = None,
+    room_bytes: int = 0,
+    hardware: Hardware = H100,
+) -> Graph:
+    """Copy ``graph`` in another order, with waits; return it as it is where nothing would wait.
+
+    The arguments are those of :func:`overlap_backward`.
+    """
+    # Scheduled on the example's sizes, in which memory can be compared; carried out on the twins.
+    example = Concretizer(sizes)
+    concrete = example.graph(graph)
+    if not any(collective_of(node) is not None for node in concrete.nodes):
+        return graph
+    tasks = graph_tasks(concrete, own_parameters, hardware)
+    block = tasks.block
+    order = list_schedule(block, room_bytes)
+    blocking = _blocking(block, order)
+    for start in sorted(blocking):
+        report_of(Pass.OVERLAP).decline(tasks.nodes[start], "nothing runs meanwhile in its memory")
+    if len(blocking) == len(block.wait_of):
+        return graph
+    steps = [
+        Step(example.twin(tasks.nodes[position]), waits=task.waits_for is not None)
+        for position in order
+        if (task := block.tasks[position]).waits_for not in blocking
+    ]
+    return _in_order(graph, steps)
+
+
+def _blocking(block: Block, order: Sequence[int]) -> set[int]:
+    """Starts that are waited for at once: no other task runs in between."""
+    place = {position: index for index, position in enumerate(order)}
+    return {start for start, wait in block.wait_of.items() if place[wait] == place[start] + 1}
+
+
+class Step(NamedTuple):
+    """One line of a schedule: ``node`` runs, or, with ``waits``, the collective has arrived."""
+
+    node: Node
+    waits: bool
+
+
+def _in_order(graph: Graph, steps: Sequence[Step]) -> Graph:
+    """Copy ``graph`` in the order of ``steps``, which leave out views and parts."""
+    copy = Graph()
+    copies = {node: copy.node_copy(node) for node in graph.find_nodes(op="placeholder")}
+    for node, waits in steps:
+        if not waits:
+            _place(node, copy, copies)
+            continue
+        source = copies[node]
+        # Later nodes find the wait in the collective's place: nothing else reads what is sent.
+        copies[node] = make_like(
+            copy, _wait, (source, source.args[3]),
+            like=source, origin=Pass.OVERLAP, name=f"{source.name}_arrived",
+        )  # fmt: skip
+        report_of(Pass.OVERLAP).rewrote(kind="wait")
+    for node in graph.output_node().all_input_nodes:
+        if node not in copies:  # a view that only the output reads
+            _place(node, copy, copies)
+    copy.node_copy(graph.output_node(), copies.__getitem__)
+    copy.lint()
+    return copy
+
+
+def _place(node: Node, copy: Graph, copies: dict[Node, Node]) -> None:
+    """Append ``node`` to ``copy``, its views before it and its parts behind it."""
+    for source in node.all_input_nodes:
+        if source not in copies:
+            _place(source, copy, copies)
+    copies[node] = copy.node_copy(node, copies.__getitem__)
+    copies.update(
+        (user, copy.node_copy(user, copies.__getitem__)) for user in node.users if is_part(user)
+    )

@@ -1,0 +1,216 @@
+"""Order of a block's kernels and collectives on one rank, on plain data; knows no graph.
+
+A kernel occupies the compute stream. A collective is two tasks: its *start* hands it to the link,
+which carries one collective after another in the order of their starts, and its *wait* holds the
+compute stream until it has arrived. An order is run by :func:`simulate`, which tells its time, and
+:func:`peak_bytes` tells its memory. :mod:`sp_compiler.solve.list_schedule` looks for a good one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class Task:
+    """A kernel, the start of a collective, or the wait for one.
+
+    Attributes:
+        needs: positions of the tasks that have to stand before it.
+        time_us: of the kernel on the compute stream; 0 of starts and waits.
+        link_us: of the collective on the link. A task that has it and that no other task
+            ``waits_for`` holds the compute stream until its collective has arrived.
+        waits_for: of a wait, the position of the start.
+        makes: storages that exist once it has run.
+        reads: storages that have to exist while it runs.
+        run_bytes: that it takes while it runs, beside what existed before: its results, also those
+            that nobody reads, and scratch memory.
+    """
+
+    needs: tuple[int, ...] = ()
+    time_us: float = 0.0
+    link_us: float = 0.0
+    waits_for: int | None = None
+    makes: tuple[int, ...] = ()
+    reads: tuple[int, ...] = ()
+    run_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Block:
+    """Tasks in an order in which they may run, and the storages between them.
+
+    Attributes:
+        tasks: each behind those that it needs.
+        storage_bytes: by storage.
+        returned: storages that outlive the block; the others end with the last task that makes or
+            reads them.
+    """
+
+    tasks: tuple[Task, ...]
+    storage_bytes: tuple[int, ...] = ()
+    returned: frozenset[int] = frozenset()
+
+    @cached_property
+    def users(self) -> tuple[tuple[int, ...], ...]:
+        """Positions of the tasks that need a task, by its position."""
+        users: list[list[int]] = [[] for _ in self.tasks]
+        for position, task in enumerate(self.tasks):
+            for needed in dict.fromkeys(task.needs):
+                users[needed].append(position)
+        return tuple(map(tuple, users))
+
+    @cached_property
+    def wait_of(self) -> Mapping[int, int]:
+        """Position of the wait by that of its start."""
+        return {t.waits_for: i for i, t in enumerate(self.tasks) if t.waits_for is not None}
+
+    @cached_property
+    def starts_of(self) -> Mapping[int, int]:
+        """Position of the start by that of its wait."""
+        return {wait: start for start, wait in self.wait_of.items()}
+
+    @cached_property
+    def holders(self) -> tuple[tuple[int, ...], ...]:
+        """Storages that a task makes or reads, each once, by the task's position."""
+        return tuple(tuple(dict.fromkeys((*task.makes, *task.reads))) for task in self.tasks)
+
+    @cached_property
+    def num_holders(self) -> tuple[int, ...]:
+        """Number of tasks that make or read a storage; one more of those that are returned."""
+        counts = [int(storage in self.returned) for storage in range(len(self.storage_bytes))]
+        for held in self.holders:
+            for storage in held:
+                counts[storage] += 1
+        return tuple(counts)
+
+    @cached_property
+    def compute_us(self) -> float:
+        """Time of all kernels."""
+        return sum(task.time_us for task in self.tasks)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When the tasks of an order run.
+
+    Attributes:
+        start_us: by position in the block: when the compute stream comes to the task.
+        end_us: when it goes on; of a start at once.
+        arrival_us: by the start's position: when its collective is off the link.
+        time_us: until all kernels and collectives have ended.
+        exposed_us: of that, the compute stream had nothing to do.
+    """
+
+    start_us: tuple[float, ...]
+    end_us: tuple[float, ...]
+    arrival_us: Mapping[int, float]
+    time_us: float
+    exposed_us: float
+
+
+def simulate(block: Block, order: Sequence[int], link_factor: float = 1.0) -> Timeline:
+    """Run the tasks of ``block`` in ``order``.
+
+    Args:
+        link_factor: by which collectives take longer than the block says.
+    """
+    now_us = link_free_us = 0.0
+    starts_us, ends_us = [0.0] * len(block.tasks), [0.0] * len(block.tasks)
+    arrival_us: dict[int, float] = {}
+    for position in order:
+        task = block.tasks[position]
+        starts_us[position] = now_us
+        if task.link_us:
+            link_free_us = max(now_us, link_free_us) + task.link_us * link_factor
+            arrival_us[position] = link_free_us
+            if position not in block.wait_of:
+                now_us = link_free_us
+        elif task.waits_for is not None:
+            now_us = max(now_us, arrival_us[task.waits_for])
+        now_us += task.time_us
+        ends_us[position] = now_us
+    # What nobody waited for has to arrive as well.
+    time_us = max(now_us, link_free_us)
+    exposed_us = time_us - block.compute_us
+    return Timeline(tuple(starts_us), tuple(ends_us), arrival_us, time_us, exposed_us)
+
+
+def least_us(block: Block) -> float:
+    """Return a time below which no order of ``block`` comes.
+
+    It is that of all kernels, of all collectives with what has to run before the first of them and
+    after the last, or of the longest path, whichever is most.
+    """
+    # Time until the task has ended (the collective of a start has arrived) and behind that.
+    head_us, tail_us = [0.0] * len(block.tasks), [0.0] * len(block.tasks)
+    for position, task in enumerate(block.tasks):
+        before_us = max((head_us[needed] for needed in task.needs), default=0.0)
+        head_us[position] = before_us + task.time_us + task.link_us
+    for position in reversed(range(len(block.tasks))):
+        users = block.users[position]
+        tail_us[position] = max(
+            (
+                tail_us[user] + block.tasks[user].time_us + block.tasks[user].link_us
+                for user in users
+            ),
+            default=0.0,
+        )
+    sent = [(i, task.link_us) for i, task in enumerate(block.tasks) if task.link_us]
+    link_us = sum(link_us for _, link_us in sent)
+    if sent:
+        link_us += min(head_us[i] - own_us for i, own_us in sent) + min(tail_us[i] for i, _ in sent)
+    return max(block.compute_us, link_us, max(head_us, default=0.0))
+
+
+def is_valid(block: Block, order: Sequence[int]) -> bool:
+    """Tell whether ``order`` has each task of ``block`` once, behind those that it needs."""
+    place = {position: index for index, position in enumerate(order)}
+    return sorted(order) == list(range(len(block.tasks))) and all(
+        place[needed] < place[position]
+        for position, task in enumerate(block.tasks)
+        for needed in task.needs
+    )
+
+
+def peak_bytes(block: Block, order: Sequence[int]) -> int:
+    """Return the most bytes that exist at once when ``block`` runs in ``order``."""
+    memory = Memory(block)
+    return max((memory.run(position) for position in order), default=0)
+
+
+class Memory:
+    """Storages that exist between the tasks of an order.
+
+    What exists depends on the tasks that have run, not on their order: after the same tasks two
+    orders hold the same.
+
+    Attributes:
+        live_bytes: of the storages that exist.
+    """
+
+    def __init__(self, block: Block) -> None:
+        self.live_bytes = 0
+        self._block = block
+        self._holders_left = list(block.num_holders)
+
+    def copy(self) -> Memory:
+        """Return memory in the same state, which goes on by itself."""
+        twin = Memory.__new__(Memory)
+        twin.live_bytes, twin._block = self.live_bytes, self._block
+        twin._holders_left = self._holders_left.copy()
+        return twin
+
+    def run(self, position: int) -> int:
+        """Run a task, and return the bytes that exist while it runs."""
+        task, sizes = self._block.tasks[position], self._block.storage_bytes
+        reached_bytes = self.live_bytes + task.run_bytes
+        for storage in task.makes:
+            self.live_bytes += sizes[storage]
+        for storage in self._block.holders[position]:
+            self._holders_left[storage] -= 1
+            if not self._holders_left[storage]:
+                self.live_bytes -= sizes[storage]
+        return reached_bytes

@@ -1,0 +1,299 @@
+"""List schedule of a block: an order in which kernels run while collectives are on their way.
+
+In the order in which it is given, a block alternates between the two. The schedule walks along that
+order with a clock. The kernel that runs next is the first whose operands are there, those that a
+collective still depends on (the critical path, and what is recomputed for it) before all others;
+others, gradients of weights above all, fill the time in which the former wait. This is the policy
+HEU of Lynx for one block (Chen et al. 2024, arXiv 2406.08756): it is found once and serves all
+equal blocks. Where a walk leaves the compute stream idle, further walks with other ranks follow.
+
+Memory: at each step the rest of the block can still run below the limit in an order that is known
+to fit, at first the given one, later the best so far, which is what makes every walk end.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from sp_compiler.solve.block_schedule import Block, Memory, least_us, peak_bytes, simulate
+
+# How far a kernel may fall behind others of the given order. It bounds the time to schedule a model
+# that is one region of thousands of kernels; blocks are shorter.
+_REACH = 400
+# Collectives that take twice as long as the model of the hardware says: an order that hides them
+# too is better than one that hides them just so.
+_SLOW_LINK, _SLOW_WEIGHT = 2.0, 0.1
+# Walks that improve on the ones before by their own clock; it settles after two or three.
+_TIMED_WALKS = 4
+# Kernels of a tenth of the collectives' time hide next to nothing, in whatever order.
+_WORTH_HIDING = 0.1
+# Tasks in all walks with changed ranks together: at most about 0.3 s for a block. A walk takes more
+# than in proportion to the tasks, so a model that is one long region gets the timed walks alone.
+_TASKS_WALKED, _PATIENCE, _MOST_TASKS = 20_000, 100, 400
+
+
+@dataclass(frozen=True)
+class _Wishes:
+    """Decide between tasks that may run at the same time.
+
+    Attributes:
+        ranks: by task; the lowest comes first.
+        latest_us: by start: the time up to which it need not start; one that is missing starts as
+            soon as it can.
+    """
+
+    ranks: tuple[float, ...]
+    latest_us: Mapping[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Scored:
+    order: list[int]
+    wishes: _Wishes
+    time_us: float
+    cost_us: float
+
+
+def list_schedule(block: Block, limit_bytes: int) -> list[int]:
+    """Return positions of the tasks of ``block`` in an order of low time.
+
+    The same for the same block, on every rank.
+
+    Args:
+        limit_bytes: for :func:`peak_bytes`; where the given order needs more, that is the limit.
+    """
+    given = list(range(len(block.tasks)))
+    limit_bytes = max(limit_bytes, peak_bytes(block, given))
+    critical = _before_starts(block)
+    wishes = _Wishes(
+        tuple(
+            math.inf if i in block.starts_of else i if critical[i] else i + len(given)
+            for i in given
+        )
+    )
+    best = _scored(block, given, wishes)
+    # The first walk starts collectives as soon as their operands are there, the others as late as
+    # the walk before them shows to do.
+    for _ in range(_TIMED_WALKS):
+        walked = _walked(block, limit_bytes, wishes, given)
+        best = min(best, walked, key=lambda scored: scored.cost_us)
+        wishes = _Wishes(wishes.ranks, _latest_starts(block, walked.order))
+    link_us = sum(task.link_us for task in block.tasks)
+    if block.compute_us > _WORTH_HIDING * link_us and len(given) <= _MOST_TASKS:
+        best = _climb(block, limit_bytes, best)
+    return _tidy(block, _late_waits(block, best.order, limit_bytes), limit_bytes)
+
+
+def _scored(block: Block, order: list[int], wishes: _Wishes) -> _Scored:
+    time_us = simulate(block, order).time_us
+    slow_us = simulate(block, order, _SLOW_LINK).time_us
+    return _Scored(order, wishes, time_us, time_us + _SLOW_WEIGHT * slow_us)
+
+
+def _walked(block: Block, limit_bytes: int, wishes: _Wishes, fitting: Sequence[int]) -> _Scored:
+    return _scored(block, _Walk(block, limit_bytes, wishes, fitting).order(), wishes)
+
+
+def _climb(block: Block, limit_bytes: int, best: _Scored) -> _Scored:
+    """Walk again with a few ranks and latest starts changed, as long as that finds better orders.
+
+    An order cannot be changed directly, for few changes of one keep the limit on memory.
+    """
+    bound_us = least_us(block) * (1 + 1e-6)
+    # Seeded, for every rank has to find the same; ``random`` is the one method whose numbers are
+    # the same in all versions of Python.
+    draw = random.Random(0).random
+    tasks, starts = len(block.tasks), list(block.wait_of)
+    failures = 0
+    for _ in range(_TASKS_WALKED // max(1, tasks)):
+        if best.time_us <= bound_us or failures >= _PATIENCE:
+            break
+        ranks, latest_us = list(best.wishes.ranks), dict(best.wishes.latest_us)
+        for _ in range(1 + int(draw() * 4)):
+            ranks[int(draw() * tasks)] = ranks[int(draw() * tasks)] + draw() - 0.5
+        if draw() < 0.5:
+            start = starts[int(draw() * len(starts))]
+            latest_us[start] = draw() * best.time_us if draw() < 0.5 else 0.0
+        changed = _Wishes(tuple(ranks), latest_us)
+        walked = _walked(block, limit_bytes, changed, best.order)
+        failures = 0 if walked.cost_us < best.cost_us else failures + 1
+        # Also one that is as good: from there other changes lead on.
+        best = walked if walked.cost_us <= best.cost_us else best
+    return best
+
+
+def _latest_starts(block: Block, order: Sequence[int]) -> dict[int, float]:
+    """Latest time to start each collective, by its start, so that nothing waits for it.
+
+    Started earlier, one that is needed late, such as the gather of what was saved as a shard, would
+    be in front of one that the critical path waits for.
+    """
+    timeline = simulate(block, order)
+    needed_us = {
+        start: min((timeline.start_us[user] for user in block.users[wait]), default=math.inf)
+        for start, wait in block.wait_of.items()
+    }
+    latest_us: dict[int, float] = {}
+    link_us = math.inf
+    # From the one that is needed last: each has to leave the link to the next in time.
+    for start in sorted(needed_us, key=lambda start: (needed_us[start], start), reverse=True):
+        link_us = min(link_us, needed_us[start]) - block.tasks[start].link_us
+        latest_us[start] = link_us
+    return latest_us
+
+
+def _late_waits(block: Block, order: list[int], limit_bytes: int) -> list[int]:
+    """Move each wait to the first task that needs it, where what is sent may live so long.
+
+    By the model nothing is gained, but collectives may take longer than it says.
+    """
+    for wait in block.wait_of.values():
+        others = [position for position in order if position != wait]
+        users = set(block.users[wait])
+        first = next((i for i, position in enumerate(others) if position in users), len(others))
+        moved = [*others[:first], wait, *others[first:]]
+        if peak_bytes(block, moved) <= limit_bytes:
+            order = moved
+    return order
+
+
+def _tidy(block: Block, order: list[int], limit_bytes: int) -> list[int]:
+    """Kernels between two starts or waits in the order in which they were given.
+
+    For people who read the code; it takes the same time.
+    """
+    runs = groupby(order, key=lambda i: not block.tasks[i].link_us and i not in block.starts_of)
+    for is_kernels, run in [(key, list(run)) for key, run in runs]:
+        if is_kernels:
+            first = order.index(run[0])
+            tidied = [*order[:first], *sorted(run), *order[first + len(run) :]]
+            if peak_bytes(block, tidied) <= limit_bytes:
+                order = tidied
+    return order
+
+
+class _Walk:
+    """One walk along a block.
+
+    Args:
+        fitting: an order below ``limit_bytes``.
+    """
+
+    def __init__(
+        self, block: Block, limit_bytes: int, wishes: _Wishes, fitting: Sequence[int]
+    ) -> None:
+        self._block, self._limit_bytes, self._wishes = block, limit_bytes, wishes
+        self._fitting = fitting
+        self._place = {position: place for place, position in enumerate(fitting)}
+        self._memory = Memory(block)
+        self._needs_left = [len(dict.fromkeys(task.needs)) for task in block.tasks]
+        self._ready = [i for i, left in enumerate(self._needs_left) if not left]
+        self._done = [False] * len(block.tasks)
+        self._first_left, self._last_done = 0, -1  # places in ``fitting``
+        self._now_us = self._link_free_us = 0.0
+        self._arrival_us: dict[int, float] = {}
+        self._under_way: dict[int, None] = {}  # starts; a set with an order
+        self._order: list[int] = []
+
+    def order(self) -> list[int]:
+        """Walk once."""
+        while len(self._order) < len(self._done):
+            self._run(self._next())
+        return self._order
+
+    def _next(self) -> int:
+        starts_of = self._block.starts_of
+        arrivals = [(self._arrival_us[starts_of[i]], i) for i in self._ready if i in starts_of]
+        if arrivals and min(arrivals)[0] <= self._now_us:
+            return min(arrivals)[1]  # costs nothing, and what was sent may go
+        behind = self._last_done - self._first_left >= _REACH
+        oldest = self._fitting[self._first_left]
+        if behind and oldest not in starts_of:
+            return oldest
+        kernels = [i for i in self._ready if i not in starts_of and not self._is_start(i)]
+        kernels.sort(key=lambda i: (self._wishes.ranks[i], i))
+        kernel = next(filter(self._fits, kernels), None)
+        start = self._start_before(kernel)
+        if start is not None:
+            return start
+        # A wait that ranks before the kernel: so long a kernel would delay what follows the wait.
+        ranks = self._wishes.ranks
+        if kernel is not None and all(ranks[kernel] < ranks[wait] for _, wait in arrivals):
+            return kernel
+        # Nothing to do meanwhile, or nothing that fits: the clock goes on to the next arrival. With
+        # nothing under way, the next of the order that fits does fit.
+        return min(arrivals)[1] if arrivals else oldest
+
+    def _is_start(self, position: int) -> bool:
+        return position in self._block.wait_of
+
+    def _start_before(self, kernel: int | None) -> int | None:
+        """Return the collective that has to start now, if the next kernel is ``kernel``."""
+        ends_us = self._now_us
+        if kernel is not None:
+            ends_us += self._block.tasks[kernel].time_us
+            if self._link_free_us > ends_us:
+                return None  # it would only queue, before one that may become more urgent
+        starts = [i for i in self._ready if self._is_start(i)]
+        starts.sort(key=lambda i: (self._wishes.latest_us.get(i, 0.0), i))
+        for start in starts:
+            due = kernel is None or self._wishes.latest_us.get(start, 0.0) < ends_us
+            if due and self._fits(start):
+                return start
+        return None
+
+    def _fits(self, position: int) -> bool:
+        """Tell whether after ``position`` the rest can run in the order that fits."""
+        memory = self._memory.copy()
+        if memory.run(position) > self._limit_bytes:
+            return False
+        # First what is under way arrives, which only frees memory.
+        wait_of = self._block.wait_of
+        waits = [wait_of[start] for start in (*self._under_way, position) if start in wait_of]
+        for wait in waits:
+            memory.run(wait)
+        # Behind the last task that has run everything is as in that order.
+        last = max(self._last_done, self._place[position])
+        for later in self._fitting[self._first_left : last + 1]:
+            left = not self._done[later] and later != position and later not in waits
+            if left and memory.run(later) > self._limit_bytes:
+                return False
+        return True
+
+    def _run(self, position: int) -> None:
+        task = self._block.tasks[position]
+        if task.link_us:
+            self._link_free_us = max(self._now_us, self._link_free_us) + task.link_us
+            self._arrival_us[position] = self._link_free_us
+            if self._is_start(position):
+                self._under_way[position] = None
+            else:
+                self._now_us = self._link_free_us
+        elif task.waits_for is not None:
+            del self._under_way[task.waits_for]
+            self._now_us = max(self._now_us, self._arrival_us[task.waits_for])
+        self._now_us += task.time_us
+        self._memory.run(position)
+        self._order.append(position)
+        self._done[position] = True
+        self._last_done = max(self._last_done, self._place[position])
+        while self._first_left < len(self._done) and self._done[self._fitting[self._first_left]]:
+            self._first_left += 1
+        self._ready.remove(position)
+        for user in self._block.users[position]:
+            self._needs_left[user] -= 1
+            if not self._needs_left[user]:
+                self._ready.append(user)
+
+
+def _before_starts(block: Block) -> list[bool]:
+    """Tell of each task whether a collective needs it."""
+    critical = [False] * len(block.tasks)
+    for position in reversed(range(len(block.tasks))):
+        users = block.users[position]
+        critical[position] = any(critical[u] or block.tasks[u].link_us for u in users)
+    return critical

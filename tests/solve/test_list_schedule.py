@@ -1,0 +1,144 @@
+"""The schedule of a block: valid, below its limit of memory, and as short as any order."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from benchmarks.exact_schedule import exact_schedule
+from sp_compiler.solve.block_schedule import (
+    Block,
+    Task,
+    is_valid,
+    least_us,
+    peak_bytes,
+    simulate,
+)
+from sp_compiler.solve.list_schedule import list_schedule
+
+
+def random_block(seed: int, num_nodes: int) -> Block:
+    """Kernels and collectives, each of which reads up to two earlier results."""
+    draw = random.Random(seed)
+    tasks: list[Task] = []
+    result_of: list[int] = []  # by storage, the task behind which it can be read
+    sizes: list[int] = []
+    for storage in range(num_nodes):
+        reads = draw.sample(range(storage), min(storage, draw.randrange(3)))
+        needs = tuple(result_of[read] for read in reads)
+        sizes.append(draw.randrange(1, 9))
+        sent = draw.random() < 0.35
+        tasks.append(
+            Task(
+                needs=needs,
+                time_us=0.0 if sent else float(draw.randrange(1, 6)),
+                link_us=float(draw.randrange(1, 8)) if sent else 0.0,
+                makes=(storage,),
+                reads=tuple(reads),
+                run_bytes=sizes[storage] + draw.randrange(2),
+            )
+        )
+        if sent:
+            position = len(tasks) - 1
+            tasks.append(Task(needs=(position,), waits_for=position, reads=tuple(reads)))
+        result_of.append(len(tasks) - 1)
+    return Block(tuple(tasks), tuple(sizes), frozenset({num_nodes - 1}))
+
+
+def orders(block: Block) -> list[tuple[int, ...]]:
+    """Every order in which the tasks may run."""
+    complete: list[tuple[int, ...]] = []
+
+    def extend(order: tuple[int, ...]) -> None:
+        if len(order) == len(block.tasks):
+            complete.append(order)
+        for position, task in enumerate(block.tasks):
+            if position not in order and set(task.needs) <= set(order):
+                extend((*order, position))
+
+    extend(())
+    return complete
+
+
+def brute_force_us(block: Block, limit_bytes: int) -> float:
+    """The least time of all orders below the limit."""
+    return min(
+        simulate(block, order).time_us
+        for order in orders(block)
+        if peak_bytes(block, order) <= limit_bytes
+    )
+
+
+def limits(block: Block) -> tuple[int, int]:
+    """The least that the given order needs, and more than any needs."""
+    return peak_bytes(block, range(len(block.tasks))), sum(block.storage_bytes) * 2
+
+
+def test_the_exact_schedule_is_the_best_of_all_orders() -> None:
+    for seed in range(20):
+        block = random_block(seed, 5)
+        for limit in limits(block):
+            exact = exact_schedule(block, limit)
+            assert is_valid(block, exact.order)
+            assert peak_bytes(block, exact.order) <= limit
+            assert exact.proven
+            assert simulate(block, exact.order).time_us == brute_force_us(block, limit), seed
+
+
+@pytest.mark.parametrize(("num_nodes", "memory"), [(6, "tight"), (6, "free"), (11, "free")])
+def test_the_list_schedule_is_close_to_the_exact_one(num_nodes: int, memory: str) -> None:
+    """In total: of a few tasks, one that is a little late is many percent."""
+    total_us = {"list": 0.0, "exact": 0.0}
+    for seed in range(20):
+        block = random_block(seed, num_nodes)
+        limit = limits(block)[memory == "free"]
+        order, exact = list_schedule(block, limit), exact_schedule(block, limit)
+        assert is_valid(block, order)
+        assert peak_bytes(block, order) <= limit
+        assert exact.proven
+        total_us["list"] += simulate(block, order).time_us
+        total_us["exact"] += simulate(block, exact.order).time_us
+    most = 1.02 if memory == "free" else 1.04
+    assert total_us["exact"] <= total_us["list"] <= most * total_us["exact"]
+
+
+def test_no_order_is_shorter_than_the_bound() -> None:
+    for seed in range(40):
+        block = random_block(seed, 5)
+        assert least_us(block) <= brute_force_us(block, limits(block)[1])
+
+
+def test_the_same_block_gets_the_same_order() -> None:
+    first, second = random_block(3, 30), random_block(3, 30)
+    assert list_schedule(first, 60) == list_schedule(second, 60)
+
+
+def kernel(time_us: float, *needs: int) -> Task:
+    return Task(needs=needs, time_us=time_us)
+
+
+def test_a_gather_that_is_needed_late_does_not_fill_the_link() -> None:
+    """Given first, it would be in front of the collective that the last kernel waits for."""
+    late, urgent = Task(link_us=10), Task(needs=(2,), link_us=4)
+    tasks = (
+        late,
+        Task(needs=(0,), waits_for=0),
+        kernel(1),
+        urgent,
+        Task(needs=(3,), waits_for=3),
+        kernel(12, 4),
+        kernel(1, 1, 5),
+    )
+    block = Block(tasks)
+    order = list_schedule(block, 0)
+    assert order.index(3) < order.index(0)
+    assert simulate(block, order).time_us == 18.0  # 1, wait for 4, 12, 1
+    assert simulate(block, [2, 0, 3, 4, 5, 1, 6]).time_us > 18.0
+
+
+def test_a_block_of_hundreds_of_tasks_is_scheduled() -> None:
+    block = random_block(0, 450)
+    order = list_schedule(block, limits(block)[1])
+    assert is_valid(block, order)
+    assert simulate(block, order).time_us < simulate(block, range(len(order))).time_us

@@ -227,6 +227,7 @@ def pipeline(  # noqa: PLR0913 - all by keyword, each described below
         tables_apart=True,
         split_backward=plan.delays_weights,
     )
+    # Inductor compiles a backward as one function, of which no part can wait.
     if plan.delays_weights and checked.backend != "eager":
         raise UnsupportedError(
             f'schedule={schedule!r} takes backend="eager" in this version: others make no function '
@@ -357,6 +358,7 @@ def plan(  # noqa: PLR0913 - all by keyword, each described below
             f"mesh={mesh!r} with tp={tp!r}, microbatches={microbatches!r}: a grid takes "
             "microbatches=, and its size of tp from mesh"
         )
+    # Refused, not ignored: a number that has no effect was meant to have one.
     if mesh is None and microbatches is not None:
         raise ArgumentError(
             f'microbatches={microbatches!r} without mesh=: give sizes by axis, such as "8x4x2"'

@@ -76,6 +76,7 @@ class Request:
         """Options of the compilation, as ``compile`` takes them."""
         pairs = [text.partition("=") for text in self.option or ()]
         known = [*Options.__annotations__]
+        # Checked here, where the option's own spelling is known; values are compile's to check.
         for name, equals, _ in pairs:
             if not equals:
                 raise ArgumentError(f"-o {name}: expected NAME=VALUE, such as recompute=full")

@@ -64,6 +64,7 @@ def clip_grad_norm_(
         UnsupportedError: gradients wait since ``no_sync``, so the norm would lack them.
         RuntimeError: with ``error_if_nonfinite``, the norm is infinite or no number.
     """
+    # Before the first collective: all ranks raise alike, and none waits.
     refuse_pending("clip_grad_norm_()", module.parameters())
     max_norm, norm_type = float(max_norm), float(norm_type)
     if not norm_type > 0:
@@ -76,6 +77,7 @@ def clip_grad_norm_(
         if parameter.grad is not None:
             parameter.grad = _summed(parameter.grad)
             grads.append(parameter.grad)
+            # Counted once over the stages, but scaled wherever it is.
             if id(parameter) not in elsewhere:
                 counted.append(grads[-1])
     total = _total_norm(counted, norm_type, foreach, getattr(module, "pp_group", None))

@@ -39,12 +39,14 @@ def grid_plan(plan: Plan, chain: Chain, options: GridOptions) -> GridPlan:
     """
     grid, microbatches, rank_of = options.grid, options.microbatches, options.rank_of
     schedule, per_rank = options.stages()
+    # The search that a pipeline itself makes, so that the plan is of the cut that will run.
     ends = chain.ends(
         schedule.in_flight(grid.pp, per_rank, microbatches),
         options.memory_bytes,
         lambda size: held_bytes(size, options.bytes_per_parameter, grid),
     )
     parts = [chain.calls[start:end] for start, end in itertools.pairwise([0, *ends])]
+    # Torch's own order of actions: what is in flight follows from it, for every schedule alike.
     orders = _orders(schedule, grid.pp, per_rank, microbatches)
     kept = [kept_bytes(part) for part in parts]
     calls: list[list[CallPlan]] = []
@@ -63,7 +65,9 @@ def grid_plan(plan: Plan, chain: Chain, options: GridOptions) -> GridPlan:
     # Gradients of replicated parameters are summed over "tp" once per step, by each stage its own.
     reduction_us = collectives_us(list(plan.gradient_reduction), grid.tp, plan.hardware)
     reduction_us /= grid.pp
+    # Traffic over "tp" is in the times of the calls already, that over "pp" in the timetable.
     exposed = [sum(a.exposed_us for a in axes if a.axis.startswith("dp")) for axes in traffic]
+    # Beside the rank that computes most: a pipeline cannot be faster than that one.
     busiest_us = microbatches * max(stage.microbatch_us for stage in stages)
     return GridPlan(
         microbatch=plan,
@@ -127,6 +131,7 @@ def _times(
 ) -> list[StageTimes]:
     times: list[StageTimes] = []
     for stage, (start, end) in enumerate(itertools.pairwise([0, *ends])):
+        # Two stages of one rank hand values over in its memory.
         has_before = stage > 0 and rank_of(stage - 1) != rank_of(stage)
         has_behind = stage < len(ends) - 1 and rank_of(stage + 1) != rank_of(stage)
         forward_us = sum(call.forward_us for call in parts[stage])

@@ -38,6 +38,8 @@ class Chain:
             ArgumentError: the model returns no loss.
         """
         loss = loss_of(compiled.program)
+        # Without calls that every stage repeats (masks, rotary tables) and those that no loss
+        # needs.
         numbers = chain_of(compiled.program, loss)
         # Each call as a stage of its own: what crosses into it.
         position_of = {number: position for position, number in enumerate(numbers)}
@@ -69,6 +71,8 @@ class Chain:
             return [len(self.calls)]
         if memory_bytes is not None:
             return ends_of(self.calls, self.parameters, in_flight, memory_bytes, state_bytes)
+        # Without a limit only times decide, which no size of the data axes changes: a search asks
+        # often.
         if len(in_flight) not in self.cuts:
             self.cuts[len(in_flight)] = ends_of(self.calls, self.parameters, in_flight, None)
         return self.cuts[len(in_flight)]

@@ -70,12 +70,15 @@ class GridPlan:
     @property
     def mfu(self) -> float:
         """Model FLOPs utilisation: of all accelerators' peak, by the model's own FLOPs."""
+        # Per rank of the pipeline: "tp" is in the time of a microbatch, and data axes multiply both
+        # sides.
         available_us = self.step_us * self.grid.pp
         ideal_us = self.microbatches * self.microbatch.work.ideal_us
         return ideal_us / available_us if available_us else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, with what the properties derive."""
+        # Not ``asdict``, which would copy the plan of the microbatch field by field.
         own = {each.name: getattr(self, each.name) for each in fields(self)}
         return {
             **own,

@@ -38,6 +38,7 @@ class GridOptions:
             raise ArgumentError(
                 f"bytes_per_parameter={self.bytes_per_parameter!r}: expected more than 0"
             )
+        # True is an int, and would be read as one GPU per node.
         per_node = self.gpus_per_node
         if isinstance(per_node, bool) or not isinstance(per_node, int) or per_node < 1:
             raise ArgumentError(f"gpus_per_node={per_node!r}: expected a positive int")

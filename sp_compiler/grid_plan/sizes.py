@@ -69,6 +69,7 @@ class GridSizes:
     def spans_nodes(self, axis: str, gpus_per_node: int) -> bool:
         """Tell whether neighbours on ``axis`` lie on different nodes."""
         order = ("tp", "dp_shard", "dp_replicate", "pp")
+        # Whoever is ``inner`` ranks away is the next neighbour on this axis.
         inner = math.prod(getattr(self, name) for name in order[: order.index(axis)])
         return inner * int(getattr(self, axis)) > gpus_per_node
 
@@ -106,10 +107,12 @@ class Link:
         """Time of an all-gather or reduce-scatter of ``num_bytes`` over ``ranks``."""
         if ranks == 1:
             return 0.0
+        # A ring: each rank passes all parts on but the one that is its own in the end.
         return self.latency_us + num_bytes * (ranks - 1) / ranks / self.bytes_per_us
 
     def send_us(self, num_bytes: float) -> float:
         """Time of one message."""
+        # Nothing is sent where a stage ends in front of a call that reads nothing.
         return self.latency_us + num_bytes / self.bytes_per_us if num_bytes else 0.0
 
 

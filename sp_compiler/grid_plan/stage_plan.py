@@ -74,6 +74,7 @@ def state_bytes(size: ParameterSize, bytes_per_parameter: float, dp_shard: int) 
 
 def held_bytes(size: ParameterSize, bytes_per_parameter: float, grid: GridSizes) -> float:
     """Bytes of a parameter in a pipeline: its state, and what FSDP2 holds unsharded beside it."""
+    # Gradients too: they are reduced behind the last microbatch, in full until then.
     gathered = size.num_bytes * (1 + size.trained) if grid.dp_shard > 1 else 0
     return state_bytes(size, bytes_per_parameter, grid.dp_shard) + gathered
 
@@ -99,5 +100,6 @@ def gathered_bytes(
     blocks = [
         sum(size.num_bytes for size in used_parameters(group, sizes)) for group in groups.values()
     ]
+    # With a zero in front, for a single block has no neighbour.
     pairs = [first + second for first, second in itertools.pairwise([0, *blocks])]
     return outside + max(pairs, default=0) + max(blocks, default=0)

@@ -48,6 +48,8 @@ def finish_us(orders: Sequence[Sequence[Action]], times: Sequence[StageTimes]) -
     done_us: dict[tuple[bool, int, int], float] = {}
     waiting: dict[tuple[bool, int, int], int] = {}
     next_action, clock_us = [0] * len(orders), [0.0] * len(orders)
+    # Ranks whose next action has what it needs; others are woken by the action that makes it, so
+    # that each action is looked at twice at most.
     runnable = list(range(len(orders)))
     while runnable:
         rank = runnable.pop()
@@ -85,6 +87,7 @@ def most_kept(order: Sequence[Action], kept_bytes: Sequence[int]) -> tuple[int, 
     """
     count = num_bytes = most = most_bytes = 0
     for action in order:
+        # Gradients of weights need the activations too, so a microbatch ends with those.
         change = action.starts - action.ends
         count, num_bytes = count + change, num_bytes + change * kept_bytes[action.stage]
         most, most_bytes = max(most, count), max(most_bytes, num_bytes)

@@ -34,6 +34,7 @@ def traffic_of(
         axis: link_of(grid, axis, options.gpus_per_node, plan.hardware)
         for axis in ("tp", "pp", *_DATA)
     }
+    # By rank, not by stage: a rank with several stages sends for all of them.
     crossing = _sent_by_stages(chain, ends, options)
     traffic: list[list[AxisTraffic]] = []
     for rank, own in enumerate(calls):
@@ -61,6 +62,7 @@ def _tensor(
         for item in (*block.forward, *block.backward)
     )
     time_us = sum(block.work.communication_us for block in blocks)
+    # What overlaps with gradients of weights in the block's own backward is no time of the step.
     hidden_us = sum(block.work.hidden_us for block in blocks)
     return AxisTraffic(
         "tp",
@@ -76,6 +78,7 @@ def _sent_by_stages(chain: Chain, ends: Sequence[int], options: GridOptions) -> 
     """Return the bytes that each rank sends for one microbatch, activations and gradients."""
     sent = [0] * options.grid.pp
     for stage, end in enumerate(ends[:-1]):
+        # Activations go forward; their gradients come back over the same cut.
         before, behind = options.rank_of(stage), options.rank_of(stage + 1)
         if before != behind:
             sent[before] += chain.activation_bytes[end]
@@ -93,6 +96,7 @@ def _data(
 ) -> list[AxisTraffic]:
     """Parameters are gathered and gradients reduced; see :func:`stage_plan.gathered_bytes`."""
     used = used_parameters(calls, chain.parameters)
+    # In the parameters' own dtype: what a mixed precision policy casts to is not known here.
     weight_bytes = sum(size.num_bytes for size in used)
     gradient_bytes = sum(size.num_bytes for size in used if size.trained)
     shard, replicate = grid.dp_shard, grid.dp_replicate

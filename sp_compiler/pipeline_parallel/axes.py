@@ -48,6 +48,7 @@ class PipelineAxis:
             each: dist.new_group(
                 [self.ranks[rank] for rank in sorted(each)], use_local_synchronization=True
             )
+            # In one order on all members, who make each group together.
             for each in sorted(set(members), key=sorted)
             if self.rank in each
         }

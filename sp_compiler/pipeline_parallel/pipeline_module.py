@@ -131,6 +131,7 @@ class PipelineModule(StageParameters):
         finally:
             deferred.enabled = False
             deferred.pending.clear()  # what a step that failed left is part of no later one
+        # Behind the step: torch's schedules run stages at different times, and holders must meet.
         self._ties.after(parameters, earlier)
         return loss
 
@@ -148,6 +149,7 @@ class PipelineModule(StageParameters):
                 "eval(...) takes a batch and returns its loss; a pipeline has no modes to switch: "
                 "step(...) trains, eval(...) evaluates"
             )
+        # By module, for a model may have frozen norms in evaluation mode.
         modes = [(module, module.training) for module in self.module.modules()]
         self.module.eval()
         try:

@@ -172,6 +172,7 @@ def sent_like(compiled: CompiledProgram, ref: Ref) -> Tensor:
     """Return a tensor of the meta device like one rank's part of ``ref``."""
     region = compiled.program.calls[ref.index].region
     value = region.outputs[ref.output].meta["val"]
+    # On meta: torch's stages make their buffers from shapes and dtypes.
     like = torch.empty(tuple(map(int, value.shape)), dtype=value.dtype, device="meta")
     return like.requires_grad_(compiled.differentiable[region.name][ref.output])
 

@@ -45,6 +45,7 @@ class DataAxes:
             ArgumentError: "dp_shard" comes before "dp_replicate".
         """
         present = mesh.mesh_dim_names or ()
+        # An axis of one rank is as if it were not there.
         names = tuple(name for name in DATA_AXES if name in present and mesh[name].size() > 1)
         if not names:
             return DataAxes()
@@ -56,6 +57,7 @@ class DataAxes:
         rank, size = 0, 1
         for name in names:
             axis = mesh[name]
+            # Counted as ranks of a mesh are, the first axis slowest.
             rank, size = rank * axis.size() + axis.get_local_rank(), size * axis.size()
         return DataAxes(mesh[names], rank, size)
 
@@ -144,6 +146,7 @@ def named_axis(
 def refuse_unknown_axes(mesh: DeviceMesh) -> None:
     """Raise :class:`UnsupportedError` for an axis of several ranks with an unknown name."""
     unknown = [name for name in mesh.mesh_dim_names or () if name not in AXES]
+    # One rank on an unknown axis does no harm: nothing is to be reduced over it.
     others = [name for name in unknown if mesh[name].size() > 1]
     if others:
         # Gradients over an axis of unknown meaning would be reduced by nobody, silently.

@@ -102,6 +102,8 @@ class CallKey:
     def without_sizes(self) -> CallKey:
         """Key that is the same for all sizes above 1: those alone can be left open together."""
         leaves = (
+            # Sizes 0 and 1 stay as they are: operators broadcast them, and export specialises on
+            # them.
             (tuple(min(size, 2) for size in leaf[0]), *leaf[1:])
             if isinstance(leaf, tuple)
             else leaf
@@ -166,6 +168,7 @@ def call_key(
 
 def _indices(flags: bytes) -> str:
     chosen = [index for index, flag in enumerate(flags) if flag]
+    # Positions, for a large model has thousands of modules and usually one mode.
     return "all" if len(chosen) == len(flags) else str(chosen or "none")
 
 
@@ -202,6 +205,7 @@ class ProgramCache(Generic[Value]):
         self.size = size
         self._entries: OrderedDict[CallKey, _CachedValue[Value]] = OrderedDict()
         self._closed: set[CallKey] = set()
+        # Most models read no numbers: their calls need not look for what was decided.
         self._decide = False
         self._warned = False
 
@@ -211,6 +215,7 @@ class ProgramCache(Generic[Value]):
     def mapped(self, function: Callable[[Value], Value]) -> ProgramCache[Value]:
         """A cache of the same size that holds ``function`` of every program."""
         result = ProgramCache[Value](self.size)
+        # What could not be left open for the original cannot be for a copy.
         result._closed |= self._closed
         result._decide = self._decide
         for key, entry in self._entries.items():
@@ -262,6 +267,7 @@ class ProgramCache(Generic[Value]):
                     break
         if match is None:
             return None
+        # The order is that of last use: the front is what is thrown away.
         self._entries.move_to_end(key)
         return match.value
 

@@ -61,6 +61,7 @@ class DeferredGradients:
             self.enabled = before
 
     def add(self, name: str, grad: Tensor) -> None:
+        # Not in place: autograd may still hand the first gradient to others.
         self.pending[name] = self.pending[name] + grad if name in self.pending else grad
 
     def drop(self, parameters: Iterable[Tensor]) -> None:
@@ -98,6 +99,7 @@ def refuse_pending(caller: str, parameters: Iterable[Tensor]) -> None:
 
     ``caller`` would read ``grad`` without them.
     """
+    # Made at the first module that waits: this runs before every step of every optimizer.
     given: set[int] | None = None
     for deferred, reference in list(_WATCHED.items()):
         module = reference()

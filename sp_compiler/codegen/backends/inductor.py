@@ -35,6 +35,7 @@ def compile_regions(regions: Sequence[CompiledRegion]) -> LoadedProgram:
     source = module_source(texts.values(), _IMPORTS)
     report_of(Pass.CODEGEN).rewrote(source.count("\n"), kind="line")
     namespace = load(source)
+    # Loaded before it is traced: the functions that are traced are those of the text.
     codes = {name: namespace[text.name] for name, text in texts.items()}
     # A plan tells what is not compiled; nothing else would, for it runs all the same.
     notes: list[str] = []

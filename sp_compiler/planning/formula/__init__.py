@@ -345,8 +345,10 @@ class Names:
                 equal = first.equal_to or _symbol(letter)
             elif hidden is None:
                 continue
+            # The width of a head, which papers write h/a.
             elif letter == "d" and heads is not None and size.value * heads.value == hidden.value:
                 equal = _symbol("h") / _symbol("a")
+            # Feed-forward widths are multiples of the hidden one by design, others by chance.
             elif letter == "f" and size.value % hidden.value == 0:
                 equal = size.value // hidden.value * _symbol("h")
             if equal is not None:

@@ -239,6 +239,7 @@ def pipeline(  # noqa: PLR0913 - all by keyword, each described below
     module = DistributedModule(
         model, group, builder, options=texts, initial_weights=initial_weights
     )
+    # In bytes from here on, so that one unit reaches the search for a cut.
     limit = None if memory is None else parse_bytes("memory", memory)
     result = PipelineModule(module, axis, plan, per_rank, microbatches, weigh, limit, fsdp_options)
     with _given_back_on_failure(module):
@@ -378,6 +379,8 @@ def plan(  # noqa: PLR0913 - all by keyword, each described below
             split_backward=on_grid.stages()[0].delays_weights,
         )
     wishes_of(checked.hints, parameters_of(model))
+    # A plan is asked for by size, again and again: copies of every stage's graphs would be thrown
+    # away.
     compiled = build(model, args, kwargs, checked, keep="nothing")
     # CompiledProgram stands before Plan in the order of the folders, and so cannot name its type.
     assert isinstance(compiled.plan, Plan)

@@ -45,6 +45,7 @@ def ends_of(
         ArgumentError: fewer layers than stages, or no cut whose stages have room.
     """
     num_stages, layers = len(in_flight), sum(call.path != "" for call in calls)
+    # Layers, not calls: a stage with nothing but an embedding would wait for all the others.
     if layers < num_stages:
         raise ArgumentError(
             f"the model has {layers} layers, too few for {num_stages} pipeline stages: use fewer "

@@ -22,6 +22,8 @@ from sp_compiler.emulation.group import emulated_group
 from sp_compiler.graph_diff.diff import GraphDiff, diff
 from sp_compiler.grid.gradient_norm import clip_grad_norm_
 from sp_compiler.grid_plan.data import GridPlan
+from sp_compiler.grid_plan.suggest import suggest
+from sp_compiler.grid_plan.suggestions import Suggestions
 from sp_compiler.ir.hints import forbid
 from sp_compiler.pipeline_parallel.pipeline_module import PipelineModule
 from sp_compiler.planning.plan import Plan
@@ -46,6 +48,7 @@ __all__ = [
     "RankFailureError",
     "RankMismatchError",
     "SPCompilerError",
+    "Suggestions",
     "UnsupportedError",
     "VerifyReport",
     "VirtualClock",
@@ -59,6 +62,7 @@ __all__ = [
     "plan",
     "profile",
     "rule",
+    "suggest",
     "verify",
 ]
 __version__ = "0.1.0"

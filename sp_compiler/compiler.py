@@ -16,8 +16,10 @@ this is the only module outside ``passes/`` that imports passes.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -135,12 +137,7 @@ def _build(
     # Asked for at the start: a folder that cannot be written would be found out minutes later.
     folder = dump_folder()
     run = PassRunner(keep_graphs=keep != "nothing" or folder is not None)
-    # With symbols, looking up results of operators takes longer than running them on fakes.
-    lookup = dynamo_config.fake_tensor_cache_enabled and not open_dims
-    cache_fakes = dynamo_config.patch(fake_tensor_cache_enabled=lookup)
-    with warnings.catch_warnings(), cache_fakes:
-        # FX would rather have nodes; passes would rather not.
-        warnings.filterwarnings("ignore", "Raw Sym", UserWarning)
+    with _running_passes(open_dims):
         captured = run.once(
             Pass.EXPORT, capture, model, args, kwargs, lift_casts=lift_casts, open_dims=open_dims
         )
@@ -161,6 +158,42 @@ def _build(
     if folder is not None:
         dump(compiled, folder)
     return compiled
+
+
+@contextlib.contextmanager
+def _running_passes(open_dims: bool) -> Iterator[None]:
+    # With symbols, looking up results of operators takes longer than running them on fakes.
+    lookup = dynamo_config.fake_tensor_cache_enabled and not open_dims
+    cache_fakes = dynamo_config.patch(fake_tensor_cache_enabled=lookup)
+    with warnings.catch_warnings(), cache_fakes:
+        # FX would rather have nodes; passes would rather not.
+        warnings.filterwarnings("ignore", "Raw Sym", UserWarning)
+        yield
+
+
+def build_settings(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    settings: Sequence[CompileOptions],
+) -> list[CompiledProgram]:
+    """Compile ``model`` for each of ``settings``, which differ in ``tp`` and ``recompute`` alone.
+
+    It is captured once, which takes most of the time, and sharded once for each run of equal
+    ``tp``.
+    """
+    programs: list[CompiledProgram] = []
+    with _running_passes(open_dims=False):
+        program = to_program(capture(model, args, kwargs), settings[0])
+        for _, group in itertools.groupby(settings, key=lambda options: options.tp):
+            same_tp = list(group)
+            compilation = Compilation(program, same_tp[0])
+            for options in same_tp:
+                compiled = compilation.finish(options)
+                with without_autocast():
+                    compiled.plan = make_plan(compiled, options, type(model).__name__)
+                programs.append(compiled)
+    return programs
 
 
 def _copied(captured: Captured) -> Captured:

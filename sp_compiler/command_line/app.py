@@ -30,6 +30,7 @@ from sp_compiler.graph_diff.diff import diff as graph_diff
 from sp_compiler.graph_diff.report import GraphDiff
 from sp_compiler.grid_plan.data import GridPlan
 from sp_compiler.grid_plan.sizes import GridSizes
+from sp_compiler.grid_plan.suggest import suggest as find_grids
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.snapshot import Stages
 from sp_compiler.options import CompileOptions
@@ -39,7 +40,8 @@ from sp_compiler.verification.verify import verify as verify_model
 app = typer.Typer(
     name="sp-compiler",
     help="Tensor and sequence parallelism for unmodified PyTorch models. Exit codes: 0 yes, "
-    "1 no (verify, doctor, plan --fits, diff --exit-code), 2 wrong arguments, 3 the model failed.",
+    "1 no (verify, doctor, suggest, plan --fits, diff --exit-code), 2 wrong arguments, "
+    "3 the model failed.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
@@ -55,6 +57,12 @@ Examples:
 - `sp-compiler plan my_package.models:make --tp 4 -o recompute=full`
 
 - `sp-compiler plan path/to/config.json --sequence 4096 --fits 80GiB --json`
+"""
+_SUGGEST_HELP = """The fastest grids on which a model trains within a memory; 1 if none fits.
+
+Examples:
+
+- `sp-compiler suggest --preset mt-nlg-530b --gpus 280 --memory 75GiB --microbatches 280`
 """
 _DIFF_HELP = """What the compiler does to a model, or how two models differ.
 
@@ -151,6 +159,37 @@ def _plan_data(result: Plan | GridPlan) -> dict[str, Any]:
     data = result.to_dict()
     plan_data = data.pop("microbatch")
     return {**plan_data, "grid": data}
+
+
+@app.command(help=_SUGGEST_HELP)
+@command
+def suggest(
+    request: Request,
+    *,
+    gpus: Annotated[int, typer.Option(min=1, help="Number of devices.")],
+    memory: Annotated[str, typer.Option(help="Of each device, such as 75GiB.")],
+    microbatches: Annotated[
+        int | None, typer.Option(min=1, help="Of one step, over all devices.")
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, help="Number of plans.")] = 5,
+) -> None:
+    if request.tp is not None:
+        raise ArgumentError("--tp: suggest finds it; leave it out")
+    parse_bytes("--memory", memory)
+    loaded = request.load()
+    with progress("searching"):
+        found = find_grids(
+            loaded.model,
+            loaded.example_inputs,
+            gpus=gpus,
+            memory=memory,
+            microbatches=microbatches or max(loaded.microbatches, gpus),
+            top=top,
+            **request.options,
+        )
+    typer.echo(found.to_json() if request.json else str(found))
+    if not found:
+        raise Refused(f"no grid of {gpus} devices fits {memory} on each")
 
 
 @app.command(help=_DIFF_HELP)

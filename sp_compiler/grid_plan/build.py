@@ -22,7 +22,8 @@ from sp_compiler.grid_plan.stage_plan import (
 )
 from sp_compiler.grid_plan.timetable import StageTimes, finish_us, most_kept
 from sp_compiler.grid_plan.traffic import traffic_of
-from sp_compiler.pipeline_parallel.schedules import Action, Schedule
+from sp_compiler.pipeline_parallel.cutting import ends_of
+from sp_compiler.pipeline_parallel.schedules import Action, Schedule, most_in_flight
 from sp_compiler.planning.data import CallPlan
 from sp_compiler.planning.plan import Plan
 
@@ -39,23 +40,19 @@ def grid_plan(plan: Plan, chain: Chain, options: GridOptions) -> GridPlan:
     """
     grid, microbatches, rank_of = options.grid, options.microbatches, options.rank_of
     schedule, per_rank = options.stages()
-    # The search that a pipeline itself makes, so that the plan is of the cut that will run.
-    ends = chain.ends(
-        schedule.in_flight(grid.pp, per_rank, microbatches),
-        options.memory_bytes,
-        lambda size: held_bytes(size, options.bytes_per_parameter, grid),
-    )
-    parts = [chain.calls[start:end] for start, end in itertools.pairwise([0, *ends])]
     # Torch's own order of actions: what is in flight follows from it, for every schedule alike.
     orders = _orders(schedule, grid.pp, per_rank, microbatches)
+    # The search that a pipeline itself makes, so that the plan is of the cut that will run.
+    ends = _ends(chain, orders, options)
+    parts = [chain.calls[start:end] for start, end in itertools.pairwise([0, *ends])]
     kept = [kept_bytes(part) for part in parts]
-    calls: list[list[CallPlan]] = []
-    stages: list[StagePlan] = []
-    for rank in range(grid.pp):
-        own = [part for stage, part in enumerate(parts) if rank_of(stage) == rank]
-        calls.append([call for part in own for call in part])
-        in_flight = most_kept(orders[rank], kept)
-        stages.append(_stage(chain, own, in_flight, options))
+    own: list[list[Sequence[CallPlan]]] = [[] for _ in range(grid.pp)]
+    for stage, part in enumerate(parts):
+        own[rank_of(stage)].append(part)
+    calls = [list(itertools.chain.from_iterable(each)) for each in own]
+    stages = [
+        _stage(chain, own[rank], most_kept(orders[rank], kept), options) for rank in range(grid.pp)
+    ]
     if grid.pp == 1:
         stages = [_exact(plan, stages[0])]
     traffic = traffic_of(plan, chain, calls, stages, ends, options)
@@ -85,11 +82,25 @@ def grid_plan(plan: Plan, chain: Chain, options: GridOptions) -> GridPlan:
 
 
 # One schedule serves all settings of a search that have it; a large one takes a second to make.
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=48)
 def _orders(
     schedule: Schedule, num_ranks: int, per_rank: int, microbatches: int
 ) -> list[list[Action]]:
     return schedule.orders(num_ranks, per_rank, microbatches)
+
+
+def _ends(chain: Chain, orders: Sequence[Sequence[Action]], options: GridOptions) -> list[int]:
+    grid, memory_bytes = options.grid, options.memory_bytes
+    num_stages = grid.pp * options.stages()[1]
+    if memory_bytes is None or num_stages == 1:
+        return chain.ends(num_stages)
+    return ends_of(
+        chain.calls,
+        chain.parameters,
+        most_in_flight(orders, num_stages),
+        memory_bytes,
+        lambda size: held_bytes(size, options.bytes_per_parameter, grid),
+    )
 
 
 def _stage(

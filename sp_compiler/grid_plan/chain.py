@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sp_compiler.ir.compiled_program import CompiledProgram
@@ -60,19 +60,11 @@ class Chain:
         nothing = [0] * len(plan.calls)
         return cls(plan.calls, plan.parameters, nothing, nothing)
 
-    def ends(
-        self,
-        in_flight: Sequence[int],
-        memory_bytes: int | None,
-        state_bytes: Callable[[ParameterSize], float],
-    ) -> list[int]:
-        """Return where each stage ends; see :func:`ends_of`."""
-        if len(in_flight) == 1:
+    def ends(self, num_stages: int) -> list[int]:
+        """Return where each stage ends if no memory limits them; see :func:`ends_of`."""
+        if num_stages == 1:
             return [len(self.calls)]
-        if memory_bytes is not None:
-            return ends_of(self.calls, self.parameters, in_flight, memory_bytes, state_bytes)
-        # Without a limit only times decide, which no size of the data axes changes: a search asks
-        # often.
-        if len(in_flight) not in self.cuts:
-            self.cuts[len(in_flight)] = ends_of(self.calls, self.parameters, in_flight, None)
-        return self.cuts[len(in_flight)]
+        # Only times decide, which no size of the data axes changes: a search asks often.
+        if num_stages not in self.cuts:
+            self.cuts[num_stages] = ends_of(self.calls, self.parameters, [1] * num_stages, None)
+        return self.cuts[num_stages]

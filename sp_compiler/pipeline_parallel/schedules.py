@@ -114,12 +114,18 @@ class Schedule:
 
     def in_flight(self, num_ranks: int, stages_per_rank: int, microbatches: int) -> list[int]:
         """Return for each stage the most microbatches that it holds activations of."""
-        most, now = [0] * (num_ranks * stages_per_rank), [0] * (num_ranks * stages_per_rank)
-        for order in self.orders(num_ranks, stages_per_rank, microbatches):
-            for action in order:
-                now[action.stage] += action.starts - action.ends
-                most[action.stage] = max(most[action.stage], now[action.stage])
-        return most
+        orders = self.orders(num_ranks, stages_per_rank, microbatches)
+        return most_in_flight(orders, num_ranks * stages_per_rank)
+
+
+def most_in_flight(orders: Sequence[Sequence[Action]], num_stages: int) -> list[int]:
+    """Return for each stage the most microbatches that it holds activations of."""
+    most, now = [0] * num_stages, [0] * num_stages
+    for order in orders:
+        for action in order:
+            now[action.stage] += action.starts - action.ends
+            most[action.stage] = max(most[action.stage], now[action.stage])
+    return most
 
 
 SCHEDULES = {

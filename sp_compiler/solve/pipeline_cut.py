@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
 Cost = Callable[[int, int, int], float]
@@ -33,31 +34,51 @@ def fastest_cut(times_us: Sequence[float], num_stages: int, limits: Cost) -> lis
     def time_us(stage: int, start: int, stop: int) -> float:
         return until_us[stop] - until_us[start] + limits(stage, start, stop)
 
-    slowest = _best(len(times_us), num_stages, time_us, max)
+    # No stage is longer than a limit that some cut keeps, so the longer parts need no look. Most
+    # cuts keep one near the mean.
+    mean_us = max(until_us[-1] / num_stages, max(times_us, default=0.0))
+    slowest = None
+    for factor in (1.05, 1.3, 2.0, math.inf):
+        longest_us = mean_us * factor if mean_us else math.inf
+
+        def last_stop(start: int, longest_us: float = longest_us) -> int:
+            # Sums in another order differ by rounding.
+            return bisect_right(until_us, (until_us[start] + longest_us) * (1 + 1e-9)) - 1
+
+        slowest = _best(len(times_us), num_stages, time_us, max, last_stop)
+        if slowest is not None:
+            break
     if slowest is None:
         return None
-    # Sums in another order differ by rounding.
     limit_us = slowest[0] * (1 + 1e-9)
 
     def squared(stage: int, start: int, stop: int) -> float:
         taken_us = time_us(stage, start, stop)
         return taken_us**2 if taken_us <= limit_us else math.inf
 
-    spread = _best(len(times_us), num_stages, squared, operator.add)
+    spread = _best(len(times_us), num_stages, squared, operator.add, last_stop)
     assert spread is not None
     return spread[1]
 
 
 def least_largest(num_calls: int, num_stages: int, num_bytes: Cost) -> float:
     """Return the bytes of the largest stage, in the cut where that is smallest."""
-    best = _best(num_calls, num_stages, num_bytes, max)
+    best = _best(num_calls, num_stages, num_bytes, max, lambda start: num_calls)
     return math.inf if best is None else best[0]
 
 
 def _best(
-    num_calls: int, num_stages: int, cost: Cost, combine: Callable[[float, float], float]
+    num_calls: int,
+    num_stages: int,
+    cost: Cost,
+    combine: Callable[[float, float], float],
+    last_stop: Callable[[int], int],
 ) -> tuple[float, list[int]] | None:
-    """Return the least combined cost of all stages, and where they end."""
+    """Return the least combined cost of all stages, and where they end.
+
+    Args:
+        last_stop: of a part that begins at a call; longer ones are left out.
+    """
     # By number of calls in front of the cut: the best of the stages so far.
     best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
     for stage in range(num_stages):
@@ -65,7 +86,8 @@ def _best(
         left = num_stages - stage - 1
         for start, (before, ends) in best.items():
             # Calls for the stages to come; the last stage takes all that is left.
-            for stop in range(start + 1 if left else num_calls, num_calls - left + 1):
+            stops = range(start + 1 if left else num_calls, num_calls - left + 1)
+            for stop in itertools.takewhile(last_stop(start).__ge__, stops):
                 total = combine(before, cost(stage, start, stop)) if stop > start else math.inf
                 if total < following.get(stop, (math.inf, []))[0]:
                     following[stop] = total, [*ends, stop]

@@ -31,19 +31,11 @@ def random_like(
     if not carries_gradient(value):
         return torch.zeros(shape, dtype=value.dtype, device=device)
     # On the CPU, whatever the device: generators of two devices draw different numbers.
-    dtype = widest(value.dtype)
-    if dtype.is_complex:
-        noise = torch.randn(shape, generator=generator, dtype=dtype)
-    else:
-        # Of variance 1 too, and not normal: those take three times as long to draw in float64,
-        # for the tables of a vocabulary longer than computing with them does.
-        edge = math.sqrt(3)
-        noise = torch.empty(shape, dtype=dtype).uniform_(-edge, edge, generator=generator)
+    noise = torch.randn(shape, generator=generator, dtype=widest(value.dtype))
     if spread != "any sign" and not noise.is_complex():
         noise = noise.abs()
     if spread == "fraction" and not noise.is_complex():
         noise = noise / (1 + noise)
     # The fan-in of a weight, at most 64, for narrow results of wide tables would vanish.
     scale = 1 / math.sqrt(min(shape[-1], 64)) if len(shape) == 2 else 1.0
-    # In place: the largest tables are fresh memory of tens of megabytes each time.
-    return noise.mul_(scale).to(device).requires_grad_()
+    return (noise * scale).to(device).requires_grad_()

@@ -61,6 +61,14 @@ def test_a_limit_decides_the_exit_code() -> None:
     assert "more than 1.00 KiB" in result.stderr
 
 
+def test_suggest_says_no_when_nothing_fits() -> None:
+    sizes = ("--gpus", "2", "--microbatches", "2", "-o", "recompute=full")
+    result = _run("suggest", f"{_MODELS}:relu", *sizes, "--memory", "1GiB", "--json")
+    assert result.exit_code == 0, result.output
+    assert {plan["pp"] for plan in json.loads(result.stdout)["plans"]} == {1}  # it has no loss
+    assert _run("suggest", f"{_MODELS}:relu", *sizes, "--memory", "1KiB").exit_code == 1
+
+
 def test_diff_of_stages_and_of_models() -> None:
     stages = _run("diff", f"{_MODELS}:relu", "--tp", "2")
     assert stages.exit_code == 0, stages.output
@@ -214,7 +222,7 @@ def test_unknown_option_of_compile() -> None:
     assert "speed" in result.stderr
 
 
-@pytest.mark.parametrize("command", ["plan", "diff", "verify", "code", "explain"])
+@pytest.mark.parametrize("command", ["plan", "suggest", "diff", "verify", "code", "explain"])
 def test_help_has_examples(command: str) -> None:
     result = _run(command, "--help")
     assert result.exit_code == 0

@@ -1,0 +1,276 @@
+"""Search for the fastest grid, schedule and recompute setting that fit a device's memory.
+
+Candidates are planned as :func:`sp_compiler.plan` plans them, the most promising first, but for
+those that cannot win: what stages hold on average is too much, or the time that the schedule would
+take for equal stages is that of something that was found.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Unpack
+
+from torch import nn
+
+from sp_compiler.base.errors import ArgumentError
+from sp_compiler.base.units import bytes_text, parse_bytes, time_text
+from sp_compiler.compiler import build_settings
+from sp_compiler.grid_plan.build import grid_plan
+from sp_compiler.grid_plan.chain import Chain
+from sp_compiler.grid_plan.data import GridPlan
+from sp_compiler.grid_plan.options import GPUS_PER_NODE, GridOptions
+from sp_compiler.grid_plan.sizes import GridSizes
+from sp_compiler.grid_plan.stage_plan import STATE_BYTES, gathered_bytes, held_bytes, kept_bytes
+from sp_compiler.grid_plan.suggestions import Rejected, Suggestions
+from sp_compiler.ir.hints import parameters_of, wishes_of
+from sp_compiler.options import (
+    CompileOptions,
+    ExampleInputs,
+    Options,
+    checked_inputs,
+    with_options,
+)
+from sp_compiler.pipeline_parallel.schedules import SCHEDULES
+from sp_compiler.planning.plan import Plan
+
+_RECOMPUTE = ("none", "attention", "selective", "full")
+_CHUNKS = (2, 3, 4)  # of a rank, where the schedule interleaves
+
+
+@with_options
+def suggest(  # noqa: PLR0913 - all by keyword, each described below
+    model: nn.Module,
+    example_inputs: ExampleInputs,
+    *,
+    gpus: int,
+    memory: int | str,
+    microbatches: int,
+    schedules: Sequence[str] = ("1f1b", "interleaved", "zero_bubble"),
+    bytes_per_parameter: float = STATE_BYTES,
+    gpus_per_node: int = GPUS_PER_NODE,
+    top: int = 5,
+    **options: Unpack[Options],
+) -> Suggestions:
+    """Return the fastest grids of ``gpus`` devices on which a model trains within their memory.
+
+    For each grid of tensor parallel ranks inside a node, pipeline stages and data parallel ranks,
+    with FSDP2 or without, the best schedule and recompute setting is found. Runs in one process on
+    shapes alone, as :func:`plan` does.
+
+    >>> with torch.device("meta"):
+    ...     model = LlamaForCausalLM(config).bfloat16()
+    >>> inputs = (), {"input_ids": ids, "labels": ids}
+    >>> found = sp_compiler.suggest(model, inputs, gpus=64, memory="75GiB", microbatches=256)
+    >>> print(found)  # and why the others lose
+    >>> print(found[0])  # the plan of the best one
+
+    Args:
+        model: in the mode (train or eval, autocast) to plan for.
+        example_inputs: (args, kwargs) of one microbatch.
+        gpus: number of devices.
+        memory: what a step may take on each, in bytes or as "75GiB". The device's own memory is
+            more: its context, its libraries and gaps between tensors take some GiB.
+        microbatches: of one step over all devices: the global batch by that of the example.
+        schedules: those that may be suggested, as :func:`pipeline` names them.
+        bytes_per_parameter: as of :func:`plan`.
+        gpus_per_node: as of :func:`plan`; no grid has more tensor-parallel ranks.
+        top: number of plans that are returned.
+
+    Raises:
+        ArgumentError: an argument outside what is allowed. That no grid fits is no error: then
+            there are no plans, and ``rejected`` says what each grid would need.
+        CaptureError: the model has control flow that depends on parameters or activations.
+    """
+    for name, value in (("gpus", gpus), ("microbatches", microbatches), ("top", top)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ArgumentError(f"{name}={value!r}: expected a positive int")
+    unknown = [name for name in schedules if name not in SCHEDULES]
+    if isinstance(schedules, str) or unknown:
+        raise ArgumentError(f"schedules={schedules!r}: expected a list of {', '.join(SCHEDULES)}")
+    memory_bytes = parse_bytes("memory", memory)
+    checked = GridOptions(
+        GridSizes(), 1, bytes_per_parameter=bytes_per_parameter, gpus_per_node=gpus_per_node
+    )
+    args, kwargs = checked_inputs(model, example_inputs)
+    policies = [options["recompute"]] if "recompute" in options else [*_RECOMPUTE]
+    widths = [tp for tp in range(1, gpus_per_node + 1) if gpus_per_node % tp == gpus % tp == 0]
+    settings = [
+        # As pipeline compiles it, so that what inputs alone determine is in no stage.
+        replace(CompileOptions.of(tp, {**options, "recompute": recompute}), tables_apart=True)
+        for tp in widths
+        for recompute in policies
+    ]
+    wishes_of(settings[0].hints, parameters_of(model))  # raises before the model is captured
+    search = _Search(memory_bytes, top, schedules)
+    for compiled in build_settings(model, args, kwargs, settings):
+        assert isinstance(compiled.plan, Plan)
+        try:
+            chain = Chain.of(compiled, compiled.plan)
+        except ArgumentError:  # without a loss there are no stages
+            chain = None
+        setting = _Setting(compiled.plan, chain)
+        for grid in _grids(gpus, compiled.plan.tp, setting.num_layers):
+            search.add(setting, grid, microbatches, checked)
+    return search.run()
+
+
+def _grids(gpus: int, tp: int, num_layers: int) -> Iterator[GridSizes]:
+    """Grids of as many devices; the data axis is either sharded by FSDP2 or replicated."""
+    for pp in range(1, num_layers + 1):
+        if (gpus // tp) % pp == 0:
+            data = gpus // tp // pp
+            yield GridSizes(tp, pp, dp_shard=data)
+            if data > 1:
+                yield GridSizes(tp, pp, dp_replicate=data)
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """A compiled program by what a search asks of it; ``stages`` is ``None`` without a loss."""
+
+    plan: Plan
+    stages: Chain | None
+    uncut: Chain = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "uncut", Chain.uncut(self.plan))
+
+    @property
+    def num_layers(self) -> int:
+        return 1 if self.stages is None else sum(call.path != "" for call in self.stages.calls)
+
+    def chain(self, grid: GridSizes) -> Chain:
+        if grid.pp == 1:
+            return self.uncut
+        assert self.stages is not None  # no grid of several stages is made without them
+        return self.stages
+
+    def least_bytes(self, options: GridOptions) -> float:
+        """What the fullest stage takes at least: what all take on average."""
+        grid, chain = options.grid, self.chain(options.grid)
+        per_parameter, sizes = options.bytes_per_parameter, chain.parameters
+        if grid.pp == 1:
+            unsharded = replace(grid, dp_shard=1)
+            state = sum(held_bytes(size, per_parameter, unsharded) for size in sizes.values())
+            gathered = gathered_bytes(chain.calls, sizes, grid)
+            return state / grid.dp_shard + gathered + self.plan.activation_peak_bytes
+        state = sum(held_bytes(size, per_parameter, grid) for size in sizes.values())
+        # The last stage has one microbatch in flight, each before it one more.
+        in_flight = (min(grid.pp, options.microbatches) + 1) / 2
+        return (state + in_flight * kept_bytes(chain.calls)) / grid.pp
+
+    def least_us(self, options: GridOptions) -> float:
+        """Time of a step whose stages are equal; see the papers of the schedules."""
+        grid, calls = options.grid, self.chain(options.grid).calls
+        microbatch_us = sum(call.step_us for call in calls) / grid.pp
+        waits_us = (grid.pp - 1) * microbatch_us / options.stages()[1]
+        if options.stages()[0].delays_weights:
+            # arXiv 2401.10241, table 2: what remains is at least the forwards; in a V, nothing.
+            forward_us = sum(call.forward_us for call in calls) / grid.pp
+            waits_us = 0.0 if options.stages()[0].is_v else (grid.pp - 1) * forward_us
+        return options.microbatches * microbatch_us + waits_us
+
+
+class _Search:
+    """Candidates, and the best plan of each grid so far."""
+
+    def __init__(self, memory_bytes: int, top: int, schedules: Sequence[str]) -> None:
+        self._memory_bytes, self._top = memory_bytes, top
+        self._schedules: list[tuple[str, int | None]] = [
+            (name, chunks)
+            for name in schedules
+            for chunks in (_CHUNKS if name == "interleaved" else (None,))
+        ]
+        self._candidates: list[tuple[float, int, _Setting, GridOptions]] = []
+        self._best: dict[GridSizes, GridPlan] = {}
+        # Of grids without a plan: the least memory of any setting, and the least time.
+        self._needed_bytes: dict[GridSizes, float] = {}
+        self._least_us: dict[GridSizes, float] = {}
+        self._impossible: dict[GridSizes, str] = {}
+
+    def add(self, setting: _Setting, grid: GridSizes, microbatches: int, like: GridOptions) -> None:
+        """Note what may be tried of ``setting`` on ``grid``, otherwise as ``like`` says."""
+        if microbatches % grid.data:
+            self._impossible[grid] = f"{microbatches} microbatches do not divide by {grid.data}"
+            return
+        for schedule, per_rank in self._schedules if grid.pp > 1 else [("1f1b", None)]:
+            try:
+                options = replace(
+                    like,
+                    grid=grid,
+                    microbatches=microbatches // grid.data,
+                    schedule=schedule,
+                    stages_per_rank=per_rank,
+                )
+            except ArgumentError as error:  # too few microbatches, or some left over
+                self._impossible[grid] = str(error)
+                continue
+            if grid.pp * options.stages()[1] > setting.num_layers and grid.pp > 1:
+                continue
+            needed = setting.least_bytes(options)
+            if needed > self._memory_bytes:
+                self._note_memory(grid, needed)
+                continue
+            least_us = setting.least_us(options)
+            self._candidates.append((least_us, len(self._candidates), setting, options))
+
+    def run(self) -> Suggestions:
+        """Plan candidates until none that is left can be among the best."""
+        for least_us, _, setting, options in sorted(self._candidates, key=lambda each: each[:2]):
+            grid = options.grid
+            limit_us = self._limit_us()
+            before = self._best.get(grid)
+            if least_us >= (limit_us if before is None else min(limit_us, before.step_us)):
+                if before is None:
+                    self._least_us[grid] = min(least_us, self._least_us.get(grid, least_us))
+                continue
+            found = self._planned(setting, options)
+            if found is not None and (before is None or found.step_us < before.step_us):
+                self._best[grid] = found
+        plans = sorted(self._best.values(), key=lambda plan: plan.step_us)
+        kept = plans[: self._top]
+        return Suggestions(tuple(kept), tuple(self._rejected(kept)), self._memory_bytes)
+
+    def _limit_us(self) -> float:
+        """Time of the last plan that would be returned now."""
+        times = sorted(plan.step_us for plan in self._best.values())
+        return times[self._top - 1] if len(times) >= self._top else float("inf")
+
+    def _planned(self, setting: _Setting, options: GridOptions) -> GridPlan | None:
+        """Return the plan if it fits, where need be cut by memory instead of time alone."""
+        chain = setting.chain(options.grid)
+        plan = grid_plan(setting.plan, chain, options)
+        if plan.total_bytes > self._memory_bytes and options.grid.pp > 1:
+            try:
+                limited = replace(options, memory_bytes=self._memory_bytes)
+                plan = grid_plan(setting.plan, chain, limited)
+            except ArgumentError:  # no cut has room
+                pass
+        if plan.total_bytes <= self._memory_bytes:
+            return plan
+        self._note_memory(options.grid, plan.total_bytes)
+        return None
+
+    def _note_memory(self, grid: GridSizes, num_bytes: float) -> None:
+        self._needed_bytes[grid] = min(num_bytes, self._needed_bytes.get(grid, num_bytes))
+
+    def _rejected(self, kept: Sequence[GridPlan]) -> Iterator[Rejected]:
+        """Grids that are not among ``kept``, those that nearly are first."""
+        shown = {plan.grid for plan in kept}
+        timed = {grid: plan.step_us for grid, plan in self._best.items() if grid not in shown}
+        for grid, least_us in sorted(
+            itertools.chain(timed.items(), self._least_us.items()), key=lambda each: each[1]
+        ):
+            if grid not in shown and (grid in timed) == (least_us == timed.get(grid)):
+                at_least = "" if grid in timed else "at least "
+                yield Rejected(grid, f"a step takes {at_least}{time_text(least_us)}")
+        slow = timed.keys() | self._least_us.keys() | shown
+        for grid, needed in sorted(self._needed_bytes.items(), key=lambda each: each[1]):
+            if grid not in slow:
+                text = f"needs at least {bytes_text(needed)} per device"
+                yield Rejected(grid, text)
+        for grid, reason in self._impossible.items():
+            if grid not in slow and grid not in self._needed_bytes:
+                yield Rejected(grid, reason)

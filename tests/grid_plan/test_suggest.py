@@ -1,0 +1,118 @@
+"""The search for a grid, against all grids that there are."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from sp_compiler import ArgumentError, GridPlan, suggest
+from sp_compiler.command_line.models import load
+from sp_compiler.compiler import build_settings
+from sp_compiler.grid_plan.build import grid_plan
+from sp_compiler.grid_plan.chain import Chain
+from sp_compiler.grid_plan.options import GridOptions
+from sp_compiler.grid_plan.sizes import GridSizes
+from sp_compiler.options import CompileOptions
+from tests.models import zoo
+
+_ARGUMENTS: dict[str, Any] = {"gpus": 8, "microbatches": 8, "gpus_per_node": 2}
+
+
+def _every_plan(model: Any, inputs: Any) -> dict[GridSizes, list[GridPlan]]:
+    """Plans of 8 devices with two policies, by grid."""
+    settings = [
+        CompileOptions(tp=tp, recompute=recompute, tables_apart=True)
+        for tp in (1, 2)
+        for recompute in ("none", "full")
+    ]
+    plans: dict[GridSizes, list[GridPlan]] = {}
+    for compiled in build_settings(model, (), inputs, settings):
+        for pp in (1, 2, 4):
+            tp = compiled.plan.tp
+            uncut = Chain.uncut(compiled.plan)
+            chain = Chain.of(compiled, compiled.plan) if pp > 1 else uncut
+            for axis in ("dp_shard", "dp_replicate"):
+                grid = GridSizes(tp, pp, **{axis: 8 // tp // pp})
+                for schedule, count in (("1f1b", None), ("interleaved", 2), ("zero_bubble", None)):
+                    try:
+                        options = GridOptions(
+                            grid, 8 // grid.data, schedule, count, gpus_per_node=2
+                        )
+                        plan = grid_plan(compiled.plan, chain, options)
+                    except ArgumentError:  # too few microbatches, or layers
+                        continue
+                    plans.setdefault(grid, []).append(plan)
+    return plans
+
+
+def test_the_best_of_each_grid_is_found_and_those_that_do_not_fit_are_left_out() -> None:
+    model, inputs = zoo.build("gpt2", layers=4), zoo.inputs("gpt2")
+    every = _every_plan(model, inputs)
+    sizes = sorted(plan.total_bytes for plans in every.values() for plan in plans)
+    memory = sizes[len(sizes) // 2]
+    found = [
+        plan
+        for recompute in ("none", "full")
+        for plan in suggest(
+            model, ((), inputs), memory=memory, top=99, recompute=recompute, **_ARGUMENTS
+        )
+    ]
+    best: dict[GridSizes, float] = {}
+    for plan in found:
+        assert plan.total_bytes <= memory
+        best[plan.grid] = min(plan.step_us, best.get(plan.grid, plan.step_us))
+    for grid, plans in every.items():
+        fitting = [plan.step_us for plan in plans if plan.total_bytes <= memory]
+        if fitting:  # a cut by memory may find more, and another time
+            assert best[grid] == pytest.approx(min(fitting), rel=1e-9), grid
+    assert len(found) < len(every) * 2
+
+
+def test_what_is_shown() -> None:
+    inputs = ((), zoo.inputs("gpt2"))
+    model = zoo.build("gpt2", layers=4)
+    found = suggest(model, inputs, memory="1GiB", top=2, recompute="full", **_ARGUMENTS)
+    assert [plan.step_us for plan in found] == sorted(plan.step_us for plan in found)
+    assert len(found) == 2
+    assert found[0].grid.gpus == 8
+    text = str(found)
+    assert f"{found[0].grid}" in text
+    assert "% slower: " in text
+    assert "Other grids" in text
+    data = json.loads(found.to_json())
+    assert data["plans"][0]["step_us"] == found[0].step_us
+    assert data["rejected"][0]["reason"].startswith("a step takes")
+    none = suggest(model, inputs, memory="1KiB", recompute="full", **_ARGUMENTS)
+    assert not none
+    assert "No grid fits 1.00 KiB per device." in str(none)
+    assert all("needs at least" in each.reason for each in none.rejected[:3])
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"gpus": 0}, "gpus=0: expected a positive int"),
+        ({"memory": "80GB"}, "memory='80GB'"),
+        ({"schedules": ["1f1b", "zb"]}, r"schedules=\['1f1b', 'zb'\]: expected a list of 1f1b"),
+        ({"top": True}, "top=True"),
+        ({"recompute": "auto"}, "recompute='auto' with memory_budget=None"),
+        ({"bytes_per_parameter": -1}, "bytes_per_parameter=-1"),
+    ],
+)
+def test_what_cannot_be(changed: dict[str, Any], message: str) -> None:
+    arguments = {"memory": "1GiB", **_ARGUMENTS, **changed}
+    with pytest.raises(ArgumentError, match=message):
+        suggest(zoo.build("gpt2"), ((), zoo.inputs("gpt2")), **arguments)
+
+
+@pytest.mark.slow
+def test_a_model_of_a_paper() -> None:
+    """Tensor parallel in a node and pipeline across nodes, as arXiv 2205.05198 runs GPT-3 175B."""
+    loaded = load(None, "gpt3-175b")
+    found = suggest(
+        loaded.model, loaded.example_inputs, gpus=64, memory="80GiB", microbatches=64, top=3
+    )
+    assert found[0].total_bytes <= 80 * 2**30
+    assert GridSizes(tp=8, pp=8) in [plan.grid for plan in found]

@@ -89,7 +89,7 @@ def drawn(count: int, seed: int, paths: Sequence[Path]) -> list[Mutant]:
         return hashlib.sha256(f"{seed} {text}".encode()).hexdigest()
 
     piles = []
-    for path in sorted(paths, key=lambda path: rank(path.name)):
+    for path in sorted(paths, key=lambda path: (rank(path.name), path)):
         pile = list(mutants(path))
         if pile:
             piles.append(sorted(pile, key=lambda m: rank(f"{m.path} {m.before} {m.after}")))

@@ -7,9 +7,9 @@ then those that import it; where there are none those of its folder, else a few 
 models through everything. A mutation is *killed* by the first failure of a test that passes without
 it, *survives* if all pass, and *times out* if the limit ends first, which is not counted as killed.
 
-Every outcome is kept in ``score.json``, which ``test_score.py`` reads: another draw adds to it, the
-same draw renews it. What survives and is known to change no number is in ``survivors.toml``, with
-the reason.
+Every outcome is kept in ``score.json``: another draw adds to it, the same draw renews it, and
+``--again`` runs what survived once more, after tests were added. What survives and is known to
+change no number is in ``survivors.toml``, with the reason.
 """
 
 from __future__ import annotations
@@ -226,6 +226,8 @@ def main() -> None:
     for test in sorted(runner.broken):
         print(f"left out, for it fails without a mutation: {test}")
     print(f"{counts['killed']} of {total} killed: {dict(counts)}")
+    kept = Counter(entry["outcome"] for entry in json.loads(_SCORE.read_text(encoding="utf-8")))
+    print(f"{kept['killed']} of {kept.total() - kept['known']} in {_SCORE.name}: {dict(kept)}")
 
 
 if __name__ == "__main__":

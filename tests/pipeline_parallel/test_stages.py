@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +13,18 @@ import sp_compiler
 from sp_compiler import ArgumentError, UnsupportedError
 from sp_compiler.compiler import build
 from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.ir.program import Ref
 from sp_compiler.ops.communicator import Communicator
 from sp_compiler.options import CompileOptions
 from sp_compiler.pipeline_parallel.cutting import ends_of
 from sp_compiler.pipeline_parallel.microbatches import microbatches_of
 from sp_compiler.pipeline_parallel.schedules import SCHEDULES, schedule_of
-from sp_compiler.pipeline_parallel.stage_program import chain_of, loss_of, stages_of
+from sp_compiler.pipeline_parallel.stage_program import (
+    _refuse_shared_buffers,
+    chain_of,
+    loss_of,
+    stages_of,
+)
 from sp_compiler.pipeline_parallel.ties import holders_of
 from sp_compiler.planning.data import CallPlan, ParameterSize
 from sp_compiler.runtime.executor import Executor
@@ -74,6 +81,21 @@ def test_masks_draw_as_without_pipeline() -> None:
         refs = [ref for call in program.calls for ref in call.args if ref.kind == "seed"]
         seeds.append([ref.index for ref in refs])
     assert seeds[0] == seeds[1] == [0, 1, 2]
+
+
+def test_a_buffer_that_is_written_belongs_to_one_stage() -> None:
+    def call(*buffers: str) -> Any:
+        return SimpleNamespace(args=[Ref("buffer", name) for name in buffers])
+
+    program: Any = SimpleNamespace(
+        calls=[call("read"), call("read", "written")],
+        mutated_buffers={"written": Ref("call", index=1)},
+    )
+    _refuse_shared_buffers(program, {0: 0, 1: 1})
+    program.calls[0] = call("read", "written")
+    _refuse_shared_buffers(program, {0: 0, 1: 0})
+    with pytest.raises(UnsupportedError, match=r"'written' is written by stage 1 .* by stage 0"):
+        _refuse_shared_buffers(program, {0: 0, 1: 1})
 
 
 def test_a_model_without_loss() -> None:

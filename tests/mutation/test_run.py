@@ -1,0 +1,34 @@
+"""Which tests the runner of mutations takes, and what it is told to expect."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.mutation import run
+from tests.mutation.mutants import ROOT, drawn, modules
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        ("sp_compiler/solve/pipeline_cut.py", ["tests/solve/test_pipeline_cut.py"]),
+        ("sp_compiler/trace/masked_rows/rows.py", ["tests/trace/test_masked_rows.py"]),
+        ("passes/memory/zero_tangents.py", ["tests/passes/memory/test_zero_tangents.py"]),
+    ],
+)
+def test_tests_named_after_a_module_come_first(module: str, expected: list[str]) -> None:
+    assert run.tests_of(module, ROOT)[: len(expected)] == expected
+
+
+def test_a_draw_is_the_same_every_time_and_reaches_every_folder() -> None:
+    paths = [path for path in modules() if "solve" in path.parts or "base" in path.parts]
+    draw = drawn(30, 1, paths)
+    assert draw == drawn(30, 1, paths[::-1])
+    assert draw != drawn(30, 2, paths)
+    assert {mutant.path.split("/")[1] for mutant in draw} == {"solve", "base"}
+
+
+def test_known_survivors_are_still_there() -> None:
+    for (path, before, _), reason in run.known_survivors().items():
+        assert before in (ROOT / path).read_text(encoding="utf-8")
+        assert reason

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -151,27 +152,61 @@ def product_dtype(node: Node) -> torch.dtype:
     return torch.float32
 
 
-def elapsed_us(graph: Graph, world_size: int, hardware: Hardware = H100) -> float:
-    """Time of a generated function, with collectives one after another beside the kernels.
+@dataclass(frozen=True)
+class Span:
+    """A kernel or a collective in the course of a function.
+
+    Attributes:
+        name: of its node.
+        operator: what it runs.
+        stream: "compute", or "tp" for the link of the tensor-parallel group.
+        begin_us: from the beginning of the function.
+        recomputed: whether forward has computed it before.
+    """
+
+    name: str
+    operator: str
+    stream: Literal["compute", "tp"]
+    begin_us: float
+    end_us: float
+    recomputed: bool = False
+
+    @property
+    def duration_us(self) -> float:
+        return self.end_us - self.begin_us
+
+
+def function_spans(graph: Graph, world_size: int, hardware: Hardware = H100) -> Iterator[Span]:
+    """Follow a generated function, with collectives one after another beside the kernels.
 
     One that has been started goes on until its ``wait``; any other holds everything up.
     """
     now_us = link_free_us = 0.0
     arrival_us: dict[Node, float] = {}
     for node in graph.nodes:
+        operator, recomputed = str(node.target), bool(node.meta.get("recomputed"))
         collectives = node_collectives(node)
         if collectives:
             # One link: a collective waits for those before it, whether anyone waits for them.
-            link_free_us = max(now_us, link_free_us)
-            link_free_us += collectives_us(collectives, world_size, hardware)
+            begin_us = max(now_us, link_free_us)
+            link_free_us = begin_us + collectives_us(collectives, world_size, hardware)
+            kinds = ", ".join(item.kind for item in collectives)
+            yield Span(node.name, kinds, "tp", begin_us, link_free_us, recomputed)
             if is_started(node):
                 arrival_us[node] = link_free_us
             else:
                 now_us = link_free_us
         elif is_wait(node):
             now_us = max(now_us, arrival_us[node.args[0]])
-        now_us += compute_us(node, hardware)
-    return now_us
+        time_us = compute_us(node, hardware)
+        if time_us:
+            yield Span(node.name, operator, "compute", now_us, now_us + time_us, recomputed)
+        now_us += time_us
+
+
+def elapsed_us(graph: Graph, world_size: int, hardware: Hardware = H100) -> float:
+    """Time of a generated function, see :func:`function_spans`."""
+    return max((span.end_us for span in function_spans(graph, world_size, hardware)), default=0.0)
 
 
 def merged(collectives: Iterable[Collective]) -> tuple[Collective, ...]:

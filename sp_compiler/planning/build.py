@@ -24,6 +24,7 @@ from sp_compiler.cost.node_cost import (
     tensor_bytes,
 )
 from sp_compiler.cost.step_memory import Kept, StepMemory, step_memory
+from sp_compiler.cost.step_timeline import step_timeline
 from sp_compiler.cost.step_walk import SEED_BYTES
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.forward_backward import Partitioned, SavedTensor
@@ -86,6 +87,7 @@ def make_plan(compiled: CompiledProgram, options: CompileOptions, model_name: st
             for name, size in sizes.items()
         },
         timeline=memory.timeline,
+        schedule=step_timeline(compiled, memory.timeline, bucket, device),
         # Made on demand: sympy takes tenths of a second, and few plans are asked for formulas.
         formula_maker=cache(partial(activation_formula, compiled, memory, kept)),
     )

@@ -12,6 +12,7 @@ from sp_compiler.base.pass_report import PassReport
 from sp_compiler.cost.hardware import Hardware
 from sp_compiler.cost.node_cost import merged
 from sp_compiler.cost.step_memory import Moment
+from sp_compiler.cost.step_timeline import StepTimeline
 from sp_compiler.ops.registry import Collective
 from sp_compiler.planning.costly_fallbacks import CostlyFallback
 from sp_compiler.planning.formula import ActivationFormula
@@ -192,6 +193,7 @@ class PlanData:
         calls: of blocks, in the order of the forward.
         parameters: this rank's part of each, by name.
         timeline: the most that exists while each call runs, forward and backward.
+        schedule: when kernels and collectives run in a step.
         formula_maker: what derives :attr:`activation_formula` when it is first asked for.
     """
 
@@ -218,6 +220,7 @@ class PlanData:
     calls: tuple[CallPlan, ...] = ()
     parameters: dict[str, ParameterSize] = field(default_factory=dict)
     timeline: tuple[Moment, ...] = ()
+    schedule: StepTimeline = field(default=StepTimeline(()), repr=False)
     formula_maker: Callable[[], ActivationFormula] | None = field(
         default=None, repr=False, compare=False
     )
@@ -285,9 +288,14 @@ class PlanData:
         for block in blocks:
             for tensor, text in zip(block["kept"], formula.tensors[block["name"]], strict=True):
                 tensor["formula"] = str(text)
-        # asdict copies deeply, and these two hold graphs and solvers.
-        plain = asdict(replace(self, explainer=None, formula_maker=None))
-        del plain["explainer"], plain["formula_maker"]
+        # asdict copies deeply, and these two hold graphs and solvers; the schedule is a trace's.
+        hidden: dict[str, Any] = {
+            "explainer": None,
+            "formula_maker": None,
+            "schedule": StepTimeline(()),
+        }
+        plain = asdict(replace(self, **hidden))
+        plain = {name: value for name, value in plain.items() if name not in hidden}
         return {
             **plain,
             "blocks": blocks,
@@ -297,6 +305,7 @@ class PlanData:
             "total_bytes": self.total_bytes,
             "step_us": self.step_us,
             "mfu": self.mfu,
+            "schedule": self.schedule.to_dict(),
         }
 
     def to_json(self) -> str:

@@ -44,6 +44,11 @@ class Plan(PlanData):
         network to be read."""
         Path(path).write_text(page(self), encoding="utf-8")
 
+    def to_trace(self, path: str | Path) -> None:
+        """Write the simulated step for ``chrome://tracing`` or Perfetto: kernels, what recomputes
+        among them, beside the collectives of the tensor-parallel group."""
+        self.schedule.to_trace(path)
+
     # A plan never changes, and what explains it holds graphs that would be copied with it.
     def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
         return self

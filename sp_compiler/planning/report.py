@@ -71,7 +71,7 @@ def _budget(plan: PlanData) -> Iterable[str]:
 
 
 def _step(plan: PlanData) -> list[tuple[str, str]]:
-    work = plan.work
+    work, exposed_us = plan.work, plan.schedule.exposed_us
     # A model without matrix products (norms alone) has no ratio.
     extra = work.hardware_flops / work.model_flops - 1 if work.model_flops else 0.0
     flops = f"{work.model_flops:.4g} of the model, {100 * extra:.1f} % more are recomputed"
@@ -85,6 +85,11 @@ def _step(plan: PlanData) -> list[tuple[str, str]]:
         ("  of it recompute", f"{work.recompute_us / 1e3:.2f} ms"),
         ("  communication", f"{work.communication_us / 1e3:.2f} ms"),
         ("  of it under compute", f"{work.hidden_us / 1e3:.2f} ms"),
+        (
+            "  of it exposed",
+            f"{exposed_us['forward'] / 1e3:.2f} ms in forward, "
+            f"{exposed_us['backward'] / 1e3:.2f} ms in backward",
+        ),
     ]
     rows += [(f"  {item.kind}", _collective_text(item)) for item in plan.collectives]
     return rows

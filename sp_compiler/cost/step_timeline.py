@@ -1,0 +1,172 @@
+"""What a rank's device and its link do when, in one step of a compiled program.
+
+The order of kernels, starts and waits is that of the generated functions; the order of functions is
+that of the step: calls forward, then backward in reverse, then the reduction of replicated
+parameters' gradients.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from sp_compiler.cost.hardware import Hardware
+from sp_compiler.cost.node_cost import Span, collectives_us, function_spans
+from sp_compiler.cost.step_memory import Moment
+from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.ops.registry import Collective
+
+_STREAMS = ("compute", "tp")
+
+
+@dataclass(frozen=True)
+class FunctionRun:
+    """One run of a generated function in a step.
+
+    Attributes:
+        block: name of its class; "" for what belongs to no block.
+        path: the layer, "" for what is outside of layers.
+        phase: "forward" or "backward".
+        begin_us: from the beginning of the step.
+        spans: of its kernels and collectives, from its own beginning; equal blocks share them.
+    """
+
+    block: str
+    path: str
+    phase: str
+    begin_us: float
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class StepTimeline:
+    """Estimated course of one step on one rank.
+
+    Attributes:
+        runs: of functions, in their order.
+    """
+
+    runs: tuple[FunctionRun, ...]
+
+    @property
+    def step_us(self) -> float:
+        """From the first kernel to the last gradient."""
+        return self.runs[-1].begin_us + duration_us(self.runs[-1].spans) if self.runs else 0.0
+
+    @property
+    def exposed_us(self) -> dict[str, float]:
+        """By phase: time in which the device does nothing but wait for the link."""
+        exposed = {"forward": 0.0, "backward": 0.0}
+        for run in self.runs:
+            computed_us = sum(s.duration_us for s in run.spans if s.stream == "compute")
+            exposed[run.phase] += duration_us(run.spans) - computed_us
+        return exposed
+
+    @property
+    def exposed_recompute_us(self) -> float:
+        """Time of recomputation during which nothing is on the link."""
+        return sum(map(_exposed_recompute_us, (run.spans for run in self.runs)))
+
+    def spans(self) -> Iterator[tuple[FunctionRun, Span]]:
+        """Every kernel and collective, with times from the beginning of the step."""
+        for run in self.runs:
+            for span in run.spans:
+                begin_us, end_us = (run.begin_us + each for each in (span.begin_us, span.end_us))
+                yield run, replace(span, begin_us=begin_us, end_us=end_us)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data: the sums, without each span, which a trace has."""
+        return {
+            "step_us": self.step_us,
+            "exposed_us": self.exposed_us,
+            "exposed_recompute_us": self.exposed_recompute_us,
+        }
+
+    def to_trace(self, path: str | Path) -> None:
+        """Write a trace for ``chrome://tracing`` or Perfetto, a row for each stream."""
+        events: list[dict[str, Any]] = [
+            {"ph": "M", "name": "thread_name", "pid": 0, "tid": tid, "args": {"name": name}}
+            for tid, name in enumerate(_STREAMS)
+        ]
+        for run, span in self.spans():
+            events.append(
+                {
+                    "ph": "X",
+                    "name": span.name,
+                    "cat": _category(span),
+                    "ts": span.begin_us,
+                    "dur": span.duration_us,
+                    "pid": 0,
+                    "tid": _STREAMS.index(span.stream),
+                    "args": {"operator": span.operator, "phase": run.phase, "block": run.block,
+                             "layer": run.path},
+                }
+            )  # fmt: skip
+        trace = {"traceEvents": events, "displayTimeUnit": "ns"}
+        Path(path).write_text(json.dumps(trace), encoding="utf-8")
+
+
+def step_timeline(
+    compiled: CompiledProgram,
+    order: Sequence[Moment],
+    reduction: Sequence[Collective],
+    hardware: Hardware,
+) -> StepTimeline:
+    """Follow one step of ``compiled``.
+
+    Args:
+        order: functions as they run, see :func:`sp_compiler.cost.step_memory.step_memory`.
+        reduction: of replicated parameters' gradients, at the end.
+    """
+    spans = _spans_of_functions(compiled, hardware)
+    runs, now_us = [], 0.0
+    for moment in order:
+        call = compiled.program.calls[moment.call]
+        own = spans[call.region.name, moment.phase]
+        runs.append(FunctionRun(call.region.name, call.path, moment.phase, now_us, own))
+        now_us += duration_us(own)
+    reduce_us = collectives_us(list(reduction), compiled.world_size, hardware)
+    if reduce_us:
+        span = Span("reduce_gradients", "all_reduce", "tp", 0.0, reduce_us)
+        runs.append(FunctionRun("", "", "backward", now_us, (span,)))
+    return StepTimeline(tuple(runs))
+
+
+def _spans_of_functions(
+    compiled: CompiledProgram, hardware: Hardware
+) -> Mapping[tuple[str, str], tuple[Span, ...]]:
+    spans = {}
+    for name, region in compiled.regions.items():
+        parts = region.partitioned
+        for phase, graph in (("forward", parts.forward), ("backward", parts.step_backward)):
+            if graph is not None:
+                spans[name, phase] = tuple(function_spans(graph, compiled.world_size, hardware))
+    return spans
+
+
+def _category(span: Span) -> str:
+    if span.stream == "tp":
+        return "communication"
+    return "recompute" if span.recomputed else "compute"
+
+
+def duration_us(spans: Sequence[Span]) -> float:
+    """Return when the last of a function's ``spans`` ends."""
+    return max((span.end_us for span in spans), default=0.0)
+
+
+def _exposed_recompute_us(spans: Sequence[Span]) -> float:
+    # Collectives follow each other on one link, so no time is counted twice.
+    on_link = [span for span in spans if span.stream == "tp"]
+    return sum(
+        span.duration_us
+        - sum(
+            max(0.0, min(span.end_us, other.end_us) - max(span.begin_us, other.begin_us))
+            for other in on_link
+        )
+        for span in spans
+        if span.recomputed and span.stream == "compute"
+    )

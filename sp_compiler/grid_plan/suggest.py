@@ -7,7 +7,7 @@ take for equal stages is that of something that was found.
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Unpack
@@ -243,11 +243,9 @@ class _Search:
         chain = setting.chain(options.grid)
         plan = grid_plan(setting.plan, chain, options)
         if plan.total_bytes > self._memory_bytes and options.grid.pp > 1:
-            try:
-                limited = replace(options, memory_bytes=self._memory_bytes)
+            limited = replace(options, memory_bytes=self._memory_bytes)
+            with contextlib.suppress(ArgumentError):  # no cut has room
                 plan = grid_plan(setting.plan, chain, limited)
-            except ArgumentError:  # no cut has room
-                pass
         if plan.total_bytes <= self._memory_bytes:
             return plan
         self._note_memory(options.grid, plan.total_bytes)
@@ -259,18 +257,16 @@ class _Search:
     def _rejected(self, kept: Sequence[GridPlan]) -> Iterator[Rejected]:
         """Grids that are not among ``kept``, those that nearly are first."""
         shown = {plan.grid for plan in kept}
-        timed = {grid: plan.step_us for grid, plan in self._best.items() if grid not in shown}
-        for grid, least_us in sorted(
-            itertools.chain(timed.items(), self._least_us.items()), key=lambda each: each[1]
-        ):
-            if grid not in shown and (grid in timed) == (least_us == timed.get(grid)):
-                at_least = "" if grid in timed else "at least "
-                yield Rejected(grid, f"a step takes {at_least}{time_text(least_us)}")
-        slow = timed.keys() | self._least_us.keys() | shown
+        # A grid may have been put off before a plan of it was found: the plan tells more.
+        known_us = {grid: plan.step_us for grid, plan in self._best.items()}
+        times_us = {**self._least_us, **known_us}
+        for grid, step_us in sorted(times_us.items(), key=lambda each: each[1]):
+            if grid not in shown:
+                at_least = "" if grid in known_us else "at least "
+                yield Rejected(grid, f"a step takes {at_least}{time_text(step_us)}")
         for grid, needed in sorted(self._needed_bytes.items(), key=lambda each: each[1]):
-            if grid not in slow:
-                text = f"needs at least {bytes_text(needed)} per device"
-                yield Rejected(grid, text)
+            if grid not in times_us:
+                yield Rejected(grid, f"needs at least {bytes_text(needed)} per device")
         for grid, reason in self._impossible.items():
-            if grid not in slow and grid not in self._needed_bytes:
+            if grid not in times_us and grid not in self._needed_bytes:
                 yield Rejected(grid, reason)

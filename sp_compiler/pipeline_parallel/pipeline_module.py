@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,24 +17,20 @@ from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.module.calls import executor_for, require_data
 from sp_compiler.module.distributed_module import DistributedModule
 from sp_compiler.module.outputs import plain_input
-from sp_compiler.ops.counter import call_seed, draw_seed
 from sp_compiler.pipeline_parallel.axes import PipelineAxis
 from sp_compiler.pipeline_parallel.cutting import adamw_bytes, ends_of, gathered_adamw_bytes
 from sp_compiler.pipeline_parallel.microbatches import microbatches_of
+from sp_compiler.pipeline_parallel.ranks import StageRanks
 from sp_compiler.pipeline_parallel.runner import Feed, StageRunner
 from sp_compiler.pipeline_parallel.schedules import Schedule
 from sp_compiler.pipeline_parallel.stage_parameters import StageParameters
 from sp_compiler.pipeline_parallel.stage_program import Stage, chain_of, loss_of, stages_of
 from sp_compiler.planning.data import ParameterSize
-from sp_compiler.runtime.group import broadcast
-from sp_compiler.runtime.program_cache import call_key
-from sp_compiler.runtime.rank_checks import RankAgreement
 from sp_compiler.runtime.reductions import reduce_gradients
 from sp_compiler.runtime.weight_gradients import accumulate
 from sp_compiler.trace.export import flatten_inputs, input_names
 
 Weigh = Callable[..., Any]
-_INSTANCES = itertools.count()
 
 
 class PipelineModule(StageParameters):
@@ -78,9 +73,7 @@ class PipelineModule(StageParameters):
         self._paths: tuple[str, ...] = ()
         self._ends: list[int] = []
         self._runners: dict[int, tuple[CompiledProgram, StageRunner]] = {}
-        # Pipelines are made in the same order on all ranks, so the count names one on all of them.
-        name = f"pipeline {next(_INSTANCES)}"
-        self._agreement = RankAgreement(axis.watched, name, self._state.options)
+        self._ranks = StageRanks(self._state, axis)
         # Every compilation goes through the cut, also those that a call of another size asks for.
         self._build, self._state.build = self._state.build, self._build_to_cut
 
@@ -88,8 +81,8 @@ class PipelineModule(StageParameters):
         """Compile for this batch, cut, and drop the parameters of other ranks' stages."""
         leaves, structure, names = self._flat(args, kwargs)
         first = microbatches_of(leaves, names, self._microbatches)[0]
-        with self._state.reporting():
-            self._agree(leaves, structure, names)
+        with self._ranks.reporting():
+            self._ranks.agree(leaves, structure, names)
             compiled = executor_for(self._state, first, structure).compiled
             stages = self._cut(compiled)
             ranks = [self._schedule.rank_of(i, self._axis.size) for i in range(len(stages))]
@@ -184,24 +177,29 @@ class PipelineModule(StageParameters):
         leaves, structure, names = self._flat(args, kwargs)
         parts = microbatches_of(leaves, names, self._microbatches)
         state = self._state
-        with state.reporting():
+        with self._ranks.reporting():
             if self._trained != tuple(p.requires_grad for p in self.parameters()):
                 raise UnsupportedError(
                     "requires_grad of a parameter was changed since sp_compiler.pipeline, which "
                     "other stages do not know of: freeze before"
                 )
-            self._agree(leaves, structure, names)
+            self._ranks.agree(leaves, structure, names)
             # Of the first, for all microbatches have one size.
             compiled = executor_for(state, parts[0], structure).compiled
             require_data(state)
             if id(compiled) not in self._runners:
                 self._runners[id(compiled)] = compiled, self._runner(self._cut(compiled))
-            seeds = self._seeds(compiled)
+            self._ranks.meet_over_data("begins a step")
+            draws = any("seed" in region.input_kinds for region in compiled.program.regions)
+            seeds: list[Tensor | None] = [None] * self._microbatches
+            seeds = [*self._ranks.seeds(self._microbatches)] if draws else seeds
             feed = Feed(parts, seeds, self._weights(parts, structure), [])
             whole = self._gathered
             with contextlib.nullcontext() if whole is None else whole.gathered(reduce=train):
                 self._runners[id(compiled)][1].run(feed, train=train)
                 self._reduce_partial()
+                # FSDP's own collectives wait for ever: all parts of the data have to come first.
+                self._ranks.meet_over_data("ends a step")
             return self._total(feed)
 
     def _reduce_partial(self) -> None:
@@ -213,21 +211,6 @@ class PipelineModule(StageParameters):
         for name, total in zip(names, totals, strict=True):
             assert total is not None
             accumulate(self._state.parameters[name], total)
-
-    def _agree(self, leaves: list[Any], structure: Any, names: list[str]) -> None:
-        """Compare this call and its inputs with those of the other stages.
-
-        Raises:
-            RankMismatchError: they differ: one stage would read labels of other tokens than those
-                that another one computes.
-        """
-        state = self._state
-        # Without parameters, of which every stage has others, and without attributes, some of
-        # which FSDP sets on the modules that it manages.
-        key = call_key(state.modules.values(), (), leaves, structure)
-        self._agreement.begin_call(key, leaves, lambda: names, compiled=True)
-        if self._agreement.every_call:
-            self._agreement.settle()  # before anything is sent
 
     def _build_to_cut(
         self,
@@ -273,21 +256,6 @@ class PipelineModule(StageParameters):
     def _runner(self, stages: Sequence[Stage]) -> StageRunner:
         return StageRunner(stages, self._state, self._axis, self._schedule, self._microbatches)
 
-    def _seeds(self, compiled: CompiledProgram) -> list[Tensor | None]:
-        """Draw one seed for each microbatch, as forwards one after the other would."""
-        if all("seed" not in region.input_kinds for region in compiled.program.regions):
-            return [None] * self._microbatches
-        device = self._state.device()
-        # On every rank, though one rank's are used: generators stay where those of the others are.
-        drawn = [draw_seed() for _ in range(self._microbatches)]
-        seeds = torch.stack(drawn).to(device)
-        if self._state.group.process_group is not None:
-            broadcast(seeds, self._state.group)
-        dist.broadcast(seeds, group=self._axis.group, group_src=0)
-        part = self._state.group.data.rank
-        # Parts of the data have masks of their own, as in forward_seed.
-        return [call_seed(seed, part) if part else seed for seed in seeds]
-
     def _weights(self, parts: Sequence[Sequence[Any]], structure: Any) -> list[Tensor | float]:
         if self._weigh is None:
             return [1 / self._microbatches] * self._microbatches
@@ -306,11 +274,10 @@ class PipelineModule(StageParameters):
 
     def _total(self, feed: Feed) -> Tensor:
         """Return the sum of the weighed losses, which the last stage has, on every rank."""
-        last = self._schedule.rank_of(self._num_stages - 1, self._axis.size)
         device = self._state.device()
         # In 64 bits, for the other ranks do not know the dtype of the loss.
         total = torch.zeros((), dtype=torch.float64, device=device)
         for loss in feed.losses:
             total += loss
-        dist.broadcast(total, group=self._axis.group, group_src=last)
-        return total
+        # The others add nothing.
+        return self._ranks.sum_over_stages(total)

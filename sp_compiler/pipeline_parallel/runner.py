@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
 from torch.torch_version import TorchVersion
 
 from sp_compiler.base.errors import UnsupportedError
@@ -16,7 +15,11 @@ from sp_compiler.module.state import ModuleState
 from sp_compiler.pipeline_parallel.axes import PipelineAxis
 from sp_compiler.pipeline_parallel.schedules import Schedule, forward_only, numbers
 from sp_compiler.pipeline_parallel.stage_program import Stage
+from sp_compiler.pipeline_parallel.watched_stage import Messages, WatchedStage
 from sp_compiler.runtime.weight_gradients import WeightGradients
+
+_WRAPPERS = ("failed to run forward", "Failed to run stage backward")
+"""In the texts of the errors that torch's stages raise from those of their modules."""
 
 
 @dataclass
@@ -96,11 +99,18 @@ class StageRunner:
         own = [index for index, rank in rank_of.items() if rank == axis.rank]
         device = state.device()
         self._weights = WeightGradients(state.deferred) if schedule.delays_weights else None
+        watched = axis.watched
+        # On accelerators nothing waits on the host.
+        self._messages = (
+            Messages(watched.board, watched.timeout)
+            if watched.board is not None and watched.collectives is not None
+            else None
+        )
         self._local = [StageModule(stages[index], state, index, self._weights) for index in own]
 
-        def torch_stages() -> list[PipelineStage]:
+        def torch_stages() -> list[WatchedStage]:
             return [
-                PipelineStage(
+                WatchedStage(
                     module,
                     index,
                     len(stages),
@@ -109,6 +119,7 @@ class StageRunner:
                     output_args=stages[index].returned_like,
                     group=axis.group,
                     dw_builder=None if self._weights is None else self._weights.take,
+                    messages=self._messages,
                 )
                 for module, index in zip(self._local, own, strict=True)
             ]
@@ -132,6 +143,15 @@ class StageRunner:
             else:
                 with torch.no_grad():
                     self.evaluation.step(*received, microbatch=index, return_outputs=False)
+        except BaseException as error:
+            if self._messages is not None:
+                # What was sent may have nobody who receives it: no place is one that all stopped
+                # at, after which the group could go on.
+                self._messages.board.num_started = -1 - self._messages.board.rank
+            # torch tells of shapes where the model, or another rank, tells of what is wrong.
+            if error.__cause__ is not None and any(text in str(error) for text in _WRAPPERS):
+                raise error.__cause__ from None
+            raise
         finally:
             for module in self._local:
                 module.feed = None

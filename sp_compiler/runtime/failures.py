@@ -209,9 +209,7 @@ class RankWait:
         """
         board, now = self._board, time.monotonic()
         board.raise_if_failed()
-        if not self._published:
-            self._published = True
-            board.store.set(_waits(board.rank), self._own)
+        self._publish()
         purposes = [self._of(rank) for rank in range(board.world_size)]
         # While one rank runs, it may yet bring all others on.
         stuck = purposes if all(purposes) and len(set(purposes)) > 1 else []
@@ -236,6 +234,11 @@ class RankWait:
         if self._published:
             with contextlib.suppress(RuntimeError):  # the store may be gone, with its process
                 self._board.store.set(_waits(self._board.rank), "")
+
+    def _publish(self) -> None:
+        if not self._published:
+            self._published = True
+            self._board.store.set(_waits(self._board.rank), self._own)
 
     def _of(self, rank: int) -> str:
         """What ``rank`` waits for; empty while it runs."""

@@ -1,0 +1,92 @@
+"""What the ranks of a mesh with stages tell each other, besides activations and gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sp_compiler.module.state import ModuleState
+from sp_compiler.ops.counter import call_seed, draw_seed
+from sp_compiler.pipeline_parallel.axes import PipelineAxis
+from sp_compiler.runtime.group import broadcast, watched_group
+from sp_compiler.runtime.program_cache import call_key
+from sp_compiler.runtime.rank_checks import RankAgreement
+
+_INSTANCES = itertools.count()
+
+
+class StageRanks:
+    """This rank among those of all axes of the mesh.
+
+    Args:
+        state: of the module, with the axes "tp" and those of the data.
+        axis: of the pipeline.
+    """
+
+    def __init__(self, state: ModuleState, axis: PipelineAxis) -> None:
+        self._state = state
+        self._axis = axis
+        # Pipelines are made in the same order on all ranks, so the count names one on all of them.
+        self._agreement = RankAgreement(axis.watched, f"pipeline {next(_INSTANCES)}", state.options)
+        mesh, timeout = state.group.data.mesh, state.group.timeout
+        self._data = [
+            watched_group(mesh[name], timeout, f'data-parallel group "{name}"')
+            for name in state.group.data.names
+            if mesh is not None
+        ]
+
+    @contextlib.contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Let errors inside raise on all ranks of the mesh: each tells those of its own axes."""
+        groups = (self._state.group, self._axis.watched, *self._data)
+        with contextlib.ExitStack() as stack:
+            for group in groups:
+                if group.board is not None:
+                    stack.enter_context(group.board.reporting())
+            yield
+
+    def agree(self, leaves: list[Any], structure: Any, names: list[str]) -> None:
+        """Compare a call and its inputs with those of the other stages.
+
+        Raises:
+            RankMismatchError: they differ: one stage would read labels of other tokens than those
+                that another one computes.
+        """
+        # Without parameters, of which every stage has others, and without attributes, some of
+        # which FSDP sets on the modules that it manages.
+        key = call_key(self._state.modules.values(), (), leaves, structure)
+        self._agreement.begin_call(key, leaves, lambda: names, compiled=True)
+        if self._agreement.every_call:
+            self._agreement.settle()  # before anything is sent
+
+    def meet_over_data(self, purpose: str) -> None:
+        """Wait for the other parts of the data, with a look at whether they failed.
+
+        In front of collectives that wait for ever, such as FSDP's own.
+        """
+        for group in self._data:
+            if group.board is not None and group.collectives is not None:
+                group.board.require_usable(group.timeout)
+                group.collectives.gather_numbers([0], purpose)()
+
+    def seeds(self, count: int) -> list[Tensor]:
+        """Draw a seed for each of ``count`` microbatches, as forwards one after the other would."""
+        # On every rank, though one rank's are used: generators stay where those of the others are.
+        drawn = [draw_seed() for _ in range(count)]
+        seeds = torch.stack(drawn).to(self._state.device())
+        if self._state.group.process_group is not None:
+            broadcast(seeds, self._state.group)
+        if self._axis.size > 1:
+            broadcast(seeds, self._axis.watched)
+        part = self._state.group.data.rank
+        # Parts of the data have masks of their own, as in forward_seed.
+        return [call_seed(seed, part) if part else seed for seed in seeds]
+
+    def sum_over_stages(self, value: Tensor) -> Tensor:
+        """Return the sum of what the ranks of the pipeline have."""
+        return self._axis.watched.communicator.all_reduce(value, "P", "I")

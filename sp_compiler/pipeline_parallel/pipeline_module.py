@@ -73,7 +73,7 @@ class PipelineModule(StageParameters):
         self._paths: tuple[str, ...] = ()
         self._ends: list[int] = []
         self._runners: dict[int, tuple[CompiledProgram, StageRunner]] = {}
-        self._ranks = StageRanks(self._state, axis)
+        self._stage_ranks = StageRanks(self._state, axis)
         # Every compilation goes through the cut, also those that a call of another size asks for.
         self._build, self._state.build = self._state.build, self._build_to_cut
 
@@ -81,8 +81,8 @@ class PipelineModule(StageParameters):
         """Compile for this batch, cut, and drop the parameters of other ranks' stages."""
         leaves, structure, names = self._flat(args, kwargs)
         first = microbatches_of(leaves, names, self._microbatches)[0]
-        with self._ranks.reporting():
-            self._ranks.agree(leaves, structure, names)
+        with self._stage_ranks.reporting():
+            self._stage_ranks.agree(leaves, structure, names)
             compiled = executor_for(self._state, first, structure).compiled
             stages = self._cut(compiled)
             ranks = [self._schedule.rank_of(i, self._axis.size) for i in range(len(stages))]
@@ -177,29 +177,29 @@ class PipelineModule(StageParameters):
         leaves, structure, names = self._flat(args, kwargs)
         parts = microbatches_of(leaves, names, self._microbatches)
         state = self._state
-        with self._ranks.reporting():
+        with self._stage_ranks.reporting():
             if self._trained != tuple(p.requires_grad for p in self.parameters()):
                 raise UnsupportedError(
                     "requires_grad of a parameter was changed since sp_compiler.pipeline, which "
                     "other stages do not know of: freeze before"
                 )
-            self._ranks.agree(leaves, structure, names)
+            self._stage_ranks.agree(leaves, structure, names)
             # Of the first, for all microbatches have one size.
             compiled = executor_for(state, parts[0], structure).compiled
             require_data(state)
             if id(compiled) not in self._runners:
                 self._runners[id(compiled)] = compiled, self._runner(self._cut(compiled))
-            self._ranks.meet_over_data("begins a step")
+            self._stage_ranks.meet_over_data("begins a step")
             draws = any("seed" in region.input_kinds for region in compiled.program.regions)
             seeds: list[Tensor | None] = [None] * self._microbatches
-            seeds = [*self._ranks.seeds(self._microbatches)] if draws else seeds
+            seeds = [*self._stage_ranks.seeds(self._microbatches)] if draws else seeds
             feed = Feed(parts, seeds, self._weights(parts, structure), [])
             whole = self._gathered
             with contextlib.nullcontext() if whole is None else whole.gathered(reduce=train):
                 self._runners[id(compiled)][1].run(feed, train=train)
                 self._reduce_partial()
                 # FSDP's own collectives wait for ever: all parts of the data have to come first.
-                self._ranks.meet_over_data("ends a step")
+                self._stage_ranks.meet_over_data("ends a step")
             return self._total(feed)
 
     def _reduce_partial(self) -> None:
@@ -280,4 +280,4 @@ class PipelineModule(StageParameters):
         for loss in feed.losses:
             total += loss
         # The others add nothing.
-        return self._ranks.sum_over_stages(total)
+        return self._stage_ranks.sum_over_stages(total)

@@ -4,7 +4,7 @@
 
     capture, normalize, the user's own, outline              one device, the full model
     shard, check                                             one rank's part of it
-    joint, simplify, tag, partition, overlap, check, codegen   each distinct block
+    joint, simplify, chunk, tag, partition, overlap, check, codegen   each distinct block
 
 :func:`to_program` is the first line of these and ``Compilation._run_passes`` the others, a pass per
 line; what stands around them captures, retries and keeps what was made. In pipelines whose schedule
@@ -50,6 +50,7 @@ from sp_compiler.pass_manager.dump import dump, dump_folder
 from sp_compiler.pass_manager.fallback import fallback_note, refused_operator
 from sp_compiler.pass_manager.runner import PassRunner
 from sp_compiler.pass_manager.user_pass import run_user_pass
+from sp_compiler.passes.chunks.chunk import chunk
 from sp_compiler.passes.memory.budget import candidates_of, tag_under_budget
 from sp_compiler.passes.memory.partition import partition
 from sp_compiler.passes.memory.split_backward import split_backward
@@ -288,21 +289,25 @@ class Compilation:
             run.once(Pass.CHECK, check_forward, concrete, tp, region=region.name)
         # One for all memory settings: to differentiate takes longer than to cut.
         joints: dict[str, JointGraph] = {}
+        chunked: dict[str, list[JointGraph]] = {}
         for region in program.regions:
             name = region.name
             # Differentiated once it is sharded: the gradient of a collective is a collective of its
             # own, which the simplifier and the policies then see.
             joints[name] = run.once(Pass.JOINT, trace_joint, region, region=name)
             run.once(Pass.SIMPLIFY, simplify, joints[name].graph, region=name)
+            # Several ways, of which the tags choose one: what a chunk saves depends on the policy.
+            counts = options.chunk_counts
+            chunked[name] = run.once(Pass.CHUNK, chunk, joints[name], tp, counts, region=name)
         # From here on per memory setting: a policy writes tags, the partitioner acts on them.
         wanted = split_options(program, options)
         # All regions together: a memory budget is one for the whole step.
         if options.budget_bytes is None:
-            tagged = run(Pass.TAG, tag_program, program, joints, wanted, options.recompute)
+            tagged = run(Pass.TAG, tag_program, program, chunked, wanted, options.recompute, tp)
         else:
-            ways = run.once(Pass.TAG, candidates_of, program, joints, wanted, tp)
+            ways = run.once(Pass.TAG, candidates_of, program, chunked, wanted, tp)
             budget_bytes = options.budget_bytes
-            tagged = run(Pass.TAG, tag_under_budget, program, joints, ways, tp, budget_bytes)
+            tagged = run(Pass.TAG, tag_under_budget, program, ways, tp, budget_bytes)
         split: dict[str, Partitioned] = {}
         for region in tagged.program.regions:
             name, want = region.name, wanted[tagged.origins[region.name]]

@@ -21,13 +21,14 @@ ORDER = (
     "check",
     "joint",
     "simplify",
+    "chunk",
     "tag",
     "partition",
     "overlap",
     "codegen",
 )
 IN_PIPELINES = ("split_backward",)
-WITHOUT_GRAPHS = ("check", "codegen")
+WITHOUT_GRAPHS = ("check", "chunk", "codegen")
 
 
 def test_order_of_the_passes() -> None:

@@ -23,7 +23,7 @@ from sp_compiler.base.units import UNITS, bytes_text
 from sp_compiler.cost.budget_problem import budget_problem
 from sp_compiler.ir.program import Call, Program, Ref, Region
 from sp_compiler.ir.rewriting import copy_graph
-from sp_compiler.passes.memory.candidates import Candidate, candidates
+from sp_compiler.passes.memory.candidates import Candidate, candidates, differentiable
 from sp_compiler.passes.memory.partition import SplitOptions
 from sp_compiler.passes.memory.tag import write_tags
 from sp_compiler.passes.memory.tag_program import TaggedProgram
@@ -36,7 +36,7 @@ Candidates = Mapping[str, Sequence[Candidate]]
 
 def candidates_of(
     program: Program,
-    joints: Mapping[str, JointGraph],
+    joints: Mapping[str, Sequence[JointGraph]],
     options: Mapping[str, SplitOptions],
     world_size: int,
 ) -> Candidates:
@@ -44,7 +44,8 @@ def candidates_of(
 
     Args:
         program: sharded.
-        joints: of each region, by name; their tags are overwritten.
+        joints: of each region, by name, its loss head in several numbers of chunks; their tags are
+            overwritten.
         options: what is wanted of each region, by name.
         world_size: number of tensor-parallel ranks.
     """
@@ -54,14 +55,19 @@ def candidates_of(
         if isinstance(ref, Ref) and ref.kind == "call":
             returned[program.calls[ref.index].region.name].add(ref.output)
     return {
-        name: candidates(joint, world_size, options=options[name], free=frozenset(returned[name]))
-        for name, joint in joints.items()
+        name: [
+            way
+            for joint in chunked
+            for way in candidates(
+                joint, world_size, options=options[name], free=frozenset(returned[name])
+            )
+        ]
+        for name, chunked in joints.items()
     }
 
 
 def tag_under_budget(
     program: Program,
-    joints: Mapping[str, JointGraph],
     ways: Candidates,
     world_size: int,
     budget_bytes: int,
@@ -70,7 +76,6 @@ def tag_under_budget(
 
     Args:
         program: sharded.
-        joints: of each region, by name; their tags are overwritten.
         ways: see :func:`candidates_of`.
         world_size: number of tensor-parallel ranks.
         budget_bytes: what the peak of activations on a rank may be.
@@ -78,11 +83,7 @@ def tag_under_budget(
     Raises:
         ArgumentError: the budget is too small; the message has the least that would do.
     """
-    differentiable = {
-        name: tuple(output in joint.tangent_outputs for output in range(joint.num_outputs))
-        for name, joint in joints.items()
-    }
-    calls = budget_problem(program, ways, differentiable, world_size)
+    calls = budget_problem(program, ways, differentiable(ways), world_size)
     picks = cheapest(calls, budget_bytes)
     if picks is None:
         raise ArgumentError(_too_small(program, calls, budget_bytes))
@@ -91,11 +92,11 @@ def tag_under_budget(
     chosen = [ways[call.region.name][pick] for call, pick in zip(program.calls, picks, strict=True)]
     names = _names(program, ways, chosen)
     tagged: dict[str, JointGraph] = {}
-    for name, call, candidate in zip(names, program.calls, chosen, strict=True):
+    for name, candidate in zip(names, chosen, strict=True):
         if name not in tagged:
             # Copied after: the next candidate of the region writes other tags on the same nodes.
-            write_tags(joints[call.region.name], candidate.tags)
-            tagged[name] = joints[call.region.name].copy()
+            write_tags(candidate.joint, candidate.tags)
+            tagged[name] = candidate.joint.copy()
     origins = {name: call.region.name for name, call in zip(names, program.calls, strict=True)}
     return TaggedProgram.of(_rename_regions(program, names), tagged, origins)
 

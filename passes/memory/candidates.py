@@ -7,7 +7,7 @@ partitioner and measured as cut.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -27,7 +27,7 @@ from sp_compiler.ir.fx import ancestors
 from sp_compiler.ir.op_traits import base, has_inner_communication
 from sp_compiler.passes.memory.partition import SplitOptions, split
 from sp_compiler.passes.memory.recompute_policy import Tag
-from sp_compiler.passes.memory.tag import POLICIES, tag_recompute, write_tags
+from sp_compiler.passes.memory.tag import POLICIES, tag_recompute, tags_of, write_tags
 from sp_compiler.solve.recompute_frontier import ForwardValue, frontier
 from sp_compiler.trace.joint import JointGraph
 
@@ -37,13 +37,15 @@ class Candidate:
     """One way to split a region.
 
     Attributes:
-        tags: of every forward node of the joint graph.
+        joint: the graph that is cut.
+        tags: of every forward node of it.
         partitioned: cut by the tags.
         time_us: estimated time of its forward and backward.
         forward_peak_bytes: what the forward holds at most beside its arguments.
         backward_peak_bytes: the same of the backward.
     """
 
+    joint: JointGraph
     tags: Mapping[Node, Tag]
     partitioned: Partitioned
     time_us: float
@@ -70,37 +72,43 @@ def candidates(
         # The frontier first: where a policy saves the same, the reasons in time are the better
         # ones.
         *_solved(joint, world_size, free, options.hardware),
-        *(_tags_of(joint, policy) for policy in POLICIES),
+        *(_policy_tags(joint, policy) for policy in POLICIES),
     ):
         # Cut and measured, not estimated: views, shared storages and the schedule change what tags
         # promise.
         write_tags(joint, tags)
-        parts = split(joint, options)
-        names = tuple(sorted(tensor.name for tensor in parts.saved))
+        way = measured(joint, tags, world_size, options)
+        names = tuple(sorted(tensor.name for tensor in way.partitioned.saved))
         # What one saves decides the rest: of equal ones the first has the better reasons.
-        if names not in distinct:
-            distinct[names] = _measured(tags, parts, world_size, options)
+        distinct.setdefault(names, way)
     return sorted(distinct.values(), key=lambda each: (each.partitioned.kept_bytes, each.time_us))
 
 
-def _tags_of(joint: JointGraph, policy: str) -> dict[Node, Tag]:
+def _policy_tags(joint: JointGraph, policy: str) -> dict[Node, Tag]:
     tag_recompute(joint, policy)
-    return {
-        node: (node.meta["recompute"], node.meta["recompute_reason"])
-        for node in joint.graph.nodes
-        if "recompute" in node.meta
-    }
+    return tags_of(joint)
 
 
-def _measured(
-    tags: Mapping[Node, Tag], parts: Partitioned, world_size: int, options: SplitOptions
+def measured(
+    joint: JointGraph, tags: Mapping[Node, Tag], world_size: int, options: SplitOptions
 ) -> Candidate:
+    """Split ``joint`` by ``tags``, which it has."""
+    parts = split(joint, options)
     graph, hardware = parts.step_backward, options.hardware
     time_us, peak_bytes = elapsed_us(parts.forward, world_size, hardware), 0
     if graph is not None:
         time_us += elapsed_us(graph, world_size, hardware)
         peak_bytes = backward_peak_bytes(graph, options.own_parameters)
-    return Candidate(tags, parts, time_us, function_peak_bytes(parts.forward), peak_bytes)
+    return Candidate(joint, tags, parts, time_us, function_peak_bytes(parts.forward), peak_bytes)
+
+
+def differentiable(ways: Mapping[str, Sequence[Candidate]]) -> dict[str, tuple[bool, ...]]:
+    """By region name, for each output whether a gradient flows through it."""
+    joints = {name: each[0].joint for name, each in ways.items()}
+    return {
+        name: tuple(output in joint.tangent_outputs for output in range(joint.num_outputs))
+        for name, joint in joints.items()
+    }
 
 
 def _solved(
@@ -159,7 +167,8 @@ def problem(
                 num_bytes=tensor_bytes(node.meta["val"]) if owns and node not in costless else 0,
                 time_us=time_us if is_call else 0.0,
                 needed=node in needed,
-                can_keep=owns,
+                # To save the chunks of rows would be to save all rows.
+                can_keep=owns and node.meta.get("chunk") != "part",
                 can_repeat=is_call and not has_inner_communication(node),
             )
         )

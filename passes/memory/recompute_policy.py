@@ -25,8 +25,10 @@ class RecomputePolicy:
         last_region: name of the policy that takes this one's place in the region that runs last,
             where what it saves would exist all at the same time anyway: backward starts there, so
             what was not saved is recomputed at once. "" where there is none.
+        chunks_losses: whether logits may be recomputed, so that a loss head can run in chunks.
     """
 
     decide: Callable[[Node, ForwardFacts], Tag]
     saved_sbh: float
     last_region: str = ""
+    chunks_losses: bool = True

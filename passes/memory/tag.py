@@ -42,6 +42,13 @@ POLICIES: Mapping[str, RecomputePolicy] = dict(
 """By name, from the one that saves most to the one that saves least."""
 
 
+_CHUNKS: Mapping[str, Tag] = {
+    "part": ("recompute", "one chunk of rows at a time"),
+    "joined": ("save", "of all chunks of rows"),
+}
+"""By what :mod:`sp_compiler.passes.chunks.chunk` writes on a node."""
+
+
 def tag_recompute(joint: JointGraph, policy: str) -> None:
     """Tag every forward node of ``joint`` for the policy of this name.
 
@@ -63,6 +70,15 @@ def tag_recompute(joint: JointGraph, policy: str) -> None:
         node.meta["recompute"], node.meta["recompute_reason"] = tag
 
 
+def tags_of(joint: JointGraph) -> dict[Node, Tag]:
+    """The tags that the nodes of ``joint`` have."""
+    return {
+        node: (node.meta["recompute"], node.meta["recompute_reason"])
+        for node in joint.graph.nodes
+        if "recompute" in node.meta
+    }
+
+
 def write_tags(joint: JointGraph, tags: Mapping[Node, Tag]) -> None:
     """Put ``tags`` on the nodes of ``joint``."""
     for node, tag in tags.items():
@@ -76,6 +92,8 @@ def _always(node: Node, facts: ForwardFacts) -> Tag | None:
         return "recompute", "constant"
     if has_inner_communication(node):
         return "save", "its collectives are not repeated"
+    if "chunk" in node.meta:
+        return _CHUNKS[node.meta["chunk"]]
     if is_identity(node):
         return "recompute", "the same tensor under another placement"
     if collective_of(node) == "all_gather":
@@ -83,6 +101,4 @@ def _always(node: Node, facts: ForwardFacts) -> Tag | None:
     conversion = conversion_of(node)
     if (conversion is not None and conversion.method == "shard") or is_view(node):
         return "recompute", "view of a kept tensor"
-    if node in facts.from_params:
-        return "recompute", "cast of a parameter"
-    return None
+    return ("recompute", "cast of a parameter") if node in facts.from_params else None

@@ -16,6 +16,7 @@ from sp_compiler.base.pass_report import Pass, report_of
 from sp_compiler.ir.forward_backward import SavedTensor
 from sp_compiler.ir.op_traits import base, has_inner_communication
 from sp_compiler.ir.program import Program
+from sp_compiler.passes.memory.loss_chunks import fewest_chunks
 from sp_compiler.passes.memory.partition import SplitOptions, split
 from sp_compiler.passes.memory.tag import POLICIES, tag_recompute
 from sp_compiler.trace.joint import JointGraph
@@ -62,25 +63,29 @@ class TaggedProgram:
 
 def tag_program(
     program: Program,
-    joints: Mapping[str, JointGraph],
+    joints: Mapping[str, Sequence[JointGraph]],
     options: Mapping[str, SplitOptions],
     policy: str,
+    world_size: int,
 ) -> TaggedProgram:
     """Tag copies of ``joints`` for a named policy.
 
     Args:
         program: sharded.
-        joints: of each region, by name; left as they are.
+        joints: of each region, by name, its loss head in several numbers of chunks, the fewest
+            first; left as they are.
         options: what is wanted of each region, by name.
         policy: its name.
-
-    Raises:
-        ArgumentError: a policy that does not exist.
+        world_size: number of tensor-parallel ranks.
     """
-    tagged = {name: joint.copy() for name, joint in joints.items()}
-    for name, joint in tagged.items():
-        _tag_region(joint, options[name], policy)
-    return TaggedProgram.of(program, tagged, {name: name for name in tagged})
+    # The first has no chunks, unless they are asked for.
+    count = None if POLICIES[policy].chunks_losses else 1
+    tagged = {name: [each.copy() for each in ways[:count]] for name, ways in joints.items()}
+    for name, chunked in tagged.items():
+        for joint in chunked:
+            _tag_region(joint, options[name], policy)
+    chosen = fewest_chunks(program, tagged, options, world_size)
+    return TaggedProgram.of(program, chosen, {name: name for name in chosen})
 
 
 def _tag_region(joint: JointGraph, options: SplitOptions, policy: str) -> None:

@@ -38,6 +38,7 @@ from sp_compiler.passes.normalize.decompose import canonical_operators
 from sp_compiler.passes.normalize.fused_projections import split_packed, split_slices
 from sp_compiler.passes.normalize.negative_dims import make_dims_negative
 from sp_compiler.passes.normalize.random_numbers import draw_by_counter
+from sp_compiler.passes.normalize.row_slices import slice_before_products
 from sp_compiler.passes.normalize.views import keep_token_order, shorten_view_chains
 
 _ORIGIN = Pass.NORMALIZE
@@ -96,6 +97,8 @@ def normalize(captured: Captured, dropout: Literal["regenerate", "stored"] = "re
     _unflatten_products(graph)
     _merge_reshapes(graph)
     # The next steps ask whether a value has one user: dead users would count.
+    erase_dead(graph)
+    slice_before_products(graph)
     erase_dead(graph)
     keep_token_order(graph)
     shorten_view_chains(graph)

@@ -35,6 +35,7 @@ class Pass(StrEnum):
     CHECK = "check"
     JOINT = "joint"
     SIMPLIFY = "simplify"
+    CHUNK = "chunk"
     TAG = "tag"
     PARTITION = "partition"
     SPLIT_BACKWARD = "split_backward"

@@ -44,6 +44,7 @@ METHODS = {
     aten.split_with_sizes.default: "split",
     aten.unbind.int: "unbind",
     aten.neg.default: "neg",
+    aten.new_zeros.default: "new_zeros",
     aten.exp.default: "exp",
     aten.masked_fill.Scalar: "masked_fill",
     aten.masked_fill.Tensor: "masked_fill",

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import flop_registry
 from sp_compiler.cost.hardware import H100, Hardware, collective_us, kernel_us
 from sp_compiler.ir.fx import placements_of, tensor_operands
 from sp_compiler.ir.op_traits import FUSED_ATTENTION, collective_of, is_started, is_view, is_wait
+from sp_compiler.ops.accumulate import ADD_PRODUCT
 from sp_compiler.ops.registry import Collective, operator_of
 
 _aten = torch.ops.aten
@@ -73,6 +74,9 @@ def operator_flops(
     # torch's registry has ``addmm`` and ``mm`` but no ``linear``, which simplify makes of them.
     if target is _aten.linear.default:
         flops = 2 * result.numel() * args[0].shape[-1]
+        return flops, flops
+    if target is ADD_PRODUCT.overload:
+        flops = 2 * args[1].numel() * args[2].shape[-1]
         return flops, flops
     formula = flop_registry.get(getattr(target, "overloadpacket", None))
     if formula is None:  # pointwise and reductions: bound by memory, as the papers have it

@@ -84,6 +84,8 @@ class Operator:
             conversion :data:`~sp_compiler.ops.convert.CONVERSIONS` has it.)
         checks_numbers: whether the kernel looks at numbers on the host, to refuse wrong ones: no
             backend may compile it.
+        writes: whether the kernel writes into its first argument and returns it. In a graph that
+            argument has no other reader.
         scratch_bytes: memory that the kernel takes beside its result, from the arguments and the
             result.
     """
@@ -101,6 +103,7 @@ class Operator:
     collectives: Callable[[Any], Sequence[Collective]] | None = None
     checks_numbers: bool = False
     scratch_bytes: Callable[[Arguments, Any], int] = lambda args, result: 0
+    writes: bool = False
 
     @cached_property
     def overload(self) -> Any:
@@ -128,6 +131,8 @@ class Operator:
                 f"sp_compiler::{self.name} depends on the rank, and none is given: run the graph "
                 "inside of `with running_on(tp)`, or the generated code instead of the graph"
             )
+        if self.writes:
+            args = (args[0].clone(), *args[1:])
         result = self.kernel(tp, *self.method_arguments(args))
         # By storage, not identity: a kernel may return a view of what it was given.
         given = {x.untyped_storage()._cdata for x in args if isinstance(x, Tensor)}

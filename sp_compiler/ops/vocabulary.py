@@ -172,6 +172,12 @@ def _fake_losses(logits: Tensor, target: Tensor, *rest: int) -> tuple[Tensor, Te
     return logits.new_empty(target.shape), logits.new_empty(target.shape)
 
 
+def scratch_of_losses(args: Arguments, result: Any) -> int:
+    """Exponentials of all logits, which :func:`log_total` makes."""
+    logits = args["logits"].meta["val"]
+    return int(logits.numel() * logits.element_size())
+
+
 def _fake_logits(grad: Tensor, logits: Tensor, *rest: Any) -> Tensor:
     return torch.empty_like(logits)
 
@@ -236,6 +242,7 @@ VOCAB_NLL = register(
         result_names=("nll", "logsumexp"),
         dims="nv,n->n,n",
         collectives=_collectives_of_nll,
+        scratch_bytes=scratch_of_losses,
     )
 )
 VOCAB_NLL_BACKWARD = register(
@@ -246,5 +253,6 @@ VOCAB_NLL_BACKWARD = register(
         kernel=vocab_nll_backward,
         fake=_fake_logits,
         typings=_type_nll_backward,
+        dims="n,nv,n,n->nv",
     )
 )

@@ -16,6 +16,7 @@ from sp_compiler.ops.vocabulary import (
     log_total,
     padding_columns,
     require_inside,
+    scratch_of_losses,
 )
 
 _sp = torch.ops.sp_compiler
@@ -191,6 +192,7 @@ VOCAB_SMOOTHED_NLL = register(
         result_names=("nll", "logsumexp"),
         dims="nv,n,w->n,n",
         collectives=_collectives_of_losses,
+        scratch_bytes=scratch_of_losses,
     )
 )
 VOCAB_SMOOTHED_NLL_BACKWARD = register(
@@ -201,6 +203,7 @@ VOCAB_SMOOTHED_NLL_BACKWARD = register(
         kernel=vocab_smoothed_nll_backward,
         fake=_fake_logits,
         typings=_type_losses_backward,
+        dims="n,nv,n,w,n->nv",
     )
 )
 VOCAB_LOGSUMEXP = register(
@@ -213,6 +216,7 @@ VOCAB_LOGSUMEXP = register(
         gradient=Gradient(_save_logits, _backward_of_logsumexp),
         dims="...v->...",
         collectives=_collectives_of_logsumexp,
+        scratch_bytes=scratch_of_losses,
     )
 )
 VOCAB_LOGSUMEXP_BACKWARD = register(
@@ -223,5 +227,6 @@ VOCAB_LOGSUMEXP_BACKWARD = register(
         kernel=vocab_logsumexp_backward,
         fake=_fake_logits,
         typings=_type_logsumexp_backward,
+        dims="...,...v,...->...v",
     )
 )

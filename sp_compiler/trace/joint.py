@@ -99,7 +99,9 @@ class JointGraph:
         forward = ancestors(self.outputs)
         # A forward operator may have results that only backward reads, such as rstd of a norm.
         for node in self.graph.nodes:
-            if node.target is operator.getitem and node.args[0] in forward:
+            # Put together of chunks, they are one value of their own.
+            is_part = node.target is operator.getitem or node.meta.get("chunk") == "joined"
+            if is_part and forward.issuperset(node.all_input_nodes):
                 forward.add(node)
         forward.update(self.inputs)
         return {node for node in self.graph.nodes if node not in forward and node.op != "output"}

@@ -1,0 +1,291 @@
+"""Run a loss head a chunk of rows at a time, so that no logits of all rows exist.
+
+::
+
+    logits = linear(x, w)                        for each chunk i of the rows:
+    nll, lse = vocab_nll(logits, y)                  logits_i = linear(x_i, w)
+                                         ->          nll_i, lse_i = vocab_nll(logits_i, y_i)
+                                                 nll, lse = cat(nll_i), cat(lse_i)
+
+    grad = vocab_nll_backward(g, logits, ...)    for each chunk i, its logits recomputed:
+    grad_w = mm(t(grad), x)                          grad_i = vocab_nll_backward(g_i, logits_i, ...)
+    grad_x = mm(grad, w)                 ->          grad_w += mm(t(grad_i), x_i)
+                                                     grad_x[rows of i] = mm(grad_i, w)
+
+Mutates a copy of the joint graph. Reads ``meta["val"]`` and the sharding rules; writes
+``meta["chunk"]``, which the tags follow: ``"part"`` on forward nodes of one chunk, which backward
+recomputes, ``"joined"`` on what was put together of all, which is saved.
+
+Gradients are made in backward, of recomputed logits. Cut cross-entropy (arXiv 2411.09009) does so
+too; Liger-Kernel (arXiv 2410.10989) makes them in forward, where the logits are at hand, and scales
+them later by the gradient of the loss. That saves the second product, 2nhv/t operations per rank,
+which is a third more for the head: 2 % of a step of Llama-3-8B (16 GFLOP per token forward, 1.05 of
+them in the head). It is right only for a loss that is linear in its rows, keeps a gradient of the
+weight, vh/t, and of the hidden states, nh, which is not reduced yet, from forward to backward, is
+computed for nothing in evaluation, and underflows in float16, for it does not see the loss scale.
+The logsumexp of each row is saved, so no collective is repeated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from sp_compiler.base.errors import UnsupportedError
+from sp_compiler.base.pass_report import Pass, report_of
+from sp_compiler.base.placement import R, S
+from sp_compiler.ir.fx import (
+    ancestors,
+    arguments,
+    base_name,
+    descendants,
+    is_call,
+    is_getitem,
+    shape_of,
+    tensor_operands,
+)
+from sp_compiler.ir.op_traits import base
+from sp_compiler.ir.rewriting import fake_value, make_like
+from sp_compiler.ir.symbolic import example_number, is_open
+from sp_compiler.ops.accumulate import ADD_PRODUCT, WRITE_ROWS
+from sp_compiler.ops.registry import operator_of
+from sp_compiler.ops.vocabulary import VOCAB_NLL
+from sp_compiler.ops.vocabulary_losses import VOCAB_LOGSUMEXP, VOCAB_SMOOTHED_NLL
+from sp_compiler.passes.chunks.chains import Chain, chains, widens
+from sp_compiler.passes.chunks.flatten import flatten_rows
+from sp_compiler.rules.registry import LocalCall, result_shapes
+from sp_compiler.rules.table import local_call
+from sp_compiler.trace.joint import JointGraph
+
+aten = torch.ops.aten
+
+
+MOST_CHUNKS = 16
+"""More would make the generated text long, and what is left of the logits small beside the rest."""
+LEAST_ROWS = 1024
+"""Rows of a chunk, where their number is chosen: a product of fewer runs below its full speed."""
+
+
+def chunk(joint: JointGraph, world_size: int, counts: Sequence[int] | None) -> list[JointGraph]:
+    """``joint`` with every loss head in several numbers of chunks, the fewest first.
+
+    Args:
+        joint: simplified, not tagged yet; left as it is.
+        world_size: number of ranks.
+        counts: numbers of chunks; ``None``: powers of two that leave enough rows to a chunk.
+
+    Raises:
+        UnsupportedError: the number of rows of a loss head is open.
+    """
+    if counts == (1,):
+        return [joint]
+    ways = [joint] if counts is None else []
+    if _has_open_rows(joint, counts):
+        raise UnsupportedError(
+            "a loss head in chunks of rows needs to know their number; loss_chunks=1 leaves it open"
+        )
+    rows = joint.copy()
+    backward = rows.backward_nodes()
+    products = [node for node in rows.graph.nodes if node not in backward and widens(node)]
+    if any(is_open(shape_of(product)[0]) for product in products):
+        return [joint]
+    flatten_rows(rows.graph, products)
+    found = chains(rows)
+    num_rows = max((example_number(shape_of(each.product)[0]) for each in found), default=0)
+    most = min(MOST_CHUNKS, num_rows // LEAST_ROWS)
+    for count in counts or [2**power for power in range(1, most.bit_length())]:
+        if num_rows:
+            ways.append(_in_chunks(rows, min(count, num_rows), world_size))
+    return ways or [joint]
+
+
+def _has_open_rows(joint: JointGraph, counts: Sequence[int] | None) -> bool:
+    """Whether there is a loss head to be cut whose number of rows is open."""
+    returned = {base(node) for node in joint.outputs}
+    for node in joint.graph.nodes:
+        if operator_of(node.target) not in (VOCAB_NLL, VOCAB_SMOOTHED_NLL, VOCAB_LOGSUMEXP):
+            continue
+        logits = node.args[0]
+        num_rows, classes = math.prod(shape_of(logits)[:-1]), shape_of(logits)[-1]
+        is_long = counts is not None or example_number(num_rows) >= 2 * LEAST_ROWS
+        # Returned logits stay whole, and leave sizes open.
+        wide = [x for x in ancestors([logits]) & returned if shape_of(x)[-1:] == (classes,)]
+        if is_open(num_rows) and is_long and not wide:
+            return True
+    return False
+
+
+def _in_chunks(joint: JointGraph, count: int, world_size: int) -> JointGraph:
+    copy = joint.copy()
+    for chain in chains(copy):
+        _Rewrite(copy.graph, chain, count, world_size).run()
+        report_of(Pass.CHUNK).rewrote(kind=f"in {count} chunks")
+    copy.graph.lint()
+    return copy
+
+
+class _Rewrite:
+    """Replaces one chain by copies of it for each chunk."""
+
+    def __init__(self, graph: Graph, chain: Chain, count: int, world_size: int) -> None:
+        self._graph = graph
+        self._chain = chain
+        self._world_size = world_size
+        num_rows = chain.product.meta["val"].shape[0]
+        self._bounds = [num_rows * index // count for index in range(count + 1)]
+        self._parts: list[dict[Node, Node]] = [{} for _ in range(count)]
+        self._slices: list[dict[tuple[Node, int], Node]] = [{} for _ in range(count)]
+
+    def run(self) -> None:
+        chain = self._chain
+        self._replace(chain.forward, self._join_forward)
+        self._replace(chain.backward, self._join_backward)
+        for node in reversed([*chain.forward, *chain.backward]):
+            self._graph.erase_node(node)
+
+    def _replace(
+        self, members: Sequence[Node], join: Callable[[Sequence[Node]], Mapping[Node, Node]]
+    ) -> None:
+        """Let others read what ``join`` makes of ``members``, behind the last of which it is."""
+        if not members:
+            return
+        inside, order = set(members), {node: at for at, node in enumerate(self._graph.nodes)}
+        behind = members[-1].next
+        # What reads the chain and stands between its nodes goes behind it.
+        readers = descendants(members).difference(inside)
+        delayed = [node for node in readers if order[node] < order[members[-1]]]
+        with self._graph.inserting_before(behind):
+            totals = join(members)
+        for node in sorted(delayed, key=order.__getitem__):
+            behind.prepend(node)
+        for node, total in totals.items():
+            node.replace_all_uses_with(total, delete_user_cb=lambda user: user not in inside)
+
+    def _join_forward(self, members: Sequence[Node]) -> dict[Node, Node]:
+        for index in range(len(self._parts)):
+            for node in members:
+                self._copy(node, index)
+                self._parts[index][node].meta["chunk"] = "part"
+        totals = {}
+        for node in self._results(members):
+            parts = [part[node] for part in self._parts]
+            (dim,) = self._chain.dims[node].results
+            if dim is None:
+                totals[node] = self._sum(node, parts)
+            else:
+                totals[node] = self._call(node, aten.cat.default, (parts, dim))
+            totals[node].meta["chunk"] = "joined"
+        return totals
+
+    def _join_backward(self, members: Sequence[Node]) -> dict[Node, Node]:
+        """Each chunk goes into the results at once, so that it need not wait for the others."""
+        totals: dict[Node, Node] = {}
+        results = self._results(members)
+        for index, part in enumerate(self._parts):
+            for node in members:
+                (dim,) = self._chain.dims[node].results[:1]
+                is_product = dim is None and is_call(node, aten.mm.default)
+                if node in results and (is_product or dim is not None) and not index:
+                    # Of zeros, not of the first chunk: all chunks read alike then.
+                    like = tensor_operands(node)[0]
+                    size = (part.get(like, like), list(shape_of(node)))
+                    totals[node] = self._call(node, aten.new_zeros.default, size)
+                if node in results and is_product:
+                    args = (totals[node], *self._operands(node, index))
+                    total = self._call(node, ADD_PRODUCT.overload, (*args, self._world_size))
+                    totals[node] = part[node] = total
+                    continue
+                self._copy(node, index)
+                if node in results and dim is not None:
+                    args = (totals[node], part[node], dim, self._bounds[index])
+                    total = self._call(node, WRITE_ROWS.overload, (*args, self._world_size))
+                    totals[node] = total
+                elif node in results:
+                    parts = [*([totals[node]] if index else []), part[node]]
+                    totals[node] = self._sum(node, parts)
+        return totals
+
+    def _results(self, members: Sequence[Node]) -> list[Node]:
+        """Nodes of the chain that others read; of logits each chunk has its own."""
+        inside = set(members)
+        return [
+            node
+            for node in members
+            if node not in self._chain.large and any(user not in inside for user in node.users)
+        ]
+
+    # One chunk.
+
+    def _copy(self, node: Node, index: int) -> None:
+        """Add a copy of ``node`` on the rows of one chunk."""
+        operands, dims = self._operands(node, index), self._chain.dims[node]
+        new = dict(zip(tensor_operands(node), operands, strict=True))
+        args, kwargs = map_arg((node.args, node.kwargs), new.__getitem__)
+        target = node.target
+        if not is_getitem(node):
+            shapes = [
+                self._shape(shape, dim, index)
+                for shape, dim in zip(result_shapes(node), dims.results, strict=True)
+            ]
+            bound = map_arg(arguments(node), new.__getitem__)
+            call = LocalCall(
+                node,
+                bound,
+                tuple(R if dim is None else S(dim) for dim in dims.operands),
+                tuple(R if dim is None else S(dim) for dim in dims.results),
+                tuple(shapes),
+                len(self._parts),
+            )
+            target, args, kwargs = local_call(call, args, kwargs)
+        self._parts[index][node] = self._call(node, target, args, kwargs)
+
+    def _operands(self, node: Node, index: int) -> list[Node]:
+        """The operands of ``node`` for one chunk: its own, or its rows of what all share."""
+        operands = []
+        dims = self._chain.dims[node].operands
+        for operand, dim in zip(tensor_operands(node), dims, strict=True):
+            if operand in self._parts[index]:
+                operands.append(self._parts[index][operand])
+            elif dim is None:
+                operands.append(operand)
+            else:
+                operands.append(self._rows(operand, index, dim))
+        return operands
+
+    def _rows(self, node: Node, index: int, dim: int) -> Node:
+        key = (node, dim)
+        if key not in self._slices[index]:
+            args = (node, dim, self._bounds[index], self._bounds[index + 1])
+            self._slices[index][key] = self._call(node, aten.slice.Tensor, args)
+        return self._slices[index][key]
+
+    def _shape(self, shape: Sequence[int], dim: int | None, index: int) -> tuple[int, ...]:
+        rows = self._bounds[index + 1] - self._bounds[index]
+        return tuple(rows if at == dim else size for at, size in enumerate(shape))
+
+    # All chunks.
+
+    def _sum(self, node: Node, parts: Sequence[Node]) -> Node:
+        total = parts[0]
+        for part in parts[1:]:
+            total = self._call(node, aten.add.Tensor, (total, part))
+        return total
+
+    def _call(
+        self,
+        like: Node,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Node:
+        """Add a call with the meta of ``like``, whose placement it has."""
+        value = fake_value(target, args, kwargs or {})
+        name, origin = base_name(like), Pass.CHUNK
+        new = make_like(self._graph, target, args, like=like, origin=origin, name=name, val=value)
+        new.kwargs = dict(kwargs or {})
+        return new

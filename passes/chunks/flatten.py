@@ -1,0 +1,122 @@
+"""Let operators between a loss head's product and its loss act on rows.
+
+::
+
+    y = view(linear(x, w), (b, s, v))            y = linear(x, w)
+    z = tanh(y)                            ->    z = tanh(y)
+    loss(view(z, (b * s, v)))                    loss(z)
+
+A chunk of rows is contiguous in (b * s, v) and not in (b, s, v). As the sharding rules flatten
+tokens to rows, so are they flattened here, forward and backward. Mutates the graph; new nodes keep
+the meta of what they replace, apart from a placement, which names a dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from sp_compiler.base.pass_report import Pass
+from sp_compiler.ir.fx import arguments, placements_of, shape_of, tensor_operands
+from sp_compiler.ir.rewriting import copy_call, fake_value, make_like
+from sp_compiler.passes.chunks.row_rules import factors_of
+from sp_compiler.passes.simplify import simplify
+from sp_compiler.rules.registry import LocalCall, operand_shapes, result_shapes
+from sp_compiler.rules.strategies import Offers, Strategy, strategies
+from sp_compiler.rules.table import local_call
+
+aten = torch.ops.aten
+_VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+
+
+def flatten_rows(graph: Graph, products: Collection[Node]) -> None:
+    """Flatten the token dims of what is as large as the results of ``products``, and read of it.
+
+    No size of theirs is open.
+    """
+    shapes = {shape_of(product) for product in products}
+    changed = False
+    # In graph order: behind a flattened operator stands a view, which its readers then see.
+    for node in list(graph.nodes):
+        views = [x for x in node.all_input_nodes if _rows_of(x) in shapes]
+        if node.op != "call_function" or node.target in _VIEWS or not views:
+            continue
+        if isinstance(node.meta["val"], Tensor) and (way := _by_rows(node, views[0])):
+            _flatten(node, way)
+            changed = True
+    if changed:
+        simplify(graph)
+
+
+def _rows_of(node: Node) -> tuple[int, ...] | None:
+    """Shape of the rows (b * s, v) of which ``node`` is a view (b, s, v)."""
+    if node.target not in _VIEWS:
+        return None
+    rows, shape = shape_of(node.args[0]), shape_of(node)
+    return rows if len(rows) == 2 < len(shape) and rows[-1] == shape[-1] else None
+
+
+def _by_rows(node: Node, view: Node) -> Strategy | None:
+    """The way to run ``node`` on flattened rows; ``None`` where there is none."""
+    tokens = shape_of(view)[:-1]
+    rule = factors_of(node)
+    # A conversion has the sharded dim among its arguments, as text.
+    if rule is None or placements_of(node) is not None:
+        return None
+
+    def rows(shape: tuple[int, ...]) -> int:
+        return len(tokens) if shape[: len(tokens)] == tokens else 0
+
+    offers = Offers(
+        world_size=1,
+        shardable=lambda factor: False,
+        segmentations=lambda factor: (),
+        operand_rows=[rows(shape) for shape in operand_shapes(node)],
+        result_rows=[rows(shape) for shape in result_shapes(node)],
+    )
+    ways = strategies(rule, len(rule.operands), len(rule.results), offers)
+    return next((way for way in ways if way.results[0].kind == "T"), None)
+
+
+def _flatten(node: Node, way: Strategy) -> None:
+    graph, (shape,) = node.graph, result_shapes(node)
+    with graph.inserting_before(node):
+        new: dict[Node, Node] = {}
+        for operand, placement in zip(tensor_operands(node), way.operands, strict=True):
+            new[operand] = operand
+            if placement.kind == "T":
+                new[operand] = _view(operand, _flat(shape_of(operand), placement.dim))
+        args, kwargs = map_arg((node.args, node.kwargs), new.__getitem__)
+        flat = _flat(shape, way.results[0].dim)
+        bound = map_arg(arguments(node), new.__getitem__)
+        call = LocalCall(node, bound, way.operands, way.results, (flat,), 1)
+        target, args, kwargs = local_call(call, args, kwargs)
+        rows = copy_call(graph, node, args, kwargs, node.name)
+        rows.target = target
+        rows.meta |= {"val": fake_value(target, args, kwargs), "origin": Pass.CHUNK}
+        rows.meta.pop("placement", None)
+        node.replace_all_uses_with(_view(rows, shape, node))
+    graph.erase_node(node)
+
+
+def _flat(shape: tuple[int, ...], count: int) -> tuple[int, ...]:
+    rows = 1
+    for size in shape[:count]:
+        rows = rows * size
+    return (rows, *shape[count:])
+
+
+def _view(x: Node, shape: tuple[int, ...], like: Node | None = None) -> Node:
+    args = (x, list(shape))
+    value = fake_value(aten.view.default, args, {})
+    name = f"{x.name}_view"
+    view = make_like(
+        x.graph, aten.view.default, args, like=like or x, origin=Pass.CHUNK, name=name, val=value
+    )
+    if like is None:
+        view.meta.pop("placement", None)
+    return view

@@ -1,0 +1,105 @@
+"""Which dim of each operand and result holds the rows, by the factors of the sharding rules.
+
+What a rule says of a factor that is sharded holds for one that is cut into chunks: a result that
+has the factor is one chunk of it, a result over which it is contracted is a part of a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from sp_compiler.ir.fx import placements_of, tensor_operands
+from sp_compiler.ops.registry import operator_of
+from sp_compiler.rules.factors import Dims, Factor, OpRule, numbered
+from sp_compiler.rules.registry import operand_shapes, result_shapes
+from sp_compiler.rules.table import rule_for
+
+
+@dataclass(frozen=True)
+class RowDims:
+    """Dims of one operator that hold the rows; ``None``: the tensor has none.
+
+    Attributes:
+        operands: of each tensor operand.
+        results: of each result; ``None``: a sum over the rows.
+    """
+
+    operands: tuple[int | None, ...]
+    results: tuple[int | None, ...]
+
+
+def row_dims(node: Node, known: Mapping[Node, int]) -> RowDims | None:
+    """Follow the rows through ``node``; ``None``: its results are not those of chunks.
+
+    Args:
+        node: a call whose result is a tensor or several.
+        known: the dim of operands, or of ``node`` itself where it has one result.
+    """
+    rule = factors_of(node)
+    if rule is None or rule.placed:
+        return None
+    operands = tensor_operands(node)
+    places = [(rule.operands[at], known[x]) for at, x in enumerate(operands) if x in known]
+    places += [(rule.results[0], known[node])] if node in known else []
+    # A rule may leave out the last dims.
+    if any(len(tensor) <= dim for tensor, dim in places):
+        return None
+    dims = [tensor[dim] for tensor, dim in places]
+    # One factor alone: rows that are merged with another dim are not contiguous in it.
+    if len(set(dims)) != 1 or len(dims[0]) != 1 or dims[0][0].blocked:
+        return None
+    (factor,) = dims[0]
+    operand_dims, result_dims = (_positions(x, factor) for x in (rule.operands, rule.results))
+    if operand_dims is None or result_dims is None:
+        return None
+    is_summed = any(factor.name == each.name for each in rule.contracted)
+    if None in result_dims and not is_summed:
+        return None
+    return RowDims(operand_dims, result_dims)
+
+
+def _positions(tensors: Sequence[Dims], factor: Factor) -> tuple[int | None, ...] | None:
+    """The dim of each tensor that is ``factor``; ``None`` where it is a part of a dim."""
+    positions: list[int | None] = []
+    for dims in tensors:
+        at = [place for place, dim in enumerate(dims) if factor.name in (f.name for f in dim)]
+        if len(at) > 1 or (at and dims[at[0]] != (factor,)):
+            return None
+        positions.append(at[0] if at else None)
+    return tuple(positions)
+
+
+def factors_of(node: Node) -> OpRule | None:
+    """The factors of any operator, those of ours included; ``None``: nothing is known of it."""
+    ours = operator_of(node.target)
+    if ours is None:
+        return rule_for(node)
+    shapes = operand_shapes(node), result_shapes(node)
+    conversion = placements_of(node)
+    if conversion is not None:
+        # A chunk of every rank's part, unless the ranks hold parts of the rows.
+        cut = [placement.dim for placement in conversion if placement.is_sharded]
+        operands, results = ([numbered(shape, cut) for shape in side] for side in shapes)
+        return OpRule(tuple(operands), tuple(results))
+    if not ours.dims or ours.placed:
+        return None
+    sides = (side.replace("...", ".").split(",") for side in ours.dims.split("->"))
+    operands, results = (
+        [_lettered(letters, shape) for letters, shape in zip(texts, side, strict=True)]
+        for texts, side in zip(sides, shapes, strict=True)
+    )
+    return OpRule(tuple(operands), tuple(results))
+
+
+def _lettered(letters: str, shape: Sequence[int]) -> Dims:
+    """One factor per letter; the dims of "." are numbered from the front."""
+    count = len(shape) - len(letters) + 1
+    names = [
+        name
+        for letter in letters
+        for name in (map(str, range(count)) if letter == "." else [letter])
+    ]
+    return tuple((Factor(name, size),) for name, size in zip(names, shape, strict=True))

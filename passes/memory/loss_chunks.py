@@ -1,0 +1,50 @@
+"""Choose into how many chunks of rows a loss head is cut, by the peak of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from sp_compiler.cost.budget_problem import budget_problem
+from sp_compiler.ir.program import Program
+from sp_compiler.passes.memory.candidates import differentiable, measured
+from sp_compiler.passes.memory.partition import SplitOptions
+from sp_compiler.passes.memory.tag import tags_of
+from sp_compiler.solve.memory_budget import peak_bytes
+from sp_compiler.trace.joint import JointGraph
+
+_WORTH = 0.05
+"""Share of the peak for which the logits are multiplied again, which takes about 2 % of a step."""
+_NEAR = 0.01
+"""Share of the peak for which no further chunks are made."""
+
+
+def fewest_chunks(
+    program: Program,
+    joints: Mapping[str, Sequence[JointGraph]],
+    options: Mapping[str, SplitOptions],
+    world_size: int,
+) -> dict[str, JointGraph]:
+    """The joint graph of each region: the fewest chunks with a peak close to the lowest.
+
+    Args:
+        program: sharded.
+        joints: of each region, by name, tagged; the fewest chunks first.
+        options: what is wanted of each region, by name.
+        world_size: number of tensor-parallel ranks.
+    """
+    chosen = dict.fromkeys(joints, 0)
+    if any(len(each) > 1 for each in joints.values()):
+        ways = {
+            name: [measured(joint, tags_of(joint), world_size, options[name]) for joint in each]
+            for name, each in joints.items()
+        }
+        calls = budget_problem(program, ways, differentiable(ways), world_size)
+        for name, each in ways.items():
+            peaks = [
+                peak_bytes(calls, [(chosen | {name: way})[c.region.name] for c in program.calls])
+                for way in range(len(each))
+            ]
+            if peaks[0] - min(peaks) >= _WORTH * peaks[0]:
+                near = min(peaks) + _NEAR * peaks[0]
+                chosen[name] = next(way for way, peak in enumerate(peaks) if peak <= near)
+    return {name: joints[name][way] for name, way in chosen.items()}

@@ -1,0 +1,64 @@
+"""Rows of a wide product that are not used are not computed.
+
+::
+
+    logits = linear(x, w).float()              logits = linear(x[:, :-1], w).float()
+    loss(logits[:, :-1], labels[:, 1:])   ->   loss(logits, labels[:, 1:])
+
+Where labels are shifted, the rows of the logits that have a label are cut out. Cut out of what the
+logits are made of they are not copied, and their gradient is not padded at that size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Graph, Node
+
+from sp_compiler.base.pass_report import Pass
+from sp_compiler.ir.fx import arguments, calls, is_call, shape_of
+from sp_compiler.ir.rewriting import insert_call, replace_with
+from sp_compiler.ir.symbolic import example_number
+
+_aten = torch.ops.aten
+
+
+def slice_before_products(graph: Graph) -> None:
+    """``slice(f(linear(x, w)))`` over rows -> ``f(linear(slice(x), w))`` with pointwise ``f``."""
+    for node in calls(graph, _aten.slice.Tensor):
+        chain = _chain(node)
+        if not chain:
+            continue
+        value = chain[-1].args[0]
+        for call in [node, *reversed(chain)]:
+            args = (value, *call.args[1:])
+            value = insert_call(node, call.target, args, call.kwargs, origin=Pass.NORMALIZE)
+        replace_with(node, value)
+
+
+def _chain(node: Node) -> list[Node]:
+    """Calls before the slice ``node`` up to a product; empty where they cannot be swapped."""
+    dim, rank = arguments(node)["dim"], len(shape_of(node))
+    chain = [node.args[0]]
+    while len(chain[-1].users) == 1 and dim % rank != rank - 1:
+        last = chain[-1]
+        if is_call(last, _aten.linear.default):
+            return chain if _widens(last) and last.args[0].op == "call_function" else []
+        if not _is_elementwise(last):
+            break
+        chain.append(last.args[0])
+    return []
+
+
+def _is_elementwise(node: Node) -> bool:
+    """Whether an element depends on the one of the first argument, and on what all rows share."""
+    if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
+        return False
+    pointwise = torch.Tag.pointwise in node.target.tags or is_call(node, _aten._to_copy.default)
+    rest = [operand for operand in node.all_input_nodes if operand is not node.args[0]]
+    same = shape_of(node.args[0]) == shape_of(node)
+    return pointwise and same and all(len(shape_of(operand)) < 2 for operand in rest)
+
+
+def _widens(product: Node) -> bool:
+    depth, columns = (example_number(shape_of(each)[-1]) for each in (product.args[0], product))
+    return bool(columns > depth)

@@ -1,0 +1,59 @@
+"""Results of chunks of rows, put together in place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from sp_compiler.base.placement import P, Placement, R, S
+from sp_compiler.ops.accumulate import ADD_PRODUCT, WRITE_ROWS, add_product, write_rows
+from sp_compiler.ops.communicator import Communicator
+from sp_compiler.ops.registry import Operator
+from tests.helpers.own_operators import Case, assert_registered, assert_right
+
+
+def _random(*shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(
+    "placements", [(R, R, R, R), (S(0), S(0), R, S(0)), (S(1), R, S(1), S(1)), (P, S(1), S(0), P)]
+)
+def test_add_product(placements: tuple[Placement, ...], world_size: int) -> None:
+    *operands, result = placements
+    inputs = [_random(8, 4), _random(8, 12), _random(12, 4)]
+    case = Case(ADD_PRODUCT, torch.addmm, inputs, (world_size,), tuple(operands), (result,))
+    assert_right(case, world_size)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("placement", [R, P, S(1)], ids=str)
+def test_write_rows(placement: Placement, world_size: int) -> None:
+    def dense(total: Tensor, part: Tensor) -> Tensor:
+        return torch.cat([total[:2], part, total[5:]])
+
+    inputs = [_random(7, 4), _random(3, 4)]
+    rest = (0, 2, world_size)
+    case = Case(WRITE_ROWS, dense, inputs, rest, (placement, placement), (placement,))
+    assert_right(case, world_size)
+
+
+@pytest.mark.parametrize(
+    ("operator", "shapes", "rest"),
+    [(ADD_PRODUCT, [(5, 3), (5, 4), (4, 3)], (1,)), (WRITE_ROWS, [(5, 3), (2, 3)], (0, 3, 1))],
+)
+def test_registered(
+    operator: Operator, shapes: list[tuple[int, int]], rest: tuple[int, ...]
+) -> None:
+    assert_registered(operator, *(_random(*shape) for shape in shapes), *rest)
+
+
+def test_the_kernels_write_in_place() -> None:
+    tp, total = Communicator(None, 0, 1), torch.zeros(4, 2)
+    for kernel, args in ((add_product, (torch.ones(4, 3), torch.ones(3, 2))), (write_rows, ())):
+        part = args or (torch.ones(1, 2), 0, 3)
+        assert kernel(tp, total, *part).data_ptr() == total.data_ptr()
+    assert total.tolist() == [[3, 3], [3, 3], [3, 3], [1, 1]]

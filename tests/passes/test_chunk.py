@@ -248,7 +248,7 @@ def test_the_plan_chooses_chunks_by_the_peak() -> None:
         "in 2 chunks": 1,
         "in 4 chunks": 1,
     }
-    assert auto.activation_peak_bytes < one.activation_peak_bytes / 3
+    assert auto.activation_peak_bytes < one.activation_peak_bytes / 2
     # The product that is run twice.
     assert auto.work.hardware_flops - one.work.hardware_flops == 2 * 2 * 2048 * 16 * 2048
     assert auto.work.model_flops == one.work.model_flops

@@ -95,10 +95,10 @@ as the budget asks for; `recompute="none"` keeps the logits. It costs the produc
 vocabulary once more. Planned for Llama-3-8B, 8 ranks, 8,192 tokens, bf16, H100, activations at
 the peak:
 
-| recompute | 1 chunk | 2 | 4 | 8 ("auto") | time |
-|---|---|---|---|---|---|
-| selective | 4,213 MiB | 3,613 | 3,363 | 3,256 (-23 %) | +1.1 % |
-| full | 1,521 MiB | 921 | 671 | 640 (-58 %) | +0.9 % |
+| recompute | 1 chunk | "auto" | compute |
+|---|---|---|---|
+| selective | 4,213 MiB | 3,529 (-16 %) | +1.4 % |
+| full | 1,521 MiB | 837 (-45 %) | +1.2 % |
 
 Logits that are returned, or read by what mixes rows (a softmax over tokens), stay as they are,
 and the plan says so under the pass `chunk`. So do those of one rank (`tp=1`) and of a vocabulary

@@ -56,7 +56,8 @@ def split(joint: JointGraph, options: SplitOptions) -> Partitioned:
     parts = partition(joint, options.loss_output)
     if not options.overlap:
         return parts
-    return overlap_backward(parts, options.own_parameters, options.sizes)
+    own, sizes = options.own_parameters, options.sizes
+    return overlap_backward(parts, own, sizes, hardware=options.hardware)
 
 
 def partition(joint: JointGraph, loss_output: int | None = None) -> Partitioned:

@@ -96,7 +96,8 @@ def _assert_as_planned(clock: VirtualClock, plan: sp_compiler.Plan) -> None:
     hidden_us = plan.work.communication_us - sum(plan.schedule.exposed_us.values())
     assert hidden_us == pytest.approx(plan.work.hidden_us)
     for phase, exposed_us in plan.schedule.exposed_us.items():
-        assert clock.exposed_us[phase] == pytest.approx(exposed_us, rel=0.05)
+        # Of the step: what is hidden all but fully leaves a remainder of any relative error.
+        assert clock.exposed_us[phase] == pytest.approx(exposed_us, abs=0.02 * plan.step_us)
 
 
 def test_a_compiled_step_takes_its_planned_time() -> None:

@@ -110,13 +110,16 @@ class DimsOfOthers(nn.Module):
         self.linear = nn.Linear(_WIDTH, _WIDTH)
         conv = nn.Conv1d(_WIDTH, _WIDTH, 3, padding=1, groups=4)
         self.conv = nn.utils.parametrizations.weight_norm(conv, dim=2)
-        self.batch_norm = nn.BatchNorm1d(_WIDTH)
+        # Two of them: the backward of one without weights returns no gradients of them.
+        self.batch_norms = nn.Sequential(
+            nn.BatchNorm1d(_WIDTH), nn.BatchNorm1d(_WIDTH, affine=False)
+        )
 
     def forward(self, x: Tensor) -> Any:
         y = self.linear(x)
         alike = F.cosine_similarity(y[0], y, dim=1), torch.linalg.vecdot(y[0], y, dim=1)
         twice = torch.cat([y.new_zeros(0), y, y], 0)
-        images = self.batch_norm(self.conv(y.transpose(1, 2)))
+        images = self.batch_norms(self.conv(y.transpose(1, 2)))
         return *alike, torch.diag_embed(y, dim1=0, dim2=1), twice, images
 
 

@@ -110,7 +110,9 @@ def _batch_norm(node: Node) -> OpRule:
     def dims(name: str, operand: Node) -> Dims:
         return image if name in ("input", "grad_out") else per_channel(shape_of(operand))
 
-    results = (image, *map(per_channel, result_shapes(node)[1:]))
+    # No value where no gradient is asked for: of a norm that is frozen or has no weight.
+    others = [shape[1:2] if value is None else value.shape for value in result_values(node)[1:]]
+    results = (image, *map(per_channel, others))
     linear = FIRST_OPERAND if "grad_out" in args else ()
     # Dim 1 is the channels, wherever the tokens are.
     return OpRule(dims_by_name(node, dims), results, linear=linear, rows="fixed")

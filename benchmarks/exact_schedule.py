@@ -9,7 +9,7 @@ makes the other superfluous. Nodes whose least time is not below the best order'
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -67,9 +67,8 @@ def exact_schedule(block: Block, limit_bytes: int, most_states: int = 100_000) -
     """
     best = list_schedule(block, limit_bytes)
     best_us = simulate(block, best).time_us
-    tails_us = _tails(block)
     first = _State(0, (), Memory(block))
-    queue = [(_bound_us(block, first, tails_us), 0, 0, first)]
+    queue = [(_bound_us(block, first), 0, 0, first)]
     seen: dict[int, list[tuple[float, ...]]] = {}
     expanded, tickets = 0, count(1)
     while queue and queue[0][0] < best_us - _EPSILON_US:
@@ -81,7 +80,7 @@ def exact_schedule(block: Block, limit_bytes: int, most_states: int = 100_000) -
         if expanded > most_states:
             return Exact(best, False, bound_us)
         for following in _following(block, state, limit_bytes):
-            bound_us = _bound_us(block, following, tails_us)
+            bound_us = _bound_us(block, following)
             if bound_us < best_us - _EPSILON_US and _is_new(following, seen):
                 # Of equal bounds the one with fewest tasks left: it is complete first.
                 entry = (bound_us, -len(following.order), next(tickets), following)
@@ -122,17 +121,7 @@ def _after(block: Block, state: _State, position: int, memory: Memory) -> _State
     return _State(done, order, memory, now_us + task.time_us, link_free_us, arrival_us)
 
 
-def _tails(block: Block) -> list[float]:
-    """Time of each task and of the longest path behind it."""
-    tails_us = [0.0] * len(block.tasks)
-    for position in reversed(range(len(block.tasks))):
-        task = block.tasks[position]
-        behind_us = max((tails_us[user] for user in block.users[position]), default=0.0)
-        tails_us[position] = task.time_us + task.link_us + behind_us
-    return tails_us
-
-
-def _bound_us(block: Block, state: _State, tails_us: Sequence[float]) -> float:
+def _bound_us(block: Block, state: _State) -> float:
     """A time below which no order comes that begins as ``state``."""
     left = [i for i in range(len(block.tasks)) if not state.done >> i & 1]
     compute_us = state.now_us + sum(block.tasks[i].time_us for i in left)
@@ -140,10 +129,10 @@ def _bound_us(block: Block, state: _State, tails_us: Sequence[float]) -> float:
     sent = [i for i in left if block.tasks[i].link_us]
     link_us = max(state.link_free_us, state.now_us if sent else 0.0)
     link_us += sum(block.tasks[i].link_us for i in sent)
-    link_us += min((tails_us[i] - block.tasks[i].link_us for i in sent), default=0.0)
-    path_us = state.now_us + max((tails_us[i] for i in left), default=0.0)
+    link_us += min((block.to_end_us[i] - block.tasks[i].link_us for i in sent), default=0.0)
+    path_us = state.now_us + max((block.to_end_us[i] for i in left), default=0.0)
     arriving_us = (
-        arrival_us + tails_us[block.wait_of[start]]
+        arrival_us + block.to_end_us[block.wait_of[start]]
         for start, arrival_us in state.arrival_us.items()
     )
     return max(compute_us, link_us, path_us, *arriving_us)

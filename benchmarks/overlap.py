@@ -158,7 +158,7 @@ def _gap(
     given = block_of(blocking).partitioned.backward
     assert given is not None
     block = graph_tasks(given, (), device).block
-    best = exact_schedule(block, backward_peak_bytes(graph, ()), most_states=20_000)
+    best = exact_schedule(block, backward_peak_bytes(graph, ()), most_states=1_000)
     least_us = simulate(block, best.order).time_us if best.proven else best.least_us
     return elapsed / least_us - 1, best.proven
 

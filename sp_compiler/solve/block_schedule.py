@@ -87,6 +87,16 @@ class Block:
         return tuple(counts)
 
     @cached_property
+    def to_end_us(self) -> tuple[float, ...]:
+        """Time of the longest path from a task to the end, itself included, by its position."""
+        to_end_us = [0.0] * len(self.tasks)
+        for position in reversed(range(len(self.tasks))):
+            task = self.tasks[position]
+            behind_us = max((to_end_us[user] for user in self.users[position]), default=0.0)
+            to_end_us[position] = task.time_us + task.link_us + behind_us
+        return tuple(to_end_us)
+
+    @cached_property
     def compute_us(self) -> float:
         """Time of all kernels."""
         return sum(task.time_us for task in self.tasks)
@@ -144,25 +154,18 @@ def least_us(block: Block) -> float:
     It is that of all kernels, of all collectives with what has to run before the first of them and
     after the last, or of the longest path, whichever is most.
     """
-    # Time until the task has ended (the collective of a start has arrived) and behind that.
-    head_us, tail_us = [0.0] * len(block.tasks), [0.0] * len(block.tasks)
-    for position, task in enumerate(block.tasks):
-        before_us = max((head_us[needed] for needed in task.needs), default=0.0)
-        head_us[position] = before_us + task.time_us + task.link_us
-    for position in reversed(range(len(block.tasks))):
-        users = block.users[position]
-        tail_us[position] = max(
-            (
-                tail_us[user] + block.tasks[user].time_us + block.tasks[user].link_us
-                for user in users
-            ),
-            default=0.0,
+    from_start_us: list[float] = []  # to where the task begins, by the longest path
+    for task in block.tasks:
+        ends = (
+            from_start_us[needed] + block.tasks[needed].time_us + block.tasks[needed].link_us
+            for needed in task.needs
         )
+        from_start_us.append(max(ends, default=0.0))
     sent = [(i, task.link_us) for i, task in enumerate(block.tasks) if task.link_us]
-    link_us = sum(link_us for _, link_us in sent)
-    if sent:
-        link_us += min(head_us[i] - own_us for i, own_us in sent) + min(tail_us[i] for i, _ in sent)
-    return max(block.compute_us, link_us, max(head_us, default=0.0))
+    link_us = sum(own_us for _, own_us in sent)
+    link_us += min((from_start_us[i] for i, _ in sent), default=0.0)
+    link_us += min((block.to_end_us[i] - own_us for i, own_us in sent), default=0.0)
+    return max(block.compute_us, link_us, max(block.to_end_us, default=0.0))
 
 
 def is_valid(block: Block, order: Sequence[int]) -> bool:

@@ -33,7 +33,7 @@ _TIMED_WALKS = 4
 _WORTH_HIDING = 0.1
 # Tasks in all walks with changed ranks together: at most about 0.3 s for a block. A walk takes more
 # than in proportion to the tasks, so a model that is one long region gets the timed walks alone.
-_TASKS_WALKED, _PATIENCE, _MOST_TASKS = 20_000, 100, 400
+_TASKS_WALKED, _PATIENCE, _MOST_TASKS = 20_000, 200, 400
 
 
 @dataclass(frozen=True)
@@ -68,24 +68,40 @@ def list_schedule(block: Block, limit_bytes: int) -> list[int]:
     """
     given = list(range(len(block.tasks)))
     limit_bytes = max(limit_bytes, peak_bytes(block, given))
-    critical = _before_starts(block)
-    wishes = _Wishes(
-        tuple(
-            math.inf if i in block.starts_of else i if critical[i] else i + len(given)
-            for i in given
-        )
-    )
-    best = _scored(block, given, wishes)
-    # The first walk starts collectives as soon as their operands are there, the others as late as
-    # the walk before them shows to do.
-    for _ in range(_TIMED_WALKS):
-        walked = _walked(block, limit_bytes, wishes, given)
-        best = min(best, walked, key=lambda scored: scored.cost_us)
-        wishes = _Wishes(wishes.ranks, _latest_starts(block, walked.order))
+    best = _scored(block, given, _Wishes((0.0,) * len(given)))
+    for ranks in (_in_given_order(block), _by_longest_path(block)):
+        wishes = _Wishes(ranks)
+        # The first walk starts collectives as soon as their operands are there, the others as late
+        # as the walk before them shows to do.
+        for _ in range(_TIMED_WALKS):
+            walked = _walked(block, limit_bytes, wishes, given)
+            best = min(best, walked, key=lambda scored: scored.cost_us)
+            wishes = _Wishes(ranks, _latest_starts(block, walked.order))
     link_us = sum(task.link_us for task in block.tasks)
     if block.compute_us > _WORTH_HIDING * link_us and len(given) <= _MOST_TASKS:
         best = _climb(block, limit_bytes, best)
     return _tidy(block, _late_waits(block, best.order, limit_bytes), limit_bytes)
+
+
+def _in_given_order(block: Block) -> tuple[float, ...]:
+    """Ranks by which what a collective needs comes first, and of waits, that nothing waits idly."""
+    num_tasks = len(block.tasks)
+    critical = [False] * num_tasks
+    for position in reversed(range(num_tasks)):
+        users = block.users[position]
+        critical[position] = any(critical[user] or block.tasks[user].link_us for user in users)
+    return tuple(
+        math.inf if i in block.starts_of else i if critical[i] else i + num_tasks
+        for i in range(num_tasks)
+    )
+
+
+def _by_longest_path(block: Block) -> tuple[float, ...]:
+    """Ranks by which that comes first which most time follows."""
+    return tuple(
+        math.inf if i in block.starts_of else -to_end_us
+        for i, to_end_us in enumerate(block.to_end_us)
+    )
 
 
 def _scored(block: Block, order: list[int], wishes: _Wishes) -> _Scored:
@@ -288,12 +304,3 @@ class _Walk:
             self._needs_left[user] -= 1
             if not self._needs_left[user]:
                 self._ready.append(user)
-
-
-def _before_starts(block: Block) -> list[bool]:
-    """Tell of each task whether a collective needs it."""
-    critical = [False] * len(block.tasks)
-    for position in reversed(range(len(block.tasks))):
-        users = block.users[position]
-        critical[position] = any(critical[u] or block.tasks[u].link_us for u in users)
-    return critical

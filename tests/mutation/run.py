@@ -3,8 +3,8 @@
     python -m tests.mutation.run --count 60 [--seed 0] [--limit 90] [--only passes/normalize ...]
 
 Each mutation is applied to a copy of the tree. There run the fast tests that mirror the module,
-then those that import it; where there are none those of its folder, else a few that compile small
-models through everything. A mutation is *killed* by the first failure of a test that passes without
+then those that import it; where none mirrors it those of its folder too, and where there are none
+at all a few that compile small models through everything. A mutation is *killed* by the first failure of a test that passes without
 it, *survives* if all pass, and *times out* if the limit ends first, which is not counted as killed.
 
 Every outcome is kept in ``score.json``: another draw adds to it, the same draw renews it, and
@@ -59,8 +59,8 @@ def tests_of(path: str, tree: Path) -> list[str]:
     named = [file for file in files if folder.is_relative_to(file.parent.relative_to(tree))]
     named = [file for file in named if file.stem in stems]
     importers = [file for file in files if dotted in file.read_text(encoding="utf-8")]
-    if not named and not importers:  # a private helper of its folder
-        importers = [file for file in files if file.parent == tree / folder]
+    if not named:  # a part of its folder, which is tested as one
+        importers += [file for file in files if file.parent == tree / folder]
     chosen = [file.relative_to(tree).as_posix() for file in (*named, *importers)]
     return list(dict.fromkeys(chosen)) or list(_CORE)
 

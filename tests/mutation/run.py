@@ -4,8 +4,9 @@
 
 Each mutation is applied to a copy of the tree. There run the fast tests that mirror the module,
 then those that import it; where none mirrors it those of its folder too, and where there are none
-at all a few that compile small models through everything. A mutation is *killed* by the first failure of a test that passes without
-it, *survives* if all pass, and *times out* if the limit ends first, which is not counted as killed.
+at all a few that compile small models through everything. A mutation is *killed* by the first
+failure of a test that passes without it, *survives* if all pass, and *times out* if the limit ends
+first, which is not counted as killed.
 
 Every outcome is kept in ``score.json``: another draw adds to it, the same draw renews it, and
 ``--again`` runs what survived once more, after tests were added. What survives and is known to

@@ -7,11 +7,11 @@
     joint, simplify, chunk, tag, partition, overlap, check, codegen   each distinct block
 
 :func:`to_program` is the first line of these and ``Compilation._run_passes`` the others, a pass per
-line; what stands around them captures, retries and keeps what was made. In pipelines whose schedule
-delays gradients of weights, "split backward" stands behind "partition".
+line; the code around them captures the model, retries after a refused placement and keeps the
+graphs. For pipelines that delay gradients of weights, "split backward" comes after "partition".
 
 Retries, user passes, reports and stages are handled by :mod:`sp_compiler.pass_manager`; besides it
-this is the only module outside ``passes/`` that imports passes.
+and ``verification`` this is the only module outside ``passes/`` that imports passes.
 """
 
 from __future__ import annotations
@@ -308,6 +308,8 @@ class Compilation:
             ways = run.once(Pass.TAG, candidates_of, program, chunked, wanted, tp)
             budget_bytes = options.budget_bytes
             tagged = run(Pass.TAG, tag_under_budget, program, ways, tp, budget_bytes)
+        # A budget may split a region into several that save differently; ``origins`` has the
+        # sharded region that each came from.
         split: dict[str, Partitioned] = {}
         for region in tagged.program.regions:
             name, want = region.name, wanted[tagged.origins[region.name]]

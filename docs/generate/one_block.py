@@ -62,28 +62,34 @@ The second half of a Llama layer, a norm, a gated MLP and the residual, as a use
 
 Two of them in a model, compiled for two ranks with a batch of 4 x 6 tokens. What follows is the
 first block after each pass, as `module.stages` holds it: a line per operator, with dtype and shape,
-behind `@` the placement ([glossary](glossary.md)) and behind `#` whether the result is saved.
+after `@` the placement ([glossary](glossary.md)) and after `#` what becomes of a result that
+backward reads: it is saved, or recomputed. What backward does not read is neither.
 A full Llama layer after every pass is in `tests/goldens/llama/`.
 """
 _ABOUT = {
     "export": "PyTorch's own export: one flat graph of the full model, in which each operator "
     "knows its module. Here is what belongs to the first layer.",
     "normalize": "One spelling for each thing: views are reshapes, dims count from the end, and a "
-    "bias is an addition of its own, here behind the projection in front of the block.",
+    "bias is an addition of its own, here after the projection before the block.",
     "outline": "The layer is a region of its own, which both layers call. Parameters are inputs, "
     "and `hidden` is the carry from layer to layer.",
     "shard": "One rank's part. Each weight has half of its rows or columns; between the blocks "
-    "each rank has half of the tokens, `S(0)`. Two conversions are left: an all-gather in front "
-    "of the first product, a reduce-scatter behind the last.",
+    "each rank has half of the tokens, `S(0)`: the 4 x 6 tokens are one dim of 24 rows, 12 on each "
+    "rank. `convert(x, from, to, 2)` changes a placement on 2 ranks. Two of them are left: an "
+    "all-gather before the first product, a reduce-scatter after the last. Values without `@` are "
+    "views and gradients; the check derives theirs.",
     "joint": "Forward and backward in one graph. The gradient of each conversion is another one: "
     "of the all-gather a reduce-scatter, of the reduce-scatter an all-gather.",
     "simplify": "What differentiation left behind goes: views of views, copies, equal results.",
-    "tag": '`recompute="selective"` saves what products of matrices made and recomputes the rest; '
-    "of a gathered value only the shard is saved.",
-    "partition": "Forward and backward apart. What forward returns behind its output is saved, and "
-    "what is recomputed stands in backward in front of its first use.",
-    "overlap": "In backward each collective starts early and is waited for late: products that do "
-    "not need it run between.",
+    "tag": "The policy reads the joint graph, and its tags are written back to the sharded block, "
+    'which is shown. `recompute="selective"` saves the results of matrix products, of attention '
+    "and of reductions over ranks, and recomputes the rest; of a gathered value only the shard is "
+    "saved.",
+    "partition": "Forward and backward apart. What forward returns after its outputs is what it "
+    "saves; recomputed operators stand in backward before their first use.",
+    "overlap": "A collective of backward is started, work that does not need its result runs, and "
+    "its first reader waits for it, where that takes less time and raises no peak of memory. "
+    "Forward is a chain and waits for each of its collectives.",
 }
 
 
@@ -98,7 +104,12 @@ def page() -> str:
         text = block_text(stage, Block.__name__, "layers.0")
         parts.append(f"## {name}\n\n{about}\n\n```\n{text}\n```\n")
     code = printed_regions(compiled)[Block.__name__].source.strip()
-    about = "What runs, and what `module.code` shows: a class for the block, plain PyTorch."
+    about = textwrap.fill(
+        "What runs, and what `module.code` shows: a class for the block, plain PyTorch. "
+        "`norm_weight` is stored as `I` and read as `R`: its gradient here is this rank's part of "
+        "a sum, which the runtime all-reduces together with those of all such parameters.",
+        100,
+    )
     parts.append(f"## The generated code\n\n{about}\n\n```python\n{code}\n```")
     return "\n".join(parts) + "\n"
 

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from sp_compiler.base.autocast import without_autocast
 from sp_compiler.base.errors import CaptureError, UnsupportedError
+from sp_compiler.base.pass_report import Pass
 from sp_compiler.base.provenance import node_origin
 from sp_compiler.ir.captured import Captured
 from sp_compiler.ir.fx import calls, output_node
@@ -310,7 +311,7 @@ def _mutated_last(
                 detach, meta = _aten.detach.default, {"val": value.meta["val"]}
                 graph = output.graph
                 written.append(
-                    make_call(graph, detach, (value,), like=value, origin="capture", meta=meta)
+                    make_call(graph, detach, (value,), like=value, origin=Pass.EXPORT, meta=meta)
                 )
             names.append(canonical[str(spec.target)])
         else:
@@ -392,7 +393,7 @@ def _move_to_cpu(graph: Graph) -> None:
         # and on the meta device they did not.
         if not dtype.is_floating_point:
             to = _aten._to_copy.default
-            cast = functools.partial(make_call, graph, to, like=node, origin="capture")
+            cast = functools.partial(make_call, graph, to, like=node, origin=Pass.EXPORT)
             with graph.inserting_before(node):
                 node.replace_input_with(source, cast((source,), {"dtype": torch.float32}))
             with graph.inserting_after(node):

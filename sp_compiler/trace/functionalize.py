@@ -24,6 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
+from sp_compiler.base.pass_report import Pass
 from sp_compiler.ir.fx import calls, output_node
 from sp_compiler.ir.rewriting import fake_mode_of, inherit, make_call
 
@@ -107,7 +108,7 @@ def _detach_outputs(body: GraphModule, region: Node) -> None:
             detach, meta = _aten.detach.default, {"val": value.meta["val"]}
             with body.graph.inserting_before(output):
                 value = make_call(
-                    body.graph, detach, (value,), like=like, origin="capture", meta=meta
+                    body.graph, detach, (value,), like=like, origin=Pass.EXPORT, meta=meta
                 )
         results.append(value)
     output.args = (tuple(results),)

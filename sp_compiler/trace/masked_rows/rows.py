@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from sp_compiler.base.pass_report import Pass
 from sp_compiler.ir.fx import shape_of
 from sp_compiler.ir.rewriting import make_call
 
@@ -78,7 +79,7 @@ class RowValues:
             # symbols still.
             meta = {"val": None}
             return make_call(
-                self.graph, target, args, kwargs, like=self.node, origin="capture", meta=meta
+                self.graph, target, args, kwargs, like=self.node, origin=Pass.EXPORT, meta=meta
             )
 
     def pointwise(self, node: Node, rows_of: Callable[[Node], Rows]) -> Rows:

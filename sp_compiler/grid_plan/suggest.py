@@ -139,7 +139,8 @@ class _Setting:
 
     @property
     def num_layers(self) -> int:
-        return 1 if self.stages is None else sum(call.path != "" for call in self.stages.calls)
+        # A model without layers is one stage, as one without a loss.
+        return max(1, sum(call.path != "" for call in self.stages.calls)) if self.stages else 1
 
     def chain(self, grid: GridSizes) -> Chain:
         if grid.pp == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from sp_compiler.base.errors import ArgumentError
@@ -33,10 +34,13 @@ class GridOptions:
     memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
+        per_parameter = self.bytes_per_parameter
+        is_number = isinstance(per_parameter, (int, float)) and not isinstance(per_parameter, bool)
         # Written so that NaN is refused, too.
-        if not self.bytes_per_parameter > 0:
+        if not is_number or not 0 < per_parameter < math.inf:
             raise ArgumentError(
-                f"bytes_per_parameter={self.bytes_per_parameter!r}: expected more than 0"
+                f"bytes_per_parameter={per_parameter!r}: expected a finite number of bytes, more "
+                "than 0, for example 18"
             )
         # True is an int, and would be read as one GPU per node.
         per_node = self.gpus_per_node

@@ -82,13 +82,15 @@ def _parsed(text: str) -> dict[str, int]:
     if "=" not in text:
         names = ("tp", "pp", "dp_replicate")
         numbers = text.lower().split("x")
-        if len(numbers) <= len(names) and all(number.strip().isdigit() for number in numbers):
+        if len(numbers) <= len(names) and all(number.strip().isdecimal() for number in numbers):
             return dict(zip(names, map(int, numbers), strict=False))
         return {}
     pairs = [_NAMED.fullmatch(part) for part in text.split(",")]
     if not all(pairs):
         return {}
-    return {pair[1]: int(pair[2]) for pair in pairs if pair is not None}
+    sizes = {pair[1]: int(pair[2]) for pair in pairs if pair is not None}
+    # An axis given twice has no size.
+    return sizes if len(sizes) == len(pairs) else {}
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ def state_bytes(size: ParameterSize, bytes_per_parameter: float, dp_shard: int) 
 def held_bytes(size: ParameterSize, bytes_per_parameter: float, grid: GridSizes) -> float:
     """Bytes of a parameter in a pipeline: its state, and what FSDP2 holds unsharded beside it."""
     # Gradients too: they are reduced behind the last microbatch, in full until then.
-    gathered = size.num_bytes * (1 + size.trained) if grid.dp_shard > 1 else 0
+    gathered = size.num_bytes * (1 + size.trained) if grid.data > 1 else 0
     return state_bytes(size, bytes_per_parameter, grid.dp_shard) + gathered
 
 
@@ -86,9 +86,10 @@ def gathered_bytes(
 
     In a pipeline those of all parameters and gradients of the stage: torch's schedules gather once
     and reduce with the last microbatch. Else what is outside of blocks, two blocks (one is gathered
-    while the other runs) and the gradients of one.
+    while the other runs) and the gradients of one. ``replicate``, of ``dp_replicate`` alone, copies
+    what it does not gather, and keeps all of it from forward to backward.
     """
-    if grid.dp_shard == 1:
+    if grid.data == 1:
         return 0
     if grid.pp > 1:
         used = used_parameters(calls, sizes)
@@ -101,5 +102,9 @@ def gathered_bytes(
         sum(size.num_bytes for size in used_parameters(group, sizes)) for group in groups.values()
     ]
     # With a zero in front, for a single block has no neighbour.
-    pairs = [first + second for first, second in itertools.pairwise([0, *blocks])]
-    return outside + max(pairs, default=0) + max(blocks, default=0)
+    if grid.dp_shard == 1:
+        at_once = sum(blocks)
+    else:
+        pairs = [first + second for first, second in itertools.pairwise([0, *blocks])]
+        at_once = max(pairs, default=0)
+    return outside + at_once + max(blocks, default=0)

@@ -22,7 +22,13 @@ from sp_compiler.grid_plan.chain import Chain
 from sp_compiler.grid_plan.data import GridPlan
 from sp_compiler.grid_plan.options import GPUS_PER_NODE, GridOptions
 from sp_compiler.grid_plan.sizes import GridSizes
-from sp_compiler.grid_plan.stage_plan import STATE_BYTES, gathered_bytes, held_bytes, kept_bytes
+from sp_compiler.grid_plan.stage_plan import (
+    STATE_BYTES,
+    gathered_bytes,
+    held_bytes,
+    kept_bytes,
+    state_bytes,
+)
 from sp_compiler.grid_plan.suggestions import Rejected, Suggestions
 from sp_compiler.ir.hints import parameters_of, wishes_of
 from sp_compiler.options import (
@@ -153,10 +159,10 @@ class _Setting:
         grid, chain = options.grid, self.chain(options.grid)
         per_parameter, sizes = options.bytes_per_parameter, chain.parameters
         if grid.pp == 1:
-            unsharded = replace(grid, dp_shard=1)
-            state = sum(held_bytes(size, per_parameter, unsharded) for size in sizes.values())
+            shards = grid.dp_shard
+            state = sum(state_bytes(size, per_parameter, shards) for size in sizes.values())
             gathered = gathered_bytes(chain.calls, sizes, grid)
-            return state / grid.dp_shard + gathered + self.plan.activation_peak_bytes
+            return state + gathered + self.plan.activation_peak_bytes
         state = sum(held_bytes(size, per_parameter, grid) for size in sizes.values())
         # The last stage has one microbatch in flight, each before it one more.
         in_flight = (min(grid.pp, options.microbatches) + 1) / 2

@@ -101,10 +101,13 @@ def _data(
     gradient_bytes = sum(size.num_bytes for size in used if size.trained)
     shard, replicate = grid.dp_shard, grid.dp_replicate
     axes: list[AxisTraffic] = []
-    # A pipeline gathers and reduces once in a step. Else every microbatch does, and gathers once
-    # more in backward; only the first of a group of transfers has nothing to run under.
+    # A pipeline gathers in front of its schedule and reduces behind it, once in a step, while
+    # nothing else runs. Else every microbatch does, and gathers once more in backward; only the
+    # first of a group of transfers has nothing to run under.
     times = 1 if grid.pp > 1 else microbatches
-    hiding_us = stage.backward_us if grid.pp > 1 else stage.microbatch_us
+    hiding_us, hiding_backward_us = (
+        (0.0, 0.0) if grid.pp > 1 else (stage.microbatch_us, stage.backward_us)
+    )
     if shard > 1:
         link, gathers = links["dp_shard"], 1 if grid.pp > 1 else 2
         each_us = gathers * link.ring_us(weight_bytes, shard) + link.ring_us(gradient_bytes, shard)
@@ -120,7 +123,7 @@ def _data(
         link, num_bytes = links["dp_replicate"], gradient_bytes // shard
         each_us = 2 * link.ring_us(num_bytes, replicate)
         sent_bytes = 2 * num_bytes * (replicate - 1) // replicate
-        exposed_us = max(0.0, each_us - stage.backward_us)
+        exposed_us = max(0.0, each_us - hiding_backward_us)
         axes.append(
             AxisTraffic(
                 "dp_replicate", link.name, times * sent_bytes, times * each_us, times * exposed_us

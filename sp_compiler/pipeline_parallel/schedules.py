@@ -149,7 +149,7 @@ def schedule_of(
         ArgumentError: no such schedule, or numbers that it cannot do with.
         UnsupportedError: this version of torch cannot run it.
     """
-    if name not in SCHEDULES:
+    if not isinstance(name, str) or name not in SCHEDULES:
         allowed = ", ".join(map(repr, SCHEDULES))
         raise ArgumentError(f"schedule={name!r}: expected one of {allowed}")
     schedule = SCHEDULES[name]

@@ -113,7 +113,10 @@ def test_fsdp_shards_the_state_and_gathers_the_rest() -> None:
     alone = _of(3, GridSizes(dp_shard=4), 3).stages[0]
     assert alone.gathered_bytes == 2016 + 2 * 200 + 200  # outside of blocks, two blocks, gradients
     replicated = _of(3, GridSizes(pp=3, dp_replicate=4), 3).stages[0]
-    assert (replicated.state_bytes, replicated.gathered_bytes) == (18 * 1100, 0)
+    assert (replicated.state_bytes, replicated.gathered_bytes) == (18 * 1100, 2 * 2200)
+    copied = _of(3, GridSizes(dp_replicate=4), 3).stages[0]
+    assert copied.gathered_bytes == 2016 + 3 * 200 + 200  # all from forward to backward
+    assert _of(3, GridSizes(pp=3), 3).stages[0].gathered_bytes == 0
 
 
 def test_traffic_by_axis() -> None:
@@ -128,6 +131,9 @@ def test_traffic_by_axis() -> None:
         "dp_replicate": "network",
         "pp": "network",
     }
+    # In front of the schedule and behind it nothing hides them.
+    for axis in ("dp_shard", "dp_replicate"):
+        assert found[axis].exposed_us == found[axis].time_us > 0
     # Without stages every microbatch gathers twice and reduces.
     (alone,) = _of(3, GridSizes(dp_shard=4), 5).traffic
     assert alone.sent_bytes == 5 * ((2 * 2616 + 2600) * 3 // 4)
@@ -178,6 +184,9 @@ def test_layers_that_do_not_divide(stages: int) -> None:
         ({"pp": 2}, True, {}, "microbatches=True"),
         ({"pp": 2}, 2, {"schedule": "interleaved", "stages_per_rank": 1.0}, "stages_per_rank=1.0"),
         ({"pp": 2}, 2, {"bytes_per_parameter": 0}, "bytes_per_parameter=0"),
+        ({"pp": 2}, 2, {"bytes_per_parameter": "18"}, "bytes_per_parameter='18': expected a fin"),
+        ({"pp": 2}, 2, {"bytes_per_parameter": float("inf")}, "bytes_per_parameter=inf"),
+        ({"pp": 2}, 2, {"schedule": ["1f1b"]}, r"schedule=\['1f1b'\]: expected one of"),
         ({"pp": 2}, 2, {"gpus_per_node": 0}, "gpus_per_node=0"),
     ],
 )
@@ -193,7 +202,7 @@ def test_grids_as_users_write_them() -> None:
     assert GridSizes.of("8 x 2") == GridSizes.of({"tp": 8, "pp": 2}) == GridSizes(8, 2)
     assert GridSizes.of("tp=2, dp_shard=4") == GridSizes(2, dp_shard=4)
     assert GridSizes.of("tp=2, dp_shard=4").gpus == 8
-    for wrong in ("8x", "tp=2,cp=4", {"cp": 2}, {}, 8, "tp=2;pp=2", "1x2x3x4"):
+    for wrong in ("8x", "tp=2,cp=4", {"cp": 2}, {}, 8, "tp=2;pp=2", "1x2x3x4", "tp=2,tp=4", "²x2"):
         with pytest.raises(ArgumentError, match=r"expected .* dp_replicate"):
             GridSizes.of(wrong)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="tp=0: expected a positive integer"):

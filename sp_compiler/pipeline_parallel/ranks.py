@@ -57,6 +57,10 @@ class StageRanks:
             RankMismatchError: they differ: one stage would read labels of other tokens than those
                 that another one computes.
         """
+        for group in self._data:
+            # Compiling meets over the data too: a failure that all ranks shared is over.
+            if group.board is not None:
+                group.board.require_usable(group.timeout)
         # Without parameters, of which every stage has others, and without attributes, some of
         # which FSDP sets on the modules that it manages.
         key = call_key(self._state.modules.values(), (), leaves, structure)

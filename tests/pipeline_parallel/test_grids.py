@@ -158,8 +158,8 @@ def _calls() -> None:
         evaluated = pipeline.eval(**own)
         dist.all_reduce(evaluated)
         torch.testing.assert_close(evaluated, loss)
-    # A block and the rest, whatever the number of microbatches; and that all parts came to the begin
-    # and the end of the step.
+    # A block and the rest, whatever the number of microbatches; and both ends of the step, to which
+    # all parts come.
     assert counter.counts["dp_shard", "allgather"] == 2 + 2
     assert counter.counts["dp_shard", "reducescatter"] == 2
     true = dict(truth.named_parameters())

@@ -72,6 +72,11 @@ class Block:
         """Position of the start by that of its wait."""
         return {wait: start for start, wait in self.wait_of.items()}
 
+    def communicates(self, position: int) -> bool:
+        """Tell whether a task is a collective, or the start of one."""
+        # A link without latency carries nothing, or everything at an infinite rate, in no time.
+        return self.tasks[position].link_us > 0 or position in self.wait_of
+
     @cached_property
     def holders(self) -> tuple[tuple[int, ...], ...]:
         """Storages that a task makes or reads, each once, by the task's position."""
@@ -133,7 +138,7 @@ def simulate(block: Block, order: Sequence[int], link_factor: float = 1.0) -> Ti
     for position in order:
         task = block.tasks[position]
         starts_us[position] = now_us
-        if task.link_us:
+        if block.communicates(position):
             link_free_us = max(now_us, link_free_us) + task.link_us * link_factor
             arrival_us[position] = link_free_us
             if position not in block.wait_of:

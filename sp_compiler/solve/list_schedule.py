@@ -229,7 +229,8 @@ class _Walk:
         behind = self._last_done - self._first_left >= _REACH
         oldest = self._fitting[self._first_left]
         if behind and oldest not in starts_of:
-            return oldest
+            # What is on its way may have to arrive first, for until then what was sent is alive.
+            return oldest if self._fits(oldest) else min(arrivals)[1]
         kernels = [i for i in self._ready if i not in starts_of and not self._is_start(i)]
         kernels.sort(key=lambda i: (self._wishes.ranks[i], i))
         kernel = next(filter(self._fits, kernels), None)
@@ -282,7 +283,7 @@ class _Walk:
 
     def _run(self, position: int) -> None:
         task = self._block.tasks[position]
-        if task.link_us:
+        if self._block.communicates(position):
             self._link_free_us = max(self._now_us, self._link_free_us) + task.link_us
             self._arrival_us[position] = self._link_free_us
             if self._is_start(position):

@@ -137,6 +137,24 @@ def test_a_gather_that_is_needed_late_does_not_fill_the_link() -> None:
     assert simulate(block, [2, 0, 3, 4, 5, 1, 6]).time_us > 18.0
 
 
+def test_collectives_that_take_no_time_are_waited_for() -> None:
+    block = Block((Task(), Task(needs=(0,), waits_for=0), kernel(1, 1), kernel(2)))
+    order = list_schedule(block, 0)
+    assert is_valid(block, order)
+    assert simulate(block, order).time_us == 3.0
+
+
+def test_kernels_far_behind_wait_until_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is on its way holds what it sends, also beside the kernel that may fall no further."""
+    monkeypatch.setattr("sp_compiler.solve.list_schedule._REACH", 8)
+    for seed in range(20):
+        block = random_block(seed, 25)
+        tight, _ = limits(block)
+        order = list_schedule(block, tight)
+        assert is_valid(block, order)
+        assert peak_bytes(block, order) <= tight, seed
+
+
 def test_a_block_of_hundreds_of_tasks_is_scheduled() -> None:
     block = random_block(0, 450)
     order = list_schedule(block, limits(block)[1])

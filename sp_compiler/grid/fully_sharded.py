@@ -13,7 +13,7 @@ keeps::
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,6 +65,13 @@ class FullySharded:
             group._partial_reduce_output = None
             drop_gathered_gradients(group)
 
+    def drop_unreduced_of(self, parameters: Collection[int]) -> None:
+        """Forget those of the parameters with these ``id``, sharded or gathered."""
+        for record in self._parameters.values():
+            gathered = getattr(record, "_unsharded_param", None)
+            if id(record.sharded_param) in parameters or id(gathered) in parameters:
+                _drop(record)
+
     def _find(self) -> dict[str, Any]:
         managed: dict[tuple[int, str], Any] = {}
         for group in param_groups(self._tree.values()):
@@ -93,9 +100,13 @@ def _waiting(record: Any) -> bool:
 def drop_gathered_gradients(group: Any) -> None:
     """Forget the gradients of a group of FSDP's that are not reduced yet."""
     for record in group.fsdp_params:
-        record.unsharded_accumulated_grad = None
-        if hasattr(record, "_unsharded_param"):
-            record._unsharded_param.grad = None
+        _drop(record)
+
+
+def _drop(record: Any) -> None:
+    record.unsharded_accumulated_grad = None
+    if hasattr(record, "_unsharded_param"):
+        record._unsharded_param.grad = None
 
 
 def param_groups(modules: Iterable[nn.Module]) -> Iterator[Any]:

@@ -92,6 +92,7 @@ class ModuleState:
         communicator = self.group.communicator
         self.fsdp = FullySharded(self.modules, lambda grads: reduce_gradients(communicator, grads))
         self.deferred.others_wait = self.fsdp.has_unreduced
+        self.deferred.drop_others = self.fsdp.drop_unreduced_of
         # Ranks make their modules in the same order, so the count names one on all of them.
         self.agreement = RankAgreement(self.group, str(next(_INSTANCES)), self.options)
         self.fixed: dict[str, Placement] | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,12 +30,14 @@ class DeferredGradients:
         enabled: ``True`` while reductions are put off.
         pending: parameter name to the sum of this rank's unreduced gradients.
         others_wait: whether gradients wait elsewhere too, for a reduction over data axes.
+        drop_others: forgets those of the parameters with these ``id``.
     """
 
     def __init__(self) -> None:
         self.enabled = False
         self.pending: dict[str, Tensor] = {}
         self.others_wait: Callable[[], bool] = lambda: False
+        self.drop_others: Callable[[Collection[int]], None] = lambda ids: None
 
     @property
     def waits(self) -> bool:
@@ -66,10 +68,11 @@ class DeferredGradients:
 
     def drop(self, parameters: Iterable[Tensor]) -> None:
         """Forget what was put off for ``parameters``."""
+        dropped = {id(parameter) for parameter in parameters}
+        self.drop_others(dropped)
         module = _WATCHED[self]() if self.pending else None
         if module is None:
             return
-        dropped = {id(parameter) for parameter in parameters}
         # By identity: a tied parameter has another name where it is used again.
         for name, parameter in module.named_parameters():
             if id(parameter) in dropped:

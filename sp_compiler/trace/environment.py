@@ -197,7 +197,8 @@ def _integers_drawn_by_randint() -> Iterator[None]:
     original = torch.Tensor.random_
 
     def random_(tensor: Any, *args: Any, generator: Any = None, **kwargs: Any) -> Any:
-        bounds = (*args, *kwargs.values())
+        # By name, for they come in any order.
+        bounds = (*args, *[kwargs[name] for name in ("from", "to") if name in kwargs])
         if not bounds or None in bounds or generator is not None:
             return original(tensor, *args, generator=generator, **kwargs)
         return tensor.copy_(torch.randint_like(tensor, *bounds))

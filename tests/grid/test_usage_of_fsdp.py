@@ -178,6 +178,21 @@ def what_the_hooks_do_not_see_is_refused() -> None:
         _assert_gradients(module, model)
 
 
+def zero_grad_of_a_part_drops_what_waits_for_it() -> None:
+    module, model, x = _compiled(), net(), _own(_mesh(), batch())
+    with module.no_sync():
+        module(x)["loss"].backward()
+    # A part of one of FSDP's groups.
+    module.blocks[0].up.zero_grad()
+    module(x)["loss"].backward()
+    model(batch())["loss"].backward()
+    for name, parameter in model.named_parameters():
+        if not name.startswith("blocks.0.up."):
+            assert parameter.grad is not None
+            parameter.grad *= 2
+    _assert_gradients(module, model)
+
+
 def batches_differ_over_tp() -> None:
     module = _compiled()
     rank = torch.distributed.get_rank()
@@ -231,6 +246,7 @@ _CHECKS = [
     weights_differ_over_data,
     a_block_whose_parameters_others_use,
     what_the_hooks_do_not_see_is_refused,
+    zero_grad_of_a_part_drops_what_waits_for_it,
     batches_differ_over_tp,
 ]
 

@@ -124,6 +124,8 @@ def _of_weights(count: int, replacement: bool) -> Callable[[Tensor], Tensor]:
 
 
 _GEOMETRIC = [0.0, *(0.4 * 0.6**k for k in range(11)), 0.6**11]
+# Not by keywords in a call, where "from" is one of Python's.
+_NAMED_BOUNDS: Any = {"to": 7, "from": 2}
 _DISCRETE: dict[str, tuple[Callable[[Tensor], Tensor], Any]] = {
     "bernoulli": (lambda x: torch.bernoulli(torch.full_like(x, 0.3)), [0.7, 0.3]),
     "bernoulli, p": (lambda x: torch.bernoulli(x, 0.3), [0.7, 0.3]),
@@ -137,6 +139,7 @@ _DISCRETE: dict[str, tuple[Callable[[Tensor], Tensor], Any]] = {
     "randint_like": (lambda x: torch.randint_like(x, 7), [1 / 7] * 7),
     "randint_like, low": (lambda x: torch.randint_like(x, 2, 7), [0, 0, *[0.2] * 5]),
     "random_": (lambda x: torch.empty_like(x).random_(2, 7), [0, 0, *[0.2] * 5]),
+    "random_, named": (lambda x: torch.empty_like(x).random_(**_NAMED_BOUNDS), [0, 0, *[0.2] * 5]),
     "random_, to": (lambda x: torch.empty_like(x).long().random_(to=7), [1 / 7] * 7),
     "geometric_": (lambda x: torch.empty_like(x).geometric_(0.4), _GEOMETRIC),
     "multinomial": (_of_weights(1, False), [0.125, 0, 0.375, 0.5, 0]),

@@ -21,9 +21,10 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from sp_compiler.base.pass_report import Pass
-from sp_compiler.ir.fx import arguments, placements_of, shape_of, tensor_operands
+from sp_compiler.ir.fx import arguments, is_call, placements_of, shape_of, tensor_operands
 from sp_compiler.ir.rewriting import copy_call, fake_value, make_like
 from sp_compiler.passes.chunks.row_rules import factors_of
+from sp_compiler.passes.normalize.negative_dims import make_negative
 from sp_compiler.passes.simplify import simplify
 from sp_compiler.rules.registry import LocalCall, operand_shapes, result_shapes
 from sp_compiler.rules.strategies import Offers, Strategy, strategies
@@ -45,7 +46,10 @@ def flatten_rows(graph: Graph, products: Collection[Node]) -> None:
         views = [x for x in node.all_input_nodes if _rows_of(x) in shapes]
         if node.op != "call_function" or node.target in _VIEWS or not views:
             continue
-        if isinstance(node.meta["val"], Tensor) and (way := _by_rows(node, views[0])):
+        if _sums_tokens(node):
+            _flatten_sum(node)
+            changed = True
+        elif isinstance(node.meta["val"], Tensor) and (way := _by_rows(node, views[0])):
             _flatten(node, way)
             changed = True
     if changed:
@@ -58,6 +62,28 @@ def _rows_of(node: Node) -> tuple[int, ...] | None:
         return None
     rows, shape = shape_of(node.args[0]), shape_of(node)
     return rows if len(rows) == 2 < len(shape) and rows[-1] == shape[-1] else None
+
+
+def _sums_tokens(node: Node) -> bool:
+    """Whether ``node`` sums over all tokens, as the gradient of a bias (v,) does."""
+    if not is_call(node, aten.sum.dim_IntList):
+        return False
+    bound = arguments(node)
+    rank = len(shape_of(bound["self"]))
+    dims = sorted(dim % rank for dim in bound["dim"] or ())
+    return dims == list(range(rank - 1)) and placements_of(node) is None
+
+
+def _flatten_sum(node: Node) -> None:
+    graph, x = node.graph, arguments(node)["self"]
+    with graph.inserting_before(node):
+        flat = _view(x, _flat(shape_of(x), x.meta["val"].dim() - 1))
+        kwargs = dict(node.kwargs)
+        rows = copy_call(graph, node, (flat, [0]), kwargs, node.name)
+        rows.meta |= {"val": fake_value(node.target, rows.args, kwargs), "origin": Pass.CHUNK}
+        rows.meta.pop("placement", None)
+        node.replace_all_uses_with(_view(rows, shape_of(node), node))
+    graph.erase_node(node)
 
 
 def _by_rows(node: Node, view: Node) -> Strategy | None:
@@ -84,6 +110,9 @@ def _by_rows(node: Node, view: Node) -> Strategy | None:
 
 def _flatten(node: Node, way: Strategy) -> None:
     graph, (shape,) = node.graph, result_shapes(node)
+    if node.target.namespace == "aten":
+        # What autograd made counts from the front: ``sum(x, [2])`` where x was broadcast.
+        make_negative(node)
     with graph.inserting_before(node):
         new: dict[Node, Node] = {}
         for operand, placement in zip(tensor_operands(node), way.operands, strict=True):

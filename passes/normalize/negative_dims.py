@@ -22,6 +22,7 @@ _OF_RESULT = (
     torch.ops.aten.unsqueeze.default,
     torch.ops.aten.stack.default,
     torch.ops.aten.cat.default,
+    torch.ops.aten.select_backward.default,
 )
 
 
@@ -32,10 +33,11 @@ def make_dims_negative(graph: Graph) -> None:
     """
     for node in graph.nodes:
         if getattr(node.target, "namespace", "") == "aten" and has_rule(node):
-            _make_negative(node)
+            make_negative(node)
 
 
-def _make_negative(node: Node) -> None:
+def make_negative(node: Node) -> None:
+    """Rewrite the dimension arguments of one ATen call that has a rule."""
     bound = arguments(node)
     schema = node.target._schema
     for position, argument in enumerate(schema.arguments):

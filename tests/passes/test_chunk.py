@@ -63,6 +63,12 @@ def by_log_softmax(logits: Tensor, y: Tensor) -> Tensor:
     return nll(logits - rows.unsqueeze(-1), y).mean()
 
 
+def scaled_to_sum_one(logits: Tensor, y: Tensor) -> Tensor:
+    """Of tokens that are not flattened yet; its gradient sums over dim 2, as counted in front."""
+    tokens = logits.view(1, N, V).exp()
+    return nll((tokens / tokens.sum(-1, keepdim=True)).view(N, V), y).mean()
+
+
 def joint_of(loss: Loss, wide: int = V) -> JointGraph:
     x, w = torch.zeros(N, H).double(), torch.zeros(wide, H).double()
     y = torch.zeros(N, dtype=torch.int64)
@@ -150,6 +156,7 @@ LOSSES: dict[str, Loss] = {
     "softcapped": softcapped,
     "penalty on logsumexp": with_penalty,
     "log softmax": by_log_softmax,
+    "scaled to sum one": scaled_to_sum_one,
     "scaled, other losses beside": lambda x, y: (nll(0.3 * x, y).mean(), y.sum()),
 }
 
@@ -195,13 +202,13 @@ def test_a_product_that_narrows_is_no_head() -> None:
 
 
 class Model(nn.Module):
-    """Shifted labels, as in transformers; ``tied`` to the embedding."""
+    """Shifted labels, as in transformers; a head with a bias, ``tied`` to the embedding."""
 
     def __init__(self, classes: int, tied: bool, width: int = 16) -> None:
         super().__init__()
         self.tokens = nn.Embedding(classes, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.head = nn.Linear(width, classes, bias=False)
+        self.head = nn.Linear(width, classes)
         if tied:
             self.head.weight = self.tokens.weight
 

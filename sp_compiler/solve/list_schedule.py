@@ -33,7 +33,7 @@ _TIMED_WALKS = 4
 _WORTH_HIDING = 0.1
 # Tasks in all walks with changed ranks together: at most about 0.3 s for a block. A walk takes more
 # than in proportion to the tasks, so a model that is one long region gets the timed walks alone.
-_TASKS_WALKED, _PATIENCE, _MOST_TASKS = 20_000, 200, 400
+_TASKS_WALKED, _PATIENCE, _MOST_TASKS = 20_000, 50, 400
 
 
 @dataclass(frozen=True)
@@ -206,6 +206,9 @@ class _Walk:
         self._fitting = fitting
         self._place = {position: place for place, position in enumerate(fitting)}
         self._memory = Memory(block)
+        # Often all that the block ever makes fits at once, beside a head with a large vocabulary.
+        most_bytes = sum(block.storage_bytes) + max(task.run_bytes for task in block.tasks)
+        self._all_fit = most_bytes <= limit_bytes
         self._needs_left = [len(dict.fromkeys(task.needs)) for task in block.tasks]
         self._ready = [i for i, left in enumerate(self._needs_left) if not left]
         self._done = [False] * len(block.tasks)
@@ -265,6 +268,8 @@ class _Walk:
 
     def _fits(self, position: int) -> bool:
         """Tell whether after ``position`` the rest can run in the order that fits."""
+        if self._all_fit:
+            return True
         memory = self._memory.copy()
         if memory.run(position) > self._limit_bytes:
             return False

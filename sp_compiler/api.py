@@ -213,6 +213,11 @@ def pipeline(  # noqa: PLR0913 - all by keyword, each described below
     """
     check_model(model)
     _check(initial_weights, rank_timeout, verify=False)
+    if weigh is not None and not callable(weigh):
+        raise ArgumentError(
+            f"weigh={weigh!r}: expected a function of a microbatch's inputs that returns its "
+            "weight, or None"
+        )
     timeout = timedelta(seconds=rank_timeout)
     axis = pipeline_axis(mesh, timeout)
     # A schedule that does not fit is refused before the model is captured, which takes longest.

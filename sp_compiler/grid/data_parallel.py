@@ -30,7 +30,8 @@ def checked_options(
         world_size: number of tensor-parallel ranks.
 
     Raises:
-        ArgumentError: no such option, or there is no axis to apply them over.
+        ArgumentError: no such option, a policy of another type, or there is no axis to apply them
+            over.
         UnsupportedError: parameters gathered over a part of the axis.
     """
     if not isinstance(fsdp, (bool, Mapping)):
@@ -45,11 +46,18 @@ def checked_options(
         return None
     options = {} if isinstance(fsdp, bool) else dict(fsdp)
     allowed = _SHARD_OPTIONS if SHARD_AXIS in data.names else _REPLICATE_OPTIONS
-    if unknown := sorted(options.keys() - allowed):
+    if unknown := sorted(map(str, options.keys() - allowed)):
         raise ArgumentError(
             f"fsdp has the options {', '.join(unknown)}; over {data.described()} it takes "
             f"{', '.join(sorted(allowed))}. For others pass fsdp=False and apply "
             "torch.distributed.fsdp.fully_shard to the module yourself"
+        )
+    policy = options.get("mp_policy")
+    if policy is not None and not isinstance(policy, MixedPrecisionPolicy):
+        raise ArgumentError(
+            f"fsdp=dict(mp_policy={policy!r}): expected a "
+            "torch.distributed.fsdp.MixedPrecisionPolicy, for example "
+            "MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
         )
     reshard = options.get("reshard_after_forward")
     if isinstance(reshard, int) and not isinstance(reshard, bool) and world_size > 1:
@@ -80,7 +88,7 @@ def checked_stage_options(
             "optimizer's"
         )
     options = fsdp if isinstance(fsdp, Mapping) else {}
-    if unknown := sorted(options.keys() - _STAGE_OPTIONS):
+    if unknown := sorted(map(str, options.keys() - _STAGE_OPTIONS)):
         raise ArgumentError(
             f"fsdp has the options {', '.join(unknown)}; a pipeline, which keeps the parameters of "
             "its stages gathered on the device from the first to the last microbatch of a step, "

@@ -68,7 +68,12 @@ class StageModule(nn.Module):
         # Weighed in here: to torch all microbatches weigh the same.
         weight = self.feed.weights[number]
         loss = run.outputs[0]
-        loss = loss * (weight.to(loss) if isinstance(weight, Tensor) else weight)
+        if isinstance(weight, Tensor):
+            weight = weight.to(loss)
+            # The mean over no tokens is NaN, which is no part of the sum if it weighs nothing.
+            loss = torch.where(weight == 0, 0.0, loss * weight)
+        else:
+            loss = loss * weight
         # Summed up behind the step: to read a number now would wait for the device.
         self.feed.losses.append(loss.detach())
         return loss

@@ -75,6 +75,7 @@ def test_what_is_no_mesh() -> None:
         ({"dp_shard": 4, "tp": 2}, {"level": 3}, ArgumentError, r"options level.*reshard_after"),
         ({"dp_replicate": 4, "tp": 2}, {"reshard_after_forward": True}, ArgumentError, "it takes"),
         ({"dp_shard": 4, "tp": 2}, {"reshard_after_forward": 2}, UnsupportedError, "True or False"),
+        ({"dp_shard": 4, "tp": 2}, {"mp_policy": "bf16"}, ArgumentError, "MixedPrecisionPolicy"),
         ({"dp_shard": 4, "tp": 2}, "yes", ArgumentError, "True, False or a dict"),
     ],
 )

@@ -264,7 +264,8 @@ def _weighed() -> None:
     batch["labels"][:3, 4:] = -100
     with _LIFTED:
         # Without dropout: other masks belong to the rows of a microbatch than to those of a batch.
-        expected = zoo.loss_of(sp_compiler.compile(_model("llama", 2).eval(), tp=1)(**batch))
+        truth = sp_compiler.compile(_model("llama", 2).eval(), tp=1)
+        expected = zoo.loss_of(truth(**batch))
         pipeline = sp_compiler.pipeline(
             _model("llama", 2).eval(),
             mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)),
@@ -272,7 +273,12 @@ def _weighed() -> None:
             microbatches=2,
             weigh=lambda input_ids, labels: (labels[:, 1:] != -100).sum(),
         )
-    torch.testing.assert_close(pipeline.step(**batch), expected.double(), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(pipeline.step(**batch), expected.double(), rtol=1e-9, atol=1e-9)
+        # A microbatch without a label, whose own mean is NaN.
+        batch["labels"][: len(batch["labels"]) // 2] = -100
+        expected = zoo.loss_of(truth(**batch))
+        torch.testing.assert_close(pipeline.step(**batch), expected.double(), rtol=1e-9, atol=1e-9)
+    assert all(parameter.grad.isfinite().all() for parameter in pipeline.parameters())
     for parameter in pipeline.parameters():
         parameter.requires_grad_(False)
     with pytest.raises(UnsupportedError, match="freeze before"):
@@ -300,6 +306,8 @@ def _wrong_meshes() -> None:
         pipeline(model, mesh=data, fsdp=False)
     with pytest.raises(ArgumentError, match=r"offload_policy.*takes mp_policy, shard_placement_fn"):
         pipeline(model, mesh=data, fsdp={"offload_policy": None})
+    with pytest.raises(ArgumentError, match="weigh=3: expected a function"):
+        pipeline(model, mesh=pp, weigh=3)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="1 layers, too few for 2 pipeline stages"):
         pipeline(model, mesh=pp)
     # Nothing was taken over.

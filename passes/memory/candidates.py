@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.fx import Node
 
+from sp_compiler.base.units import time_text
 from sp_compiler.cost.hardware import H100, Hardware
 from sp_compiler.cost.memory import backward_peak_bytes, function_peak_bytes
 from sp_compiler.cost.node_cost import (
@@ -122,7 +123,8 @@ def _solved(
         for node, value in zip(nodes, values, strict=True):
             # To rerun an operator that communicates inside would repeat its collectives.
             if node in kept or has_inner_communication(node):
-                chosen[node] = ("save", f"worth its memory: {value.time_us:.3g} us to recompute")
+                price = time_text(value.time_us)
+                chosen[node] = ("save", f"worth its memory: {price} to recompute")
             else:
                 chosen[node] = ("recompute", "cheaper than its memory")
         tags.append({node: tag for node, tag in chosen.items() if node.op == "call_function"})

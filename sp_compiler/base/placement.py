@@ -8,9 +8,22 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 _TEXT = re.compile(r"^(?:([RIP])|([ST])\((\d+)(?:\|([\d,]+))?\))$")
+# Apart from letters, dots and the % of nodes: a module or a value may well be called "S" or "P".
+_PRINTED = re.compile(r"(?<![\w.%])(?:([RIP])(?![\w.(])|([ST])\(\d+(?:\|[\d,]+)?\))")
+_MEANINGS = {
+    "S": (
+        "S(i)",
+        "sharded: each rank has its part of dim i; S(i|a,b): a part of each segment a, b of it",
+    ),
+    "P": ("P", "partial: the value is the sum over the ranks"),
+    "R": ("R", "replicated: the same on every rank, while its gradient is partial"),
+    "I": ("I", "invariant: the same on every rank, and its gradient too"),
+    "T": ("T(n)", "sharded by rows: the first n dims flattened to one, each rank has its part"),
+}
 
 
 @dataclass(frozen=True, order=True)
@@ -126,3 +139,17 @@ def as_value(placement: Placement) -> Placement:
     if placement.kind == "S" and len(placement.segments) == 1:
         return S(placement.dim)
     return placement
+
+
+def legend(kinds: str) -> list[str]:
+    """Return a line for each of the ``kinds``, such as "SP", that says what it means."""
+    return [f"{text:<10}{meaning}" for text, meaning in map(_MEANINGS.__getitem__, kinds)]
+
+
+def legend_of(lines: Iterable[str]) -> list[str]:
+    """Return lines to print below ``lines``: what the placements in them mean, if there are any."""
+    matches = [match for line in lines for match in _PRINTED.finditer(line)]
+    printed = {kind for match in matches for kind in match.groups() if kind}
+    # In the order of the meanings, whatever is printed first: one output reads like the next.
+    explained = legend("".join(kind for kind in _MEANINGS if kind in printed))
+    return ["", "Placements", *(f"  {line}" for line in explained)] if explained else []

@@ -7,6 +7,7 @@ from importlib.resources import files
 
 from jinja2 import Environment, StrictUndefined
 
+from sp_compiler.base.placement import legend_of
 from sp_compiler.base.units import bytes_text
 from sp_compiler.graph_diff.data import KINDS, Entry, Equal, Kind, Repeat, Section, Totals
 from sp_compiler.graph_diff.folding import folded
@@ -36,6 +37,9 @@ def page(
     # Of a graph that one side lacks every node is shown: nothing else of it could be folded.
     contexts = [None if section.summary is not None else context for section in sections]
     items = [folded(section.nodes, own) for section, own in zip(sections, contexts, strict=True)]
+    # Also of graphs that one side lacks: the page opens them.
+    entries = [entry for section in sections for entry in section.nodes]
+    infos = [info for entry in entries for info in (entry.before, entry.after) if info]
     return environment.from_string(template.read_text(encoding="utf-8")).render(
         sections=list(zip(sections, items, strict=True)),
         calls=calls,
@@ -46,6 +50,7 @@ def page(
         summary_lines=summary_lines,
         repeat_text=repeat_text,
         row_kinds=_row_kinds,
+        legend=legend_of(info.text for info in infos),
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.markup import escape
 
+from sp_compiler.base.placement import legend_of
 from sp_compiler.graph_diff import text, unified
 from sp_compiler.graph_diff.data import (
     KINDS,
@@ -74,13 +75,12 @@ class GraphDiff:
         # Said in words: an empty text could be a failure to print.
         lines = text.lines(self.sections, self.calls) or [("no difference", None)]
         # Brackets in shapes are tags to ``rich``, so that lines are escaped where it reads them.
+        legend = legend_of(line for line, _ in lines)
         if not markup or self.is_empty:
-            return "\n".join(line for line, _ in lines)
-        styles = (text.COLOURS[kind] if kind else "bold" for _, kind in lines)
-        return "\n".join(
-            f"[{style}]{escape(line)}[/{style}]"
-            for (line, _), style in zip(lines, styles, strict=True)
-        )
+            return "\n".join([*(line for line, _ in lines), *legend])
+        styled = [(line, text.COLOURS[kind] if kind else "bold") for line, kind in lines]
+        styled += [(line, "dim") for line in legend]
+        return "\n".join(f"[{style}]{escape(line)}[/{style}]" for line, style in styled)
 
     def to_unified(self, context: int | None = 3) -> str:
         """Text as ``diff -u`` writes it: totals, then each graph with ``-`` and ``+`` lines.
@@ -89,9 +89,8 @@ class GraphDiff:
             context: unchanged nodes to show on either side of a change, ``None`` for all; the
                 others, and what repeats, are folded.
         """
-        return "\n".join(
-            unified.lines(self.sections, self.calls, (self.before, self.after), context)
-        )
+        lines = [*unified.lines(self.sections, self.calls, (self.before, self.after), context)]
+        return "\n".join([*lines, *legend_of(lines)])
 
     def side_by_side(self, context: int | None = 3) -> Group:
         """Both sides as columns, for ``rich.print``; ``context`` as of :meth:`to_unified`."""

@@ -8,11 +8,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from sp_compiler.base.placement import legend_of
 from sp_compiler.graph_diff.data import Entry, Equal, Item, Kind, NodeInfo, Repeat, Section, Totals
 from sp_compiler.graph_diff.folding import folded
 from sp_compiler.graph_diff.text import (
     Calls,
     call_line,
+    node_texts,
     repeat_text,
     section_title,
     shortened,
@@ -46,6 +48,7 @@ def side_by_side(
         heads,
         *(part for section in sections for part in _section(section, context)),
         *(Text(call_line(*call), style="yellow") for call in calls),
+        *(Text(line, style="dim") for line in legend_of(node_texts(sections))),
     )
 
 

@@ -38,6 +38,13 @@ def section_title(section: Section) -> str:
     return f"{SIGNS[section.kind]} {verb} graph {title}"
 
 
+def node_texts(sections: Sequence[Section]) -> Iterator[str]:
+    """Each node that both sides are compared by, as it is on either."""
+    # Of a graph that one side lacks only counts are shown.
+    shown = [entry for section in sections if section.summary is None for entry in section.nodes]
+    yield from (node.text for entry in shown for node in (entry.before, entry.after) if node)
+
+
 def repeat_text(repeat: Repeat) -> str:
     """Where a repetition goes on: ``the same 12 times more, to %linear_95``."""
     num_others = len(repeat.others)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.log import LOG
+from sp_compiler.base.placement import legend_of
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.snapshot import Snapshot
 from sp_compiler.ir.text import render
@@ -60,4 +61,7 @@ def _stage_text(stage: Snapshot) -> str:
     pairs = zip(stage.calls, wiring, strict=True)
     calls = [f"{path or '(model)'}: {text}" for (path, _), text in pairs]
     graphs = [f"# {name}\n{render(graph)}" for name, graph in stage.graphs.items()]
-    return "\n\n".join([*graphs, *(["# calls\n" + "\n".join(calls)] if calls else [])]) + "\n"
+    parts = [*graphs, *(["# calls\n" + "\n".join(calls)] if calls else [])]
+    # Comments, as the titles of graphs are.
+    meanings = [f"# {line.strip()}" for line in legend_of(graphs) if line]
+    return "\n\n".join([*parts, *(["\n".join(meanings)] if meanings else [])]) + "\n"

@@ -8,7 +8,7 @@ from importlib.resources import files
 
 from jinja2 import Environment, StrictUndefined
 
-from sp_compiler.base.units import bytes_text
+from sp_compiler.base.units import bytes_text, time_text
 from sp_compiler.planning.data import BlockPlan, KeptTensor, PlanData
 
 _WIDTH, _HEIGHT = 960, 220
@@ -34,6 +34,7 @@ def page(plan: PlanData) -> str:
     # figure that was renamed fails here, not as a blank on the page.
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     environment.filters["bytes"] = bytes_text
+    environment.filters["time"] = time_text
     template = files("sp_compiler.planning").joinpath("plan_page.html").read_text(encoding="utf-8")
     state = [
         ("parameters", plan.parameter_bytes),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
+from sp_compiler.base.placement import legend_of
 from sp_compiler.base.units import bytes_text, time_text
 from sp_compiler.planning.table_text import table
 
@@ -105,7 +106,8 @@ class Explanation:
         return json.dumps(asdict(self), indent=2)
 
     def __str__(self) -> str:
-        return "\n\n".join(_parameter(item, self.tp) for item in self.parameters)
+        parts = [_parameter(item, self.tp) for item in self.parameters]
+        return "\n".join(["\n\n".join(parts), *legend_of(parts)])
 
 
 def _parameter(item: ParameterExplanation, tp: int) -> str:

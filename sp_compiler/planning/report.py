@@ -79,16 +79,16 @@ def _step(plan: PlanData) -> list[tuple[str, str]]:
         ("matrix FLOPs", flops),
         (
             "estimated time",
-            f"{plan.step_us / 1e3:.2f} ms, MFU {100 * plan.mfu:.1f} %, on {plan.hardware.name}",
+            f"{time_text(plan.step_us)}, MFU {100 * plan.mfu:.1f} %, on {plan.hardware.name}",
         ),
-        ("  compute", f"{work.compute_us / 1e3:.2f} ms"),
-        ("  of it recompute", f"{work.recompute_us / 1e3:.2f} ms"),
-        ("  communication", f"{work.communication_us / 1e3:.2f} ms"),
-        ("  of it under compute", f"{work.hidden_us / 1e3:.2f} ms"),
+        ("  compute", time_text(work.compute_us)),
+        ("  of it recompute", time_text(work.recompute_us)),
+        ("  communication", time_text(work.communication_us)),
+        ("  of it under compute", time_text(work.hidden_us)),
         (
             "  of it exposed",
-            f"{exposed_us['forward'] / 1e3:.2f} ms in forward, "
-            f"{exposed_us['backward'] / 1e3:.2f} ms in backward",
+            f"{time_text(exposed_us['forward'])} in forward, "
+            f"{time_text(exposed_us['backward'])} in backward",
         ),
     ]
     rows += [(f"  {item.kind}", _collective_text(item)) for item in plan.collectives]
@@ -108,8 +108,8 @@ def _block(block: BlockPlan) -> str:
     lines = [
         f"{block.name} x {block.num_calls}: {', '.join(paths)}",
         f"  keeps {bytes_text(block.kept_bytes)} a call, "
-        f"{work.step_us / 1e3:.2f} ms estimated, "
-        f"{work.communication_us / 1e3:.2f} ms of it communication",
+        f"{time_text(work.step_us)} estimated, "
+        f"{time_text(work.communication_us)} of it communication",
     ]
     for name, collectives in (("forward", block.forward), ("backward", block.backward)):
         if collectives:

@@ -72,6 +72,12 @@ def _backward() -> Graph:
     return b.output(b.call(aten.mm.default, y, b.input("w1", 8, 4)))
 
 
+_MEANINGS = """
+
+Placements
+  S(i)      sharded: each rank has its part of dim i; S(i|a,b): a part of each segment a, b of it
+  P         partial: the value is the sum over the ranks
+  R         replicated: the same on every rank, while its gradient is partial"""
 SHARD_GOLDEN = """\
 graph: 2 inserted (2 collectives), 7 changed
   ~ %x placeholder[x]: shape [8, 4] -> [4, 4]; placement none -> S(0)
@@ -119,7 +125,7 @@ def _final_stage() -> Snapshot:
 @pytest.mark.parametrize("sources", [True, False])
 def test_sharding_shows_collectives_shapes_and_placements(sources: bool) -> None:
     """With the passes' provenance and, by structure alone, without it."""
-    assert str(diff(captured(), sharded(sources=sources))) == SHARD_GOLDEN
+    assert str(diff(captured(), sharded(sources=sources))) == SHARD_GOLDEN + _MEANINGS
 
 
 @pytest.mark.parametrize("make", [captured, sharded, _forward, _final_stage])
@@ -132,9 +138,9 @@ def test_nothing_differs_from_itself(make: Callable[[], Any]) -> None:
 
 def test_captured_against_final_forward_and_backward() -> None:
     stage = Snapshot("capture", {"Block": captured()}, _final_stage().calls)
-    assert str(diff(stage, _final_stage())) == FINAL_GOLDEN
-    assert str(diff(captured(), _final_stage())) == FINAL_GOLDEN
-    assert str(diff(GraphModule({}, captured()), _final_stage())) == FINAL_GOLDEN
+    assert str(diff(stage, _final_stage())) == FINAL_GOLDEN + _MEANINGS
+    assert str(diff(captured(), _final_stage())) == FINAL_GOLDEN + _MEANINGS
+    assert str(diff(GraphModule({}, captured()), _final_stage())) == FINAL_GOLDEN + _MEANINGS
 
 
 def test_the_other_way_round_removes() -> None:
@@ -305,7 +311,7 @@ def _program(graph: Graph, *argument_orders: tuple[int, ...]) -> Program:
 def test_programs_are_compared_region_by_region() -> None:
     orders = (0, 1, 2), (0, 1, 2)
     result = diff(_program(captured(), *orders), _program(sharded(), *orders))
-    assert str(result) == SHARD_GOLDEN.replace("graph:", "Block x2:")
+    assert str(result) == SHARD_GOLDEN.replace("graph:", "Block x2:") + _MEANINGS
 
 
 def test_the_wiring_between_calls_is_compared() -> None:

@@ -97,7 +97,9 @@ def test_unified_text(result: GraphDiff) -> None:
         "-  %x = placeholder[x] : f32[8, 4]",
         "+  %x = placeholder[x] : f32[4, 4] @ S(0)",
     ]
-    assert lines[-1] == "   output(%add_tensor)"
+    end = lines.index("Placements")
+    assert lines[end - 2] == "   output(%add_tensor)"
+    assert [line.split()[0] for line in lines[end + 1 :]] == ["S(i)", "P", "R"]
 
 
 def test_both_sides_in_columns(result: GraphDiff) -> None:
@@ -109,6 +111,7 @@ def test_both_sides_in_columns(result: GraphDiff) -> None:
     assert re.fullmatch(r"~ %act = .* : f32\[8, 16\] +%relu.* : f32\[8, 8\] @ S\(1\) *", row)
     (row,) = [row for row in rows if "all_gather >>" in row]
     assert row.startswith("+ " + " " * 40), "nothing stands on the left of an inserted node"
+    assert [row.strip() for row in rows].count("Placements") == 1
 
 
 def test_repeated_layers_of_a_flat_graph_are_shown_once() -> None:

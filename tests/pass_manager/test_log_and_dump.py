@@ -66,4 +66,5 @@ def test_every_compilation_is_kept_in_a_folder_of_its_own(
     stages = sorted(name for name in files if name[:2].isdigit())
     assert [name[3:-4] for name in stages][:4] == ["export", "normalize", "outline", "shard"]
     assert "sp_compiler.convert" in files[stages[3]]
+    assert "# Placements\n# S(i) " in files[stages[3]]
     assert "sp_compiler.convert" not in files[stages[2]]

@@ -58,6 +58,7 @@ from sp_compiler.ops.vocabulary import VOCAB_NLL
 from sp_compiler.ops.vocabulary_losses import VOCAB_LOGSUMEXP, VOCAB_SMOOTHED_NLL
 from sp_compiler.passes.chunks.chains import Chain, chains, widens
 from sp_compiler.passes.chunks.flatten import flatten_rows
+from sp_compiler.passes.chunks.row_losses import losses_by_row
 from sp_compiler.rules.registry import LocalCall, result_shapes
 from sp_compiler.rules.table import local_call
 from sp_compiler.trace.joint import JointGraph
@@ -95,6 +96,7 @@ def chunk(joint: JointGraph, world_size: int, counts: Sequence[int] | None) -> l
     if any(is_open(shape_of(product)[0]) for product in products):
         return [joint]
     flatten_rows(rows.graph, products)
+    losses_by_row(rows.graph)
     found = chains(rows)
     num_rows = max((example_number(shape_of(each.product)[0]) for each in found), default=0)
     most = min(MOST_CHUNKS, num_rows // LEAST_ROWS)

@@ -9,13 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch.fx import Node
 
-from sp_compiler.ir.fx import placements_of, tensor_operands
+from sp_compiler.ir.fx import arguments, is_call, placements_of, shape_of, tensor_operands
 from sp_compiler.ops.registry import operator_of
-from sp_compiler.rules.factors import Dims, Factor, OpRule, numbered
-from sp_compiler.rules.registry import operand_shapes, result_shapes
+from sp_compiler.rules.factors import Dims, Factor, OpRule, numbered, private
+from sp_compiler.rules.registry import dims_by_name, operand_shapes, result_shapes
 from sp_compiler.rules.table import rule_for
+
+aten = torch.ops.aten
+_LOSSES = (aten.nll_loss_forward.default, aten.nll_loss_backward.default)
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,8 @@ def _positions(tensors: Sequence[Dims], factor: Factor) -> tuple[int | None, ...
 def factors_of(node: Node) -> OpRule | None:
     """The factors of any operator, those of ours included; ``None``: nothing is known of it."""
     ours = operator_of(node.target)
+    if is_call(node, *_LOSSES):
+        return _of_loss(node)
     if ours is None:
         return rule_for(node)
     shapes = operand_shapes(node), result_shapes(node)
@@ -92,6 +98,21 @@ def factors_of(node: Node) -> OpRule | None:
         for texts, side in zip(sides, shapes, strict=True)
     )
     return OpRule(tuple(operands), tuple(results))
+
+
+def _of_loss(node: Node) -> OpRule | None:
+    """The factors of a loss of rows, and of its gradient; they are made by no sharding."""
+    bound = arguments(node)
+    if bound["reduction"]:
+        return None  # :func:`.losses_by_row` leaves none
+    logits = numbered(shape_of(bound["self"]), blocked=(1,))
+    dims = {"grad_output": logits[:1], "self": logits, "target": logits[:1], "total_weight": ()}
+    operands = dims_by_name(
+        node, lambda name, x: private(shape_of(x), "w") if name == "weight" else dims[name]
+    )
+    if is_call(node, aten.nll_loss_backward.default):
+        return OpRule(operands, (logits,), rows="fixed")
+    return OpRule(operands, (logits[:1], ()), contracted=logits[0], rows="fixed")
 
 
 def _lettered(letters: str, shape: Sequence[int]) -> Dims:

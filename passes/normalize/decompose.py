@@ -15,7 +15,12 @@ from sp_compiler.ir.rewriting import insert_call, replace_call, replace_with
 from sp_compiler.ir.symbolic import same_shape
 from sp_compiler.passes.normalize.cells import bilinear, gru_cell
 from sp_compiler.passes.normalize.einsum import contract
-from sp_compiler.passes.normalize.losses import cross_entropy, kl_div, nll_loss
+from sp_compiler.passes.normalize.losses import (
+    cross_entropy,
+    kl_div,
+    nll_loss,
+    picked_log_probabilities,
+)
 
 _ORIGIN = Pass.NORMALIZE
 _aten = torch.ops.aten
@@ -37,6 +42,7 @@ def canonical_operators(graph: Graph) -> None:
     - ``logsumexp`` that keeps its dims -> one that does not, and ``reshape``
     - ``gru_cell`` -> two projections and their gates; ``bilinear`` -> a product, sums of its rows
     - ``nll_loss`` of ``log_softmax(x)`` -> ``cross_entropy`` of ``x``; ``kl_div`` -> elementwise
+    - ``log_softmax(x).gather(-1, y)`` of a label per row -> ``-cross_entropy(x, y)``
     - ``_weight_norm(v, g)`` -> ``v * (g / norm(v))``
     - ``x[..., i::n]`` of a dim that n divides -> ``select`` from its last n elements side by side
     - ``repeat``, ``repeat_interleave`` with a number -> ``reshape``, ``expand``, ``reshape``
@@ -273,6 +279,7 @@ _REWRITES: dict[object, Callable[[Node], None]] = {
     _aten.bilinear.default: bilinear,
     _aten.logsumexp.default: _logsumexp,
     _aten.nll_loss_nd.default: nll_loss,
+    _aten.gather.default: picked_log_probabilities,
     _aten.kl_div.default: kl_div,
     _aten.type_as.default: _type_as,
     _aten.broadcast_to.default: _broadcast_to,

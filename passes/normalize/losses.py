@@ -10,10 +10,13 @@ from torch.fx import Node
 from sp_compiler.base.pass_report import Pass
 from sp_compiler.ir.fx import arguments, is_call, shape_of
 from sp_compiler.ir.rewriting import insert_call, replace_call, replace_with
+from sp_compiler.ir.symbolic import same_shape
 
 _ORIGIN = Pass.NORMALIZE
 _aten = torch.ops.aten
-_MEAN, _SUM = 1, 2  # of torch's enumeration of reductions; 0 is none
+_NONE, _MEAN, _SUM = 0, 1, 2  # torch's enumeration of reductions
+_NO_LABEL = -(2**31)
+"""To ignore where nothing is ignored: -100 would be an index out of range."""
 _RESHAPES = (_aten.reshape.default, _aten.view.default, _aten.flatten.using_ints)
 
 
@@ -90,6 +93,30 @@ def nll_loss(node: Node) -> None:
         logits = _call(node, _aten.reshape.default, logits, list(shape))
     rest = (args["target"], args["weight"], args["reduction"], args["ignore_index"])
     replace_call(node, _aten.cross_entropy_loss.default, (logits, *rest), origin=_ORIGIN)
+
+
+def picked_log_probabilities(node: Node) -> None:
+    """``log_softmax(x).gather(-1, y)`` of a label per row -> ``-cross_entropy(x, y)``."""
+    args = arguments(node)
+    source, index, shape = args["self"], args["index"], shape_of(node)
+    last = len(shape) - 1
+    if not is_call(source, _aten.log_softmax.int) or len(source.users) > 1 or last < 1:
+        return
+    softmax = arguments(source)
+    # What is picked along another dim, or several classes per row, is no loss.
+    if {args["dim"], softmax["dim"]} - {-1, last} or not same_shape(shape[-1:], (1,)):
+        return
+    # A gather may leave rows out.
+    if not same_shape(shape[:-1], shape_of(source)[:-1]):
+        return
+    logits = softmax["self"]
+    if softmax["dtype"] is not None:
+        logits = _call(node, _aten._to_copy.default, logits, dtype=softmax["dtype"])
+    logits = _call(node, _aten.reshape.default, logits, [-1, shape_of(logits)[-1]])
+    labels = _call(node, _aten.reshape.default, index, [-1])
+    losses = _call(node, _aten.cross_entropy_loss.default, logits, labels, None, _NONE, _NO_LABEL)
+    picked = _call(node, _aten.neg.default, losses)
+    replace_call(node, _aten.reshape.default, (picked, list(shape)), origin=_ORIGIN)
 
 
 def kl_div(node: Node) -> None:

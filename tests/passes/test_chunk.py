@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -67,6 +68,16 @@ def scaled_to_sum_one(logits: Tensor, y: Tensor) -> Tensor:
     """Of tokens that are not flattened yet; its gradient sums over dim 2, as counted in front."""
     tokens = logits.view(1, N, V).exp()
     return nll((tokens / tokens.sum(-1, keepdim=True)).view(N, V), y).mean()
+
+
+def cross_entropy(**options: Any) -> Loss:
+    """The loss of classes that no rank shards, with weights of the classes."""
+
+    def loss(logits: Tensor, y: Tensor) -> Tensor:
+        weights = torch.arange(V, dtype=logits.dtype) + 0.5
+        return F.cross_entropy(logits, y, weights, **options)
+
+    return loss
 
 
 def joint_of(loss: Loss, wide: int = V) -> JointGraph:
@@ -157,6 +168,10 @@ LOSSES: dict[str, Loss] = {
     "penalty on logsumexp": with_penalty,
     "log softmax": by_log_softmax,
     "scaled to sum one": scaled_to_sum_one,
+    "cross entropies": lambda x, y: tuple(
+        cross_entropy(**options)(x, y)
+        for options in ({"label_smoothing": 0.1}, {"reduction": "sum"}, {"reduction": "none"})
+    ),
     "scaled, other losses beside": lambda x, y: (nll(0.3 * x, y).mean(), y.sum()),
 }
 
@@ -170,6 +185,63 @@ def test_chunks_give_the_same_numbers(name: str, count: int) -> None:
     assert not large, "logits of all rows"
     for got, expected in zip(run(result), run(joint), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-14, atol=1e-15)
+
+
+ONE_DEVICE_GOLDEN = """\
+%0 = placeholder[x] : f64[7, 3]
+%1 = placeholder[w] : f64[5, 3]
+%2 = placeholder[y] : i64[7]
+%3 = placeholder[grad_out0] : f64[]
+%4 = aten.arange(5, dtype=torch.float64, device=device(type='cpu'), pin_memory=False) : f64[5]
+%5 = aten.add.Tensor(%4, 0.5) : f64[5]
+%6 = aten.slice.Tensor(%0, 0, 0, 3) : f64[3, 3]
+%7 = aten.linear(%6, %1) : f64[3, 5]
+%8 = aten._log_softmax(%7, 1, False) : f64[3, 5]
+%9 = aten.slice.Tensor(%2, 0, 0, 3) : i64[3]
+%10 = aten.nll_loss_forward(%8, %9, %5, 0, -100) : (f64[3], f64[])
+%11 = getitem(%10, 0) : f64[3]
+%12 = getitem(%10, 1) : f64[]
+%13 = aten.slice.Tensor(%0, 0, 3, 7) : f64[4, 3]
+%14 = aten.linear(%13, %1) : f64[4, 5]
+%15 = aten._log_softmax(%14, 1, False) : f64[4, 5]
+%16 = aten.slice.Tensor(%2, 0, 3, 7) : i64[4]
+%17 = aten.nll_loss_forward(%15, %16, %5, 0, -100) : (f64[4], f64[])
+%18 = getitem(%17, 0) : f64[4]
+%19 = getitem(%17, 1) : f64[]
+%20 = aten.cat([%11, %18], 0) : f64[7]
+%21 = aten.add.Tensor(%12, %19) : f64[]
+%22 = aten.sum.dim_IntList(%20, [0], dtype=torch.float64) : f64[]
+%23 = aten.ne.Scalar(%2, -100) : bool[7]
+%24 = aten.where.ScalarOther(%23, %2, 0) : i64[7]
+%25 = aten.index.Tensor(%5, [%24]) : f64[7]
+%26 = aten.where.ScalarOther(%23, %25, 0) : f64[7]
+%27 = aten.sum.dim_IntList(%26, [0], dtype=torch.float64) : f64[]
+%28 = aten.div.Tensor(%22, %27) : f64[]
+%29 = aten.div.Tensor(%3, %27) : f64[]
+%30 = aten.expand(%29, [7]) : f64[7]
+%31 = aten.slice.Tensor(%30, 0, 0, 3) : f64[3]
+%32 = aten.nll_loss_backward(%31, %8, %9, %5, 0, -100, %21) : f64[3, 5]
+%33 = aten._log_softmax_backward_data(%32, %8, 1, torch.float64) : f64[3, 5]
+%34 = aten.t(%33) : f64[5, 3]
+%35 = aten.new_zeros(%34, [5, 3]) : f64[5, 3]
+%36 = sp_compiler.add_product(%35, %34, %6, 1) : f64[5, 3]
+%37 = aten.new_zeros(%33, [7, 3]) : f64[7, 3]
+%38 = aten.mm(%33, %1) : f64[3, 3]
+%39 = sp_compiler.write_rows(%37, %38, 0, 0, 1) : f64[7, 3]
+%40 = aten.slice.Tensor(%30, 0, 3, 7) : f64[4]
+%41 = aten.nll_loss_backward(%40, %15, %16, %5, 0, -100, %21) : f64[4, 5]
+%42 = aten._log_softmax_backward_data(%41, %15, 1, torch.float64) : f64[4, 5]
+%43 = aten.t(%42) : f64[5, 4]
+%44 = sp_compiler.add_product(%36, %43, %13, 1) : f64[5, 3]
+%45 = aten.mm(%42, %1) : f64[4, 3]
+%46 = sp_compiler.write_rows(%39, %45, 0, 3, 1) : f64[7, 3]
+output(%28, %46, %44, None)\
+"""
+
+
+def test_a_mean_is_divided_by_the_weights_of_all_chunks() -> None:
+    _, result, _ = chunked(cross_entropy(), 2)
+    assert render(result.graph) == ONE_DEVICE_GOLDEN
 
 
 def _rows(node: fx.Node) -> tuple[int, ...]:
@@ -216,7 +288,19 @@ class Model(nn.Module):
         x = self.tokens(ids)
         x = x + self.down(F.gelu(self.up(x)))
         logits = torch.tanh(self.head(x) / 2).float()[:, :-1] * 2
-        return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), ignore_index=3)
+        return self.loss(logits, ids[:, 1:])
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=3)
+
+
+class Picked(Model):
+    """A loss written by hand."""
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        picked = logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+        mask = labels != 3
+        return -(picked * mask).sum() / mask.sum()
 
 
 def _inputs(classes: int, length: int = 9) -> Tensor:
@@ -224,22 +308,54 @@ def _inputs(classes: int, length: int = 9) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("tp", "tied", "recompute"),
+    ("kind", "tp", "tied", "recompute"),
     [
-        (2, True, "selective"),
+        (Model, 2, True, "selective"),
         *(
-            pytest.param(tp, tied, recompute, marks=pytest.mark.slow)
-            for tp, tied, recompute in ((1, True, "none"), (4, False, "full"), (4, True, "none"))
+            pytest.param(kind, tp, tied, recompute, marks=pytest.mark.slow)
+            for kind, tp, tied, recompute in (
+                (Model, 1, True, "none"),
+                (Model, 4, False, "full"),
+                (Model, 4, True, "none"),
+                (Picked, 1, True, "selective"),
+                (Picked, 2, False, "selective"),
+            )
         ),
     ],
 )
-def test_proven_on_simulated_ranks(tp: int, tied: bool, recompute: str) -> None:
+def test_proven_on_simulated_ranks(kind: type[Model], tp: int, tied: bool, recompute: str) -> None:
     ids = _inputs(61)  # classes that do not divide
-    model = Model(61, tied).double()
+    model = kind(61, tied).double()
     options: Any = {"tp": tp, "recompute": recompute, "loss_chunks": 3}
     report = sp_compiler.verify(model, ((ids,), {}), **options)
     assert report.ok, report
     assert report.worst < 1e-10
+
+
+@pytest.mark.parametrize("num_ignored", [1, 5, 8])
+def test_on_one_device(num_ignored: int) -> None:
+    """With no label at all in some chunks of four rows, and in all: NaN, as in eager."""
+    model, ids = Model(61, tied=True).double(), _inputs(61)[:1]
+    ids[:, 1 : 1 + num_ignored] = 3
+    module = sp_compiler.compile(copy.deepcopy(model), tp=1, loss_chunks=2)
+    losses = [each(ids) for each in (module, model)]
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=0, equal_nan=True)
+    for loss in losses:
+        loss.backward(torch.tensor(2.5))
+    for got, expected in zip(module.parameters(), model.parameters(), strict=True):
+        assert got.grad is not None
+        # The model casts its logits to float32.
+        torch.testing.assert_close(got.grad, expected.grad, rtol=1e-5, atol=1e-8)
+
+
+def test_the_plan_chooses_chunks_by_the_peak_on_one_device() -> None:
+    ids = torch.zeros(2, 2049, dtype=torch.int64, device="meta")
+    one, auto = (
+        sp_compiler.plan(Model(4096, True).to("meta"), ((ids,), {}), tp=1, loss_chunks=count)
+        for count in (1, "auto")
+    )
+    assert auto.activation_peak_bytes < one.activation_peak_bytes / 2
+    assert auto.work.hardware_flops - one.work.hardware_flops == 2 * 2 * 2048 * 16 * 4096
 
 
 def test_the_plan_chooses_chunks_by_the_peak() -> None:

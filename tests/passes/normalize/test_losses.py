@@ -58,6 +58,37 @@ def test_likelihood_of_anything_else_stays(function: Callable[[Tensor], Tensor])
     assert any("nll_loss" in line for line in body(normalized(function, randn(3, 8, grad=True))))
 
 
+def test_one_log_probability_per_row_is_cross_entropy() -> None:
+    captured = normalized(
+        lambda x, y: x.log_softmax(-1).gather(2, y[None, :, None]).squeeze(-1),
+        *(randn(1, 3, 8, grad=True), _IDS),
+    )
+    assert body(captured) == [
+        "%2 = aten.unsqueeze(%1, -2) : i64[1, 3]",
+        "%3 = aten.unsqueeze(%2, -1) : i64[1, 3, 1]",
+        "%4 = aten.reshape(%0, [3, 8]) : f64[3, 8]",
+        "%5 = aten.reshape(%3, [3]) : i64[3]",
+        "%6 = aten.cross_entropy_loss(%4, %5, None, 0, -2147483648) : f64[3]",
+        "%7 = aten.neg(%6) : f64[3]",
+        "%8 = aten.reshape(%7, [1, 3]) : f64[1, 3]",
+        "output(%8)",
+    ]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.log_softmax(0).gather(-1, _IDS[:, None]),
+        lambda x: x.log_softmax(-1).gather(0, _IDS[None]),
+        lambda x: x.log_softmax(-1).gather(-1, _IDS.expand(3, 3)),
+        lambda x: x.log_softmax(-1).gather(-1, _IDS[:2, None]),
+        lambda x: (y := x.log_softmax(-1)).gather(-1, _IDS[:, None]) * y,
+    ],
+)
+def test_what_is_picked_otherwise_stays(function: Callable[[Tensor], Tensor]) -> None:
+    assert any("aten.gather" in line for line in body(normalized(function, randn(3, 8, grad=True))))
+
+
 def _soft(reduction: str, weight: Tensor | None, smoothing: float) -> Callable[[Tensor], Tensor]:
     return lambda x: F.cross_entropy(
         x, _SOFT, weight, reduction=reduction, label_smoothing=smoothing
@@ -84,6 +115,9 @@ _FUNCTIONS |= {
     "soft, classes first": lambda x: F.cross_entropy(x.T[None], _SOFT.T[None]),
     "kl, certain": lambda x: F.kl_div(x.log_softmax(-1), torch.eye(8).double()[_IDS]),
     "likelihood, weighed": lambda x: F.nll_loss(x.log_softmax(1), _IDS, _WEIGHT, ignore_index=3),
+    "one log probability per row": lambda x: (
+        x.float().log_softmax(-1, x.dtype).gather(1, _IDS[:, None])
+    ),
     "likelihood, cast": lambda x: F.nll_loss(F.log_softmax(x.float(), 1, dtype=x.dtype), _IDS),
 }
 

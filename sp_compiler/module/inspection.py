@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from sp_compiler.base.errors import ArgumentError
+import hashlib
+from pathlib import Path
+
+from sp_compiler.base.errors import ArgumentError, UnsupportedError
+from sp_compiler.codegen.edited import with_code
 from sp_compiler.graph_diff.comparable import snapshot_of
 from sp_compiler.graph_diff.diff import diff
 from sp_compiler.graph_diff.report import GraphDiff
 from sp_compiler.ir.snapshot import Snapshot
+from sp_compiler.module.calls import executor_for
+from sp_compiler.module.outputs import plain_input
 from sp_compiler.module.state import ModuleState
 from sp_compiler.options import ExampleInputs
 from sp_compiler.planning.plan import Plan
+from sp_compiler.trace.export import flatten_inputs
+from sp_compiler.verification.edited import check_edited
 
 
 class Inspection:
@@ -27,6 +35,58 @@ class Inspection:
     def code(self) -> str:
         """The generated Python text that runs."""
         return self._sp_state.compiled("code").code
+
+    def load_code(self, source: str | Path, example_inputs: ExampleInputs) -> None:
+        """Run edited :attr:`code` in place of what was generated for calls like this one.
+
+        >>> text = module.code.replace("F.relu(up)", "torch.relu(up)")
+        >>> module.load_code(text, ((x,), {}))
+
+        It must compute the same: outputs and all gradients are compared with the generated code on
+        ranks simulated in each process, on these inputs and random parameters in float64, which
+        takes the memory of the unsharded model. It may save other tensors, name them otherwise or
+        communicate otherwise. A call for which another program is compiled runs generated code;
+        the plan and the stages stay those of the generated code.
+
+        Args:
+            source: the text, or the path of a file; the same on every rank.
+            example_inputs: (args, kwargs).
+
+        Raises:
+            ArgumentError: the text is no Python, a class or method of the generated code is missing
+                or takes other arguments, it fails, or it computes something else. The module runs
+                on with what it ran before.
+            RankMismatchError: the ranks got different texts.
+            UnsupportedError: the backend is "inductor", whose kernels are made from graphs.
+        """
+        state = self._sp_state
+        if state.options["backend"] != repr("eager"):
+            raise UnsupportedError(
+                f"load_code: backend={state.options['backend']} makes kernels of the graphs; "
+                'compile with backend="eager" to run edited code'
+            )
+        # A text of one line is no generated module.
+        is_text = isinstance(source, str) and "\n" in source
+        text = str(source) if is_text else _read(Path(source))
+        args, kwargs = example_inputs
+        leaves, structure = flatten_inputs(args, kwargs)
+        leaves = [plain_input(leaf) for leaf in leaves]
+        with state.reporting():
+            # Not the text itself: of two long ones a message would show the equal beginnings.
+            digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+            state.agreement.require_equal(
+                "calls load_code()", {"digest of the edited code": digest}
+            )
+            executor = executor_for(state, leaves, structure)
+            generated = executor.compiled
+            edited = with_code(generated, text)
+            stored = {name: state.parameters[name] for name in generated.param_placements}
+            check_edited(generated, edited, stored, state.buffers, leaves)
+        replacement = state.executor(edited)
+        state.programs = state.programs.mapped(
+            lambda each: replacement if each is executor else each
+        )
+        state.latest = edited
 
     @property
     def stages(self) -> dict[str, Snapshot]:
@@ -51,6 +111,15 @@ class Inspection:
             return diff(stages[before], stages[after])
         except KeyError as error:
             raise ArgumentError(f"stage {error}: expected one of {', '.join(stages)}") from error
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ArgumentError(
+            f"load_code: expected the text of module.code, edited, or a file with it: {error}"
+        ) from error
 
 
 @snapshot_of.register

@@ -1,0 +1,112 @@
+"""Edited code against the code that it replaces: the same numbers on simulated ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sp_compiler.base.autocast import without_autocast
+from sp_compiler.base.errors import ArgumentError
+from sp_compiler.base.pass_report import Pass
+from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.verification.judge import Numbers, Precision, Reference, unit_tangent
+from sp_compiler.verification.random_values import SPREADS, random_like
+from sp_compiler.verification.simulate import simulate_step
+from sp_compiler.verification.verify import Tensors
+
+# Every rank compares alone, and must come to the same verdict.
+_SEED = 51
+
+
+def check_edited(
+    generated: CompiledProgram,
+    edited: CompiledProgram,
+    parameters: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    inputs: Sequence[Any],
+) -> None:
+    """Compare outputs, new values of buffers and all gradients of both, with random parameters.
+
+    Args:
+        parameters: by name; only their global shapes and types are read.
+        inputs: flattened, with their values.
+
+    Raises:
+        ArgumentError: the edited code fails, or computes something else.
+    """
+    for spread in SPREADS:
+        generator = torch.Generator().manual_seed(_SEED)
+        drawn = {
+            name: random_like(value, generator, torch.device("cpu"), spread)
+            .detach()
+            .to(value.dtype)
+            .requires_grad_(value.requires_grad)
+            for name, value in parameters.items()
+        }
+        tensors = Tensors(
+            drawn,
+            {name: _on_cpu(value) for name, value in buffers.items()},
+            list(map(_on_cpu, inputs)),
+        )
+        # No floors: what rounds otherwise on simulated ranks is the edit, and float64 hides it.
+        reference = Reference.of(partial(_numbers, generated, tensors), floors=False)
+        if reference.true.is_defined:
+            break
+    try:
+        row = reference.compare(
+            Pass.CODEGEN, "model", _numbers(edited, tensors, reference.precision)
+        )
+    except Exception as error:  # whatever its statements raise
+        raise ArgumentError(f"the edited code fails: {type(error).__name__}: {error}") from error
+    if not row.ok:
+        raise ArgumentError(
+            f"the edited code computes something else: {row.where} differs by {row.error:.1e} of "
+            f"its largest number ({row.tolerance:.0e} is rounding), in {reference.precision.name}"
+        )
+
+
+def _numbers(compiled: CompiledProgram, tensors: Tensors, precision: Precision) -> Numbers:
+    results = []
+    output_grads: list[Tensor | None] | None = None
+    # A loss has a backward of its own, beside that of all outputs.
+    for _ in range(1 + bool(compiled.loss_backwards)):
+        own = tensors.leaves(precision)
+        with without_autocast():
+            step = simulate_step(
+                compiled,
+                own.params,
+                own.buffers,
+                own.inputs,
+                torch.tensor(_SEED),
+                output_grads,
+                precision.entered,
+            )
+        results.append(step)
+        output_grads = [
+            unit_tangent(value) if _has_gradient(value) else None for value in step.outputs
+        ]
+    grads = {
+        f"{name}{' from all outputs' if number else ''}": grad
+        for number, step in enumerate(results)
+        for name, grad in (
+            *step.grads.items(),
+            *((f"input {index}", grad) for index, grad in enumerate(step.input_grads)),
+        )
+    }
+    return Numbers([*results[0].outputs, *results[0].mutated_buffers.values()], grads)
+
+
+def _has_gradient(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _on_cpu(value: Any) -> Any:
+    return (
+        value.detach().cpu().requires_grad_(value.requires_grad)
+        if isinstance(value, Tensor)
+        else value
+    )

@@ -54,8 +54,8 @@ class Inspection:
 
         Raises:
             ArgumentError: the text is no Python, a class or method of the generated code is missing
-                or takes other arguments, it fails, or it computes something else. The module runs
-                on with what it ran before.
+                or takes other arguments, it fails, it computes something else, or the inputs make
+                NaN. The module runs on with what it ran before.
             RankMismatchError: the ranks got different texts.
             UnsupportedError: the backend is "inductor", whose kernels are made from graphs.
         """

@@ -36,7 +36,8 @@ def check_edited(
         inputs: flattened, with their values.
 
     Raises:
-        ArgumentError: the edited code fails, or computes something else.
+        ArgumentError: the edited code fails, or computes something else; or the generated code
+            computes what is not a number.
     """
     for spread in SPREADS:
         generator = torch.Generator().manual_seed(_SEED)
@@ -56,6 +57,11 @@ def check_edited(
         reference = Reference.of(partial(_numbers, generated, tensors), floors=False)
         if reference.true.is_defined:
             break
+    else:
+        raise ArgumentError(
+            "example_inputs: the generated code computes NaN of them, with which nothing can be "
+            "compared; give inputs of an ordinary batch"
+        )
     try:
         row = reference.compare(
             Pass.CODEGEN, "model", _numbers(edited, tensors, reference.precision)

@@ -94,6 +94,11 @@ def test_a_wrong_edit_is_refused(module: Any, edit: tuple[str, str], message: st
     assert module._sp_state.latest is latest
 
 
+def test_nan_proves_nothing(module: Any) -> None:
+    with pytest.raises(ArgumentError, match="example_inputs: the generated code computes NaN"):
+        module.load_code(module.code, ((batch(2, 4) * torch.nan,), {}))
+
+
 def test_no_such_file(module: Any) -> None:
     with pytest.raises(ArgumentError, match=r"expected the text of module\.code.*edited\.py"):
         module.load_code("edited.py", _INPUTS)

@@ -92,9 +92,13 @@ def suggest(  # noqa: PLR0913 - all by keyword, each described below
     for name, value in (("gpus", gpus), ("microbatches", microbatches), ("top", top)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ArgumentError(f"{name}={value!r}: expected a positive int")
-    unknown = [name for name in schedules if name not in SCHEDULES]
-    if isinstance(schedules, str) or unknown:
-        raise ArgumentError(f"schedules={schedules!r}: expected a list of {', '.join(SCHEDULES)}")
+    known = [*SCHEDULES]  # a list: what cannot be hashed is unknown, too
+    listed = isinstance(schedules, Sequence) and not isinstance(schedules, str)
+    # Of no schedules only grids without stages would be left, and the others not even rejected.
+    if not listed or not schedules or any(name not in known for name in schedules):
+        raise ArgumentError(f"schedules={schedules!r}: expected a list of {', '.join(known)}")
+    if taken := sorted({"tp", "mesh"} & options.keys()):
+        raise ArgumentError(f"{taken[0]}={options[taken[0]]!r}: suggest finds it; leave it out")  # type: ignore[literal-required]
     memory_bytes = parse_bytes("memory", memory)
     checked = GridOptions(
         GridSizes(), 1, bytes_per_parameter=bytes_per_parameter, gpus_per_node=gpus_per_node

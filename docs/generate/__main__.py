@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import argparse
 
-from docs.generate import api, one_block, torch_versions
+from docs.generate import api, one_block, tasks, torch_versions
 
-PAGES = {module.PAGE: module.page for module in (one_block, api, torch_versions)}
+PAGES = {module.PAGE: module.page for module in (one_block, api, torch_versions)} | tasks.PAGES
 
 
 def main() -> None:

@@ -97,7 +97,7 @@ the peak:
 
 | recompute | 1 chunk | "auto" | compute |
 |---|---|---|---|
-| selective | 4,213 MiB | 3,529 (-16 %) | +1.4 % |
+| selective | 4,213 MiB | 3,529 (-16 %) | +1.5 % |
 | full | 1,521 MiB | 837 (-45 %) | +1.2 % |
 
 Logits that are returned, or read by what mixes rows (a softmax over tokens), stay as they are,

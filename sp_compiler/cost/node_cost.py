@@ -15,8 +15,15 @@ from torch.utils.flop_counter import flop_registry
 
 from sp_compiler.cost.hardware import H100, Hardware, collective_us, kernel_us
 from sp_compiler.ir.fx import placements_of, tensor_operands
-from sp_compiler.ir.op_traits import FUSED_ATTENTION, collective_of, is_started, is_view, is_wait
-from sp_compiler.ops.accumulate import ADD_PRODUCT
+from sp_compiler.ir.op_traits import (
+    FUSED_ATTENTION,
+    collective_of,
+    is_part,
+    is_started,
+    is_view,
+    is_wait,
+)
+from sp_compiler.ops.accumulate import ADD_PRODUCT, WRITE_ROWS
 from sp_compiler.ops.registry import Collective, operator_of
 
 _aten = torch.ops.aten
@@ -136,7 +143,11 @@ def collectives_us(
 
 def compute_us(node: Node, hardware: Hardware = H100) -> float:
     """Roofline time of ``node`` run as a kernel of its own; 0 for views and conversions."""
-    if node.op != "call_function" or is_view(node) or placements_of(node) is not None:
+    # A part of several results is there when they are.
+    if node.op != "call_function" or is_part(node) or placements_of(node) is not None:
+        return 0.0
+    ours = operator_of(node.target)
+    if is_view(node) and not (ours is not None and ours.writes):
         return 0.0
     # A split: the node returns a list, and only its parts are views by the schema.
     if isinstance(node.meta["val"], (list, tuple)) and is_view(next(iter(node.users), node)):
@@ -144,6 +155,8 @@ def compute_us(node: Node, hardware: Hardware = H100) -> float:
     read_bytes = sum(tensor_bytes(source.meta["val"]) for source in node.all_input_nodes)
     _, flops = node_flops(node)
     num_bytes = read_bytes + tensor_bytes(node.meta["val"])
+    if node.target is WRITE_ROWS.overload:  # the rows alone are read and written
+        num_bytes = 2 * tensor_bytes(node.args[1].meta["val"])
     return kernel_us(flops, num_bytes, product_dtype(node), hardware)
 
 

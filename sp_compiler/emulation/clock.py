@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -17,6 +17,13 @@ PHASES = ("forward", "backward")
 def current_phase() -> str:
     """Return the phase that this thread is in: autograd runs backward, everything else forward."""
     return PHASES[torch._C._current_graph_task_id() != -1]
+
+
+class Arrival(NamedTuple):
+    """When a transfer is through: the time, and after how many resets of the clock it was told."""
+
+    end_us: float
+    num_resets: int
 
 
 @dataclass
@@ -43,10 +50,12 @@ class VirtualClock:
     exposed_us: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._num_resets = 0
         self.reset()
 
     def reset(self) -> None:
         """Begin again at 0; collectives on their way have arrived."""
+        self._num_resets += 1
         self._now_us = self._link_free_us = 0.0
         self._read_s = time.thread_time()
         # In place, for a user may hold them.
@@ -65,15 +74,17 @@ class VirtualClock:
         self._now_us += time_us
         self.computed_us[current_phase()] += time_us
 
-    def start(self, time_us: float) -> float:
+    def start(self, time_us: float) -> Arrival:
         """Start a transfer that takes ``time_us``; return when it will be through."""
         self._link_free_us = max(self.now_us(), self._link_free_us) + time_us
         self.busy_us[current_phase()] += time_us
-        return self._link_free_us
+        return Arrival(self._link_free_us, self._num_resets)
 
-    def wait_until(self, end_us: float) -> None:
-        """Do nothing until ``end_us``, if that is still to come."""
-        missing_us = end_us - self.now_us()
+    def wait_until(self, arrival: Arrival) -> None:
+        """Do nothing until ``arrival``, if that is still to come."""
+        if arrival.num_resets != self._num_resets:
+            return  # a time that was counted from another beginning
+        missing_us = arrival.end_us - self.now_us()
         if missing_us > 0:
             self._now_us += missing_us
             self.exposed_us[current_phase()] += missing_us

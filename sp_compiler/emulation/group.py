@@ -14,11 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from sp_compiler.base.errors import ArgumentError
+from sp_compiler.base.errors import ArgumentError, UnsupportedError
 from sp_compiler.cost.hardware import Hardware, Link, collective_us, hardware_of
-from sp_compiler.emulation.clock import Compute, VirtualClock
+from sp_compiler.emulation.clock import Arrival, Compute, VirtualClock
 from sp_compiler.emulation.operator_times import OperatorTimes
 
+_OF_EQUALS_THE_VALUE = (dist.ReduceOp.AVG, dist.ReduceOp.MIN, dist.ReduceOp.MAX)
 BACKEND = "sp_emulated"
 """Name of the backend in torch's registry."""
 
@@ -46,8 +47,10 @@ def emulated_group(
 
     Time is arithmetic, so that nothing else on the machine disturbs it: a collective ends its
     latency and its bytes by the link's rate after its start, or after the end of the one before;
-    who waits for it too early moves the clock. Every collective of the group takes part, of
-    whatever module or library.
+    who waits for it too early moves the clock. All-gathers, reduce-scatters and all-reduces take
+    part, of whatever module or library, and of groups within the group. Broadcasts, scatters and
+    barriers take no time; torch raises for all others. What ``backend="inductor"`` compiled is no
+    operator that could be seen: with "modelled" only what it leaves to torch takes time.
 
     Args:
         world_size: number of ranks.
@@ -91,7 +94,9 @@ def emulated_group(
         with OperatorTimes(clock) if compute == "modelled" else contextlib.nullcontext():
             yield clock
     finally:
-        dist.destroy_process_group()
+        # Inside, a user's script may have come to its own end.
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 @cache
@@ -108,16 +113,19 @@ def _register() -> None:
 
 
 class _Transfer(dist._Work):
-    """A collective that has its result and is through at ``end_us``."""
+    """A collective that has its result and is through at ``arrival``; at once without one."""
 
-    def __init__(self, results: list[Tensor], clock: VirtualClock, end_us: float) -> None:
+    def __init__(
+        self, results: list[Tensor], clock: VirtualClock, arrival: Arrival | None = None
+    ) -> None:
         super().__init__()
         self._results = results
         self._clock = clock
-        self._end_us = end_us
+        self._arrival = arrival
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        self._clock.wait_until(self._end_us)
+        if self._arrival is not None:
+            self._clock.wait_until(self._arrival)
         return True
 
     def get_future(self) -> Future[list[Tensor]]:
@@ -164,6 +172,14 @@ class EmulatedGroup(dist.ProcessGroup):
     def _reduce_scatter_base(self, output: Tensor, sent: Tensor, options: Any) -> _Transfer:
         return self.reduce_scatter_tensor_coalesced([output], [sent], options)
 
+    # By these names ``torch.distributed`` calls the two from torch 2.13 on.
+
+    def all_gather_single(self, output: Tensor, sent: Tensor, options: Any = None) -> _Transfer:
+        return self._allgather_base(output, sent, options)
+
+    def reduce_scatter_single(self, output: Tensor, sent: Tensor, options: Any) -> _Transfer:
+        return self._reduce_scatter_base(output, sent, options)
+
     def reduce_scatter_tensor_coalesced(  # type: ignore[override]
         self, outputs: list[Tensor], sent: list[Tensor], options: Any
     ) -> _Transfer:
@@ -187,25 +203,30 @@ class EmulatedGroup(dist.ProcessGroup):
     # No step of a compiled module runs these: they take no time on the link.
 
     def broadcast(self, tensors: list[Tensor], options: Any = None) -> _Transfer:  # type: ignore[override]
-        return _Transfer(tensors, self.clock, 0.0)
+        return _Transfer(tensors, self.clock)
 
     def scatter(  # type: ignore[override]
         self, outputs: list[Tensor], sent: list[list[Tensor]], options: Any = None
     ) -> _Transfer:
         for output, parts in zip(outputs, sent, strict=False):
             output.copy_(parts[self._own_rank])
-        return _Transfer(outputs, self.clock, 0.0)
+        return _Transfer(outputs, self.clock)
 
     def barrier(self, options: Any = None) -> _Transfer:
-        return _Transfer([], self.clock, 0.0)
+        return _Transfer([], self.clock)
 
     def _repeat(self, output: Tensor, part: Tensor) -> None:
         output.view(self._num_ranks, -1).copy_(part.reshape(1, -1).expand(self._num_ranks, -1))
 
     def _reduce(self, tensor: Tensor, options: Any) -> None:
-        # Of equal values the sum is a multiple, and everything else the value.
+        # Of equal values the sum is a multiple, and these are the value.
         if options.reduceOp == dist.ReduceOp.SUM:
             tensor.mul_(self._num_ranks)
+        elif not any(options.reduceOp == each for each in _OF_EQUALS_THE_VALUE):
+            raise UnsupportedError(
+                f"emulated_group: a reduction by {options.reduceOp.op.name}: only SUM, AVG, MIN "
+                "and MAX are emulated"
+            )
 
     def _run(
         self,
@@ -216,10 +237,10 @@ class EmulatedGroup(dist.ProcessGroup):
     ) -> _Transfer:
         num_bytes = sum(each.numel() * each.element_size() for each in full or results)
         time_us = collective_us(num_bytes, kind, self._num_ranks, self.clock.hardware)
-        end_us = self.clock.start(time_us)
+        arrival = self.clock.start(time_us)
         fill()
         self.clock.forget_since_look()
-        return _Transfer(results, self.clock, end_us)
+        return _Transfer(results, self.clock, arrival)
 
     # What torch asks a group of Python for.
 

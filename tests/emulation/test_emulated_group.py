@@ -6,11 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import sp_compiler
 from benchmarks.models import GPTConfig, PlainGPT
 from examples.exposed_communication import measured
-from sp_compiler.base.errors import ArgumentError
+from sp_compiler.base.errors import ArgumentError, UnsupportedError
 from sp_compiler.emulation.clock import VirtualClock
 from sp_compiler.ops.communicator import FunctionalCollectives
 
@@ -50,6 +51,40 @@ def test_numbers_are_those_of_a_rank_among_equals() -> None:
         parts = [torch.empty(2, 2), torch.empty(2, 2)]
         dist.all_gather(parts, x)
         assert all(torch.equal(part, x) for part in parts)
+        # As libraries call them.
+        full, own = torch.empty(4, 2), torch.empty(1, 2)
+        dist.all_gather_into_tensor(full, x)
+        dist.reduce_scatter_tensor(own, x)
+        assert torch.equal(full, torch.cat([x, x]))
+        assert torch.equal(own, 2 * x[:1])
+        dist.all_reduce(own, op=dist.ReduceOp.AVG)
+        assert torch.equal(own, 2 * x[:1])
+        with pytest.raises(UnsupportedError, match="a reduction by PRODUCT: only SUM"):
+            dist.all_reduce(own, op=dist.ReduceOp.PRODUCT)
+
+
+def test_a_reset_forgets_what_is_on_its_way() -> None:
+    with sp_compiler.emulated_group(2) as clock:
+        arrive = _collectives().all_reduce(torch.ones(1000), "sum")
+        clock.reset()
+        arrive()
+        assert clock.now_us() == 0.0
+        dist.destroy_process_group()  # as a script does at its end
+
+
+def test_groups_within_the_group_share_its_link() -> None:
+    with sp_compiler.emulated_group(4, gb_per_s=1.0, latency_us=0.0) as clock:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+        x = torch.ones(500)
+        clock.reset()
+        works = [dist.all_reduce(x, group=mesh.get_group(axis), async_op=True) for axis in (0, 1)]
+        for work in works:
+            assert work is not None
+            work.wait()
+        assert torch.equal(x, torch.full_like(x, 4.0))
+        # Each sends 2000 bytes once, at 1000 bytes a us, one behind the other.
+        assert sum(clock.busy_us.values()) == pytest.approx(4.0)
+        assert clock.now_us() == pytest.approx(4.0, abs=0.1)
 
 
 def test_operators_take_their_time_on_the_device() -> None:

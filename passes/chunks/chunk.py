@@ -65,6 +65,7 @@ from sp_compiler.trace.joint import JointGraph
 
 aten = torch.ops.aten
 
+_LOSSES = (VOCAB_NLL, VOCAB_SMOOTHED_NLL, VOCAB_LOGSUMEXP)
 
 MOST_CHUNKS = 16
 """More would make the generated text long, and what is left of the logits small beside the rest."""
@@ -110,9 +111,13 @@ def _has_open_rows(joint: JointGraph, counts: Sequence[int] | None) -> bool:
     """Whether there is a loss head to be cut whose number of rows is open."""
     returned = {base(node) for node in joint.outputs}
     for node in joint.graph.nodes:
-        if operator_of(node.target) not in (VOCAB_NLL, VOCAB_SMOOTHED_NLL, VOCAB_LOGSUMEXP):
+        over_vocabulary = operator_of(node.target) in _LOSSES
+        if not over_vocabulary and not is_call(node, aten.nll_loss_forward.default):
             continue
         logits = node.args[0]
+        placement = logits.meta.get("placement")
+        if placement is not None and placement.is_sharded and placement.dim == 0:
+            continue  # rows of ranks are not cut, and leave sizes open
         num_rows, classes = math.prod(shape_of(logits)[:-1]), shape_of(logits)[-1]
         is_long = counts is not None or example_number(num_rows) >= 2 * LEAST_ROWS
         # Returned logits stay whole, and leave sizes open.

@@ -13,8 +13,10 @@ from torch.nn import functional as F
 
 import sp_compiler
 from sp_compiler.base.pass_report import Pass, PassReport, reporting
+from sp_compiler.compiler import build
 from sp_compiler.ir.text import render
 from sp_compiler.ops.communicator import Communicator, running_on
+from sp_compiler.options import CompileOptions
 from sp_compiler.passes.chunks.chunk import chunk
 from sp_compiler.passes.simplify import simplify
 from sp_compiler.trace.joint import JointGraph, trace_joint
@@ -394,6 +396,13 @@ def test_a_budget_chooses_chunks() -> None:
 def test_a_wrong_number_of_chunks_is_refused(value: Any) -> None:
     with pytest.raises(sp_compiler.ArgumentError, match=r'loss_chunks=.*positive int or "auto"'):
         sp_compiler.plan(nn.Linear(2, 2), ((torch.zeros(1, 2),), {}), tp=1, loss_chunks=value)
+
+
+def test_one_device_does_not_leave_the_rows_of_a_head_open() -> None:
+    ids, options = _inputs(61), CompileOptions(tp=1, loss_chunks=3)
+    with pytest.warns(UserWarning, match="needs to know their number"):
+        program = build(Model(61, True), (ids,), {}, options, open_dims=True)
+    assert program.program.sizes is None
 
 
 def _train() -> list[Tensor]:

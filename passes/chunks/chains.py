@@ -134,8 +134,9 @@ class _Growth:
     def _dims(self, node: Node) -> RowDims | None:
         if is_getitem(node):
             source, index = node.args
-            dims = self._chain.dims[source]
-            return RowDims((None,), (dims.results[index],))
+            # Reached from a reader, not from what made it, a part says nothing of the other parts.
+            made = self._chain.dims.get(source)
+            return None if made is None else RowDims((None,), (made.results[index],))
         return row_dims(node, self._known)
 
     def _close(self, part: list[Node]) -> None:

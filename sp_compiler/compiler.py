@@ -35,7 +35,7 @@ from sp_compiler.base.pass_report import Pass
 from sp_compiler.base.placement import Placement
 from sp_compiler.base.warn import warn
 from sp_compiler.check import check_forward, check_partitioned
-from sp_compiler.codegen.backends import compile_regions
+from sp_compiler.codegen.backends import LoadedProgram, compile_regions
 from sp_compiler.codegen.module_text import CompiledRegion
 from sp_compiler.cost.step_memory import backward_room_bytes
 from sp_compiler.ir.captured import Captured
@@ -60,7 +60,7 @@ from sp_compiler.passes.normalize import normalize
 from sp_compiler.passes.outline import outline
 from sp_compiler.passes.overlap import overlap_backward
 from sp_compiler.passes.sharding.explain import explain
-from sp_compiler.passes.sharding.shard import shard
+from sp_compiler.passes.sharding.shard import Sharded, shard
 from sp_compiler.passes.simplify import simplify
 from sp_compiler.planning.build import make_plan
 from sp_compiler.trace.export import capture
@@ -333,20 +333,30 @@ class Compilation:
             regions.append(CompiledRegion(region, parts, joint, paths, tp))
         # All regions at once: they are classes of one module, with one list of bound operators.
         loaded = run(Pass.CODEGEN, compile_regions, regions, options.backend)
+        return self._compiled(sharded, tagged.program, regions, loaded)
+
+    def _compiled(
+        self,
+        sharded: Sharded,
+        program: Program,
+        regions: Sequence[CompiledRegion],
+        loaded: LoadedProgram,
+    ) -> CompiledProgram:
+        """The result: ``program`` is ``sharded`` as its tags split it."""
         return CompiledProgram(
-            tagged.program,
+            program,
             dict(loaded.codes),
             sharded.param_placements,
-            tp,
+            self._options.tp,
             differentiable={each.region.name: each.differentiable for each in regions},
             loss_backwards=_loss_backwards(regions, loaded.codes),
-            notes=[*program.notes, *loaded.notes],
-            replicated=replicated,
+            notes=[*sharded.program.notes, *loaded.notes],
+            replicated=tuple(self._replicated),
             code=loaded.source,
             value_names=loaded.value_names,
-            stages=run.stages(program, tagged.program),
+            stages=self._run.stages(sharded.program, program),
             regions={each.region.name: each for each in regions},
-            reports=run.reports,
+            reports=self._run.reports,
         )
 
 

@@ -94,13 +94,11 @@ class Alignment:
             return any(self.forth.get(value) in ends for value in self._values_before(old))
         if isinstance(old, dict) and isinstance(new, dict):
             # In order: the pytree of a call's arguments has one, and a graph is called by it.
-            same_keys = list(old) == list(new)
-            return same_keys and all(self.same_value(old[key], new[key]) for key in old)
+            return list(old) == list(new) and all(map(self.same_value, old.values(), new.values()))
         if isinstance(old, slice) and isinstance(new, slice):
             return self.same_value(_slice_parts(old), _slice_parts(new))
         if isinstance(old, list | tuple) and isinstance(new, list | tuple):
-            same_length = len(old) == len(new)
-            return same_length and all(map(self.same_value, old, new))
+            return len(old) == len(new) and all(map(self.same_value, old, new))
         if isinstance(old, Node) or isinstance(new, Node):
             return False
         # By type as well: 1, 1.0 and True are equal in Python, and give results of other dtypes.

@@ -213,10 +213,9 @@ class DistributedModule(Inspection, MirrorModule):
         # With assign torch puts a new parameter under each name.
         ties = tied_names(parameters)
         result = super().load_state_dict(state_dict, strict, assign)
-        if assign:
-            for first, *others in ties:
-                for name in others:
-                    parameters.replace(name, parameters[first])
+        for first, *others in ties if assign else ():
+            for name in others:
+                parameters.replace(name, parameters[first])
         return result
 
     def full_state_dict(self) -> dict[str, Tensor]:

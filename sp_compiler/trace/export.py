@@ -309,10 +309,8 @@ def _mutated_last(
         elif spec.kind is OutputKind.BUFFER_MUTATION:
             with output.graph.inserting_before(output):
                 detach, meta = _aten.detach.default, {"val": value.meta["val"]}
-                graph = output.graph
-                written.append(
-                    make_call(graph, detach, (value,), like=value, origin=Pass.EXPORT, meta=meta)
-                )
+                where: Any = {"like": value, "origin": Pass.EXPORT, "meta": meta}
+                written.append(make_call(output.graph, detach, (value,), **where))
             names.append(canonical[str(spec.target)])
         else:
             raise UnsupportedError(

@@ -50,11 +50,12 @@ from sp_compiler.pass_manager.dump import dump, dump_folder
 from sp_compiler.pass_manager.fallback import fallback_note, refused_operator
 from sp_compiler.pass_manager.runner import PassRunner
 from sp_compiler.pass_manager.user_pass import run_user_pass
-from sp_compiler.passes.chunks.chunk import chunk
+from sp_compiler.passes.chunks.chunk import OpenRowsError, chunk
 from sp_compiler.passes.memory.budget import candidates_of, tag_under_budget
 from sp_compiler.passes.memory.partition import partition
 from sp_compiler.passes.memory.split_backward import split_backward
 from sp_compiler.passes.memory.split_options import split_options
+from sp_compiler.passes.memory.tag import POLICIES
 from sp_compiler.passes.memory.tag_program import TaggedProgram, tag_program
 from sp_compiler.passes.normalize import normalize
 from sp_compiler.passes.outline import outline
@@ -97,25 +98,28 @@ def build(
     """
     fixed = fixed or {}
     compile_with = partial(
-        _build,
-        model,
-        args,
-        kwargs,
-        options,
-        fixed,
-        lift_casts,
-        keep=keep,
+        _build, model, args, kwargs, fixed=fixed, lift_casts=lift_casts, keep=keep
     )
     # A budget splits blocks by bytes, which no open size tells.
     if not open_dims or options.budget_bytes is not None:
-        return compile_with(open_dims=False)
+        return compile_with(options, open_dims=False)
+    whole_head = replace(options, loss_chunks=1)
+    may_cut = options.loss_chunks != "auto" or POLICIES[options.recompute].chunks_losses
     try:
         # Tried, not asked: what torch.export and its shape guards can leave open is known
         # afterwards.
-        return compile_with(open_dims=True)
+        return compile_with(options if may_cut else whole_head, open_dims=True)
     except Exception as error:  # of torch too: not all of it can do without sizes
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    compiled = compile_with(open_dims=False)
+        asks_rows = isinstance(error, OpenRowsError)
+    compiled = compile_with(options, open_dims=False)
+    forwards = [each.partitioned.forward for each in compiled.regions.values()]
+    if asks_rows and not any("chunk" in node.meta for graph in forwards for node in graph.nodes):
+        # Chunks that save little are not made, and only they need to know the sizes.
+        return build(
+            model, args, kwargs, whole_head,
+            fixed=fixed, lift_casts=lift_casts, open_dims=True, keep=keep,
+        )  # fmt: skip
     warn(
         "every size of the inputs is compiled by itself, for the model cannot be compiled with "
         f"sizes left open: {reason}"

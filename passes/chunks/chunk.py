@@ -66,11 +66,16 @@ from sp_compiler.trace.joint import JointGraph
 aten = torch.ops.aten
 
 _LOSSES = (VOCAB_NLL, VOCAB_SMOOTHED_NLL, VOCAB_LOGSUMEXP)
+_UNSHARDED_LOSSES = (aten.nll_loss_forward.default, aten._log_softmax.default)
 
 MOST_CHUNKS = 16
 """More would make the generated text long, and what is left of the logits small beside the rest."""
 LEAST_ROWS = 1024
 """Rows of a chunk, where their number is chosen: a product of fewer runs below its full speed."""
+
+
+class OpenRowsError(UnsupportedError):
+    """A loss head may have to be cut whose number of rows is open."""
 
 
 def chunk(joint: JointGraph, world_size: int, counts: Sequence[int] | None) -> list[JointGraph]:
@@ -82,13 +87,13 @@ def chunk(joint: JointGraph, world_size: int, counts: Sequence[int] | None) -> l
         counts: numbers of chunks; ``None``: powers of two that leave enough rows to a chunk.
 
     Raises:
-        UnsupportedError: the number of rows of a loss head is open.
+        OpenRowsError: the number of rows of a loss head is open.
     """
     if counts == (1,):
         return [joint]
     ways = [joint] if counts is None else []
     if _has_open_rows(joint, counts):
-        raise UnsupportedError(
+        raise OpenRowsError(
             "a loss head in chunks of rows needs to know their number; loss_chunks=1 leaves it open"
         )
     rows = joint.copy()
@@ -108,18 +113,19 @@ def chunk(joint: JointGraph, world_size: int, counts: Sequence[int] | None) -> l
 
 
 def _has_open_rows(joint: JointGraph, counts: Sequence[int] | None) -> bool:
-    """Whether there is a loss head to be cut whose number of rows is open."""
+    """Whether there may be a loss head to be cut whose number of rows is open."""
     returned = {base(node) for node in joint.outputs}
     for node in joint.graph.nodes:
         over_vocabulary = operator_of(node.target) in _LOSSES
-        if not over_vocabulary and not is_call(node, aten.nll_loss_forward.default):
+        if not over_vocabulary and not is_call(node, *_UNSHARDED_LOSSES):
             continue
         logits = node.args[0]
         placement = logits.meta.get("placement")
         if placement is not None and placement.is_sharded and placement.dim == 0:
             continue  # rows of ranks are not cut, and leave sizes open
         num_rows, classes = math.prod(shape_of(logits)[:-1]), shape_of(logits)[-1]
-        is_long = counts is not None or example_number(num_rows) >= 2 * LEAST_ROWS
+        # The comparison is recorded: a longer call gets a program of its own, maybe in chunks.
+        is_long = counts is not None or num_rows >= 2 * LEAST_ROWS
         # Returned logits stay whole, and leave sizes open.
         wide = [x for x in ancestors([logits]) & returned if shape_of(x)[-1:] == (classes,)]
         if is_open(num_rows) and is_long and not wide:

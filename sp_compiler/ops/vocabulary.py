@@ -168,7 +168,8 @@ def _type_embedding_backward(args: Arguments, world_size: int) -> Sequence[Typin
     return [((R, R), (S(0),))]
 
 
-def _fake_losses(logits: Tensor, target: Tensor, *rest: int) -> tuple[Tensor, Tensor]:
+def fake_losses(logits: Tensor, target: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """The loss and the logsumexp of each row."""
     return logits.new_empty(target.shape), logits.new_empty(target.shape)
 
 
@@ -178,7 +179,8 @@ def scratch_of_losses(args: Arguments, result: Any) -> int:
     return int(logits.numel() * logits.element_size())
 
 
-def _fake_logits(grad: Tensor, logits: Tensor, *rest: Any) -> Tensor:
+def fake_logits(grad: Tensor, logits: Tensor, *rest: Any) -> Tensor:
+    """The gradient of the logits."""
     return torch.empty_like(logits)
 
 
@@ -236,7 +238,7 @@ VOCAB_NLL = register(
         schema="(Tensor logits, Tensor target, SymInt ignore_index, SymInt classes, "
         "SymInt world_size) -> (Tensor, Tensor)",
         kernel=vocab_nll,
-        fake=_fake_losses,
+        fake=fake_losses,
         typings=_type_nll,
         gradient=Gradient(_save_logits, _backward_of_nll),
         result_names=("nll", "logsumexp"),
@@ -251,7 +253,7 @@ VOCAB_NLL_BACKWARD = register(
         schema="(Tensor grad, Tensor logits, Tensor target, Tensor logsumexp, SymInt ignore_index, "
         "SymInt classes, SymInt world_size) -> Tensor",
         kernel=vocab_nll_backward,
-        fake=_fake_logits,
+        fake=fake_logits,
         typings=_type_nll_backward,
         dims="n,nv,n,n->nv",
     )

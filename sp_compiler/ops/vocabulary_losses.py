@@ -12,6 +12,8 @@ from sp_compiler.base.placement import I, R, S
 from sp_compiler.ops.communicator import Communicator
 from sp_compiler.ops.registry import Arguments, Collective, Gradient, Operator, Typing, register
 from sp_compiler.ops.vocabulary import (
+    fake_logits,
+    fake_losses,
     local_ids,
     log_total,
     padding_columns,
@@ -115,14 +117,6 @@ def vocab_logsumexp_backward(
 # What a graph knows of them.
 
 
-def _fake_losses(logits: Tensor, target: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return logits.new_empty(target.shape), logits.new_empty(target.shape)
-
-
-def _fake_logits(grad: Tensor, logits: Tensor, *rest: Any) -> Tensor:
-    return torch.empty_like(logits)
-
-
 def _save_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     logits, target, weight, ctx.ignore_index, *ctx.rest = inputs
     ctx.mark_non_differentiable(output[1])
@@ -186,7 +180,7 @@ VOCAB_SMOOTHED_NLL = register(
         schema="(Tensor logits, Tensor target, Tensor weight, SymInt ignore_index, "
         "SymInt classes, float smoothing, SymInt world_size) -> (Tensor, Tensor)",
         kernel=vocab_smoothed_nll,
-        fake=_fake_losses,
+        fake=fake_losses,
         typings=_type_losses,
         gradient=Gradient(_save_rows, _backward_of_losses),
         result_names=("nll", "logsumexp"),
@@ -201,7 +195,7 @@ VOCAB_SMOOTHED_NLL_BACKWARD = register(
         schema="(Tensor grad, Tensor logits, Tensor target, Tensor weight, Tensor logsumexp, "
         "SymInt classes, float smoothing, SymInt world_size) -> Tensor",
         kernel=vocab_smoothed_nll_backward,
-        fake=_fake_logits,
+        fake=fake_logits,
         typings=_type_losses_backward,
         dims="n,nv,n,w,n->nv",
     )
@@ -225,7 +219,7 @@ VOCAB_LOGSUMEXP_BACKWARD = register(
         schema="(Tensor grad, Tensor logits, Tensor logsumexp, SymInt classes, "
         "SymInt world_size) -> Tensor",
         kernel=vocab_logsumexp_backward,
-        fake=_fake_logits,
+        fake=fake_logits,
         typings=_type_logsumexp_backward,
         dims="...,...v,...->...v",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -403,6 +404,31 @@ def test_one_device_does_not_leave_the_rows_of_a_head_open() -> None:
     with pytest.warns(UserWarning, match="needs to know their number"):
         program = build(Model(61, True), (ids,), {}, options, open_dims=True)
     assert program.program.sizes is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("inner", "options", "falls_back"),
+    [
+        (64, {}, True),
+        (4096, {}, False),  # beside which the logits are small
+        (64, {"recompute": "none"}, False),
+        (64, {"loss_chunks": 1}, False),
+    ],
+)
+def test_sizes_stay_open_where_nothing_is_cut(
+    inner: int, options: dict[str, Any], falls_back: bool
+) -> None:
+    model = Model(64, tied=False)
+    model.up, model.down = nn.Linear(16, inner), nn.Linear(inner, 16)
+    module = sp_compiler.compile(model, tp=1, **options)
+    for length in (5, 7, 9):  # too short for chunks
+        module(_inputs(64, length))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for length in (1300, 1200):
+            module(_inputs(64, length))
+    assert any("every size" in str(each.message) for each in caught) == falls_back
 
 
 def _train() -> list[Tensor]:

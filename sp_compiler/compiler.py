@@ -37,7 +37,6 @@ from sp_compiler.base.warn import warn
 from sp_compiler.check import check_forward, check_partitioned
 from sp_compiler.codegen.backends import LoadedProgram, compile_regions
 from sp_compiler.codegen.module_text import CompiledRegion
-from sp_compiler.cost.step_memory import backward_room_bytes
 from sp_compiler.ir.captured import Captured
 from sp_compiler.ir.compiled_program import CompiledProgram, LossBackward
 from sp_compiler.ir.concretize import Concretizer, concretized
@@ -52,11 +51,12 @@ from sp_compiler.pass_manager.runner import PassRunner
 from sp_compiler.pass_manager.user_pass import run_user_pass
 from sp_compiler.passes.chunks.chunk import OpenRowsError, chunk
 from sp_compiler.passes.memory.budget import candidates_of, tag_under_budget
+from sp_compiler.passes.memory.overlap_room import overlap_room_bytes
 from sp_compiler.passes.memory.partition import partition
 from sp_compiler.passes.memory.split_backward import split_backward
 from sp_compiler.passes.memory.split_options import split_options
 from sp_compiler.passes.memory.tag import POLICIES
-from sp_compiler.passes.memory.tag_program import TaggedProgram, tag_program
+from sp_compiler.passes.memory.tag_program import tag_program
 from sp_compiler.passes.normalize import normalize
 from sp_compiler.passes.outline import outline
 from sp_compiler.passes.overlap import overlap_backward
@@ -322,7 +322,7 @@ class Compilation:
             if options.split_backward:
                 needs = split[name], region.input_kinds
                 split[name] = run(Pass.SPLIT_BACKWARD, split_backward, *needs, region=name)
-        room_bytes = _room_bytes(tagged, split, options)
+        room_bytes = overlap_room_bytes(tagged, split, options)
         regions: list[CompiledRegion] = []
         for region in tagged.program.regions:
             name, origin = region.name, tagged.origins[region.name]
@@ -373,29 +373,6 @@ def compile_program(
 ) -> CompiledProgram:
     """Everything after outlining, for one memory setting; see :class:`Compilation`."""
     return Compilation(program, options, fixed=fixed, checked=checked).finish(options)
-
-
-def _room_bytes(
-    tagged: TaggedProgram, split: Mapping[str, Partitioned], options: CompileOptions
-) -> dict[str, int]:
-    """Bytes that each region's backward may take for overlap, where it may take more than without.
-
-    In a pipeline none may: what exists around a call depends on the schedule of the microbatches.
-    """
-    if options.tables_apart or not options.overlap or options.tp == 1:
-        return {}
-    example = Concretizer(tagged.program.sizes)
-    differentiable = {
-        name: tuple(output in joint.tangent_outputs for output in range(joint.num_outputs))
-        for name, joint in tagged.joints.items()
-    }
-    return backward_room_bytes(
-        example.program(tagged.program),
-        {name: example.partitioned(parts) for name, parts in split.items()},
-        differentiable,
-        options.tp,
-        options.budget_bytes or 0,
-    )
 
 
 def _loss_backwards(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,16 +10,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-import sp_compiler
 from sp_compiler.base.pass_report import Pass, PassReport, reporting
-from sp_compiler.compiler import build
 from sp_compiler.ir.text import render
 from sp_compiler.ops.communicator import Communicator, running_on
-from sp_compiler.options import CompileOptions
 from sp_compiler.passes.chunks.chunk import chunk
 from sp_compiler.passes.simplify import simplify
 from sp_compiler.trace.joint import JointGraph, trace_joint
-from tests.helpers.ranks import run_on_ranks
 from tests.helpers.regions import region_of
 
 _sp = torch.ops.sp_compiler
@@ -274,179 +268,3 @@ def test_a_product_that_narrows_is_no_head() -> None:
     joint = joint_of(lambda x, y: x.logsumexp(-1), wide=H)
     assert chunk(joint, 1, (2,)) == [joint]
     assert chunk(joint, 1, None) == [joint]
-
-
-class Model(nn.Module):
-    """Shifted labels, as in transformers; a head with a bias, ``tied`` to the embedding."""
-
-    def __init__(self, classes: int, tied: bool, width: int = 16) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(classes, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.head = nn.Linear(width, classes)
-        if tied:
-            self.head.weight = self.tokens.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids)
-        x = x + self.down(F.gelu(self.up(x)))
-        logits = torch.tanh(self.head(x) / 2).float()[:, :-1] * 2
-        return self.loss(logits, ids[:, 1:])
-
-    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=3)
-
-
-class Picked(Model):
-    """A loss written by hand."""
-
-    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        picked = logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-        mask = labels != 3
-        return -(picked * mask).sum() / mask.sum()
-
-
-def _inputs(classes: int, length: int = 9) -> Tensor:
-    return torch.randint(classes, (2, length), generator=torch.Generator().manual_seed(2))
-
-
-@pytest.mark.parametrize(
-    ("kind", "tp", "tied", "recompute"),
-    [
-        (Model, 2, True, "selective"),
-        *(
-            pytest.param(kind, tp, tied, recompute, marks=pytest.mark.slow)
-            for kind, tp, tied, recompute in (
-                (Model, 1, True, "none"),
-                (Model, 4, False, "full"),
-                (Model, 4, True, "none"),
-                (Picked, 1, True, "selective"),
-                (Picked, 2, False, "selective"),
-            )
-        ),
-    ],
-)
-def test_proven_on_simulated_ranks(kind: type[Model], tp: int, tied: bool, recompute: str) -> None:
-    ids = _inputs(509)  # classes that do not divide; of fewer the product would be row-parallel
-    model = kind(509, tied).double()
-    options: Any = {"tp": tp, "recompute": recompute, "loss_chunks": 3}
-    report = sp_compiler.verify(model, ((ids,), {}), **options)
-    assert report.ok, report
-    assert report.worst < 1e-10
-
-
-@pytest.mark.parametrize("num_ignored", [1, 5, 8])
-def test_on_one_device(num_ignored: int) -> None:
-    """With no label at all in some chunks of four rows, and in all: NaN, as in eager."""
-    model, ids = Model(61, tied=True).double(), _inputs(61)[:1]
-    ids[:, 1 : 1 + num_ignored] = 3
-    module = sp_compiler.compile(copy.deepcopy(model), tp=1, loss_chunks=2)
-    losses = [each(ids) for each in (module, model)]
-    torch.testing.assert_close(*losses, rtol=1e-6, atol=0, equal_nan=True)
-    for loss in losses:
-        loss.backward(torch.tensor(2.5))
-    for got, expected in zip(module.parameters(), model.parameters(), strict=True):
-        assert got.grad is not None
-        # The model casts its logits to float32.
-        torch.testing.assert_close(got.grad, expected.grad, rtol=1e-5, atol=1e-8)
-
-
-def test_the_plan_chooses_chunks_by_the_peak_on_one_device() -> None:
-    ids = torch.zeros(2, 2049, dtype=torch.int64, device="meta")
-    one, auto = (
-        sp_compiler.plan(Model(4096, True).to("meta"), ((ids,), {}), tp=1, loss_chunks=count)
-        for count in (1, "auto")
-    )
-    assert auto.activation_peak_bytes < one.activation_peak_bytes / 2
-    assert auto.work.hardware_flops - one.work.hardware_flops == 2 * 2 * 2048 * 16 * 4096
-
-
-def test_the_plan_chooses_chunks_by_the_peak() -> None:
-    model, ids = (
-        Model(4096, True).to("meta"),
-        torch.zeros(2, 2049, dtype=torch.int64, device="meta"),
-    )
-    one, auto = (
-        sp_compiler.plan(model, ((ids,), {}), tp=2, loss_chunks=count) for count in (1, "auto")
-    )
-    # Of 4096 rows: four chunks of the least size.
-    assert {each.name: each.kinds for each in auto.passes}["chunk"] == {
-        "in 2 chunks": 1,
-        "in 4 chunks": 1,
-    }
-    assert auto.activation_peak_bytes < one.activation_peak_bytes / 2
-    # The product that is run twice.
-    assert auto.work.hardware_flops - one.work.hardware_flops == 2 * 2 * 2048 * 16 * 2048
-    assert auto.work.model_flops == one.work.model_flops
-
-
-@pytest.mark.slow
-def test_a_budget_chooses_chunks() -> None:
-    model, ids = (
-        Model(4096, True).to("meta"),
-        torch.zeros(2, 2049, dtype=torch.int64, device="meta"),
-    )
-    peak = sp_compiler.plan(model, ((ids,), {}), tp=2, loss_chunks=1).activation_peak_bytes
-    options: Any = {"recompute": "auto", "memory_budget": peak // 2}
-    assert sp_compiler.plan(model, ((ids,), {}), tp=2, **options).activation_peak_bytes <= peak // 2
-    with pytest.raises(sp_compiler.ArgumentError, match="memory_budget"):
-        sp_compiler.plan(model, ((ids,), {}), tp=2, loss_chunks=1, **options)
-
-
-@pytest.mark.parametrize("value", [0, True, "many"])
-def test_a_wrong_number_of_chunks_is_refused(value: Any) -> None:
-    with pytest.raises(sp_compiler.ArgumentError, match=r'loss_chunks=.*positive int or "auto"'):
-        sp_compiler.plan(nn.Linear(2, 2), ((torch.zeros(1, 2),), {}), tp=1, loss_chunks=value)
-
-
-def test_one_device_does_not_leave_the_rows_of_a_head_open() -> None:
-    ids, options = _inputs(61), CompileOptions(tp=1, loss_chunks=3)
-    with pytest.warns(UserWarning, match="needs to know their number"):
-        program = build(Model(61, True), (ids,), {}, options, open_dims=True)
-    assert program.program.sizes is None
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("inner", "options", "falls_back"),
-    [
-        (64, {}, True),
-        (4096, {}, False),  # beside which the logits are small
-        (64, {"recompute": "none"}, False),
-        (64, {"loss_chunks": 1}, False),
-    ],
-)
-def test_sizes_stay_open_where_nothing_is_cut(
-    inner: int, options: dict[str, Any], falls_back: bool
-) -> None:
-    model = Model(64, tied=False)
-    model.up, model.down = nn.Linear(16, inner), nn.Linear(inner, 16)
-    module = sp_compiler.compile(model, tp=1, **options)
-    for length in (5, 7, 9):  # too short for chunks
-        module(_inputs(64, length))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for length in (1300, 1200):
-            module(_inputs(64, length))
-    assert any("every size" in str(each.message) for each in caught) == falls_back
-
-
-def _train() -> list[Tensor]:
-    ids, results = _inputs(512), []
-    for chunks in (1, 3):
-        torch.manual_seed(5)
-        module = sp_compiler.compile(Model(512, True).double(), tp=2, loss_chunks=chunks)
-        for length in (9, 7, 8):  # the second size on, sizes are open
-            loss = module(ids[:, :length])
-            loss.backward()
-        results += [loss.detach(), *(p.grad.full_tensor() for p in module.parameters())]
-    return results
-
-
-@pytest.mark.slow
-def test_on_two_ranks() -> None:
-    for results in run_on_ranks(2, _train):
-        half = len(results) // 2
-        for got, expected in zip(results[half:], results[:half], strict=True):
-            # The model casts its logits to float32.
-            torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-8)

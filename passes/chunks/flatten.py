@@ -23,6 +23,7 @@ from torch.fx.node import map_arg
 from sp_compiler.base.pass_report import Pass
 from sp_compiler.ir.fx import arguments, is_call, placements_of, shape_of, tensor_operands
 from sp_compiler.ir.rewriting import copy_call, fake_value, make_like
+from sp_compiler.ir.symbolic import is_open
 from sp_compiler.passes.chunks.row_rules import factors_of
 from sp_compiler.passes.normalize.negative_dims import make_negative
 from sp_compiler.passes.simplify import simplify
@@ -61,7 +62,10 @@ def _rows_of(node: Node) -> tuple[int, ...] | None:
     if node.target not in _VIEWS:
         return None
     rows, shape = shape_of(node.args[0]), shape_of(node)
-    return rows if len(rows) == 2 < len(shape) and rows[-1] == shape[-1] else None
+    # Open sizes, which cannot be looked up, are of other values than those to be cut.
+    if len(rows) != 2 or len(shape) < 3 or any(map(is_open, rows)):
+        return None
+    return rows if rows[-1] == shape[-1] else None
 
 
 def _sums_tokens(node: Node) -> bool:

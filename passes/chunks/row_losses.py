@@ -29,7 +29,9 @@ _MEAN, _NONE = 1, 0  # of torch's enumeration of reductions; 2 is the sum
 def losses_by_row(graph: Graph) -> None:
     """Rewrite every loss of ``graph`` that is a mean or a sum of its rows."""
     for node in calls(graph, _aten.nll_loss_forward.default):
-        if arguments(node)["reduction"] != _NONE:
+        bound = arguments(node)
+        # The loss of one token, without a dim of rows, is no sum.
+        if bound["reduction"] != _NONE and bound["self"].meta["val"].dim() == 2:
             _by_row(graph, node)
 
 

@@ -201,7 +201,8 @@ def test_a_budget_that_is_too_small_says_what_would_do() -> None:
 
 
 def test_stages_and_code_of_a_block_that_is_split_in_several_ways() -> None:
-    program = _program("plain", 1, _budgets("plain", 1, 3)[1])
+    # Half way all blocks do alike; a quarter of the way one of them must recompute more.
+    program = _program("plain", 1, _budgets("plain", 1, 5)[1])
     names = [call.region.name for call in program.program.calls]
     assert len(set(names)) == len(program.program.regions) > 3, "all blocks are split alike"
     for name in names:

@@ -51,7 +51,7 @@ from sp_compiler.ir.fx import (
 )
 from sp_compiler.ir.op_traits import base
 from sp_compiler.ir.rewriting import fake_value, make_like
-from sp_compiler.ir.symbolic import example_number, is_open
+from sp_compiler.ir.symbolic import is_open
 from sp_compiler.ops.accumulate import ADD_PRODUCT, WRITE_ROWS
 from sp_compiler.ops.registry import operator_of
 from sp_compiler.ops.vocabulary import VOCAB_NLL
@@ -96,20 +96,27 @@ def chunk(joint: JointGraph, world_size: int, counts: Sequence[int] | None) -> l
         raise OpenRowsError(
             "a loss head in chunks of rows needs to know their number; loss_chunks=1 leaves it open"
         )
-    rows = joint.copy()
-    backward = rows.backward_nodes()
-    products = [node for node in rows.graph.nodes if node not in backward and widens(node)]
-    if any(is_open(shape_of(product)[0]) for product in products):
+    num_rows = [shape_of(product)[0] for product in _products(joint)]
+    # Looked at first: most blocks are not long enough, and to find chains takes a copy.
+    least_rows = 2 * LEAST_ROWS if counts is None else 1
+    if any(map(is_open, num_rows)) or max(num_rows, default=0) < least_rows:
         return [joint]
+    rows = joint.copy()
+    products = _products(rows)
     flatten_rows(rows.graph, products)
     losses_by_row(rows.graph)
-    found = chains(rows)
-    num_rows = max((example_number(shape_of(each.product)[0]) for each in found), default=0)
-    most = min(MOST_CHUNKS, num_rows // LEAST_ROWS)
+    longest = max((shape_of(each.product)[0] for each in chains(rows)), default=0)
+    most = min(MOST_CHUNKS, longest // LEAST_ROWS)
     for count in counts or [2**power for power in range(1, most.bit_length())]:
-        if num_rows:
-            ways.append(_in_chunks(rows, min(count, num_rows), world_size))
+        if longest:
+            ways.append(_in_chunks(rows, min(count, longest), world_size))
     return ways or [joint]
+
+
+def _products(joint: JointGraph) -> list[Node]:
+    """Products of the forward that make longer rows than they are made of."""
+    backward = joint.backward_nodes()
+    return [node for node in joint.graph.nodes if node not in backward and widens(node)]
 
 
 def _has_open_rows(joint: JointGraph, counts: Sequence[int] | None) -> bool:

@@ -76,6 +76,7 @@ def test_hooks_of_layers_see_no_sizes() -> None:
     assert seen[0] == seen[1]
 
 
+@pytest.mark.slow
 def test_the_first_size_keeps_its_own_program() -> None:
     module = users.compiled(example_inputs=((users.batch(4, 6),), {}))
     assert module._sp_state.latest.program.sizes is None

@@ -24,7 +24,8 @@ from tests.helpers import parity
 from tests.helpers.ranks import run_on_ranks
 from tests.models import architectures, zoo
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+# Fast tests on real ranks are in ``test_two_ranks``.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
 _FAST = ("gpt2",)
 _OTHERS = tuple(name for name in zoo.names() if name not in _FAST)
@@ -207,14 +208,12 @@ def test_models(name: str, ranks: list[dict[str, Any]]) -> None:
     _check_model(name, [result["models"] for result in ranks])
 
 
-@pytest.mark.slow
 def test_other_models() -> None:
     results = run_on_ranks(2, _models, _OTHERS)
     for name in _OTHERS:
         _check_model(name, results)
 
 
-@pytest.mark.slow
 def test_architectures() -> None:
     """A dozen that have little in common."""
     results = run_on_ranks(2, _architectures, _ARCHITECTURES)
@@ -222,7 +221,6 @@ def test_architectures() -> None:
         _check(architectures.case(name, _DIVIDING), [result[name] for result in results])
 
 
-@pytest.mark.slow
 def test_four_ranks() -> None:
     """llama's two key and value heads are fewer than ranks."""
     names = ("gpt2", "llama")

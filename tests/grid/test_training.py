@@ -51,6 +51,7 @@ def _gpt2_with_dropout(axes: dict[str, int], steps: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_gpt2_with_dropout_and_accumulation_on_two_by_two() -> None:
     """Tied, a vocabulary that nothing divides, a fused weight; and what it sends."""
     for result in run_on_ranks(4, _gpt2_with_dropout, {"dp_shard": 2, "tp": 2}, 3):

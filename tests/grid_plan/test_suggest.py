@@ -47,6 +47,7 @@ def _every_plan(model: Any, inputs: Any) -> dict[GridSizes, list[GridPlan]]:
     return plans
 
 
+@pytest.mark.slow
 def test_the_best_of_each_grid_is_found_and_those_that_do_not_fit_are_left_out() -> None:
     model, inputs = zoo.build("gpt2", layers=4), zoo.inputs("gpt2")
     every = _every_plan(model, inputs)

@@ -41,7 +41,11 @@ def _compiled(name: str, **fields: Any) -> tuple[nn.Module, CompiledProgram]:
 
 @pytest.mark.parametrize(
     ("name", "ends", "sent"),
-    [("gpt2", [2, 3, 4], [1, 1, 0]), ("llama", [1, 2, 4], [1, 1, 0]), ("t5", [2, 5, 7], [3, 2, 0])],
+    [
+        ("gpt2", [2, 3, 4], [1, 1, 0]),
+        ("llama", [1, 2, 4], [1, 1, 0]),
+        pytest.param("t5", [2, 5, 7], [3, 2, 0], marks=pytest.mark.slow),
+    ],
 )
 def test_stages_one_after_the_other_are_the_model(
     name: str, ends: list[int], sent: list[int]

@@ -324,7 +324,7 @@ _VARIANTS = ("gpt2_logits", "llama_logits", "plain_logits", "encoder_seqfirst", 
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow if name in ("t5", *_VARIANTS) else ())
+        pytest.param(name, marks=() if name in ("plain", "gpt2", "llama") else pytest.mark.slow)
         for name in zoo.names()
     ],
 )

@@ -317,10 +317,6 @@ def test_a_batch_of_one_is_a_batch() -> None:
     assert formula.value(formula.blocks["Block"], b=2) == other.block("Block").kept_bytes
 
 
-# They differ from others of the zoo by their loss, the order of their norms or a mask.
-_VARIANTS = ("gpt2_logits", "llama_logits", "plain_logits", "encoder_seqfirst", "encoder_causal")
-
-
 @pytest.mark.parametrize(
     "name",
     [

@@ -23,7 +23,7 @@ from sp_compiler.base.units import UNITS, bytes_text
 from sp_compiler.cost.budget_problem import budget_problem
 from sp_compiler.ir.program import Call, Program, Ref, Region
 from sp_compiler.ir.rewriting import copy_graph
-from sp_compiler.passes.memory.candidates import Candidate, candidates, differentiable
+from sp_compiler.passes.memory.candidates import Candidate, candidates
 from sp_compiler.passes.memory.partition import SplitOptions
 from sp_compiler.passes.memory.tag import write_tags
 from sp_compiler.passes.memory.tag_program import TaggedProgram
@@ -83,7 +83,8 @@ def tag_under_budget(
     Raises:
         ArgumentError: the budget is too small; the message has the least that would do.
     """
-    calls = budget_problem(program, ways, differentiable(ways), world_size)
+    differentiable = {name: each[0].joint.differentiable for name, each in ways.items()}
+    calls = budget_problem(program, ways, differentiable, world_size)
     picks = cheapest(calls, budget_bytes)
     if picks is None:
         raise ArgumentError(_too_small(program, calls, budget_bytes))

@@ -7,7 +7,7 @@ partitioner and measured as cut.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -101,15 +101,6 @@ def measured(
         time_us += elapsed_us(graph, world_size, hardware)
         peak_bytes = backward_peak_bytes(graph, options.own_parameters)
     return Candidate(joint, tags, parts, time_us, function_peak_bytes(parts.forward), peak_bytes)
-
-
-def differentiable(ways: Mapping[str, Sequence[Candidate]]) -> dict[str, tuple[bool, ...]]:
-    """By region name, for each output whether a gradient flows through it."""
-    joints = {name: each[0].joint for name, each in ways.items()}
-    return {
-        name: tuple(output in joint.tangent_outputs for output in range(joint.num_outputs))
-        for name, joint in joints.items()
-    }
 
 
 def _solved(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from sp_compiler.cost.budget_problem import budget_problem
 from sp_compiler.ir.program import Program
-from sp_compiler.passes.memory.candidates import differentiable, measured
+from sp_compiler.passes.memory.candidates import measured
 from sp_compiler.passes.memory.partition import SplitOptions
 from sp_compiler.passes.memory.tag import tags_of
 from sp_compiler.solve.memory_budget import peak_bytes
@@ -38,7 +38,8 @@ def fewest_chunks(
             name: [measured(joint, tags_of(joint), world_size, options[name]) for joint in each]
             for name, each in joints.items()
         }
-        calls = budget_problem(program, ways, differentiable(ways), world_size)
+        differentiable = {name: each[0].differentiable for name, each in joints.items()}
+        calls = budget_problem(program, ways, differentiable, world_size)
         for name, each in ways.items():
             peaks = [
                 peak_bytes(calls, [(chosen | {name: way})[c.region.name] for c in program.calls])

@@ -21,14 +21,10 @@ def overlap_room_bytes(
     if options.tables_apart or not options.overlap or options.tp == 1:
         return {}
     example = Concretizer(tagged.program.sizes)
-    differentiable = {
-        name: tuple(output in joint.tangent_outputs for output in range(joint.num_outputs))
-        for name, joint in tagged.joints.items()
-    }
     return backward_room_bytes(
         example.program(tagged.program),
         {name: example.partitioned(parts) for name, parts in split.items()},
-        differentiable,
+        {name: joint.differentiable for name, joint in tagged.joints.items()},
         options.tp,
-        options.budget_bytes or 0,
+        options.budget_bytes,
     )

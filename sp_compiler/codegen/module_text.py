@@ -110,8 +110,7 @@ class CompiledRegion(SplitRegion):
     @property
     def differentiable(self) -> tuple[bool, ...]:
         """For each output whether ``backward`` takes a tangent for it."""
-        outputs = range(self.joint.num_outputs)
-        return tuple(index in self.joint.tangent_outputs for index in outputs)
+        return self.joint.differentiable
 
 
 def printed_regions(compiled: CompiledProgram) -> dict[str, CompiledRegion]:

@@ -119,20 +119,21 @@ def backward_room_bytes(
     partitioned: Mapping[str, Partitioned],
     differentiable: Mapping[str, Sequence[bool]],
     world_size: int,
-    budget_bytes: int = 0,
+    budget_bytes: int | None = None,
 ) -> dict[str, int]:
     """Return what each region's backward may take at its peak, by name, with which the step fits.
 
-    The step fits its own peak, or ``budget_bytes`` where that is more: often the peak is where the
-    loss is computed, and the blocks' backwards may take more than they do. The region's function
-    serves all its calls, so the one counts around which most exists.
+    The step fits ``budget_bytes``, or its own peak where there is no budget: often the peak is
+    where the loss is computed, and the blocks' backwards may take more than they do. The region's
+    function serves all its calls, so the one counts around which most exists.
 
     Args:
         budget_bytes: for the activations of a step.
         program: as of :func:`memory_of_split`, like the arguments between.
     """
     memory = memory_of_split(program, partitioned, differentiable, world_size)
-    most_bytes = max(memory.peak_bytes, budget_bytes)
+    # Not the larger of both: a budget may count on an order that lies below the peak of this one.
+    most_bytes = memory.peak_bytes if budget_bytes is None else budget_bytes
     room_bytes: dict[str, int] = {}
     for moment in memory.timeline:
         if moment.phase == "backward":

@@ -86,6 +86,11 @@ class JointGraph:
         """One per input, None where no gradient flows."""
         return list(self._results[self.num_outputs :])
 
+    @property
+    def differentiable(self) -> tuple[bool, ...]:
+        """For each output whether a gradient flows through it."""
+        return tuple(index in self.tangent_outputs for index in range(self.num_outputs))
+
     def copy(self) -> JointGraph:
         """Return a joint graph with nodes of its own, whose ``meta`` can be changed."""
         return replace(self, graph=copy_graph(self.graph))

@@ -23,7 +23,7 @@ from sp_compiler.grid.data_parallel import (
 from sp_compiler.grid_plan.build import grid_plan
 from sp_compiler.grid_plan.chain import Chain
 from sp_compiler.grid_plan.data import GridPlan
-from sp_compiler.grid_plan.options import GPUS_PER_NODE, GridOptions
+from sp_compiler.grid_plan.options import GPUS_PER_NODE, GridOptions, refuse_without_grid
 from sp_compiler.grid_plan.sizes import GridSizes, Mesh
 from sp_compiler.grid_plan.stage_plan import STATE_BYTES
 from sp_compiler.ir.compiled_program import CompiledProgram
@@ -232,12 +232,7 @@ def pipeline(  # noqa: PLR0913 - all by keyword, each described below
         tables_apart=True,
         split_backward=plan.delays_weights,
     )
-    # Inductor compiles a backward as one function, of which no part can wait.
-    if plan.delays_weights and checked.backend != "eager":
-        raise UnsupportedError(
-            f'schedule={schedule!r} takes backend="eager" in this version: others make no function '
-            "of gradients of weights alone"
-        )
+    plan.check_backend(checked.backend)
     wishes_of(checked.hints, parameters_of(model))
     builder = _Builder(checked, FallbackCheck(checked, group.rank), verify=False)
     texts = {**checked.texts(), "initial_weights": initial_weights}
@@ -364,20 +359,23 @@ def plan(  # noqa: PLR0913 - all by keyword, each described below
             f"mesh={mesh!r} with tp={tp!r}, microbatches={microbatches!r}: a grid takes "
             "microbatches=, and its size of tp from mesh"
         )
-    # Refused, not ignored: a number that has no effect was meant to have one.
-    if mesh is None and microbatches is not None:
-        raise ArgumentError(
-            f'microbatches={microbatches!r} without mesh=: give sizes by axis, such as "8x4x2"'
-        )
+    of_grid: Any = {
+        "microbatches": microbatches,
+        "schedule": schedule,
+        "stages_per_rank": stages_per_rank,
+        "bytes_per_parameter": bytes_per_parameter,
+        "gpus_per_node": gpus_per_node,
+    }
+    if mesh is None:
+        refuse_without_grid(**of_grid)
     args, kwargs = checked_inputs(model, example_inputs)
     # 8 ranks: what a machine usually has, between which links are fast.
     grid = GridSizes(8 if tp is None else tp) if mesh is None else GridSizes.of(mesh)
     checked = CompileOptions.of(grid.tp, options)
     on_grid = None
     if microbatches is not None:  # raises before the model is captured
-        on_grid = GridOptions(
-            grid, microbatches, schedule, stages_per_rank, bytes_per_parameter, gpus_per_node
-        )
+        on_grid = GridOptions(grid, **of_grid)
+        on_grid.stages()[0].check_backend(checked.backend)
         checked = replace(
             checked,
             tables_apart=grid.pp > 1,

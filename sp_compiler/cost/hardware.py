@@ -25,7 +25,8 @@ _PROFILES = Path(__file__).parent / "profiles"
 
 @dataclass(frozen=True)
 class Link:
-    """A way of bytes out of a device: one collective over the interconnect, or copies to the host.
+    """A way of bytes out of a device: one collective over the interconnect, copies to the host, or
+    messages between nodes.
 
     Attributes:
         latency_us: fixed time of one transfer.
@@ -54,6 +55,7 @@ class Hardware:
         memory_gb_per_s: bandwidth of the device's memory.
         interconnect: "all_gather", "reduce_scatter" and "all_reduce" of the tensor-parallel group.
         host: copies to the host's memory or from it, one direction.
+        network: between nodes, this device's share of it in one direction.
 
     Raises:
         ArgumentError: a rate that is not positive, dtypes or collectives that are missing.
@@ -65,11 +67,13 @@ class Hardware:
     memory_gb_per_s: float
     interconnect: Mapping[str, Link]
     host: Link
+    network: Link
 
     def __post_init__(self) -> None:
         rates = {
             "memory_gb_per_s": self.memory_gb_per_s,
             "host.gb_per_s": self.host.gb_per_s,
+            "network.gb_per_s": self.network.gb_per_s,
             **{f"interconnect.{k}.gb_per_s": v.gb_per_s for k, v in self.interconnect.items()},
         }
         for name in ("peak_tflops", "achieved_tflops"):
@@ -90,7 +94,8 @@ class Hardware:
                 raise ArgumentError(
                     f"hardware {self.name!r}: {name}={rate!r}: expected a positive number"
                 )
-        for name, link in {**self.interconnect, "host": self.host}.items():
+        links = {**self.interconnect, "host": self.host, "network": self.network}
+        for name, link in links.items():
             if not (isinstance(link.latency_us, (int, float)) and link.latency_us >= 0):
                 raise ArgumentError(
                     f"hardware {self.name!r}: {name}.latency_us={link.latency_us!r}: expected a "
@@ -135,7 +140,8 @@ def _toml(hardware: Hardware) -> str:
     for kind, link in values["interconnect"].items():
         pairs = ", ".join(f"{key} = {json.dumps(value)}" for key, value in link.items())
         lines.append(f"{kind} = {{ {pairs} }}")
-    lines += ["", "[host]", *(f"{k} = {json.dumps(v)}" for k, v in values["host"].items())]
+    for table in ("host", "network"):
+        lines += ["", f"[{table}]", *(f"{k} = {json.dumps(v)}" for k, v in values[table].items())]
     return "\n".join(lines) + "\n"
 
 
@@ -174,6 +180,7 @@ def _read(path: Path) -> Hardware:
             values["memory"]["gb_per_s"],
             {kind: Link(**link) for kind, link in values["interconnect"].items()},
             Link(**values["host"]),
+            Link(**values["network"]),
         )
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)

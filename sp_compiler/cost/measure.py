@@ -52,7 +52,7 @@ def profile(
         group: whose collectives are measured, by all of its ranks together; by default the default
             group, if there is one. It must be able to send tensors of ``device``.
         interconnect: the profile that collectives are taken from where there are not several ranks
-            to measure them between.
+            to measure them between, and the network between nodes, which is not measured.
 
     Raises:
         ArgumentError: ``interconnect`` is no profile, or ``path`` is in no folder.
@@ -72,6 +72,8 @@ def profile(
         memory_gb_per_s=_copy(where, where).gb_per_s * 2,  # read and written
         interconnect=_collectives(where, group) or other.interconnect,
         host=_copy(where, torch.device("cpu")),
+        # A group of tensor-parallel ranks lies inside a node: nothing crosses the network here.
+        network=other.network,
     )
     if group is not None and group.size() > 1:
         # One profile for all: ranks that estimate differently would compile different programs.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
 
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.grid_plan.sizes import GridSizes
@@ -55,3 +56,20 @@ class GridOptions:
     def rank_of(self, stage: int) -> int:
         """Return the rank of the pipeline that runs ``stage``."""
         return self.stages()[0].rank_of(stage, self.grid.pp)
+
+
+def refuse_without_grid(**given: Any) -> None:
+    """Raise ``ArgumentError`` for arguments of a grid where there is none.
+
+    Args:
+        given: by name as of :class:`GridOptions`; those that are its defaults pass.
+    """
+    defaults = {each.name: each.default for each in fields(GridOptions)}
+    for name, value in given.items():
+        # What a grid has to be told (microbatches) is ``None`` without one.
+        default = None if defaults[name] is MISSING else defaults[name]
+        # Refused, not ignored: a number that has no effect was meant to have one.
+        if value != default:
+            raise ArgumentError(
+                f'{name}={value!r} without mesh=: give sizes by axis, such as "8x4x2"'
+            )

@@ -121,8 +121,7 @@ class Link:
 def link_of(grid: GridSizes, axis: str, gpus_per_node: int, hardware: Hardware) -> Link:
     """Return the slowest link between neighbours on ``axis``."""
     if grid.spans_nodes(axis, gpus_per_node):
-        # A DGX H100 has one ConnectX-7 port of 400 Gbit/s per GPU (NVIDIA DGX H100 data sheet);
-        # 10 us is usual for a small message through a switch.
-        return Link("network", 50e3, 10.0)
+        network = hardware.network
+        return Link("network", network.gb_per_s * 1e3, network.latency_us)
     latency_us = hardware.interconnect["all_gather"].latency_us
     return Link("node", hardware.link_bytes_per_us, latency_us)

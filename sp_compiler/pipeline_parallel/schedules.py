@@ -64,6 +64,15 @@ class Schedule:
         lap, place = divmod(stage, num_ranks)
         return num_ranks - 1 - place if self.is_v and lap % 2 else place
 
+    def check_backend(self, backend: str) -> None:
+        """Raise ``UnsupportedError`` where ``backend=`` cannot run this schedule."""
+        # Inductor compiles a backward as one function, of which no part can wait.
+        if self.delays_weights and backend != "eager":
+            raise UnsupportedError(
+                f'schedule={self.name!r} takes backend="eager" in this version: others make no '
+                "function of gradients of weights alone"
+            )
+
     def make(self, stages: Sequence[Any], microbatches: int, loss: Callable[..., Tensor]) -> Any:
         """Return torch's schedule of these stages of this rank."""
         # Gradients are not scaled behind the schedule: that would scale what the user accumulated

@@ -59,13 +59,15 @@ def test_what_is_no_profile(tmp_path: Path) -> None:
     link = Link(1.0, 1.0)
     links = dict.fromkeys(H100.interconnect, link)
     with pytest.raises(ArgumentError, match=r"memory_gb_per_s=nan: expected a positive"):
-        Hardware("x", rates, rates, float("nan"), links, link)
+        Hardware("x", rates, rates, float("nan"), links, link, link)
     with pytest.raises(ArgumentError, match=r"achieved_tflops has no bfloat16"):
-        Hardware("x", rates, {"float32": 1.0}, 1.0, links, link)
+        Hardware("x", rates, {"float32": 1.0}, 1.0, links, link, link)
     with pytest.raises(ArgumentError, match=r"host.latency_us=-1"):
-        Hardware("x", rates, rates, 1.0, links, Link(-1, 1.0))
+        Hardware("x", rates, rates, 1.0, links, Link(-1, 1.0), link)
+    with pytest.raises(ArgumentError, match=r"network.gb_per_s=0"):
+        Hardware("x", rates, rates, 1.0, links, link, Link(1.0, 0))
     with pytest.raises(ArgumentError, match=r"interconnect has all_gather; expected"):
-        Hardware("x", rates, rates, 1.0, {"all_gather": link}, link)
+        Hardware("x", rates, rates, 1.0, {"all_gather": link}, link, link)
 
 
 def test_ranks_with_different_measurements_differ() -> None:
@@ -108,5 +110,6 @@ def test_a_measurement_is_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert hardware_of(path) == measured
     assert measured.name.endswith("threads")
     assert measured.interconnect == hardware_of("a100").interconnect
+    assert measured.network == hardware_of("a100").network
     with pytest.raises(ArgumentError, match="there is no folder"):
         sp_compiler.profile(tmp_path / "none" / "here.toml")

@@ -91,7 +91,7 @@ def test_operators_take_their_time_on_the_device() -> None:
     link = sp_compiler.Link(0.0, 1.0)
     rates = {"float32": 2.0, "bfloat16": 4.0}
     links = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), link)
-    device = sp_compiler.Hardware("slow", rates, rates, 1.0, links, link)
+    device = sp_compiler.Hardware("slow", rates, rates, 1.0, links, link, link)
     linear, x = nn.Linear(64, 64, bias=False), torch.ones(64, 64)
     with sp_compiler.emulated_group(2, hardware=device) as clock:
         clock.reset()

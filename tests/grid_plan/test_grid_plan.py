@@ -10,7 +10,7 @@ import pytest
 
 from sp_compiler import GridPlan, Plan
 from sp_compiler.api import plan
-from sp_compiler.base.errors import ArgumentError
+from sp_compiler.base.errors import ArgumentError, UnsupportedError
 from sp_compiler.command_line.models import load
 from sp_compiler.cost.hardware import H100
 from sp_compiler.grid_plan.build import grid_plan
@@ -255,6 +255,12 @@ def test_arguments_that_do_not_fit_each_other(model_and_inputs: tuple[Any, Any])
         plan(*model_and_inputs, mesh="2x2")  # type: ignore[call-overload]
     with pytest.raises(ArgumentError, match="microbatches=4 without mesh="):
         plan(*model_and_inputs, microbatches=4)  # type: ignore[call-overload]
+    for name, value in (("schedule", "gpipe"), ("stages_per_rank", 2), ("gpus_per_node", 4)):
+        with pytest.raises(ArgumentError, match=f"{name}={value!r} without mesh="):
+            plan(*model_and_inputs, tp=2, **{name: value})  # type: ignore[call-overload]
+    late = {"schedule": "zero_bubble", "backend": "inductor"}
+    with pytest.raises(UnsupportedError, match="schedule='zero_bubble' takes backend=\"eager\""):
+        plan(*model_and_inputs, mesh="2x2", microbatches=4, **late)  # type: ignore[call-overload]
     with pytest.raises(ArgumentError, match="returns no loss"):
         plan(zoo.build("gpt2_logits"), ((), zoo.inputs("gpt2_logits")), mesh="1x2", microbatches=2)
 

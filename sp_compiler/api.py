@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from sp_compiler.base.errors import ArgumentError, UnsupportedError
 from sp_compiler.base.placement import Placement
 from sp_compiler.base.units import parse_bytes
-from sp_compiler.compiler import Kept, build
+from sp_compiler.compiler import KeptGraphs, build
 from sp_compiler.grid.data_parallel import (
     checked_options,
     checked_stage_options,
@@ -264,7 +264,7 @@ class _Builder:
         open_dims: bool,
     ) -> CompiledProgram:
         # A proof starts from what was captured, before any pass of ours.
-        keep: Kept = "unsharded" if self.verify else "stages"
+        keep: KeptGraphs = "unsharded" if self.verify else "stages"
         compiled = build(
             model, args, kwargs, self.options, fixed=fixed, open_dims=open_dims, keep=keep
         )

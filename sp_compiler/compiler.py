@@ -2,16 +2,22 @@
 
 ::
 
-    capture, normalize, the user's own, outline              one device, the full model
-    shard, check                                             one rank's part of it
-    joint, simplify, chunk, tag, partition, overlap, check, codegen   each distinct block
+    full model        export, normalize, user passes, outline     ``build``, ``to_program``
+    one rank's part   shard, check                                ``Compilation._run_passes``
+    each region       joint, simplify, chunk, tag, partition,
+                      (split_backward), overlap, check, codegen
 
-:func:`to_program` is the first line of these and ``Compilation._run_passes`` the others, a pass per
-line; the code around them captures the model, retries after a refused placement and keeps the
-graphs. For pipelines that delay gradients of weights, "split backward" comes after "partition".
+- outline: the graph as calls of distinct regions, equal layers sharing one;
+- shard: a placement for every value, and collectives between placements that differ;
+- check: placements derived again, by rules of its own;
+- joint: forward and backward of a region in one graph;
+- chunk: the loss head in chunks of rows, so that the logits of all rows never exist at once;
+- tag: save or recompute, per node; partition: cut the joint graph by the tags;
+- split_backward: gradients of weights apart, for pipelines; overlap: compute under collectives.
 
-Retries, user passes, reports and stages are handled by :mod:`sp_compiler.pass_manager`; besides it
-and ``verification`` this is the only module outside ``passes/`` that imports passes.
+The first call of a module comes here, and so does every later one whose shapes no program serves;
+``runtime.executor`` runs the result. :mod:`sp_compiler.pass_manager` runs the passes: it times each
+and keeps the graphs it leaves. Only it, ``verification`` and this module import passes.
 """
 
 from __future__ import annotations
@@ -67,8 +73,8 @@ from sp_compiler.planning.build import make_plan
 from sp_compiler.trace.export import capture
 from sp_compiler.trace.joint import JointGraph, trace_joint
 
-Kept = Literal["nothing", "stages", "unsharded"]
-"""What a compilation keeps of the graphs that it made, each with what stands before it."""
+KeptGraphs = Literal["nothing", "stages", "unsharded"]
+"""Graphs that a compilation keeps for people; each word includes those to its left."""
 
 
 def build(
@@ -80,7 +86,7 @@ def build(
     fixed: Mapping[str, Placement] | None = None,
     lift_casts: bool = False,
     open_dims: bool = False,
-    keep: Kept = "stages",
+    keep: KeptGraphs = "stages",
 ) -> CompiledProgram:
     """Capture and compile ``model`` for the shapes of its example inputs.
 
@@ -93,31 +99,31 @@ def build(
         lift_casts: keep a float64 model's casts to float32 in float64.
         open_dims: leave the sizes of the inputs open where that is possible, else warn. A memory
             budget is kept for each size by itself, so with one they are not left open.
-        keep: whether the result has ``stages``, and also the ``unsharded`` graphs, to compare
-            numbers with.
+        keep: whether the result has ``stages``, and also the ``unsharded`` graphs, for a proof to
+            compare with.
     """
     fixed = fixed or {}
     compile_with = partial(
         _build, model, args, kwargs, fixed=fixed, lift_casts=lift_casts, keep=keep
     )
-    # A budget splits blocks by bytes, which no open size tells.
+    # A budget is spent in bytes, which are unknown while a size is open.
     if not open_dims or options.budget_bytes is not None:
         return compile_with(options, open_dims=False)
-    whole_head = replace(options, loss_chunks=1)
-    may_cut = options.loss_chunks != "auto" or POLICIES[options.recompute].chunks_losses
+    unchunked = replace(options, loss_chunks=1)
+    may_chunk = options.loss_chunks != "auto" or POLICIES[options.recompute].chunks_losses
     try:
-        # Tried, not asked: what torch.export and its shape guards can leave open is known
-        # afterwards.
-        return compile_with(options if may_cut else whole_head, open_dims=True)
+        # What torch.export and its shape guards can leave open is known only after trying.
+        return compile_with(options if may_chunk else unchunked, open_dims=True)
     except Exception as error:  # of torch too: not all of it can do without sizes
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         asks_rows = isinstance(error, OpenRowsError)
     compiled = compile_with(options, open_dims=False)
     forwards = [each.partitioned.forward for each in compiled.regions.values()]
     if asks_rows and not any("chunk" in node.meta for graph in forwards for node in graph.nodes):
-        # Chunks that save little are not made, and only they need to know the sizes.
+        # Only chunks need to know the number of rows, and here they would save too little to be
+        # made.
         return build(
-            model, args, kwargs, whole_head,
+            model, args, kwargs, unchunked,
             fixed=fixed, lift_casts=lift_casts, open_dims=True, keep=keep,
         )  # fmt: skip
     warn(
@@ -135,28 +141,28 @@ def _build(
     fixed: Mapping[str, Placement],
     lift_casts: bool,
     open_dims: bool,
-    keep: Kept,
+    keep: KeptGraphs,
 ) -> CompiledProgram:
     log_as_asked()
     LOG.info("compiling %s for %d ranks", type(model).__name__, options.tp)
-    # Asked for at the start: a folder that cannot be written would be found out minutes later.
+    # At the start: that the folder cannot be written would otherwise show minutes later.
     folder = dump_folder()
     run = PassRunner(keep_graphs=keep != "nothing" or folder is not None)
     with _running_passes(open_dims):
         captured = run.once(
             Pass.EXPORT, capture, model, args, kwargs, lift_casts=lift_casts, open_dims=open_dims
         )
-        # Normalizing rewrites the capture in place; a proof begins with what it was before.
+        # Normalizing rewrites the capture in place; a proof starts from the graph before it.
         original = _copied(captured) if keep == "unsharded" else None
         program = to_program(captured, options, run)
         compiled = Compilation(program, options, fixed=fixed, run=run).finish(options)
         if program.sizes is not None:
             program.sizes.require_known()
         with without_autocast():
-            # Bytes and times are numbers, so those of the example's sizes.
+            # The plan gives numbers of bytes and seconds: those for the example's sizes.
             plan = make_plan(concretized(compiled), options, type(model).__name__)
         at_example = Concretizer(program.sizes).program(program)
-        # Bound now and solved when somebody asks: each way that it compares is one more solution.
+        # Solved only when somebody asks: every alternative that it compares costs a solution.
         explainer = partial(explain, at_example, options, dict(fixed), compiled.replicated)
         compiled.plan = replace(plan, explainer=explainer)
         compiled.unsharded = (original, program) if original is not None else None
@@ -165,76 +171,33 @@ def _build(
     return compiled
 
 
-@contextlib.contextmanager
-def _running_passes(open_dims: bool) -> Iterator[None]:
-    # With symbols, looking up results of operators takes longer than running them on fakes.
-    lookup = dynamo_config.fake_tensor_cache_enabled and not open_dims
-    cache_fakes = dynamo_config.patch(fake_tensor_cache_enabled=lookup)
-    with warnings.catch_warnings(), cache_fakes:
-        # FX would rather have nodes; passes would rather not.
-        warnings.filterwarnings("ignore", "Raw Sym", UserWarning)
-        yield
-
-
-def build_settings(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    settings: Sequence[CompileOptions],
-) -> list[CompiledProgram]:
-    """Compile ``model`` for each of ``settings``, which differ in ``tp`` and ``recompute`` alone.
-
-    It is captured once, which takes most of the time, and sharded once for each run of equal
-    ``tp``.
-    """
-    programs: list[CompiledProgram] = []
-    with _running_passes(open_dims=False):
-        program = to_program(capture(model, args, kwargs), settings[0])
-        for _, group in itertools.groupby(settings, key=lambda options: options.tp):
-            same_tp = list(group)
-            compilation = Compilation(program, same_tp[0])
-            for options in same_tp:
-                compiled = compilation.finish(options)
-                with without_autocast():
-                    compiled.plan = make_plan(compiled, options, type(model).__name__)
-                programs.append(compiled)
-    return programs
-
-
-def _copied(captured: Captured) -> Captured:
-    # Nodes alone are copied: the tensors that they name are what the model holds.
-    graph = copy_graph(captured.module.graph)
-    module = GraphModule(captured.module, graph)
-    return replace(captured, module=module, refs=list(captured.refs))
-
-
 @without_autocast()
 def to_program(
     captured: Captured, options: CompileOptions, run: PassRunner | None = None
 ) -> Program:
-    """Cut ``captured``, which is normalised in place, into regions that are not sharded yet."""
+    """Normalise ``captured`` in place and outline it into regions, not sharded yet."""
     run = run or PassRunner()
     wishes = wishes_of(options.hints, captured.parameters)
     run.once(Pass.NORMALIZE, normalize, captured, options.dropout)
-    # On the one flat graph, in normal form: what a user wants to match has one spelling there, and
-    # layers that are rewritten alike still become one region.
+    # After normalizing, where what a user wants to match has one spelling; before outlining, so
+    # that layers rewritten alike still share a region.
     for user_pass in options.passes:
         run.once(pass_name(user_pass), run_user_pass, captured, user_pass, options.dropout)
     return run.once(Pass.OUTLINE, outline, captured, wishes, tables_apart=options.tables_apart)
 
 
 class Compilation:
-    """An outlined program that is sharded once and split for as many memory settings as are wanted.
+    """An outlined program that is sharded once and split for any number of memory settings.
 
-    An operator whose placement the typing refuses, forward or backward, runs replicated and is
-    noted: slower, never wrong. Without ``checked`` a program that the typing refuses is compiled
-    nevertheless, so that its numbers can be compared.
+    A memory setting is a ``recompute`` policy or a memory budget. An operator whose placement the
+    check refuses, forward or backward, runs replicated and is noted: slower, never wrong.
 
     Args:
-        program: left as it is.
-        options: everything but ``recompute`` and ``budget_bytes`` is read.
+        program: is not changed.
+        options: everything but ``recompute`` and ``memory_budget`` is read.
         fixed: storage placements of parameters that an earlier compilation decided.
-        checked: whether a program that the typing refuses is refused.
+        checked: run the checks. Without them a wrong program is compiled too, so that ``verify``
+            can compare its numbers.
         run: has run the passes that made ``program``.
     """
 
@@ -256,10 +219,10 @@ class Compilation:
 
     @without_autocast()
     def finish(self, options: CompileOptions) -> CompiledProgram:
-        """The program that runs; its ``recompute`` and ``budget_bytes`` are those of ``options``.
+        """Return the program that runs, with the memory setting of ``options``.
 
         Raises:
-            PlacementError: the typing refuses a program although the operator runs replicated.
+            PlacementError: the check refuses the program although the operator runs replicated.
             ArgumentError: the budget is too small.
         """
         setting = replace(
@@ -269,9 +232,8 @@ class Compilation:
             try:
                 return self._run_passes(setting)
             except PlacementError as error:
-                # The typing rules judge what the sharding rules have made, and are written apart
-                # from them. Where the two differ, the operator runs replicated, and all is placed
-                # anew around it.
+                # The check has rules of its own, written apart from the sharding rules. Where the
+                # two disagree, the operator runs replicated and sharding starts over around it.
                 operator = refused_operator(self._program, error, self._replicated)
                 if operator is None or setting.tp == 1:
                     raise
@@ -281,58 +243,59 @@ class Compilation:
                 self._run.forget_from(Pass.SHARD)
 
     def _run_passes(self, options: CompileOptions) -> CompiledProgram:
-        """Every pass after outlining; what was run once for all memory settings stays."""
+        """Run every pass after outlining, or take what another memory setting has of it."""
+        # run.once(...) is shared by all memory settings, run(...) belongs to this one.
         run, tp = self._run, options.tp
         run.forget_setting()
         replicated = tuple(self._replicated)
         sharded = run.once(Pass.SHARD, shard, self._program, options, self._fixed, replicated)
-        program, example = sharded.program, Concretizer(sharded.program.sizes)
-        # Before it is differentiated: the gradient of a wrong forward would agree with it.
+        # Checks compare sizes; comparing open ones would record guards and narrow the program.
+        program, at_example = sharded.program, Concretizer(sharded.program.sizes)
+        # Before it is differentiated: the gradient of a wrong forward agrees with that forward.
         for region in program.regions if self._checked else ():
-            concrete = example.region(region)
+            concrete = at_example.region(region)
             run.once(Pass.CHECK, check_forward, concrete, tp, region=region.name)
-        # One for all memory settings: to differentiate takes longer than to cut.
         joints: dict[str, JointGraph] = {}
         chunked: dict[str, list[JointGraph]] = {}
         for region in program.regions:
             name = region.name
-            # Differentiated once it is sharded: the gradient of a collective is a collective of its
-            # own, which the simplifier and the policies then see.
+            # After sharding: the gradient of a collective is a collective too, which simplify and
+            # the recompute policies should see.
             joints[name] = run.once(Pass.JOINT, trace_joint, region, region=name)
             run.once(Pass.SIMPLIFY, simplify, joints[name].graph, region=name)
-            # Several ways, of which the tags choose one: what a chunk saves depends on the policy.
+            # A graph per number of chunks; tag takes one, for policies decide what a chunk saves.
             counts = options.chunk_counts
             chunked[name] = run.once(Pass.CHUNK, chunk, joints[name], tp, counts, region=name)
         # From here on per memory setting: a policy writes tags, the partitioner acts on them.
-        wanted = split_options(program, options)
-        # All regions together: a memory budget is one for the whole step.
+        splits = split_options(program, options)
+        # All regions in one run: a memory budget is for the entire step.
         if options.budget_bytes is None:
-            tagged = run(Pass.TAG, tag_program, program, chunked, wanted, options.recompute, tp)
+            tagged = run(Pass.TAG, tag_program, program, chunked, splits, options.recompute, tp)
         else:
-            ways = run.once(Pass.TAG, candidates_of, program, chunked, wanted, tp)
+            candidates = run.once(Pass.TAG, candidates_of, program, chunked, splits, tp)
             budget_bytes = options.budget_bytes
-            tagged = run(Pass.TAG, tag_under_budget, program, ways, tp, budget_bytes)
-        # A budget may split a region into several that save differently; ``origins`` has the
-        # sharded region that each came from.
-        split: dict[str, Partitioned] = {}
+            tagged = run(Pass.TAG, tag_under_budget, program, candidates, tp, budget_bytes)
+        # Under a budget a region may become several that save differently; ``origins`` has the
+        # sharded region of each.
+        partitioned: dict[str, Partitioned] = {}
         for region in tagged.program.regions:
-            name, want = region.name, wanted[tagged.origins[region.name]]
+            name, loss = region.name, splits[tagged.origins[region.name]].loss_output
             joint = tagged.joints[name]
-            split[name] = run(Pass.PARTITION, partition, joint, want.loss_output, region=name)
+            partitioned[name] = run(Pass.PARTITION, partition, joint, loss, region=name)
             if options.split_backward:
-                needs = split[name], region.input_kinds
-                split[name] = run(Pass.SPLIT_BACKWARD, split_backward, *needs, region=name)
-        room_bytes = overlap_room_bytes(tagged, split, options)
+                to_split = partitioned[name], region.input_kinds
+                partitioned[name] = run(Pass.SPLIT_BACKWARD, split_backward, *to_split, region=name)
+        room_bytes = overlap_room_bytes(tagged, partitioned, options)
         regions: list[CompiledRegion] = []
         for region in tagged.program.regions:
             name, origin = region.name, tagged.origins[region.name]
-            joint, want, parts = tagged.joints[name], wanted[origin], split[name]
-            if want.overlap:
-                limits = want.own_parameters, want.sizes, room_bytes.get(name, 0), options.device
+            joint, split, parts = tagged.joints[name], splits[origin], partitioned[name]
+            if split.overlap:
+                limits = split.own_parameters, split.sizes, room_bytes.get(name, 0), options.device
                 parts = run(Pass.OVERLAP, overlap_backward, parts, *limits, region=name)
-            if self._checked:  # the graphs that run, behind everything that could change them
-                contract = example.partitioned(parts), joint.tangent_outputs, tp
-                run(Pass.CHECK, check_partitioned, region, *contract, region=origin)
+            if self._checked:  # the graphs that run, after every pass that could change them
+                to_check = at_example.partitioned(parts), joint.tangent_outputs, tp
+                run(Pass.CHECK, check_partitioned, region, *to_check, region=origin)
             paths = tuple(tagged.program.paths(region))
             regions.append(CompiledRegion(region, parts, joint, paths, tp))
         # All regions at once: they are classes of one module, with one list of bound operators.
@@ -346,7 +309,7 @@ class Compilation:
         regions: Sequence[CompiledRegion],
         loaded: LoadedProgram,
     ) -> CompiledProgram:
-        """The result: ``program`` is ``sharded`` as its tags split it."""
+        """Return the result; ``program`` is that of ``sharded`` after tagging."""
         return CompiledProgram(
             program,
             dict(loaded.codes),
@@ -364,6 +327,30 @@ class Compilation:
         )
 
 
+def build_settings(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    settings: Sequence[CompileOptions],
+) -> list[CompiledProgram]:
+    """Compile ``model`` for each of ``settings``, which differ only in ``tp`` and ``recompute``.
+
+    It is captured once, which takes most of the time, and sharded once per run of equal ``tp``.
+    """
+    programs: list[CompiledProgram] = []
+    with _running_passes(open_dims=False):
+        program = to_program(capture(model, args, kwargs), settings[0])
+        for _, group in itertools.groupby(settings, key=lambda options: options.tp):
+            same_tp = list(group)
+            compilation = Compilation(program, same_tp[0])
+            for options in same_tp:
+                compiled = compilation.finish(options)
+                with without_autocast():
+                    compiled.plan = make_plan(compiled, options, type(model).__name__)
+                programs.append(compiled)
+    return programs
+
+
 def compile_program(
     program: Program,
     options: CompileOptions,
@@ -373,6 +360,24 @@ def compile_program(
 ) -> CompiledProgram:
     """Everything after outlining, for one memory setting; see :class:`Compilation`."""
     return Compilation(program, options, fixed=fixed, checked=checked).finish(options)
+
+
+@contextlib.contextmanager
+def _running_passes(open_dims: bool) -> Iterator[None]:
+    # With symbolic sizes, looking up an operator's result takes longer than running it on fakes.
+    lookup = dynamo_config.fake_tensor_cache_enabled and not open_dims
+    cache_fakes = dynamo_config.patch(fake_tensor_cache_enabled=lookup)
+    with warnings.catch_warnings(), cache_fakes:
+        # FX warns of SymInts as arguments; passes put them there on purpose.
+        warnings.filterwarnings("ignore", "Raw Sym", UserWarning)
+        yield
+
+
+def _copied(captured: Captured) -> Captured:
+    # Only nodes are copied; the tensors they name stay the model's.
+    graph = copy_graph(captured.module.graph)
+    module = GraphModule(captured.module, graph)
+    return replace(captured, module=module, refs=list(captured.refs))
 
 
 def _loss_backwards(

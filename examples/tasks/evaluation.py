@@ -45,9 +45,9 @@ for _ in range(20):
 model.eval()
 with torch.no_grad():
     loss, logits = model(ids)
-full = logits.full_tensor()  # a collective: on every rank, also where only one prints
-accuracy = (full[:, :-1].argmax(-1) == ids[:, 1:]).float().mean()
+# Collectives: on every rank, also where only one prints.
+accuracy = (logits[:, :-1].argmax(-1) == ids[:, 1:]).float().mean()
 if rank == 0:
-    print(f"logits: {logits.placements}, {tuple(logits.to_local().shape)} of {tuple(full.shape)}")
-    print(f"loss {loss.item():.3f}  accuracy {accuracy.item():.2f}")
+    print(f"logits: {logits.placements}, {tuple(logits.to_local().shape)} of {tuple(logits.shape)}")
+    print(f"loss {loss.item():.3f}  accuracy {accuracy:.2f}")
 dist.destroy_process_group()

@@ -60,17 +60,15 @@ def clip_grad_norm_(
         The norm before, a 0-dim tensor, the same on all ranks.
 
     Raises:
-        ArgumentError: ``max_norm`` is negative, or ``norm_type`` not positive.
+        ArgumentError: ``module`` has no ``parameters()``, ``max_norm`` is negative, or
+            ``norm_type`` not positive.
         UnsupportedError: gradients wait since ``no_sync``, so the norm would lack them.
         RuntimeError: with ``error_if_nonfinite``, the norm is infinite or no number.
     """
-    # Before the first collective: all ranks raise alike, and none waits.
-    refuse_pending("clip_grad_norm_()", module.parameters())
     max_norm, norm_type = float(max_norm), float(norm_type)
-    if not norm_type > 0:
-        raise ArgumentError(f"norm_type={norm_type}: expected a positive number or inf")
-    if not max_norm >= 0:
-        raise ArgumentError(f"max_norm={max_norm}: expected 0 or more")
+    # Before the first collective: all ranks raise alike, and none waits.
+    _check(module, max_norm, norm_type)
+    refuse_pending("clip_grad_norm_()", module.parameters())
     elsewhere = {id(parameter) for parameter in getattr(module, "counted_elsewhere", ())}
     grads, counted = [], []
     for parameter in module.parameters():
@@ -96,6 +94,19 @@ def clip_grad_norm_(
             for part in parts:
                 part.mul_(factor)
     return total
+
+
+def _check(module: Any, max_norm: float, norm_type: float) -> None:
+    if not callable(getattr(module, "parameters", None)):
+        raise ArgumentError(
+            f"module={type(module).__name__}: expected the module (or pipeline) itself, "
+            "clip_grad_norm_(module, max_norm), and not its parameters, which do not tell which of "
+            "them another stage of a pipeline counts"
+        )
+    if not norm_type > 0:
+        raise ArgumentError(f"norm_type={norm_type}: expected a positive number or inf")
+    if not max_norm >= 0:
+        raise ArgumentError(f"max_norm={max_norm}: expected 0 or more")
 
 
 def _total_norm(

@@ -11,20 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sp_compiler.base.errors import UnsupportedError
+from sp_compiler.base.errors import ArgumentError, UnsupportedError
 from sp_compiler.grid.fully_sharded import without_gradient_sync
 from sp_compiler.module.calls import executor_for, require_data, run, shard_over_data
-from sp_compiler.module.grad_scaler import check_sharded_gradients_first
+from sp_compiler.module.dtensor_patches import (
+    check_sharded_gradients_first,
+    format_as_numbers,
+)
 from sp_compiler.module.inspection import Inspection
 from sp_compiler.module.module_tree import Layout, MirrorModule, fill_mirror
 from sp_compiler.module.optimizer_state import show_true_state
 from sp_compiler.module.outputs import plain_input
-from sp_compiler.module.pretrained import load_pretrained
+from sp_compiler.module.pretrained import load_pretrained, make_buffers
 from sp_compiler.module.saving import full_state_dict
 from sp_compiler.module.source_model import Original, check_not_taken, generate, move_hooks
 from sp_compiler.module.state import Build, ModuleState
 from sp_compiler.module.views import SignedForward, tied_names
-from sp_compiler.runtime.group import TensorParallelGroup
+from sp_compiler.runtime.group import TensorParallelGroup, device_type_of
 from sp_compiler.runtime.padding import make_room
 from sp_compiler.runtime.region_call import refuse_transforms
 from sp_compiler.trace.export import flatten_inputs
@@ -89,6 +92,7 @@ class DistributedModule(Inspection, MirrorModule):
         check_not_taken(model)
         if group.mesh is not None:
             check_sharded_gradients_first()
+            format_as_numbers()
         layout = Layout(group)
         super().__init__(model, "", layout)
         fill_mirror(self, model, layout)
@@ -184,7 +188,7 @@ class DistributedModule(Inspection, MirrorModule):
             executor_for(self._sp_state, [plain_input(leaf) for leaf in leaves], structure)
             shard_over_data(self._sp_state)
 
-    def load_pretrained(self, path: str | Path) -> list[str]:
+    def load_pretrained(self, path: str | Path, prefix: str = "") -> list[str]:
         """Fill the parameters from safetensors files, every rank reading its own part of each.
 
         A module that was built on the meta device gets its memory here, so that no rank ever holds
@@ -194,28 +198,47 @@ class DistributedModule(Inspection, MirrorModule):
         Args:
             path: a ``.safetensors`` file, or a folder as HuggingFace's ``save_pretrained`` writes
                 it, with one file or several and an index.
+            prefix: name of the module inside the model whose weights these are, such as
+                ``"encoder"`` for an encoder in a wrapper of your own; the names in the files begin
+                there. What is outside of it stays as it is.
 
         Returns:
             Names of tensors in the checkpoint that the model does not have.
 
         Raises:
-            ArgumentError: no such file; a parameter is missing in it or has another shape.
+            ArgumentError: no such file; no module of the name ``prefix``; a parameter is missing in
+                the files or has another shape.
             RankMismatchError: the ranks found different files.
         """
         with self._sp_state.reporting():
-            return load_pretrained(self, path, self._sp_state.agreement)
+            return load_pretrained(self, path, self._sp_state.agreement, prefix)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """As of any module; parameters that were tied stay so with ``assign`` too."""
+        """As of any module; parameters that were tied stay so with ``assign`` too.
+
+        Raises:
+            ArgumentError: parameters are on the meta device, and ``assign`` is not given.
+        """
         parameters = self._sp_state.parameters
+        unfilled = [name for name in state_dict if name in parameters and parameters[name].is_meta]
+        # torch warns for each that it did nothing.
+        if unfilled and not assign:
+            raise ArgumentError(
+                f"{len(unfilled)} parameters are on the meta device ({', '.join(unfilled[:3])}...) "
+                "and have no memory to copy to: pass assign=True, or call "
+                "module.load_pretrained(path)"
+            )
         # With assign torch puts a new parameter under each name.
         ties = tied_names(parameters)
         result = super().load_state_dict(state_dict, strict, assign)
         for first, *others in ties if assign else ():
             for name in others:
                 parameters.replace(name, parameters[first])
+        if assign:
+            # Tables that no state dict has, on the device that the parameters are on now.
+            make_buffers(self, device_type_of(self))
         return result
 
     def full_state_dict(self) -> dict[str, Tensor]:

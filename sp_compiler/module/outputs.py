@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils import _pytree as pytree
 
-from sp_compiler.base.errors import ArgumentError
+from sp_compiler.base.errors import ArgumentError, UnsupportedError
 from sp_compiler.base.placement import Placement
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.program import Ref
@@ -41,7 +43,7 @@ def plain_input(leaf: Any) -> Any:
 
 
 def user_outputs(compiled: CompiledProgram, run: Execution, group: TensorParallelGroup) -> Any:
-    """The model's own output type; tensors that stay sharded are DTensors."""
+    """The model's own output type; tensors that stay sharded are :class:`ShardedOutput`."""
     leaves = [
         _output(value, compiled.placement(ref), group) if isinstance(ref, Ref) else value
         for value, ref in zip(run.outputs, compiled.program.outputs, strict=True)
@@ -56,11 +58,88 @@ def _output(value: Any, placement: Placement, group: TensorParallelGroup) -> Any
         return value
     sizes = torch.Size(placement.global_shape(tuple(value.shape), group.world_size))
     part = without_rank_padding(value, placement, group.rank, group.world_size)
-    return _ShardedOutput.apply(part, _output_spec(group.mesh, sizes, value.dtype, placement))
+    return _ToOutput.apply(part, _output_spec(group.mesh, sizes, value.dtype, placement))
 
 
-class _ShardedOutput(torch.autograd.Function):
-    """A rank's part of a global tensor as a DTensor: ``apply(part, spec)``.
+class ShardedOutput(DTensor):
+    """An output of which every rank holds a part; it mixes with plain tensors.
+
+    PyTorch's DTensor refuses plain tensors beside it. Here they stand for what they are to the
+    module too, the same full tensor on every rank::
+
+        logits                    (2, 8, 512)  Shard(2)   ShardedOutput
+        logits[:, :-1]            (2, 7, 512)  Shard(2)   ShardedOutput
+        logits.argmax(-1)         (2, 8)       plain, full on every rank
+        logits.argmax(-1) == ids  (2, 8)       plain
+
+    A result that is not sharded is a plain tensor, partial sums are reduced at once: so it can be
+    printed, compared, and given to any library. What DTensor cannot do on parts is done on the full
+    tensor. An operation may therefore be a collective, and all ranks must do it.
+
+    Raises:
+        UnsupportedError: an operation that changes its operand and that DTensor cannot do.
+    """
+
+    # Without own attributes, so that results of DTensor's operators can be given this class.
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
+        mesh = next(leaf.device_mesh for leaf in leaves if isinstance(leaf, ShardedOutput))
+        given = [_replicated(leaf, mesh) for leaf in leaves]
+        given_args, given_kwargs = pytree.tree_unflatten(given, structure)
+        try:
+            result = super().__torch_function__(func, types, given_args, given_kwargs)
+        except (NotImplementedError, RuntimeError, TypeError) as error:
+            # A reshape that cuts a sharded dim, an operator without a rule, numpy(), a mistake:
+            # on every rank alike, and full tensors tell which.
+            name = getattr(func, "__name__", str(func))
+            if _mutates(name, kwargs or {}):
+                raise UnsupportedError(
+                    f"{name} of an output that is sharded over the tensor-parallel ranks: {error}\n"
+                    "  what to do: change output.full_tensor(), which all ranks must call, or "
+                    'compile(..., outputs="replicate")'
+                ) from error
+            full = [leaf.full_tensor() if isinstance(leaf, DTensor) else leaf for leaf in leaves]
+            full_args, full_kwargs = pytree.tree_unflatten(full, structure)
+            return func(*full_args, **full_kwargs)
+        return pytree.tree_map_only(DTensor, _result, result)
+
+
+def _mutates(name: str, kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether a function of torch, by its name and arguments, changes what it is given."""
+    in_place = name.endswith("_") and not name.endswith("__")
+    # __iadd__ and its like; of what begins alike, these three only read.
+    augmented = name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
+    setter = name in ("__setitem__", "__set__")
+    return in_place or augmented or setter or bool(kwargs.get("inplace")) or "out" in kwargs
+
+
+def _replicated(leaf: Any, mesh: DeviceMesh) -> Any:
+    if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor):
+        return leaf
+    # Its gradient is summed over the ranks, each of which has that of its part of the output.
+    return DTensor.from_local(leaf, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _result(value: DTensor) -> Tensor:
+    if any(placement.is_shard() for placement in value.placements):
+        # Of what may be a view: a new object would leave autograd's graph, or cost a node in it.
+        if type(value) is DTensor:
+            value.__class__ = ShardedOutput
+        return value
+    return value.full_tensor()
+
+
+class _ToOutput(torch.autograd.Function):
+    """A rank's part of a global tensor as a :class:`ShardedOutput`: ``apply(part, spec)``.
 
     In place of ``DTensor.from_local``, whose checks take longer in every forward than a layer's
     matrix product does in a small one.
@@ -70,7 +149,7 @@ class _ShardedOutput(torch.autograd.Function):
     def forward(ctx: Any, part: Tensor, spec: DTensorSpec) -> DTensor:
         ctx.placements = spec.placements
         ctx.set_materialize_grads(False)
-        return DTensor.__new__(DTensor, part.detach(), spec, requires_grad=False)
+        return DTensor.__new__(ShardedOutput, part.detach(), spec, requires_grad=False)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor | None) -> tuple[Tensor | None, None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -191,15 +192,19 @@ def find_name(names: Sequence[str], available: Sequence[str], prefix: str) -> st
     return next((name for name in candidates if name in known), None)
 
 
-def load_pretrained(module: MirrorModule, path: str | Path, agreement: RankAgreement) -> list[str]:
+def load_pretrained(
+    module: MirrorModule, path: str | Path, agreement: RankAgreement, prefix: str = ""
+) -> list[str]:
     """Fill the parameters and buffers of a compiled module; see its ``load_pretrained``."""
     layout = module._sp_layout
+    inner = _submodule(module, prefix)
     # HuggingFace's name of the inner model, such as "transformer".
-    prefix = str(getattr(module, "base_model_prefix", "") or "")
+    base_prefix = str(getattr(inner, "base_model_prefix", "") or "")
     device = device_type_of(module)
     with Checkpoint(path) as checkpoint:
         # Names and shapes before the first tensor: what does not fit changes nothing.
-        found = _match(module, checkpoint, prefix, path)
+        entries = _entries(inner, prefix)
+        found = _match(entries, checkpoint, prefix, base_prefix, path)
         # Machines may hold different files; of a mixture of their parts nothing would show.
         samples = {f"tensor {name!r} of the files": checkpoint.sample(name) for name, _ in found}
         facts = fingerprints(samples)
@@ -215,8 +220,19 @@ def load_pretrained(module: MirrorModule, path: str | Path, agreement: RankAgree
                 make_room(entry.tensor, placement, layout.group.world_size)
         used = {stored for stored, _ in found}
         unused = [name for name in checkpoint.names() if name not in used]
-    _make_buffers(module, device)
+    make_buffers(module, device)
     return unused
+
+
+def _submodule(module: nn.Module, prefix: str) -> nn.Module:
+    try:
+        return module.get_submodule(prefix)
+    except AttributeError as error:
+        names = [name for name, _ in module.named_modules() if name]
+        near = difflib.get_close_matches(prefix, names, n=3) or names[:3]
+        raise ArgumentError(
+            f"prefix={prefix!r}: the model has no module of that name; near are {', '.join(near)}"
+        ) from error
 
 
 @dataclass
@@ -228,9 +244,10 @@ class _NamedTensor:
     is_buffer: bool
 
 
-def _entries(module: nn.Module) -> list[_NamedTensor]:
+def _entries(module: nn.Module, prefix: str) -> list[_NamedTensor]:
+    """Return what a checkpoint of ``module``, which the model has as ``prefix``, should hold."""
     found: dict[int, _NamedTensor] = {}
-    for path, owner in module.named_modules(remove_duplicate=False):
+    for path, owner in module.named_modules(prefix=prefix, remove_duplicate=False):
         skipped = owner._non_persistent_buffers_set
         tensors = [*owner._parameters.items(), *owner._buffers.items()]
         for name, tensor in tensors:
@@ -243,7 +260,11 @@ def _entries(module: nn.Module) -> list[_NamedTensor]:
 
 
 def _match(
-    module: nn.Module, checkpoint: Checkpoint, prefix: str, path: str | Path
+    entries: Sequence[_NamedTensor],
+    checkpoint: Checkpoint,
+    prefix: str,
+    base_prefix: str,
+    path: str | Path,
 ) -> list[tuple[str, _NamedTensor]]:
     """Name in the checkpoint and tensor to fill, all of the same shape.
 
@@ -252,8 +273,9 @@ def _match(
     """
     available = checkpoint.names()
     found, missing = [], []
-    for entry in _entries(module):
-        stored = find_name(entry.names, available, prefix)
+    for entry in entries:
+        names = [name.removeprefix(f"{prefix}.") for name in entry.names] if prefix else entry.names
+        stored = find_name(names, available, base_prefix)
         if stored is not None:
             found.append((stored, entry))
         # A buffer that has numbers already was computed by the model's constructor.
@@ -262,8 +284,9 @@ def _match(
     if missing:
         raise ArgumentError(
             f"{path} has no tensor for {len(missing)} parameters or buffers "
-            f"({', '.join(missing[:3])}...); it has {', '.join(available[:3])}...; rename them, or "
-            "load a state dict with module.load_state_dict(...)"
+            f"({', '.join(missing[:3])}...); it has {', '.join(available[:3])}...; for the weights "
+            "of a part of the model pass prefix='name of that part'; else rename them, or load a "
+            "state dict with module.load_state_dict(...)"
         )
     for stored, entry in found:
         # Read from the file's header, without the tensor.
@@ -294,7 +317,7 @@ def _fill(tensor: Tensor, part: Tensor, device: str) -> None:
 
 
 @torch.no_grad()
-def _make_buffers(module: MirrorModule, device: str) -> None:
+def make_buffers(module: MirrorModule, device: str) -> None:
     """Compute what no checkpoint holds, by the model's own ``_init_weights`` where it has one.
 
     Only modules without parameters are initialised (tables of rotary embeddings).

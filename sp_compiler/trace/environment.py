@@ -55,8 +55,8 @@ def check_capturable(model: nn.Module) -> None:
         if name and kinds:  # those of the root itself run around the compiled module
             raise UnsupportedError(
                 f"module {name!r} ({type(module).__name__}) has hooks ({', '.join(kinds)}), which "
-                "cannot run inside the compiled model; remove them, or put them on the whole model "
-                "or on parameters"
+                "cannot run inside the compiled model; remove them, and put them on the compiled "
+                "module afterwards: hooks run there on the whole model, its blocks and parameters"
             )
 
 

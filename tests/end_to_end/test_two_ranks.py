@@ -10,12 +10,15 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 
 import sp_compiler
+from sp_compiler import UnsupportedError
 from tests.helpers.ranks import run_on_ranks
 from tests.models import zoo
 
@@ -68,7 +71,8 @@ def _changed_in_place(module: Any, model: nn.Module) -> None:
 def _optimizer_step(module: Any, model: nn.Module) -> None:
     for one in (module, model):
         _loss(one).backward()
-        torch.nn.utils.clip_grad_norm_(one.parameters(), 0.5)
+        norm = torch.nn.utils.clip_grad_norm_(one.parameters(), 0.5)
+        assert f"{norm:.3f}" == f"{norm.item():.3f}"
         torch.optim.AdamW(one.parameters(), lr=0.1).step()
         one.zero_grad()
         _loss(one).backward()
@@ -81,7 +85,54 @@ def _mixed_with_a_parameter(module: Any, model: nn.Module) -> None:
         _full(_loss(one) * penalty).backward()
 
 
+def _losses_on_logits(module: Any, model: nn.Module) -> None:
+    """Sharded logits beside plain tensors: a user's own loss, with a weight of its own."""
+    inputs = zoo.inputs(_NAME)
+    weights = []
+    for one in (module, model):
+        logits, ids = one(**inputs)[1], inputs["input_ids"]
+        weight = torch.linspace(0.5, 1.5, logits.shape[-1]).double().requires_grad_()
+        loss = F.cross_entropy((logits[:, :-1] * weight).flatten(0, 1), ids[:, 1:].flatten())
+        loss = loss + 0.1 * torch.logsumexp(logits, -1).square().mean() + logits.square().mean()
+        # Indices that depend on numbers have no rule: the full tensor is read.
+        loss = loss + logits[ids > 3].mean()
+        assert type(loss) is Tensor
+        loss.backward()
+        weights.append(weight.grad)
+    torch.testing.assert_close(*weights, rtol=1e-10, atol=1e-12)
+
+
+def _metrics_on_logits(module: Any, model: nn.Module) -> None:
+    inputs = zoo.inputs(_NAME)
+    ids = inputs["input_ids"]
+    outputs = [one(**inputs)[1].detach() for one in (module, model)]
+    logits, expected = outputs
+    assert isinstance(logits, DTensor)
+    assert isinstance(logits[:, -1], DTensor), "a part of the sequence needs no gather"
+    for metric in (
+        lambda x: (x.argmax(-1) == ids).double().mean(),
+        lambda x: x.topk(3, -1).values,
+        lambda x: x.gather(-1, ids[..., None]),
+        lambda x: torch.zeros_like(ids).double() + x.sum(-1),
+        lambda x: torch.tensor(x.tolist()).double(),
+    ):
+        result = metric(logits)
+        assert type(result) is Tensor
+        torch.testing.assert_close(result, metric(expected), rtol=1e-6, atol=1e-8)
+    np.testing.assert_allclose(logits.numpy(), expected.numpy(), rtol=1e-8, atol=1e-10)
+    _full(logits.mul_(2))
+    torch.testing.assert_close(_full(logits), 2 * expected, rtol=1e-10, atol=1e-12)
+    with pytest.raises(UnsupportedError, match="full_tensor"):
+        logits.put_(torch.tensor([0]), torch.ones(1).double())
+    with pytest.raises(RuntimeError, match="size"):  # torch's own words for a mistake
+        logits + torch.zeros(3)
+    for one in (module, model):
+        _loss(one).backward()
+
+
 _STEPS: tuple[Step, ...] = (
+    _losses_on_logits,
+    _metrics_on_logits,
     _loaded_parameters,
     _put_off_reductions,
     _changed_in_place,

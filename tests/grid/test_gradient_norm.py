@@ -68,3 +68,8 @@ def test_what_is_no_number() -> None:
 def test_arguments(max_norm: float, p: float) -> None:
     with pytest.raises(ArgumentError, match="expected"):
         sp_compiler.clip_grad_norm_(nn.Linear(2, 2), max_norm, p)
+
+
+def test_parameters_instead_of_the_module() -> None:
+    with pytest.raises(ArgumentError, match=r"expected the module .* itself"):
+        sp_compiler.clip_grad_norm_(nn.Linear(2, 2).parameters(), 1.0)  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,49 @@ def test_checkpoints_of_the_model_without_its_head(tmp_path: Path) -> None:
     assert module.load_pretrained(tmp_path) == []
     inputs = zoo.inputs("gpt2")
     torch.testing.assert_close(module(**inputs).loss, model(**inputs).loss)
+
+
+def test_a_state_dict_without_assign(tmp_path: Path) -> None:
+    """torch does nothing then, with a warning per parameter."""
+    module, model = _compiled_on_meta("llama"), zoo.build("llama", dtype=torch.float32)
+    with pytest.raises(ArgumentError, match=r"on the meta device.*assign=True"):
+        module.load_state_dict(model.state_dict())
+    module.load_state_dict(model.state_dict(), assign=True)  # computes rotary tables as well
+    inputs = zoo.inputs("llama")
+    torch.testing.assert_close(module(**inputs).loss, model(**inputs).loss)
+
+
+class _Classifier(nn.Module):
+    """An encoder with a head of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = zoo.build("bert", dtype=torch.float32).bert
+        self.head = nn.Linear(self.encoder.config.hidden_size, 3)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder(input_ids).last_hidden_state[:, 0]).square().mean()
+
+
+def test_a_part_of_the_model_from_a_checkpoint(tmp_path: Path) -> None:
+    pretrained, model = zoo.build("bert", dtype=torch.float32), _Classifier()
+    zoo.randomise(pretrained, 3)
+    ids = zoo.inputs("bert")["input_ids"]
+    module: Any = sp_compiler.compile(copy.deepcopy(model), tp=1, example_inputs=((ids,), {}))
+    # Of the encoder alone, and of a model that has it under its base_model_prefix.
+    for number, source in enumerate((pretrained.bert, pretrained)):
+        folder = tmp_path / str(number)
+        source.save_pretrained(folder)  # type: ignore[operator]
+        unused = module.load_pretrained(folder, prefix="encoder")
+        assert all(name.startswith("cls.") for name in unused)
+        model.encoder.load_state_dict(pretrained.bert.state_dict())
+        torch.testing.assert_close(module(ids), model(ids))
+        module.load_state_dict(_Classifier().state_dict())
+        module.head.load_state_dict(model.head.state_dict())
+    with pytest.raises(ArgumentError, match=r"prefix='encode'.*near are encoder"):
+        module.load_pretrained(tmp_path / "0", prefix="encode")
+    with pytest.raises(ArgumentError, match=r"encoder\.embeddings.*prefix="):
+        module.load_pretrained(tmp_path / "0")
 
 
 def test_checkpoints_that_do_not_fit(tmp_path: Path) -> None:

@@ -1,13 +1,16 @@
-"""Lets GradScaler see an overflow of any rank.
+"""What PyTorch's DTensor lacks for an ordinary training loop.
 
 ``torch.amp.GradScaler`` checks all gradients of one dtype in one operation. DTensor reduces its
 verdict over the ranks as the *first* gradient's placement says: when that one is replicated and
 others are sharded, a rank alone may skip its step, and the parameters drift apart without a word.
 Checking sharded gradients first makes the verdict the same on every rank.
+
+``torch.nn.utils.clip_grad_norm_`` returns a DTensor, and ``f"{norm:.3f}"`` of one is a TypeError.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -25,6 +28,21 @@ def check_sharded_gradients_first() -> None:
     if isinstance(installed, _ShardedFirst):
         return
     handlers[_OPERATION] = _ShardedFirst(installed)
+
+
+@functools.cache
+def format_as_numbers() -> None:
+    """Let a 0-dim DTensor be formatted as the number that it is, as a plain tensor is."""
+    # torch internals: DTensor inherits Tensor.__format__, which formats plain tensors alone.
+    as_before = DTensor.__format__
+
+    def format_number(self: DTensor, spec: str) -> str:
+        # Without a spec it stays as it prints: only what was an error means something else now.
+        if spec and self.dim() == 0 and not self.is_meta:
+            return format(self.item(), spec)
+        return as_before(self, spec)
+
+    DTensor.__format__ = format_number  # type: ignore[method-assign]
 
 
 class _ShardedFirst:

@@ -99,3 +99,7 @@ def _patched(tree: ast.AST) -> Iterator[str]:
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "mock.patch.object":
             owner, attribute = node.args[:2]
             yield f"{ast.unparse(owner)}.{ast.literal_eval(attribute)}"
+        # A method of a class, which all of its objects have from then on: ``DTensor.__format__ =``.
+        target = ast.unparse(node.targets[0]) if isinstance(node, ast.Assign) else ""
+        if found := re.fullmatch(r"[A-Z]\w*(\.__\w+__)", target):
+            yield found[1]

@@ -42,7 +42,7 @@ def format_as_numbers() -> None:
             return format(self.item(), spec)
         return as_before(self, spec)
 
-    DTensor.__format__ = format_number  # type: ignore[method-assign]
+    DTensor.__format__ = format_number  # type: ignore[method-assign, assignment]
 
 
 class _ShardedFirst:

@@ -128,8 +128,9 @@ class _Classifier(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder = zoo.build("bert", dtype=torch.float32).bert
-        self.head = nn.Linear(self.encoder.config.hidden_size, 3)
+        encoder: Any = zoo.build("bert", dtype=torch.float32).bert
+        self.encoder = encoder
+        self.head = nn.Linear(encoder.config.hidden_size, 3)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         return self.head(self.encoder(input_ids).last_hidden_state[:, 0]).square().mean()

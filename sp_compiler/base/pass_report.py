@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 class Pass(StrEnum):
     """The passes in the order in which they run.
 
-    All places that name a pass use these names: the stages of a compilation, its reports and times,
-    :class:`~sp_compiler.PassError`, ``meta["origin"]`` of a node, and ``first_bad_pass`` of a
-    verification. Passes of the user's own have the names that the user gives them.
+    The name of a pass is the same everywhere: in the stages of a compilation, its reports and
+    times, :class:`~sp_compiler.PassError`, ``meta["origin"]`` of a node, and ``first_bad_pass`` of
+    a verification. User passes have the names that the user gives them.
     """
 
     EXPORT = "export"

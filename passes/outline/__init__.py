@@ -79,6 +79,7 @@ def outline(
         captured.sizes,
         captured.functions,
         captured.decisions,
+        captured.stored,
     )
 
 

@@ -17,12 +17,17 @@ from sp_compiler.options import CompileOptions
 def may_shard(program: Program, index: int, options: CompileOptions) -> bool:
     """Tell whether output ``index`` may stay sharded.
 
-    With a loss among the outputs, logits stay sharded unless the user asks for them in full.
+    With a loss among the outputs, logits stay sharded unless the user asks for them in full. What
+    the forward stores in attributes is there in full: the user's code reads it as eager code does.
     """
+    num_returned = program.out_spec.num_leaves
+    if program.outputs[index] in program.outputs[num_returned:]:
+        return False
     if options.outputs != "auto":
         return options.outputs == "shard"
     # A loss is an output without dims; the loss itself has none that could be sharded.
-    shapes = [_output_value(program, ref).meta["val"].shape for ref in _call_outputs(program)]
+    returned = [ref for ref in _call_outputs(program) if ref in program.outputs[:num_returned]]
+    shapes = [_output_value(program, ref).meta["val"].shape for ref in returned]
     ref = program.outputs[index]
     return len(_output_value(program, ref).meta["val"].shape) > 1 and any(
         len(shape) == 0 for shape in shapes

@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from sp_compiler.base.decisions import Decision
+from sp_compiler.base.stored_attributes import Stored
 from sp_compiler.ir.fx import output_node
 from sp_compiler.ir.hints import Parameters
 from sp_compiler.ir.program import Ref
@@ -24,7 +25,8 @@ class Captured:
     Attributes:
         module: functional graph; placeholders are parameters, buffers, constants, user inputs and,
             once normalized, at most one seed. It returns one tuple: the flattened outputs (a leaf
-            that is no tensor is the object itself), then the new value of each mutated buffer.
+            that is no tensor is the object itself), the tensors of ``stored``, then the new value
+            of each mutated buffer.
             Every node has ``meta["val"]`` and ``meta["requires_grad"]``.
         refs: source of each placeholder's value, in order.
         in_spec: structure of the user inputs as :func:`sp_compiler.trace.export.flatten_inputs`
@@ -40,6 +42,7 @@ class Captured:
         functions: calls of the model's autograd functions, which the graph names by number. The
             registry of the numbers holds them weakly: they live as long as the capture does.
         decisions: numbers that the forward read from inputs and buffers; the graph holds for them.
+        stored: what the forward leaves in attributes of modules.
     """
 
     module: GraphModule
@@ -54,6 +57,7 @@ class Captured:
     sizes: Sizes | None = None
     functions: Sequence[object] = ()
     decisions: Sequence[Decision] = ()
+    stored: Sequence[Stored] = ()
 
     @property
     def placeholders(self) -> list[Node]:
@@ -61,7 +65,7 @@ class Captured:
 
     @property
     def outputs(self) -> list[Any]:
-        """The node or the constant that the model returns, for each leaf."""
+        """The node or the constant of each leaf that the model returns, then those it stores."""
         # Behind them the same tuple has the new values of buffers.
         returned = list(output_node(self.module.graph).args[0])
         return returned[: len(returned) - len(self.mutated)]

@@ -18,6 +18,7 @@ from torch.utils._pytree import TreeSpec
 
 from sp_compiler.base.decisions import Decision
 from sp_compiler.base.placement import Placement, R
+from sp_compiler.base.stored_attributes import Stored
 from sp_compiler.ir.hints import Parameters, Wish
 from sp_compiler.ir.symbolic import Sizes
 
@@ -98,7 +99,8 @@ class Program:
 
     Attributes:
         calls: every value used by a call was produced by an earlier one.
-        outputs: the flattened outputs of the model; a leaf that is no tensor is the object itself.
+        outputs: the flattened outputs of the model, then the tensors of ``stored``; a leaf that is
+            no tensor is the object itself.
         out_spec: structure of the model's own output, to be rebuilt from the leaves.
         mutated_buffers: buffer name to the new value that is written back after the forward.
         aliases: parameter name to the name under which the same tensor is used (tied weights).
@@ -110,6 +112,7 @@ class Program:
             :class:`~sp_compiler.ir.captured.Captured`.
         decisions: numbers that the forward read from inputs and buffers; the program holds for
             them.
+        stored: what the forward leaves in attributes of modules.
     """
 
     calls: list[Call]
@@ -124,6 +127,7 @@ class Program:
     sizes: Sizes | None = None
     functions: Sequence[object] = ()
     decisions: Sequence[Decision] = ()
+    stored: Sequence[Stored] = ()
 
     @property
     def regions(self) -> list[Region]:

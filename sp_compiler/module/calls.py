@@ -91,7 +91,7 @@ def run(state: ModuleState, executor: Executor, leaves: list[Any]) -> Any:
             state.buffers[name].copy_(value)
     if state.agreement.every_call:
         state.agreement.settle()  # where the program had no collective to do it before
-    return user_outputs(executor.compiled, execution, state.group)
+    return user_outputs(executor.compiled, execution, state.group, state.modules)
 
 
 def require_data(state: ModuleState) -> None:

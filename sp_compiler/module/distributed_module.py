@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from sp_compiler.base.errors import ArgumentError, UnsupportedError
 from sp_compiler.grid.fully_sharded import without_gradient_sync
@@ -321,6 +322,11 @@ class DistributedModule(Inspection, MirrorModule):
         state = self._sp_state
         # The ranks stay where they are; the state refers to this very instance and is made anew.
         memo.update({id(state.group): state.group, id(state): None})
+        # Copies of what the last forward stored have no graph behind them, which cannot be copied.
+        for module in (*self.modules(), *state.original.model.modules()):
+            for leaf in pytree.tree_leaves(list(vars(module).values())):
+                if isinstance(leaf, Tensor) and not leaf.is_leaf:
+                    memo[id(leaf)] = leaf.detach().clone()
         result: DistributedModule = super().__deepcopy__(memo)
         result._attach(state.copied(result, memo))
         return result

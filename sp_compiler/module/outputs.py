@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from sp_compiler.base.errors import ArgumentError, UnsupportedError
 from sp_compiler.base.placement import Placement
+from sp_compiler.base.stored_attributes import Result
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.program import Ref
 from sp_compiler.module.parameters import tensor_spec
@@ -42,13 +43,34 @@ def plain_input(leaf: Any) -> Any:
     return leaf.to_local()
 
 
-def user_outputs(compiled: CompiledProgram, run: Execution, group: TensorParallelGroup) -> Any:
-    """The model's own output type; tensors that stay sharded are :class:`ShardedOutput`."""
+def user_outputs(
+    compiled: CompiledProgram,
+    run: Execution,
+    group: TensorParallelGroup,
+    modules: Mapping[str, Any],
+) -> Any:
+    """The model's own output type; tensors that stay sharded are :class:`ShardedOutput`.
+
+    What the forward left in attributes is put into those of ``modules``, by path.
+    """
+    program = compiled.program
     leaves = [
         _output(value, compiled.placement(ref), group) if isinstance(ref, Ref) else value
-        for value, ref in zip(run.outputs, compiled.program.outputs, strict=True)
+        for value, ref in zip(run.outputs, program.outputs, strict=True)
     ]
-    return pytree.tree_unflatten(leaves, compiled.program.out_spec)
+    num_returned = program.out_spec.num_leaves
+    for stored in program.stored:
+        module = modules[stored.path]
+        before = None if stored.how in ("set", "decide") else getattr(module, stored.name)
+        value = stored.after(before, leaves[num_returned:])
+        if stored.how == "decide":
+            setattr(module, stored.name, value)
+            continue
+        # Past the module's own way, which makes an attribute part of the key of every call. Tensors
+        # are not given to the original: the next capture would find them there.
+        has_tensors = any(isinstance(leaf, Result) for leaf in stored.leaves)
+        vars(module if has_tensors else module._sp_original)[stored.name] = value
+    return pytree.tree_unflatten(leaves[:num_returned], program.out_spec)
 
 
 def _output(value: Any, placement: Placement, group: TensorParallelGroup) -> Any:

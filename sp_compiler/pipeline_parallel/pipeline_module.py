@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from sp_compiler.base.errors import ArgumentError, UnsupportedError
 from sp_compiler.base.placement import Placement
+from sp_compiler.base.warn import warn
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.module.calls import executor_for, require_data
 from sp_compiler.module.distributed_module import DistributedModule
@@ -229,6 +230,12 @@ class PipelineModule(StageParameters):
     def _cut(self, compiled: CompiledProgram) -> list[Stage]:
         program = compiled.program
         loss = loss_of(program)
+        if program.stored and not self._ends:
+            warn(
+                "a pipeline returns its loss alone, and leaves attributes that forward changes as "
+                f"they are: {', '.join(map(str, program.stored))}; where the loss is to have a "
+                "part from them, let the forward add it"
+            )
         chain = chain_of(program, loss)
         paths = tuple(program.calls[index].path for index in chain)
         if not self._ends:

@@ -1,55 +1,277 @@
 """Changes that a forward makes to the Python attributes of the model's modules.
 
 A captured graph holds tensors and buffers. Anything else that the forward changes (a counter, a
-list, a tensor that is no buffer) changes only while it is captured, and would silently stay as it
-was then.
+list, a tensor that is no buffer) changes only while it is captured. What depends on the inputs
+alone is returned by the program and put into the attribute after each call, see
+:mod:`sp_compiler.base.stored_attributes`. Whether it does is tried: the forward is exported once
+more with other values in those attributes, and has to give the same graph.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from sp_compiler.base.stored_attributes import How, Result, Stored
 
 # Attributes of every module; "forward" is there because the watching one is set on the instance.
 _EVERY_MODULES = {*vars(nn.Module()), "forward"}
 # Compared by value; anything else by identity.
 _PLAIN = (bool, int, float, complex, str, bytes, torch.device)
 _CONTAINERS = (list, tuple, set, dict)
-_State = dict[tuple[str, str], Any]
+# By how much numbers differ in the second export: far from any that a model would compare with.
+_SHIFT = 1_000_003
+_MARK = "sp_compiler"
+
+Key = tuple[str, str]
+"""Path of a module and name of an attribute."""
+
+
+@dataclass
+class Held:
+    """An attribute's value; of a container also what was in it, for it may be changed in place."""
+
+    value: Any
+    content: Any
+
+    @classmethod
+    def of(cls, value: Any) -> Held:
+        # One level deep.
+        return cls(value, type(value)(value) if type(value) in _CONTAINERS else value)
+
+    def restore(self) -> Any:
+        """Return the value as it was."""
+        if isinstance(self.value, list):
+            self.value[:] = self.content
+        elif isinstance(self.value, (dict, set)):
+            self.value.clear()
+            self.value.update(self.content)
+        return self.value
+
+
+_State = dict[Key, Held]
+
+
+@dataclass
+class Changed:
+    """Change of one attribute by one forward; ``before`` is ``None`` where there was none."""
+
+    before: Held | None
+    after: Held
+
+    def __str__(self) -> str:
+        before = None if self.before is None else self.before.content
+        return f"{_text(before)} -> {_text(self.after.content)}"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it was a number, a text or nothing, and is one."""
+        values = (None if self.before is None else self.before.value, self.after.value)
+        return all(value is None or isinstance(value, _PLAIN) for value in values)
+
+    def part(self) -> tuple[How, Any]:
+        """Return how the attribute was changed, and by what."""
+        before, after = self.before, self.after.content
+        if before is None or before.value is not self.after.value:
+            return "set", after
+        if isinstance(after, list):
+            num = len(before.content)
+            is_longer = len(after) > num and all(map(_alike, before.content, after))
+            return ("append", after[num:]) if is_longer else ("refill", after)
+        if isinstance(after, dict):
+            if before.content.keys() - after.keys():
+                return "refill", after
+            known = before.content
+            return "update", {k: v for k, v in after.items() if not _alike(known.get(k), v)}
+        return "set", after
+
+
+@dataclass
+class Changes:
+    """Attributes that a forward changed, each of a module's own.
+
+    Attributes:
+        changed: by path and name.
+        results: tensors in them that the forward returns besides its own outputs.
+    """
+
+    changed: dict[Key, Changed] = field(default_factory=dict)
+    results: list[Tensor] = field(default_factory=list)
+
+    def record(self, before: _State, after: _State) -> None:
+        """Take over what differs between the states before and after a forward."""
+        self.changed.clear()
+        self.results.clear()
+        filled: set[int] = set()
+        for key, held in after.items():
+            old = before.get(key)
+            # Other objects that a forward adds are set up by it.
+            is_new = old is None and (_is_traced(held.value) or isinstance(held.value, _PLAIN))
+            is_other = old is not None and not _same(old.content, held.content)
+            # A list that several modules have is filled once.
+            if id(held.value) in filled or not (is_new or is_other):
+                continue
+            change = self.changed[key] = Changed(old, held)
+            how, part = change.part()
+            if how != "set":
+                filled.add(id(held.value))
+            if _can_return(leaves := pytree.tree_leaves(part)):
+                self.results += [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+    def stored(self, key: Key, how: How, value: Any) -> Stored | None:
+        """Return ``value`` as one that the program returns, ``None`` where it cannot."""
+        leaves, spec = pytree.tree_flatten(value)
+        if not _can_return(leaves):
+            return None
+        place = {id(result): Result(index) for index, result in enumerate(self.results)}
+        return Stored(*key, how, tuple(place.get(id(leaf), leaf) for leaf in leaves), spec)
+
+
+@dataclass
+class Settled:
+    """Changes that are stored after every call, and the text of those that are not, by name."""
+
+    stored: list[Stored]
+    lost: dict[str, str]
+
+
+def settle(changes: Changes, repeat: Callable[[Mapping[Key, Any]], Changes | None]) -> Settled:
+    """Decide which ``changes`` a program can make in every call.
+
+    Args:
+        changes: of the export whose graph is kept.
+        repeat: exports once more with these values in the attributes before it; returns its
+            changes, or ``None`` where it failed or gave another graph.
+    """
+    kept: dict[Key, Stored | None] = {}
+    tried: dict[Key, Any] = {}
+    for key, change in changes.changed.items():
+        how, part = change.part()
+        if change.before is None and not _is_traced(part):
+            # A number that the forward adds to the module: nothing can have read it before.
+            kept[key] = changes.stored(key, how, part)
+        elif _can_return(pytree.tree_leaves(part)):
+            tried[key] = _another(change)
+    groups = [tried] if tried else []
+    while groups:
+        group = groups.pop()
+        second = repeat(group)
+        names = sorted({name for _, name in group})
+        if second is None and len(names) > 1:
+            # Layers use an attribute of one name alike, so one more export for each name will do.
+            groups += [{key: group[key] for key in group if key[1] == name} for name in names]
+            continue
+        for key, start in group.items():
+            change = changes.changed[key]
+            if second is not None:
+                kept[key] = _described(key, changes, start, second.changed.get(key))
+            elif change.is_plain:
+                kept[key] = changes.stored(key, "decide", change.after.value)
+    # In the order of the modules, which is the same on all ranks.
+    stored = [each for key in changes.changed if (each := kept.get(key)) is not None]
+    known = {(each.path, each.name) for each in stored}
+    lost = {
+        ".".join(filter(None, key)): str(change)
+        for key, change in changes.changed.items()
+        if key not in known
+    }
+    return Settled(stored, lost)
+
+
+def _described(key: Key, changes: Changes, start: Any, second: Changed | None) -> Stored | None:
+    """Return a change as one of any value before it, where it also leads from ``start`` there."""
+    first = changes.changed[key]
+    how, part = first.part()
+    if first.is_plain:
+        before = None if first.before is None else first.before.value
+        after = start if second is None else second.after.value
+        if type(part) is type(after) and part == after:
+            return changes.stored(key, "set", part)
+        if not all(type(value) in (int, float) for value in (before, part, start, after)):
+            return None
+        step = part - before
+        # The sum of floats rounds otherwise at another place.
+        is_count = math.isclose(after - start, step, rel_tol=1e-6)
+        return changes.stored(key, "add", step) if is_count else None
+    if second is None:
+        return None
+    how_too, part_too = second.part()
+    leaves, spec = pytree.tree_flatten(part)
+    leaves_too, spec_too = pytree.tree_flatten(part_too)
+    if spec != spec_too or not all(map(_alike_or_tensors, leaves, leaves_too)):
+        return None
+    # An empty container does not tell whether the forward empties it first; the second start does.
+    was_empty = first.before is not None and not first.before.content
+    return changes.stored(key, how_too, part) if how == how_too or was_empty else None
 
 
 @contextlib.contextmanager
-def watched_state(model: nn.Module) -> Iterator[dict[str, str]]:
-    """While ``model`` is exported: name of each attribute that its forward changes, and how.
+def watched_state(model: nn.Module) -> Iterator[Changes]:
+    """While ``model`` is exported: its forward returns its output and what it left in attributes.
 
-    Filled by the time that the context ends; tensors that the forward added are removed then. Other
-    attributes that it adds are set up at a first call, and are left alone.
+    Each forward leaves the attributes as they were before it, but for those that it added and that
+    hold no tensor: these are set up at a first call, and are left alone.
     """
-    changes: dict[str, str] = {}
+    changes = Changes()
     forward = model.forward
-    before = _state(model)
 
     @functools.wraps(forward)
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        start = _state(model)
+    def watched(*args: Any, **kwargs: Any) -> tuple[Any, list[Tensor]]:
+        before = _state(model)
         result = forward(*args, **kwargs)
-        changes.update(_changes(start, _state(model)))
-        return result
+        after = _state(model)
+        # Export may call the forward more than once; the last call is the one that it keeps.
+        changes.record(before, after)
+        _restore(model, before)
+        return result, list(changes.results)
 
+    outside = _state(model)
     try:
         with replaced_forward(model, watched):
             yield changes
     finally:
-        modules = dict(model.named_modules())
-        for (path, name), value in _state(model).items():
-            # A fake tensor of the export, which the model would meet at its next call.
-            if (path, name) not in before and isinstance(value, Tensor):
-                del modules[path].__dict__[name]
+        # Export leaves copies of lists, and one that two modules share would be two.
+        _restore(model, outside)
+
+
+@contextlib.contextmanager
+def changed_attributes(model: nn.Module, values: Mapping[Key, Any]) -> Iterator[None]:
+    """Let attributes of ``model`` have other values; one list in several places stays one."""
+    modules = dict(model.named_modules())
+    absent = object()
+    old = {(path, name): vars(modules[path]).get(name, absent) for path, name in values}
+    shared = {
+        id(old[key]): value for key, value in values.items() if type(old[key]) in (list, dict)
+    }
+    saved = [
+        (module.__dict__, name, value, shared[id(value)])
+        for module in modules.values()
+        for name, value in vars(module).items()
+        if id(value) in shared
+    ]
+    saved += [
+        (modules[path].__dict__, name, old[path, name], value)
+        for (path, name), value in values.items()
+        if id(old[path, name]) not in shared
+    ]
+    for attributes, name, _, value in saved:
+        attributes[name] = value
+    try:
+        yield
+    finally:
+        for attributes, name, value, _ in saved:
+            if value is absent:
+                attributes.pop(name, None)
+            else:
+                attributes[name] = value
 
 
 @contextlib.contextmanager
@@ -67,9 +289,8 @@ def replaced_forward(model: nn.Module, forward: Callable[..., Any]) -> Iterator[
 
 
 def _state(model: nn.Module) -> _State:
-    # Containers are copied, one level deep: they may be changed in place.
     return {
-        (path, name): type(value)(value) if type(value) in _CONTAINERS else value
+        (path, name): Held.of(value)
         for path, module in model.named_modules()
         if not isinstance(module, nn.RNNBase)  # its lists of parameters are made anew
         for name, value in vars(module).items()
@@ -77,15 +298,50 @@ def _state(model: nn.Module) -> _State:
     }
 
 
-def _changes(before: _State, after: _State) -> dict[str, str]:
-    texts = {}
-    for (path, name), value in after.items():
-        old = before.get((path, name))
-        # A new attribute is set up at a first call, but for tensors, which are results.
-        is_state = (path, name) in before or isinstance(value, Tensor)
-        if is_state and not _same(old, value):
-            texts[f"{path}.{name}" if path else name] = f"{_text(old)} -> {_text(value)}"
-    return texts
+def _restore(model: nn.Module, before: _State) -> None:
+    modules = dict(model.named_modules())
+    for (path, name), held in before.items():
+        if path in modules:  # a forward may exchange a module
+            modules[path].__dict__[name] = held.restore()
+    for (path, name), held in _state(model).items():
+        if (path, name) not in before and _is_traced(held.value):
+            # The model would meet it at its next call.
+            del modules[path].__dict__[name]
+
+
+def _another(change: Changed) -> Any:
+    """Return a value for an attribute unlike the one before the first forward."""
+    before = None if change.before is None else change.before.content
+    if before is None:
+        before = change.after.value if change.is_plain else None
+        return torch.zeros(()) if before is None else _another_plain(before)
+    if isinstance(before, Tensor):
+        return None
+    if isinstance(before, list):
+        return [*before, before[-1] if before else torch.zeros(())]
+    if isinstance(before, dict):
+        return {**before, _MARK: torch.zeros(())}
+    return _another_plain(before) if isinstance(before, _PLAIN) else None
+
+
+def _another_plain(value: Any) -> Any:
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, (int, float, complex)):
+        return value + _SHIFT
+    if isinstance(value, bytes):
+        return value + _MARK.encode()
+    return value + _MARK if isinstance(value, str) else None
+
+
+def _is_traced(value: Any) -> bool:
+    """Tell whether a value has numbers that only a trace knows."""
+    kinds = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
+    return any(isinstance(leaf, kinds) for leaf in pytree.tree_leaves(value))
+
+
+def _can_return(leaves: list[Any]) -> bool:
+    return all(leaf is None or isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves)
 
 
 def _same(first: Any, second: Any) -> bool:
@@ -106,6 +362,10 @@ def _same(first: Any, second: Any) -> bool:
 def _alike(first: Any, second: Any) -> bool:
     plain = isinstance(first, _PLAIN) and type(first) is type(second)
     return first is second or (plain and bool(first == second))
+
+
+def _alike_or_tensors(first: Any, second: Any) -> bool:
+    return _alike(first, second) or (isinstance(first, Tensor) and isinstance(second, Tensor))
 
 
 def _text(value: Any) -> str:

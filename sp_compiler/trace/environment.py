@@ -17,8 +17,9 @@ from torch import nn
 
 from sp_compiler.base.autocast import explicit_einsum
 from sp_compiler.base.errors import CaptureError, UnsupportedError
+from sp_compiler.base.stored_attributes import Stored
 from sp_compiler.base.warn import LIBRARY_FOLDERS, warn
-from sp_compiler.trace.attribute_changes import watched_state
+from sp_compiler.trace.attribute_changes import Settled
 from sp_compiler.trace.autograd_functions import FunctionCall, recorded_functions
 from sp_compiler.trace.decisions import Reads
 
@@ -104,17 +105,32 @@ def export_context(model: nn.Module, *, use_cache: bool = False) -> Iterator[lis
         if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
             message = "gradient checkpointing set on the model is ignored"
             _warn_once(model, f"{message}: recompute= of sp_compiler governs")
-        with watched_state(model) as changes:
-            yield functions
-    # Behind the block: where the export fails, its error is what the user has to read.
-    if changes:
+        yield functions
+
+
+def warn_of_attributes(model: nn.Module, settled: Settled) -> None:
+    """Name the attributes that forward changes and that do not come back from a compiled call."""
+    if settled.lost:
         _warn_once(
             model,
             "forward changes attributes of the model, and the compiled model will not: "
-            f"{', '.join(f'{name} ({how})' for name, how in changes.items())}. What depends on "
-            "them stays as it is now. Keep state that changes in a tensor of register_buffer, and "
-            "change that in place",
+            f"{', '.join(f'{name} ({how})' for name, how in settled.lost.items())}. What depends "
+            "on them stays as it is now. Keep state that changes in a tensor of register_buffer, "
+            "and change that in place",
         )
+    counted = [str(each) for each in settled.stored if each.how == "decide" and _is_count(each)]
+    if counted:
+        _warn_once(
+            model,
+            f"forward computes with numbers that it changes: {', '.join(counted)}. The model is "
+            "compiled anew for each of their values; keep such a number in a tensor of "
+            "register_buffer, and change that in place",
+        )
+
+
+def _is_count(stored: Stored) -> bool:
+    (value,) = stored.leaves or (None,)
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 @contextlib.contextmanager
@@ -170,7 +186,7 @@ def _without_torch_warnings() -> Iterator[None]:
     """Silence warnings of torch's export about its own code, which no user can fix."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)", FutureWarning)
-        # Given in the user's terms instead, see watched_state.
+        # Given in the user's terms instead, see warn_of_attributes.
         warnings.filterwarnings("ignore", r"The tensor attributes? .* assigned during export")
         yield
 

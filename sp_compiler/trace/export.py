@@ -30,10 +30,10 @@ from sp_compiler.ir.hints import parameters_of
 from sp_compiler.ir.program import Ref
 from sp_compiler.ir.rewriting import erase_dead, fake_mode_of, make_call, refake, set_value
 from sp_compiler.ir.symbolic import NotSymbolic, inline_sizes, is_open, open_sizes
-from sp_compiler.trace.decisions import Reads, recorded_reads
+from sp_compiler.trace.decisions import Reads
 from sp_compiler.trace.dtype_check import check_dtypes
-from sp_compiler.trace.environment import capture_error, check_capturable, export_context
-from sp_compiler.trace.functionalize import functionalize
+from sp_compiler.trace.environment import check_capturable
+from sp_compiler.trace.exporting import Export, ExportRun
 from sp_compiler.trace.lift_casts import lift_casts_to_float64
 from sp_compiler.trace.masked_rows import compute_all_rows
 
@@ -100,26 +100,15 @@ def capture(
         example_kwargs = {**example_kwargs, "use_cache": False}
     shapes = _open_shapes(model, example_args, example_kwargs) if open_dims else None
     real_leaves, _ = flatten_inputs(args, kwargs)
-    with (
-        export_context(model, use_cache=use_cache) as functions,
-        recorded_reads(model, real_leaves) as reads,
-    ):
-        try:
-            exported = torch.export.export(
-                model,
-                example_args,
-                example_kwargs,
-                dynamic_shapes=shapes,
-                strict=False,
-            )
-            _unfreeze(exported.graph_module.graph)
-            exported = functionalize(exported)
-        except Exception as error:  # user code and export may raise anything
-            raise capture_error(model, error, reads) from error
+    run = ExportRun(model, example_args, example_kwargs, shapes, use_cache, real_leaves)
+    export = run.run()
+    stored = run.settled(export).stored
+    reads = export.reads
     # The graph holds the casts of autocast now; running its operators must not cast once more.
     with without_autocast():
-        captured = _captured(exported, model, in_spec, leaves, lift_casts, open_dims, reads)
-    captured.functions = functions
+        captured = _captured(export, model, in_spec, leaves, lift_casts, open_dims)
+    captured.stored = stored
+    captured.functions = export.functions
     captured.decisions = reads.decisions
     captured.notes += [f"holds for {decision}" for decision in reads.decisions]
     # Last, since only now do all values have the dtypes that kernels will see.
@@ -130,14 +119,14 @@ def capture(
 
 
 def _captured(
-    exported: ExportedProgram,
+    export: Export,
     model: nn.Module,
     in_spec: pytree.TreeSpec,
     leaves: list[Any],
     lift_casts: bool,
     open_dims: bool,
-    reads: Reads,
 ) -> Captured:
+    exported = export.exported
     # Placeholders get their final form first: the values computed from them are propagated last.
     compute_all_rows(exported.graph_module.graph)
     inline_sizes(exported.graph_module.graph)
@@ -154,7 +143,7 @@ def _captured(
     # that fits the strides of one does not fit those of another.
     for node in calls(captured.module.graph, _aten.view.default, _aten._unsafe_view.default):
         node.target = _aten.reshape.default
-    _propagate(captured.module.graph, reads)
+    _propagate(captured.module.graph, export.reads)
     return captured
 
 
@@ -166,14 +155,6 @@ def _open_shapes(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any
             # larger sizes alike.
             shapes[leaf] = {dim: Dim.AUTO for dim, size in enumerate(leaf.shape) if size > 1}
     return shapes.dynamic_shapes(model, tuple(args), dict(kwargs))
-
-
-def _unfreeze(graph: Graph) -> None:
-    """Let comparisons of sizes be recorded after the export, too."""
-    # Export freezes it at its end; a comparison then would be answered and forgotten.
-    env = getattr(fake_mode_of(graph), "shape_env", None)
-    if env is not None:
-        env.frozen = False
 
 
 def _add_sizes(captured: Captured, leaves: Sequence[Any]) -> None:
@@ -251,7 +232,9 @@ def _from_exported(
         node.replace_all_uses_with(first.setdefault(ref, node))
         refs.append(ref)
     mutated = _mutated_last(output_node(graph), exported.graph_signature.output_specs, canonical)
-    captured = Captured(GraphModule(nn.Module(), graph), refs, in_spec, exported.call_spec.out_spec)
+    # Behind the model's own output the exported forward returned what it stores.
+    out_spec = exported.call_spec.out_spec.child(0)
+    captured = Captured(GraphModule(nn.Module(), graph), refs, in_spec, out_spec)
     captured.mutated, captured.aliases, captured.constants = mutated, aliases, constants
     erase_dead(captured.module.graph)
     return captured

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from sp_compiler.base.errors import ArgumentError, PassError, SPCompilerError, UnsupportedError
 from sp_compiler.base.pass_report import Pass
+from sp_compiler.base.stored_attributes import Stored
 from sp_compiler.compiler import Compilation, to_program
 from sp_compiler.ir.captured import Captured
 from sp_compiler.ir.compiled_program import CompiledProgram
@@ -157,21 +158,26 @@ class Step:
         detached = [item.detach() if isinstance(item, Tensor) else item for item in outputs]
         return Numbers(detached, tensors.grads())
 
-    def run_eager(self, tensors: Tensors) -> list[Any]:
-        """Leaves of what the model itself returns."""
+    def run_eager(self, stored: Sequence[Stored], tensors: Tensors) -> list[Any]:
+        """Leaves of what the model itself returns, and the tensors that it stores."""
         model = copy.deepcopy(self.model)  # its attributes may be written
         args, kwargs = pytree.tree_unflatten(list(tensors.inputs), self.spec)
         state = {**tensors.buffers, **tensors.params}
         outputs = torch.func.functional_call(model, state, tuple(args), dict(kwargs))
-        return pytree.tree_leaves(outputs)
+        left = [
+            tensor
+            for each in stored
+            for tensor in each.tensors(getattr(model.get_submodule(each.path), each.name))
+        ]
+        return [*pytree.tree_leaves(outputs), *left]
 
 
 # Passes before the model is sharded: on one device, with nothing dropped.
 
 
 def _before_sharding(step: Step, options: CompileOptions) -> tuple[list[Comparison], Precision]:
-    eager = Reference.of(partial(undropped, step, step.run_eager))
     captured = step.capture()
+    eager = Reference.of(partial(undropped, step, partial(step.run_eager, captured.stored)))
     exported = undropped(step, partial(run_flat, captured), eager.precision)
     rows = [eager.compare(Pass.EXPORT, "model", exported)]
     # Later passes answer for the capture: eager code may ask for the dtype, which is another here.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
 import pytest
@@ -32,51 +31,6 @@ class Statistics(nn.Module):
                 self.mean.mul_(0.9).add_(0.1 * x.mean(0))
             self.steps += 1
         return (self.linear(x - self.mean) + self.shift).square().mean()
-
-
-class Stateful(nn.Module):
-    """Changes its attributes in every way."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.count, self.log, self.same = 0, ["start"], [1]
-        self.last: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count += 1
-        self.log.append("call")
-        self.same = [1]
-        self.last = x * 2
-        self.fresh = x + 1
-        self.is_set_up = True
-        y: Tensor = self.linear(x) * self.count
-        return y.sum()
-
-
-def test_attributes_that_the_forward_changes_are_named_once() -> None:
-    """They would be fixed without a word; the model itself stays as it was."""
-    outer = nn.Sequential(nn.Linear(8, 8), Stateful()).double()
-    module = compiled(lambda: outer)
-    with pytest.warns(UserWarning, match="forward changes attributes") as caught:
-        module(batch(3)).backward()
-    (warning,) = caught
-    for change in (
-        "1.count (0 -> 1)",
-        "1.log (list of 1 -> list of 2)",
-        "1.last (None -> a tensor)",
-        "1.fresh (None -> a tensor)",
-        "register_buffer",
-    ):
-        assert change in str(warning.message)
-    assert "same" not in str(warning.message)
-    assert "is_set_up" not in str(warning.message)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        module(batch(4))
-    inner: Any = outer[1]
-    assert (inner.count, inner.log, inner.last) == (0, ["start"], None)
-    assert not hasattr(inner, "fresh")
 
 
 class Normalised(nn.Module):

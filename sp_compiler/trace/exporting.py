@@ -1,0 +1,116 @@
+"""One run of ``torch.export`` over a model, and what it showed besides the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+from torch.fx import Graph
+
+from sp_compiler.ir.rewriting import fake_mode_of
+from sp_compiler.trace.attribute_changes import (
+    Changes,
+    Key,
+    Settled,
+    changed_attributes,
+    settle,
+    watched_state,
+)
+from sp_compiler.trace.autograd_functions import FunctionCall
+from sp_compiler.trace.decisions import Reads, recorded_reads
+from sp_compiler.trace.environment import capture_error, export_context, warn_of_attributes
+from sp_compiler.trace.functionalize import functionalize
+
+
+@dataclass
+class Export:
+    """Graph of one run, and what was seen on the way.
+
+    Attributes:
+        exported: functional graph; it returns the model's output, then a list of tensors that the
+            forward left in attributes.
+        functions: calls of autograd functions.
+        reads: numbers that the forward read from inputs and buffers.
+        changes: attributes that the forward changed.
+        text: of the graph as the run left it.
+    """
+
+    exported: ExportedProgram
+    functions: list[FunctionCall]
+    reads: Reads
+    changes: Changes
+    text: str
+
+
+@dataclass
+class ExportRun:
+    """A model and inputs to export it for.
+
+    Attributes:
+        model: unmodified.
+        args, kwargs: examples.
+        shapes: of the inputs, where sizes are left open.
+        use_cache: whether the caller asked for a cache.
+        leaves: real inputs.
+    """
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    shapes: Any
+    use_cache: bool
+    leaves: Sequence[Any]
+
+    def run(self) -> Export:
+        """Export the model as it is.
+
+        Raises:
+            CaptureError, UnsupportedError: see :func:`sp_compiler.trace.export.capture`.
+        """
+        with (
+            export_context(self.model, use_cache=self.use_cache) as functions,
+            watched_state(self.model) as changes,
+            recorded_reads(self.model, self.leaves) as reads,
+        ):
+            try:
+                exported = torch.export.export(
+                    self.model,
+                    self.args,
+                    dict(self.kwargs),
+                    dynamic_shapes=self.shapes,
+                    strict=False,
+                )
+                text = str(exported.graph)
+                _unfreeze(exported.graph_module.graph)
+                exported = functionalize(exported)
+            except Exception as error:  # user code and export may raise anything
+                raise capture_error(self.model, error, reads) from error
+        return Export(exported, functions, reads, changes, text)
+
+    def settled(self, first: Export) -> Settled:
+        """Find what becomes of the attributes that the forward changed in ``first``; may warn."""
+
+        def repeat(values: Mapping[Key, Any]) -> Changes | None:
+            with changed_attributes(self.model, values):
+                try:
+                    second = self.run()
+                # Whatever the model's own code raises where an attribute is not as it left it.
+                except Exception:
+                    return None
+            return second.changes if second.text == first.text else None
+
+        settled = settle(first.changes, repeat)
+        warn_of_attributes(self.model, settled)
+        return settled
+
+
+def _unfreeze(graph: Graph) -> None:
+    """Let comparisons of sizes be recorded after the export, too."""
+    # Export freezes it at its end; a comparison then would be answered and forgotten.
+    env = getattr(fake_mode_of(graph), "shape_env", None)
+    if env is not None:
+        env.frozen = False

@@ -119,6 +119,8 @@ class ShardedOutput(DTensor):
         given_args, given_kwargs = pytree.tree_unflatten(given, structure)
         try:
             result = super().__torch_function__(func, types, given_args, given_kwargs)
+        except torch.OutOfMemoryError:
+            raise  # of this rank alone: a collective would wait for the others
         except (NotImplementedError, RuntimeError, TypeError) as error:
             # A reshape that cuts a sharded dim, an operator without a rule, numpy(), a mistake:
             # on every rank alike, and full tensors tell which.

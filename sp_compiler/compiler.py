@@ -318,6 +318,7 @@ class Compilation:
             differentiable={each.region.name: each.differentiable for each in regions},
             loss_backwards=_loss_backwards(regions, loaded.codes),
             notes=[*sharded.program.notes, *loaded.notes],
+            kernels=loaded.kernels,
             replicated=tuple(self._replicated),
             code=loaded.source,
             value_names=loaded.value_names,

@@ -37,7 +37,7 @@ class Fused:
     """``function(tp, *arguments)``, compiled by Inductor; as written where that cannot be.
 
     The first call, with a :class:`TracingRank` and fake tensors, makes a graph of it, whose sizes
-    are as open as those of the fakes. The first call with tensors compiles the graph.
+    are as open as those of the fakes. :meth:`compile`, or the first call with tensors, compiles it.
 
     Attributes:
         name: of the function.
@@ -62,7 +62,7 @@ class Fused:
             return self._function(tp, *arguments)
         if self.reason or self._traced is None:
             return self._function(tp, *arguments)
-        if self._kernels is None and not self._compile():
+        if self._kernels is None and self.compile():
             return self._function(tp, *arguments)
         results = tp.on_each_rank(self._run, arguments)
         return results if self._traced.several else results[0]
@@ -77,14 +77,15 @@ class Fused:
         self.reason = reason
         self._traced = self._kernels = None
 
-    def _compile(self) -> bool:
-        assert self._traced is not None
-        try:
-            self._kernels = compile_graph(self._traced)
-        except Exception as error:  # Inductor's, or the C++ compiler's
-            self.run_as_written(first_line(error))
-            warn(f"{self.name} runs as written, for Inductor cannot compile it: {self.reason}")
-        return self._kernels is not None
+    def compile(self) -> str:
+        """Compile the graph, unless it is; return why it runs as written, "" if it does not."""
+        if self._traced is not None and self._kernels is None:
+            try:
+                self._kernels = compile_graph(self._traced)
+            except Exception as error:  # Inductor's, or the C++ compiler's
+                self.run_as_written(first_line(error))
+                warn(f"{self.name} runs as written, for Inductor cannot compile it: {self.reason}")
+        return self.reason
 
     def _run(self, rank: int | Tensor, arguments: Sequence[Any]) -> Sequence[Any]:
         traced, kernels = self._traced, self._kernels

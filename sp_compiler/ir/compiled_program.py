@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -49,6 +49,18 @@ class LossBackward:
     run: Callable[..., tuple[Tensor | None, ...]]
 
 
+class Kernel(Protocol):
+    """A function of the generated code that the backend compiles when the program first runs."""
+
+    name: str
+
+    def compile(self) -> str:
+        """Compile it, unless it is; return why that failed, "" if it did not."""
+
+    def run_as_written(self, reason: str) -> None:
+        """Run its text from now on."""
+
+
 @dataclass
 class CompiledProgram:
     """A sharded program with the code of its regions.
@@ -64,6 +76,7 @@ class CompiledProgram:
         loss_backwards: name of the region with the model's loss to its backward from that alone;
             empty where no other gradient can flow there.
         notes: fallbacks with reasons.
+        kernels: region name to what is still to be compiled, by all ranks before one runs it.
         replicated: (region, operator) of those that run replicated because the check refused their
             shards.
         code: the generated text.
@@ -82,6 +95,7 @@ class CompiledProgram:
     differentiable: dict[str, tuple[bool, ...]] = field(default_factory=dict)
     loss_backwards: dict[str, LossBackward] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    kernels: Mapping[str, Sequence[Kernel]] = field(default_factory=dict)
     replicated: tuple[tuple[str, str], ...] = ()
     code: str = ""
     plan: Any = None  # a Plan, which a later folder makes

@@ -21,6 +21,7 @@ from sp_compiler.module.parameters import optimizers_of, place
 from sp_compiler.module.state import ModuleState
 from sp_compiler.runtime.executor import Executor
 from sp_compiler.runtime.group import broadcast, broadcast_over_data, forward_seed
+from sp_compiler.runtime.kernels import compile_kernels
 from sp_compiler.runtime.parameter_gradients import local_tensor
 from sp_compiler.runtime.program_cache import call_key
 from sp_compiler.runtime.rank_checks import fingerprints
@@ -83,6 +84,9 @@ def shard_over_data(state: ModuleState) -> None:
 
 def run(state: ModuleState, executor: Executor, leaves: list[Any]) -> Any:
     """Run one forward; return the model's own output type."""
+    if executor.compiled.kernels:
+        # Not with the program: a plan needs none, and a module may be moved before it runs.
+        compile_kernels(state.agreement, executor.compiled)
     seed = forward_seed(state.group, state.device()) if executor.needs_seed else None
     execution = executor.run(state.parameters, state.buffers, leaves, seed)
     with torch.no_grad():

@@ -27,6 +27,7 @@ from sp_compiler.pipeline_parallel.schedules import Schedule
 from sp_compiler.pipeline_parallel.stage_parameters import StageParameters
 from sp_compiler.pipeline_parallel.stage_program import Stage, chain_of, loss_of, stages_of
 from sp_compiler.planning.data import ParameterSize
+from sp_compiler.runtime.kernels import compile_kernels
 from sp_compiler.runtime.reductions import reduce_gradients
 from sp_compiler.runtime.weight_gradients import accumulate
 from sp_compiler.trace.export import flatten_inputs, input_names
@@ -261,6 +262,8 @@ class PipelineModule(StageParameters):
         return gathered_adamw_bytes(size, data.num_shards)
 
     def _runner(self, stages: Sequence[Stage]) -> StageRunner:
+        for stage in stages:
+            compile_kernels(self._state.agreement, stage.compiled)
         return StageRunner(stages, self._state, self._axis, self._schedule, self._microbatches)
 
     def _weights(self, parts: Sequence[Sequence[Any]], structure: Any) -> list[Tensor | float]:

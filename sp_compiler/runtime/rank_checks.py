@@ -153,13 +153,25 @@ class RankAgreement:
         for board in self._group.data_boards:
             self._meet(board, purpose, facts, _SAME_MODEL)
 
+    def exchanged(self, purpose: str, text: str) -> list[str]:
+        """``text`` of every rank of the group, in order; ``purpose`` is what they are here for.
+
+        Raises:
+            RankMismatchError: a rank does not come.
+            RankFailureError: a rank has failed.
+        """
+        board = self._group.board
+        return [text] if board is None else self._exchange(board, purpose, text)
+
     def _meet(self, board: FailureBoard, purpose: str, facts: Mapping[str, str], rule: str) -> None:
-        self._num_meetings[board.kind] += 1
-        meeting = f"meetings/{self._name}/{self._num_meetings[board.kind]}"
-        own = json.dumps({"call": purpose, **facts})
-        ranks = board.exchange(meeting, own, purpose, self._group.timeout)
+        ranks = self._exchange(board, purpose, json.dumps({"call": purpose, **facts}))
         if len(set(ranks)) > 1:
             raise _mismatch([json.loads(text) for text in ranks], f"{board.kind}, {rule}")
+
+    def _exchange(self, board: FailureBoard, purpose: str, text: str) -> list[str]:
+        self._num_meetings[board.kind] += 1
+        meeting = f"meetings/{self._name}/{self._num_meetings[board.kind]}"
+        return board.exchange(meeting, text, purpose, self._group.timeout)
 
     def _gather_on_host(
         self,

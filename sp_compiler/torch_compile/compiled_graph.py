@@ -17,6 +17,7 @@ from sp_compiler.base.errors import ArgumentError
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.runtime.executor import Executor
 from sp_compiler.runtime.group import TensorParallelGroup, forward_seed
+from sp_compiler.runtime.kernels import compile_kernels
 from sp_compiler.runtime.program_cache import CallKey, ProgramCache, call_key
 from sp_compiler.runtime.rank_checks import RankAgreement, fingerprints
 from sp_compiler.torch_compile.dynamo_graph import BoundInputs, DynamoGraph
@@ -130,6 +131,7 @@ class CompiledGraph:
                 program = self._build(model, bound.tensors)
             # An executor of its own: other sizes are other graphs, with other things to keep.
             executor = Executor(program, self._group.communicator)
+            compile_kernels(self._agreement, program)
             compiled = _Compiled(executor, model.returned_inputs)
             self._programs.put(key, compiled)
         return compiled

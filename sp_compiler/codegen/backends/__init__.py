@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from sp_compiler.codegen.module_text import CompiledRegion
+from sp_compiler.ir.compiled_program import Kernel
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,14 @@ class LoadedProgram:
         codes: by name of the region, an object with the functions.
         value_names: by name of the region, what ``source`` calls the values of its graphs' nodes.
         notes: for the plan: what the backend does not compile, and why.
+        kernels: by name of the region, what it compiles only when the program first runs.
     """
 
     source: str
     codes: Mapping[str, Any]
     value_names: Mapping[str, Mapping[str, str]]
     notes: tuple[str, ...] = ()
+    kernels: Mapping[str, Sequence[Kernel]] = field(default_factory=dict)
 
 
 def compile_regions(regions: Sequence[CompiledRegion], backend: str) -> LoadedProgram:

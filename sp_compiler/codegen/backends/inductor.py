@@ -39,19 +39,21 @@ def compile_regions(regions: Sequence[CompiledRegion]) -> LoadedProgram:
     codes = {name: namespace[text.name] for name, text in texts.items()}
     # A plan tells what is not compiled; nothing else would, for it runs all the same.
     notes: list[str] = []
+    kernels: dict[str, list[Fused]] = {}
     for each in regions:
         code = codes[each.region.name]
         # Once, on all of a region: what one function returns is what the next is given.
         error = _trace(each.partitioned, code, each.world_size)
-        for fused in vars(code).values():
-            if not isinstance(fused, staticmethod) or not isinstance(fused.__func__, Fused):
-                continue
-            if not fused.__func__.is_traced:
-                reason = fused.__func__.reason or error
-                fused.__func__.run_as_written(reason)
-                notes.append(f"{fused.__func__.name} runs as written, not by Inductor: {reason}")
+        methods = [value for value in vars(code).values() if isinstance(value, staticmethod)]
+        functions = [each.__func__ for each in methods if isinstance(each.__func__, Fused)]
+        kernels[each.region.name] = [fused for fused in functions if fused.is_traced]
+        for fused in functions:
+            if not fused.is_traced:
+                reason = fused.reason or error
+                fused.run_as_written(reason)
+                notes.append(f"{fused.name} runs as written, not by Inductor: {reason}")
     names = {name: text.names for name, text in texts.items()}
-    return LoadedProgram(source, codes, names, tuple(notes))
+    return LoadedProgram(source, codes, names, tuple(notes), kernels)
 
 
 def _trace(parts: Partitioned, code: Any, world_size: int) -> str:

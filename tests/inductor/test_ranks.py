@@ -1,0 +1,87 @@
+"""Ranks whose compilers do not agree: none waits for ever, and all run the same."""
+
+from __future__ import annotations
+
+import copy
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch._inductor import config
+from torch.nn import functional as F
+
+import sp_compiler
+from tests.helpers.inductor import own_cache
+from tests.helpers.ranks import run_on_ranks
+
+SAID = "runs as written"
+
+
+class Net(nn.Module):
+    """A block with a parameter that is replicated, whose gradient depends on every kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(16))
+        self.up = nn.Linear(16, 32, bias=False)
+        self.down = nn.Linear(32, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * self.scale + x
+        return (F.dropout(self.down(torch.sin(self.up(y)) * 2 + 1), 0.5) + y).square().mean()
+
+
+def _step(module: nn.Module) -> dict[str, Any]:
+    x = torch.randn(4, 6, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    torch.manual_seed(7)  # of the masks
+    loss = module(x)
+    loss.backward()
+    grads = {name: p.grad for name, p in module.named_parameters()}
+    full = {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in grads.items()}
+    return {"loss": loss.detach(), **full}
+
+
+def _steps(folder: str) -> list[dict[str, Any]]:
+    """Eager code; kernels whose compiler is killed on rank 1; kernels that rank 1 has to make."""
+    rank, results = dist.get_rank(), []
+    torch.manual_seed(0)
+    model = Net().double()
+    killed = Path(folder, f"compiler-{rank}")
+    killed.write_text("#!/bin/sh\nkill -9 $$\n")
+    killed.chmod(0o700)
+    for backend, compiler in (("eager", None), ("inductor", killed), ("inductor", None)):
+        module: Any = sp_compiler.compile(copy.deepcopy(model), tp=2, backend=backend)
+        counters.clear()
+        broken = {"cpp.cxx": (str(compiler),)} if compiler and rank else {}
+        # Rank 0 finds in the last step what it has compiled for the step before.
+        with own_cache(Path(folder, f"cache-{rank}")), config.patch(broken):
+            time.sleep(1.0 * rank)
+            step = _step(module)
+        hits = counters["inductor"]["fxgraph_cache_hit"]
+        notes = [note for note in module.plan.notes if SAID in note]
+        results.append({"step": step, "hits": hits, "notes": notes})
+    return results
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_a_killed_compiler_and_a_cold_cache_on_one_rank(tmp_path: Path) -> None:
+    ranks = run_on_ranks(2, _steps, str(tmp_path))
+    eager, killed, cold = ([rank[at] for rank in ranks] for at in range(3))
+    for found in (*killed, *cold):
+        for name, value in eager[0]["step"].items():
+            torch.testing.assert_close(found["step"][name], value, rtol=1e-12, atol=1e-14)
+    # On both alike, though on rank 0 everything was compiled.
+    assert killed[0]["notes"] == killed[1]["notes"] != []
+    assert all("on all ranks: rank 1: " in note for note in killed[0]["notes"])
+    assert not cold[0]["notes"]
+    assert not cold[1]["notes"]
+    assert cold[0]["hits"] == len(killed[0]["notes"])
+    assert cold[1]["hits"] == 0
+    for first, second in (killed, cold):
+        assert torch.equal(first["step"]["scale"], second["step"]["scale"])

@@ -1,0 +1,69 @@
+"""Kernels are made on all ranks or on none."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from sp_compiler.runtime.kernels import compile_kernels
+
+
+class _Kernel:
+    def __init__(self, name: str, fails: str = "") -> None:
+        self.name, self.fails = name, fails
+        self.compiled, self.written = 0, ""
+
+    def compile(self) -> str:
+        self.compiled += 1
+        return self.fails
+
+    def run_as_written(self, reason: str) -> None:
+        self.written = reason
+
+
+class _Agreement:
+    """Two ranks; this one is rank 1, and rank 0 fails where ``fails`` says so."""
+
+    def __init__(self, fails: str = "") -> None:
+        self.fails = fails
+        self.met: list[str] = []
+
+    def exchanged(self, purpose: str, text: str) -> list[str]:
+        self.met.append(purpose)
+        return ["no memory" if purpose == self.fails else "", text]
+
+
+def _compiled(*kernels: _Kernel) -> Any:
+    program = SimpleNamespace(regions=[SimpleNamespace(name="block"), SimpleNamespace(name="head")])
+    return SimpleNamespace(program=program, kernels={"block": kernels}, notes=["a"], plan=None)
+
+
+def test_each_is_compiled_once_and_in_order() -> None:
+    first, second = _Kernel("f_1"), _Kernel("f_2")
+    compiled, agreement = _compiled(first, second), _Agreement()
+    for _ in range(2):
+        compile_kernels(agreement, compiled)  # type: ignore[arg-type]
+    assert agreement.met == ["compiles f_1", "compiles f_2"]
+    assert (first.compiled, second.compiled) == (1, 1)
+    assert (first.written, second.written) == ("", "")
+    assert compiled.notes == ["a"]
+
+
+def test_what_fails_on_any_rank_runs_as_written_on_this_one() -> None:
+    kernels = [_Kernel("f_1"), _Kernel("f_2", fails="killed"), _Kernel("f_3")]
+    compiled = _compiled(*kernels)
+    compile_kernels(_Agreement("compiles f_1"), compiled)  # type: ignore[arg-type]
+    assert [kernel.written for kernel in kernels] == ["rank 0: no memory", "rank 1: killed", ""]
+    assert compiled.notes == [
+        "a",
+        "f_1 runs as written, on all ranks: rank 0: no memory",
+        "f_2 runs as written, on all ranks: rank 1: killed",
+    ]
+
+
+def test_those_of_other_stages_are_left_alone() -> None:
+    other = _Kernel("f_1")
+    compiled = _compiled()
+    compiled.kernels = {"tail": [other]}
+    compile_kernels(_Agreement(), compiled)  # type: ignore[arg-type]
+    assert not other.compiled

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch._inductor import config
 
 from sp_compiler.options import BACKENDS
 from tests.helpers import parity
@@ -15,7 +16,8 @@ from tests.helpers.inductor import own_cache
 @pytest.fixture(autouse=True, scope="module")
 def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("inductor")
-    with own_cache(folder):
+    # Together they have so many kernels that compiling the headers once pays.
+    with own_cache(folder), config.patch(cpp_cache_precompile_headers=True):
         yield folder
 
 

@@ -18,7 +18,7 @@ OMIT = object()
 
 @dataclass(frozen=True)
 class Size:
-    """Widths of a configuration; ``head`` is the width of one head."""
+    """Widths of a configuration; ``head`` is the width of one head, ``dropout`` a probability."""
 
     heads: int
     kv: int
@@ -28,6 +28,7 @@ class Size:
     batch: int
     seq: int
     experts: int
+    dropout: float = 0.0
 
     @property
     def head(self) -> int:
@@ -67,8 +68,11 @@ TABLE: dict[str, Architecture] = {}
 """Every architecture, in a fixed order."""
 
 
-def hf_config(config_class: str, **fields: Any) -> Any:
-    """A configuration without dropout of any kind."""
+def hf_config(config_class: str, dropout: float, /, **fields: Any) -> Any:
+    """A configuration with ``dropout`` for every probability of dropping an element.
+
+    Never a layer or a path: which of them run would differ from step to step.
+    """
     config = getattr(transformers, config_class)(**fields)
     nested = [
         value for value in vars(config).values() if isinstance(value, type(config).__mro__[1])
@@ -76,7 +80,8 @@ def hf_config(config_class: str, **fields: Any) -> Any:
     for item in (config, *nested):
         for field, value in vars(item).items():
             if "drop" in field and isinstance(value, float):
-                setattr(item, field, 0.0)
+                elements = "dropout" in field or "pdrop" in field
+                setattr(item, field, dropout if elements else 0.0)
     return config
 
 
@@ -119,7 +124,7 @@ def add(
     def make(size: Size) -> nn.Module:
         fields = {**common_fields(size), **extra(size)}
         fields = {key: value for key, value in fields.items() if value is not OMIT}
-        made = hf_config(config or f"{family}Config", **fields)
+        made = hf_config(config or f"{family}Config", size.dropout, **fields)
         made._attn_implementation = attention
         if experts is not None:
             made._experts_implementation = experts

@@ -34,7 +34,7 @@ def names(*, decoder_only: bool = False) -> list[str]:
 
 
 def build(name: str, size: Size) -> nn.Module:
-    """``name`` in float64 and train mode, without dropout, with parameters of order one."""
+    """``name`` in float64 and train mode, with parameters of order one."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = TABLE[name].make(size)

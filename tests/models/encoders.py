@@ -191,7 +191,7 @@ class TorchStack(nn.Module):
     def __init__(self, size: Size, layer: Any, stack: Any) -> None:
         super().__init__()
         self.embedding = nn.Embedding(size.vocab, size.hidden)
-        options = {"dropout": 0.0, "batch_first": True}
+        options = {"dropout": size.dropout, "batch_first": True}
         self.stack = stack(layer(size.hidden, size.heads, size.ffn, **options), LAYERS)
         self.head = nn.Linear(size.hidden, size.vocab)
 
@@ -212,7 +212,7 @@ def _with_memory(size: Size, generator: torch.Generator) -> Kwargs:
 def _nanogpt(size: Size) -> nn.Module:
     return zoo.plain_gpt(
         vocab_size=size.vocab, num_positions=64, hidden_size=size.hidden, num_layers=LAYERS,
-        num_heads=size.heads, dropout=0.0, attention_dropout=0.0,
+        num_heads=size.heads, dropout=size.dropout, attention_dropout=size.dropout,
     )  # fmt: skip
 
 

@@ -1,0 +1,273 @@
+"""The numbers of ``backend="inductor"`` against those of eager code, for every architecture.
+
+    python -m benchmarks.inductor [--tp 1 2 4] [--missing] [--seconds 500] [--write] [names ...]
+
+One step of each architecture of the tests, float32, training mode with dropout, on simulated ranks.
+With ``--write`` each result goes to ``benchmarks/results/inductor.json`` as soon as it is there,
+and all of them to ``docs/inductor.md``; ``--missing`` then goes on where an earlier run was cut,
+and ``--seconds`` starts nothing new after that time. Kernels are kept in Inductor's own cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import transformers
+from torch import Tensor
+from torch._inductor import config
+
+from benchmarks.performance import RESULTS, machine, markdown_table
+from sp_compiler.inductor.fused import Fused
+from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.ops.communicator import Communicator
+from tests.helpers import parity
+from tests.models import architectures
+
+FILE = RESULTS / "inductor.json"
+PAGE = Path(__file__).parents[1] / "docs" / "inductor.md"
+RANKS = (1, 2, 4)
+DROPOUT = 0.1
+TOLERANCE = 2e-6
+Grads = Mapping[str, Tensor | None]
+_DRAWS = frozenset({"dropout", "dropout_mask"})
+_ERRORS = ("loss_error", "gradient_error", "eager_error", "inductor_error", "function_error")
+_COUNTS = ("masked", "masks_differ", "functions")
+_HEAD = """# Numbers of Inductor
+
+Written by `python -m benchmarks.inductor --write` from real runs; not edited by hand.
+
+`backend="inductor"` against `backend="eager"`: one step of every architecture of the
+[coverage](coverage.md) in its *dividing* size, float32, training mode, 0.1 for every probability of
+dropping an element, on 1, 2 and 4 simulated ranks.
+
+*Loss* and *gradients* are the largest differences between the two, relative to the loss and to the
+largest gradient of all parameters. *Eager* and *Inductor* are how far the gradients of each are
+from those of the model on one device in float64: where a model amplifies rounding, the two differ
+by as much. *Function* is the largest difference of any compiled function from its own text on the
+same tensors, relative to the largest number of a result. *Masks* are elements of results of
+functions that draw masks: those compared, and those that are zero on one side alone. *Functions*
+are those that Inductor compiled and those that run as written. Several numbers in a cell are for
+the ranks in the second column.
+"""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One architecture on some ranks; errors and counts as on the page."""
+
+    loss_error: float
+    gradient_error: float
+    eager_error: float
+    inductor_error: float
+    function_error: float
+    masked: int
+    masks_differ: int
+    functions: int
+    as_written: tuple[str, ...]
+
+    @property
+    def passes(self) -> bool:
+        """Whether the numbers are those of eager code, as far as float32 has them.
+
+        A model may amplify rounding: where eager code is farther than the tolerance from float64,
+        so may the two be from each other.
+        """
+        allowed = max(TOLERANCE, 2 * self.eager_error)
+        within = self.loss_error <= TOLERANCE and self.gradient_error <= allowed
+        return within and not self.masks_differ
+
+
+def case(name: str) -> tuple[parity.Case, Grads]:
+    """``name`` captured in float32, in training mode, with dropout; and its float64 gradients."""
+    size = replace(architectures.size("dividing", max(RANKS)), dropout=DROPOUT)
+    model = architectures.build(name, size).float()
+    inputs = architectures.inputs(name, size)
+    found = parity.make_case(model, _cast(inputs, torch.float32), lift_casts=False)
+    with architectures.float64():
+        exact = parity.make_case(model.double(), _cast(inputs, torch.float64))
+    return found, exact.grads
+
+
+def _cast(inputs: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        key: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+        for key, value in inputs.items()
+    }
+
+
+def measure(found: parity.Case, exact: Grads, tp: int) -> Record:
+    """One step of both backends on ``tp`` ranks."""
+    expected = parity.simulate(found, parity.compiled(found, tp=tp))
+    program = parity.compiled(found, tp=tp, backend="inductor")
+    with _Functions().compared(tp) as functions:
+        step = parity.simulate(found, program)
+    compiled = list(_fused(program))
+    return Record(
+        _error(step.outputs[:1], expected.outputs[:1]),
+        _gradient_error(step.grads, expected.grads),
+        _gradient_error(expected.grads, exact),
+        _gradient_error(step.grads, exact),
+        functions.error,
+        functions.masked,
+        functions.masks_differ,
+        sum(not each.reason for each in compiled),
+        tuple(f"{each.name}: {each.reason}" for each in compiled if each.reason),
+    )
+
+
+class _Functions:
+    """Compiled functions beside their own text, call by call.
+
+    A step alone would not tell which function differs, nor a mask that hardly matters to it.
+    """
+
+    def __init__(self) -> None:
+        self.error = 0.0
+        self.masked = self.masks_differ = 0
+
+    @contextlib.contextmanager
+    def compared(self, world_size: int) -> Iterator[_Functions]:
+        """Compare every call of one while this is entered."""
+        run = Fused._run
+
+        def both(fused: Fused, rank: int, arguments: Sequence[Any]) -> Sequence[Any]:
+            results = run(fused, rank, arguments)
+            # Copies: a view of an argument may be changed by whoever reads the results.
+            expected = fused._function(Communicator(None, rank, world_size), *arguments)
+            several = expected if isinstance(expected, tuple) else (expected,)
+            draws = not _DRAWS.isdisjoint(fused._function.__code__.co_names)
+            for result, true in zip(results, several, strict=True):
+                self._compare(result, true, draws)
+            return results
+
+        with mock.patch.object(Fused, "_run", both):
+            yield self
+
+    def _compare(self, result: Any, true: Any, draws: bool) -> None:
+        if not isinstance(true, Tensor):
+            return
+        self.error = max(self.error, _error([result], [true]))
+        # A tenth is dropped: where fewer are zero they are so by chance, or by rounding.
+        zeros = true == 0
+        if draws and zeros.float().mean() > DROPOUT / 2:
+            self.masked += zeros.numel()
+            self.masks_differ += int(((result == 0) != zeros).sum())
+
+
+def _error(results: Any, expected: Any) -> float:
+    """The largest difference relative to the largest number; infinite where only one has some."""
+    largest, worst = 0.0, 0.0
+    for result, true in zip(results, expected, strict=True):
+        if (result is None) is not (true is None):
+            return float("inf")
+        if isinstance(true, Tensor) and true.numel():
+            result, true = result.double(), true.double()
+            # Equal infinities, of a mask that is added, have no difference but are no error.
+            difference = (result - true).abs().masked_fill(result == true, 0).max()
+            worst = max(worst, float("inf") if difference.isnan() else float(difference))
+            largest = max(largest, float(true.abs().masked_fill(true.isinf(), 0).max()))
+    return worst / max(largest, torch.finfo(torch.float64).tiny) if worst else 0.0
+
+
+def _gradient_error(grads: Grads, expected: Grads) -> float:
+    names = [name for name in expected if name in grads]
+    return _error([grads[name] for name in names], [expected[name] for name in names])
+
+
+def _fused(program: CompiledProgram) -> Iterator[Fused]:
+    for code in program.codes.values():
+        for function in vars(code).values():
+            if isinstance(function, staticmethod) and isinstance(function.__func__, Fused):
+                yield function.__func__
+
+
+def page(results: Mapping[str, Any]) -> str:
+    """The text of ``docs/inductor.md``."""
+    rows, reasons, apart = [], [], []
+    for name in architectures.names():
+        records = results["architectures"].get(name, {})
+        found = [records[ranks] for ranks in sorted(records, key=int)]
+        if found:
+            rows.append(
+                (
+                    name,
+                    ", ".join(sorted(records, key=int)),
+                    *(", ".join(f"{each[key]:.0e}" for each in found) for key in _ERRORS),
+                    *(", ".join(str(each[key]) for each in found) for key in _COUNTS),
+                    ", ".join(str(len(each["as_written"])) for each in found),
+                )
+            )
+        apart += [
+            f"{name} on {ranks} (eager code {each['eager_error']:.0e} from float64, Inductor "
+            f"{each['inductor_error']:.0e})"
+            for ranks, each in sorted(records.items())
+            if each["gradient_error"] > TOLERANCE
+        ]
+        reasons += [f"- {name}: {text}" for text in {t: 0 for r in found for t in r["as_written"]}]
+    head = (
+        "architecture", "ranks", "loss", "gradients", "eager", "Inductor", "function", "masks",
+        "differ", "functions", "as written",
+    )  # fmt: skip
+    parts = [_HEAD, f"On {results['machine']}.\n", markdown_table(head, rows)]
+    if apart:
+        parts += [f"Gradients more than {TOLERANCE:.0e} apart: {', '.join(apart)}.\n"]
+    missing = [name for name in architectures.names() if name not in results["architectures"]]
+    if missing:
+        parts += [f"Not measured yet: {', '.join(missing)}.\n"]
+    if reasons:
+        parts += ["## What runs as written, and why\n", *reasons, ""]
+    return "\n".join(parts)
+
+
+def _keep(name: str, tp: int, record: Record) -> None:
+    """Write the record and the page that shows it: a test compares the two."""
+    results = json.loads(FILE.read_text()) if FILE.exists() else {"architectures": {}}
+    results["machine"] = machine()
+    results["architectures"].setdefault(name, {})[str(tp)] = asdict(record)
+    FILE.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+    PAGE.write_text(page(results))
+
+
+def main() -> None:
+    """Measure the named architectures, or all."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--tp", nargs="+", type=int, default=list(RANKS))
+    parser.add_argument("--missing", action="store_true", help="only what no result is kept of")
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--write", action="store_true", help="keep the results, tracked files")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    end = time.monotonic() + options.seconds
+    for name in options.names or architectures.names():
+        kept = json.loads(FILE.read_text())["architectures"] if FILE.exists() else {}
+        done = kept.get(name, {}) if options.missing else {}
+        missing = [tp for tp in options.tp if str(tp) not in done]
+        if not missing or time.monotonic() > end:
+            continue
+        found, exact = case(name)
+        for tp in missing:
+            if time.monotonic() > end:
+                return
+            # More threads would compile kernels ahead of others that need the cores.
+            with config.patch(compile_threads=1):
+                record = measure(found, exact, tp)
+            if options.write:
+                _keep(name, tp, record)
+            print("ok  " if record.passes else "FAIL", name, tp, asdict(record), flush=True)
+
+
+if __name__ == "__main__":
+    main()

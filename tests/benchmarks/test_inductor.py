@@ -1,0 +1,54 @@
+"""The page of Inductor's numbers, what finds a wrong one, and some architectures that differ."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch._inductor import config
+
+from benchmarks import inductor
+from tests.helpers.inductor import own_cache
+
+# Experts that are chosen by numbers, grouped heads, rotary positions, dropout.
+DIFFERENT = (("mixtral", 2),)
+
+
+def test_page_is_current() -> None:
+    assert inductor.PAGE.read_text() == inductor.page(json.loads(inductor.FILE.read_text()))
+
+
+def test_one_element_of_a_mask_is_found() -> None:
+    """However little it matters to the gradients."""
+    true = torch.rand(4, 50) + 1
+    true[torch.rand(4, 50) < 0.2] = 0
+    true[0, 0] = 1e-6
+    wrong = true.clone()
+    wrong[0, 0] = 0
+    functions = inductor._Functions()
+    functions._compare(true.clone(), true, draws=True)
+    assert (functions.masked, functions.masks_differ, functions.error) == (200, 0, 0.0)
+    functions._compare(wrong, true, draws=True)
+    assert functions.masks_differ == 1
+    assert 0 < functions.error < 1e-6
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), None])
+def test_a_result_that_is_no_number_is_no_small_error(value: float | None) -> None:
+    result = None if value is None else torch.tensor([1.0, value])
+    assert inductor._error([result], [torch.ones(2)]) == float("inf")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_numbers_are_those_of_eager_code(tmp_path: Path) -> None:
+    # Together they have so many kernels that compiling the headers once pays.
+    with own_cache(tmp_path), config.patch(cpp_cache_precompile_headers=True):
+        for name, tp in DIFFERENT:
+            record = inductor.measure(*inductor.case(name), tp)
+            assert record.passes, (name, record)
+            assert record.functions
+            assert not record.as_written

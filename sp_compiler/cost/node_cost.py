@@ -141,8 +141,15 @@ def collectives_us(
     return total
 
 
-def compute_us(node: Node, hardware: Hardware = H100) -> float:
-    """Roofline time of ``node`` run as a kernel of its own; 0 for views and conversions."""
+def compute_us(
+    node: Node, hardware: Hardware = H100, fused: Mapping[Node, int] | None = None
+) -> float:
+    """Roofline time of ``node`` run as a kernel of its own; 0 for views and conversions.
+
+    Args:
+        fused: bytes that nodes move which are part of a larger kernel, see
+            :func:`sp_compiler.cost.fused_kernels.fused_bytes`.
+    """
     # A part of several results is there when they are.
     if node.op != "call_function" or is_part(node) or placements_of(node) is not None:
         return 0.0
@@ -152,6 +159,8 @@ def compute_us(node: Node, hardware: Hardware = H100) -> float:
     # A split: the node returns a list, and only its parts are views by the schema.
     if isinstance(node.meta["val"], (list, tuple)) and is_view(next(iter(node.users), node)):
         return 0.0
+    if fused is not None and node in fused:
+        return kernel_us(0, fused[node], product_dtype(node), hardware)
     read_bytes = sum(tensor_bytes(source.meta["val"]) for source in node.all_input_nodes)
     _, flops = node_flops(node)
     num_bytes = read_bytes + tensor_bytes(node.meta["val"])
@@ -193,10 +202,18 @@ class Span:
         return self.end_us - self.begin_us
 
 
-def function_spans(graph: Graph, world_size: int, hardware: Hardware = H100) -> Iterator[Span]:
+def function_spans(
+    graph: Graph,
+    world_size: int,
+    hardware: Hardware = H100,
+    fused: Mapping[Node, int] | None = None,
+) -> Iterator[Span]:
     """Follow a generated function, with collectives one after another beside the kernels.
 
     One that has been started goes on until its ``wait``; any other holds everything up.
+
+    Args:
+        fused: as of :func:`compute_us`.
     """
     now_us = link_free_us = 0.0
     arrival_us: dict[Node, float] = {}
@@ -215,15 +232,21 @@ def function_spans(graph: Graph, world_size: int, hardware: Hardware = H100) -> 
                 now_us = link_free_us
         elif is_wait(node):
             now_us = max(now_us, arrival_us[node.args[0]])
-        time_us = compute_us(node, hardware)
+        time_us = compute_us(node, hardware, fused)
         if time_us:
             yield Span(node.name, operator, "compute", now_us, now_us + time_us, recomputed)
         now_us += time_us
 
 
-def elapsed_us(graph: Graph, world_size: int, hardware: Hardware = H100) -> float:
+def elapsed_us(
+    graph: Graph,
+    world_size: int,
+    hardware: Hardware = H100,
+    fused: Mapping[Node, int] | None = None,
+) -> float:
     """Time of a generated function, see :func:`function_spans`."""
-    return max((span.end_us for span in function_spans(graph, world_size, hardware)), default=0.0)
+    spans = function_spans(graph, world_size, hardware, fused)
+    return max((span.end_us for span in spans), default=0.0)
 
 
 def merged(collectives: Iterable[Collective]) -> tuple[Collective, ...]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from sp_compiler.cost.fused_kernels import fused_bytes
 from sp_compiler.cost.hardware import Hardware
 from sp_compiler.cost.node_cost import Span, collectives_us, function_spans
 from sp_compiler.cost.step_memory import Moment
@@ -29,7 +30,8 @@ class FunctionRun:
     Attributes:
         block: name of its class; "" for what belongs to no block.
         path: the layer, "" for what is outside of layers.
-        phase: "forward" or "backward".
+        phase: "forward" or "backward"; of a backward in two parts "backward_inputs" and
+            "backward_weights".
         begin_us: from the beginning of the step.
         spans: of its kernels and collectives, from its own beginning; equal blocks share them.
     """
@@ -47,9 +49,11 @@ class StepTimeline:
 
     Attributes:
         runs: of functions, in their order.
+        functions: what runs in the function of a block, by its name and the phase.
     """
 
     runs: tuple[FunctionRun, ...]
+    functions: Mapping[tuple[str, str], tuple[Span, ...]] = field(default_factory=dict)
 
     @property
     def step_us(self) -> float:
@@ -62,7 +66,7 @@ class StepTimeline:
         exposed = {"forward": 0.0, "backward": 0.0}
         for run in self.runs:
             computed_us = sum(s.duration_us for s in run.spans if s.stream == "compute")
-            exposed[run.phase] += duration_us(run.spans) - computed_us
+            exposed[run.phase.partition("_")[0]] += duration_us(run.spans) - computed_us
         return exposed
 
     @property
@@ -96,7 +100,7 @@ class StepTimeline:
                 {
                     "ph": "X",
                     "name": span.name,
-                    "cat": _category(span),
+                    "cat": category_of(span),
                     "ts": span.begin_us,
                     "dur": span.duration_us,
                     "pid": 0,
@@ -114,14 +118,17 @@ def step_timeline(
     order: Sequence[Moment],
     reduction: Sequence[Collective],
     hardware: Hardware,
+    *,
+    fused: bool = False,
 ) -> StepTimeline:
     """Follow one step of ``compiled``.
 
     Args:
         order: functions as they run, see :func:`sp_compiler.cost.step_memory.step_memory`.
         reduction: of replicated parameters' gradients, at the end.
+        fused: whether neighbouring elementwise operators are one kernel.
     """
-    spans = _spans_of_functions(compiled, hardware)
+    spans = _spans_of_functions(compiled, hardware, fused=fused)
     runs, now_us = [], 0.0
     for moment in order:
         call = compiled.program.calls[moment.call]
@@ -132,22 +139,30 @@ def step_timeline(
     if reduce_us:
         span = Span("reduce_gradients", "all_reduce", "tp", 0.0, reduce_us)
         runs.append(FunctionRun("", "", "backward", now_us, (span,)))
-    return StepTimeline(tuple(runs))
+    return StepTimeline(tuple(runs), spans)
 
 
 def _spans_of_functions(
-    compiled: CompiledProgram, hardware: Hardware
+    compiled: CompiledProgram, hardware: Hardware, *, fused: bool
 ) -> Mapping[tuple[str, str], tuple[Span, ...]]:
     spans = {}
     for name, region in compiled.regions.items():
         parts = region.partitioned
-        for phase, graph in (("forward", parts.forward), ("backward", parts.step_backward)):
+        graphs = {"forward": parts.forward, "backward": parts.step_backward}
+        if parts.split is not None:
+            graphs["backward_inputs"] = parts.split.inputs
+            graphs["backward_weights"] = parts.split.weights
+        for phase, graph in graphs.items():
             if graph is not None:
-                spans[name, phase] = tuple(function_spans(graph, compiled.world_size, hardware))
+                traffic = fused_bytes(graph) if fused else None
+                spans[name, phase] = tuple(
+                    function_spans(graph, compiled.world_size, hardware, traffic)
+                )
     return spans
 
 
-def _category(span: Span) -> str:
+def category_of(span: Span) -> str:
+    """Return "communication", "recompute" or "compute"."""
     if span.stream == "tp":
         return "communication"
     return "recompute" if span.recomputed else "compute"

@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import Any
 
 from sp_compiler.cost.node_cost import collectives_us
+from sp_compiler.cost.step_timeline import FunctionRun, StepTimeline, duration_us
 from sp_compiler.grid_plan.chain import Chain
 from sp_compiler.grid_plan.data import AxisTraffic, GridPlan
 from sp_compiler.grid_plan.options import GridOptions
@@ -20,10 +22,19 @@ from sp_compiler.grid_plan.stage_plan import (
     state_bytes,
     used_parameters,
 )
+from sp_compiler.grid_plan.timeline import Functions, GridTimeline
 from sp_compiler.grid_plan.timetable import StageTimes, finish_us, most_kept
 from sp_compiler.grid_plan.traffic import traffic_of
 from sp_compiler.pipeline_parallel.cutting import ends_of
-from sp_compiler.pipeline_parallel.schedules import Action, Schedule, most_in_flight
+from sp_compiler.pipeline_parallel.schedules import (
+    BACKWARD_INPUTS,
+    BACKWARD_WEIGHTS,
+    FORWARD,
+    FULL_BACKWARD,
+    Action,
+    Schedule,
+    most_in_flight,
+)
 from sp_compiler.planning.data import CallPlan
 from sp_compiler.planning.plan import Plan
 
@@ -57,7 +68,8 @@ def grid_plan(plan: Plan, chain: Chain, options: GridOptions) -> GridPlan:
         stages = [_exact(plan, stages[0])]
     traffic = traffic_of(plan, chain, calls, stages, ends, options)
     link = link_of(grid, "pp", options.gpus_per_node, plan.hardware)
-    times = _times(chain, ends, parts, rank_of, link)
+    functions = [_functions(part, plan.schedule) for part in parts]
+    times = _times(chain, ends, parts, functions, rank_of, link)
     finish = finish_us(orders, times)
     # Gradients of replicated parameters are summed over "tp" once per step, by each stage its own.
     reduction_us = collectives_us(list(plan.gradient_reduction), grid.tp, plan.hardware)
@@ -78,6 +90,7 @@ def grid_plan(plan: Plan, chain: Chain, options: GridOptions) -> GridPlan:
         step_us=max(map(sum, zip(finish, exposed, strict=True))) + reduction_us,
         # A model of nothing but views takes no time.
         bubble=max(finish) / busiest_us - 1 if busiest_us else 0.0,
+        timeline_maker=partial(GridTimeline, orders, times, functions, exposed, reduction_us),
     )
 
 
@@ -137,6 +150,7 @@ def _times(
     chain: Chain,
     ends: Sequence[int],
     parts: Sequence[Sequence[CallPlan]],
+    functions: Sequence[Functions],
     rank_of: Callable[[int], int],
     link: Link,
 ) -> list[StageTimes]:
@@ -146,15 +160,42 @@ def _times(
         has_before = stage > 0 and rank_of(stage - 1) != rank_of(stage)
         has_behind = stage < len(ends) - 1 and rank_of(stage + 1) != rank_of(stage)
         forward_us = sum(call.forward_us for call in parts[stage])
+        inputs, weights = map(functions[stage].get, (BACKWARD_INPUTS, BACKWARD_WEIGHTS))
         times.append(
             StageTimes(
                 forward_us,
                 sum(call.step_us for call in parts[stage]) - forward_us,
                 link.send_us(chain.activation_bytes[start]) if has_before else 0.0,
                 link.send_us(chain.gradient_bytes[end]) if has_behind else 0.0,
+                (inputs.step_us, weights.step_us) if inputs and weights else None,
             )
         )
     return times
+
+
+_PHASES = {
+    FORWARD: "forward",
+    FULL_BACKWARD: "backward",
+    BACKWARD_INPUTS: "backward_inputs",
+    BACKWARD_WEIGHTS: "backward_weights",
+}
+
+
+def _functions(part: Sequence[CallPlan], schedule: StepTimeline) -> Functions:
+    """Return what each kind of action runs in a stage of these calls."""
+    found: dict[Any, StepTimeline] = {}
+    for kind, phase in _PHASES.items():
+        runs: list[FunctionRun] = []
+        now_us = 0.0
+        for call in part if kind is FORWARD else reversed(part):
+            # A call without gradients has no backward.
+            spans = schedule.functions.get((call.block, phase))
+            if spans is not None:
+                runs.append(FunctionRun(call.block, call.path, phase, now_us, spans))
+                now_us += duration_us(spans)
+        if runs:
+            found[kind] = StepTimeline(tuple(runs))
+    return found
 
 
 def _largest(traffic: Sequence[Sequence[AxisTraffic]]) -> Iterator[AxisTraffic]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from sp_compiler.base.units import bytes_text, time_text
 from sp_compiler.grid_plan.sizes import GridSizes
 from sp_compiler.grid_plan.stage_plan import StagePlan
+from sp_compiler.grid_plan.timeline import GridTimeline
 from sp_compiler.planning.plan import Plan
 from sp_compiler.planning.table_text import table
 
@@ -49,6 +53,7 @@ class GridPlan:
         step_us: estimated time from the first forward to the last gradient, optimizer left out.
         bubble: time in which the slowest rank of the pipeline waits, as a part of the time that it
             computes; (p - 1) / (v m) for p equal ranks with v stages each and m microbatches.
+        timeline_maker: what derives :attr:`timeline` when it is first asked for.
     """
 
     microbatch: Plan
@@ -61,6 +66,14 @@ class GridPlan:
     traffic: tuple[AxisTraffic, ...]
     step_us: float
     bubble: float
+    # Not compared: it says nothing that the others do not determine.
+    timeline_maker: Callable[[], GridTimeline] = field(repr=False, compare=False)
+
+    @cached_property
+    def timeline(self) -> GridTimeline:
+        """The simulated course of the step: each rank's actions, and how it spends its time."""
+        # On demand: a search makes many plans, and a large step has tens of thousands of actions.
+        return self.timeline_maker()
 
     @property
     def total_bytes(self) -> int:
@@ -80,6 +93,7 @@ class GridPlan:
         """Plain data, with what the properties derive."""
         # Not ``asdict``, which would copy the plan of the microbatch field by field.
         own = {each.name: getattr(self, each.name) for each in fields(self)}
+        del own["timeline_maker"]
         return {
             **own,
             "microbatch": self.microbatch.to_dict(),
@@ -90,11 +104,18 @@ class GridPlan:
             "traffic": [asdict(each) for each in self.traffic],
             "total_bytes": self.total_bytes,
             "mfu": self.mfu,
+            "timeline": self.timeline.to_dict(),
         }
 
     def to_json(self) -> str:
         """:meth:`to_dict` as JSON."""
         return json.dumps(self.to_dict(), indent=2)
+
+    def to_trace(self, path: str | Path, *, kernels_of: int = 1) -> None:
+        """Write the simulated step for ``chrome://tracing`` or Perfetto, a process for each rank of
+        the pipeline: its actions, kernels of the first ``kernels_of`` microbatches among them,
+        collectives over ``tp``, messages of ``pp``, transfers over the data axes."""
+        self.timeline.to_trace(path, kernels_of=kernels_of)
 
     def __str__(self) -> str:
         plan, per_rank = self.microbatch, self.stages_per_rank
@@ -107,12 +128,25 @@ class GridPlan:
             f"{100 * self.bubble:.1f} %, estimated step {time_text(self.step_us)}, MFU "
             f"{100 * self.mfu:.1f} %",
             table([_STAGE_HEAD, *map(_stage_row, range(len(self.stages)), self.stages)]),
+            self._spent_text(),
         ]
         if self.traffic:
             head = ("axis", "link", "sent", "time", "exposed")
             lines.append("Sent by one rank in a step")
             lines.append(table([head, *map(_traffic_row, self.traffic)]))
         return "\n".join(lines)
+
+    def _spent_text(self) -> str:
+        times = self.timeline.rank_times()
+        rank = max(range(len(times)), key=lambda each: times[each].compute_us)
+        spent = times[rank]
+        waits = {f"waits for {axis}": us for axis, us in spent.exposed_us.items() if us}
+        parts = {"computes": spent.compute_us, **waits, "bubble": spent.bubble_us}
+        shares = ", ".join(f"{name} {time_text(us)}" for name, us in parts.items())
+        name = f"Rank {rank} of the pipeline, which computes most" if len(times) > 1 else "A step"
+        return (
+            f"{name}: {shares}; {time_text(spent.recompute_us)} of recomputation under no transfer"
+        )
 
 
 _STAGE_HEAD = (

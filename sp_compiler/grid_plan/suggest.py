@@ -79,7 +79,8 @@ def suggest(  # noqa: PLR0913 - all by keyword, each described below
         memory: what a step may take on each, in bytes or as "75GiB". The device's own memory is
             more: its context, its libraries and gaps between tensors take some GiB.
         microbatches: of one step over all devices: the global batch by that of the example.
-        schedules: those that may be suggested, as :func:`pipeline` names them.
+        schedules: those that may be suggested, as :func:`pipeline` names them; those that
+            ``backend=`` cannot run are left out.
         bytes_per_parameter: as of :func:`plan`.
         gpus_per_node: as of :func:`plan`; no grid has more tensor-parallel ranks.
         top: number of plans that are returned.
@@ -106,14 +107,23 @@ def suggest(  # noqa: PLR0913 - all by keyword, each described below
     args, kwargs = checked_inputs(model, example_inputs)
     policies = [options["recompute"]] if "recompute" in options else [*_RECOMPUTE]
     widths = [tp for tp in range(1, gpus_per_node + 1) if gpus_per_node % tp == gpus % tp == 0]
+    backend = options.get("backend", "eager")
+    runnable = [name for name in schedules if SCHEDULES[name].runs_on(backend)]
+    if not runnable:
+        SCHEDULES[schedules[0]].check_backend(backend)  # raises, with the reason
+    delays_weights = any(SCHEDULES[name].delays_weights for name in runnable)
     settings = [
         # As pipeline compiles it, so that what inputs alone determine is in no stage.
-        replace(CompileOptions.of(tp, {**options, "recompute": recompute}), tables_apart=True)
+        replace(
+            CompileOptions.of(tp, {**options, "recompute": recompute}),
+            tables_apart=True,
+            split_backward=delays_weights,
+        )
         for tp in widths
         for recompute in policies
     ]
     wishes_of(settings[0].hints, parameters_of(model))  # raises before the model is captured
-    search = _Search(memory_bytes, top, schedules)
+    search = _Search(memory_bytes, top, runnable)
     for compiled in build_settings(model, args, kwargs, settings):
         assert isinstance(compiled.plan, Plan)
         try:

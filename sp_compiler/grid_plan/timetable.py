@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from sp_compiler.pipeline_parallel.schedules import (
     BACKWARD_INPUTS,
@@ -22,22 +23,56 @@ class StageTimes:
     Attributes:
         receive_us: of its activations, from the stage before on another rank.
         receive_gradient_us: of their gradients, from the stage behind.
+        split_us: of the backward's two functions, for inputs and for weights, where the program has
+            them; else each counts as half of the backward.
     """
 
     forward_us: float
     backward_us: float
     receive_us: float = 0.0
     receive_gradient_us: float = 0.0
+    split_us: tuple[float, float] | None = None
 
     def action_us(self, action: Action) -> float:
         if action.kind is FORWARD:
             return self.forward_us
+        if action.kind is FULL_BACKWARD:
+            return self.backward_us
         # The two products of a linear layer's backward have the same size.
-        return self.backward_us if action.kind is FULL_BACKWARD else self.backward_us / 2
+        halves = self.split_us or (self.backward_us / 2, self.backward_us / 2)
+        return halves[action.kind is BACKWARD_WEIGHTS]
 
 
-def finish_us(orders: Sequence[Sequence[Action]], times: Sequence[StageTimes]) -> list[float]:
-    """Return when each rank is through with its order.
+class ActionRun(NamedTuple):
+    """One action of a rank in the course of a step.
+
+    Attributes:
+        free_us: when the rank's previous action was done.
+        sent_us: when the neighbouring stage had made what it needs; 0 if it needs nothing.
+        begin_us: when that had come, too.
+    """
+
+    action: Action
+    free_us: float
+    sent_us: float
+    begin_us: float
+    end_us: float
+
+    @property
+    def bubble_us(self) -> float:
+        """Time in which the rank waited for another to compute."""
+        return max(0.0, self.sent_us - self.free_us)
+
+    @property
+    def message_us(self) -> float:
+        """Time in which it waited for what was on its way."""
+        return self.begin_us - max(self.free_us, self.sent_us)
+
+
+def run_orders(
+    orders: Sequence[Sequence[Action]], times: Sequence[StageTimes]
+) -> list[list[ActionRun]]:
+    """Follow each rank through its order.
 
     A rank starts an action when the one before is done and what it needs has come. Messages travel
     while ranks compute.
@@ -47,36 +82,43 @@ def finish_us(orders: Sequence[Sequence[Action]], times: Sequence[StageTimes]) -
     # for, whichever action makes them.
     done_us: dict[tuple[bool, int, int], float] = {}
     waiting: dict[tuple[bool, int, int], int] = {}
-    next_action, clock_us = [0] * len(orders), [0.0] * len(orders)
+    runs: list[list[ActionRun]] = [[] for _ in orders]
+    clock_us = [0.0] * len(orders)
     # Ranks whose next action has what it needs; others are woken by the action that makes it, so
     # that each action is looked at twice at most.
     runnable = list(range(len(orders)))
     while runnable:
         rank = runnable.pop()
-        order = orders[rank]
-        while next_action[rank] < len(order):
-            action = order[next_action[rank]]
+        order, own = orders[rank], runs[rank]
+        while len(own) < len(order):
+            action = order[len(own)]
             stage, number = action.stage, action.microbatch
             is_forward = action.kind is FORWARD
-            start_us = clock_us[rank]
+            begin_us, sent_us = clock_us[rank], 0.0
             neighbour = stage - 1 if is_forward else stage + 1
             if action.kind is not BACKWARD_WEIGHTS and 0 <= neighbour <= last_stage:
                 needed = (is_forward, neighbour, number)
                 if needed not in done_us:
                     waiting[needed] = rank
                     break
-                each = times[stage]
+                each, sent_us = times[stage], done_us[needed]
                 travel_us = each.receive_us if is_forward else each.receive_gradient_us
-                start_us = max(start_us, done_us[needed] + travel_us)
-            clock_us[rank] = start_us + times[stage].action_us(action)
-            next_action[rank] += 1
+                begin_us = max(begin_us, sent_us + travel_us)
+            end_us = begin_us + times[stage].action_us(action)
+            own.append(ActionRun(action, clock_us[rank], sent_us, begin_us, end_us))
+            clock_us[rank] = end_us
             if action.kind in (FORWARD, FULL_BACKWARD, BACKWARD_INPUTS):
                 made = (is_forward, stage, number)
-                done_us[made] = clock_us[rank]
+                done_us[made] = end_us
                 if made in waiting:
                     runnable.append(waiting.pop(made))
-    assert next_action == list(map(len, orders)), "the schedule waits for itself"
-    return clock_us
+    assert list(map(len, runs)) == list(map(len, orders)), "the schedule waits for itself"
+    return runs
+
+
+def finish_us(orders: Sequence[Sequence[Action]], times: Sequence[StageTimes]) -> list[float]:
+    """Return when each rank is through with its order."""
+    return [runs[-1].end_us if runs else 0.0 for runs in run_orders(orders, times)]
 
 
 def most_kept(order: Sequence[Action], kept_bytes: Sequence[int]) -> tuple[int, int]:

@@ -64,10 +64,14 @@ class Schedule:
         lap, place = divmod(stage, num_ranks)
         return num_ranks - 1 - place if self.is_v and lap % 2 else place
 
+    def runs_on(self, backend: str) -> bool:
+        """Tell whether ``backend=`` can run this schedule."""
+        # Inductor compiles a backward as one function, of which no part can wait.
+        return backend == "eager" or not self.delays_weights
+
     def check_backend(self, backend: str) -> None:
         """Raise ``UnsupportedError`` where ``backend=`` cannot run this schedule."""
-        # Inductor compiles a backward as one function, of which no part can wait.
-        if self.delays_weights and backend != "eager":
+        if not self.runs_on(backend):
             raise UnsupportedError(
                 f'schedule={self.name!r} takes backend="eager" in this version: others make no '
                 "function of gradients of weights alone"

@@ -10,6 +10,7 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from sp_compiler.base.storage import Storage
+from sp_compiler.cost.fused_kernels import fused_bytes
 from sp_compiler.cost.hardware import Hardware
 from sp_compiler.cost.memory import backward_peak_bytes, function_peak_bytes
 from sp_compiler.cost.node_cost import (
@@ -52,8 +53,11 @@ def make_plan(compiled: CompiledProgram, options: CompileOptions, model_name: st
     # each function: so one walk for the one, sums over distinct blocks for the other.
     memory, device = step_memory(compiled), options.device
     kept = {region.name: _kept(compiled, region, memory) for region in compiled.program.regions}
+    # Inductor makes one kernel of what any other backend runs operator by operator.
+    fused = options.backend == "inductor"
     blocks = tuple(
-        _block(compiled, region, kept[region.name], device) for region in compiled.program.regions
+        _block(compiled, region, kept[region.name], device, fused=fused)
+        for region in compiled.program.regions
     )
     sizes = _parameters(compiled)
     bucket = _gradient_reduction(compiled, sizes)
@@ -87,7 +91,7 @@ def make_plan(compiled: CompiledProgram, options: CompileOptions, model_name: st
             for name, size in sizes.items()
         },
         timeline=memory.timeline,
-        schedule=step_timeline(compiled, memory.timeline, bucket, device),
+        schedule=step_timeline(compiled, memory.timeline, bucket, device, fused=fused),
         # Made on demand: sympy takes tenths of a second, and few plans are asked for formulas.
         formula_maker=cache(partial(activation_formula, compiled, memory, kept)),
     )
@@ -97,15 +101,20 @@ def make_plan(compiled: CompiledProgram, options: CompileOptions, model_name: st
 
 
 def _block(
-    compiled: CompiledProgram, region: Region, kept: Sequence[KeptStorage], device: Hardware
+    compiled: CompiledProgram,
+    region: Region,
+    kept: Sequence[KeptStorage],
+    device: Hardware,
+    *,
+    fused: bool,
 ) -> BlockPlan:
     parts = compiled.regions[region.name].partitioned
     gathered = _gathered_again(parts)
     names = compiled.value_names.get(region.name, {})
-    forward_work = work = _work(parts.forward, compiled.world_size, device)
+    forward_work = work = _work(parts.forward, compiled.world_size, device, fused=fused)
     backward: tuple[Collective, ...] = ()
     if parts.step_backward is not None:
-        work += _work(parts.step_backward, compiled.world_size, device)
+        work += _work(parts.step_backward, compiled.world_size, device, fused=fused)
         backward = _collectives(parts.step_backward)
     return BlockPlan(
         name=region.name,
@@ -181,8 +190,8 @@ def _collectives(graph: Graph) -> tuple[Collective, ...]:
     return merged(item for node in graph.nodes for item in node_collectives(node))
 
 
-def _work(graph: Graph, world_size: int, device: Hardware) -> Work:
-    total = Work()
+def _work(graph: Graph, world_size: int, device: Hardware, *, fused: bool) -> Work:
+    total, traffic = Work(), fused_bytes(graph) if fused else None
     for node in graph.nodes:
         if node.op != "call_function":
             continue
@@ -190,7 +199,7 @@ def _work(graph: Graph, world_size: int, device: Hardware) -> Work:
         recomputed = bool(node.meta.get("recomputed"))
         # What is recomputed is no work of the model's: MFU counts each of its FLOPs once.
         own_flops = 0 if recomputed else model
-        time_us = compute_us(node, device)
+        time_us = compute_us(node, device, traffic)
         total += Work(
             model_flops=own_flops,
             hardware_flops=hardware,
@@ -202,7 +211,8 @@ def _work(graph: Graph, world_size: int, device: Hardware) -> Work:
             else 0.0,
         )
     # Not a sum over nodes: a collective hides under whatever runs until it is waited for.
-    hidden_us = total.compute_us + total.communication_us - elapsed_us(graph, world_size, device)
+    spent_us = elapsed_us(graph, world_size, device, traffic)
+    hidden_us = total.compute_us + total.communication_us - spent_us
     return total + Work(hidden_us=hidden_us)
 
 

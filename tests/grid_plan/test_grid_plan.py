@@ -243,6 +243,12 @@ def test_stages_of_a_model(model_and_inputs: tuple[Any, Any]) -> None:
     assert data["stages"][0]["total_bytes"] == first.total_bytes
     assert data["grid"]["gpus"] == 4
     assert "2 pipeline stages, schedule 1f1b, 4 microbatches; bubble" in str(split)
+    for each, stage in zip(split.timeline.rank_times(), split.stages, strict=True):
+        exposed_us = each.exposed_us["tp"] - split.timeline.reduction_us
+        assert each.compute_us + exposed_us == pytest.approx(4 * stage.microbatch_us)
+        assert each.recompute_us <= each.compute_us
+    # The embedding and the head are on either end: the slower rank waits less.
+    assert "Rank 1 of the pipeline, which computes most: computes" in str(split)
     hidden = next(t for t in split.microbatch.blocks[1].kept if t.name == "hidden")
     (pp,) = (each for each in split.traffic if each.axis == "pp")
     assert pp.sent_bytes == 4 * hidden.num_bytes  # one rank's part of the tokens, per microbatch

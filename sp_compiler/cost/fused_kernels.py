@@ -1,0 +1,119 @@
+"""Memory traffic of a function in which neighbouring elementwise operators are one kernel.
+
+That is what Inductor makes of them between two collectives, and what hand-fused kernels (a softmax
+with its scale and mask, a dropout with its residual sum) do: a value that only the kernel itself
+reads never reaches memory, and what several of its operators read is read once. An operator over
+rows (a softmax, a norm) ends a kernel: with that the times come near those measured for hand-fused
+kernels (``docs/paper.md``), and Inductor, which often goes on, can only be faster.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Graph, Node
+
+from sp_compiler.cost.node_cost import node_collectives, tensor_bytes
+from sp_compiler.ir.op_traits import DRAWS, base, is_part, is_view, is_wait
+
+_aten = torch.ops.aten
+# Their results are there when a row is through, which ends a kernel.
+_ROW_WISE = frozenset(
+    {
+        _aten._softmax.default,
+        _aten._softmax_backward_data.default,
+        _aten._log_softmax.default,
+        _aten._log_softmax_backward_data.default,
+        _aten.native_layer_norm.default,
+        _aten.native_layer_norm_backward.default,
+        _aten._fused_rms_norm.default,
+        _aten._fused_rms_norm_backward.default,
+    }
+)
+# Elementwise, but not tagged so by torch.
+_POINTWISE = frozenset(
+    {
+        _aten.native_dropout_backward.default,
+        _aten.masked_fill.Scalar,
+        _aten._to_copy.default,
+        _aten.clone.default,
+        *DRAWS,
+    }
+)
+
+
+def fused_bytes(graph: Graph) -> dict[Node, int]:
+    """Return what each node of a kernel reads and writes in memory; others are left out.
+
+    The traffic of a kernel is that of its nodes together: an outer value counts at the first that
+    reads it, a result at the node that makes it.
+    """
+    kernels = _kernels(graph)
+    read: set[tuple[int, Node]] = set()
+    traffic: dict[Node, int] = {}
+    for node, kernel in kernels.items():
+        num_bytes = 0
+        for source in node.all_input_nodes:
+            owner = _maker(source)
+            if kernels.get(owner) == kernel or (kernel, owner) in read:
+                continue
+            read.add((kernel, owner))
+            # The smaller one: of a slice a part is read, of an expanded value its own elements.
+            num_bytes += min(tensor_bytes(each.meta["val"]) for each in (source, owner))
+        if any(kernels.get(user) != kernel for user in _readers(node)):
+            num_bytes += tensor_bytes(node.meta["val"])
+        traffic[node] = num_bytes
+    return traffic
+
+
+def _kernels(graph: Graph) -> dict[Node, int]:
+    """Return a number of its kernel for every node that can be fused."""
+    kernels: dict[Node, int] = {}
+    merged_into: dict[int, int] = {}
+
+    def root(kernel: int) -> int:
+        while kernel in merged_into:
+            kernel = merged_into[kernel]
+        return kernel
+
+    # How many other operators lie in front of a node at most. Two neighbours with the same number
+    # have none between them on any way, so that to fuse them makes no circle of kernels.
+    depth: dict[Node, int] = {}
+    between_collectives = 0
+    place: dict[Node, tuple[int, int]] = {}
+    for node in graph.nodes:
+        depth[node] = max((depth[source] for source in node.all_input_nodes), default=0)
+        if node.op != "call_function" or is_view(node) or is_part(node):
+            continue
+        if node_collectives(node) or is_wait(node):
+            between_collectives += 1
+        if not _is_fused(node):
+            depth[node] += 1
+            continue
+        place[node] = between_collectives, depth[node]
+        own = len(kernels)
+        kernels[node] = own
+        for source in map(_maker, node.all_input_nodes):
+            other = root(kernels[source]) if source in kernels else own
+            if other != own and place[source] == place[node] and source.target not in _ROW_WISE:
+                merged_into[other] = own
+    return {node: root(kernel) for node, kernel in kernels.items()}
+
+
+def _is_fused(node: Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload) or node_collectives(node):
+        return False
+    return node.target in _ROW_WISE | _POINTWISE or torch.Tag.pointwise in node.target.tags
+
+
+def _maker(node: Node) -> Node:
+    """Return the operator that made the storage of ``node``."""
+    owner = base(node)
+    return base(owner.args[0]) if is_part(owner) else owner
+
+
+def _readers(node: Node) -> set[Node]:
+    """Return the nodes that read a result of ``node``, views of it aside."""
+    readers: set[Node] = set()
+    for user in node.users:
+        readers |= _readers(user) if is_view(user) or is_part(user) else {user}
+    return readers

@@ -1,0 +1,178 @@
+"""The course of a step on a grid: what every rank of the pipeline and its links do when.
+
+A rank computes one action at a time. Inside, collectives over "tp" run beside kernels as the
+generated functions start them and wait for them; between ranks, activations and their gradients
+travel while both compute. Data axes gather in front of a pipeline's schedule and reduce behind it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from sp_compiler.cost.step_timeline import StepTimeline, category_of
+from sp_compiler.grid_plan.timetable import ActionRun, StageTimes, run_orders
+from sp_compiler.pipeline_parallel.schedules import (
+    BACKWARD_INPUTS,
+    BACKWARD_WEIGHTS,
+    FORWARD,
+    FULL_BACKWARD,
+    Action,
+)
+
+Functions = Mapping[Any, StepTimeline]
+"""The functions that an action of a stage runs, by the action's kind."""
+
+_LETTERS = {FORWARD: "F", FULL_BACKWARD: "B", BACKWARD_INPUTS: "I", BACKWARD_WEIGHTS: "W"}
+# Activations and gradients come over one axis, at the same time: a row for each.
+_ROWS = ("compute", "tp", "pp activations", "pp gradients", "dp")
+
+
+@dataclass(frozen=True)
+class RankTime:
+    """How one rank of a pipeline spends a step; all but ``recompute_us`` add up to it.
+
+    Attributes:
+        compute_us: kernels run.
+        recompute_us: the part of ``compute_us`` that recomputes while "tp" sends nothing.
+        exposed_us: by axis, nothing runs but a transfer over it.
+        bubble_us: it waits for other ranks to compute, from the first action to the last of any.
+    """
+
+    compute_us: float
+    recompute_us: float
+    exposed_us: Mapping[str, float]
+    bubble_us: float
+
+
+@dataclass(frozen=True)
+class GridTimeline:
+    """Simulated course of one step on a grid.
+
+    Attributes:
+        orders: the actions of every rank, as the schedule has them.
+        times: of every stage.
+        functions: of every stage.
+        data_us: of every rank, transfers over the data axes that nothing hides.
+        reduction_us: of the reduction of replicated parameters' gradients over "tp", at the end.
+    """
+
+    orders: Sequence[Sequence[Action]]
+    times: Sequence[StageTimes]
+    functions: Sequence[Functions]
+    data_us: Sequence[float]
+    reduction_us: float
+
+    @cached_property
+    def runs(self) -> list[list[ActionRun]]:
+        """The actions of every rank with their times."""
+        return run_orders(self.orders, self.times)
+
+    @property
+    def step_us(self) -> float:
+        """From the first forward to the last gradient."""
+        ends = (own[-1].end_us + data_us for own, data_us in self._ranks())
+        return max(ends) + self.reduction_us
+
+    def rank_times(self) -> list[RankTime]:
+        """Return how each rank spends the step."""
+        found = []
+        for own, data_us in self._ranks():
+            costs = [self._functions(run) for run in own]
+            # Of a plan without a course of functions the actions are known, and computing alone.
+            tp_us = sum(sum(each.exposed_us.values()) for each in costs)
+            pp_us = sum(run.message_us for run in own)
+            acting_us = sum(run.end_us - run.begin_us for run in own)
+            waits_us = self.step_us - self.reduction_us - acting_us - pp_us - data_us
+            found.append(
+                RankTime(
+                    compute_us=acting_us - tp_us,
+                    recompute_us=sum(each.exposed_recompute_us for each in costs),
+                    exposed_us={"tp": tp_us + self.reduction_us, "pp": pp_us, "dp": data_us},
+                    bubble_us=waits_us,
+                )
+            )
+        return found
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        """Plain data: the sums of every rank."""
+        return [asdict(each) for each in self.rank_times()]
+
+    def to_trace(self, path: str | Path, *, kernels_of: int = 1) -> None:
+        """Write a trace for ``chrome://tracing`` or Perfetto, a process for each pipeline rank.
+
+        Its rows are the device, the link of "tp", messages that arrive from either side, and the
+        data axes, whose transfers are drawn behind the schedule.
+
+        Args:
+            kernels_of: number of microbatches, from the first, of which every kernel and every
+                collective is drawn; of the others only their actions, for a step of a large model
+                has millions of kernels.
+        """
+        events = [
+            {"ph": "M", "name": kind, "pid": rank, "tid": tid, "args": {"name": name}}
+            for rank in range(len(self.runs))
+            for kind, tid, name in (
+                ("process_name", 0, f"pipeline rank {rank}"),
+                *(("thread_name", tid, name) for tid, name in enumerate(_ROWS)),
+            )
+        ]
+        for rank, (own, data_us) in enumerate(self._ranks()):
+            for run in own:
+                events += self._events(rank, run, drawn=run.action.microbatch < kernels_of)
+            if data_us:
+                begin_us = own[-1].end_us
+                events.append(_event(rank, "dp", "gather and reduce", begin_us, data_us))
+        trace = {"traceEvents": events, "displayTimeUnit": "ns"}
+        Path(path).write_text(json.dumps(trace), encoding="utf-8")
+
+    def _events(self, rank: int, run: ActionRun, *, drawn: bool) -> Iterator[dict[str, Any]]:
+        kind, stage, number = run.action
+        about = {"stage": stage, "microbatch": number, "phase": kind.name.lower()}
+        name, took_us = f"{_LETTERS[kind]}{number}", run.end_us - run.begin_us
+        yield _event(rank, "compute", name, run.begin_us, took_us, category="action", **about)
+        # How long it was on its way: not when it was waited for, which is what is exposed.
+        times = self.times[stage]
+        travel_us = times.receive_us if kind is FORWARD else times.receive_gradient_us
+        if run.sent_us and travel_us:
+            row = "pp activations" if kind is FORWARD else "pp gradients"
+            yield _event(rank, row, name, run.sent_us, travel_us, **about)
+        if not drawn:
+            return
+        for function, span in self._functions(run).spans():
+            yield _event(
+                rank,
+                span.stream,
+                span.name,
+                run.begin_us + span.begin_us,
+                span.duration_us,
+                category=category_of(span),
+                operator=span.operator,
+                layer=function.path,
+                **about,
+            )
+
+    def _ranks(self) -> Iterator[tuple[list[ActionRun], float]]:
+        yield from zip(self.runs, self.data_us, strict=True)
+
+    def _functions(self, run: ActionRun) -> StepTimeline:
+        return self.functions[run.action.stage].get(run.action.kind, StepTimeline(()))
+
+
+def _event(
+    rank: int, row: str, name: str, begin_us: float, took_us: float, **about: Any
+) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": about.pop("category", "communication"),
+        "ts": begin_us,
+        "dur": took_us,
+        "pid": rank,
+        "tid": _ROWS.index(row),
+        "args": about,
+    }

@@ -1,0 +1,52 @@
+"""Traffic of fused kernels against bytes counted by hand."""
+
+from __future__ import annotations
+
+import torch
+
+from sp_compiler.cost.fused_kernels import fused_bytes
+from sp_compiler.cost.node_cost import compute_us
+from tests.helpers.graph_builder import GraphBuilder, convert
+
+aten = torch.ops.aten
+FULL = 8 * 6 * 4
+
+
+def test_what_only_the_kernel_reads_is_not_moved() -> None:
+    b = GraphBuilder()
+    x = b.input("x", 8, 6)
+    scaled = b.call(aten.mul.Tensor, x, 2.0)
+    summed = b.call(aten.add.Tensor, scaled, x)
+    graph = b.output(b.call(aten.exp.default, summed))
+    # x once, the result once; of three kernels it were seven tensors.
+    assert list(fused_bytes(graph).values()) == [FULL, 0, FULL]
+
+
+def test_what_is_saved_is_written() -> None:
+    b = GraphBuilder()
+    x = b.input("x", 8, 6)
+    kept = b.call(aten.exp.default, x)
+    graph = b.output(kept, b.call(aten.neg.default, b.call(aten.view.default, kept, [48])))
+    assert list(fused_bytes(graph).values()) == [2 * FULL, FULL]
+
+
+def test_what_ends_a_kernel() -> None:
+    # A product, a collective and an operator over rows; a sum over what lies behind a product, too.
+    b = GraphBuilder()
+    x = b.input("x", 6, 6)
+    size = 6 * 6 * 4
+    first = b.call(aten.exp.default, x)
+    product = b.call(aten.mm.default, first, x)
+    summed = b.call(aten.add.Tensor, product, first)
+    rows = b.call(aten._softmax.default, summed, -1, False)
+    behind = b.call(aten.neg.default, rows)
+    reduced = b.call(convert, behind, "P", "I", 2)
+    graph = b.output(b.call(aten.exp.default, reduced))
+    traffic = {node.target: num_bytes for node, num_bytes in fused_bytes(graph).items()}
+    nodes = list(fused_bytes(graph).values())
+    assert product not in fused_bytes(graph)
+    assert nodes == [2 * size, 2 * size, size, 2 * size, 2 * size]
+    assert traffic[aten._softmax.default] == size
+    # A kernel of one operator costs what it costs alone.
+    (alone,) = [n for n in graph.nodes if n.target is aten.neg.default]
+    assert compute_us(alone, fused=fused_bytes(graph)) == compute_us(alone)

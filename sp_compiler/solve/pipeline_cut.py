@@ -16,8 +16,8 @@ Cost = Callable[[int, int, int], float]
 they cannot be it."""
 
 
-def fastest_cut(times_us: Sequence[float], num_stages: int, limits: Cost) -> list[int] | None:
-    """Return where each stage ends, ``None`` where no cut is within the limits.
+def fastest_cut(times_us: Sequence[float], num_stages: int, added_us: Cost) -> list[int] | None:
+    """Return where each stage ends, ``None`` where no cut has room.
 
     Among the cuts with the fastest slowest stage it is one with the least sum of squared times,
     which spreads the calls of the others evenly. Every stage has a call.
@@ -25,14 +25,15 @@ def fastest_cut(times_us: Sequence[float], num_stages: int, limits: Cost) -> lis
     Args:
         times_us: of each call.
         num_stages: at least 1.
-        limits: infinite where a stage has no room for calls, else 0. May depend on the stage, for
-            the first ones have most in flight.
+        added_us: time that a stage needs beside that of its calls, such as recomputation that makes
+            room; infinite where there is none, never negative. May depend on the stage, for the
+            first ones have most in flight.
     """
 
     until_us = [0.0, *itertools.accumulate(times_us)]
 
     def time_us(stage: int, start: int, stop: int) -> float:
-        return until_us[stop] - until_us[start] + limits(stage, start, stop)
+        return until_us[stop] - until_us[start] + added_us(stage, start, stop)
 
     # No stage is longer than a limit that some cut keeps, so the longer parts need no look. Most
     # cuts keep one near the mean.
@@ -46,7 +47,9 @@ def fastest_cut(times_us: Sequence[float], num_stages: int, limits: Cost) -> lis
             return bisect_right(until_us, (until_us[start] + longest_us) * (1 + 1e-9)) - 1
 
         slowest = _best(len(times_us), num_stages, time_us, max, last_stop)
-        if slowest is not None:
+        # Where all that is within the limit needs time beside it, a longer part that needs none,
+        # and was left out, may be faster.
+        if slowest is not None and slowest[0] <= longest_us * (1 + 1e-9):
             break
     if slowest is None:
         return None

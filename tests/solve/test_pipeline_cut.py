@@ -52,6 +52,32 @@ def test_as_good_as_the_best_of_all(
     assert cost(found) == pytest.approx(min(map(cost, fitting)))
 
 
+@settings(max_examples=150, deadline=None)
+@given(TIMES, st.integers(1, 4), st.data())
+def test_time_that_stages_add(times: list[float], num_stages: int, data: st.DataObject) -> None:
+    """Each stage its own: what it recomputes to have room, or that it has none."""
+    drawn = st.one_of(st.integers(0, 40).map(float), st.just(math.inf))
+    parts = [
+        (stage, start, stop)
+        for stage in range(num_stages)
+        for start, stop in itertools.combinations(range(len(times) + 1), 2)
+    ]
+    values = data.draw(st.lists(drawn, min_size=len(parts), max_size=len(parts)))
+    added = dict(zip(parts, values, strict=True))
+
+    def cost(ends: list[int]) -> tuple[float, float]:
+        took = [sum(times[part[1] : part[2]]) + added[part] for part in _parts(ends)]
+        return max(took), sum(time**2 for time in took)
+
+    best = min(map(cost, _all_cuts(len(times), num_stages)), default=(math.inf, math.inf))
+    found = fastest_cut(times, num_stages, lambda *part: added[part])
+    if best[0] == math.inf:
+        assert found is None
+    else:
+        assert found is not None
+        assert cost(found) == pytest.approx(best)
+
+
 @settings(max_examples=50, deadline=None)
 @given(TIMES, st.integers(1, 5))
 def test_least_largest(sizes: list[float], num_stages: int) -> None:

@@ -169,11 +169,18 @@ def loss_of(output: Any) -> Tensor:
 
 
 class Stopwatch:
-    """Milliseconds of a ``with`` block, in ``ms`` after it."""
+    """Milliseconds of a ``with`` block, in ``ms`` after it.
+
+    Args:
+        clock: returns seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
 
     def __enter__(self) -> Self:
         self.ms = 0.0
-        self._start = time.perf_counter()
+        self._start = self._clock()
         return self
 
     def __exit__(
@@ -182,7 +189,7 @@ class Stopwatch:
         value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.ms = 1e3 * (time.perf_counter() - self._start)
+        self.ms = 1e3 * (self._clock() - self._start)
 
 
 def alternate(
@@ -191,17 +198,18 @@ def alternate(
     rounds: int,
     warmup: int = 2,
     before: Callable[[], Any] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Milliseconds of each step in each round; every round runs each step once, in turn.
 
     Compare what was measured in the same round: drift of the machine then cancels. ``before`` runs
-    before each step, outside the measured time.
+    before each step, outside the measured time; ``clock`` returns seconds.
     """
     times: dict[str, list[float]] = {name: [] for name in steps}
     for index in range(warmup + rounds):
         for name, step in steps.items():
             before()
-            with Stopwatch() as watch:
+            with Stopwatch(clock) as watch:
                 step()
             if index >= warmup:
                 times[name].append(watch.ms)

@@ -35,7 +35,7 @@ CPU. Whoever shards tokens too (*TP+SP*) is compared with `sequence_parallel=Tru
 more than the attention core, and keeps less.""",
     "one-device": 'The same model on one device: `tp=1`, `recompute="none"`, against eager.',
     "overhead": """Hidden 64 and a fake process group, whose collectives cost nothing: what is left
-is overhead in Python.""",
+is overhead in Python, in CPU time.""",
 }
 
 

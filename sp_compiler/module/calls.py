@@ -33,12 +33,14 @@ def executor_for(state: ModuleState, leaves: list[Any], structure: pytree.TreeSp
     """The program for these flattened inputs, compiled if need be, on all ranks alike."""
     key = call_key(
         state.modules.values(),
-        state.parameters.values(),
+        state.parameters.current(),
         leaves,
         structure,
         state.layout.attributes,
-        {key: dtype for key, (dtype, _) in state.computed_as().items()},
+        {owner: dtype for owner, (dtype, _) in state.computed_as().items()},
     )
+    # The object itself, which knows its hash: most calls are like the one before.
+    key = state.latest_key = state.latest_key if key == state.latest_key else key
     # A model may branch on numbers in its inputs: what it decided then is part of the key now.
     key = state.programs.decided(key, leaves, state.buffers)
     executor = state.programs.get(key, leaves)

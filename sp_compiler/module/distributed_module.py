@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -143,7 +142,7 @@ class DistributedModule(Inspection, MirrorModule):
         state = self._sp_state
         leaves, structure = flatten_inputs(args, kwargs)
         # Before the inputs are read: under a transform they are wrappers without memory.
-        refuse_transforms(itertools.chain(leaves, state.parameters.values()))
+        refuse_transforms(leaves, state.parameters.current)
         leaves = [plain_input(leaf) for leaf in leaves]
         executor = executor_for(state, leaves, structure)
         require_data(state)
@@ -166,7 +165,7 @@ class DistributedModule(Inspection, MirrorModule):
         self._sp_state.fsdp.drop_unreduced()
         if set_to_none:
             # Without the walk through the tree, which takes as long as a small layer.
-            for parameter in self._sp_state.parameters.values():
+            for parameter in self._sp_state.parameters.current():
                 parameter.grad = None
         else:
             super().zero_grad(set_to_none)

@@ -22,6 +22,7 @@ from sp_compiler.module.parameters import tensor_spec
 from sp_compiler.runtime.executor import Execution
 from sp_compiler.runtime.group import TensorParallelGroup
 from sp_compiler.runtime.padding import without_rank_padding
+from sp_compiler.runtime.parameter_gradients import CompiledFunction
 
 # The same in every call of a program; a bounded number, for a spec keeps its mesh.
 _output_spec = functools.lru_cache(maxsize=64)(tensor_spec)
@@ -162,7 +163,7 @@ def _result(value: DTensor) -> Tensor:
     return value.full_tensor()
 
 
-class _ToOutput(torch.autograd.Function):
+class _ToOutput(CompiledFunction):
     """A rank's part of a global tensor as a :class:`ShardedOutput`: ``apply(part, spec)``.
 
     In place of ``DTensor.from_local``, whose checks take longer in every forward than a layer's

@@ -23,7 +23,7 @@ from sp_compiler.module.views import NamedTensors
 from sp_compiler.runtime.executor import Executor
 from sp_compiler.runtime.group import TensorParallelGroup
 from sp_compiler.runtime.parameter_gradients import local_tensor
-from sp_compiler.runtime.program_cache import ProgramCache
+from sp_compiler.runtime.program_cache import CallKey, ProgramCache
 from sp_compiler.runtime.rank_checks import RankAgreement
 from sp_compiler.runtime.reductions import DeferredGradients, reduce_gradients
 from sp_compiler.runtime.weight_gradients import WeightGradients
@@ -60,6 +60,7 @@ class ModuleState:
         compared: kind and name of the tensors that the ranks were seen to have alike.
         fixed: placements of all parameters that a program uses; ``None`` before the first one.
         latest: the program that ran or was compiled last.
+        latest_key: key of the last call, without decisions.
         has_data: whether no parameter or buffer was on the meta device at the last look.
     """
 
@@ -97,6 +98,7 @@ class ModuleState:
         self.agreement = RankAgreement(self.group, str(next(_INSTANCES)), self.options)
         self.fixed: dict[str, Placement] | None = None
         self.latest: CompiledProgram | None = None
+        self.latest_key: CallKey | None = None
         self.has_data = False
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from sp_compiler.base.autocast import without_autocast
+from sp_compiler.base.autocast import autocast_state, without_autocast
 from sp_compiler.base.errors import ArgumentError, UnsupportedError
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.program import Call, Ref, Region
@@ -113,7 +114,7 @@ class Executor:
             seed: the seed of this forward's random numbers; needed where ``needs_seed``.
         """
         # The capture ran under the caller's autocast and has its casts; twice would round twice.
-        with without_autocast():
+        with without_autocast() if autocast_state() else nullcontext():
             return self._run(params, buffers, flat_inputs, seed)
 
     def _run(
@@ -126,7 +127,7 @@ class Executor:
         program = self.compiled.program
         # Copies of what the caller will write back to, for backward may need the value before.
         before = {name: buffers[name].clone() for name in program.mutated_buffers}
-        values = ChainMap(before, buffers)  # type: ignore[arg-type]  # it is only read
+        values = ChainMap(before, buffers) if before else buffers  # type: ignore[arg-type]  # read
         frame = _RunState(params, values, flat_inputs, seed, self.compiled)
         frame.managed = self._managed()
         frame.replicated = self._replicate(params, frame.managed)
@@ -150,7 +151,8 @@ class Executor:
         def invoke(*values: Any) -> tuple[Any, ...]:
             # Hooks of the layer may have replaced values; parameters are looked up only now, for
             # fully_shard gathers them in such a hook.
-            if frame.managed:
+            params, replicated, managed = frame.params, frame.replicated, frame.managed
+            if managed:
                 values = tuple(_cast_back(values, given))
             inputs: list[Any] = [None] * len(call.args)
             for (position, _), value in zip(arguments.values, values, strict=True):
@@ -159,12 +161,12 @@ class Executor:
                 inputs[position] = frame.value(ref)
             owners = []
             for position, name, is_replicated in arguments.parameters:
-                owner = frame.params[name]
-                if name in frame.managed:
+                owner = params[name]
+                if managed and name in managed:
                     _require_gathered(owner, name, call.path, self.tp.world_size)
                     mark_reduced_by_hooks(owner)
                 owners.append(owner)
-                inputs[position] = frame.replicated.get(name, owner) if is_replicated else owner
+                inputs[position] = replicated.get(name, owner) if is_replicated else owner
             chosen = self._delayed(runner, arguments, owners) if self._delays else runner
             made.extend(chosen(inputs, owners))
             return tuple(made)

@@ -27,6 +27,17 @@ ParameterEdge = tuple[int, int, DTensorSpec]
 Not the parameter itself: fully_shard frees what it gathered."""
 
 
+class CompiledFunction(torch.autograd.Function):
+    """Base of autograd functions that no transform of ``torch.func`` reaches.
+
+    :func:`~sp_compiler.runtime.region_call.refuse_transforms` raises before. So ``apply`` goes
+    past torch's own, which looks for wrappers of transforms among all arguments: half of the time
+    that it takes to record a block with a dozen parameters.
+    """
+
+    apply = vars(torch._C._FunctionBase)["apply"]
+
+
 def local_tensor(value: Any) -> Any:
     """This rank's part of a DTensor; anything else as it is."""
     return value._local_tensor if isinstance(value, DTensor) else value
@@ -102,7 +113,11 @@ def deliver(
         results: this rank's gradients of all its inputs, as parameters are stored; changed.
         grads: what its backward was given.
     """
-    tensors = [local_tensor(grad) for grad in (*grads, *results) if grad is not None]
+    tensors = [
+        grad._local_tensor if isinstance(grad, DTensor) else grad
+        for grad in (*grads, *results)
+        if grad is not None
+    ]
     # One look for all of them: in nearly every region each gradient has a storage of its own.
     has_shared = len({tensor.untyped_storage()._cdata for tensor in tensors}) < len(tensors)
     # Autograd detaches what it gets, which for a DTensor takes ten times as long as for a tensor,

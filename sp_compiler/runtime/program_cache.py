@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -95,6 +96,14 @@ class CallKey:
     attributes: tuple[tuple[tuple[str, str], Constant], ...] = ()
     decisions: tuple[str, ...] = ()
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        # Once for each key: it goes through all parameters and the tree of the arguments.
+        return hash(tuple(getattr(self, name.name) for name in fields(self)))
+
     def without_decisions(self) -> CallKey:
         """Key of all calls that differ in nothing but the numbers that the forward reads."""
         return replace(self, decisions=()) if self.decisions else self
@@ -155,12 +164,17 @@ def call_key(
     ``dtypes`` are those, by ``id``, of parameters that are computed with in another type than
     their own.
     """
-    other = dtypes or {}
+    # Lists inside: generators take twice as long, in every call, and models have hundreds of both.
     return CallKey(
-        bytes(module.training for module in modules),
-        tuple((other.get(id(p), p.dtype), p.requires_grad) for p in parameters),
+        bytes([module.training for module in modules]),
+        tuple(
+            [
+                (dtypes.get(id(p), p.dtype) if dtypes else p.dtype, p.requires_grad)
+                for p in parameters
+            ]
+        ),
         autocast_state(),
-        tuple(_leaf(leaf) for leaf in leaves),
+        tuple([_leaf(leaf) for leaf in leaves]),
         structure,
         tuple((attributes or {}).items()),
     )

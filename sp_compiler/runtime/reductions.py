@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.ops.communicator import Communicator
 from sp_compiler.runtime.parameter_gradients import (
+    CompiledFunction,
     deliver,
     fills_grad,
     local_tensor,
@@ -116,7 +117,7 @@ def refuse_pending(caller: str, parameters: Iterable[Tensor]) -> None:
             )
 
 
-class ReplicateParameters(torch.autograd.Function):
+class ReplicateParameters(CompiledFunction):
     """Invariant parameters as replicated values; backward reduces their gradients together.
 
     ``apply(tp, deferred, names, *parameters)``; one all-reduce for each dtype. While ``deferred``
@@ -135,7 +136,7 @@ class ReplicateParameters(torch.autograd.Function):
         ctx.parameters = parameter_edges(parameters)
         # A parameter that this loss does not use must keep grad None, as in eager.
         ctx.set_materialize_grads(False)
-        return tuple(local_tensor(parameter).detach() for parameter in parameters)
+        return tuple([local_tensor(parameter).detach() for parameter in parameters])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -173,12 +174,12 @@ def reduce_gradients(tp: Communicator, grads: Sequence[Tensor | None]) -> list[T
             by_dtype.setdefault(grad.dtype, []).append((index, grad))
     for parts in by_dtype.values():
         # Norms and biases: dozens of small tensors, whose latencies would add up.
-        flat = torch.cat([part.reshape(-1) for _, part in parts])
+        flat = torch.cat([part if part.dim() == 1 else part.reshape(-1) for _, part in parts])
         total = tp.all_reduce(flat, "P", "I")
         # Copies: views would share one version counter and keep the whole bucket alive.
         pieces = torch.ops.aten.split_with_sizes_copy.default(
             total, [part.numel() for _, part in parts]
         )
         for (index, part), piece in zip(parts, pieces, strict=True):
-            result[index] = piece.view(part.shape)
+            result[index] = piece if part.dim() == 1 else piece.view(part.shape)
     return result

@@ -18,6 +18,7 @@ from sp_compiler.ir.compiled_program import LossBackward, RegionCode
 from sp_compiler.ops.communicator import Communicator
 from sp_compiler.runtime.padding import padded_part, without_rank_padding
 from sp_compiler.runtime.parameter_gradients import (
+    CompiledFunction,
     deliver,
     local_tensor,
     parameter_edges,
@@ -25,10 +26,10 @@ from sp_compiler.runtime.parameter_gradients import (
 )
 
 
-def refuse_transforms(values: Iterable[Any]) -> None:
+def refuse_transforms(leaves: Iterable[Any], parameters: Callable[[], Iterable[Tensor]]) -> None:
     """Raise :class:`UnsupportedError` where a program would be transformed, not just run.
 
-    ``values``: what it is called with, for a dual number may be among them.
+    ``leaves`` and ``parameters()``: what it is called with, for a dual number may be among them.
     """
     transformed = torch._C._are_functorch_transforms_active()
     # Every call comes here: two reads where nothing is transformed.
@@ -36,7 +37,7 @@ def refuse_transforms(values: Iterable[Any]) -> None:
         return
     if transformed or any(
         isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None
-        for value in map(local_tensor, values)
+        for value in map(local_tensor, (*leaves, *parameters()))
     ):
         raise UnsupportedError(
             "transforms of torch.func (grad, vmap, jvp, ...) and forward-mode AD cannot see "
@@ -71,7 +72,8 @@ class RegionRunner:
         if torch.is_grad_enabled() and any(
             isinstance(value, Tensor) and value.requires_grad for value in inputs
         ):
-            return RegionFunction.apply(self, owners, *inputs)
+            results: tuple[Any, ...] = RegionFunction.apply(self, owners, *inputs)
+            return results
         outputs, _ = self.forward(self.operands(inputs))
         return outputs
 
@@ -137,7 +139,7 @@ class RegionRunner:
         return without_rank_padding(grad, self.padded[index], self.tp.rank, self.tp.world_size)
 
 
-class RegionFunction(torch.autograd.Function):
+class RegionFunction(CompiledFunction):
     """Call of a region: ``apply(runner, owners, *inputs) -> outputs``."""
 
     @staticmethod
@@ -155,10 +157,13 @@ class RegionFunction(torch.autograd.Function):
             id(locals_[index]): owner
             for index, owner in zip(runner.parameters, owners, strict=True)
         }
-        outputs = _distinct(
-            outputs,
-            {id(locals_[i]) for i in runner.parameters if locals_[i] is not inputs[i]},
-        )
+        # Hardly ever: one value given twice, or a parameter itself.
+        ids = {id(out) for out in outputs}
+        if len(ids) < len(outputs) or not ids.isdisjoint(owner_of):
+            outputs = _distinct(
+                outputs,
+                {id(locals_[i]) for i in runner.parameters if locals_[i] is not inputs[i]},
+            )
         if not all(runner.differentiable):
             ctx.mark_non_differentiable(
                 *[out for out, used in zip(outputs, runner.differentiable, strict=True) if not used]
@@ -169,13 +174,13 @@ class RegionFunction(torch.autograd.Function):
             for out, used in zip(outputs, runner.differentiable, strict=True)
             if used
         ]
-        tensors = [value for value in saved if isinstance(value, Tensor)]
-        ctx.save_for_backward(*[owner_of.get(id(value), value) for value in tensors])
         ctx.others = [
             (position, value)
             for position, value in enumerate(saved)
             if not isinstance(value, Tensor)
         ]
+        tensors = [value for value in saved if isinstance(value, Tensor)] if ctx.others else saved
+        ctx.save_for_backward(*[owner_of.get(id(value), value) for value in tensors])
         # The padding of a part is put on again.
         ctx.padded = [
             (position, placement)
@@ -191,7 +196,8 @@ class RegionFunction(torch.autograd.Function):
         runner: RegionRunner = ctx.runner
         if all(grad is None for grad in grads):
             return (None, None, *[None] * len(ctx.needs_input_grad[2:]))
-        with torch.no_grad():  # create_graph turns gradients on in here
+        # Off already but for create_graph; to enter it takes longer than a small kernel.
+        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
             results = runner.run_backward(_saved(ctx), grads, ctx.tangent_metas)
             # Simulated ranks pass padded parts in: only what is stored as a parameter has none.
             for index, _, _ in ctx.parameters if runner.padded else ():
@@ -251,9 +257,9 @@ def forbid_double_backward(
     results: Sequence[Tensor | None], grads: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
     """With ``create_graph``: results whose own backward raises, instead of being constants."""
-    sources = [grad for grad in grads if grad is not None and grad.requires_grad]
     if not torch.is_grad_enabled():
         return list(results)
+    sources = [grad for grad in grads if grad is not None and grad.requires_grad]
     return [
         result if result is None else _NoDoubleBackward.apply(result.requires_grad_(), *sources)
         for result in results

@@ -44,7 +44,17 @@ def flatten_inputs(
     args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
 ) -> tuple[list[Any], pytree.TreeSpec]:
     """Leaves and structure of a call's inputs, whatever the order of the keyword arguments."""
-    return pytree.tree_flatten((tuple(args), dict(sorted((kwargs or {}).items()))))
+    named = dict(sorted((kwargs or {}).items()))
+    leaves = [*args, *named.values()]
+    # Nearly every call of a training loop: no structure to look for.
+    if all(type(leaf) is Tensor for leaf in leaves):
+        return leaves, _structure_of_tensors(len(args), tuple(named))
+    return pytree.tree_flatten((tuple(args), named))
+
+
+@functools.lru_cache(maxsize=256)
+def _structure_of_tensors(num_args: int, names: tuple[str, ...]) -> pytree.TreeSpec:
+    return pytree.tree_structure(((0,) * num_args, dict.fromkeys(names, 0)))
 
 
 def input_names(

@@ -317,6 +317,7 @@ class Compilation:
             self._options.tp,
             differentiable={each.region.name: each.differentiable for each in regions},
             loss_backwards=_loss_backwards(regions, loaded.codes),
+            reached_from={each.region.name: each.joint.reached_from() for each in regions},
             notes=[*sharded.program.notes, *loaded.notes],
             kernels=loaded.kernels,
             replicated=tuple(self._replicated),

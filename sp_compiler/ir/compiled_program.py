@@ -75,6 +75,8 @@ class CompiledProgram:
             read from the region's graph where not given.
         loss_backwards: name of the region with the model's loss to its backward from that alone;
             empty where no other gradient can flow there.
+        reached_from: region name to, for inputs that a gradient reaches from some outputs alone,
+            those outputs.
         notes: fallbacks with reasons.
         kernels: region name to what is still to be compiled, by all ranks before one runs it.
         replicated: (region, operator) of those that run replicated because the check refused their
@@ -94,6 +96,7 @@ class CompiledProgram:
     world_size: int
     differentiable: dict[str, tuple[bool, ...]] = field(default_factory=dict)
     loss_backwards: dict[str, LossBackward] = field(default_factory=dict)
+    reached_from: dict[str, Mapping[int, frozenset[int]]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     kernels: Mapping[str, Sequence[Kernel]] = field(default_factory=dict)
     replicated: tuple[tuple[str, str], ...] = ()

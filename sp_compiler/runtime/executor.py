@@ -89,6 +89,7 @@ class Executor:
                     if kind == "param" and placement.padding(tp.world_size)
                 },
                 _partial_gradients(region),
+                compiled.reached_from.get(region.name, {}),
             )
             for region in compiled.program.regions
         }

@@ -52,7 +52,8 @@ class RegionRunner:
 
     ``parameters``: which inputs are parameters. ``padded``: which of them are padded shards, and
     how they are placed. ``partial``: which of them have gradients that are partial sums, where they
-    are read as DTensors.
+    are read as DTensors. ``reached_from``: for inputs that a gradient reaches from some outputs
+    alone, those outputs.
     """
 
     code: RegionCode
@@ -62,6 +63,7 @@ class RegionRunner:
     loss_backward: LossBackward | None = None
     padded: Mapping[int, Placement] = field(default_factory=dict)
     partial: frozenset[int] = frozenset()
+    reached_from: Mapping[int, frozenset[int]] = field(default_factory=dict)
 
     def __call__(self, inputs: Sequence[Any], owners: Sequence[Tensor]) -> tuple[Any, ...]:
         """Outputs of the region.
@@ -115,7 +117,10 @@ class RegionRunner:
             tangents, backward = self.tangents(grads, metas), self.code.backward
         # Neither views nor versions: of what is made here nothing is saved.
         with self._guard(torch._C._AutoDispatchBelowADInplaceOrView):
-            return list(backward(self.tp, saved, *tangents))
+            results = list(backward(self.tp, saved, *tangents))
+        for index in self.unreached(grads):
+            results[index] = None
+        return results
 
     def _guard(self, below: Callable[[], Any]) -> Any:
         # Verification differentiates a region by torch's own autograd.
@@ -129,6 +134,18 @@ class RegionRunner:
             if grad is None
             else _unsharded(grad).contiguous()
             for grad, (shape, dtype, device) in zip(flowing, metas, strict=True)
+        ]
+
+    def unreached(self, grads: Sequence[Tensor | None]) -> list[int]:
+        """Return the inputs that no gradient of ``grads`` leads to; those computed are zeros.
+
+        Eager code has none there, and an optimizer leaves such a parameter as it is, which with
+        zeros it would decay and move by its momentum.
+        """
+        return [
+            index
+            for index, outputs in self.reached_from.items()
+            if all(grads[output] is None for output in outputs)
         ]
 
     def without_padding(self, index: int, grad: Tensor | None) -> Tensor | None:

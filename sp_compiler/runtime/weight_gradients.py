@@ -100,15 +100,19 @@ class DelayedRunner(RegionRunner):
         with torch._C._AutoDispatchBelowADInplaceOrView():
             results, rest = code.backward_inputs(self.tp, saved, *tangents)  # type: ignore[attr-defined]
 
+        unreached = self.unreached(grads)
+
         def compute() -> list[Tensor | None]:
             with torch._C._AutoDispatchBelowADInplaceOrView():
                 found = list(code.backward_weights(self.tp, rest))  # type: ignore[attr-defined]
             for index in self.padded:
                 found[index] = self.without_padding(index, found[index])
+            for index in unreached:
+                found[index] = None
             return found
 
         self.weights.put(compute, self.targets)
-        return list(results)
+        return [None if index in unreached else grad for index, grad in enumerate(results)]
 
 
 def accumulate(parameter: Tensor, local: Tensor) -> None:

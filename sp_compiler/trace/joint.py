@@ -91,6 +91,30 @@ class JointGraph:
         """For each output whether a gradient flows through it."""
         return tuple(index in self.tangent_outputs for index in range(self.num_outputs))
 
+    def reached_from(self) -> dict[int, frozenset[int]]:
+        """Return, for inputs whose gradient depends on some tangents alone, the outputs of those.
+
+        Where none of these outputs has a gradient, eager code has none for the input either.
+        """
+        outputs: dict[fx.Node, frozenset[int]] = {
+            tangent: frozenset({output})
+            for tangent, output in zip(self.tangents, self.tangent_outputs, strict=True)
+        }
+        for node in self.graph.nodes:
+            if node.op == "call_function":
+                operands = (outputs.get(each, frozenset()) for each in node.all_input_nodes)
+                outputs[node] = frozenset().union(*operands)
+        reached = {
+            index: outputs.get(grad, frozenset())
+            for index, grad in enumerate(self.grads)
+            if grad is not None
+        }
+        return {
+            index: found
+            for index, found in reached.items()
+            if len(found) < len(self.tangent_outputs)
+        }
+
     def copy(self) -> JointGraph:
         """Return a joint graph with nodes of its own, whose ``meta`` can be changed."""
         return replace(self, graph=copy_graph(self.graph))

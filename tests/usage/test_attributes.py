@@ -127,6 +127,45 @@ def test_stored_tensors_and_their_gradients_are_right_on_every_rank(tp: int) -> 
     assert report.ok, report
 
 
+def test_parameters_that_a_loss_does_not_reach_have_no_gradient() -> None:
+    """Zeros would be decayed, and moved by an optimizer's momentum."""
+    module, eager = compiled(_routed), _routed()
+    args = inputs(2, 4)
+    for of in (
+        lambda one: one(*args)["loss"],
+        lambda one: one(*args)["loss"] + one.block.aux_loss,
+        lambda one: (one(*args), one.block.aux_loss)[1],
+        lambda one: one(*args)["logits"].sum(),
+        lambda one: (one(*args), one.block.last_attention.square().sum() + one.logits.sum())[1],
+    ):
+        for one in (module, eager):
+            one.zero_grad()
+            of(one).backward()
+        assert_same_gradients(module, eager)
+        present = [parameter.grad is None for parameter in module.parameters()]
+        assert present == [parameter.grad is None for parameter in eager.parameters()]
+
+
+def _routed() -> Any:
+    """A model with a gate of which only ``aux_loss`` depends, in one region with all the rest."""
+
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block, self.head = Block([]), nn.Linear(WIDTH, 12)
+            self.gate = nn.Linear(WIDTH, 1)
+
+        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            self.block.log.clear()
+            self.logits = logits = self.head(self.block(x))
+            self.block.aux_loss = self.gate(x).square().mean()
+            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+            return {"loss": loss, "logits": logits}
+
+    torch.manual_seed(0)
+    return Routed().double()
+
+
 class Stateful(nn.Module):
     """Changes one attribute in a way that a subclass says."""
 

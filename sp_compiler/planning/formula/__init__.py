@@ -52,6 +52,7 @@ class ActivationFormula:
         total: of the whole model.
         symbols: by name; those with ``equal_to`` do not occur.
         divided: sizes that ranks divide evenly in this program; where they do not, ranks pad.
+        batch_of_one: whether the example's batch is one, which other sizes of 1 may be taken for.
     """
 
     blocks: Mapping[str, sympy.Expr]
@@ -59,6 +60,7 @@ class ActivationFormula:
     total: sympy.Expr
     symbols: Mapping[str, Size]
     divided: tuple[sympy.Expr, ...] = ()
+    batch_of_one: bool = False
 
     def value(self, formula: sympy.Expr, **sizes: int) -> int:
         """Bytes of ``formula`` at the sizes of this program but for ``sizes``, by symbol.
@@ -68,7 +70,8 @@ class ActivationFormula:
         Raises:
             ArgumentError: the formula does not tell at these sizes: a symbol that it does not
                 have, or that is written as others are and is given another value; a size without a
-                role that is not given, where others change; sizes that ranks do not divide.
+                role that is not given, where others change; sizes that ranks do not divide; a batch
+                of one that the formula does not tell from other sizes of 1, where sizes change.
         """
         values = {
             _symbol(name): sympy.Integer(sizes.get(name, size.value))
@@ -98,6 +101,12 @@ class ActivationFormula:
         # At the sizes of the plan itself every formula is exact, whatever its symbols mean.
         if all(number == self.symbols[name].value for name, number in sizes.items()):
             return
+        # A tensor has one batch: b**2 is b and a size of 1 beside it, as of one head on each rank.
+        if self.batch_of_one and ("b" not in self.symbols or _degree(formula, _symbol("b")) > 1):
+            yield (
+                "the batch of this plan is one, and not told from other sizes of 1: other sizes "
+                "need a plan whose example has a batch of two or more"
+            )
         for name, size in self.symbols.items():
             if not size.has_role and name not in sizes and _symbol(name) in formula.free_symbols:
                 yield (
@@ -118,9 +127,7 @@ class ActivationFormula:
         # Terms of degree 2 in s are scores of attention, which published formulas do have.
         tokens = {_symbol("b"), _symbol("s"), WORLD}
         terms = sympy.Add.make_args(sympy.expand(formula))
-        # Padded tokens count as tokens.
-        plain = [t.replace(sympy.ceiling, lambda num_tokens: num_tokens) for t in terms]
-        degrees = [sympy.degree(each, _symbol("s")) for each in plain]
+        degrees = [_degree(each, _symbol("s")) for each in terms]
         small = [
             term
             for term, degree in zip(terms, degrees, strict=True)
@@ -154,6 +161,12 @@ class ActivationFormula:
 def tidy(formula: sympy.Expr) -> sympy.Expr:
     """For people to read: common factors in front, which no further step of sympy may undo."""
     return sympy.factor_terms(sympy.expand(formula))
+
+
+def _degree(formula: sympy.Expr, symbol: sympy.Symbol) -> sympy.Expr:
+    """Return the degree, of 0 minus infinity."""
+    # Padded tokens count as tokens.
+    return sympy.degree(formula.replace(sympy.ceiling, lambda num_tokens: num_tokens), symbol)
 
 
 def _symbol(name: str) -> sympy.Symbol:
@@ -193,7 +206,9 @@ def activation_formula(
     }
     total = sympy.expand(sympy.Add(*formulas.terms()))
     sizes = formulas.names.sizes(itertools.chain([total], *tensors.values()))
-    formula = ActivationFormula(blocks, tensors, total, sizes, formulas.names.divided())
+    formula = ActivationFormula(
+        blocks, tensors, total, sizes, formulas.names.divided(), formulas.has_batch_of_one
+    )
     # To the byte: a size that was named wrongly cannot stay unseen.
     assert formula.value(total) == memory.kept_bytes, total
     return formula
@@ -205,6 +220,7 @@ class _Formulas:
     def __init__(self, compiled: CompiledProgram, memory: StepMemory) -> None:
         self.compiled, self.memory = compiled, memory
         self._shapes = follow_shapes(compiled)
+        self.has_batch_of_one = self._shapes.has_batch_of_one
         self.names = Names(find_roles(compiled, self._shapes), compiled.world_size)
         self._known: dict[tuple[str, str], sympy.Expr] = {}
 

@@ -18,10 +18,9 @@ import argparse
 import contextlib
 import json
 import math
-import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +33,12 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import sp_compiler
+from examples.processes import Places, grid
 from examples.tokens import Tokens
 
 
@@ -70,6 +70,7 @@ def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--weight-decay", type=float, default=0.1)
     add("--clip", type=float, default=1.0, help="largest norm of all gradients")
     add("--seed", type=int, default=0)
+    add("--rank-timeout", type=float, default=300.0, help="seconds to wait for another rank")
     add("--evaluate-every", type=int, default=100, help="steps; 0: never")
     add("--evaluate-batches", type=int, default=8)
     add("--save-every", type=int, default=100, help="steps; 0: at the end only")
@@ -94,11 +95,15 @@ class Checkpoints:
         """Save at the present step; every rank writes its part."""
         done = self._folder / f"step_{trainer.step:08d}"
         partial = done.with_suffix(".partial")
+        trainer.places.enter(f"the checkpoint of step {trainer.step}")
+        if dist.get_rank() == 0:
+            # Of a run that was killed while it saved, on another grid perhaps.
+            shutil.rmtree(partial, ignore_errors=True)
+        dist.barrier()
         dcp.save(trainer.state(), checkpoint_id=str(partial))
         # All parts are there once all ranks are here; a rename happens or does not.
         dist.barrier()
         if dist.get_rank() == 0:
-            shutil.rmtree(done, ignore_errors=True)
             partial.rename(done)
         dist.barrier()
 
@@ -123,7 +128,10 @@ class Checkpoints:
             state = {"model": model.state_dict()}
             dcp.load(state, checkpoint_id=str(last), no_dist=True)
             model.load_state_dict(state["model"])
-            model.save_pretrained(args.folder / "model")
+            weights, partial = args.folder / "model", args.folder / "model.partial"
+            model.save_pretrained(partial)
+            shutil.rmtree(weights, ignore_errors=True)
+            partial.rename(weights)
         dist.barrier()
 
 
@@ -134,8 +142,10 @@ _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 class Trainer:
     """A module on its grid, its optimizer, and how far it is."""
 
-    def __init__(self, args: argparse.Namespace, mesh: DeviceMesh, tokens: Tokens) -> None:
-        self.args, self.mesh, self.tokens = args, mesh, tokens
+    def __init__(
+        self, args: argparse.Namespace, mesh: DeviceMesh, tokens: Tokens, places: Places
+    ) -> None:
+        self.args, self.mesh, self.tokens, self.places = args, mesh, tokens, places
         self.device = torch.device(mesh.device_type)
         self.part, self.parts = sp_compiler.data_shard(mesh)
         self.step = 0
@@ -175,6 +185,7 @@ class Trainer:
                 mesh=self.mesh,
                 example_inputs=((), {"input_ids": ids, "labels": ids}),
                 recompute=args.recompute,
+                rank_timeout=args.rank_timeout,
                 **options,
             )
         if args.pretrained:
@@ -206,13 +217,16 @@ class Trainer:
         args = self.args
         windows = self.tokens.training(self.step * self.sequences, self.sequences)
         own = windows.chunk(self.parts)[self.part]
+        self.places.enter(f"forward and backward of step {self.step + 1}")
         total = self._pipelined(own) if args.pp > 1 else self._accumulated(own)
         norm = sp_compiler.clip_grad_norm_(self.module, args.clip)
+        self.places.enter(f"the optimizer of step {self.step + 1}")
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
+        self.places.enter(f"the end of step {self.step}")
         return total, norm
 
     def _accumulated(self, own: Tensor) -> Tensor:
@@ -238,6 +252,7 @@ class Trainer:
     def evaluate(self) -> float:
         """Mean loss on text that is not trained on."""
         args, total = self.args, torch.zeros((), device=self.device)
+        self.places.enter(f"the evaluation of step {self.step}")
         for index in range(args.evaluate_batches):
             first = (index * self.parts + self.part) * self.batch
             total += self._evaluated(self.tokens.evaluation(first, self.batch))
@@ -323,11 +338,11 @@ class Log:
                 self._board.add_scalar(name, value, step)
 
 
-def train(args: argparse.Namespace, mesh: DeviceMesh) -> None:
+def train(args: argparse.Namespace, mesh: DeviceMesh, places: Places) -> None:
     """Train from the last checkpoint, or the start, to the last step."""
     log = Log(args.folder)
     tokens = Tokens.read(args.text, args.tokenizer, args.sequence_length, args.seed)
-    trainer = Trainer(args, mesh, tokens)
+    trainer = Trainer(args, mesh, tokens, places)
     log.say(str(trainer.module.plan))
     checkpoints = Checkpoints(args.folder)
     if checkpoints.load_latest(trainer):
@@ -365,33 +380,7 @@ def _due(step: int, every: int, last: int) -> bool:
     return step == last or (every > 0 and step % every == 0)
 
 
-@contextlib.contextmanager
-def grid(args: argparse.Namespace) -> Iterator[DeviceMesh]:
-    """The process group and the mesh of a run under ``torchrun``."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
-    try:
-        yield mesh_of(args, device)
-    finally:
-        dist.destroy_process_group()
-
-
-def mesh_of(args: argparse.Namespace, device: str) -> DeviceMesh:
-    """The mesh of the command line, "tp" innermost: its ranks are neighbours."""
-    names = ("dp_replicate", "dp_shard", "pp", "tp")
-    sizes = tuple(getattr(args, name) for name in names)
-    if math.prod(sizes) != dist.get_world_size():
-        options = (f"--{n.replace('_', '-')} {size}" for n, size in zip(names, sizes, strict=True))
-        raise SystemExit(
-            f"{' x '.join(options)} are {math.prod(sizes)} processes, "
-            f"torchrun started {dist.get_world_size()}"
-        )
-    return init_device_mesh(device, sizes, mesh_dim_names=names)
-
-
 if __name__ == "__main__":
     ARGS = parsed()
-    with grid(ARGS) as MESH:
-        train(ARGS, MESH)
+    with grid(ARGS) as (MESH, PLACES):
+        train(ARGS, MESH, PLACES)

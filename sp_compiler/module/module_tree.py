@@ -65,6 +65,7 @@ class Layout:
         blocks: paths of the modules that are called as blocks; ``None`` before compilation.
         attributes: (path, name) to value of what was set on the model's modules since.
         num_hooks: how many forward pre-hooks were registered on modules; ``fully_shard`` does so.
+        calls_root: whether the whole model is called; a pipeline calls its stages.
         deferred: gradients that wait while ``no_sync`` is on.
     """
 
@@ -74,6 +75,7 @@ class Layout:
         self.blocks: frozenset[str] | None = None
         self.attributes: dict[tuple[str, str], Constant] = {}
         self.num_hooks = 0
+        self.calls_root = True
         self.deferred = DeferredGradients()
 
     def placement(self, path: str, name: str) -> Placement:
@@ -225,13 +227,23 @@ class MirrorModule(nn.Module):
         self._require_runnable("backward pre-hook")
         return super().register_full_backward_pre_hook(*args, **kwargs)
 
-    def require_runnable_hooks(self) -> None:
-        """Raise where this module holds a hook that would never run."""
-        if any(getattr(self, kind) for kind in _HOOKS):
+    def require_runnable_hooks(self, *, on_root: bool = False) -> None:
+        """Raise where this module holds a hook that would never run.
+
+        Args:
+            on_root: whether the module of the whole model is asked too. Not once FSDP has hooks
+                there.
+        """
+        if (self._sp_path or on_root) and any(getattr(self, kind) for kind in _HOOKS):
             self._require_runnable("hook")
 
     def _require_runnable(self, what: str) -> None:
         blocks = self._sp_layout.blocks
+        if not self._sp_path and not self._sp_layout.calls_root:
+            raise UnsupportedError(
+                f"a {what} on the whole model cannot run: a pipeline calls its stages and never "
+                "the model; register it on a layer, or do what it does around step()"
+            )
         # Before compilation nobody knows the blocks; require_runnable_hooks looks again after it.
         if blocks is None or not self._sp_path or self._sp_path in blocks:
             return

@@ -81,6 +81,7 @@ class PipelineModule(StageParameters):
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Compile for this batch, cut, and drop the parameters of other ranks' stages."""
+        self.module.require_runnable_hooks(on_root=True)
         leaves, structure, names = self._flat(args, kwargs)
         first = microbatches_of(leaves, names, self._microbatches)[0]
         with self._stage_ranks.reporting():

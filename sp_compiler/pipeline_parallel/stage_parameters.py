@@ -42,6 +42,7 @@ class StageParameters:
         self._ties = TiedParameters({}, axis)
         self._gathered: GatheredParameters | None = None
         self._foreign: frozenset[str] = frozenset()
+        self._state.layout.calls_root = False
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the model's names and the parameters of this rank's stages, tied ones once."""
@@ -143,7 +144,10 @@ class StageParameters:
         data = self._state.group.data
         if SHARD_AXIS in data.names:
             options = {**options, "reshard_after_forward": False}
+        # FSDP's hook on the root never runs, and nothing is lost: a step gathers what it would.
+        self._state.layout.calls_root = True
         apply_data_parallelism(self.module, compiled, data, options)
+        self._state.layout.calls_root = False
         # Programs are compiled of the full model, of which FSDP knows this rank's part only.
         policy = options.get("mp_policy")
         self._state.absent_dtype = None if policy is None else policy.param_dtype

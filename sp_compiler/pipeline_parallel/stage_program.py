@@ -14,7 +14,7 @@ elementwise work at the speed of memory, which is many times that of a link.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from sp_compiler.base.errors import ArgumentError, UnsupportedError
 from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.ir.fx import ancestors
 from sp_compiler.ir.program import Call, Program, Ref
 
 
@@ -76,12 +77,18 @@ def loss_of(program: Program) -> Ref:
 
 
 def chain_of(program: Program, loss: Ref) -> list[int]:
-    """Return the numbers of the calls that are cut into stages: those that a step needs."""
-    needed = {loss.index} | {ref.index for ref in program.mutated_buffers.values()}
+    """Return the numbers of the calls that are cut into stages: those that the loss needs."""
+    needed = _needed(program, {loss.index})
+    return [i for i in sorted(needed) if not is_table(program, program.calls[i])]
+
+
+def _needed(program: Program, wanted: set[int]) -> set[int]:
+    """Return the numbers of the calls ``wanted`` and of all whose values they read."""
+    needed = set(wanted)
     for index in reversed(range(len(program.calls))):
         if index in needed:
             needed |= {ref.index for ref in program.calls[index].args if ref.kind == "call"}
-    return [i for i in sorted(needed) if not is_table(program, program.calls[i])]
+    return needed
 
 
 def stages_of(
@@ -92,15 +99,45 @@ def stages_of(
     Raises:
         UnsupportedError: a buffer is written by one stage and read by another.
     """
+    program = compiled.program
     starts = [0, *ends[:-1]]
     parts = [list(chain[start:end]) for start, end in zip(starts, ends, strict=True)]
     stage_of = {index: stage for stage, part in enumerate(parts) for index in part}
-    received = crossing(compiled.program, loss, stage_of, len(parts))
-    _refuse_shared_buffers(compiled.program, stage_of)
-    return [
-        _stage(compiled, part, received[stage], received[stage + 1], loss)
+    # What nothing but a buffer needs stands behind the loss in the program (the running mean of a
+    # batch norm), and belongs to the stage that has what it reads.
+    writers = _needed(program, {ref.index for ref in program.mutated_buffers.values()})
+    for index in sorted(writers - set(chain)):
+        call = program.calls[index]
+        if not is_table(program, call):
+            read = [ref.index for ref in call.args if ref.kind == "call"]
+            stage_of[index] = max((stage_of[i] for i in read if i in stage_of), default=0)
+            parts[stage_of[index]].append(index)
+    received = crossing(program, loss, stage_of, len(parts))
+    # A counter that is a table is made on several stages, and written by the first.
+    written = [
+        {
+            name: ref
+            for name, ref in program.mutated_buffers.items()
+            if stage_of.get(ref.index, 0) == i
+        }
+        for i in range(len(parts))
+    ]
+    parts = [
+        [*_tables(program, part, written[stage].values()), *part]
         for stage, part in enumerate(parts)
     ]
+    _refuse_shared_buffers(program, parts, written)
+    return [
+        _stage(compiled, part, received[stage], received[stage + 1], loss, written[stage])
+        for stage, part in enumerate(parts)
+    ]
+
+
+def _tables(program: Program, part: Sequence[int], written: Iterable[Ref]) -> list[int]:
+    """Return the numbers of the tables that a stage reads, or writes into a buffer."""
+    refs = [*written, *(ref for index in part for ref in program.calls[index].args)]
+    read = {ref.index for ref in refs if ref.kind == "call"}
+    return [i for i in sorted(read) if is_table(program, program.calls[i])]
 
 
 def crossing(
@@ -128,12 +165,10 @@ def _stage(
     received: Sequence[Ref],
     sent: Sequence[Ref],
     loss: Ref,
+    written: Mapping[str, Ref],
 ) -> Stage:
     program = compiled.program
-    read = {ref.index for index in part for ref in program.calls[index].args if ref.kind == "call"}
-    tables = [i for i in sorted(read) if is_table(program, program.calls[i])]
-    order = [*tables, *part]
-    new_index = {old: new for new, old in enumerate(order)}
+    new_index = {old: new for new, old in enumerate(part)}
     # Of the whole program, so that all stages number what they receive alike.
     num_inputs = 1 + max(
         (ref.index for call in program.calls for ref in call.args if ref.kind in ("input", "size")),
@@ -148,13 +183,11 @@ def _stage(
 
     calls = [
         replace(program.calls[index], args=tuple(map(moved, program.calls[index].args)))
-        for index in order
+        for index in part
     ]
-    written = {
-        name: moved(ref) for name, ref in program.mutated_buffers.items() if ref.index in part
-    }
     outputs = [moved(ref) for ref in (sent or [loss])]
-    cut = replace(program, calls=calls, outputs=outputs, mutated_buffers=written)
+    buffers = {name: moved(ref) for name, ref in written.items()}
+    cut = replace(program, calls=calls, outputs=outputs, mutated_buffers=buffers)
     args = [ref for call in calls for ref in call.args]
     return Stage(
         replace(compiled, program=cut),
@@ -177,12 +210,30 @@ def sent_like(compiled: CompiledProgram, ref: Ref) -> Tensor:
     return like.requires_grad_(compiled.differentiable[region.name][ref.output])
 
 
-def _refuse_shared_buffers(program: Program, stage_of: dict[int, int]) -> None:
-    for name, ref in program.mutated_buffers.items():
-        for index, stage in stage_of.items():
-            reads = any(r.kind == "buffer" and r.name == name for r in program.calls[index].args)
-            if reads and stage != stage_of[ref.index]:
+def _refuse_shared_buffers(
+    program: Program, parts: Sequence[Sequence[int]], written: Sequence[Mapping[str, Ref]]
+) -> None:
+    writer_of = {name: stage for stage, names in enumerate(written) for name in names}
+    for stage, part in enumerate(parts):
+        for name in sorted(_buffers_read(program, part) & writer_of.keys()):
+            if stage != writer_of[name]:
                 raise UnsupportedError(
-                    f"buffer {name!r} is written by stage {stage_of[ref.index]} of the pipeline "
-                    f"and read by stage {stage}: each stage has buffers of its own"
+                    f"buffer {name!r} is written by stage {writer_of[name]} of the pipeline and "
+                    f"read by stage {stage}: each stage has buffers of its own"
                 )
+
+
+def _buffers_read(program: Program, part: Sequence[int]) -> set[str]:
+    """Return the names of the buffers that the calls of ``part`` depend on."""
+    names = set()
+    used = [ref for index in part for ref in program.calls[index].args if ref.kind == "call"]
+    for index in part:
+        call = program.calls[index]
+        outputs = call.region.outputs
+        if is_table(program, call):
+            # All stages run all of it, for the sake of the outputs that they read.
+            outputs = [outputs[ref.output] for ref in used if ref.index == index]
+        origins = ancestors(outputs)
+        inputs = zip(call.region.placeholders, call.args, strict=True)
+        names |= {ref.name for node, ref in inputs if ref.kind == "buffer" and node in origins}
+    return names

@@ -31,6 +31,7 @@ from torch.optim.optimizer import (
 from torch.utils.checkpoint import _StopRecomputationError
 
 from sp_compiler.base.errors import RankFailureError, RankMismatchError
+from sp_compiler.runtime.fresh_store import agreed_store
 from sp_compiler.runtime.parameter_gradients import refuse_as_inputs
 
 LOOK_EVERY = timedelta(seconds=0.5)
@@ -51,6 +52,7 @@ class FailureBoard:
     Args:
         process_group: of several ranks that are processes.
         kind: of the group, for messages.
+        timeout: how long to wait for its other ranks here.
 
     Attributes:
         rank: this rank in the group.
@@ -60,13 +62,13 @@ class FailureBoard:
         before_next: runs once, before the next collective is started.
     """
 
-    def __init__(
-        self, process_group: dist.ProcessGroup, kind: str = "tensor-parallel group"
-    ) -> None:
+    def __init__(self, process_group: dist.ProcessGroup, kind: str, timeout: timedelta) -> None:
         self.kind = kind
-        self.store = dist.PrefixStore("sp_compiler", _get_process_group_store(process_group))
         self.rank = dist.get_rank(process_group)
         self.world_size = dist.get_world_size(process_group)
+        # What an earlier start of these ranks reported must not stop this one.
+        store = dist.PrefixStore("sp_compiler", _get_process_group_store(process_group))
+        self.store = agreed_store(store, self.rank, self.world_size, timeout)
         self.num_started = 0
         self.unfinished_step: str | None = None
         self.trains = False
@@ -258,13 +260,15 @@ def _listed(ranks: list[int]) -> str:
 _BOARDS: weakref.WeakKeyDictionary[dist.ProcessGroup, FailureBoard] = weakref.WeakKeyDictionary()
 
 
-def failure_board(
-    process_group: dist.ProcessGroup, kind: str = "tensor-parallel group"
-) -> FailureBoard:
-    """The board of the group, the same for all modules that run in it."""
+def failure_board(process_group: dist.ProcessGroup, kind: str, timeout: timedelta) -> FailureBoard:
+    """The board of the group, the same for all modules that run in it.
+
+    Raises:
+        RankMismatchError: it is the first time, and not all ranks of the group come in time.
+    """
     _watch_process()
     if process_group not in _BOARDS:
-        _BOARDS[process_group] = FailureBoard(process_group, kind)
+        _BOARDS[process_group] = FailureBoard(process_group, kind, timeout)
     return _BOARDS[process_group]
 
 

@@ -113,7 +113,7 @@ def tensor_parallel_group(
         raise ArgumentError(f"tp={tp!r}: expected a positive int, the number of ranks")
     # No collective runs, so none has to be initialised; parameters stay plain tensors.
     if tp == 1:
-        boards = _data_boards(data)
+        boards = _data_boards(data, rank_timeout)
         one = Communicator(None, 0, 1)
         return TensorParallelGroup(None, one, rank_timeout, data=data, data_boards=boards)
     if mesh is None:
@@ -133,7 +133,7 @@ def watched_group(
     rank, size = dist.get_rank(group), axis.size()
     if dist.get_backend(group) in _ONE_PROCESS:
         return TensorParallelGroup(axis, Communicator(group, rank, size), rank_timeout, data=data)
-    board, boards = failure_board(group, kind), _data_boards(data)
+    board, boards = failure_board(group, kind, rank_timeout), _data_boards(data, rank_timeout)
     if axis.device_type != "cpu" or group._get_backend(torch.device("cpu")).name() != "gloo":
         communicator = Communicator(group, rank, size)
         return TensorParallelGroup(axis, communicator, rank_timeout, board, None, data, boards)
@@ -142,12 +142,12 @@ def watched_group(
     return TensorParallelGroup(axis, communicator, rank_timeout, board, watched, data, boards)
 
 
-def _data_boards(data: DataAxes) -> tuple[FailureBoard, ...]:
+def _data_boards(data: DataAxes, timeout: timedelta) -> tuple[FailureBoard, ...]:
     """A board for each data-parallel axis; none in a fake group, whose ranks are no processes."""
     if data.mesh is None or dist.get_backend(data.mesh.get_group(0)) in _ONE_PROCESS:
         return ()
     return tuple(
-        failure_board(data.mesh.get_group(name), f'data-parallel group "{name}"')
+        failure_board(data.mesh.get_group(name), f'data-parallel group "{name}"', timeout)
         for name in data.names
     )
 

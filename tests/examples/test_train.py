@@ -13,7 +13,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import GPT2Config
 
-from examples.train import mesh_of, parsed, train
+from examples.processes import Places, mesh_of
+from examples.train import parsed, train
 from tests.helpers.ranks import run_on_ranks
 
 _STEPS = 4
@@ -28,7 +29,7 @@ def _run(folder: Path, name: str, steps: int, *options: str) -> dict[int, dict[s
             *("--evaluate-batches", "1", "--steps", str(steps), *options),
         ]
     )
-    train(args, mesh_of(args, "cpu"))
+    train(args, mesh_of(args, "cpu"), Places(dist.HashStore()))
     records: dict[int, dict[str, Any]] = {}
     for line in (folder / name / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
@@ -43,11 +44,10 @@ def _runs(path: str) -> list[dict[int, dict[str, Any]]]:
     straight = _run(folder, "straight", _STEPS, *accumulated)
     # The schedule is that of the full run: it is a failure that cuts a run off.
     first = "step_00000002"
-    for name in ("cut", "wide", "stages"):
+    for name in ("wide", "stages"):
         if dist.get_rank() == 0:
             shutil.copytree(folder / "straight" / first, folder / name / first)
     dist.barrier()
-    cut = _run(folder, "cut", _STEPS, *accumulated)
     wide = _run(folder, "wide", _STEPS, "--tp", "4", "--batch", "4", "--accumulate", "2")
     in_stages = ("--pp", "2", "--dp-shard", "2", "--batch", "2", "--accumulate", "2")
     stages = _run(folder, "stages", _STEPS, *in_stages, "--save-every", "1")
@@ -56,7 +56,7 @@ def _runs(path: str) -> list[dict[int, dict[str, Any]]]:
         shutil.copytree(folder / "stages" / third, folder / "stages_cut" / third)
     dist.barrier()
     stages_cut = _run(folder, "stages_cut", _STEPS, *in_stages)
-    return [straight, cut, wide, stages, stages_cut]
+    return [straight, wide, stages, stages_cut]
 
 
 @pytest.mark.slow
@@ -68,12 +68,11 @@ def test_a_run_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
     config.architectures = ["GPT2LMHeadModel"]
     config.to_json_file(tmp_path / "config.json")
     tmp_path.joinpath("text.txt").write_text("all work and no play makes jack a dull boy\n" * 100)
-    straight, cut, wide, stages, stages_cut = run_on_ranks(4, _runs, str(tmp_path))[0]
+    straight, wide, stages, stages_cut = run_on_ranks(4, _runs, str(tmp_path))[0]
     measured = ("loss", "norm", "lr", "evaluation_loss")
     for step in (3, 4):
         for name in measured:
             if name in straight[step]:
-                assert cut[step][name] == straight[step][name], (step, name)
                 # Dropout draws the masks of the one part of the data here.
                 assert wide[step][name] == pytest.approx(straight[step][name], rel=0.3)
         # With stages the masks are the same, and only sums come in another order.
@@ -84,7 +83,8 @@ def test_a_run_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
     assert straight[1]["mfu"] > 0
     assert not list(tmp_path.glob("*/*.partial"))
     weights = [
-        load_file(tmp_path / name / "model" / "model.safetensors") for name in ("straight", "cut")
+        load_file(tmp_path / name / "model" / "model.safetensors")
+        for name in ("stages", "stages_cut")
     ]
     assert all((weights[0][name] == value).all() for name, value in weights[1].items())
 

@@ -148,6 +148,12 @@ def _check_calls(pipeline: sp_compiler.PipelineModule) -> None:
         pipeline.step(**{name: value[:6] for name, value in batch.items()})
     with torch.no_grad(), pytest.raises(UnsupportedError, match=r"use eval\(\.\.\.\)"):
         pipeline.step(**batch)
+    with pytest.raises(UnsupportedError, match="a forward hook on the whole model cannot run"):
+        pipeline.module.register_forward_hook(print)
+    mesh, hooked = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)), _model("gpt2", 2)
+    hooked.register_full_backward_hook(print)
+    with pytest.raises(UnsupportedError, match="a hook on the whole model cannot run"):
+        sp_compiler.pipeline(hooked, mesh=mesh, example_inputs=((), batch), microbatches=4)
     # Two steps add up, those of tied parameters too.
     once = []
     for _ in range(2):

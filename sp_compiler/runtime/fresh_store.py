@@ -1,0 +1,97 @@
+"""A key-value store without what earlier starts of the processes left in it.
+
+Torchrun's agent keeps one store for all restarts of its workers (pytorch#135712). There a process
+that is started again finds addresses of processes that were killed, and reports of why they were::
+
+    start 1   rank 0 ── "connect to me at port 5003" ──> store        killed
+    start 2   rank 1 ── reads port 5003 ── waits for half an hour
+
+So the ranks that are there now agree on a name that no earlier ones know, and write below it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from sp_compiler.base.errors import ArgumentError, RankMismatchError
+
+_LOOK_EVERY_S = 0.01
+
+
+def fresh_store(timeout: float = 300.0) -> dist.Store:
+    """Return the store of ``torchrun``, for a process group that survives restarts.
+
+    Every rank must call it, once per start::
+
+        dist.init_process_group(
+            store=sp_compiler.fresh_store(),
+            rank=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+        )
+
+    Args:
+        timeout: seconds to wait for the other ranks.
+
+    Raises:
+        ArgumentError: the environment does not say which rank this is, as ``torchrun`` does.
+        RankMismatchError: not all ranks came in time.
+    """
+    try:
+        store, rank, world_size = next(
+            dist.rendezvous("env://", timeout=timedelta(seconds=timeout))
+        )
+    except ValueError as error:
+        raise ArgumentError(
+            f"fresh_store() reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT ({error}): start "
+            "the processes with torchrun"
+        ) from error
+    return agreed_store(store, rank, world_size, timedelta(seconds=timeout))
+
+
+def agreed_store(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """Return the part of ``store`` that these processes alone know.
+
+    Raises:
+        RankMismatchError: not all ranks came in time.
+    """
+    own, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
+    name = _named(store, own, world_size, deadline) if rank == 0 else None
+    while name is None and time.monotonic() < deadline:
+        name = _joined(store, own, rank)
+        time.sleep(_LOOK_EVERY_S)
+    if name is None:
+        who = f"{world_size - 1} others have" if rank == 0 else "rank 0, or another one, has"
+        raise RankMismatchError(
+            f"rank {rank} of {world_size} ranks is there, but {who} not come after {timeout}: "
+            "every rank must make the same process groups and modules"
+        )
+    return dist.PrefixStore(name, store)
+
+
+def _named(store: dist.Store, own: str, world_size: int, deadline: float) -> str | None:
+    """On rank 0: propose a name, and list who is there; ``None`` if they do not come in time."""
+    store.set("start", own)
+    keys = [f"{own}/{other}" for other in range(1, world_size)]
+    while keys and not store.check(keys):
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(_LOOK_EVERY_S)
+    store.set(f"{own}/all", json.dumps([own, *(store.get(key).decode() for key in keys)]))
+    return own
+
+
+def _joined(store: dist.Store, own: str, rank: int) -> str | None:
+    """On the others: the name under which rank 0 lists this process; ``None`` as yet."""
+    if not store.check(["start"]):
+        return None
+    # It may be that of a rank 0 that is gone, which lists the process that was this rank then.
+    name = store.get("start").decode()
+    if not store.check([f"{name}/all"]):
+        store.set(f"{name}/{rank}", own)
+        return None
+    return name if json.loads(store.get(f"{name}/all"))[rank] == own else None

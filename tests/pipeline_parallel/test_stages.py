@@ -123,7 +123,8 @@ def test_a_stage_writes_the_buffers_of_its_layers(end: int) -> None:
     compiled, stages = _stages(model, x, end)
     params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     tp = Communicator(None, 0, 1)
-    written, received = {}, []
+    written: dict[str, torch.Tensor] = {}
+    received: list[Any] = []
     for stage in stages:
         run = Executor(stage.compiled, tp).run(params, buffers, [x, *received], SEED)
         assert not written.keys() & run.mutated_buffers.keys()

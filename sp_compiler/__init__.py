@@ -28,7 +28,7 @@ from sp_compiler.ir.hints import forbid
 from sp_compiler.pipeline_parallel.pipeline_module import PipelineModule
 from sp_compiler.planning.plan import Plan
 from sp_compiler.rules.custom import rule
-from sp_compiler.runtime.fresh_store import fresh_store
+from sp_compiler.runtime.failures.fresh_store import fresh_store
 from sp_compiler.runtime.mesh_axes import data_shard
 from sp_compiler.verification.report import VerifyReport
 from sp_compiler.verification.verify import verify

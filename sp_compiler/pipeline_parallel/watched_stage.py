@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
 from sp_compiler.base.errors import RankMismatchError
-from sp_compiler.runtime.failures import LOOK_EVERY, FailureBoard, RankWait
+from sp_compiler.runtime.failures.board import LOOK_EVERY, FailureBoard, RankWait
 
 
 class Messages:

@@ -14,7 +14,7 @@ from sp_compiler.base.errors import ArgumentError
 from sp_compiler.emulation.group import BACKEND
 from sp_compiler.ops.communicator import Communicator
 from sp_compiler.ops.counter import call_seed, draw_seed
-from sp_compiler.runtime.failures import FailureBoard, failure_board
+from sp_compiler.runtime.failures.board import FailureBoard, failure_board
 from sp_compiler.runtime.mesh_axes import (
     AXIS,
     DataAxes,

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from sp_compiler.base.errors import RankMismatchError
-from sp_compiler.runtime.failures import FailureBoard
+from sp_compiler.runtime.failures.board import FailureBoard
 from sp_compiler.runtime.fingerprints import combined, fingerprint, strided
 from sp_compiler.runtime.group import TensorParallelGroup
 from sp_compiler.runtime.program_cache import CallKey

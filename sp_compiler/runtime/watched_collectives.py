@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from sp_compiler.ops.communicator import FunctionalCollectives
-from sp_compiler.runtime.failures import LOOK_EVERY, FailureBoard, RankWait
+from sp_compiler.runtime.failures.board import LOOK_EVERY, FailureBoard, RankWait
 
 _OPERATIONS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from sp_compiler.runtime.failures import FailureBoard
+from sp_compiler.runtime.failures.board import FailureBoard
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import sp_compiler
 from sp_compiler import ArgumentError, RankMismatchError
-from sp_compiler.runtime.fresh_store import agreed_store
+from sp_compiler.runtime.failures.fresh_store import agreed_store
 
 _PATIENCE = timedelta(seconds=20)
 

@@ -31,7 +31,7 @@ from torch.optim.optimizer import (
 from torch.utils.checkpoint import _StopRecomputationError
 
 from sp_compiler.base.errors import RankFailureError, RankMismatchError
-from sp_compiler.runtime.fresh_store import agreed_store
+from sp_compiler.runtime.failures.fresh_store import agreed_store
 from sp_compiler.runtime.parameter_gradients import refuse_as_inputs
 
 LOOK_EVERY = timedelta(seconds=0.5)

@@ -1,0 +1,1 @@
+"""Ranks that fail, and ranks that are started again."""

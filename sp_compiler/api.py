@@ -105,6 +105,8 @@ def compile(
     group = tensor_parallel_group(tp, mesh, device_type_of(model), timedelta(seconds=rank_timeout))
     checked = CompileOptions.of(group.world_size, options)
     wishes_of(checked.hints, parameters_of(model))  # raises before anything is taken over
+    if group.data.names:
+        checked.refuse_device_memory("data")
     fsdp_options = checked_options(fsdp, group.data, group.world_size)
     if fsdp_options is not None:
         refuse_scalars(model)
@@ -233,6 +235,7 @@ def pipeline(  # noqa: PLR0913 - all by keyword, each described below
         split_backward=plan.delays_weights,
     )
     plan.check_backend(checked.backend)
+    checked.refuse_device_memory("pipeline")
     wishes_of(checked.hints, parameters_of(model))
     builder = _Builder(checked, FallbackCheck(checked, group.rank), verify=False)
     texts = {**checked.texts(), "initial_weights": initial_weights}
@@ -374,6 +377,7 @@ def plan(  # noqa: PLR0913 - all by keyword, each described below
     checked = CompileOptions.of(grid.tp, options)
     on_grid = None
     if microbatches is not None:  # raises before the model is captured
+        checked.refuse_device_memory("grid")
         on_grid = GridOptions(grid, **of_grid)
         on_grid.stages()[0].check_backend(checked.backend)
         checked = replace(

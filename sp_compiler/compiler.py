@@ -70,6 +70,7 @@ from sp_compiler.passes.sharding.explain import explain
 from sp_compiler.passes.sharding.shard import Sharded, shard
 from sp_compiler.passes.simplify import simplify
 from sp_compiler.planning.build import make_plan
+from sp_compiler.planning.device_memory import require_fit, within_device
 from sp_compiler.trace.export import capture
 from sp_compiler.trace.joint import JointGraph, trace_joint
 
@@ -107,7 +108,7 @@ def build(
         _build, model, args, kwargs, fixed=fixed, lift_casts=lift_casts, keep=keep
     )
     # A budget is spent in bytes, which are unknown while a size is open.
-    if not open_dims or options.budget_bytes is not None:
+    if not open_dims or options.budget_bytes is not None or options.device_bytes is not None:
         return compile_with(options, open_dims=False)
     unchunked = replace(options, loss_chunks=1)
     may_chunk = options.loss_chunks != "auto" or POLICIES[options.recompute].chunks_losses
@@ -161,6 +162,7 @@ def _build(
         with without_autocast():
             # The plan gives numbers of bytes and seconds: those for the example's sizes.
             plan = make_plan(concretized(compiled), options, type(model).__name__)
+        require_fit(plan, options)
         at_example = Concretizer(program.sizes).program(program)
         # Solved only when somebody asks: every alternative that it compares costs a solution.
         explainer = partial(explain, at_example, options, dict(fixed), compiled.replicated)
@@ -194,7 +196,7 @@ class Compilation:
 
     Args:
         program: is not changed.
-        options: everything but ``recompute`` and ``memory_budget`` is read.
+        options: everything but ``recompute`` and the limits of memory is read.
         fixed: storage placements of parameters that an earlier compilation decided.
         checked: run the checks. Without them a wrong program is compiled too, so that ``verify``
             can compare its numbers.
@@ -226,7 +228,10 @@ class Compilation:
             ArgumentError: the budget is too small.
         """
         setting = replace(
-            self._options, recompute=options.recompute, memory_budget=options.memory_budget
+            self._options,
+            recompute=options.recompute,
+            memory_budget=options.memory_budget,
+            device_memory=options.device_memory,
         )
         while True:
             try:
@@ -251,6 +256,7 @@ class Compilation:
         sharded = run.once(Pass.SHARD, shard, self._program, options, self._fixed, replicated)
         # Checks compare sizes; comparing open ones would record guards and narrow the program.
         program, at_example = sharded.program, Concretizer(sharded.program.sizes)
+        options, state_bytes = within_device(options, program, sharded.param_placements)
         # Before it is differentiated: the gradient of a wrong forward agrees with that forward.
         for region in program.regions if self._checked else ():
             concrete = at_example.region(region)
@@ -273,8 +279,8 @@ class Compilation:
             tagged = run(Pass.TAG, tag_program, program, chunked, splits, options.recompute, tp)
         else:
             candidates = run.once(Pass.TAG, candidates_of, program, chunked, splits, tp)
-            budget_bytes = options.budget_bytes
-            tagged = run(Pass.TAG, tag_under_budget, program, candidates, tp, budget_bytes)
+            within = options.budget_bytes, state_bytes
+            tagged = run(Pass.TAG, tag_under_budget, program, candidates, tp, *within)
         # Under a budget a region may become several that save differently; ``origins`` has the
         # sharded region of each.
         partitioned: dict[str, Partitioned] = {}
@@ -318,7 +324,7 @@ class Compilation:
             differentiable={each.region.name: each.differentiable for each in regions},
             loss_backwards=_loss_backwards(regions, loaded.codes),
             reached_from={each.region.name: each.joint.reached_from() for each in regions},
-            notes=[*sharded.program.notes, *loaded.notes],
+            notes=[*program.notes, *loaded.notes],
             kernels=loaded.kernels,
             replicated=tuple(self._replicated),
             code=loaded.source,

@@ -59,6 +59,11 @@ class Options(TypedDict, total=False):
             within ``memory_budget``, chosen for each block.
         memory_budget: with ``"auto"``: what the peak of activations on a rank may be, as
             :func:`sp_compiler.plan` counts it, in bytes or as "12GiB".
+        device_memory: instead of ``memory_budget``, what a step may take of a device in all:
+            parameters, gradients, the two moments of ``torch.optim.AdamW`` and the peak of
+            activations, in bytes or as "80GiB". With ``"auto"`` what the others leave is the budget
+            of activations; else a step that needs more is refused. Leave room for what no plan
+            counts: the context of the device, buffers, fragmentation.
         loss_chunks: number of chunks of rows in which the logits are made, turned into losses, and
             recomputed in backward, so that they never exist together; for models that return no
             logits. ``"auto"``: as many as lower the peak of a step, where that saves at least 5 %
@@ -101,6 +106,7 @@ class Options(TypedDict, total=False):
     sequence_parallel: bool
     recompute: str
     memory_budget: int | str | None
+    device_memory: int | str | None
     loss_chunks: int | Literal["auto"]
     dropout: Dropout
     overlap: bool
@@ -156,6 +162,7 @@ class CompileOptions:
     sequence_parallel: bool = True
     recompute: str = "selective"
     memory_budget: int | str | None = None
+    device_memory: int | str | None = None
     loss_chunks: int | Literal["auto"] = "auto"
     dropout: Dropout = "regenerate"
     overlap: bool = True
@@ -190,13 +197,26 @@ class CompileOptions:
         object.__setattr__(self, "hints", checked_hints(self.hints))
         object.__setattr__(self, "hardware", hardware_of(self.hardware))
         object.__setattr__(self, "passes", _checked_passes(self.passes))
-        if (self.recompute == "auto") != (self.memory_budget is not None):
+        self._check_memory()
+
+    def _check_memory(self) -> None:
+        budget, device = self.memory_budget, self.device_memory
+        if budget is not None and device is not None:
             raise ArgumentError(
-                f"recompute={self.recompute!r} with memory_budget={self.memory_budget!r}: "
-                'recompute="auto" needs a memory_budget such as "12GiB", and only it has one'
+                f"memory_budget={budget!r} with device_memory={device!r}: the one is for "
+                "activations, the other for the whole device; give one of them"
             )
-        if self.memory_budget is not None:
-            parse_bytes("memory_budget", self.memory_budget)
+        limited = budget is not None or device is not None
+        # A device's memory is a limit for every policy, but only one works towards it.
+        if (self.recompute == "auto") != limited and device is None:
+            raise ArgumentError(
+                f"recompute={self.recompute!r} with memory_budget={budget!r}: "
+                'recompute="auto" needs a memory_budget such as "12GiB", and only it has one; or a '
+                'device_memory such as "80GiB"'
+            )
+        for name in ("memory_budget", "device_memory"):
+            if getattr(self, name) is not None:
+                parse_bytes(name, getattr(self, name))
 
     @classmethod
     def of(cls, tp: int, options: Options) -> CompileOptions:
@@ -237,6 +257,29 @@ class CompileOptions:
         if self.memory_budget is None:
             return None
         return parse_bytes("memory_budget", self.memory_budget)
+
+    @property
+    def device_bytes(self) -> int | None:
+        """``device_memory`` as a number."""
+        return (
+            None if self.device_memory is None else parse_bytes("device_memory", self.device_memory)
+        )
+
+    def refuse_device_memory(self, where: Literal["data", "pipeline", "grid", "backend"]) -> None:
+        """Raise :class:`ArgumentError` where there is a ``device_memory``, which has no meaning."""
+        if self.device_memory is not None:
+            raise ArgumentError(f"device_memory={self.device_memory!r}: {_INSTEAD[where]}")
+
+
+_INSTEAD = {
+    "data": "what data-parallel ranks hold of the parameters is not counted; give a memory_budget "
+    "for the activations, and see sp_compiler.plan(..., mesh=)",
+    "pipeline": "a pipeline takes memory=, the limit of each stage",
+    "grid": "a grid's plan shows each stage's total; sp_compiler.suggest(memory=) searches",
+    "backend": "torch.compile keeps the parameters unsharded on every rank, which is not counted; "
+    "give a memory_budget for the activations, or use sp_compiler.compile",
+}
+"""What to use instead of ``device_memory``."""
 
 
 def pass_name(user_pass: UserPass) -> str:

@@ -27,7 +27,14 @@ from sp_compiler.passes.memory.candidates import Candidate, candidates
 from sp_compiler.passes.memory.partition import SplitOptions
 from sp_compiler.passes.memory.tag import write_tags
 from sp_compiler.passes.memory.tag_program import TaggedProgram
-from sp_compiler.solve.memory_budget import CallSplits, cheapest, needs, peak_bytes, smallest
+from sp_compiler.solve.memory_budget import (
+    CallSplits,
+    cheapest,
+    is_fastest,
+    needs,
+    peak_bytes,
+    smallest,
+)
 from sp_compiler.trace.joint import JointGraph
 
 Candidates = Mapping[str, Sequence[Candidate]]
@@ -71,6 +78,7 @@ def tag_under_budget(
     ways: Candidates,
     world_size: int,
     budget_bytes: int,
+    state_bytes: int = 0,
 ) -> TaggedProgram:
     """Tag what every call of ``program``, which is left as it is, recomputes.
 
@@ -79,6 +87,8 @@ def tag_under_budget(
         ways: see :func:`candidates_of`.
         world_size: number of tensor-parallel ranks.
         budget_bytes: what the peak of activations on a rank may be.
+        state_bytes: of parameters, gradients and optimizer, where the user's limit is for these
+            too; else 0.
 
     Raises:
         ArgumentError: the budget is too small; the message has the least that would do.
@@ -87,7 +97,10 @@ def tag_under_budget(
     calls = budget_problem(program, ways, differentiable, world_size)
     picks = cheapest(calls, budget_bytes)
     if picks is None:
-        raise ArgumentError(_too_small(program, calls, budget_bytes))
+        raise ArgumentError(_too_small(program, calls, budget_bytes, state_bytes))
+    if is_fastest(calls, picks):
+        note = "a larger budget of memory would not make the step faster in this estimate"
+        program = replace(program, notes=[*program.notes, note])
     # The search breaks ties between equal layers anyhow; people look for an order.
     picks = _in_order(program, calls, picks)
     chosen = [ways[call.region.name][pick] for call, pick in zip(program.calls, picks, strict=True)]
@@ -160,16 +173,26 @@ def _names(program: Program, ways: Candidates, chosen: Sequence[Candidate]) -> t
     return tuple(names[id(candidate)] for candidate in chosen)
 
 
-def _too_small(program: Program, calls: Sequence[CallSplits], budget_bytes: int) -> str:
+def _too_small(
+    program: Program, calls: Sequence[CallSplits], budget_bytes: int, state_bytes: int
+) -> str:
     peaks = list(needs(calls, smallest(calls)))
     index = max(range(len(peaks)), key=lambda i: peaks[i][1])
     kept, peak = peaks[index]
     where = program.calls[index].path or program.calls[index].region.name
+    # In the user's own terms: the limit that was given, and the least that could have been.
+    name, limit, least = "memory_budget", budget_bytes, peak
+    state = ""
+    if state_bytes:
+        name, limit, least = "device_memory", budget_bytes + state_bytes, peak + state_bytes
+        state = (
+            f", of which {bytes_text(state_bytes)} are parameters, gradients and AdamW's moments"
+        )
     return (
-        f"memory_budget={budget_bytes} ({bytes_text(budget_bytes)}): the least that would do is "
-        f"{peak} ({_rounded_up(peak)}). Then {where} needs most: {bytes_text(kept)} that it and "
-        f"the calls before it keep for backward, {bytes_text(peak - kept)} besides (results, "
-        "gradients, what it makes inside). Raise the budget or tp, or use a smaller batch"
+        f"{name}={limit} ({bytes_text(limit)}): the least that would do is "
+        f"{least} ({_rounded_up(least)}){state}. Then {where} needs most: {bytes_text(kept)} that "
+        f"it and the calls before it keep for backward, {bytes_text(peak - kept)} besides "
+        "(results, gradients, what it makes inside). Raise the budget or tp, or use a smaller batch"
     )
 
 

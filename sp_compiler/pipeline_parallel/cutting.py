@@ -8,13 +8,14 @@ from functools import cache
 
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.units import bytes_text
-from sp_compiler.planning.data import ADAMW_BYTES, CallPlan, ParameterSize
+from sp_compiler.cost.model_state import ADAMW_MOMENTS
+from sp_compiler.planning.data import CallPlan, ParameterSize
 from sp_compiler.solve.pipeline_cut import fastest_cut, least_largest
 
 
 def adamw_bytes(size: ParameterSize) -> float:
-    """Bytes of a parameter, its gradient in the same dtype and AdamW's moments in float32."""
-    return 2 * size.num_bytes + ADAMW_BYTES * size.numel if size.trained else size.num_bytes
+    """Bytes of a parameter, its gradient and AdamW's moments, all in the parameter's dtype."""
+    return (2 + ADAMW_MOMENTS) * size.num_bytes if size.trained else size.num_bytes
 
 
 def gathered_adamw_bytes(size: ParameterSize, num_shards: int) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -13,6 +12,7 @@ from sp_compiler.base.storage import Storage
 from sp_compiler.cost.fused_kernels import fused_bytes
 from sp_compiler.cost.hardware import Hardware
 from sp_compiler.cost.memory import backward_peak_bytes, function_peak_bytes
+from sp_compiler.cost.model_state import ModelState, StoredParameter, stored_parameters
 from sp_compiler.cost.node_cost import (
     Collective,
     collectives_us,
@@ -22,7 +22,6 @@ from sp_compiler.cost.node_cost import (
     node_collectives,
     node_flops,
     product_dtype,
-    tensor_bytes,
 )
 from sp_compiler.cost.step_memory import Kept, StepMemory, step_memory
 from sp_compiler.cost.step_timeline import step_timeline
@@ -34,7 +33,6 @@ from sp_compiler.ir.program import Region
 from sp_compiler.options import CompileOptions
 from sp_compiler.planning.costly_fallbacks import costly_fallbacks
 from sp_compiler.planning.data import (
-    ADAMW_BYTES,
     BlockPlan,
     CallPlan,
     KeptTensor,
@@ -59,22 +57,21 @@ def make_plan(compiled: CompiledProgram, options: CompileOptions, model_name: st
         _block(compiled, region, kept[region.name], device, fused=fused)
         for region in compiled.program.regions
     )
-    sizes = _parameters(compiled)
+    sizes = stored_parameters(compiled.program, compiled.param_placements, compiled.world_size)
+    state = ModelState.of(sizes)
     bucket = _gradient_reduction(compiled, sizes)
     work = sum((block.work.times(block.num_calls) for block in blocks), Work())
     # The bucket belongs to no block: it is reduced once, behind the last backward.
     work += Work(communication_us=collectives_us(list(bucket), compiled.world_size, device))
-    trained = [size for size in sizes.values() if size.trained]
     return Plan(
         model_name=model_name or "model",
         tp=compiled.world_size,
         options=options.to_dict(),
         hardware=device,
-        parameter_bytes=sum(size.num_bytes for size in sizes.values()),
+        parameter_bytes=state.parameter_bytes,
         replicated_parameter_bytes=sum(s.num_bytes for s in sizes.values() if s.replicated),
-        gradient_bytes=sum(size.num_bytes for size in trained),
-        # By elements, not bytes: the moments are float32 whatever the parameter is.
-        optimizer_bytes=sum(size.numel * ADAMW_BYTES for size in trained),
+        gradient_bytes=state.gradient_bytes,
+        optimizer_bytes=state.optimizer_bytes,
         activation_bytes=memory.kept_bytes,
         activation_peak_bytes=memory.peak_bytes,
         returned_bytes=sum(storage.num_bytes for storage in memory.returned),
@@ -251,46 +248,8 @@ def _calls(
         )
 
 
-# Parameters.
-
-
-@dataclass(frozen=True)
-class _StoredParameter:
-    num_bytes: int
-    numel: int
-    dtype: str
-    trained: bool
-    replicated: bool
-    reduced: bool
-
-
-def _parameters(compiled: CompiledProgram) -> dict[str, _StoredParameter]:
-    """By stored name: this rank's part of every parameter that the forward uses."""
-    sizes: dict[str, _StoredParameter] = {}
-    for call in compiled.program.calls:
-        region = call.region
-        for node, ref, used in zip(
-            region.placeholders, call.args, region.input_placements, strict=True
-        ):
-            if ref.kind != "param":
-                continue
-            name, value = compiled.param_name(ref.name), node.meta["val"]
-            # A tied parameter comes by several calls; one use as R is enough to have it reduced.
-            before = sizes.get(name)
-            sizes[name] = _StoredParameter(
-                tensor_bytes(value),
-                value.numel(),
-                str(value.dtype),
-                bool(node.meta.get("requires_grad")),
-                # On one rank nothing is replicated in vain.
-                compiled.param_placements[name].is_replicated and compiled.world_size > 1,
-                used.kind == "R" or (before is not None and before.reduced),
-            )
-    return sizes
-
-
 def _gradient_reduction(
-    compiled: CompiledProgram, sizes: dict[str, _StoredParameter]
+    compiled: CompiledProgram, sizes: Mapping[str, StoredParameter]
 ) -> tuple[Collective, ...]:
     """One all-reduce for each dtype of the parameters that are stored I and used as R."""
     buckets: dict[str, int] = {}

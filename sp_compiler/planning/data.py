@@ -18,9 +18,6 @@ from sp_compiler.planning.costly_fallbacks import CostlyFallback
 from sp_compiler.planning.formula import ActivationFormula
 from sp_compiler.planning.placement_explanation import Explanation
 
-ADAMW_BYTES = 8
-"""Optimizer state per parameter: two moments in float32, as of ``torch.optim.AdamW``."""
-
 Shared = Literal["", "shared", "returned"]
 Policy = Literal["keep", "keep the shard"]
 
@@ -175,7 +172,7 @@ class PlanData:
         parameter_bytes: this rank's part of the parameters that the forward uses.
         replicated_parameter_bytes: the part of ``parameter_bytes`` that is the same on every rank.
         gradient_bytes: of parameters that are trained, in their own dtype.
-        optimizer_bytes: AdamW's two moments in float32, 8 bytes per trained parameter.
+        optimizer_bytes: the two moments of ``torch.optim.AdamW``, in the parameters' own dtypes.
         activation_bytes: kept between forward and backward: each storage once, without parameters,
             buffers, the user's inputs and what the model returns.
         activation_peak_bytes: the most that exists at once in a step of what calls keep, hand on

@@ -43,7 +43,7 @@ def _memory(plan: PlanData) -> list[tuple[str, str, str]]:
     rows = [
         ("parameters", plan.parameter_bytes, replicated if plan.tp > 1 else ""),
         ("gradients", plan.gradient_bytes, ""),
-        ("optimizer", plan.optimizer_bytes, "AdamW, two float32 moments"),
+        ("optimizer", plan.optimizer_bytes, "AdamW, two moments in the parameters' dtypes"),
         ("activations kept", plan.activation_bytes, f"between forward and backward, {calls} calls"),
         ("activation peak", plan.activation_peak_bytes, "with temporaries and their gradients"),
         # Not added to the total: outputs are a part of the peak already.
@@ -55,10 +55,13 @@ def _memory(plan: PlanData) -> list[tuple[str, str, str]]:
 
 def _budget(plan: PlanData) -> Iterable[str]:
     """How the blocks are split where a budget decides."""
-    if plan.options["memory_budget"] is None:
+    name = "memory_budget" if plan.options["device_memory"] is None else "device_memory"
+    if plan.options[name] is None:
         return
-    budget = parse_bytes("memory_budget", plan.options["memory_budget"])
-    used = 100 * plan.activation_peak_bytes / budget
+    limit = parse_bytes(name, plan.options[name])
+    whole = name == "device_memory"
+    used = 100 * (plan.total_bytes if whole else plan.activation_peak_bytes) / limit
+    title = "Device memory" if whole else "Budget"
     rows = [
         (
             f"{block.num_calls} x {block.name}",
@@ -67,7 +70,7 @@ def _budget(plan: PlanData) -> Iterable[str]:
         )
         for block in plan.blocks
     ]
-    yield f"Budget of {bytes_text(budget)}, {used:.1f} % used at the peak\n" + table(rows)
+    yield f"{title} of {bytes_text(limit)}, {used:.1f} % used at the peak\n" + table(rows)
 
 
 def _step(plan: PlanData) -> list[tuple[str, str]]:

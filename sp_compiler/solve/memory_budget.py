@@ -80,6 +80,12 @@ def cheapest(calls: Sequence[CallSplits], limit_bytes: int) -> list[int] | None:
     return best
 
 
+def is_fastest(calls: Sequence[CallSplits], picks: Sequence[int]) -> bool:
+    """Tell whether no choice of splits, whatever its peak, takes less time than ``picks``."""
+    least = sum(min(_units(split.time_us) for split in call.splits) for call in calls)
+    return _us(calls, picks) == least
+
+
 def smallest(calls: Sequence[CallSplits]) -> list[int]:
     """Return the split of each call with the smallest peak."""
     picks = _Search(calls, None).run()

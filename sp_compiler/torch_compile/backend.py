@@ -97,6 +97,8 @@ def _parse(options: dict[str, Any], device_type: str) -> tuple[CompileOptions, T
     tp = options.pop("tp", 1 if mesh is None else None)
     values: Any = {**options, "outputs": "replicate"}
     checked = CompileOptions.of(1 if tp is None else tp, values)
+    if checked.tp > 1:
+        checked.refuse_device_memory("backend")
     group = tensor_parallel_group(tp, mesh, device_type)
     return dataclasses.replace(checked, tp=group.world_size), group
 

@@ -154,7 +154,7 @@ def _layers(count: int) -> tuple[list[CallPlan], dict[str, ParameterSize]]:
 
     calls = [call(f"w{i}", f"h.{i}", 1.0) for i in range(count)]
     calls = [call("e", "", 0.5), *calls, call("e", "", 2.0)]
-    return calls, {name: ParameterSize(10, 20, True) for call in calls for name in call.parameters}
+    return calls, {name: ParameterSize(10, 30, True) for call in calls for name in call.parameters}
 
 
 def test_embeddings_and_head_count() -> None:

@@ -124,9 +124,9 @@ def test_state_of_one_rank() -> None:
     whole = found.replicated_parameter_bytes
     assert found.parameter_bytes == (8 * total + whole) / 2
     assert found.gradient_bytes == found.parameter_bytes
-    assert found.optimizer_bytes == found.parameter_bytes  # float64: 8 bytes, as the moments
+    assert found.optimizer_bytes == 2 * found.parameter_bytes
     assert 0 < whole < 8 * 1000  # norms and biases
-    assert found.total_bytes == 3 * found.parameter_bytes + found.activation_peak_bytes
+    assert found.total_bytes == 4 * found.parameter_bytes + found.activation_peak_bytes
 
 
 def test_frozen_weights_have_no_gradients() -> None:
@@ -134,7 +134,23 @@ def test_frozen_weights_have_no_gradients() -> None:
     whole_bytes = sum(parameter.nbytes for parameter in trained)
     found = _plan("lora")
     assert whole_bytes / 2 <= found.gradient_bytes <= whole_bytes < found.parameter_bytes
-    assert found.optimizer_bytes == found.gradient_bytes
+    assert found.optimizer_bytes == 2 * found.gradient_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_optimizers_state_is_what_torch_keeps(dtype: torch.dtype) -> None:
+    model, inputs = zoo.build("plain", dtype=dtype), zoo.inputs("plain")
+    found = plan(model, ((), inputs), tp=1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    zoo.loss_of(model(**inputs)).backward()
+    optimizer.step()
+    moments = [
+        state[name] for state in optimizer.state.values() for name in state if name != "step"
+    ]
+    assert found.optimizer_bytes == sum(moment.nbytes for moment in moments)
+    assert found.gradient_bytes == sum(
+        p.grad.nbytes for p in model.parameters() if p.grad is not None
+    )
 
 
 def _counts(found: Plan, name: str) -> tuple[dict[str, int], dict[str, int]]:

@@ -1,0 +1,71 @@
+"""A budget for the whole device: what is left for activations, and whether a step fits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from sp_compiler.base.errors import ArgumentError
+from sp_compiler.base.placement import Placement
+from sp_compiler.base.units import bytes_text
+from sp_compiler.cost.model_state import ModelState, stored_parameters
+from sp_compiler.ir.program import Program
+from sp_compiler.options import CompileOptions
+from sp_compiler.planning.data import PlanData
+
+
+def within_device(
+    options: CompileOptions, program: Program, placements: Mapping[str, Placement]
+) -> tuple[CompileOptions, int]:
+    """Return ``options`` with the budget that ``device_memory`` leaves, and the bytes of the rest.
+
+    Only ``recompute="auto"`` works towards a budget; for others :func:`require_fit` looks at the
+    plan.
+
+    Raises:
+        ArgumentError: parameters, gradients and optimizer leave nothing.
+    """
+    if options.device_bytes is None or options.recompute != "auto":
+        return options, 0
+    state = ModelState.of(stored_parameters(program, placements, options.tp))
+    left_bytes = options.device_bytes - state.total_bytes
+    if left_bytes <= 0:
+        raise ArgumentError(
+            f"{_limit(options.device_bytes)}: without any activations a step needs "
+            f"{bytes_text(1 - left_bytes)} more: {_state_text(state)}. {_LESS_STATE}"
+        )
+    return replace(options, memory_budget=left_bytes, device_memory=None), state.total_bytes
+
+
+def require_fit(plan: PlanData, options: CompileOptions) -> None:
+    """Raise :class:`ArgumentError` where a step needs more than ``device_memory``."""
+    limit = options.device_bytes
+    if limit is None or plan.total_bytes <= limit:
+        return
+    state = ModelState(plan.parameter_bytes, plan.gradient_bytes, plan.optimizer_bytes)
+    advice = _LESS_STATE
+    if state.total_bytes < limit:
+        auto = "" if options.recompute == "auto" else 'recompute="auto", which fills what is left; '
+        advice = f"Use {auto}more tensor-parallel ranks; or a smaller batch"
+    raise ArgumentError(
+        f"{_limit(limit)}: a step needs {bytes_text(plan.total_bytes)}, "
+        f"{bytes_text(plan.total_bytes - limit)} more: {_state_text(state)}, activations "
+        f"{bytes_text(plan.activation_peak_bytes)} at their peak. {advice}"
+    )
+
+
+_LESS_STATE = (
+    "Use more tensor-parallel ranks, or shard this over data-parallel ones as well (a mesh with "
+    "the axis dp_shard, which takes a memory_budget instead)"
+)
+
+
+def _limit(num_bytes: int) -> str:
+    return f"device_memory={num_bytes} ({bytes_text(num_bytes)})"
+
+
+def _state_text(state: ModelState) -> str:
+    return (
+        f"parameters {bytes_text(state.parameter_bytes)}, gradients "
+        f"{bytes_text(state.gradient_bytes)}, AdamW's moments {bytes_text(state.optimizer_bytes)}"
+    )

@@ -76,7 +76,10 @@ def list_schedule(block: Block, limit_bytes: int) -> list[int]:
         for _ in range(_TIMED_WALKS):
             walked = _walked(block, limit_bytes, wishes, given)
             best = min(best, walked, key=lambda scored: scored.cost_us)
-            wishes = _Wishes(ranks, _latest_starts(block, walked.order))
+            latest_us = _latest_starts(block, walked.order)
+            if latest_us == wishes.latest_us:
+                break  # the same wishes lead to the same walk
+            wishes = _Wishes(ranks, latest_us)
     link_us = sum(task.link_us for task in block.tasks)
     if block.compute_us > _WORTH_HIDING * link_us and len(given) <= _MOST_TASKS:
         best = _climb(block, limit_bytes, best)
@@ -172,7 +175,7 @@ def _late_waits(block: Block, order: list[int], limit_bytes: int) -> list[int]:
         users = set(block.users[wait])
         first = next((i for i, position in enumerate(others) if position in users), len(others))
         moved = [*others[:first], wait, *others[first:]]
-        if peak_bytes(block, moved) <= limit_bytes:
+        if moved != order and peak_bytes(block, moved) <= limit_bytes:
             order = moved
     return order
 
@@ -187,7 +190,7 @@ def _tidy(block: Block, order: list[int], limit_bytes: int) -> list[int]:
         if is_kernels:
             first = order.index(run[0])
             tidied = [*order[:first], *sorted(run), *order[first + len(run) :]]
-            if peak_bytes(block, tidied) <= limit_bytes:
+            if tidied != order and peak_bytes(block, tidied) <= limit_bytes:
                 order = tidied
     return order
 

@@ -21,6 +21,7 @@ from sp_compiler.passes.normalize.losses import (
     nll_loss,
     picked_log_probabilities,
 )
+from sp_compiler.passes.normalize.recurrent_layers import RECURRENT, separate_layers
 
 _ORIGIN = Pass.NORMALIZE
 _aten = torch.ops.aten
@@ -40,6 +41,7 @@ def canonical_operators(graph: Graph) -> None:
     - ``cross_entropy`` of logits with classes in dim 1 of several -> that of rows of logits; with
       probabilities as targets -> their product with ``log_softmax``
     - ``logsumexp`` that keeps its dims -> one that does not, and ``reshape``
+    - recurrent layers with dropout between them -> one operator per layer
     - ``gru_cell`` -> two projections and their gates; ``bilinear`` -> a product, sums of its rows
     - ``nll_loss`` of ``log_softmax(x)`` -> ``cross_entropy`` of ``x``; ``kl_div`` -> elementwise
     - ``log_softmax(x).gather(-1, y)`` of a label per row -> ``-cross_entropy(x, y)``
@@ -277,6 +279,7 @@ _REWRITES: dict[object, Callable[[Node], None]] = {
     _aten.cross_entropy_loss.default: cross_entropy,
     _aten.gru_cell.default: gru_cell,
     _aten.bilinear.default: bilinear,
+    **dict.fromkeys(RECURRENT, separate_layers),
     _aten.logsumexp.default: _logsumexp,
     _aten.nll_loss_nd.default: nll_loss,
     _aten.gather.default: picked_log_probabilities,

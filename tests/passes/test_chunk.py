@@ -16,6 +16,7 @@ from sp_compiler.ops.communicator import Communicator, running_on
 from sp_compiler.passes.chunks.chunk import chunk
 from sp_compiler.passes.simplify import simplify
 from sp_compiler.trace.joint import JointGraph, trace_joint
+from tests.goldens import check_golden
 from tests.helpers.regions import region_of
 
 _sp = torch.ops.sp_compiler
@@ -108,53 +109,21 @@ def run(joint: JointGraph) -> Any:
         return fx.GraphModule({}, joint.graph)(x, w, y, *tangents)
 
 
-GOLDEN = """\
-%0 = placeholder[x] : f64[7, 3]
-%1 = placeholder[w] : f64[5, 3]
-%2 = placeholder[y] : i64[7]
-%3 = placeholder[grad_out0] : f64[]
-%4 = aten.slice.Tensor(%0, 0, 0, 3) : f64[3, 3]
-%5 = aten.linear(%4, %1) : f64[3, 5]
-%6 = aten.slice.Tensor(%2, 0, 0, 3) : i64[3]
-%7 = sp_compiler.vocab_nll(%5, %6, -100, 5, 1) : (f64[3], f64[3])
-%8 = getitem(%7, 0) : f64[3]
-%9 = getitem(%7, 1) : f64[3]
-%10 = aten.slice.Tensor(%0, 0, 3, 7) : f64[4, 3]
-%11 = aten.linear(%10, %1) : f64[4, 5]
-%12 = aten.slice.Tensor(%2, 0, 3, 7) : i64[4]
-%13 = sp_compiler.vocab_nll(%11, %12, -100, 5, 1) : (f64[4], f64[4])
-%14 = getitem(%13, 0) : f64[4]
-%15 = getitem(%13, 1) : f64[4]
-%16 = aten.cat([%8, %14], 0) : f64[7]
-%17 = aten.cat([%9, %15], 0) : f64[7]
-%18 = aten.sum(%16) : f64[]
-%19 = aten.expand(%3, [7]) : f64[7]
-%20 = aten.slice.Tensor(%19, 0, 0, 3) : f64[3]
-%21 = aten.slice.Tensor(%17, 0, 0, 3) : f64[3]
-%22 = sp_compiler.vocab_nll_backward(%20, %5, %6, %21, -100, 5, 1) : f64[3, 5]
-%23 = aten.t(%22) : f64[5, 3]
-%24 = aten.new_zeros(%23, [5, 3]) : f64[5, 3]
-%25 = sp_compiler.add_product(%24, %23, %4, 1) : f64[5, 3]
-%26 = aten.new_zeros(%22, [7, 3]) : f64[7, 3]
-%27 = aten.mm(%22, %1) : f64[3, 3]
-%28 = sp_compiler.write_rows(%26, %27, 0, 0, 1) : f64[7, 3]
-%29 = aten.slice.Tensor(%19, 0, 3, 7) : f64[4]
-%30 = aten.slice.Tensor(%17, 0, 3, 7) : f64[4]
-%31 = sp_compiler.vocab_nll_backward(%29, %11, %12, %30, -100, 5, 1) : f64[4, 5]
-%32 = aten.t(%31) : f64[5, 4]
-%33 = sp_compiler.add_product(%25, %32, %10, 1) : f64[5, 3]
-%34 = aten.mm(%31, %1) : f64[4, 3]
-%35 = sp_compiler.write_rows(%28, %34, 0, 3, 1) : f64[7, 3]
-output(%18, %35, %33, None)\
-"""
-
-
-def test_the_graph_has_a_copy_of_the_head_for_each_chunk() -> None:
-    _, result, report = chunked(lambda logits, y: nll(logits, y).sum(), 2)
-    assert render(result.graph) == GOLDEN
+@pytest.mark.parametrize(
+    ("golden", "loss"),
+    [
+        ("sharded_vocabulary", lambda logits, y: nll(logits, y).sum()),
+        # Its mean is divided by the weights of all chunks.
+        ("one_device", cross_entropy()),
+    ],
+)
+def test_the_graph_has_a_copy_of_the_head_for_each_chunk(golden: str, loss: Loss) -> None:
+    _, result, report = chunked(loss, 2)
+    text = render(result.graph)
+    check_golden(f"chunk/{golden}.txt", text)
     assert report.kinds == {"in 2 chunks": 1}
     again = chunk(result, 1, (2,))
-    assert [render(each.graph) for each in again] == [GOLDEN]
+    assert [render(each.graph) for each in again] == [text]
 
 
 LOSSES: dict[str, Loss] = {
@@ -182,63 +151,6 @@ def test_chunks_give_the_same_numbers(name: str, count: int) -> None:
     assert not large, "logits of all rows"
     for got, expected in zip(run(result), run(joint), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-14, atol=1e-15)
-
-
-ONE_DEVICE_GOLDEN = """\
-%0 = placeholder[x] : f64[7, 3]
-%1 = placeholder[w] : f64[5, 3]
-%2 = placeholder[y] : i64[7]
-%3 = placeholder[grad_out0] : f64[]
-%4 = aten.arange(5, dtype=torch.float64, device=device(type='cpu'), pin_memory=False) : f64[5]
-%5 = aten.add.Tensor(%4, 0.5) : f64[5]
-%6 = aten.slice.Tensor(%0, 0, 0, 3) : f64[3, 3]
-%7 = aten.linear(%6, %1) : f64[3, 5]
-%8 = aten._log_softmax(%7, 1, False) : f64[3, 5]
-%9 = aten.slice.Tensor(%2, 0, 0, 3) : i64[3]
-%10 = aten.nll_loss_forward(%8, %9, %5, 0, -100) : (f64[3], f64[])
-%11 = getitem(%10, 0) : f64[3]
-%12 = getitem(%10, 1) : f64[]
-%13 = aten.slice.Tensor(%0, 0, 3, 7) : f64[4, 3]
-%14 = aten.linear(%13, %1) : f64[4, 5]
-%15 = aten._log_softmax(%14, 1, False) : f64[4, 5]
-%16 = aten.slice.Tensor(%2, 0, 3, 7) : i64[4]
-%17 = aten.nll_loss_forward(%15, %16, %5, 0, -100) : (f64[4], f64[])
-%18 = getitem(%17, 0) : f64[4]
-%19 = getitem(%17, 1) : f64[]
-%20 = aten.cat([%11, %18], 0) : f64[7]
-%21 = aten.add.Tensor(%12, %19) : f64[]
-%22 = aten.sum.dim_IntList(%20, [0], dtype=torch.float64) : f64[]
-%23 = aten.ne.Scalar(%2, -100) : bool[7]
-%24 = aten.where.ScalarOther(%23, %2, 0) : i64[7]
-%25 = aten.index.Tensor(%5, [%24]) : f64[7]
-%26 = aten.where.ScalarOther(%23, %25, 0) : f64[7]
-%27 = aten.sum.dim_IntList(%26, [0], dtype=torch.float64) : f64[]
-%28 = aten.div.Tensor(%22, %27) : f64[]
-%29 = aten.div.Tensor(%3, %27) : f64[]
-%30 = aten.expand(%29, [7]) : f64[7]
-%31 = aten.slice.Tensor(%30, 0, 0, 3) : f64[3]
-%32 = aten.nll_loss_backward(%31, %8, %9, %5, 0, -100, %21) : f64[3, 5]
-%33 = aten._log_softmax_backward_data(%32, %8, 1, torch.float64) : f64[3, 5]
-%34 = aten.t(%33) : f64[5, 3]
-%35 = aten.new_zeros(%34, [5, 3]) : f64[5, 3]
-%36 = sp_compiler.add_product(%35, %34, %6, 1) : f64[5, 3]
-%37 = aten.new_zeros(%33, [7, 3]) : f64[7, 3]
-%38 = aten.mm(%33, %1) : f64[3, 3]
-%39 = sp_compiler.write_rows(%37, %38, 0, 0, 1) : f64[7, 3]
-%40 = aten.slice.Tensor(%30, 0, 3, 7) : f64[4]
-%41 = aten.nll_loss_backward(%40, %15, %16, %5, 0, -100, %21) : f64[4, 5]
-%42 = aten._log_softmax_backward_data(%41, %15, 1, torch.float64) : f64[4, 5]
-%43 = aten.t(%42) : f64[5, 4]
-%44 = sp_compiler.add_product(%36, %43, %13, 1) : f64[5, 3]
-%45 = aten.mm(%42, %1) : f64[4, 3]
-%46 = sp_compiler.write_rows(%39, %45, 0, 3, 1) : f64[7, 3]
-output(%28, %46, %44, None)\
-"""
-
-
-def test_a_mean_is_divided_by_the_weights_of_all_chunks() -> None:
-    _, result, _ = chunked(cross_entropy(), 2)
-    assert render(result.graph) == ONE_DEVICE_GOLDEN
 
 
 def _rows(node: fx.Node) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The facts about a program that decide how its regions are split into forward and backward."""
+"""Facts about a program that decide how its regions are split into forward and backward."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sp_compiler.passes.memory.partition import SplitOptions
 
 
 def split_options(program: Program, options: CompileOptions) -> dict[str, SplitOptions]:
-    """What the sharded ``program`` wants of each region, by name."""
+    """Return the demands of the sharded ``program`` on each region, by name."""
     own_parameters = program.own_parameters(options.tp)
     by_region = {}
     for region in program.regions:
@@ -27,8 +27,8 @@ def split_options(program: Program, options: CompileOptions) -> dict[str, SplitO
 
 
 def _runs_last(program: Program, region: Region) -> bool:
-    """Whether ``region`` stands for what comes behind all layers, and for nothing else."""
-    # With nothing before it, it is the whole model: what it saves is what a step holds.
+    """Whether ``region`` is called once, after all layers."""
+    # With nothing before it, it is the entire model: what it saves is what a step holds.
     (*before, last) = program.calls
     return last.region is region and bool(before) and all(c.region is not region for c in before)
 
@@ -40,7 +40,7 @@ def _loss_output(program: Program, region: Region) -> int | None:
     if not losses or program.calls[losses[0].index].region is not region:
         return None
     index = losses[0].index
-    # Another region's backward would send gradients here beside the loss's own.
+    # Otherwise another region's backward would send gradients here, besides the loss's own.
     passed_on = any(
         ref.kind == "call" and ref.index == index for call in program.calls for ref in call.args
     )

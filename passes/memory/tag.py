@@ -31,7 +31,7 @@ from sp_compiler.passes.memory.forward_facts import ForwardFacts, forward_facts
 from sp_compiler.passes.memory.recompute_policy import RecomputePolicy, Tag
 from sp_compiler.trace.joint import JointGraph
 
-# Found, not listed: a policy is one file, and no other names it.
+# Discovered, not listed, so that a new policy is one file.
 _FOUND: dict[str, RecomputePolicy] = {
     name: importlib.import_module(f"{policies.__name__}.{name}").POLICY
     for _, name, _ in pkgutil.iter_modules(policies.__path__)

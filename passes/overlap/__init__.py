@@ -64,7 +64,7 @@ def overlap_backward(
     if loss is not None:
         loss = replace(loss, backward=overlapped(loss.backward, *wanted))
     if split is not None:
-        # It has no gradients of parameters.
+        # This half returns no gradients of parameters, so none are exempt from the peak.
         inputs = overlapped(split.inputs, (), sizes, room_bytes, hardware)
         split = SplitBackward(inputs, overlapped(split.weights, *wanted))
     return replace(parts, backward=backward, loss=loss, split=split)
@@ -77,11 +77,12 @@ def overlapped(
     room_bytes: int = 0,
     hardware: Hardware = H100,
 ) -> Graph:
-    """Copy ``graph`` in another order, with waits; return it as it is where nothing would wait.
+    """Copy ``graph`` in another order, with waits; return ``graph`` itself where nothing overlaps.
 
     The arguments are those of :func:`overlap_backward`.
     """
-    # Scheduled on the example's sizes, in which memory can be compared; carried out on the twins.
+    # Open sizes cannot be compared: the order is found on a copy with the example's sizes, and then
+    # applied to the nodes that the copy was made from.
     example = Concretizer(sizes)
     concrete = example.graph(graph)
     if not any(collective_of(node) is not None for node in concrete.nodes):
@@ -92,6 +93,7 @@ def overlapped(
     blocking = _blocking(block, order)
     for start in sorted(blocking):
         report_of(Pass.OVERLAP).decline(tasks.nodes[start], "nothing runs meanwhile in its memory")
+    # A start with its wait right after it is a blocking call, as the graph has it already.
     if len(blocking) == len(block.wait_of):
         return graph
     steps = [
@@ -139,7 +141,8 @@ def _in_order(graph: Graph, steps: Sequence[Step]) -> Graph:
 
 
 def _place(node: Node, copy: Graph, copies: dict[Node, Node]) -> None:
-    """Append ``node`` to ``copy``, its views before it and its parts behind it."""
+    """Append ``node`` to ``copy``, its views before it and its parts after it."""
+    # Neither is a task: both cost nothing and hold no storage of their own.
     for source in node.all_input_nodes:
         if source not in copies:
             _place(source, copy, copies)

@@ -61,12 +61,12 @@ class _Builder:
         # Gradients of the model's parameters are no activations, as in the peak that the plan has.
         self._ignored = {base(node) for node in own_gradients(graph, own_parameters)}
         self._hardware = hardware
-        self._result_of: dict[Node, int] = {}  # the task behind which it can be read
+        self._result_of: dict[Node, int] = {}  # the task after which it can be read
         self._last_draw: int | None = None
         self._last_write: int | None = None
 
     def add(self, node: Node) -> None:
-        """Add the task of ``node``, and behind a collective the wait for it."""
+        """Add the task of ``node``, and after a collective the wait for it."""
         position = len(self.tasks)
         needs = [self._result_of[source] for source in _operators_before(node)]
         needs.extend(self._effects_before(node, position))
@@ -91,7 +91,7 @@ class _Builder:
         self.tasks.append(task)
         self.nodes.append(node)
         if collective_of(node) is not None:
-            # What is sent exists until it has arrived.
+            # The wait reads the operands too: they must live until the collective has ended.
             self.tasks.append(Task(needs=(position,), waits_for=position, reads=reads))
             self.nodes.append(node)
         self._result_of[node] = len(self.tasks) - 1
@@ -106,6 +106,7 @@ class _Builder:
                 yield self._last_draw
             self._last_draw = position
         if getattr(getattr(node.target, "_schema", None), "is_mutable", False):
+            # Any task before may read what it overwrites; later ones follow it, see above.
             yield from range(position)
             self._last_write = position
 

@@ -1,4 +1,4 @@
-"""The command ``sp-compiler``: what a terminal or a CI asks of a model, without a script."""
+"""The command ``sp-compiler``: questions about a model from a terminal or CI, without a script."""
 
 from __future__ import annotations
 

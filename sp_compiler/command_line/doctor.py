@@ -1,4 +1,4 @@
-"""What a machine has, and whether the compiler works on it."""
+"""Report of a machine's hardware and software, and whether the compiler works on it."""
 
 from __future__ import annotations
 

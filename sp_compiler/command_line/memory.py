@@ -1,4 +1,4 @@
-"""Where every GiB of the fullest pipeline stage goes."""
+"""Memory of the fullest pipeline stage, item by item."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all commands that take a model share: arguments, errors, progress, exit codes."""
+"""Code shared by all commands that take a model: arguments, errors, progress, exit codes."""
 
 from __future__ import annotations
 

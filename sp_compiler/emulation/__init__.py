@@ -1,1 +1,1 @@
-"""One rank of a group whose other ranks exist in arithmetic alone, and whose links take time."""
+"""One rank of a group whose other ranks are only calculated, and whose links take time."""

@@ -1,4 +1,4 @@
-"""A clock that operators and collectives advance, instead of time."""
+"""A virtual clock, advanced by operators and collectives."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ PHASES = ("forward", "backward")
 
 def current_phase() -> str:
     """Return the phase that this thread is in: autograd runs backward, everything else forward."""
+    # The engine of autograd sets the id while it runs a backward; elsewhere it is -1.
     return PHASES[torch._C._current_graph_task_id() != -1]
 
 
@@ -30,8 +31,8 @@ class Arrival(NamedTuple):
 class VirtualClock:
     """Time of one rank and of its link, in microseconds.
 
-    Nobody sleeps: a collective that starts now is through at max(now, end of the one before) plus
-    its time on the link, and who waits for it earlier moves the clock there.
+    Nothing sleeps: a collective that starts now ends at max(now, end of the previous one) plus its
+    time on the link; waiting for it before that moves the clock there.
 
     Attributes:
         hardware: whose times they are.
@@ -57,6 +58,7 @@ class VirtualClock:
         """Begin again at 0; collectives on their way have arrived."""
         self._num_resets += 1
         self._now_us = self._link_free_us = 0.0
+        # CPU time of the thread: another process on the machine must not lengthen the step.
         self._read_s = time.thread_time()
         # In place, for a user may hold them.
         for times_us in (self.computed_us, self.busy_us, self.exposed_us):
@@ -90,5 +92,5 @@ class VirtualClock:
             self.exposed_us[current_phase()] += missing_us
 
     def forget_since_look(self) -> None:
-        """Leave out what was computed since the last look: it stands for what a link does."""
+        """Leave out what was computed since the last look: copies that emulate the link."""
         self._read_s = time.thread_time()

@@ -86,7 +86,8 @@ def emulated_group(
     }
     clock = VirtualClock(replace(device, interconnect=links), world_size, compute)
     _register()
-    # The options are how a backend of Python is told anything.
+    # Options are the only way to pass something to a backend written in Python. The store is in
+    # memory: there is no other process to share it with.
     dist.init_process_group(
         BACKEND, store=dist.HashStore(), rank=0, world_size=world_size, pg_options=clock
     )
@@ -94,7 +95,7 @@ def emulated_group(
         with OperatorTimes(clock) if compute == "modelled" else contextlib.nullcontext():
             yield clock
     finally:
-        # Inside, a user's script may have come to its own end.
+        # The user's code may have destroyed the group itself.
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -208,6 +209,7 @@ class EmulatedGroup(dist.ProcessGroup):
     def scatter(  # type: ignore[override]
         self, outputs: list[Tensor], sent: list[list[Tensor]], options: Any = None
     ) -> _Transfer:
+        # Not strict: only the source has tensors to send.
         for output, parts in zip(outputs, sent, strict=False):
             output.copy_(parts[self._own_rank])
         return _Transfer(outputs, self.clock)
@@ -235,14 +237,16 @@ class EmulatedGroup(dist.ProcessGroup):
         fill: Callable[[], None],
         full: Sequence[Tensor] | None = None,
     ) -> _Transfer:
+        # Rates of links are per byte of the global tensor: what a gather yields, a scatter takes.
         num_bytes = sum(each.numel() * each.element_size() for each in full or results)
         time_us = collective_us(num_bytes, kind, self._num_ranks, self.clock.hardware)
+        # Started before the copies, which are not the rank's work: a link would do them.
         arrival = self.clock.start(time_us)
         fill()
         self.clock.forget_since_look()
         return _Transfer(results, self.clock, arrival)
 
-    # What torch asks a group of Python for.
+    # Methods that torch requires of a process group written in Python.
 
     def rank(self) -> int:
         return self._own_rank

@@ -15,6 +15,7 @@ from sp_compiler.cost.hardware import kernel_us
 from sp_compiler.cost.node_cost import operator_flops, tensor_bytes
 from sp_compiler.emulation.clock import VirtualClock
 
+# They run no kernel: memory is handed out without being touched.
 _ALLOCATIONS = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
 
 
@@ -35,7 +36,7 @@ class OperatorTimes(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        # These unpack themselves first, and come again with operators on what is in them.
+        # These unwrap themselves first and dispatch again on the tensors inside.
         if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
@@ -52,8 +53,8 @@ class OperatorTimes(TorchDispatchMode):
     ) -> float:
         operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        # By memory and not by name: a reshape is a view or a copy, as strides have it. An operator
-        # in place returns its operand's memory too, and has worked.
+        # By memory, not by name: a reshape is a view or a copy, depending on strides. An in-place
+        # operator returns its operand's memory too, but runs a kernel.
         owned = {value.untyped_storage()._cdata for value in operands}
         is_view = all(value.untyped_storage()._cdata in owned for value in results)
         if is_view and not func._schema.is_mutable:

@@ -1,1 +1,1 @@
-"""What differs between two graphs, programs or modules."""
+"""Differences between two graphs, programs or modules."""

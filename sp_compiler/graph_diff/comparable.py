@@ -1,4 +1,4 @@
-"""Anything that can be compared, as the graphs that it stands for."""
+"""Conversion of everything comparable to graphs."""
 
 from __future__ import annotations
 

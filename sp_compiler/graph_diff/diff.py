@@ -1,4 +1,4 @@
-"""What differs between two graphs, programs or stages of a compilation.
+"""Differences between two graphs, programs or stages of a compilation.
 
 Graphs are compared node by node, after :mod:`sp_compiler.graph_diff.align` has found which node
 is which; other names and other ways to write the same call are no difference.

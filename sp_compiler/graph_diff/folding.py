@@ -1,4 +1,4 @@
-"""Folding of what a reader need not see: unchanged nodes far from a change, repeated layers.
+"""Folding of unchanged nodes far from a change and of repeated layers.
 
 In a program a repeated layer is one graph. A flat graph (an exported model, a graph before it is
 cut into regions) has its nodes once for each layer, so the differences are as many times the same.

@@ -1,4 +1,4 @@
-"""A comparison as text: a line for each node that differs."""
+"""A comparison as text: one line per node that differs."""
 
 from __future__ import annotations
 

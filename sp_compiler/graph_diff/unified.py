@@ -1,4 +1,4 @@
-"""A comparison as ``diff -u`` writes it."""
+"""A comparison in the format of ``diff -u``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the plan of one microbatch to that of a step on a grid."""
+"""The plan of a step on a grid, made from the plan of one microbatch."""
 
 from __future__ import annotations
 

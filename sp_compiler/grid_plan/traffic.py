@@ -1,4 +1,4 @@
-"""What the ranks of a grid send over each axis in one step."""
+"""Traffic of a grid in one step, per axis."""
 
 from __future__ import annotations
 

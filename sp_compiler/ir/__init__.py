@@ -1,1 +1,1 @@
-"""What passes hand to each other: captured graph, program, regions, snapshots, text of graphs."""
+"""Data passed from pass to pass: captured graph, program, regions, snapshots, text of graphs."""

@@ -1,7 +1,7 @@
 """Copies of programs and graphs with the example's sizes in place of open ones.
 
-Whatever is decided or accounted for by sizes (placements, splits, memory, checks) reads these: to
-compare open sizes would record a guard, and the program would hold for fewer calls.
+Decisions and accounts that depend on sizes (placements, splits, memory, checks) read these copies:
+comparing open sizes would record a guard, and the program would serve fewer calls.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A region split into forward and backward, and the tensors that one hands to the other."""
+"""A region split into forward and backward, and the tensors saved between them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FX graphs as graphs of networkx: for users, and to find graphs that are equal up to their order.
+"""FX graphs as networkx graphs: for users, and to find graphs that are equal up to node order.
 
 networkx is imported where it is needed: most compilations do without it.
 """

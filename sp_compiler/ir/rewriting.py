@@ -1,4 +1,4 @@
-"""Helpers that write FX graphs: every call node of sp_compiler is made here, metadata included.
+"""Helpers that write FX graphs: all call nodes made by sp_compiler are made here, with metadata.
 
 ==================  =============================================================================
 meta key            what the makers write

@@ -1,4 +1,4 @@
-"""What a user may look at of the latest compilation."""
+"""Inspection of the latest compilation by the user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors that a user passes to a compiled module and gets from it."""
+"""Tensors that go into and come out of a compiled module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights of a compiled module on their way into files: full ones, and no part taken for one."""
+"""Saving of weights: full tensors, never one rank's part by mistake."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The user's model after compilation: its storages are given away, it is woken to be captured.
+"""The user's model after compilation: without storages, except while it is captured.
 
 Its own ``generate`` runs on the compiled module.
 """

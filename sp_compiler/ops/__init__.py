@@ -1,6 +1,6 @@
-"""Operators of the compiler's own, one file each; every module of this folder is imported here.
+"""Custom operators, one file each; every module of this folder is imported here.
 
-So a new operator is a new file, with no list to enter it in.
+So a new operator is a new file, with no list to extend.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Results of several chunks of rows, put into one tensor in place."""
+"""Writes of the results of several chunks of rows into one tensor, in place."""
 
 from __future__ import annotations
 

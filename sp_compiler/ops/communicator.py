@@ -1,6 +1,6 @@
 """The object ``tp`` of the generated code: this rank, its group, and typed collectives.
 
-The kernels of our operators are methods of it too: :mod:`sp_compiler.ops.registry` adds them.
+The kernels of custom operators are methods of it too, added by :mod:`sp_compiler.ops.registry`.
 """
 
 from __future__ import annotations

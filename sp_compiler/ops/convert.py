@@ -1,4 +1,4 @@
-"""Conversions between placements: what each does, costs and is called, and the operators for it."""
+"""Conversions between placements: semantics, cost and name of each, and their operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dropout whose mask is a pure function of the seed and of where an element stands."""
+"""Dropout whose mask is a pure function of the seed and the position of an element."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The record of an operator of ours: all that the rest of the compiler has to know of it.
+"""The record of a custom operator: everything the rest of the compiler has to know about it.
 
-Operators of ours stand for what depends on the rank. A graph only names them, so neither a rank nor
-a process group is baked into it. The generated code calls the kernel as a method of the
+Code that depends on the rank is a custom operator. A graph only names it, so neither a rank nor a
+process group is baked into the graph. The generated code calls the kernel as a method of the
 communicator, ``tp.<name>(...)``; a graph that is interpreted reaches the same kernel through
 torch's dispatcher, which finds the communicator in the context
 (:func:`~sp_compiler.ops.communicator.running_on`).

@@ -1,4 +1,4 @@
-"""Rows of tokens where their number may not divide by the number of ranks."""
+"""Rows of tokens whose number may not be divisible by the number of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Uniform random numbers, of which normalization makes all other distributions."""
+"""Uniform random numbers, from which normalize builds all other distributions."""
 
 from __future__ import annotations
 

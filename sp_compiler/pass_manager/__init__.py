@@ -1,1 +1,1 @@
-"""Passes that are run: reports, stages, what settings share, the user's own, the fallback."""
+"""Running passes: reports, stages, results shared by memory settings, user passes, the fallback."""

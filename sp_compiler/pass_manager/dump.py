@@ -1,4 +1,4 @@
-"""Everything that a compilation made, as files: what ``SP_COMPILER_DUMP`` asks for."""
+"""All results of a compilation as files, for ``SP_COMPILER_DUMP``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs passes one after another and keeps what came of each."""
+"""Run passes one after another and keep the result, report and graphs of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The graphs that a pass works on, whatever it is given."""
+"""The graphs in any argument or result of a pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pass of the user's: run on the flat graph, and checked as one of ours would be."""
+"""A user pass: run on the flat graph, and checked like a built-in one."""
 
 from __future__ import annotations
 

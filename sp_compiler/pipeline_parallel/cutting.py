@@ -1,4 +1,4 @@
-"""Where a program is cut: the slowest stage as fast as can be, within each stage's memory."""
+"""Choice of the cuts: the slowest stage as fast as possible, within each stage's memory."""
 
 from __future__ import annotations
 

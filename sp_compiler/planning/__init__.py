@@ -1,1 +1,1 @@
-"""What a compiled program costs, for people: tables, formulas, pages."""
+"""The cost of a compiled program for people to read: tables, formulas, pages."""

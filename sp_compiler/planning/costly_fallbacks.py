@@ -1,4 +1,4 @@
-"""Fallbacks that take a good part of a step: they are heard, or refused with ``strict``."""
+"""Fallbacks that take a large part of a step: warned about, or refused with ``strict``."""
 
 from __future__ import annotations
 

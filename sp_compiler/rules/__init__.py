@@ -1,1 +1,1 @@
-"""Sharding rules: from an operator to the placements under which it may run."""
+"""Sharding rules: the placements under which an operator may run."""

@@ -3,7 +3,7 @@
 As in an einsum, a factor is an index that runs over operands and results. A dimension is a product
 of factors, outermost first (``(a d)`` for a fused heads dimension), so views are rules like any
 other.
-All strategies follow mechanically from a rule, see :mod:`sp_compiler.rules.strategies`.
+All strategies are derived mechanically from a rule, see :mod:`sp_compiler.rules.strategies`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where a dim that does not divide by the number of ranks may be padded to one that does.
+"""Operators at which a dim may be padded until it is divisible by the number of ranks.
 
 A padded shard has zeros behind the true elements in parameters and in gradients, and something
 finite in other values, so nothing has to be masked: a product that sums over a padded dim meets

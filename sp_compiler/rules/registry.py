@@ -1,8 +1,8 @@
-"""Rows of the rule table, and what all families read of a node to fill theirs.
+"""Rows of the rule table, and the helpers with which all families read nodes.
 
 A row gives the factors of one call, from shapes and constant arguments alone. Its other columns say
-how one rank calls the operator: a size among the arguments of the unsharded call is another on a
-shard, and this is the only place that knows which.
+how one rank calls the operator: a size argument of the unsharded call has another value on a shard,
+and only this table knows which.
 """
 
 from __future__ import annotations

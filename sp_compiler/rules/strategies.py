@@ -1,4 +1,4 @@
-"""From the factors of an operator to every way to run it on several ranks."""
+"""All ways to run an operator on several ranks, derived from its factors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Padded shards of parameters: stored as their true elements, with room behind for the padding.
+"""Padded shards of parameters: stored as the true elements, followed by room for the padding.
 
 A rank's DTensor part is the true chunk, contiguous, so optimizers, norms and checkpoints see what
 the model has. Where the outermost dim is padded, it is a view of a storage that has the padding

@@ -1,4 +1,4 @@
-"""Gradients of distributed parameters, brought to where autograd would put them."""
+"""Gradients of distributed parameters, delivered where autograd would put them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which compiled program a call of the module needs, and the bounded store of programs."""
+"""The bounded cache of programs, and the key that a call of the module looks up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients of replicated parameters: reduced together, or put off by ``no_sync``."""
+"""Gradients of replicated parameters: reduced together, or postponed by ``no_sync``."""
 
 from __future__ import annotations
 

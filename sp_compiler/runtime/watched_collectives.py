@@ -1,4 +1,4 @@
-"""Collectives on the CPU whose waits look, from time to time, whether another rank has failed.
+"""CPU collectives whose waits check periodically whether another rank has failed.
 
 A wait for one of torch's functional collectives ends only with the collective. Here the objects
 that stand for collectives on their way are kept and waited for in slices.

@@ -1,4 +1,4 @@
-"""Full parameters on every rank, of which a compiled program reads one rank's part."""
+"""Full parameters on every rank, from which a compiled program reads one rank's part."""
 
 from __future__ import annotations
 

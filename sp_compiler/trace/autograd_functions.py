@@ -1,4 +1,4 @@
-"""Functions of the model with a backward of their own (``torch.autograd.Function``).
+"""Functions of the model with their own backward (``torch.autograd.Function``).
 
 Export would trace through the forward of one and lose its backward. While a model is captured every
 call of one is recorded as the operator ``sp_compiler_function::apply`` instead, whose kernel is

@@ -1,4 +1,4 @@
-"""Operators in a joint graph that are there for what they do: checks of factorizations."""
+"""Operators kept in a joint graph for their side effects: checks of factorizations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requirements on a model that is exported, and the temporary changes around the export."""
+"""Requirements on a model before its export, and temporary changes during the export."""
 
 from __future__ import annotations
 

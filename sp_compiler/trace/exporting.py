@@ -1,4 +1,4 @@
-"""One run of ``torch.export`` over a model, and what it showed besides the graph."""
+"""One run of ``torch.export`` on a model, and what it tells besides the graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewrite of an exported graph to functional operators: no writes in place, no subgraphs.
+"""Rewrite of an exported graph to functional operators: no in-place writes, no subgraphs.
 
 ``ExportedProgram.run_decompositions`` does that by tracing the graph again, which takes as long as
 the export. Most models write nothing in forward. For them it is enough to inline the subgraphs and

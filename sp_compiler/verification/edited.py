@@ -1,4 +1,4 @@
-"""Edited code against the code that it replaces: the same numbers on simulated ranks."""
+"""Comparison of edited code with the code it replaces, on simulated ranks."""
 
 from __future__ import annotations
 

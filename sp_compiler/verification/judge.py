@@ -1,4 +1,4 @@
-"""Tells a bug from rounding: numbers of two computations, and how far rounding alone moves one."""
+"""Distinguish bugs from rounding: compare two results with the effect of rounding on one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Proof before the first step: what was just compiled computes what was captured."""
+"""Check before the first step: the compiled program computes the same as the capture."""
 
 from __future__ import annotations
 

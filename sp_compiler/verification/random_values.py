@@ -1,4 +1,4 @@
-"""Random numbers to compute with where parameters have none yet."""
+"""Random values for parameters that have none yet."""
 
 from __future__ import annotations
 

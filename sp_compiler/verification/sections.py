@@ -1,4 +1,4 @@
-"""Each call of a program against the part of the capture that it stands for, on random values.
+"""Comparison of each call of a program with its part of the capture, on random values.
 
 Passes before sharding rewrite one flat graph, and most values that calls hand to each other are
 nodes of it still. At these the capture is cut::

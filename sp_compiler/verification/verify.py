@@ -1,4 +1,4 @@
-"""Does a compiled model compute what the model does? Answered pass by pass."""
+"""Check that a compiled model computes the same as the model, pass by pass."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""How the regions of a program become functions that run: each file is a backend.
+"""Backends: each file turns the regions of a program into functions that run.
 
 ``backend=`` takes the file's name. Its ``compile_regions(regions) -> LoadedProgram`` reads
-``partitioned.forward`` and ``.backward`` of each region; whatever it makes of them keeps the order
-of the starts and waits of collectives, what is saved, and these signatures::
+``partitioned.forward`` and ``.backward`` of each region, and keeps the order of the starts and
+waits of collectives, what is saved, and these signatures::
 
     forward(tp, *inputs) -> outputs, saved
     backward(tp, saved, *tangents) -> one gradient or None per input

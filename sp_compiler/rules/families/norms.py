@@ -1,4 +1,4 @@
-"""Rules of what is done to each row alone: norms, softmax, sorting, and their gradients."""
+"""Rules of operators that work on each row separately: norms, softmax, sorting, and gradients."""
 
 from __future__ import annotations
 

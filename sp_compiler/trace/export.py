@@ -33,7 +33,7 @@ from sp_compiler.ir.symbolic import NotSymbolic, inline_sizes, is_open, open_siz
 from sp_compiler.trace.decisions import Reads
 from sp_compiler.trace.dtype_check import check_dtypes
 from sp_compiler.trace.environment import check_capturable
-from sp_compiler.trace.exporting import Export, ExportRun
+from sp_compiler.trace.exporting import Export, ExportRun, refuse_text
 from sp_compiler.trace.lift_casts import lift_casts_to_float64
 from sp_compiler.trace.masked_rows import compute_all_rows
 
@@ -97,7 +97,7 @@ def capture(
 
     Raises:
         CaptureError: the forward failed or its control flow depends on parameters or activations.
-        UnsupportedError: hooks inside the model, operators with subgraphs.
+        UnsupportedError: hooks inside the model, operators with subgraphs, text made of tensors.
         NotSymbolic: with ``open_dims``, if the model returns a size.
     """
     check_capturable(model)
@@ -118,6 +118,7 @@ def capture(
     with without_autocast():
         captured = _captured(export, model, in_spec, leaves, lift_casts, open_dims)
     captured.stored = stored
+    refuse_text([*captured.outputs, *(leaf for each in stored for leaf in each.leaves)])
     captured.functions = export.functions
     captured.decisions = reads.decisions
     captured.notes += [f"holds for {decision}" for decision in reads.decisions]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import Graph
 
+from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.ir.rewriting import fake_mode_of
 from sp_compiler.trace.attribute_changes import (
     Changes,
@@ -24,6 +26,9 @@ from sp_compiler.trace.autograd_functions import FunctionCall
 from sp_compiler.trace.decisions import Reads, recorded_reads
 from sp_compiler.trace.environment import capture_error, export_context, warn_of_attributes
 from sp_compiler.trace.functionalize import functionalize
+
+# What torch prints of a tensor without numbers.
+_TRACED = re.compile(r"\b(Fake|Functional)Tensor\(")
 
 
 @dataclass
@@ -114,3 +119,14 @@ def _unfreeze(graph: Graph) -> None:
     env = getattr(fake_mode_of(graph), "shape_env", None)
     if env is not None:
         env.frozen = False
+
+
+def refuse_text(leaves: Iterable[Any]) -> None:
+    """Refuse ``str(x)`` and ``repr(x)`` of a traced tensor where the user would get to see them."""
+    for leaf in leaves:
+        if isinstance(leaf, str) and _TRACED.search(leaf):
+            raise UnsupportedError(
+                f"the model returns, or stores in an attribute, the text of a tensor: {leaf!r:.60}."
+                " Its numbers are not known while the model is captured; return or store the "
+                "tensor itself, and make the text of it after the call"
+            )

@@ -257,6 +257,18 @@ def test_data_dependent_shape_names_the_line() -> None:
         capture(nn.Sequential(nn.Linear(2, 2), Positive()), (torch.randn(2, 2),))
 
 
+@pytest.mark.parametrize("is_returned", [True, False])
+def test_text_of_a_tensor_is_refused_where_it_would_be_seen(is_returned: bool) -> None:
+    class Describes(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            text = f"x = {x!r}"
+            self.seen = None if is_returned else [text, x]
+            return {"y": x * 2, "text": text if is_returned else "FakeTensor"}
+
+    with pytest.raises(UnsupportedError, match=r"text of a tensor: 'x = FakeTensor\("):
+        capture(Describes(), (torch.ones(2),))
+
+
 def test_missing_argument_is_a_capture_error() -> None:
     with pytest.raises(CaptureError, match="run it once without compiling"):
         capture(zoo.build("plain"), (), {})

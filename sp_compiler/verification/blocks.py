@@ -6,9 +6,10 @@ gradient that differs between ranks.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,10 +18,18 @@ from torch import Tensor
 from torch.fx import Node
 
 from sp_compiler.base.errors import SPCompilerError
+from sp_compiler.base.pass_report import Pass
 from sp_compiler.base.placement import Placement
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.program import Program, Region
 from sp_compiler.rules.registry import schema_name
+from sp_compiler.verification.first_wrong import (
+    differs,
+    first_wrong,
+    first_wrong_gradient,
+    gradients_of,
+    operator_text,
+)
 from sp_compiler.verification.interpret import run_graph
 from sp_compiler.verification.judge import Numbers, Precision, Reference
 from sp_compiler.verification.precision import widest
@@ -127,17 +136,65 @@ class _Block:
     def compare(self, stage: str, name: str, compiled: CompiledProgram) -> Comparison:
         """Compare with the region ``name`` of a compiled program on simulated ranks."""
         try:
-            numbers = self._sharded(name, compiled)
+            row = self.reference.compare(stage, name, self._sharded(name, compiled))
         except (SPCompilerError, RuntimeError) as error:
             # One more row of the report, so that later passes and other blocks are still compared.
-            return self.reference.failed(stage, name, error)
-        return self.reference.compare(stage, name, numbers)
+            row = self.reference.failed(stage, name, error)
+        # Later passes rewrite nodes, which then stand for none of the unsharded graph.
+        if row.ok or stage != Pass.SHARD:
+            return row
+        with contextlib.suppress(SPCompilerError, RuntimeError):  # where it cannot be run at all
+            row = replace(row, operator=self._first_wrong(name, compiled))
+        return row
 
-    def _sharded(self, name: str, compiled: CompiledProgram) -> Numbers:
-        region = compiled.regions[name].region
-        code, world_size = compiled.codes[name], compiled.world_size
-        places, kinds = region.input_placements, region.output_placements
-        precision, true = self.reference.precision, self.reference.true
+    def _first_wrong(self, name: str, compiled: CompiledProgram) -> str:
+        """Return the operator from which on the sharded region is wrong, "" where none is."""
+        region, world_size = compiled.regions[name].region, compiled.world_size
+        precision = self.reference.precision
+        expected: dict[str, Any] = {}
+        leaves = self._leaves(
+            [
+                _in(precision, value, _dtype(node))
+                for value, node in zip(self.inputs, self.region.placeholders, strict=True)
+            ]
+        )
+        with precision.entered():
+            results = run_graph(self.region.module, leaves, computed=expected)
+            tangents = [
+                tangent.to(value.dtype)
+                for value, tangent in zip(results, self.tangents, strict=True)
+            ]
+            true_grads = gradients_of(expected, results, tangents)
+        actual: dict[str, Any] = {}
+        inputs, full_tangents = self._given(region, world_size)
+        with simulated_ranks(world_size) as tp, precision.entered(), torch.enable_grad():
+            parts = self._leaves(_scattered(inputs, region.input_placements, world_size))
+            outputs = run_graph(region.module, parts, tp, actual)
+            duals = [placement.dual for placement in region.output_placements]
+            grads = gradients_of(actual, outputs, _scattered(full_tangents, duals, world_size))
+            with torch.no_grad():
+                limits = self.reference.tolerance, _joined
+                wrong = first_wrong(region, actual, expected, *limits)
+                if wrong is not None:
+                    return operator_text(wrong)
+                # Every value is right where it is made: then it leaves the block misplaced.
+                for node, value, placement, true in zip(
+                    region.outputs, outputs, region.output_placements, results, strict=False
+                ):
+                    if differs(placement, value, true, *limits):
+                        return f"what is returned of {operator_text(node)}"
+                wrong = first_wrong_gradient(region, grads, true_grads, *limits)
+        return "" if wrong is None else f"backward of {operator_text(wrong)}"
+
+    def _leaves(self, values: Sequence[Any]) -> list[Any]:
+        return [
+            value.requires_grad_(node.meta["requires_grad"]) if isinstance(value, Tensor) else value
+            for value, node in zip(values, self.region.placeholders, strict=True)
+        ]
+
+    def _given(self, region: Region, world_size: int) -> tuple[list[Any], list[Tensor]]:
+        """Full inputs and tangents as the sharded ``region`` knows them."""
+        precision, places = self.reference.precision, region.input_placements
         inputs = [
             # Padding of ones: zeros would make NaN where such a row is divided by its own size.
             _in(precision, _rows(value, node, placement, world_size, pad=1.0), _dtype(node))
@@ -151,14 +208,16 @@ class _Block:
                 self._tangents(region, world_size), region.outputs, strict=True
             )
         ]
+        return inputs, tangents
+
+    def _sharded(self, name: str, compiled: CompiledProgram) -> Numbers:
+        region = compiled.regions[name].region
+        code, world_size = compiled.codes[name], compiled.world_size
+        places, kinds = region.input_placements, region.output_placements
+        precision, true = self.reference.precision, self.reference.true
+        inputs, tangents = self._given(region, world_size)
         with simulated_ranks(world_size) as tp, precision.entered(), torch.no_grad():
-            results, saved = code.forward(
-                tp,
-                *[  # a size stays a number
-                    scatter(value, placement, world_size) if isinstance(value, Tensor) else value
-                    for value, placement in zip(inputs, places, strict=True)
-                ],
-            )
+            results, saved = code.forward(tp, *_scattered(inputs, places, world_size))
             grads: Sequence[Any] = [None] * len(inputs)
             flows = compiled.differentiable[name]
             # A block whose outputs are all masks or positions has no backward.
@@ -198,6 +257,15 @@ class _Block:
             shape = placement.global_shape(tuple(value.shape), world_size)
             tangents.append(torch.zeros(shape, dtype=widest(value.dtype)))
         return tangents
+
+
+def _scattered(
+    values: Sequence[Any], placements: Sequence[Placement], world_size: int
+) -> list[Any]:
+    return [  # a size stays a number
+        scatter(value, placement, world_size) if isinstance(value, Tensor) else value
+        for value, placement in zip(values, placements, strict=True)
+    ]
 
 
 def _names(region: Region) -> list[str]:

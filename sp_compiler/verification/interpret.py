@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from sp_compiler.base.autocast import without_autocast
 from sp_compiler.ir.forward_backward import Partitioned
@@ -30,19 +30,34 @@ ONE_RANK = Communicator(None, 0, 1)
 
 @without_autocast()
 def run_graph(
-    module: GraphModule, values: Sequence[Any], tp: Communicator = ONE_RANK
+    module: GraphModule,
+    values: Sequence[Any],
+    tp: Communicator = ONE_RANK,
+    computed: dict[str, Any] | None = None,
 ) -> tuple[Any, ...]:
     """Outputs of a graph of one rank's tensors; ``tp`` is what our own operators run on.
+
+    ``computed`` is filled with what each node computed, by its name.
 
     Torch's dispatcher has the kernels and the gradients of all of them, so that what is compared is
     the graph, and not a second opinion on the operators.
     """
     with running_on(tp):
-        return tuple(_Interpreter(module).run(*values))
+        return tuple(_Interpreter(module, computed).run(*values))
 
 
 class _Interpreter(SizedInterpreter):
     """Two ATen operators of a traced graph are more particular than what they stand for."""
+
+    def __init__(self, module: GraphModule, computed: dict[str, Any] | None) -> None:
+        super().__init__(module)
+        self._computed = computed
+
+    def run_node(self, n: Node) -> Any:
+        result = super().run_node(n)
+        if self._computed is not None:
+            self._computed[n.name] = result
+        return result
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is aten.view.default:  # strides need not be those that were traced

@@ -30,6 +30,8 @@ class Comparison:
         noise: the noise floor: the worst relative change of the unsharded numbers under another
             order of rounding, in the precision of the comparison.
         rounding: what the model's own dtypes round off: their worst relative change from there.
+        operator: from which on a sharded block is wrong, with its module and line in the user's
+            model; "" where nothing is wrong or it cannot be told.
     """
 
     stage: str
@@ -40,6 +42,7 @@ class Comparison:
     message: str = ""
     noise: float = 0.0
     rounding: float = 0.0
+    operator: str = ""
 
     @property
     def ok(self) -> bool:
@@ -85,6 +88,13 @@ class VerifyReport:
         # The check comes last: wrong numbers say more than a placement that was refused.
         return min(bad, key=lambda stage: (stage == Pass.CHECK, order.index(stage)), default=None)
 
+    @property
+    def first_bad_operator(self) -> str | None:
+        """The operator from which on the numbers of a sharded block are wrong, such as "linear of
+        blocks.0.up, model.py:12 x = self.up(x)"; ``None`` where no rule of sharding is to blame."""
+        named = (row.operator for row in self.table if row.operator)
+        return next(named, None) if self.first_bad_pass == Pass.SHARD else None
+
     def to_json(self) -> str:
         """The comparisons and the verdict as JSON; an infinite error is ``null``."""
         rows = [
@@ -99,6 +109,7 @@ class VerifyReport:
             "ok": self.ok,
             "worst": self.worst if self.worst < float("inf") else None,
             "first_bad_pass": self.first_bad_pass,
+            "first_bad_operator": self.first_bad_operator,
             "table": rows,
             "passes": [asdict(report) for report in self.passes],
         }
@@ -120,6 +131,7 @@ class VerifyReport:
                 f"{row.noise:7.0e}  {row.rounding:7.0e}  {row.where}".rstrip()
             )
             lines += [f"        {line}" for line in row.message.splitlines()]
+            lines += [f"        wrong from here on: {row.operator}"] if row.operator else []
         # Which pass rewrote how much is where a search for the wrong one starts.
         lines += ["Passes", *(f"  {line}" for line in report_lines(self.passes))]
         return "\n".join(lines)

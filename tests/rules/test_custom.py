@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -188,7 +189,15 @@ def test_verify_finds_a_rule_that_lies(whole: str) -> None:
     sp_compiler.rule(center, "...h -> ...h", whole=whole, linear="x")
     report = sp_compiler.verify(Model(), ((), inputs()), tp=2)
     assert report.ok == (whole == "h")
-    assert report.ok or report.first_bad_pass == "shard"
+    if report.ok:
+        assert report.first_bad_operator is None
+        return
+    assert report.first_bad_pass == "shard"
+    said = report.first_bad_operator or ""
+    assert said.startswith("center.default of blocks.0, ")
+    assert "test_custom.py:" in said
+    assert f"wrong from here on: {said}" in str(report)
+    assert json.loads(report.to_json())["first_bad_operator"] == said
 
 
 def test_every_strategy_of_a_text() -> None:

@@ -169,6 +169,8 @@ def test_a_dropped_reduction_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"Block", "model"} <= bad
     assert report.table[3].stage == "check"  # the typing refuses it too
     assert "WRONG since pass 'shard'" in str(report)
+    (block,) = [row for row in report.table if row.subject == "Block" and row.stage == "shard"]
+    assert "attention.projection, " in block.operator, "the first product that is summed"
 
 
 def test_a_dropped_i_to_r_is_found_though_the_loss_is_right(
@@ -182,6 +184,7 @@ def test_a_dropped_i_to_r_is_found_though_the_loss_is_right(
     (row,) = [row for row in report.table if row.subject == "Block" and row.stage == "shard"]
     assert not row.ok
     assert "gradient" in row.where or "replicated value differs" in row.message
+    assert row.operator.startswith("backward of ")
 
 
 def test_a_wrong_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,6 +201,7 @@ def test_a_wrong_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report.first_bad_pass == "shard"
     assert not report.ok
     assert "Prologue" in {row.subject for row in report.table if not row.ok}
+    assert (report.first_bad_operator or "").startswith("vocab_embedding.default of ")
 
 
 def test_a_broken_normalisation_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,124 @@
+"""The operator from which on a sharded block computes other numbers than the unsharded one.
+
+A report tells the worst output or gradient of a block, which is where an error arrives. It begins
+at the first value that differs, in the order in which values are computed: forward, then gradients
+from the last value to the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from sp_compiler.base.errors import RankMismatchError
+from sp_compiler.base.placement import Placement
+from sp_compiler.base.provenance import module_path, source_line
+from sp_compiler.ir.fx import placements_of
+from sp_compiler.ir.program import Region
+from sp_compiler.verification.report import output_errors
+
+Values = Mapping[str, Any]
+"""What each node of a graph computed, by its name."""
+Joined = Callable[[Tensor, Placement, Tensor], Tensor]
+"""Of the ranks' parts, their placement and the true value: the full value, shaped as that."""
+
+
+def first_wrong(
+    sharded: Region, actual: Values, expected: Values, tolerance: float, joined: Joined
+) -> Node | None:
+    """Return the first node of ``sharded`` whose value is not that of its namesake.
+
+    Args:
+        sharded: after sharding; ``meta["source"]`` is the unsharded node that a node computes.
+        actual: on simulated ranks.
+        expected: of the unsharded graph.
+        tolerance: relative error from which on a value is wrong.
+        joined: see :data:`Joined`.
+    """
+    for name, node in _computed_by(sharded).items():
+        placement = node.meta.get("placement")
+        if differs(placement, actual.get(node.name), expected.get(name), tolerance, joined):
+            return node
+    return None
+
+
+def _computed_by(sharded: Region) -> dict[str, Node]:
+    """Return the node that has the value of each unsharded one, by the name of that."""
+    nodes = {}
+    for node in sharded.module.graph.nodes:
+        # An operator that became several (a lookup in a part of a table) ends with its value.
+        # A conversion has that value too, placed as another reader wants it.
+        if node.op == "call_function" and placements_of(node) is None:
+            nodes[str(node.meta.get("source", node.name))] = node
+    return nodes
+
+
+def first_wrong_gradient(
+    sharded: Region, actual: Values, expected: Values, tolerance: float, joined: Joined
+) -> Node | None:
+    """Return the first node, in the order of backward, that gave a wrong gradient to an operand.
+
+    Args:
+        sharded, tolerance, joined: as of :func:`first_wrong`.
+        actual: gradients, on simulated ranks.
+        expected: gradients of the unsharded graph.
+    """
+    inputs = {node.name: node for node in sharded.placeholders}
+    for name, node in reversed({**inputs, **_computed_by(sharded)}.items()):
+        placement = node.meta.get("placement")
+        dual = placement.dual if isinstance(placement, Placement) else None
+        if differs(dual, actual.get(node.name), expected.get(name), tolerance, joined):
+            # Its gradient is made by those that read it; the first of them ran last in backward.
+            readers = [user for user in node.users if user.op == "call_function"]
+            return readers[0] if readers else node
+    return None
+
+
+def differs(placement: Any, value: Any, true: Any, tolerance: float, joined: Joined) -> bool:
+    """Tell whether the ranks' parts ``value`` are known and not those of ``true``."""
+    known = isinstance(value, Tensor) and isinstance(true, Tensor)
+    if not known or not isinstance(placement, Placement):
+        return False
+    try:
+        full = joined(value, placement, true)
+    except RankMismatchError:
+        return True
+    except RuntimeError:  # padded or laid out in a way that only outputs are cut back from
+        return False
+    return output_errors([full], [true])["output 0"] > tolerance
+
+
+def operator_text(node: Node) -> str:
+    """The operator of ``node`` as a report has it, with its module and line in the user's model."""
+    target = getattr(node.target, "__name__", str(node.target))
+    where = module_path(node) or "(model)"
+    return ", ".join(part for part in (f"{target} of {where}", source_line(node)) if part)
+
+
+def gradients_of(
+    values: Values, outputs: Sequence[Tensor], tangents: Sequence[Tensor]
+) -> dict[str, Any]:
+    """Return the gradient of every value, by its name, from the ``tangents`` of ``outputs``."""
+    wanted = {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, Tensor) and value.requires_grad
+    }
+    pairs = [
+        (value, tangent)
+        for value, tangent in zip(outputs, tangents, strict=True)
+        if value.requires_grad
+    ]
+    if not pairs or not wanted:
+        return {}
+    grads = torch.autograd.grad(
+        [value for value, _ in pairs],
+        list(wanted.values()),
+        [tangent for _, tangent in pairs],
+        allow_unused=True,
+    )
+    return dict(zip(wanted, grads, strict=True))

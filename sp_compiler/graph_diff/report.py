@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.markup import escape
 
+from sp_compiler.base.notebook import framed
 from sp_compiler.base.placement import legend_of
 from sp_compiler.graph_diff import text, unified
 from sp_compiler.graph_diff.data import (
@@ -102,9 +103,15 @@ class GraphDiff:
         Each row opens to show shape, placement, bytes, module and source line. ``context`` is as of
         :meth:`to_unified`; what is folded can be opened.
         """
+        Path(path).write_text(self._page(context), encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        """Show the page of :meth:`to_html` in a notebook."""
+        return framed(self._page(3))
+
+    def _page(self, context: int | None) -> str:
         totals = (self.before, self.after)
-        html = page(self.sections, self.calls, totals, self.counts, context)
-        Path(path).write_text(html, encoding="utf-8")
+        return page(self.sections, self.calls, totals, self.counts, context)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, with the kinds of each node; :meth:`from_json` needs no more."""

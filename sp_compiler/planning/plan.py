@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sp_compiler.base.errors import NotCompiledError
+from sp_compiler.base.notebook import framed
 from sp_compiler.planning.data import PlanData
 from sp_compiler.planning.html import page
 from sp_compiler.planning.placement_explanation import Explanation
@@ -48,6 +49,10 @@ class Plan(PlanData):
         """Write the simulated step for ``chrome://tracing`` or Perfetto: kernels, what recomputes
         among them, beside the collectives of the tensor-parallel group."""
         self.schedule.to_trace(path)
+
+    def _repr_html_(self) -> str:
+        """Show the page of :meth:`to_html` in a notebook."""
+        return framed(page(self))
 
     # A plan never changes, and what explains it holds graphs that would be copied with it.
     def __deepcopy__(self, memo: dict[int, Any]) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -115,12 +116,28 @@ class VerifyReport:
         }
         return json.dumps(data, indent=2)
 
-    def __str__(self) -> str:
+    def _repr_html_(self) -> str:
+        """Show the comparisons as a table in a notebook."""
+        heads = ("", "pass", "compared", "error", "allowed", "noise", "rounding", "worst at")
+        lines = [f"<tr>{''.join(f'<th>{head}</th>' for head in heads)}</tr>"]
+        for row in self.table:
+            numbers = (row.error, row.tolerance, row.noise, row.rounding)
+            mark = "ok" if row.ok else '<b style="color: #b00020">BAD</b>'
+            texts = [row.stage, row.subject, *(f"{number:.0e}" for number in numbers)]
+            # Messages and lines of the model are text from outside.
+            texts.append("; ".join(filter(None, (row.where, row.message, row.operator))))
+            cells = "".join(f"<td>{html.escape(text)}</td>" for text in texts)
+            lines.append(f"<tr><td>{mark}</td>{cells}</tr>")
+        return f"<p>{html.escape(self._title)}</p><table>{''.join(lines)}</table>"
+
+    @property
+    def _title(self) -> str:
         verdict = "ok" if self.ok else f"WRONG since pass {self.first_bad_pass!r}"
-        lines = [
-            f"{self.model_name} on {self.tp} simulated ranks, in {self.precision}: {verdict}; "
-            "error, what is allowed, noise floor, rounding of the model's own dtypes"
-        ]
+        return f"{self.model_name} on {self.tp} simulated ranks, in {self.precision}: {verdict}"
+
+    def __str__(self) -> str:
+        columns = "error, what is allowed, noise floor, rounding of the model's own dtypes"
+        lines = [f"{self._title}; {columns}"]
         stages = max((len(row.stage) for row in self.table), default=0)
         subjects = max((len(row.subject) for row in self.table), default=0)
         for row in self.table:

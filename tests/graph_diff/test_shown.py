@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 import shutil
 import subprocess
@@ -186,6 +187,8 @@ class _Rows(HTMLParser):
 
 def test_page_has_every_node_and_loads_nothing(result: GraphDiff, tmp_path: Path) -> None:
     result.to_html(tmp_path / "diff.html")
+    framed = result._repr_html_().split('"')[1]
+    assert html.unescape(framed) == (tmp_path / "diff.html").read_text()
     rows = _Rows()
     rows.feed((tmp_path / "diff.html").read_text(encoding="utf-8"))
     assert {kind: rows.kinds.count(kind) for kind in rows.kinds} == result.counts

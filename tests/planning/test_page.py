@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
@@ -38,6 +39,14 @@ class _Reader(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         self.text += data
+
+
+def test_in_a_notebook(found: Plan, tmp_path: Path) -> None:
+    """The same page, in a frame whose text is escaped."""
+    found.to_html(tmp_path / "plan.html")
+    shown = found._repr_html_()
+    assert shown.startswith('<iframe srcdoc="')
+    assert html.unescape(shown.split('"')[1]) == (tmp_path / "plan.html").read_text()
 
 
 def test_page(found: Plan, tmp_path: Path) -> None:

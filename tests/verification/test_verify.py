@@ -202,6 +202,7 @@ def test_a_wrong_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not report.ok
     assert "Prologue" in {row.subject for row in report.table if not row.ok}
     assert (report.first_bad_operator or "").startswith("vocab_embedding.default of ")
+    assert "BAD" in report._repr_html_()
 
 
 def test_a_broken_normalisation_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,6 +272,9 @@ def test_report_is_data_too() -> None:
     assert data["ok"] is True
     assert data["first_bad_pass"] is None
     assert len(data["table"]) == len(report.table)
+    shown = report._repr_html_()
+    assert shown.count("<tr>") == 1 + len(report.table)
+    assert "BAD" not in shown
     lines = list(report_lines(report.passes))  # and what each declined
     assert str(report).count("\n") == len(report.table) + 1 + len(lines)
     # The backward is split for pipelines alone.

@@ -11,7 +11,6 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.markup import escape
 
-from sp_compiler.base.notebook import framed
 from sp_compiler.base.placement import legend_of
 from sp_compiler.graph_diff import text, unified
 from sp_compiler.graph_diff.data import (
@@ -27,6 +26,7 @@ from sp_compiler.graph_diff.data import (
 from sp_compiler.graph_diff.page import page
 from sp_compiler.graph_diff.side_by_side import side_by_side
 from sp_compiler.ops.registry import Collective
+from sp_compiler.planning.html import framed
 
 
 @dataclass(frozen=True)

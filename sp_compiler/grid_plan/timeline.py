@@ -75,13 +75,13 @@ class GridTimeline:
     @property
     def step_us(self) -> float:
         """From the first forward to the last gradient."""
-        ends = (own[-1].end_us + data_us for own, data_us in self._ranks())
+        ends = (own[-1].end_us + data_us for own, data_us in self._by_rank())
         return max(ends) + self.reduction_us
 
     def rank_times(self) -> list[RankTime]:
         """Return how each rank spends the step."""
         found = []
-        for own, data_us in self._ranks():
+        for own, data_us in self._by_rank():
             costs = [self._functions(run) for run in own]
             # Of a plan without a course of functions the actions are known, and computing alone.
             tp_us = sum(sum(each.exposed_us.values()) for each in costs)
@@ -121,7 +121,7 @@ class GridTimeline:
                 *(("thread_name", tid, name) for tid, name in enumerate(_ROWS)),
             )
         ]
-        for rank, (own, data_us) in enumerate(self._ranks()):
+        for rank, (own, data_us) in enumerate(self._by_rank()):
             for run in own:
                 events += self._events(rank, run, drawn=run.action.microbatch < kernels_of)
             if data_us:
@@ -156,7 +156,7 @@ class GridTimeline:
                 **about,
             )
 
-    def _ranks(self) -> Iterator[tuple[list[ActionRun], float]]:
+    def _by_rank(self) -> Iterator[tuple[list[ActionRun], float]]:
         yield from zip(self.runs, self.data_us, strict=True)
 
     def _functions(self, run: ActionRun) -> StepTimeline:

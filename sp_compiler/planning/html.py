@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from html import escape
 from importlib.resources import files
 
 from jinja2 import Environment, StrictUndefined
@@ -12,6 +13,7 @@ from sp_compiler.base.units import bytes_text, time_text
 from sp_compiler.planning.data import BlockPlan, KeptTensor, PlanData
 
 _WIDTH, _HEIGHT = 960, 220
+_FRAME_HEIGHT = 600  # what a screen shows of a notebook's cell; longer pages scroll inside
 # Two pixels for each: narrower ones cannot be told apart or pointed at.
 _MOST_BARS = 480
 _COLORS = {"forward": "#3b76af", "backward": "#c8652d"}
@@ -50,6 +52,15 @@ def page(plan: PlanData) -> str:
         colors=_COLORS,
         bars=list(_timeline(plan)),
         blocks=list(_tensors(plan)),
+    )
+
+
+def framed(text: str) -> str:
+    """Return an element of a notebook that shows the page ``text``."""
+    # In a frame: the styles of a page would change the notebook's, and its scripts reach it.
+    return (
+        f'<iframe srcdoc="{escape(text)}" sandbox="allow-scripts" '
+        f'style="width: 100%; height: {_FRAME_HEIGHT}px; border: 0"></iframe>'
     )
 
 

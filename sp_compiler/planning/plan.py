@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from sp_compiler.base.errors import NotCompiledError
-from sp_compiler.base.notebook import framed
 from sp_compiler.planning.data import PlanData
-from sp_compiler.planning.html import page
+from sp_compiler.planning.html import framed, page
 from sp_compiler.planning.placement_explanation import Explanation
 from sp_compiler.planning.report import report
 

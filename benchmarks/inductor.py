@@ -39,6 +39,7 @@ RANKS = (1, 2, 4)
 DROPOUT = 0.1
 TOLERANCE = 2e-6
 Grads = Mapping[str, Tensor | None]
+_INFINITE = 1e30
 _DRAWS = frozenset({"dropout", "dropout_mask"})
 _ERRORS = ("loss_error", "gradient_error", "eager_error", "inductor_error", "function_error")
 _COUNTS = ("masked", "masks_differ", "functions")
@@ -54,10 +55,10 @@ dropping an element, on 1, 2 and 4 simulated ranks.
 largest gradient of all parameters. *Eager* and *Inductor* are how far the gradients of each are
 from those of the model on one device in float64: where a model amplifies rounding, the two differ
 by as much. *Function* is the largest difference of any compiled function from its own text on the
-same tensors, relative to the largest number of a result. *Masks* are elements of results of
-functions that draw masks: those compared, and those that are zero on one side alone. *Functions*
-are those that Inductor compiled and those that run as written. Several numbers in a cell are for
-the ranks in the second column.
+same tensors, relative to the largest number that it reads or returns. *Masks* are elements of
+results of functions that draw masks: those compared, and those that are zero on one side alone.
+*Functions* are those that Inductor compiled and those that run as written. Several numbers in a
+cell are for the ranks in the second column.
 """
 
 
@@ -146,17 +147,19 @@ class _Functions:
             expected = fused._function(Communicator(None, rank, world_size), *arguments)
             several = expected if isinstance(expected, tuple) else (expected,)
             draws = not _DRAWS.isdisjoint(fused._function.__code__.co_names)
+            scale = max(map(_largest, (*arguments, *several)))
             for result, true in zip(results, several, strict=True):
-                self._compare(result, true, draws)
+                self._compare(result, true, draws, scale)
             return results
 
         with mock.patch.object(Fused, "_run", both):
             yield self
 
-    def _compare(self, result: Any, true: Any, draws: bool) -> None:
+    def _compare(self, result: Any, true: Any, draws: bool, scale: float) -> None:
         if not isinstance(true, Tensor):
             return
-        self.error = max(self.error, _error([result], [true]))
+        # Not of the result alone: of a sum that is zero but for rounding it would be all.
+        self.error = max(self.error, _difference(result, true) / (scale or 1))
         # A tenth is dropped: where fewer are zero they are so by chance, or by rounding.
         zeros = true == 0
         if draws and zeros.float().mean() > DROPOUT / 2:
@@ -166,17 +169,28 @@ class _Functions:
 
 def _error(results: Any, expected: Any) -> float:
     """The largest difference relative to the largest number; infinite where only one has some."""
-    largest, worst = 0.0, 0.0
-    for result, true in zip(results, expected, strict=True):
-        if (result is None) is not (true is None):
-            return float("inf")
-        if isinstance(true, Tensor) and true.numel():
-            result, true = result.double(), true.double()
-            # Equal infinities, of a mask that is added, have no difference but are no error.
-            difference = (result - true).abs().masked_fill(result == true, 0).max()
-            worst = max(worst, float("inf") if difference.isnan() else float(difference))
-            largest = max(largest, float(true.abs().masked_fill(true.isinf(), 0).max()))
-    return worst / max(largest, torch.finfo(torch.float64).tiny) if worst else 0.0
+    pairs = list(zip(results, expected, strict=True))
+    if any((result is None) is not (true is None) for result, true in pairs):
+        return float("inf")
+    tensors = [pair for pair in pairs if isinstance(pair[1], Tensor)]
+    worst = max((_difference(*pair) for pair in tensors), default=0.0)
+    return worst / (max((_largest(true) for _, true in tensors), default=0.0) or 1.0)
+
+
+def _difference(result: Tensor, true: Tensor) -> float:
+    """The largest between two elements; infinite where only one of them is a number."""
+    result, true = result.detach().double(), true.detach().double()
+    # Equal infinities, of a mask that is added, have no difference.
+    difference = (result - true).abs().masked_fill(result == true, 0)
+    return float(difference.nan_to_num(float("inf"), float("inf")).amax()) if true.numel() else 0.0
+
+
+def _largest(value: Any) -> float:
+    """The largest of floating-point numbers, without what stands for infinity in a mask."""
+    if not isinstance(value, Tensor) or not value.is_floating_point() or not value.numel():
+        return 0.0
+    size = value.detach().abs()
+    return float(size.masked_fill(~(size < _INFINITE), 0).max())
 
 
 def _gradient_error(grads: Grads, expected: Grads) -> float:

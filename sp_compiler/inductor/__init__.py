@@ -4,7 +4,8 @@
    checks numbers, into functions of their own with the decorator ``@inductor``: the text stays what
    runs.
 2. :mod:`.fused` is that decorator. While a program is compiled, its functions are called once with
-   fake tensors, which is when each becomes a graph; the first call with real ones compiles it.
+   fake tensors, which is when each becomes a graph. Kernels are made when the program first runs:
+   by the runtime, on all ranks or on none, or by a function's own call where ranks are simulated.
 3. :mod:`.lowering` is the only module that touches Inductor: from a function to a graph of ATen
    operators, and from that to kernels.
 

@@ -29,9 +29,9 @@ def test_one_element_of_a_mask_is_found() -> None:
     wrong = true.clone()
     wrong[0, 0] = 0
     functions = inductor._Functions()
-    functions._compare(true.clone(), true, draws=True)
+    functions._compare(true.clone(), true, draws=True, scale=2.0)
     assert (functions.masked, functions.masks_differ, functions.error) == (200, 0, 0.0)
-    functions._compare(wrong, true, draws=True)
+    functions._compare(wrong, true, draws=True, scale=2.0)
     assert functions.masks_differ == 1
     assert 0 < functions.error < 1e-6
 

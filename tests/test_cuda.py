@@ -1,0 +1,28 @@
+"""What only a GPU can tell; without one every test here is skipped, and says so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks import gpu
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU"),
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
+]
+
+
+def test_plans_of_memory_hold() -> None:
+    for row in gpu.memory("cuda", gpu.SMALL):
+        assert row.kept_recorded == row.kept_planned, row
+        assert row.peak_recorded == pytest.approx(row.peak_planned, rel=0.03), row
+        assert row.peak_allocated is not None
+        # Workspaces of libraries come on top, and none of the operators' own is missing.
+        assert row.peak_allocated >= row.peak_with_gradients, row
+
+
+def test_numbers_are_those_of_the_cpu() -> None:
+    for row in gpu.numbers("cuda", gpu.SMALL):
+        assert max(row.loss_error, row.gradient_error) < 1e-4, row

@@ -1,11 +1,13 @@
 """Communication that backward exposes: blocks of three models, on links of three speeds.
 
-    python -m benchmarks.overlap [--models GPT Llama Mixtral] [--exact]
+    python -m benchmarks.overlap [--models GPT Llama Mixtral] [--exact | --half-batches]
 
 Compiled on the meta device for 8 ranks; times are those of the profile "h100" with an interconnect
 on which communication is 10, 20 and 40 % of forward and backward of a block that recomputes
 nothing. The schedule's own clock tells what is exposed. With ``--exact`` beside it the exact
-program, where it ends, or how much longer than any order the schedule can be at most.
+program, where it ends, or how much longer than any order the schedule can be at most. With
+``--half-batches`` instead the communication that the whole step exposes, forward and backward, on a
+batch of two and on its halves.
 """
 
 from __future__ import annotations
@@ -93,11 +95,11 @@ class Row:
     proven: bool
 
 
-def compiled(name: str, **options: Any) -> CompiledProgram:
+def compiled(name: str, batch: int = 1, **options: Any) -> CompiledProgram:
     """A model of four layers in bfloat16, without memory for its parameters."""
     with torch.device("meta"):
         model = MODELS[name]().to(torch.bfloat16)
-        ids = torch.zeros(1, LENGTH, dtype=torch.int64)
+        ids = torch.zeros(batch, LENGTH, dtype=torch.int64)
     inputs = ((ids,), {"labels": ids}) if name == "GPT" else ((), {"input_ids": ids, "labels": ids})
     return build(model, *inputs, CompileOptions(tp=RANKS, **options))
 
@@ -163,12 +165,34 @@ def _gap(
     return elapsed / least_us - 1, best.proven
 
 
+def print_half_batches(name: str) -> None:
+    """Print a line for each link: milliseconds that the step exposes, and its peak."""
+    parts = block_of(compiled(name, 2, recompute="none", overlap=False)).partitioned
+    assert parts.backward is not None
+    for share in SHARES:
+        device = with_communication(share, [parts.forward, parts.backward])
+        cells = []
+        for halves in (False, True):
+            program = compiled(name, 2, hardware=device, half_batches=halves)
+            exposed = program.plan.schedule.exposed_us
+            times = " + ".join(f"{exposed_us / 1000:.2f}" for exposed_us in exposed.values())
+            cells.append(f"{times} | {bytes_text(step_memory(program).peak_bytes)}")
+        print(f"| {name} | {share:.0%} | {' | '.join(cells)} |", flush=True)
+
+
 def main() -> None:
     """Print a table in Markdown."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--exact", action="store_true", help="compare with the exact program")
+    parser.add_argument("--half-batches", action="store_true", help="compare with half batches")
     options = parser.parse_args()
+    if options.half_batches:
+        print("| model | communication | full batch, ms | peak | half batches, ms | peak |")
+        print("| --- | --- | --- | --- | --- | --- |")
+        for name in options.models:
+            print_half_batches(name)
+        return
     print("| model | recompute | communication | exposed | peak of the step, without | longer |")
     print("| --- | --- | --- | --- | --- | --- |")
     for name in options.models:

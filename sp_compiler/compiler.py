@@ -2,11 +2,13 @@
 
 ::
 
-    full model        export, normalize, user passes, outline     ``build``, ``to_program``
+    full model        export, normalize, user passes,
+                      (half_batches), outline                     ``build``, ``to_program``
     one rank's part   shard, check                                ``Compilation._run_passes``
     each region       joint, simplify, chunk, tag, partition,
                       (split_backward), overlap, check, codegen
 
+- half_batches: layers on two halves of the batch, for overlap in forward;
 - outline: the graph as calls of distinct regions, equal layers sharing one;
 - shard: a placement for every value, and collectives between placements that differ;
 - check: placements derived again, by rules of its own;
@@ -32,7 +34,6 @@ from typing import Any, Literal
 
 from torch import nn
 from torch._dynamo import config as dynamo_config
-from torch.fx import GraphModule
 
 from sp_compiler.base.autocast import without_autocast
 from sp_compiler.base.errors import PlacementError
@@ -49,13 +50,13 @@ from sp_compiler.ir.concretize import Concretizer, concretized
 from sp_compiler.ir.forward_backward import Partitioned
 from sp_compiler.ir.hints import wishes_of
 from sp_compiler.ir.program import Program
-from sp_compiler.ir.rewriting import copy_graph
 from sp_compiler.options import CompileOptions, pass_name
 from sp_compiler.pass_manager.dump import dump, dump_folder
 from sp_compiler.pass_manager.fallback import fallback_note, refused_operator
 from sp_compiler.pass_manager.runner import PassRunner
 from sp_compiler.pass_manager.user_pass import run_user_pass
 from sp_compiler.passes.chunks.chunk import OpenRowsError, chunk
+from sp_compiler.passes.half_batches import half_batches, halves_pay
 from sp_compiler.passes.memory.budget import candidates_of, tag_under_budget
 from sp_compiler.passes.memory.overlap_room import overlap_room_bytes
 from sp_compiler.passes.memory.partition import partition
@@ -65,7 +66,7 @@ from sp_compiler.passes.memory.tag import POLICIES
 from sp_compiler.passes.memory.tag_program import tag_program
 from sp_compiler.passes.normalize import normalize
 from sp_compiler.passes.outline import outline
-from sp_compiler.passes.overlap import overlap_backward
+from sp_compiler.passes.overlap import overlap_collectives
 from sp_compiler.passes.sharding.explain import explain
 from sp_compiler.passes.sharding.shard import Sharded, shard
 from sp_compiler.passes.simplify import simplify
@@ -107,8 +108,14 @@ def build(
     compile_with = partial(
         _build, model, args, kwargs, fixed=fixed, lift_casts=lift_casts, keep=keep
     )
-    # A budget is spent in bytes, which are unknown while a size is open.
-    if not open_dims or options.budget_bytes is not None or options.device_bytes is not None:
+    build_with = partial(build, model, args, kwargs, fixed=fixed, lift_casts=lift_casts, keep=keep)
+    if options.half_batches == "auto":
+        halves = compile_with(replace(options, half_batches=True), open_dims=False)
+        full = build_with(replace(options, half_batches=False), open_dims=open_dims)
+        return halves if halves_pay(halves.plan, full.plan) else full
+    # A budget is spent in bytes, which are unknown while a size is open; so is whether it is even.
+    limited = options.budget_bytes is not None or options.device_bytes is not None
+    if not open_dims or limited or options.half_batches:
         return compile_with(options, open_dims=False)
     unchunked = replace(options, loss_chunks=1)
     may_chunk = options.loss_chunks != "auto" or POLICIES[options.recompute].chunks_losses
@@ -121,12 +128,8 @@ def build(
     compiled = compile_with(options, open_dims=False)
     forwards = [each.partitioned.forward for each in compiled.regions.values()]
     if asks_rows and not any("chunk" in node.meta for graph in forwards for node in graph.nodes):
-        # Only chunks need to know the number of rows, and here they would save too little to be
-        # made.
-        return build(
-            model, args, kwargs, unchunked,
-            fixed=fixed, lift_casts=lift_casts, open_dims=True, keep=keep,
-        )  # fmt: skip
+        # Only chunks need to know the number of rows, and here they save too little to be made.
+        return build_with(unchunked, open_dims=True)
     warn(
         "every size of the inputs is compiled by itself, for the model cannot be compiled with "
         f"sizes left open: {reason}"
@@ -154,7 +157,7 @@ def _build(
             Pass.EXPORT, capture, model, args, kwargs, lift_casts=lift_casts, open_dims=open_dims
         )
         # Normalizing rewrites the capture in place; a proof starts from the graph before it.
-        original = _copied(captured) if keep == "unsharded" else None
+        original = captured.copy() if keep == "unsharded" else None
         program = to_program(captured, options, run)
         compiled = Compilation(program, options, fixed=fixed, run=run).finish(options)
         if program.sizes is not None:
@@ -185,6 +188,9 @@ def to_program(
     # that layers rewritten alike still share a region.
     for user_pass in options.passes:
         run.once(pass_name(user_pass), run_user_pass, captured, user_pass, options.dropout)
+    # One rank has no collectives to hide.
+    if options.half_batches and options.tp > 1:
+        run.once(Pass.HALF_BATCHES, half_batches, captured)
     return run.once(Pass.OUTLINE, outline, captured, wishes, tables_apart=options.tables_apart)
 
 
@@ -297,8 +303,8 @@ class Compilation:
             name, origin = region.name, tagged.origins[region.name]
             joint, split, parts = tagged.joints[name], splits[origin], partitioned[name]
             if split.overlap:
-                limits = split.own_parameters, split.sizes, room_bytes.get(name, 0), options.device
-                parts = run(Pass.OVERLAP, overlap_backward, parts, *limits, region=name)
+                limits = split.own_parameters, split.sizes, room_bytes.get(name, {}), options.device
+                parts = run(Pass.OVERLAP, overlap_collectives, parts, *limits, region=name)
             if self._checked:  # the graphs that run, after every pass that could change them
                 to_check = at_example.partitioned(parts), joint.tangent_outputs, tp
                 run(Pass.CHECK, check_partitioned, region, *to_check, region=origin)
@@ -379,13 +385,6 @@ def _running_passes(open_dims: bool) -> Iterator[None]:
         # FX warns of SymInts as arguments; passes put them there on purpose.
         warnings.filterwarnings("ignore", "Raw Sym", UserWarning)
         yield
-
-
-def _copied(captured: Captured) -> Captured:
-    # Only nodes are copied; the tensors they name stay the model's.
-    graph = copy_graph(captured.module.graph)
-    module = GraphModule(captured.module, graph)
-    return replace(captured, module=module, refs=list(captured.refs))
 
 
 def _loss_backwards(

@@ -69,8 +69,13 @@ class Options(TypedDict, total=False):
             logits. ``"auto"``: as many as lower the peak of a step, where that saves at least 5 %
             of it, at most 16 of at least 1024 rows; 1 with ``recompute="none"``.
         dropout: ``"regenerate"`` masks in backward or keep them ``"stored"``.
-        overlap: in backward, run gradients of weights and what is recomputed while collectives of
-            the same block are on their way.
+        overlap: while collectives of a block are on their way, run what of it does not need them:
+            gradients of weights and what is recomputed, other branches, the other half batch.
+        half_batches: run layers on the two halves of the batch, so that in forward too one half
+            computes while the other communicates (arXiv 2409.15241). Where a layer mixes the batch
+            (batch norm, experts), or its size is odd, it is not split, and the plan notes why.
+            ``"auto"``: where by the estimate of a step that takes at least 1 % less time and no
+            more memory; it compiles both ways. Each size of the inputs is compiled by itself.
         backend: ``"eager"`` runs the generated text as it is; ``"inductor"`` compiles, at the first
             call, what lies in it between collectives (see the usage page); or the name of a file of
             your own in ``codegen/backends``.
@@ -110,6 +115,7 @@ class Options(TypedDict, total=False):
     loss_chunks: int | Literal["auto"]
     dropout: Dropout
     overlap: bool
+    half_batches: bool | Literal["auto"]
     backend: str
     outputs: Outputs
     nominal_tokens: int
@@ -166,6 +172,7 @@ class CompileOptions:
     loss_chunks: int | Literal["auto"] = "auto"
     dropout: Dropout = "regenerate"
     overlap: bool = True
+    half_batches: bool | Literal["auto"] = False
     backend: str = "eager"
     outputs: Outputs = "auto"
     nominal_tokens: int = 8192
@@ -181,6 +188,7 @@ class CompileOptions:
         _check_choice("dropout", self.dropout, get_args(Dropout))
         _check_choice("backend", self.backend, BACKENDS)
         _check_choice("outputs", self.outputs, get_args(Outputs))
+        _check_choice("half_batches", self.half_batches, (True, False, "auto"))
         for name in ("sequence_parallel", "overlap", "strict"):
             _check_choice(name, getattr(self, name), (True, False))
         # Before anything is compiled: a wrong option is the user's, a PassError later would be
@@ -198,6 +206,11 @@ class CompileOptions:
         object.__setattr__(self, "hardware", hardware_of(self.hardware))
         object.__setattr__(self, "passes", _checked_passes(self.passes))
         self._check_memory()
+        if self.tables_apart and self.half_batches:
+            raise ArgumentError(
+                f"half_batches={self.half_batches!r}: pipelines, and what suggest() compares, run "
+                "microbatches, which are small already; leave it out, or take fewer microbatches"
+            )
 
     def _check_memory(self) -> None:
         budget, device = self.memory_budget, self.device_memory

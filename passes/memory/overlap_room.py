@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sp_compiler.cost.step_memory import backward_room_bytes
+from sp_compiler.cost.step_memory import functions_room_bytes
+from sp_compiler.cost.step_walk import Phase
 from sp_compiler.ir.concretize import Concretizer
 from sp_compiler.ir.forward_backward import Partitioned
 from sp_compiler.options import CompileOptions
@@ -13,15 +14,15 @@ from sp_compiler.passes.memory.tag_program import TaggedProgram
 
 def overlap_room_bytes(
     tagged: TaggedProgram, split: Mapping[str, Partitioned], options: CompileOptions
-) -> dict[str, int]:
-    """Bytes that each region's backward may take for overlap, where it may take more than without.
+) -> dict[str, dict[Phase, int]]:
+    """Bytes that each region's functions may take for overlap, where that is more than without.
 
     In a pipeline none may: what exists around a call depends on the schedule of the microbatches.
     """
     if options.tables_apart or not options.overlap or options.tp == 1:
         return {}
     example = Concretizer(tagged.program.sizes)
-    return backward_room_bytes(
+    return functions_room_bytes(
         example.program(tagged.program),
         {name: example.partitioned(parts) for name, parts in split.items()},
         {name: joint.differentiable for name, joint in tagged.joints.items()},

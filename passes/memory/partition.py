@@ -26,7 +26,7 @@ from sp_compiler.ir.op_traits import base
 from sp_compiler.ir.rewriting import copy_graph
 from sp_compiler.ir.symbolic import Sizes, example_number, symbol_of, symbols_in
 from sp_compiler.passes.memory.zero_tangents import drop_zero_tangents
-from sp_compiler.passes.overlap import overlap_backward
+from sp_compiler.passes.overlap import overlap_collectives
 from sp_compiler.trace.joint import JointGraph
 
 
@@ -52,12 +52,12 @@ class SplitOptions:
 
 
 def split(joint: JointGraph, options: SplitOptions) -> Partitioned:
-    """Cut ``joint``, which is tagged and left as it is, and schedule its backward."""
+    """Cut ``joint``, which is tagged and left as it is, and schedule its forward and backward."""
     parts = partition(joint, options.loss_output)
     if not options.overlap:
         return parts
     own, sizes = options.own_parameters, options.sizes
-    return overlap_backward(parts, own, sizes, hardware=options.hardware)
+    return overlap_collectives(parts, own, sizes, hardware=options.hardware)
 
 
 def partition(joint: JointGraph, loss_output: int | None = None) -> Partitioned:

@@ -74,12 +74,13 @@ def draft_region(
         # Without module and source line: those are of another layer, and differ between calls.
         copies[node].meta = _meta(node, keys=("val", "requires_grad"))
         names.append(name or copies[node].name)
-    site = 0  # counted inside the region, so that all layers have the same numbers
+    # Counted inside the region, so that all layers have the same numbers; two pieces of one draw
+    # have one.
+    sites: dict[int, int] = {}
     for node in piece.nodes:
         args = map_arg(node.args, copies.__getitem__)
         if is_call(node, *DRAWS):
-            args = (*args[:3], site, *args[4:])
-            site += 1
+            args = (*args[:3], sites.setdefault(args[3], len(sites)), *args[4:])
         kwargs = map_arg(node.kwargs, copies.__getitem__)
         copies[node] = copy_call(graph, node, args, kwargs, _value_name(node))
         copies[node].meta = _meta(node)

@@ -1,4 +1,4 @@
-"""Overlap of collectives in backward with work that does not depend on them.
+"""Overlap of collectives with work that does not depend on them.
 
 A collective is started, work runs on which it does not depend, and the first user of its result
 waits for it::
@@ -9,7 +9,9 @@ waits for it::
     ... grad_x ...                   arrived = wait(started)
                                      ... arrived ...
 
-This is the order of Megatron-LM's linear layers (Korthikanti et al. 2022, section 4.2.2). Which
+This is the order of Megatron-LM's linear layers (Korthikanti et al. 2022, section 4.2.2). A forward
+has such work where branches of a layer run side by side, as attention and MLP of one norm do, or
+where :mod:`sp_compiler.passes.half_batches` has made two chains of one. Which
 work runs under which collective is decided by time: gradients of weights, recomputation and other
 collectives' operands run where a collective would leave the rank idle, and what was saved as a
 shard is gathered as late as that hides it (:mod:`sp_compiler.solve.list_schedule`). Memory comes
@@ -20,7 +22,7 @@ Nodes keep their meta; a ``wait`` has that of its collective, with ``meta["origi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -28,6 +30,7 @@ from torch.fx import Graph, Node
 
 from sp_compiler.base.pass_report import Pass, report_of
 from sp_compiler.cost.hardware import H100, Hardware
+from sp_compiler.cost.step_walk import Phase
 from sp_compiler.ir.concretize import Concretizer
 from sp_compiler.ir.forward_backward import Partitioned, SplitBackward
 from sp_compiler.ir.op_traits import collective_of, is_part
@@ -35,37 +38,48 @@ from sp_compiler.ir.rewriting import make_like
 from sp_compiler.ir.symbolic import Sizes
 from sp_compiler.ops.convert import WAIT
 from sp_compiler.passes.overlap.tasks import graph_tasks
-from sp_compiler.solve.block_schedule import Block
+from sp_compiler.solve.block_schedule import Block, most_beside
 from sp_compiler.solve.list_schedule import list_schedule
 
 _wait = WAIT.overload
 
 
-def overlap_backward(
+# A forward whose collectives have less beside them, in relation to their time, stays as it is: it
+# gains next to nothing and reads as the model does.
+_WORTH_STARTING = 0.1
+
+
+def overlap_collectives(
     parts: Partitioned,
     own_parameters: Collection[int],
     sizes: Sizes | None = None,
-    room_bytes: int = 0,
+    room_bytes: Mapping[Phase, int] | None = None,
     hardware: Hardware = H100,
 ) -> Partitioned:
-    """Copy ``parts`` with backwards in which work runs under collectives.
+    """Copy ``parts`` with a forward and backwards in which work runs under collectives.
 
     Args:
         own_parameters: see :meth:`sp_compiler.ir.program.Program.own_parameters`.
         sizes: the open ones; memory and time are those of the example's sizes.
-        room_bytes: that the backward may take at its peak, if that is more than it takes anyway.
+        room_bytes: that forward and backward may take at their peaks, where that is more than they
+            take anyway.
         hardware: whose times decide.
     """
+    room_bytes = room_bytes or {}
+    forward = overlapped(
+        parts.forward, (), sizes, room_bytes.get("forward", 0), hardware, _WORTH_STARTING
+    )
+    parts = replace(parts, forward=forward)
     if parts.backward is None:
         return parts
-    wanted = own_parameters, sizes, room_bytes, hardware
+    wanted = own_parameters, sizes, room_bytes.get("backward", 0), hardware
     backward = overlapped(parts.backward, *wanted)
     loss, split = parts.loss, parts.split
     if loss is not None:
         loss = replace(loss, backward=overlapped(loss.backward, *wanted))
     if split is not None:
         # This half returns no gradients of parameters, so none are exempt from the peak.
-        inputs = overlapped(split.inputs, (), sizes, room_bytes, hardware)
+        inputs = overlapped(split.inputs, (), *wanted[1:])
         split = SplitBackward(inputs, overlapped(split.weights, *wanted))
     return replace(parts, backward=backward, loss=loss, split=split)
 
@@ -76,10 +90,15 @@ def overlapped(
     sizes: Sizes | None = None,
     room_bytes: int = 0,
     hardware: Hardware = H100,
+    least_beside: float = 0.0,
 ) -> Graph:
     """Copy ``graph`` in another order, with waits; return ``graph`` itself where nothing overlaps.
 
-    The arguments are those of :func:`overlap_backward`.
+    Args:
+        own_parameters: as of :func:`overlap_collectives`, like ``sizes`` and ``hardware``.
+        room_bytes: that ``graph`` may take at its peak, if that is more than it takes anyway.
+        least_beside: what has to be there for some collective to run beside it, in relation to its
+            time.
     """
     # Open sizes cannot be compared: the order is found on a copy with the example's sizes, and then
     # applied to the nodes that the copy was made from.
@@ -89,6 +108,8 @@ def overlapped(
         return graph
     tasks = graph_tasks(concrete, own_parameters, hardware)
     block = tasks.block
+    if most_beside(block) < least_beside:
+        return graph
     order = list_schedule(block, room_bytes)
     blocking = _blocking(block, order)
     for start in sorted(blocking):

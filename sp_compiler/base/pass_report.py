@@ -29,6 +29,7 @@ class Pass(StrEnum):
 
     EXPORT = "export"
     NORMALIZE = "normalize"
+    HALF_BATCHES = "half_batches"
     OUTLINE = "outline"
     SHARD = "shard"
     # Twice: the sharded forward before it is differentiated, and what runs in the end.

@@ -114,17 +114,17 @@ def memory_of_split(
     return StepMemory(kept, walk.returned, tuple(timeline))
 
 
-def backward_room_bytes(
+def functions_room_bytes(
     program: Program,
     partitioned: Mapping[str, Partitioned],
     differentiable: Mapping[str, Sequence[bool]],
     world_size: int,
     budget_bytes: int | None = None,
-) -> dict[str, int]:
-    """Return what each region's backward may take at its peak, by name, with which the step fits.
+) -> dict[str, dict[Phase, int]]:
+    """Return what each region's functions may take at their peaks, with which the step fits.
 
     The step fits ``budget_bytes``, or its own peak where there is no budget: often the peak is
-    where the loss is computed, and the blocks' backwards may take more than they do. The region's
+    where the loss is computed, and the blocks' functions may take more than they do. The region's
     function serves all its calls, so the one counts around which most exists.
 
     Args:
@@ -134,10 +134,9 @@ def backward_room_bytes(
     memory = memory_of_split(program, partitioned, differentiable, world_size)
     # Not the larger of both: a budget may count on an order that lies below the peak of this one.
     most_bytes = memory.peak_bytes if budget_bytes is None else budget_bytes
-    room_bytes: dict[str, int] = {}
+    room_bytes: dict[str, dict[Phase, int]] = {}
     for moment in memory.timeline:
-        if moment.phase == "backward":
-            name = program.calls[moment.call].region.name
-            left_bytes = most_bytes - moment.around_bytes
-            room_bytes[name] = min(left_bytes, room_bytes.get(name, left_bytes))
+        of_region = room_bytes.setdefault(program.calls[moment.call].region.name, {})
+        left_bytes = most_bytes - moment.around_bytes
+        of_region[moment.phase] = min(left_bytes, of_region.get(moment.phase, left_bytes))
     return room_bytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +15,7 @@ from sp_compiler.base.stored_attributes import Stored
 from sp_compiler.ir.fx import output_node
 from sp_compiler.ir.hints import Parameters
 from sp_compiler.ir.program import Ref
+from sp_compiler.ir.rewriting import copy_graph
 from sp_compiler.ir.symbolic import Sizes
 
 
@@ -75,6 +76,11 @@ class Captured:
         """Buffer name to the node that holds its value after the forward."""
         returned = list(output_node(self.module.graph).args[0])
         return dict(zip(self.mutated, returned[len(returned) - len(self.mutated) :], strict=True))
+
+    def copy(self) -> Captured:
+        """Copy the nodes; the tensors they name stay the model's."""
+        module = GraphModule(self.module, copy_graph(self.module.graph))
+        return replace(self, module=module, refs=list(self.refs))
 
     def drop_unused_placeholders(self) -> None:
         """Erase placeholders that nothing uses, together with their refs."""

@@ -54,6 +54,7 @@ class Grid:
         world_size: over how many ranks ``dim`` is sharded; 1 for a replicated tensor, of which
             every rank draws the same numbers.
         rank: this rank; a tensor where ranks are simulated.
+        first_row: rows of the global tensor before all of these parts, where it is made in pieces.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Grid:
         dim: int,
         world_size: int,
         rank: int | Tensor,
+        first_row: int = 0,
     ) -> None:
         sizes = tuple(shape) or (1,)
         dim %= len(sizes)
@@ -82,6 +84,8 @@ class Grid:
             outer = torch.arange(prod(sizes[:dim]), device=device) * (inner * world_size)
             part = torch.arange(inner, device=device) + rank * inner
             rows = (outer.unsqueeze(1) + part).flatten()
+        if first_row:
+            rows = rows + first_row
         # Site and seed are mixed before they are added: seeds and sites are small numbers in a row,
         # whose plain sums would meet (seed 1 at site 2, seed 2 at site 1).
         key = _in_memory(_mix64(_in_memory(_mix64(seed)) + _mix64_number(site)))

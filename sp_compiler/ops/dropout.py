@@ -20,7 +20,14 @@ _sp = torch.ops.sp_compiler
 
 @torch.no_grad()
 def dropout_mask(
-    tp: Communicator, x: Tensor, seed: Tensor, p: float, site: int, dim: int, world_size: int
+    tp: Communicator,
+    x: Tensor,
+    seed: Tensor,
+    p: float,
+    site: int,
+    dim: int,
+    world_size: int,
+    first_row: int = 0,
 ) -> Tensor:
     """Bool mask, shaped and laid out like ``x``: True where the element survives.
 
@@ -32,12 +39,14 @@ def dropout_mask(
         p: probability of dropping an element, in [0, 1), met to 2^-32.
         site: number of this dropout among those that share ``seed``.
         dim: the sharded dimension; of no meaning where ``world_size`` is 1.
+        first_row: rows, of all dims but the last, before those of ``x`` in the tensor that the mask
+            is one of, where that runs in pieces.
 
     Raises:
         ArgumentError: ``p`` is outside [0, 1).
     """
     mask = torch.empty_like(x, dtype=torch.bool)
-    grid = Grid(x.shape, x.device, seed, site, dim, world_size, tp.rank)
+    grid = Grid(x.shape, x.device, seed, site, dim, world_size, tp.rank, first_row)
     threshold = _threshold(p)
     if not is_plain(tp.rank, x, seed):
         return mask.copy_((grid.hash_all() >= threshold).view(x.shape))
@@ -52,14 +61,21 @@ def dropout_mask(
 
 @torch.no_grad()
 def dropout(
-    tp: Communicator, x: Tensor, seed: Tensor, p: float, site: int, dim: int, world_size: int
+    tp: Communicator,
+    x: Tensor,
+    seed: Tensor,
+    p: float,
+    site: int,
+    dim: int,
+    world_size: int,
+    first_row: int = 0,
 ) -> Tensor:
     """``x * dropout_mask(x, ...) * (1 / (1 - p))``, bit for bit, with no mask in memory.
 
     Arguments as of :func:`dropout_mask`. It is linear in ``x`` and its own gradient.
     """
     result = torch.empty_like(x)
-    grid = Grid(x.shape, x.device, seed, site, dim, world_size, tp.rank)
+    grid = Grid(x.shape, x.device, seed, site, dim, world_size, tp.rank, first_row)
     threshold, scale = _threshold(p), 1 / (1 - p)
     if not is_plain(tp.rank, x, seed):
         survives = (grid.hash_all() >= threshold).view(x.shape)
@@ -101,7 +117,7 @@ def _save_seed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     (seed,) = ctx.saved_tensors
     # The seed makes the same mask again: nothing else is saved.
-    return _sp.dropout(grad, seed, *ctx.rest), None, None, None, None, None
+    return _sp.dropout(grad, seed, *ctx.rest), None, None, None, None, None, None
 
 
 def _type_dropout(args: Arguments, world_size: int) -> Sequence[Typing]:
@@ -136,7 +152,10 @@ def _scratch_of_mask(args: Arguments, result: Tensor) -> int:
     return scratch_bytes(x.shape, x.device) + (0 if x.is_contiguous() else x.numel())
 
 
-_SCHEMA = "(Tensor x, Tensor seed, float p, SymInt site, SymInt dim, SymInt world_size) -> Tensor"
+_SCHEMA = (
+    "(Tensor x, Tensor seed, float p, SymInt site, SymInt dim, SymInt world_size, "
+    "SymInt first_row=0) -> Tensor"
+)
 DROPOUT_MASK = register(
     Operator(
         name="dropout_mask",

@@ -65,8 +65,9 @@ class Operator:
 
     Attributes:
         name: also of the communicator's method.
-        schema: as torch writes it. The last argument is ``world_size``: tensors in a graph have the
-            shapes of one rank, and from them alone a fake could not tell the global ones.
+        schema: as torch writes it. The last argument without a default is ``world_size``: tensors
+            in a graph have the shapes of one rank, and from them alone a fake could not tell the
+            global ones.
         kernel: computes it from a communicator and the arguments of the schema, without
             ``world_size`` unless the kernel has a parameter of this name.
         fake: the result's shape and type from the arguments of the schema.

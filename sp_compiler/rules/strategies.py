@@ -75,7 +75,7 @@ def strategies(
         if odd and not rule.placed and offers.may_pad(factor):
             parts = (*parts, (factor.size,))  # one segment that does not divide: a padded shard
         for segments in (*([()] if offers.shardable(factor) else []), *parts):
-            candidate = _shard_factor(rule, factor, segments, offers.world_size)
+            candidate = shard_factor(rule, factor, segments, offers.world_size)
             offered += [candidate] if candidate else []
     if rule.split is not None:
         dim, sizes = rule.split
@@ -98,9 +98,14 @@ def _factors(rule: OpRule) -> list[Factor]:
     return [factor for factor in names.values() if not factor.blocked]
 
 
-def _shard_factor(
+def shard_factor(
     rule: OpRule, factor: Factor, segments: tuple[int, ...], world_size: int
 ) -> Strategy | None:
+    """The way to run an operator with ``factor`` sharded over ``world_size`` ranks, or ``None``.
+
+    Args:
+        segments: sizes of the parts, each of which is sharded; () where the dim is one part.
+    """
     operands = [_placement_of(dims, factor, segments, world_size) for dims in rule.operands]
     results = [_placement_of(dims, factor, segments, world_size) for dims in rule.results]
     if None in operands or None in results:

@@ -8,6 +8,7 @@ compute stream until it has arrived. An order is run by :func:`simulate`, which 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -171,6 +172,25 @@ def least_us(block: Block) -> float:
     link_us += min((from_start_us[i] for i, _ in sent), default=0.0)
     link_us += min((block.to_end_us[i] - own_us for i, own_us in sent), default=0.0)
     return max(block.compute_us, link_us, max(block.to_end_us, default=0.0))
+
+
+def most_beside(block: Block) -> float:
+    """Return the most kernels' time that may run beside a collective, in relation to its own."""
+    # Sets of positions as bits of a number: unions of thousands of them take no time.
+    before, behind = [0] * len(block.tasks), [0] * len(block.tasks)
+    for position, task in enumerate(block.tasks):
+        for needed in task.needs:
+            before[position] |= before[needed] | 1 << needed
+    for position in reversed(range(len(block.tasks))):
+        for user in block.users[position]:
+            behind[position] |= behind[user] | 1 << user
+    most = 0.0
+    for start, wait in block.wait_of.items():
+        ordered, link_us = before[start] | behind[wait], block.tasks[start].link_us
+        beside_us = sum(t.time_us for i, t in enumerate(block.tasks) if not ordered >> i & 1)
+        if beside_us:
+            most = max(most, beside_us / link_us if link_us else math.inf)
+    return most
 
 
 def is_valid(block: Block, order: Sequence[int]) -> bool:

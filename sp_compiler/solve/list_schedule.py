@@ -69,7 +69,7 @@ def list_schedule(block: Block, limit_bytes: int) -> list[int]:
     given = list(range(len(block.tasks)))
     limit_bytes = max(limit_bytes, peak_bytes(block, given))
     best = _scored(block, given, _Wishes((0.0,) * len(given)))
-    for ranks in (_in_given_order(block), _by_longest_path(block)):
+    for ranks in (_in_given_order(block), _by_longest_path(block), _by_next_collective(block)):
         wishes = _Wishes(ranks)
         # The first walk starts collectives as soon as their operands are there, the others as late
         # as the walk before them shows to do.
@@ -105,6 +105,22 @@ def _by_longest_path(block: Block) -> tuple[float, ...]:
         math.inf if i in block.starts_of else -to_end_us
         for i, to_end_us in enumerate(block.to_end_us)
     )
+
+
+def _by_next_collective(block: Block) -> tuple[float, ...]:
+    """Ranks by which that comes first which least time of kernels separates from a collective.
+
+    Of two chains that are alike, such as the halves of a batch, one gets ahead: what it sends is on
+    its way while the other computes.
+    """
+    to_start_us = [math.inf] * len(block.tasks)
+    for position in reversed(range(len(block.tasks))):
+        task = block.tasks[position]
+        ways_us = (
+            0.0 if block.communicates(user) else to_start_us[user] for user in block.users[position]
+        )
+        to_start_us[position] = task.time_us + min(ways_us, default=math.inf)
+    return tuple(math.inf if i in block.starts_of else us for i, us in enumerate(to_start_us))
 
 
 def _scored(block: Block, order: list[int], wishes: _Wishes) -> _Scored:

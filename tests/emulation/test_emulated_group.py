@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -162,3 +164,23 @@ def test_every_policy_takes_its_planned_time(gb_per_s: float) -> None:
         inputs = ((ids,), {"labels": ids})
         clock, plan = measured(PlainGPT(size), inputs, 2, policy, gb_per_s, 0.1)
         _assert_as_planned(clock, plan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gb_per_s", [400.0, 150.0])
+def test_half_batches_expose_at_most_half(gb_per_s: float) -> None:
+    """Links on which communication is 20 and 40 % of the step."""
+    size = replace(_config(128), num_layers=4)
+    ids = torch.randint(size.vocab_size, (4, 64))
+    exposed_us = []
+    for halves in (False, True):
+        with sp_compiler.emulated_group(2, gb_per_s=gb_per_s, latency_us=0.0) as clock:
+            module = sp_compiler.compile(
+                PlainGPT(size), tp=2, hardware=clock.hardware, half_batches=halves,
+                example_inputs=((ids,), {"labels": ids}),
+            )  # fmt: skip
+            clock.reset()
+            module(ids, labels=ids)[0].backward()
+            _assert_as_planned(clock, module.plan)
+            exposed_us.append(sum(clock.exposed_us.values()))
+    assert exposed_us[1] <= exposed_us[0] / 2

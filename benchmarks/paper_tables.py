@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from benchmarks import paper_times
 from benchmarks.models import PAPER_SETUPS, PaperSetup, PlainGPT
+from benchmarks.paper_setup import BASELINE, REPORTED, SETTINGS, Row
 from benchmarks.performance import markdown_table
 from sp_compiler.api import plan
 from sp_compiler.planning.plan import Plan
@@ -33,7 +35,6 @@ A100_FLOPS = 312e12
 STATE_BYTES = 18
 """A parameter: 16-bit value and gradient sum in 32 bit, 32-bit master copy and two moments."""
 
-BASELINE = "tensor parallel"
 PAGE = Path(__file__).parents[1] / "docs" / "paper.md"
 _HEAD = ("model", "", "paper", "ours", "difference")
 _PAGE_HEAD = """# The paper's numbers, from the compiler's graphs
@@ -47,62 +48,11 @@ is what it prints or, where it prints a formula, the formula. Rows named *sp_com
 `recompute="selective"` with masks drawn again, beside the paper's best.
 """
 
-
-@dataclass(frozen=True)
-class Setting:
-    """One row of table 2.
-
-    Args:
-        options: of :func:`sp_compiler.plan`.
-        formula: the paper's bytes of a layer in units of sbh, of ``t`` and of ``as/h``; ``None``
-            for what the paper does not have.
-    """
-
-    options: dict[str, Any]
-    formula: Callable[[int, float], float] | None
-
-
-def _setting(
-    recompute: str, sp: bool, formula: Callable[[int, float], float] | None, dropout: str = "stored"
-) -> Setting:
-    options = {"recompute": recompute, "sequence_parallel": sp, "dropout": dropout}
-    return Setting(options, formula)
-
-
-SETTINGS = {
-    BASELINE: _setting("none", False, lambda t, core: 10 + 24 / t + 5 * core / t),
-    "tensor + sequence parallel": _setting("none", True, lambda t, core: (34 + 5 * core) / t),
-    "tensor parallel + selective": _setting("attention", False, lambda t, core: 10 + 24 / t),
-    "both": _setting("attention", True, lambda t, core: 34 / t),
-    "full recompute": _setting("full", False, lambda t, core: 2),
-    "sp_compiler": _setting("selective", True, None, "regenerate"),
-}
-
-
-@dataclass(frozen=True)
-class Reported:
-    """What tables 3 and 5 print of one model: seconds of a step and percent, both of the last row
-    (sequence parallel, selective recompute), and its chunks of a pipeline stage."""
-
-    seconds: float
-    mfu: float
-    hfu: float
-    chunks: int = 1
-
-
-REPORTED = {
-    "gpt-22b": Reported(1.10, 41.5, 43.7),
-    "gpt3-175b": Reported(13.75, 51.4, 52.8, chunks=3),
-    "mt-nlg-530b": Reported(37.83, 56.0, 57.0, chunks=3),
-    "gpt-1t": Reported(71.49, 56.3, 57.0),
-}
 ALONE = {
     # saved activations and added FLOPs of one unparallelised model, percent (section 5)
     "gpt3-175b": (70.0, 2.7),
     "mt-nlg-530b": (65.0, 1.6),
 }
-Row = tuple[str, str, float, float]
-"""Model, quantity, the paper's number, ours."""
 TableRows = Callable[[str], Iterator[Row]]
 
 
@@ -263,7 +213,8 @@ def main() -> None:
             table.add_row(*cells(row))
         console.print(table)
     if options.write:
-        PAGE.write_text(page(found))
+        _, heading, times = PAGE.read_text().partition(paper_times.HEADING)
+        PAGE.write_text(f"{page(found)}\n{heading}{times}")
 
 
 if __name__ == "__main__":

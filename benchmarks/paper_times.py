@@ -129,8 +129,8 @@ def compiled(name: str, setting: str, *, overlap: bool = False) -> CompiledProgr
     # Only a schedule with costs depends on the rates: the fit itself compiles without one.
     hardware = with_rates(fitted_rates()) if overlap else A100
     options = {**SETTINGS[setting].options, "hardware": hardware, "overlap": overlap}
-    stages = {"tables_apart": True} if setup.pipeline_parallel > 1 else {}
-    checked = replace(CompileOptions.of(TP, options), **stages)
+    in_stages = setup.pipeline_parallel > 1
+    checked = replace(CompileOptions.of(TP, options), tables_apart=in_stages)
     return build(model, (), {"input_ids": ids, "labels": ids}, checked, keep="nothing")
 
 

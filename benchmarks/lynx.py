@@ -2,7 +2,7 @@
 
     python -m benchmarks.lynx [--models 1.3B ...] [--write]
 
-Plain GPTs of 1.3B to 23B parameters, 8 tensor-parallel ranks linked by NVLink ("a100") or by PCIe
+Plain GPTs of 1.3B to 22B parameters, 8 tensor-parallel ranks linked by NVLink ("a100") or by PCIe
 ("a100-pcie"). On demand: "full" and "attention" (selective, as arXiv 2205.05198 has it), where
 collectives are waited for at once. Against each of them ``recompute="auto"`` with ``overlap=True``,
 given the peak of that contender's activations as its budget. Times are the plan's, kernels fused.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -32,7 +31,6 @@ Build = Callable[
     [nn.Module, tuple[Any, ...], dict[str, Any], dict[str, Placement] | None, bool],
     CompiledProgram,
 ]
-_INSTANCES = itertools.count()
 
 
 class ModuleState:
@@ -94,8 +92,7 @@ class ModuleState:
         self.fsdp = FullySharded(self.modules, lambda grads: reduce_gradients(communicator, grads))
         self.deferred.others_wait = self.fsdp.has_unreduced
         self.deferred.drop_others = self.fsdp.drop_unreduced_of
-        # Ranks make their modules in the same order, so the count names one on all of them.
-        self.agreement = RankAgreement(self.group, str(next(_INSTANCES)), self.options)
+        self.agreement = RankAgreement(self.group, "module", self.options)
         self.fixed: dict[str, Placement] | None = None
         self.latest: CompiledProgram | None = None
         self.latest_key: CallKey | None = None

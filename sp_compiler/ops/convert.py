@@ -184,5 +184,6 @@ WAIT = register(
         fake=_fake_waited,
         typings=_type_wait,
         view="all",
+        dims="...->...",
     )
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,8 +16,6 @@ from sp_compiler.runtime.group import broadcast, watched_group
 from sp_compiler.runtime.program_cache import call_key
 from sp_compiler.runtime.rank_checks import RankAgreement
 
-_INSTANCES = itertools.count()
-
 
 class StageRanks:
     """This rank among those of all axes of the mesh.
@@ -31,8 +28,7 @@ class StageRanks:
     def __init__(self, state: ModuleState, axis: PipelineAxis) -> None:
         self._state = state
         self._axis = axis
-        # Pipelines are made in the same order on all ranks, so the count names one on all of them.
-        self._agreement = RankAgreement(axis.watched, f"pipeline {next(_INSTANCES)}", state.options)
+        self._agreement = RankAgreement(axis.watched, "pipeline", state.options)
         mesh, timeout = state.group.data.mesh, state.group.timeout
         self._data = [
             watched_group(mesh[name], timeout, f'data-parallel group "{name}"')

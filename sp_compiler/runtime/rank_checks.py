@@ -46,7 +46,7 @@ class RankAgreement:
 
     Args:
         group: the ranks that must agree.
-        name: of the module among those of this process, the same on every rank.
+        kind: of what calls, such as "module"; made in the same order on every rank of the group.
         options: what this rank compiles with, by name; must be the same on every rank.
 
     Attributes:
@@ -54,11 +54,16 @@ class RankAgreement:
     """
 
     def __init__(
-        self, group: TensorParallelGroup, name: str, options: Mapping[str, str] | None = None
+        self, group: TensorParallelGroup, kind: str, options: Mapping[str, str] | None = None
     ) -> None:
         self.every_call = group.collectives is not None
         self._group = group
-        self._name = name
+        self._names: dict[FailureBoard, str] = {}
+        for board in (group.board, *group.data_boards):
+            if board is not None:
+                # Counted by group: a rank may also have modules of its own, or of other groups.
+                self._names[board] = f"{kind} {board.num_users[kind]}"
+                board.num_users[kind] += 1
         self._options = dict(options or {})
         # By group: ranks that read other data may compile more often than these.
         self._num_meetings: Counter[str] = Counter()
@@ -170,7 +175,7 @@ class RankAgreement:
 
     def _exchange(self, board: FailureBoard, purpose: str, text: str) -> list[str]:
         self._num_meetings[board.kind] += 1
-        meeting = f"meetings/{self._name}/{self._num_meetings[board.kind]}"
+        meeting = f"meetings/{self._names[board]}/{self._num_meetings[board.kind]}"
         return board.exchange(meeting, text, purpose, self._group.timeout)
 
     def _gather_on_host(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +23,6 @@ from sp_compiler.torch_compile.dynamo_graph import BoundInputs, DynamoGraph
 from sp_compiler.torch_compile.full_parameters import local_parameters
 
 Build = Callable[[nn.Module, Sequence[Tensor]], CompiledProgram]
-# Ranks compile the same graphs in the same order, so that a number is enough to tell them apart.
-_INSTANCES = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -70,7 +67,7 @@ class CompiledGraph:
         self._group = group
         self._build = build
         self._programs = ProgramCache[_Compiled](cache_size)
-        self._agreement = RankAgreement(group, f"graph{next(_INSTANCES)}", options)
+        self._agreement = RankAgreement(group, "graph", options)
 
     def __call__(self, *args: Any) -> Any:
         """The graph's outputs, replicated; buffers that it changes are changed.

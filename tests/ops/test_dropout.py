@@ -253,6 +253,7 @@ def test_registered() -> None:
     x = _X.clone().requires_grad_()
     assert_registered(module.DROPOUT, x, SEED, _P, _SITE, 0, 1)
     assert_registered(module.DROPOUT_MASK, x, SEED, _P, _SITE, 0, 1)
+    assert_registered(module.DROPOUT, x, SEED, _P, _SITE, 0, 1, 3)
 
 
 @pytest.mark.parametrize(("placement", "told"), [("S(0)", 1), ("R", 2), ("S(1)", 2)])

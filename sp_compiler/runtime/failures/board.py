@@ -16,6 +16,7 @@ import json
 import sys
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -60,6 +61,7 @@ class FailureBoard:
         unfinished_step: the optimizer whose ``step()`` has begun and did not end.
         trains: whether a call recorded a graph, so that errors in backward concern the group.
         before_next: runs once, before the next collective is started.
+        num_users: by kind (modules, graphs), how many were made that meet over this board.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, kind: str, timeout: timedelta) -> None:
@@ -73,6 +75,7 @@ class FailureBoard:
         self.unfinished_step: str | None = None
         self.trains = False
         self.before_next: Callable[[], None] | None = None
+        self.num_users: Counter[str] = Counter()
         self._round = 0
         self._failed = False
         self._broken: str | None = None

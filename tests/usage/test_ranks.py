@@ -277,7 +277,7 @@ def test_gradients_of_inputs_are_whole_on_every_rank(ranks: list[dict[str, Any]]
 
 
 def test_outputs_are_sharded_beside_a_loss_only(ranks: list[dict[str, Any]]) -> None:
-    kinds = ["DTensor", "Tensor", "Tensor", "Tensor", "DTensor", "DTensor"]
+    kinds = ["ShardedOutput", "Tensor", "Tensor", "Tensor", "ShardedOutput", "ShardedOutput"]
     assert result(ranks, "_outputs") == [kinds, kinds]
 
 

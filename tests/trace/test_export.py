@@ -53,7 +53,7 @@ def test_captured_zoo_equals_eager(name: str) -> None:
     assert largest_error(model, expected, loss) < 1e-14
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", pytest.param("t5", marks=pytest.mark.slow)])
 def test_lifted_casts_leave_float64_alone(name: str) -> None:
     model, kwargs = zoo.build(name), zoo.inputs(name)
     captured = capture(model, (), kwargs, lift_casts=True)

@@ -214,10 +214,17 @@ def ring(self: Any, x: Tensor) -> Tensor:
     ("start", "change", "named"),
     [
         (lambda: None, memory, "state (None -> a tensor)"),
-        (lambda: torch.zeros(WIDTH).double(), memory, "state (a tensor -> a tensor)"),
+        pytest.param(
+            lambda: torch.zeros(WIDTH).double(),
+            memory,
+            "state (a tensor -> a tensor)",
+            marks=pytest.mark.slow,
+        ),
         (list, summed, "state (list of 0 -> list of 1)"),
         (lambda: 0.5, averaged, "state (0.5 -> 0.55)"),
-        (lambda: [None, None], ring, "state (list of 2 -> list of 2)"),
+        pytest.param(
+            lambda: [None, None], ring, "state (list of 2 -> list of 2)", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_state_that_a_program_cannot_carry_on_is_named_once(

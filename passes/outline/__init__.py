@@ -65,12 +65,11 @@ def outline(
     report.rewrote(len(pieces) - len(distinct.regions), kind="layer that shares a region")
     _make_names_unique(distinct.regions)
     returned = [refs[leaf] if isinstance(leaf, Node) else leaf for leaf in captured.outputs]
-    mutated = {name: refs[node] for name, node in captured.mutated_buffers.items()}
     return Program(
         program_calls,
         returned,
         captured.out_spec,
-        mutated,
+        {name: refs[node] for name, node in captured.mutated_buffers.items()},
         dict(captured.aliases),
         dict(captured.constants),
         list(captured.notes),

@@ -13,17 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
-from torch.distributed.tensor import Replicate
 from torch.fx import Graph, Node
 
-from benchmarks.measure import PeakRecorder, Recorder
+from benchmarks.measure import Recorder
 from benchmarks.models import GPTConfig, PlainGPT
 from sp_compiler.api import plan
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.shards import local_part
 from sp_compiler.cost.memory import backward_peak_bytes, function_peak_bytes
 from sp_compiler.cost.step_memory import step_memory
-from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.rewriting import fake_value
 from sp_compiler.ops.communicator import Communicator
 from sp_compiler.options import CompileOptions
@@ -31,7 +29,7 @@ from sp_compiler.planning.build import make_plan
 from sp_compiler.planning.plan import Plan
 from sp_compiler.runtime.executor import Executor
 from tests.helpers.graph_builder import GraphBuilder
-from tests.helpers.parity import SEED, Case, case, compiled, compiled_in_turn, make_case
+from tests.helpers.parity import SEED, case, compiled, compiled_in_turn
 from tests.helpers.ranks import run_on_ranks
 from tests.models import zoo
 
@@ -324,88 +322,6 @@ def test_a_parameters_own_gradient_among_several_results() -> None:
     assert backward_peak_bytes(graph, ()) == 4 * (100 + 10 + 10)
     assert backward_peak_bytes(graph, {1}) == 4 * (100 + 10)
     assert backward_peak_bytes(graph, {1, 2}) == 4 * 100
-
-
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "plain_unfused",
-        pytest.param(
-            "llama",
-            marks=pytest.mark.xfail(
-                torch.__version__ < "2.12",
-                reason="fakes of torch 2.11 give attention's log-sum-exp in float64 half its bytes",
-                strict=True,
-            ),
-        ),
-    ],
-)
-def test_planned_peak_is_that_of_a_running_step(name: str, recompute: str) -> None:
-    found = case(name, 2, 12)
-    program = compiled(found, tp=1, recompute=recompute)
-    assert _measured_peak(found, program) == step_memory(program).peak_bytes
-
-
-class _Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class _Again(nn.Module):
-    """Two layers alike of which one runs twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(16, 16)
-        self.layers = nn.ModuleList(_Layer() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for index in (0, 1, 0):
-            x = self.layers[index](x)
-        return x.square().mean()
-
-
-def test_planned_peak_where_some_calls_of_a_block_share_parameters() -> None:
-    """A part of a gradient is temporary in the calls that share it, and in no other."""
-    torch.manual_seed(0)
-    found = make_case(_Again().double(), {"x": torch.randn(2, 3, 16, dtype=torch.float64)})
-    program = compiled(found, tp=1)
-    names = [call.region.name for call in program.program.calls]
-    assert names.count("_Layer") == 3
-    assert _measured_peak(found, program) == step_memory(program).peak_bytes
-
-
-def test_the_peak_counts_the_bucket_of_replicated_gradients() -> None:
-    """The gradients, what is sent of them together, and what arrives."""
-    model, x = nn.Sequential(nn.Linear(16, 512), nn.Linear(512, 16)), torch.randn(2, 3, 16)
-    hints = {"0": Replicate(), "1": Replicate()}
-    found = plan(model, ((x,), {}), tp=2, hints=hints)
-    replicated = sum(parameter.nbytes for parameter in model.parameters())
-    assert found.replicated_parameter_bytes == replicated
-    assert 3 * replicated <= found.activation_peak_bytes < 3.5 * replicated
-    alone = plan(model, ((x,), {}), tp=1)
-    assert alone.activation_peak_bytes < 0.5 * replicated
-
-
-def _measured_peak(found: Case, program: CompiledProgram) -> int:
-    """Of a training step on one rank."""
-    params = {key: value.detach().requires_grad_() for key, value in found.params.items()}
-    with PeakRecorder() as recorder:
-        run = Executor(program, Communicator(None, 0, 1)).run(
-            params, found.buffers, found.inputs, SEED
-        )
-        (loss,) = [x for x in run.outputs if isinstance(x, Tensor) and not x.dim()]
-        loss.backward()
-    grads = [value.grad for value in params.values() if value.grad is not None]
-    inputs = [value for value in found.inputs if isinstance(value, Tensor)]
-    outside = [*grads, *params.values(), *found.buffers.values(), *inputs]
-    return recorder.peak_bytes(excluding=outside)
 
 
 def test_options_are_those_of_compile() -> None:

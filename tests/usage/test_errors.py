@@ -230,32 +230,6 @@ def test_what_is_no_module() -> None:
         sp_compiler.compile(_scripted(), tp=1)
 
 
-class _Replicated(nn.parallel.DistributedDataParallel):
-    """DistributedDataParallel without its process group."""
-
-    def __init__(self, module: nn.Module) -> None:
-        nn.Module.__init__(self)
-        self.module = module
-
-
-@pytest.mark.parametrize(
-    ("wrap", "said"),
-    [
-        (_Replicated, r"model is wrapped in _Replicated.*model\.module.*dp_replicate"),
-        (nn.DataParallel, r"model is wrapped in DataParallel.*model\.module"),
-        (lambda m: nn.Sequential(_Replicated(m)), r"model\.0 is wrapped .*model\.0\.module"),
-        (torch.compile, r"wrapped by torch\.compile.*model\._orig_mod"),
-    ],
-)
-def test_what_others_have_wrapped(wrap: Any, said: str) -> None:
-    for refuse in (
-        lambda model: sp_compiler.compile(model, tp=1),
-        lambda model: sp_compiler.plan(model, ((batch(),), {}), tp=2),
-    ):
-        with pytest.raises(ArgumentError, match=said):
-            refuse(wrap(net()))
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def _scripted() -> nn.Module:
     scripted: nn.Module = torch.jit.script(nn.Linear(2, 2))

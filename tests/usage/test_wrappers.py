@@ -140,3 +140,29 @@ def test_fully_shard_before_placement_says_what_to_do() -> None:
     fully_shard(module, mesh=mesh["dp"])
     with pytest.raises(ArgumentError, match=r"fully_shard.*pass example_inputs"):
         module(batch())
+
+
+class _Replicated(DistributedDataParallel):
+    """DistributedDataParallel without its process group."""
+
+    def __init__(self, module: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self.module = module
+
+
+@pytest.mark.parametrize(
+    ("wrap", "said"),
+    [
+        (_Replicated, r"model is wrapped in _Replicated.*model\.module.*dp_replicate"),
+        (nn.DataParallel, r"model is wrapped in DataParallel.*model\.module"),
+        (lambda m: nn.Sequential(_Replicated(m)), r"model\.0 is wrapped .*model\.0\.module"),
+        (torch.compile, r"wrapped by torch\.compile.*model\._orig_mod"),
+    ],
+)
+def test_what_others_have_wrapped(wrap: Any, said: str) -> None:
+    for refuse in (
+        lambda model: sp_compiler.compile(model, tp=1),
+        lambda model: sp_compiler.plan(model, ((batch(),), {}), tp=2),
+    ):
+        with pytest.raises(ArgumentError, match=said):
+            refuse(wrap(net()))

@@ -197,12 +197,13 @@ def to_program(
 class Compilation:
     """An outlined program that is sharded once and split for any number of memory settings.
 
-    A memory setting is a ``recompute`` policy or a memory budget. An operator whose placement the
+    A memory setting is a ``recompute`` policy or a memory budget, and whether the backward is split
+    for pipelines. An operator whose placement the
     check refuses, forward or backward, runs replicated and is noted: slower, never wrong.
 
     Args:
         program: is not changed.
-        options: everything but ``recompute`` and the limits of memory is read.
+        options: everything but ``recompute``, the limits of memory and ``split_backward`` is read.
         fixed: storage placements of parameters that an earlier compilation decided.
         checked: run the checks. Without them a wrong program is compiled too, so that ``verify``
             can compare its numbers.
@@ -238,6 +239,7 @@ class Compilation:
             recompute=options.recompute,
             memory_budget=options.memory_budget,
             device_memory=options.device_memory,
+            split_backward=options.split_backward,
         )
         while True:
             try:
@@ -347,9 +349,10 @@ def build_settings(
     kwargs: Mapping[str, Any],
     settings: Sequence[CompileOptions],
 ) -> list[CompiledProgram]:
-    """Compile ``model`` for each of ``settings``, which differ only in ``tp`` and ``recompute``.
+    """Compile ``model`` for each of ``settings``.
 
-    It is captured once, which takes most of the time, and sharded once per run of equal ``tp``.
+    They differ in ``tp``, ``recompute`` and ``split_backward`` alone. The model is captured once,
+    which takes most of the time, and sharded once per run of equal ``tp``.
     """
     programs: list[CompiledProgram] = []
     with _running_passes(open_dims=False):

@@ -11,7 +11,7 @@ from sp_compiler.base.provenance import module_path
 from sp_compiler.base.python_text import comment
 from sp_compiler.codegen.descriptions import describe
 from sp_compiler.codegen.expressions import Printer, first_alone
-from sp_compiler.codegen.lifetimes import Lifetimes, targets
+from sp_compiler.codegen.lifetimes import Lifetimes, has_unused_part, targets
 from sp_compiler.codegen.nesting import Nesting, is_unpacked
 from sp_compiler.ir.fx import placements_of
 from sp_compiler.ir.op_traits import base, is_collective, is_identity, is_started, is_view, is_wait
@@ -89,6 +89,8 @@ class Body:
                 )
                 left -= allocates[place]
                 rebound = {self.printer.names[target] for target in targets(node)}
+                if has_unused_part(node):
+                    rebound.add("_")
                 dead = [name for name in dead if name not in rebound]
                 # What dies where nothing is allocated any more dies with the function.
                 dead += self._deaths.get(node, []) if left else []

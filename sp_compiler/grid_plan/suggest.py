@@ -111,26 +111,29 @@ def suggest(  # noqa: PLR0913 - all by keyword, each described below
     runnable = [name for name in schedules if SCHEDULES[name].runs_on(backend)]
     if not runnable:
         SCHEDULES[schedules[0]].check_backend(backend)  # raises, with the reason
-    delays_weights = any(SCHEDULES[name].delays_weights for name in runnable)
+    # One stage needs no schedule: its backward is one function.
+    splits = {False, *(SCHEDULES[name].delays_weights for name in runnable)}
     settings = [
         # As pipeline compiles it, so that what inputs alone determine is in no stage.
         replace(
             CompileOptions.of(tp, {**options, "recompute": recompute}),
             tables_apart=True,
-            split_backward=delays_weights,
+            split_backward=split_backward,
         )
         for tp in widths
         for recompute in policies
+        for split_backward in sorted(splits)
     ]
     wishes_of(settings[0].hints, parameters_of(model))  # raises before the model is captured
     search = _Search(memory_bytes, top, runnable)
-    for compiled in build_settings(model, args, kwargs, settings):
+    programs = build_settings(model, args, kwargs, settings)
+    for compile_options, compiled in zip(settings, programs, strict=True):
         assert isinstance(compiled.plan, Plan)
         try:
             chain = Chain.of(compiled, compiled.plan)
         except ArgumentError:  # without a loss there are no stages
             chain = None
-        setting = _Setting(compiled.plan, chain)
+        setting = _Setting(compiled.plan, chain, compile_options.split_backward)
         for grid in _grids(gpus, compiled.plan.tp, setting.num_layers):
             search.add(setting, grid, microbatches, checked)
     return search.run()
@@ -152,6 +155,7 @@ class _Setting:
 
     plan: Plan
     stages: Chain | None
+    split_backward: bool
     uncut: Chain = field(init=False)
 
     def __post_init__(self) -> None:
@@ -217,6 +221,8 @@ class _Search:
             self._impossible[grid] = f"{microbatches} microbatches do not divide by {grid.data}"
             return
         for schedule, per_rank in self._schedules if grid.pp > 1 else [("1f1b", None)]:
+            if SCHEDULES[schedule].delays_weights != setting.split_backward:
+                continue
             try:
                 options = replace(
                     like,

@@ -80,6 +80,22 @@ def test_what_the_caller_holds_is_not_deleted() -> None:
     assert names.isdisjoint({"x", *held})
 
 
+class Corners(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        top, _ = x.split(2, 0)
+        _, right = x.split(3, 1)
+        return (top.cumsum(0) + right.cumsum(1)[:2, :1]).cumsum(0)
+
+
+def test_unused_parts_behind_each_other_are_deleted_once() -> None:
+    compiled = compile_region(region_of(Corners(), X, requires_grad=[False]), recompute="none")
+    lines = [line.strip().partition("  # ")[0] for line in compiled.source.splitlines()]
+    place = lines.index("top, _ = x.split(2)")
+    assert lines[place + 1 : place + 3] == ["_, right = x.split(3, 1)", "del _"]
+    (result,), _ = compiled.code.forward(TP1, X)
+    assert torch.equal(result, Corners()(X))
+
+
 @pytest.mark.parametrize("taken", [(), ("y",), ("y", "y_1")])
 def test_a_name_with_another_meaning_is_not_taken(taken: tuple[str, ...]) -> None:
     graph = region_of(Again(), X, requires_grad=[False]).module.graph

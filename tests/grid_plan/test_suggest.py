@@ -23,19 +23,25 @@ _ARGUMENTS: dict[str, Any] = {"gpus": 8, "microbatches": 8, "gpus_per_node": 2}
 def _every_plan(model: Any, inputs: Any) -> dict[GridSizes, list[GridPlan]]:
     """Plans of 8 devices with two policies, by grid."""
     settings = [
-        CompileOptions(tp=tp, recompute=recompute, tables_apart=True)
+        CompileOptions(tp=tp, recompute=recompute, tables_apart=True, split_backward=split)
         for tp in (1, 2)
         for recompute in ("none", "full")
+        for split in (False, True)
     ]
     plans: dict[GridSizes, list[GridPlan]] = {}
-    for compiled in build_settings(model, (), inputs, settings):
+    for setting, compiled in zip(
+        settings, build_settings(model, (), inputs, settings), strict=True
+    ):
+        schedules = (("1f1b", None), ("interleaved", 2))
+        if setting.split_backward:
+            schedules = (("zero_bubble", None),)
         for pp in (1, 2, 4):
             tp = compiled.plan.tp
             uncut = Chain.uncut(compiled.plan)
             chain = Chain.of(compiled, compiled.plan) if pp > 1 else uncut
             for axis in ("dp_shard", "dp_replicate"):
                 grid = GridSizes(tp, pp, **{axis: 8 // tp // pp})
-                for schedule, count in (("1f1b", None), ("interleaved", 2), ("zero_bubble", None)):
+                for schedule, count in schedules:
                     try:
                         options = GridOptions(
                             grid, 8 // grid.data, schedule, count, gpus_per_node=2

@@ -43,22 +43,25 @@ _INFINITE = 1e30
 _DRAWS = frozenset({"dropout", "dropout_mask"})
 _ERRORS = ("loss_error", "gradient_error", "eager_error", "inductor_error", "function_error")
 _COUNTS = ("masked", "masks_differ", "functions")
-_HEAD = """# Numbers of Inductor
+_HEAD = """# Accuracy of Inductor
 
 Written by `python -m benchmarks.inductor --write` from real runs; not edited by hand.
 
-`backend="inductor"` against `backend="eager"`: one step of every architecture of the
-[coverage](coverage.md) in its *dividing* size, float32, training mode, 0.1 for every probability of
-dropping an element, on 1, 2 and 4 simulated ranks.
+Does `backend="inductor"` compute the same as `backend="eager"`? One training step of each
+architecture of the [coverage](coverage.md) page in its *dividing* size, in float32 with every
+dropout probability set to 0.1, on 1, 2 and 4 simulated ranks.
 
-*Loss* and *gradients* are the largest differences between the two, relative to the loss and to the
-largest gradient of all parameters. *Eager* and *Inductor* are how far the gradients of each are
-from those of the model on one device in float64: where a model amplifies rounding, the two differ
-by as much. *Function* is the largest difference of any compiled function from its own text on the
-same tensors, relative to the largest number that it reads or returns. *Masks* are elements of
-results of functions that draw masks: those compared, and those that are zero on one side alone.
-*Functions* are those that Inductor compiled and those that run as written. Several numbers in a
-cell are for the ranks in the second column.
+- *loss*, *gradients*: the largest difference between the two backends, relative to the loss and to
+  the largest gradient of all parameters.
+- *eager*, *Inductor*: the error of each backend's gradients against the model on one device in
+  float64. A model that amplifies rounding has a large error in both.
+- *function*: the largest difference between any compiled function and its own source text on the
+  same tensors, relative to the largest number that it reads or returns.
+- *masks*, *differ*: elements compared in the results of functions that draw dropout masks, and
+  those that are zero under one backend only.
+- *functions*, *as written*: functions that Inductor compiled, and those left as generated.
+
+Several numbers in a cell belong to the ranks in the second column.
 """
 
 

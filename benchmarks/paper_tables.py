@@ -41,11 +41,13 @@ _PAGE_HEAD = """# The paper's numbers, from the compiler's graphs
 
 Written by `python -m benchmarks.paper_tables --write`; not edited by hand.
 
-Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", arXiv
-2205.05198. *Ours* is counted on the generated forward and backward of a layer of its plain GPT, and
-of what lies outside of layers, at the paper's sizes and tensor-parallel ranks, in bfloat16. *Paper*
-is what it prints or, where it prints a formula, the formula. Rows named *sp_compiler* are
-`recompute="selective"` with masks drawn again, beside the paper's best.
+The tables of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
+arXiv 2205.05198, next to numbers from sp_compiler's graphs: how well the two agree, and what the
+compiler saves beyond the paper. *Ours* is counted on the generated forward and backward of a layer
+of a plain GPT, and on the code outside of its layers, at the paper's sizes and tensor-parallel
+ranks, in bfloat16. *Paper* is the paper's number or, where it gives a formula, the formula's value.
+Rows named *sp_compiler* have `recompute="selective"` and regenerated dropout masks; beside them is
+the paper's best setting.
 """
 
 ALONE = {

@@ -320,17 +320,19 @@ PAGE = Path(__file__).parents[1] / "docs" / "paper.md"
 HEADING = "## Times, simulated (tables 4 and 5)"
 _ABOUT = """
 Written by `python -m benchmarks.paper_times --write`. Four rates of the profile "a100" are fitted
-to table 4, times and overheads together: of their peaks, matrix products reach {0:.0%}, memory
-{1:.0%}, all-reduces {2:.0%}, all-gathers and reduce-scatters {3:.0%}. With these alone the steps of
-table 5 are simulated: each setting's generated functions at the paper's sizes, the pipeline by
-`grid_plan`, the sum of gradients in 32 bits (8 bytes of a parameter read and written per
-microbatch) and the optimizer (38 bytes per step). Elementwise operators are fused as for
-`backend="inductor"`. Backward overlaps as Megatron-LM does: the reduction of a linear's input
-gradient beside the product for its weight, the repeated gather of its input beside the product for
-its input; rows with *overlap=True* are in the order that sp_compiler schedules.
+to table 4, to its times and overheads together: as a share of their peaks, matrix products reach
+{0:.0%}, memory {1:.0%}, all-reduces {2:.0%}, all-gathers and reduce-scatters {3:.0%}. The steps of
+table 5 are then simulated with these rates and nothing else fitted: the generated functions of each
+setting at the paper's sizes, the pipeline by `grid_plan`, the accumulation of gradients in 32 bits
+(8 bytes per parameter read and written per microbatch) and the optimizer (38 bytes per parameter
+and step). Elementwise operators are fused as with `backend="inductor"`. Communication in backward
+overlaps as in Megatron-LM: the reduction of a linear layer's input gradient runs beside the product
+for its weight gradient, and the repeated gather of its input beside the product for its input
+gradient. Rows with *overlap=True* run in the order that sp_compiler schedules.
 
-With selective recomputation ours leaves out the product of probabilities and values, which no
-gradient needs and the paper's repeats: half a point.
+With selective recomputation, sp_compiler does not repeat the product of attention probabilities and
+values, which no gradient needs; the paper does. The difference is half a percentage point of
+overhead.
 """
 
 

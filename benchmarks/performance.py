@@ -21,21 +21,24 @@ RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
 _HEAD = """# Performance
 
-Written by `python -m benchmarks.performance --write` from `benchmarks/results/`, not by hand.
-`make bench WRITE=--write` measures again. Contenders of a table ran in turns in one process group;
-a ratio is the median over rounds of the two times of one round, and below 1 sp_compiler is faster.
-Compare ratios: milliseconds are those of one machine.
+Written by `python -m benchmarks.performance --write` from `benchmarks/results/`; not edited by
+hand.
+
+How fast a step is next to other implementations of the same model, and how long compiling takes.
+`make bench WRITE=--write` measures again. The contenders of a table ran in turns in one process
+group. A ratio is the median over rounds of sp_compiler's time divided by the contender's in the
+same round: below 1, sp_compiler is faster. Compare ratios; the milliseconds depend on the machine.
 """
 _RUNS = {
     "tensor-parallel": """Two gloo ranks, a plain GPT of 4 layers, hidden 512, 2 x 512 tokens,
-float32. *Megatron style* is written by hand in `benchmarks/peers/`: plain tensors, explicit
-autograd functions, the same collectives and recomputation; *Megatron-Core* is the library, on
-CPU. Whoever shards tokens too (*TP+SP*) is compared with `sequence_parallel=True`, whoever does not
-(*TP*) with `False`, so that both exchange the same. With "selective" only sp_compiler recomputes
-more than the attention core, and keeps less.""",
+float32. *Megatron style* is hand-written code in `benchmarks/peers/`: plain tensors, explicit
+autograd functions, the same collectives and recomputation. *Megatron-Core* is the library, on CPU.
+Contenders that shard tokens too (*TP+SP*) are compared with `sequence_parallel=True`, the others
+(*TP*) with `False`, so that both communicate the same. With "selective", sp_compiler alone
+recomputes more than the attention core, and saves less.""",
     "one-device": 'The same model on one device: `tp=1`, `recompute="none"`, against eager.',
-    "overhead": """Hidden 64 and a fake process group, whose collectives cost nothing: what is left
-is overhead in Python, in CPU time.""",
+    "overhead": """Hidden 64 and a fake process group, whose collectives cost nothing: the CPU time
+is mostly Python overhead.""",
 }
 
 
@@ -43,7 +46,7 @@ def machine() -> str:
     """Where a result was measured, in words."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     return (
-        f"{device}, {os.cpu_count()} cores, {torch.get_num_threads()} thread a rank, "
+        f"{device}, {os.cpu_count()} cores, {torch.get_num_threads()} thread per rank, "
         f"torch {torch.__version__.partition('+')[0]}, Python {platform.python_version()}"
     )
 

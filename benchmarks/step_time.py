@@ -1,7 +1,7 @@
 """Step time of sp_compiler beside eager and beside hand-written and library peers.
 
-A step is forward + backward, float32, one thread a rank. Contenders alternate in every round and a
-ratio is the median over rounds of the two times of one round. Three runs::
+A step is forward + backward, float32, one thread per rank. Contenders alternate in every round and
+a ratio is the median over rounds of the two times of one round. Three runs::
 
     tensor parallel   hidden 512, 4 layers, 2 gloo ranks, each recomputation
     one device        tp=1 against eager, dropout on and off

@@ -57,15 +57,21 @@ PAGE = _ROOT / "docs" / "third_party.md"
 _RANKS = 2
 # Of the largest gradient. Models that compute in float32 whatever they are given round so.
 _EXACT, _OWN_CASTS = 1e-9, 1e-6
-_HEAD = """# Other people's models
+_HEAD = """# Models of other packages
 
 Written by `python -m benchmarks.third_party --write` from real runs; not edited by hand.
 
-Models of packages, as they are, made small (two layers where that can be said): one training step
-in float64 on two simulated ranks against the uncompiled model. *right*: the loss and every gradient
-agree within 1e-9 of the largest gradient, within 1e-6 where the model itself computes in float32.
-*refused*: the compiler raised an error, which is shown. Shares are of the forward's matrix-product
-FLOPs and of the bytes of parameters with two dims or more.
+Which models does sp_compiler handle that nobody wrote with it in mind? Each model is its package's
+own, unmodified, in a small configuration (two layers if the package has an option for that): one
+training step in float64 without dropout on two simulated ranks, against the uncompiled model.
+
+- *right*: the loss and all gradients agree within 1e-9 of the largest gradient, or 1e-6 if the
+  model itself computes in float32. *WRONG*: they do not. *refused*: the compiler raised the error
+  in the last column.
+- *error*: the largest difference, relative to the largest gradient, or to the loss.
+- *FLOPs*, *parameters*: the sharded share of the forward's matrix-product FLOPs, and of the bytes
+  of parameters with two or more dims.
+- *replicated*: operators and parameters left replicated. *compile s*: CPU seconds to compile.
 """
 
 

@@ -37,6 +37,7 @@ from sp_compiler.options import (
     checked_inputs,
     with_options,
 )
+from sp_compiler.pass_manager.reproduction import reproducible
 from sp_compiler.pipeline_parallel.axes import pipeline_axis
 from sp_compiler.pipeline_parallel.pipeline_module import PipelineModule
 from sp_compiler.pipeline_parallel.schedules import schedule_of
@@ -44,6 +45,7 @@ from sp_compiler.planning.costly_fallbacks import FallbackCheck, refuse_costly
 from sp_compiler.planning.plan import Plan
 from sp_compiler.runtime.group import RANK_TIMEOUT, device_type_of, tensor_parallel_group
 from sp_compiler.verification.proof import prove, prove_rules
+from sp_compiler.verification.verify import Step
 
 
 @with_options
@@ -115,12 +117,7 @@ def compile(
     texts = {**checked.texts(), "initial_weights": initial_weights}
     builder = _Builder(checked, FallbackCheck(checked, group.rank), verify)
     result = DistributedModule(
-        model,
-        group,
-        builder,
-        options=texts,
-        initial_weights=initial_weights,
-        fsdp=fsdp_options,
+        model, group, builder, options=texts, initial_weights=initial_weights, fsdp=fsdp_options
     )
     if example is not None:
         args, kwargs = example
@@ -273,7 +270,9 @@ class _Builder:
         )
         self.check_fallbacks(compiled.plan.costly_fallbacks)
         # A user's rule is proven at its first use, whether the rest is or not.
-        (prove if self.verify else prove_rules)(model, args, kwargs, self.options, compiled)
+        with reproducible(model, args, kwargs, self.options, fixed or {}, verify=self.verify):
+            step = Step.of(model, args, kwargs)
+            (prove if self.verify else prove_rules)(step, self.options, compiled)
         return compiled
 
 

@@ -26,14 +26,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
 from torch import nn
-from torch._dynamo import config as dynamo_config
 
 from sp_compiler.base.autocast import without_autocast
 from sp_compiler.base.errors import PlacementError
@@ -53,7 +51,8 @@ from sp_compiler.ir.program import Program
 from sp_compiler.options import CompileOptions, pass_name
 from sp_compiler.pass_manager.dump import dump, dump_folder
 from sp_compiler.pass_manager.fallback import fallback_note, refused_operator
-from sp_compiler.pass_manager.runner import PassRunner
+from sp_compiler.pass_manager.reproduction import reproducible
+from sp_compiler.pass_manager.runner import PassRunner, running_passes
 from sp_compiler.pass_manager.user_pass import run_user_pass
 from sp_compiler.passes.chunks.chunk import OpenRowsError, chunk
 from sp_compiler.passes.half_batches import half_batches, halves_pay
@@ -152,27 +151,43 @@ def _build(
     # At the start: that the folder cannot be written would otherwise show minutes later.
     folder = dump_folder()
     run = PassRunner(keep_graphs=keep != "nothing" or folder is not None)
-    with _running_passes(open_dims):
+    with running_passes(open_dims), contextlib.ExitStack() as contexts:
+        # With open sizes no failure is final: those of the example are compiled next.
+        if not open_dims:
+            contexts.enter_context(reproducible(model, args, kwargs, options, fixed))
         captured = run.once(
             Pass.EXPORT, capture, model, args, kwargs, lift_casts=lift_casts, open_dims=open_dims
         )
-        # Normalizing rewrites the capture in place; a proof starts from the graph before it.
-        original = captured.copy() if keep == "unsharded" else None
-        program = to_program(captured, options, run)
-        compiled = Compilation(program, options, fixed=fixed, run=run).finish(options)
-        if program.sizes is not None:
-            program.sizes.require_known()
-        with without_autocast():
-            # The plan gives numbers of bytes and seconds: those for the example's sizes.
-            plan = make_plan(concretized(compiled), options, type(model).__name__)
-        require_fit(plan, options)
-        at_example = Concretizer(program.sizes).program(program)
-        # Solved only when somebody asks: every alternative that it compares costs a solution.
-        explainer = partial(explain, at_example, options, dict(fixed), compiled.replicated)
-        compiled.plan = replace(plan, explainer=explainer)
-        compiled.unsharded = (original, program) if original is not None else None
+        compiled = compile_captured(captured, options, type(model).__name__, fixed, keep, run)
     if folder is not None:
         dump(compiled, folder)
+    return compiled
+
+
+def compile_captured(
+    captured: Captured,
+    options: CompileOptions,
+    name: str,
+    fixed: Mapping[str, Placement],
+    keep: KeptGraphs,
+    run: PassRunner,
+) -> CompiledProgram:
+    """Everything after the capture, which is rewritten; ``name`` is that of the model's class."""
+    # Normalizing rewrites the capture in place; a proof starts from the graph before it.
+    original = captured.copy() if keep == "unsharded" else None
+    program = to_program(captured, options, run)
+    compiled = Compilation(program, options, fixed=fixed, run=run).finish(options)
+    if program.sizes is not None:
+        program.sizes.require_known()
+    with without_autocast():
+        # The plan gives numbers of bytes and seconds: those for the example's sizes.
+        plan = make_plan(concretized(compiled), options, name)
+    require_fit(plan, options)
+    # Solved only when somebody asks: every alternative that it compares costs a solution.
+    at_example = Concretizer(program.sizes).program(program)
+    explainer = partial(explain, at_example, options, dict(fixed), compiled.replicated)
+    compiled.plan = replace(plan, explainer=explainer)
+    compiled.unsharded = (original, program) if original is not None else None
     return compiled
 
 
@@ -197,9 +212,8 @@ def to_program(
 class Compilation:
     """An outlined program that is sharded once and split for any number of memory settings.
 
-    A memory setting is a ``recompute`` policy or a memory budget, and whether the backward is split
-    for pipelines. An operator whose placement the
-    check refuses, forward or backward, runs replicated and is noted: slower, never wrong.
+    A memory setting is a ``recompute`` policy or budget, and whether pipelines split the backward.
+    An operator whose placement the check refuses runs replicated and is noted: slower, never wrong.
 
     Args:
         program: is not changed.
@@ -324,13 +338,20 @@ class Compilation:
         loaded: LoadedProgram,
     ) -> CompiledProgram:
         """Return the result; ``program`` is that of ``sharded`` after tagging."""
+        loss_backwards = {
+            each.region.name: LossBackward(
+                loss.output, loaded.codes[each.region.name].loss_backward
+            )
+            for each in regions
+            if (loss := each.partitioned.loss) is not None
+        }
         return CompiledProgram(
             program,
             dict(loaded.codes),
             sharded.param_placements,
             self._options.tp,
             differentiable={each.region.name: each.differentiable for each in regions},
-            loss_backwards=_loss_backwards(regions, loaded.codes),
+            loss_backwards=loss_backwards,
             reached_from={each.region.name: each.joint.reached_from() for each in regions},
             notes=[*program.notes, *loaded.notes],
             kernels=loaded.kernels,
@@ -355,7 +376,7 @@ def build_settings(
     which takes most of the time, and sharded once per run of equal ``tp``.
     """
     programs: list[CompiledProgram] = []
-    with _running_passes(open_dims=False):
+    with running_passes(open_dims=False):
         program = to_program(capture(model, args, kwargs), settings[0])
         for _, group in itertools.groupby(settings, key=lambda options: options.tp):
             same_tp = list(group)
@@ -377,25 +398,3 @@ def compile_program(
 ) -> CompiledProgram:
     """Everything after outlining, for one memory setting; see :class:`Compilation`."""
     return Compilation(program, options, fixed=fixed, checked=checked).finish(options)
-
-
-@contextlib.contextmanager
-def _running_passes(open_dims: bool) -> Iterator[None]:
-    # With symbolic sizes, looking up an operator's result takes longer than running it on fakes.
-    lookup = dynamo_config.fake_tensor_cache_enabled and not open_dims
-    cache_fakes = dynamo_config.patch(fake_tensor_cache_enabled=lookup)
-    with warnings.catch_warnings(), cache_fakes:
-        # FX warns of SymInts as arguments; passes put them there on purpose.
-        warnings.filterwarnings("ignore", "Raw Sym", UserWarning)
-        yield
-
-
-def _loss_backwards(
-    regions: Sequence[CompiledRegion], codes: Mapping[str, Any]
-) -> dict[str, LossBackward]:
-    losses = {each.region.name: each.partitioned.loss for each in regions}
-    return {
-        name: LossBackward(loss.output, codes[name].loss_backward)
-        for name, loss in losses.items()
-        if loss is not None
-    }

@@ -152,6 +152,8 @@ def failures(*, traceback: bool) -> Iterator[None]:
         is_cut = len(lines) > 1 and not traceback
         errors.print(f"[bold red]error:[/] {escape(kind + shown)}")
         errors.print(f"[bold]hint:[/] {escape(_hint(error, is_cut))}")
+        for note in getattr(error, "__notes__", ()):
+            errors.print(f"[bold]note:[/] {escape(note)}")
         raise typer.Exit(USAGE if isinstance(error, ArgumentError) else BROKEN) from error
 
 

@@ -37,21 +37,24 @@ def dump_folder() -> Path | None:
 
 
 def dump(compiled: CompiledProgram, folder: Path) -> Path:
-    """Write each stage, the code and the plan of ``compiled`` below ``folder``.
-
-    Every compilation, and every rank, has a folder of its own there, which is returned.
-    """
-    rank = f"rank{os.environ['RANK']}-" if "RANK" in os.environ else ""
-    # Numbers, not times: folders of two ranks, or of a run that is repeated, can be compared.
-    numbered = (folder / f"{rank}{number:03}" for number in itertools.count())
-    # A second compilation, or a second run, must not hide what the first one was.
-    own = next(path for path in numbered if not path.exists())
-    own.mkdir(parents=True)
+    """Write each stage, the code and the plan of ``compiled`` into a folder of its own."""
+    own = own_folder(folder)
     for number, (name, stage) in enumerate(compiled.stages.items()):
         (own / f"{number:02}-{name}.txt").write_text(_stage_text(stage), encoding="utf-8")
     (own / "code.py").write_text(compiled.code, encoding="utf-8")
     (own / "plan.txt").write_text(f"{compiled.plan}\n", encoding="utf-8")
     LOG.info("wrote stages, code and plan to %s", own)
+    return own
+
+
+def own_folder(folder: Path, suffix: str = "") -> Path:
+    """Make a folder below ``folder`` for one compilation of this rank; ``suffix`` ends its name."""
+    rank = f"rank{os.environ['RANK']}-" if "RANK" in os.environ else ""
+    # Numbers, not times: folders of two ranks, or of a run that is repeated, can be compared.
+    numbered = (folder / f"{rank}{number:03}{suffix}" for number in itertools.count())
+    # A second compilation, or a second run, must not hide what the first one was.
+    own = next(path for path in numbered if not path.exists())
+    own.mkdir(parents=True)
     return own
 
 

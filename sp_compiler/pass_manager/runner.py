@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
+
+from torch._dynamo import config as dynamo_config
 
 from sp_compiler.base.errors import PlacementError
 from sp_compiler.base.log import LOG
@@ -163,6 +167,18 @@ class PassRunner:
         # small pass.
         stage = snapshot_of(name, left, region) if self._keep_graphs else Snapshot(name, {})
         return _Record(result, report, stage)
+
+
+@contextlib.contextmanager
+def running_passes(open_dims: bool) -> Iterator[None]:
+    """Context in which passes run: without warnings of what they do on purpose."""
+    # With symbolic sizes, looking up an operator's result takes longer than running it on fakes.
+    lookup = dynamo_config.fake_tensor_cache_enabled and not open_dims
+    cache_fakes = dynamo_config.patch(fake_tensor_cache_enabled=lookup)
+    with warnings.catch_warnings(), cache_fakes:
+        # FX warns of SymInts as arguments; passes put them there on purpose.
+        warnings.filterwarnings("ignore", "Raw Sym", UserWarning)
+        yield
 
 
 def _num_nodes(subject: Any, region: str) -> int:

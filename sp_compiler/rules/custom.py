@@ -82,6 +82,15 @@ def rule(
     UNPROVEN.add(schema.name)
 
 
+def user_rule(op: str) -> tuple[tuple[str, str], dict[str, Any]] | None:
+    """Arguments of the call of :func:`rule` for the operator of this name; none without one."""
+    signature = getattr(getattr(ROWS.get(op), "factors", None), "__self__", None)
+    if not isinstance(signature, _Signature):
+        return None
+    options = {"whole": "".join(sorted(signature.whole)), "linear": signature.linear}
+    return (op, signature.text), options
+
+
 def _schema(op: Any) -> torch.FunctionSchema:
     """Of an operator that may be run on parts."""
     target = getattr(op, "_opoverload", op)  # of what custom_op returns

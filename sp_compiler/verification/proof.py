@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from sp_compiler.base.autocast import without_autocast
@@ -45,14 +45,8 @@ from sp_compiler.verification.verify import (
 _SEED = 20260
 
 
-def prove(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    options: CompileOptions,
-    compiled: CompiledProgram,
-) -> None:
-    """Compare ``compiled`` with the capture of ``model``, on random parameters.
+def prove(step: Step, options: CompileOptions, compiled: CompiledProgram) -> None:
+    """Compare ``compiled`` with the capture of the model of ``step``, on random parameters.
 
     Up to the outline each distinct part of the capture is compared with the call that it became,
     so that layers that were merged wrongly show; from there on each distinct block; all forward and
@@ -62,23 +56,17 @@ def prove(
         PassError: of the pass that broke the numbers, with the block and how far they are off.
     """
     assert compiled.unsharded is not None, "compiled without its unsharded graphs"
-    step = _step(model, args, kwargs, compiled)
+    step = _sized(step, compiled)
     rows = _quick_rows(step, compiled, *compiled.unsharded)
     compiled.unsharded = None  # only proofs read it, and programs live long
     if not all(row.ok for row in rows):
         # Noise floors, and every pass between, cost several times the check.
         rows = _thorough_rows(step, options, compiled)
-    _refuse_wrong(rows, model, options, "verify=True: the numbers are wrong from here on")
+    _refuse_wrong(rows, step, options, "verify=True: the numbers are wrong from here on")
     UNPROVEN.difference_update(_sharded_operators(compiled))
 
 
-def prove_rules(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    options: CompileOptions,
-    compiled: CompiledProgram,
-) -> None:
+def prove_rules(step: Step, options: CompileOptions, compiled: CompiledProgram) -> None:
     """Compare the blocks whose operators have a user's rule that was never compared with numbers.
 
     Raises:
@@ -92,27 +80,26 @@ def prove_rules(
     # A set has another order in each process, and ranks compare what they raise.
     names = ", ".join(sorted(operators))
     try:
-        step = _step(model, args, kwargs, compiled)
-        rows = _thorough_rows(step, options, compiled, operators)
+        rows = _thorough_rows(_sized(step, compiled), options, compiled, operators)
     except Exception as error:  # whatever an operator of the user says to random operands
         warn(f"the rules of {names} could not be compared with numbers: {error}")
         rows = []
     message = f"sp_compiler.rule: with the rules of {names} the numbers are wrong"
     # Whatever pass the numbers point to, it did what the rules say.
-    _refuse_wrong(rows, model, options, message, blamed=Pass.SHARD)
+    _refuse_wrong(rows, step, options, message, blamed=Pass.SHARD)
     UNPROVEN.difference_update(operators & _sharded_operators(compiled))
 
 
 def _refuse_wrong(
     rows: Sequence[Comparison],
-    model: nn.Module,
+    step: Step,
     options: CompileOptions,
     message: str,
     *,
     blamed: str | None = None,
 ) -> None:
     """Raise with all comparisons where one is wrong, naming ``blamed`` or the first bad pass."""
-    report = VerifyReport(type(model).__name__, options.tp, tuple(rows))
+    report = VerifyReport(step.name, options.tp, tuple(rows))
     if not report.ok:
         raise PassError(blamed or report.first_bad_pass or "", f"{message}\n{report}")
 
@@ -139,10 +126,8 @@ def _quietly() -> Iterator[None]:
         yield
 
 
-def _step(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], compiled: CompiledProgram
-) -> Step:
-    return replace(Step.of(model, args, kwargs), open_dims=compiled.program.sizes is not None)
+def _sized(step: Step, compiled: CompiledProgram) -> Step:
+    return replace(step, open_dims=compiled.program.sizes is not None)
 
 
 @_quietly()

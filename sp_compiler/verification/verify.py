@@ -95,8 +95,7 @@ def verify(
         rows, precision = _before_sharding(step, checked)
         if not any(row.message for row in rows):  # else there is no program to shard
             rows += _after_sharding(step, checked, run)
-    name = type(model).__name__
-    return VerifyReport(name, tp, tuple(rows), tuple(run.reports), precision.name)
+    return VerifyReport(step.name, tp, tuple(rows), tuple(run.reports), precision.name)
 
 
 @dataclass(frozen=True)
@@ -139,6 +138,10 @@ class Step:
         inputs, spec = flatten_inputs(args, kwargs)
         tensors = Tensors(dict(model.named_parameters()), dict(model.named_buffers()), inputs)
         return cls(model, tuple(args), kwargs, spec, tensors)
+
+    @property
+    def name(self) -> str:
+        return type(self.model).__name__
 
     def capture(self) -> Captured:
         return capture(self.model, self.args, self.kwargs, open_dims=self.open_dims)

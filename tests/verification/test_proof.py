@@ -18,6 +18,7 @@ from sp_compiler.options import CompileOptions
 from sp_compiler.rules.custom import UNPROVEN
 from sp_compiler.verification import proof
 from sp_compiler.verification.proof import prove, prove_rules
+from sp_compiler.verification.verify import Step
 from tests.helpers.ranks import run_on_ranks
 from tests.models import zoo
 
@@ -31,7 +32,7 @@ def _model(name: str = "plain", **fields: Any) -> nn.Module:
 
 def _prove(model: nn.Module, kwargs: dict[str, Any], open_dims: bool = False) -> None:
     compiled = build(model, (), kwargs, _OPTIONS, keep="unsharded", open_dims=open_dims)
-    prove(model, (), kwargs, _OPTIONS, compiled)
+    prove(Step.of(model, (), kwargs), _OPTIONS, compiled)
     assert compiled.unsharded is None
 
 
@@ -112,7 +113,7 @@ class Between(nn.Module):
 
 def _prove_rules(model: nn.Module) -> None:
     args = (torch.randn(2, 8, 16),)
-    prove_rules(model, args, {}, _OPTIONS, build(model, args, {}, _OPTIONS))
+    prove_rules(Step.of(model, args, {}), _OPTIONS, build(model, args, {}, _OPTIONS))
 
 
 def test_a_users_rule_is_compared_at_its_first_use() -> None:
@@ -154,7 +155,7 @@ def test_parameters_of_which_not_every_number_will_do(
     args = (torch.randn(2, 8, 16),)
     compiled = build(Rooted(), args, {}, _OPTIONS, keep="unsharded")
     with pytest.raises(PassError) if broken else contextlib.nullcontext():
-        prove(Rooted(), args, {}, _OPTIONS, compiled)
+        prove(Step.of(Rooted(), args, {}), _OPTIONS, compiled)
 
 
 def test_layers_that_are_equal_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:

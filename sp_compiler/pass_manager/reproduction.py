@@ -1,0 +1,172 @@
+"""What reproduces a failed compilation: a folder with its captured graph, options and a script."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx._graph_pickler import GraphPickler
+from torch.fx._graph_pickler import Options as PicklerOptions
+
+from sp_compiler.base.errors import (
+    ArgumentError,
+    CaptureError,
+    NotCompiledError,
+    RankFailureError,
+    RankMismatchError,
+    UnsupportedError,
+)
+from sp_compiler.base.log import LOG
+from sp_compiler.base.placement import Placement
+from sp_compiler.ir.captured import Captured
+from sp_compiler.ir.fx import calls
+from sp_compiler.options import CompileOptions
+from sp_compiler.pass_manager.dump import VARIABLE, dump_folder, own_folder
+from sp_compiler.pass_manager.reproduction_script import script_text
+from sp_compiler.rules.custom import user_rule
+from sp_compiler.rules.registry import schema_name
+from sp_compiler.trace.autograd_functions import function_name
+from sp_compiler.trace.export import capture, flatten_inputs
+
+SAVED = "failed.pickle"
+NOTE = "To reproduce this error"
+"""How the note begins that a failed compilation adds to its error."""
+
+# Told by their message alone: the user changes an argument or the model.
+_FOR_THE_USER = (
+    ArgumentError,
+    CaptureError,
+    NotCompiledError,
+    RankFailureError,
+    RankMismatchError,
+    UnsupportedError,
+)
+
+
+@dataclass(frozen=True)
+class FailedCompilation:
+    """Everything that a compilation depends on after its capture.
+
+    Attributes:
+        name: of the model's class.
+        captured: the graph as it was captured, before any pass.
+        options: of the compilation.
+        fixed: placements of parameters that an earlier compilation decided.
+        verify: whether its numbers were compared, as ``compile(verify=True)`` does.
+        inputs: leaves of the example inputs, with their values.
+        buffers: those that the graph reads, by name, with their values; parameters have none here.
+        rules: arguments of :func:`sp_compiler.rule` for the operators of the graph.
+    """
+
+    name: str
+    captured: Captured
+    options: CompileOptions
+    fixed: Mapping[str, Placement]
+    verify: bool
+    inputs: Sequence[Any]
+    buffers: Mapping[str, Tensor]
+    rules: Sequence[tuple[tuple[str, str], dict[str, Any]]]
+
+    def save(self, path: Path) -> None:
+        """Write it to ``path``.
+
+        Raises:
+            Exception: of pickle, where the graph or an option is what no file can hold.
+        """
+        # By default it refuses operators but ATen's and drops the names of the layers: its files
+        # are meant for caches that other programs read.
+        options = PicklerOptions(ops_filter=None, node_metadata_key_filter=None)
+        path.write_bytes(GraphPickler.dumps(self, options))
+
+    @classmethod
+    def load(cls, path: Path) -> FailedCompilation:
+        """Read what :meth:`save` wrote; like any pickle it runs the code of whoever wrote it."""
+        loaded = GraphPickler.loads(path.read_bytes(), FakeTensorMode())
+        assert isinstance(loaded, cls)
+        return loaded
+
+
+@contextlib.contextmanager
+def reproducible(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    options: CompileOptions,
+    fixed: Mapping[str, Placement],
+    *,
+    verify: bool = False,
+) -> Iterator[None]:
+    """Add a note to an error of the compiler, or of a user's pass or rule: how to reproduce it.
+
+    With ``SP_COMPILER_DUMP`` set, a folder there gets what is needed; else the note says so.
+    """
+    try:
+        yield
+    except _FOR_THE_USER:
+        raise
+    except Exception as error:
+        if not any(note.startswith(NOTE) for note in getattr(error, "__notes__", ())):
+            # Whatever goes wrong in here must not hide the error itself.
+            try:
+                note = _written(error, model, args, kwargs, options, fixed, verify=verify)
+            except Exception as other:
+                note = f", the model itself is needed ({type(other).__name__}: {other})"
+            error.add_note(NOTE + note)
+        raise
+
+
+def _written(
+    error: Exception,
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    options: CompileOptions,
+    fixed: Mapping[str, Placement],
+    *,
+    verify: bool,
+) -> str:
+    """Write the folder if there is to be one; return the rest of the note."""
+    root = dump_folder()
+    if root is None:
+        return f": run with {VARIABLE}=FOLDER in the environment, which writes a script that does"
+    # Anew, for passes rewrite the capture in place, and a copy would cost every compilation that
+    # does not fail.
+    captured = capture(model, args, kwargs)
+    names = [ref.name for ref in captured.refs if ref.kind == "buffer"]
+    for node in calls(captured.module.graph, torch.ops.sp_compiler_function.apply.default):
+        raise UnsupportedError(
+            f"{function_name(node.args[1])}.apply runs code that no file can hold"
+        )
+    # Recorded too are those inside of registered operators, which the graph names by themselves.
+    captured.functions = ()
+    leaves, _ = flatten_inputs(args, kwargs)
+    targets = {node.target: schema_name(node) for node in captured.module.graph.nodes}
+    rules = map(user_rule, dict.fromkeys(targets.values()))
+    failed = FailedCompilation(
+        type(model).__name__,
+        captured,
+        options,
+        fixed,
+        verify,
+        [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves],
+        {name: model.get_buffer(name).detach() for name in names},
+        [rule for rule in rules if rule is not None],
+    )
+    folder = own_folder(root, suffix="-failed")
+    text = "".join(traceback.format_exception(error))
+    (folder / "error.txt").write_text(text, encoding="utf-8")
+    failed.save(folder / SAVED)
+    script = folder / "reproduce.py"
+    operators = [target for target in targets if isinstance(target, OpOverload)]
+    used = [*options.passes, *operators]
+    script.write_text(script_text(error, used), encoding="utf-8")
+    LOG.info("wrote what reproduces the error to %s", folder)
+    return f": python {script}"

@@ -63,44 +63,46 @@ def compile(
 ) -> DistributedModule:
     """Turn an unmodified model into a tensor- and sequence-parallel module.
 
-    The result is called like the model, on every rank of the axis "tp" with the same full inputs,
-    and returns the model's own output type. It takes over the model's parameters, as DTensors under
-    the same names; the model itself raises when it is called afterwards. Where compilation fails,
-    the model is as before.
+    Call the result like the model, on every rank of the axis "tp" with the same full inputs; it
+    returns the model's own output type. It takes over the model's parameters, as DTensors under the
+    same names, and the original model then raises an error when it is called. If compilation fails,
+    the model is unchanged.
 
-    The first call, or ``example_inputs``, compiles for its sizes. The first call of other sizes
-    compiles once more and leaves all sizes above 1 open, for every later call that takes the same
-    path through the model; one that does not is compiled again, with a warning. With a
-    ``memory_budget`` every size is compiled by itself.
+    The first call, or ``example_inputs``, compiles for its input sizes. The first call with other
+    sizes compiles once more and leaves all sizes above 1 open. This program serves every later call
+    that takes the same path through the model; another path is compiled again, with a warning. With
+    a ``memory_budget``, each size is compiled separately.
 
     Args:
         model: any ``nn.Module`` that ``torch.export`` can capture.
-        tp: number of tensor-parallel ranks; the default process group must have as many.
-        mesh: instead of ``tp``, a mesh with an axis named "tp" and, for data parallelism, any of
-            "dp_shard" and "dp_replicate": ranks that differ there get batches of their own (see
+        tp: number of tensor-parallel ranks, which must be the size of the default process group.
+        mesh: instead of ``tp``, a mesh with an axis named "tp" and, for data parallelism,
+            "dp_shard", "dp_replicate" or both. Ranks along these get different batches (see
             :func:`sp_compiler.data_shard`), and gradients are averaged over them.
-        example_inputs: (args, kwargs); compile and place the parameters now instead of at the first
-            call, which is needed before an optimizer loads state.
-        initial_weights: the ranks' parameters and buffers, at the first use: ``"compare"`` them and
-            raise where they differ, or ``"broadcast"`` those of rank 0.
-        rank_timeout: seconds that a rank waits for the others before it raises.
+        example_inputs: (args, kwargs) of a call, to compile and place the parameters now instead of
+            at the first call. An optimizer can load state only after that.
+        initial_weights: what to do with the ranks' parameters and buffers at the first use:
+            ``"compare"`` them and raise an error if they differ, or ``"broadcast"`` those of rank
+            0.
+        rank_timeout: seconds that a rank waits for the others before it raises an error.
         verify: compare every program with the captured model before it runs: each distinct block,
             forward and backward, on simulated ranks with random parameters in float64. Every rank
-            does so alone, in the memory of a step of the largest block, unsharded.
-        fsdp: apply PyTorch's FSDP2 over the data-parallel axes of ``mesh``, block by block:
-            ``fully_shard`` where it has "dp_shard" (HSDP with both), else ``replicate``. It
-            replaces the parameters, so create optimizers after the first call or with
-            ``example_inputs``. A dict has options for it (``mp_policy``, ``offload_policy``,
-            ``reshard_after_forward``, ``shard_placement_fn``); ``False`` leaves it to you.
+            does so by itself, and needs memory for a step of the largest block, unsharded.
+        fsdp: apply PyTorch's FSDP2 over the data axes of ``mesh``, block by block: ``fully_shard``
+            if there is "dp_shard" (HSDP with both axes), else ``replicate``. FSDP2 replaces the
+            parameters, so create optimizers after the first call, or pass ``example_inputs``. Pass
+            its options as a dict (``mp_policy``, ``offload_policy``, ``reshard_after_forward``,
+            ``shard_placement_fn``), or ``False`` to apply it yourself.
 
     Raises:
-        ArgumentError: an argument outside what is allowed, no process group of the right size, a
-            model that was compiled before, a hint that matches nothing or cannot be met, a budget
-            too small (at the first call unless there are ``example_inputs``).
+        ArgumentError: an invalid argument, no process group of the right size, a model that was
+            compiled before, a hint that matches nothing or cannot be satisfied, a budget too small
+            (at the first call if there are no ``example_inputs``).
         UnsupportedError: hooks inside the model, or with ``strict`` a costly replicated part.
         CaptureError: the model has control flow that depends on parameters or activations.
-        PassError: one of ``passes`` broke the graph; with ``verify``, a pass broke the numbers; or
-            a rule of :func:`sp_compiler.rule` is wrong, as its first use tells by numbers.
+        PassError: one of ``passes`` broke the graph; with ``verify``, a pass changed the numbers;
+            or a rule of :func:`sp_compiler.rule` gave wrong numbers when it was verified at its
+            first use.
     """
     check_model(model)
     _check(initial_weights, rank_timeout, verify)
@@ -164,12 +166,12 @@ def pipeline(  # noqa: PLR0913 - all by keyword, each described below
     fsdp: bool | Mapping[str, Any] = True,
     **options: Unpack[Options],
 ) -> PipelineModule:
-    """Spread the layers of an unmodified model over the ranks of a pipeline.
+    """Divide the layers of an unmodified model among the ranks of a pipeline.
 
-    Between the calls of its compiled program the model is cut into stages such that the slowest of
-    them is as fast as can be; inside, each stage is tensor- and sequence-parallel as
-    :func:`compile` makes it. Stages send each other one rank's part of the activations. It runs on
-    the stages and schedules of ``torch.distributed.pipelining``.
+    The model is compiled and cut into stages between the calls of its program, so that the slowest
+    stage is as fast as possible. Each stage is tensor- and sequence-parallel as with
+    :func:`compile`; stages send each other one rank's part of the activations. Stages and schedules
+    are those of ``torch.distributed.pipelining``.
 
     >>> mesh = init_device_mesh("cuda", (4, 2), mesh_dim_names=("pp", "tp"))
     >>> pipeline = sp_compiler.pipeline(
@@ -180,35 +182,36 @@ def pipeline(  # noqa: PLR0913 - all by keyword, each described below
     >>> optimizer.step()
 
     Args:
-        model: as of :func:`compile`; its forward returns the loss, as HuggingFace models do when
-            they are given labels. Built on the meta device, no rank ever holds more than its stages
-            (:meth:`PipelineModule.load_pretrained`).
+        model: as for :func:`compile`; its forward must return the loss, as HuggingFace models do if
+            they get labels. If it is built on the meta device, a rank never holds more than its
+            stages (:meth:`PipelineModule.load_pretrained`).
         mesh: with an axis named "pp", one named "tp" if stages are to be tensor-parallel, and for
-            data parallelism any of "dp_shard" and "dp_replicate": ranks that differ there get
-            batches of their own (see :func:`sp_compiler.data_shard`).
-        example_inputs: (args, kwargs) of a batch of this rank's, which is cut into microbatches of
-            its first dim.
-        microbatches: of a step.
+            data parallelism "dp_shard", "dp_replicate" or both: ranks along these get different
+            batches (see :func:`sp_compiler.data_shard`).
+        example_inputs: (args, kwargs) of a batch of this rank, which is split into microbatches
+            along its first dim.
+        microbatches: number of microbatches per step.
         schedule: ``"1f1b"`` (arXiv 2104.04473, section 2.2.1), ``"gpipe"``, ``"interleaved"``
             (section 2.2.2), ``"zero_bubble"`` (ZB1P of arXiv 2401.10241, several stages per rank
-            interleaved) or ``"dualpipev"``. The last two compute gradients of weights while a stage
-            would wait for others.
-        stages_per_rank: with ``"interleaved"`` (default 2) and ``"zero_bubble"`` (default 1).
-        memory: what each stage may take, in bytes or as "80GiB", parameters, gradients, AdamW's
-            moments and activations in flight; ``None`` for no limit.
-        weigh: ``weigh(*args, **kwargs)`` of a microbatch's inputs is the weight of its loss, for
-            example its number of labelled tokens; without it all microbatches weigh the same. Over
-            data axes too: then the mean of the losses over the parts is the batch's.
-        initial_weights, rank_timeout: as of :func:`compile`.
+            interleaved) or ``"dualpipev"``. The last two compute weight gradients while a stage
+            would otherwise wait.
+        stages_per_rank: for ``"interleaved"`` (default 2) and ``"zero_bubble"`` (default 1).
+        memory: limit per stage, in bytes or as "80GiB", for parameters, gradients, AdamW's moments
+            and the activations in flight; ``None`` for no limit.
+        weigh: ``weigh(*args, **kwargs)`` returns the weight of a microbatch's loss from its inputs,
+            for example the number of labelled tokens; ``None`` weights all microbatches equally.
+            Weights are normalised over the data axes too, so that the mean of the losses of all
+            parts is the loss of the full batch.
+        initial_weights, rank_timeout: as for :func:`compile`.
         fsdp: options of PyTorch's FSDP2, which is applied over the data axes: ``mp_policy`` and
-            ``shard_placement_fn``. The parameters of a stage are gathered at the begin of a step
-            and kept to its end, when gradients are reduced, once for all microbatches.
+            ``shard_placement_fn``. The parameters of a stage are gathered at the start of a step
+            and stay gathered until its end, when gradients are reduced once for all microbatches.
 
     Raises:
-        ArgumentError: an argument outside what is allowed; a mesh without the axis "pp"; a batch
-            that ``microbatches`` does not divide; fewer layers than stages; a model that returns no
-            loss; no cut within ``memory``; and as :func:`compile`.
-        UnsupportedError: an axis without a meaning here; and as :func:`compile`.
+        ArgumentError: an invalid argument; a mesh without the axis "pp"; a batch that
+            ``microbatches`` does not divide; fewer layers than stages; a model that returns no
+            loss; no cut within ``memory``; and as for :func:`compile`.
+        UnsupportedError: a mesh axis with an unknown name; and as for :func:`compile`.
     """
     check_model(model)
     _check(initial_weights, rank_timeout, verify=False)
@@ -314,45 +317,47 @@ def plan(  # noqa: PLR0913 - all by keyword, each described below
     gpus_per_node: int = GPUS_PER_NODE,
     **options: Unpack[Options],
 ) -> Plan | GridPlan:
-    """The memory, communication and time of one step of :func:`sp_compiler.compile`'s module.
+    """Return the memory, communication and time of a step of :func:`sp_compiler.compile`'s module.
 
-    Runs in one process on shapes alone: nothing is computed, no process group is needed or touched,
-    and ``model`` is left as it is. A model too large for this machine is built under
+    Works on shapes alone, in one process: it computes nothing, uses no process group, and does not
+    change ``model``. Build a model that is too large for this machine under
     ``torch.device("meta")``.
 
     >>> with torch.device("meta"):
     ...     model = GPT2LMHeadModel(config).bfloat16()
     >>> print(sp_compiler.plan(model, ((), {"input_ids": ids, "labels": ids}), tp=8))
 
-    With ``mesh`` it is the plan of a step of :func:`pipeline`'s module, and of FSDP2, on that grid:
+    With ``mesh``, plan a step on that grid, with pipeline stages as :func:`pipeline` makes them and
+    FSDP2:
 
     >>> plan = sp_compiler.plan(model, inputs, mesh="8x35x8", microbatches=280)
-    >>> print(plan)  # every stage's memory, the traffic over every axis
+    >>> print(plan)  # memory of every stage, traffic on every axis
 
     Args:
         model: in the mode (train or eval, autocast) to plan for.
-        example_inputs: (args, kwargs); of tensors only shape and type matter. With ``mesh`` one
-            microbatch of one rank of the data axes.
-        tp: number of tensor-parallel ranks, 8 if neither it nor ``mesh`` is given.
-        mesh: instead of ``tp``: sizes by the axes "tp", "pp", "dp_shard" and "dp_replicate", as a
-            dict, as ``"tp=8,pp=4,dp_shard=16"``, as ``"8x35x8"`` for tp x pp x dp_replicate, or of
-            a ``DeviceMesh``.
-        microbatches: of a step, on each rank of the data axes; needed with ``mesh``.
-        schedule: of the stages, as :func:`pipeline`.
-        stages_per_rank: as :func:`pipeline`.
-        bytes_per_parameter: of a trained one with its gradient and optimizer state: 18 for Adam in
-            mixed precision with gradients in 32 bits, 16 for everything in float32, 20 where a
-            gradient in 16 bits is kept beside the sum in 32 (arXiv 2201.11990, section 2.1).
-        gpus_per_node: axes that reach beyond a node use the network between nodes.
+        example_inputs: (args, kwargs) of a call, or with ``mesh`` of one microbatch of one rank of
+            the data axes; only the shape and dtype of tensors matter.
+        tp: number of tensor-parallel ranks; 8 if neither ``tp`` nor ``mesh`` is given.
+        mesh: instead of ``tp``, the sizes of the axes "tp", "pp", "dp_shard" and "dp_replicate": a
+            dict, ``"tp=8,pp=4,dp_shard=16"``, ``"8x35x8"`` for tp x pp x dp_replicate, or a
+            ``DeviceMesh``.
+        microbatches: number of microbatches per step on each rank of the data axes; needed with
+            ``mesh``.
+        schedule: of the stages, as for :func:`pipeline`.
+        stages_per_rank: as for :func:`pipeline`.
+        bytes_per_parameter: bytes of a trained parameter with its gradient and optimizer state: 18
+            for Adam in mixed precision with 32-bit gradients, 16 for everything in float32, 20 if a
+            16-bit gradient exists beside the 32-bit sum (arXiv 2201.11990, section 2.1).
+        gpus_per_node: devices per node; larger axes communicate over the network between nodes.
 
     Returns:
-        A :class:`Plan`, with ``mesh`` a :class:`GridPlan`.
+        A :class:`Plan`, or with ``mesh`` a :class:`GridPlan`.
 
     Raises:
-        ArgumentError: an argument outside what is allowed, a budget that is too small; with stages
-            a model that returns no loss, or fewer layers than stages.
-        UnsupportedError: an option of a later version, hooks inside the model, or with ``strict`` a
-            costly part that is replicated.
+        ArgumentError: an invalid argument, a budget that is too small; with stages, a model that
+            returns no loss, or fewer layers than stages.
+        UnsupportedError: options that do not work together in this version, hooks inside the model,
+            or with ``strict`` a costly replicated part.
         CaptureError: the model has control flow that depends on parameters or activations.
         PassError: one of ``passes`` broke the graph.
     """

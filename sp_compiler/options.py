@@ -52,60 +52,63 @@ class Options(TypedDict, total=False):
     Options:
         sequence_parallel: shard norms, dropouts and residuals by tokens (arXiv 2205.05198, section
             4.2.2).
-        recompute: what backward recomputes. ``"none"``: nothing but gathers; ``"attention"``: the
-            attention core (arXiv 2205.05198, section 5); ``"selective"``: also everything pointwise
-            or row-wise; ``"full"``: all but the inputs of each block, where what runs last (the
-            loss head, not several) is ``"selective"``; ``"auto"``: what takes least estimated time
-            within ``memory_budget``, chosen for each block.
-        memory_budget: with ``"auto"``: what the peak of activations on a rank may be, as
+        recompute: activations that backward recomputes instead of saving. ``"none"``: only gathers
+            are repeated; ``"attention"``: the attention core (arXiv 2205.05198, section 5);
+            ``"selective"``: also all pointwise and row-wise operators; ``"full"``: everything but
+            the inputs of each block, except that the last block (the loss head), if it occurs once,
+            uses ``"selective"``; ``"auto"``: per block, whatever gives the lowest estimated step
+            time within ``memory_budget``.
+        memory_budget: with ``"auto"``, the largest allowed peak of activations on a rank, as
             :func:`sp_compiler.plan` counts it, in bytes or as "12GiB".
-        device_memory: instead of ``memory_budget``, what a step may take of a device in all:
-            parameters, gradients, the two moments of ``torch.optim.AdamW`` and the peak of
-            activations, in bytes or as "80GiB". With ``"auto"`` what the others leave is the budget
-            of activations; else a step that needs more is refused. Leave room for what no plan
-            counts: the context of the device, buffers, fragmentation.
-        loss_chunks: number of chunks of rows in which the logits are made, turned into losses, and
-            recomputed in backward, so that they never exist together; for models that return no
-            logits. ``"auto"``: as many as lower the peak of a step, where that saves at least 5 %
-            of it, at most 16 of at least 1024 rows; 1 with ``recompute="none"``.
-        dropout: ``"regenerate"`` masks in backward or keep them ``"stored"``.
-        overlap: while collectives of a block are on their way, run what of it does not need them:
-            gradients of weights and what is recomputed, other branches, the other half batch.
-        half_batches: run layers on the two halves of the batch, so that in forward too one half
-            computes while the other communicates (arXiv 2409.15241). Where a layer mixes the batch
-            (batch norm, experts), or its size is odd, it is not split, and the plan notes why.
-            ``"auto"``: where by the estimate of a step that takes at least 1 % less time and no
-            more memory; it compiles both ways. Each size of the inputs is compiled by itself.
-        backend: ``"eager"`` runs the generated text as it is; ``"inductor"`` compiles, at the first
-            call, what lies in it between collectives (see the usage page); or the name of a file of
-            your own in ``codegen/backends``.
-        outputs: ``"replicate"``: full on every rank; ``"shard"``: DTensors where the model makes
-            them sharded; ``"auto"``: so if the model also returns its loss.
-        nominal_tokens: placements are chosen for batches of this many tokens, or of the example's
+        device_memory: instead of ``memory_budget``, a limit for everything that a step holds on a
+            device: parameters, gradients, the two moments of ``torch.optim.AdamW`` and the peak of
+            activations, in bytes or as "80GiB". With ``"auto"``, activations get what the rest
+            leaves; otherwise a step that needs more raises an error. Leave room for what no plan
+            counts: the device context, communication buffers, fragmentation.
+        loss_chunks: number of chunks of rows in which logits are computed, turned into losses, and
+            recomputed in backward, so that they never all exist at once; for models that do not
+            return logits. ``"auto"``: chunks of at least 1024 rows, at most 16, if they lower the
+            peak of a step by at least 5 %; no chunks with ``recompute="none"``.
+        dropout: ``"regenerate"`` masks in backward, or save them (``"stored"``).
+        overlap: during the collectives of a block, run its operators that do not depend on them:
+            weight gradients, recomputation, independent branches, the other half batch.
+        half_batches: run layers on the two halves of the batch, so that in forward, too, one half
+            computes while the other communicates (arXiv 2409.15241). A layer that mixes samples of
+            the batch (batch norm, experts), or gets an odd batch, is not split, and the plan notes
+            the reason. ``"auto"`` compiles both ways and splits if the estimated step takes at
+            least 1 % less time and no more memory. Each input size is compiled separately.
+        backend: ``"eager"`` runs the generated code as it is; ``"inductor"`` compiles, at the first
+            call, the code between collectives (see docs/usage.md); or the name of your own file in
+            ``codegen/backends``.
+        outputs: ``"replicate"``: full tensors on every rank; ``"shard"``: DTensors for outputs that
+            the model computes sharded; ``"auto"``: ``"shard"`` if the model also returns its loss,
+            else ``"replicate"``.
+        nominal_tokens: number of tokens per batch for which placements are chosen; the example's
             number if that is larger.
         hints: placements of parameters that you decide, ``{"layers.*.mlp.up": Shard(0)}``. A key is
-            the dotted name of a parameter as in ``model.named_parameters()``, or of a module, which
-            means its ``weight``; ``*``, ``?`` and ``[abc]`` stand for what they do in file names,
-            and like there for nothing beyond the next dot. A value is ``Shard(dim)`` or
-            ``Replicate()`` of ``torch.distributed.tensor``, or :func:`sp_compiler.forbid` of them.
-            Layers of which some have a hint and others none become different blocks. Of a fused dim
-            (q, k and v in one weight) each part is sharded.
-        passes: your own, ``def my_pass(graph: torch.fx.GraphModule) -> sp_compiler.PassReport | int
-            | None``, in this order. Each rewrites, in place, the normalised graph of the unsharded
-            model: ATen operators on ``meta["val"]``, before it is cut into blocks. A new node may
-            leave ``meta["val"]`` and ``meta["requires_grad"]`` out, and every form of an operator
-            may be used: both are completed, and the graph is normalised again. Afterwards the graph
-            is checked; :class:`sp_compiler.PassError` names the pass that broke it. The result is
-            how many rewrites were done, or a report of them. Every rank must have the same passes.
-        strict: raise :class:`sp_compiler.UnsupportedError` where a costly part of the model is
+            the dotted name of a parameter as in ``model.named_parameters()``, or of a module, for
+            its ``weight``; ``*``, ``?`` and ``[abc]`` are wildcards as in file names, which do not
+            match a dot. A value is ``Shard(dim)`` or ``Replicate()`` of
+            ``torch.distributed.tensor``, or :func:`sp_compiler.forbid` of these. Layers with
+            different hints become different blocks. In a fused dim (q, k and v in one weight) each
+            part is sharded.
+        passes: your own passes, in order, each a function ``def my_pass(graph:
+            torch.fx.GraphModule) -> sp_compiler.PassReport | int | None``. A pass rewrites in place
+            the normalised graph of the unsharded model (ATen operators, values in
+            ``meta["val"]``), before it is cut into blocks, and returns the number of rewrites or a
+            report of them. New nodes need no ``meta["val"]`` or ``meta["requires_grad"]`` and may
+            be any overload of an operator: both keys are completed, and the graph is normalised
+            again. The graph is then checked; :class:`sp_compiler.PassError` names the pass that
+            broke it. Pass the same on every rank.
+        strict: raise :class:`sp_compiler.UnsupportedError` if a costly part of the model stays
             replicated: more than 1 % of the matrix FLOPs or of the parameter bytes, or any
-            attention core, beside what ``hints`` ask for. Without it ``compile`` and
-            ``torch.compile`` warn of each once, with the module, the reason and what to do;
-            ``plan`` lists them; ``verify``, which asks for numbers alone, does neither.
-        hardware: what times are estimated for, which decide placements, what ``"auto"`` recomputes
-            and what a plan says: the name of a profile ("a100", "a100-pcie", "cpu", "h100",
-            "h200"), the path of a file that :func:`sp_compiler.profile` wrote, or an
-            :class:`sp_compiler.Hardware`. Ranks must have the same.
+            attention core, unless ``hints`` ask for it. Without ``strict``, ``compile`` and
+            ``torch.compile`` warn once of each part, with the module, the reason and what to do;
+            ``plan`` lists them; ``verify`` ignores them.
+        hardware: device and links for which times are estimated; these decide placements, what
+            ``"auto"`` recomputes, and a plan's times. The name of a profile ("a100", "a100-pcie",
+            "cpu", "h100", "h200"), the path of a file written by :func:`sp_compiler.profile`, or an
+            :class:`sp_compiler.Hardware`. Pass the same on every rank.
     """
 
     sequence_parallel: bool

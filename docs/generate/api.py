@@ -20,9 +20,9 @@ Written by `python -m docs.generate --write` from the docstrings; not edited by 
 Everything is imported from `sp_compiler`. `compile` returns a `DistributedModule`.
 """
 _WIDTH = 90
-_SECTIONS = ("Args", "Options", "Attributes", "Raises", "Returns")
-# What nn.Module and dataclasses bring along is theirs to document.
-_OF_LIBRARIES = ("torch", "builtins", "dataclasses")
+_SECTIONS = ("Args", "Options", "Attributes", "Raises", "Returns", "Yields")
+# Members inherited from libraries are documented there.
+_OF_LIBRARIES = ("torch", "builtins", "collections", "dataclasses")
 
 
 def page() -> str:
@@ -50,7 +50,7 @@ def _is_error(value: Any) -> bool:
 
 
 def _class(name: str, cls: type) -> Iterator[str]:
-    # Objects of these classes are returned, not made, so that their arguments are nobody's concern.
+    # Objects of these classes are returned by functions; users do not construct them, so no arguments are shown.
     about = re.split(r"^Args:$", inspect.getdoc(cls) or "", flags=re.MULTILINE)[0]
     yield f"### {name}\n\n{_markdown(about)}\n"
     for member, value in inspect.getmembers_static(cls):

@@ -33,29 +33,33 @@ def profile(
     group: dist.ProcessGroup | None = None,
     interconnect: str | Path | Hardware = "h100",
 ) -> Hardware:
-    """Measure the machine that this process runs on; ``hardware=`` takes the result, or its file.
+    """Measure this machine; ``hardware=`` takes the result or the path of its file.
 
-    Products of square matrices of several sizes in 16, 32 and 64 bits, copies in the device's
-    memory and to the host, and, in a process group of several ranks, all-gathers, reduce-scatters
-    and all-reduces of small and large values. It takes seconds to a minute, and other work on the
-    machine falsifies it.
+    Measures products of square matrices of several sizes in 16, 32 and 64 bits, copies in the
+    device's memory and to the host and, in a process group of several ranks, all-gathers,
+    reduce-scatters and all-reduces of small and large tensors. It takes seconds to a minute; other
+    work on the machine distorts the result.
 
     >>> sp_compiler.profile("node.toml")  # under torchrun: interconnect included
     >>> sp_compiler.plan(model, inputs, tp=8, hardware="node.toml")
 
-    The largest rate of any size counts as the peak, the base of MFU; write the vendor's into the
-    file for MFU as papers define it.
+    The highest rate of any size counts as the peak, on which MFU is based. For MFU as papers define
+    it, write the vendor's peak into the file.
 
     Args:
-        path: of a file to write, by rank 0 alone.
-        device: to measure; by default the accelerator if there is one, else the CPU.
-        group: whose collectives are measured, by all of its ranks together; by default the default
-            group, if there is one. It must be able to send tensors of ``device``.
-        interconnect: the profile that collectives are taken from where there are not several ranks
-            to measure them between, and the network between nodes, which is not measured.
+        path: file to write; rank 0 writes it.
+        device: device to measure; by default the accelerator if there is one, else the CPU.
+        group: process group whose collectives are measured; all of its ranks must call this
+            function. By default the default group, if there is one. It must be able to send tensors
+            of ``device``.
+        interconnect: profile for what is not measured: the network between nodes, and without a
+            group of several ranks also the collectives.
+
+    Returns:
+        The measured profile.
 
     Raises:
-        ArgumentError: ``interconnect`` is no profile, or ``path`` is in no folder.
+        ArgumentError: ``interconnect`` is no profile, or the folder of ``path`` does not exist.
     """
     if path is not None and not Path(path).absolute().parent.is_dir():
         raise ArgumentError(f"path={str(path)!r}: there is no folder {Path(path).parent}")

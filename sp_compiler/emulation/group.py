@@ -33,11 +33,12 @@ def emulated_group(
     hardware: str | Path | Hardware = "h100",
     compute: Compute = "modelled",
 ) -> Iterator[VirtualClock]:
-    """Be rank 0 of ``world_size`` ranks whose collectives take the time of a link, in one process.
+    """Emulate rank 0 of ``world_size`` ranks in one process, with collectives on a virtual clock.
 
-    Inside, ``compile(model, tp=world_size)`` gives a module that computes what one rank computes,
-    as if every other rank had the same part of the parameters: its numbers are not the model's, its
-    shapes, order and times are a rank's. The result tells how much of the communication is exposed:
+    Inside, ``compile(model, tp=world_size)`` returns a module that computes what one rank would if
+    all other ranks had the same part of the parameters. Its numbers are not the model's; its
+    shapes, its order of operators and its times are those of a rank. The clock shows how much of
+    the communication is exposed:
 
     >>> with sp_compiler.emulated_group(8, hardware="a100") as clock:
     ...     module = sp_compiler.compile(model, tp=8, example_inputs=((ids,), {"labels": ids}))
@@ -45,27 +46,29 @@ def emulated_group(
     ...     module(ids, labels=ids).loss.backward()
     >>> clock.exposed_us["backward"], clock.busy_us["backward"], clock.now_us()
 
-    Time is arithmetic, so that nothing else on the machine disturbs it: a collective ends its
-    latency and its bytes by the link's rate after its start, or after the end of the one before;
-    who waits for it too early moves the clock. All-gathers, reduce-scatters and all-reduces take
-    part, of whatever module or library, and of groups within the group. Broadcasts, scatters and
-    barriers take no time; torch raises for all others. What ``backend="inductor"`` compiled is no
-    operator that could be seen: with "modelled" only what it leaves to torch takes time.
+    Times are calculated, so that other work on the machine does not disturb them. A collective
+    starts when it is issued, or when the previous one ends; it takes its latency plus its bytes
+    divided by the link's rate, and a wait before its end advances the clock to that end.
+    All-gathers, reduce-scatters and all-reduces of any module or library are timed, also those of
+    subgroups. Broadcasts, scatters and barriers take no time; other collectives raise an error in
+    torch. The operators inside functions compiled by ``backend="inductor"`` are invisible: with
+    "modelled" only the operators left to torch take time.
 
     Args:
         world_size: number of ranks.
-        gb_per_s: rate of the link instead of the profile's, for every collective.
-        latency_us: of a collective instead of the profile's.
-        hardware: profile of the device and its links, as of :func:`sp_compiler.compile`.
-        compute: ``"modelled"``: each operator takes its time on ``hardware``, the same in every
-            run; ``"measured"``: it takes the CPU time of this thread.
+        gb_per_s: rate of the link for all collectives, in 1e9 bytes per second, instead of the
+            profile's.
+        latency_us: latency of a collective, instead of the profile's.
+        hardware: profile of the device and its links, as for :func:`sp_compiler.compile`.
+        compute: ``"modelled"``: each operator takes its estimated time on ``hardware``, the same in
+            every run; ``"measured"``: it takes the CPU time of this thread.
 
     Yields:
         The clock; times by phase are dictionaries with "forward" and "backward".
 
     Raises:
-        ArgumentError: a default process group exists, for there can be only one; or an argument
-            outside what is allowed.
+        ArgumentError: a default process group exists, of which there can be only one; or an invalid
+            argument.
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 2:
         raise ArgumentError(f"world_size={world_size!r}: expected an int of at least 2")

@@ -34,29 +34,30 @@ Comparable: TypeAlias = (
 
 
 def diff(a: Comparable, b: Comparable, *, example_inputs: ExampleInputs | None = None) -> GraphDiff:
-    """Changes that make ``b`` of ``a``; none where both are the same graph.
+    """Return the changes that turn ``a`` into ``b``; none if both are the same graph.
 
     >>> print(sp_compiler.diff(model, other_model, example_inputs=((ids,), {})))
     >>> sp_compiler.diff(module.stages["capture"], module).to_html("diff.html")
 
-    A compiled module is the graphs that it runs; a module that is not compiled is captured,
-    normalised and cut into its distinct layers. Regions are matched by name; ``"Block"`` matches
-    ``"Block.forward"`` where forward and backward are apart on one side only, and
-    ``"Block.backward"`` is then shown as an added graph. A single graph is compared with a stage of
-    one region, whose forward it is taken to be.
+    A compiled module is compared by the graphs that it runs; an uncompiled module is captured,
+    normalised and cut into its distinct layers. Regions are matched by name. If forward and
+    backward are partitioned on one side only, ``"Block"`` matches ``"Block.forward"``, and
+    ``"Block.backward"`` is an added graph. A single graph is compared with the forward of a stage
+    of one region.
 
-    Names of nodes, and other ways to write the same call, are no difference. Both sides are left as
-    they are; 10,000 nodes take a few seconds.
+    Names of nodes and different spellings of the same call are not differences. Neither side is
+    changed; 10,000 nodes take a few seconds.
 
     Args:
-        a: the first side.
-        b: the second side.
-        example_inputs: (args, kwargs) for modules that are not compiled.
+        a: the first side: a module, a stage of a compilation, a ``Program``, an FX graph or graph
+            module, or an exported program.
+        b: the second side, as ``a``.
+        example_inputs: (args, kwargs) of a call, for uncompiled modules.
 
     Raises:
-        ArgumentError: anything else, a module that is not compiled without ``example_inputs``, or a
-            single graph against a stage of several regions.
-        CaptureError: a module that is not compiled cannot be captured.
+        ArgumentError: an argument of another type, an uncompiled module without
+            ``example_inputs``, or a single graph against a stage of several regions.
+        CaptureError: an uncompiled module cannot be captured.
     """
     first, second = snapshot_of(a, example_inputs), snapshot_of(b, example_inputs)
     # By name or not at all: regions of two models that have nothing in common but their order would

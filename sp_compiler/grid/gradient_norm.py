@@ -28,8 +28,8 @@ _Axis = tuple[int, ...]
 class HasParameters(Protocol):
     """A module or a pipeline.
 
-    A pipeline has two attributes more: ``pp_group``, the process group of the axis "pp", and
-    ``counted_elsewhere``, the parameters that another stage has too and counts.
+    A pipeline has two more attributes: ``pp_group``, the process group of the axis "pp", and
+    ``counted_elsewhere``, the parameters that another stage also has and counts.
     """
 
     def parameters(self) -> Iterator[Any]: ...
@@ -45,25 +45,27 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale all gradients in place so that their norm over the grid is at most ``max_norm``.
 
-    As ``torch.nn.utils.clip_grad_norm_``, which fails where gradients lie over several meshes. A
-    parameter that is sharded counts with all its parts, one that is replicated or tied counts once.
-    Every rank must call it.
+    Replaces ``torch.nn.utils.clip_grad_norm_``, which fails if gradients are on several meshes. All
+    parts of a sharded parameter count; a replicated or tied one counts once. Every rank must call
+    it.
 
     Args:
         module: a module, compiled or not, or a pipeline.
-        max_norm: largest norm that gradients keep.
-        norm_type: p of the p-norm, ``float("inf")`` for the largest absolute value.
-        error_if_nonfinite: raise where the norm is no number; the host waits for it then.
-        foreach: compute the norms of many tensors in one kernel; ``None``: where there is one.
+        max_norm: largest norm of all gradients together.
+        norm_type: p of the p-norm; ``float("inf")`` for the largest absolute value.
+        error_if_nonfinite: raise an error if the norm is infinite or NaN, for which the host has to
+            wait for the norm.
+        foreach: compute the norms of many tensors in one kernel; ``None``: if the device has one.
 
     Returns:
-        The norm before, a 0-dim tensor, the same on all ranks.
+        The norm before clipping, a 0-dim tensor, the same on all ranks.
 
     Raises:
         ArgumentError: ``module`` has no ``parameters()``, ``max_norm`` is negative, or
-            ``norm_type`` not positive.
-        UnsupportedError: gradients wait since ``no_sync``, so the norm would lack them.
-        RuntimeError: with ``error_if_nonfinite``, the norm is infinite or no number.
+            ``norm_type`` is not positive.
+        UnsupportedError: gradients computed under ``no_sync`` are not reduced yet, so the norm
+            would miss them.
+        RuntimeError: with ``error_if_nonfinite``, the norm is infinite or NaN.
     """
     max_norm, norm_type = float(max_norm), float(norm_type)
     # Before the first collective: all ranks raise alike, and none waits.

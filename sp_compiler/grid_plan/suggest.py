@@ -61,9 +61,9 @@ def suggest(  # noqa: PLR0913 - all by keyword, each described below
 ) -> Suggestions:
     """Return the fastest grids of ``gpus`` devices on which a model trains within their memory.
 
-    For each grid of tensor parallel ranks inside a node, pipeline stages and data parallel ranks,
-    with FSDP2 or without, the best schedule and recompute setting is found. Runs in one process on
-    shapes alone, as :func:`plan` does.
+    Finds the best schedule and recompute setting for each grid of tensor-parallel ranks inside a
+    node, pipeline stages and data-parallel ranks, with or without FSDP2. Works on shapes alone, in
+    one process, as :func:`plan` does.
 
     >>> with torch.device("meta"):
     ...     model = LlamaForCausalLM(config).bfloat16()
@@ -76,18 +76,19 @@ def suggest(  # noqa: PLR0913 - all by keyword, each described below
         model: in the mode (train or eval, autocast) to plan for.
         example_inputs: (args, kwargs) of one microbatch.
         gpus: number of devices.
-        memory: what a step may take on each, in bytes or as "75GiB". The device's own memory is
-            more: its context, its libraries and gaps between tensors take some GiB.
-        microbatches: of one step over all devices: the global batch by that of the example.
-        schedules: those that may be suggested, as :func:`pipeline` names them; those that
-            ``backend=`` cannot run are left out.
-        bytes_per_parameter: as of :func:`plan`.
-        gpus_per_node: as of :func:`plan`; no grid has more tensor-parallel ranks.
-        top: number of plans that are returned.
+        memory: limit for a step on each device, in bytes or as "75GiB". Leave some GiB of the
+            device's memory for its context, libraries and fragmentation.
+        microbatches: number of microbatches per step on all devices together: the global batch size
+            divided by the example's.
+        schedules: schedules to choose from, named as for :func:`pipeline`; those that ``backend=``
+            cannot run are left out.
+        bytes_per_parameter: as for :func:`plan`.
+        gpus_per_node: as for :func:`plan`; no grid has more tensor-parallel ranks.
+        top: number of plans to return.
 
     Raises:
-        ArgumentError: an argument outside what is allowed. That no grid fits is no error: then
-            there are no plans, and ``rejected`` says what each grid would need.
+        ArgumentError: an invalid argument. If no grid fits, that is no error: the result is empty,
+            and its ``rejected`` says what each grid would need.
         CaptureError: the model has control flow that depends on parameters or activations.
     """
     for name, value in (("gpus", gpus), ("microbatches", microbatches), ("top", top)):

@@ -32,7 +32,7 @@ Parameters = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
 def forbid(*placements: Shard | Replicate) -> Forbid:
-    """Make a hint that rules placements out and leaves the choice among the others.
+    """Return a hint that rules placements out and leaves the choice among the others.
 
     >>> sp_compiler.compile(model, tp=8, hints={"lm_head": sp_compiler.forbid(Shard(0))})
 
@@ -40,7 +40,7 @@ def forbid(*placements: Shard | Replicate) -> Forbid:
         placements: at least one ``torch.distributed.tensor.Shard(dim)`` or ``Replicate()``.
 
     Raises:
-        ArgumentError: none is given, or something else.
+        ArgumentError: no placement, or a value that is none of these.
     """
     if not placements or any(type(item) not in (Shard, Replicate) for item in placements):
         given = ", ".join(map(repr, placements))

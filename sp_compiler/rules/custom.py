@@ -31,42 +31,44 @@ def rule(
     whole: str = "",
     linear: str | Sequence[str | Sequence[str]] = (),
 ) -> None:
-    """Tell the compiler how an operator of yours may be split over ranks.
+    """Register how your own operator may be sharded over ranks.
 
     >>> sp_compiler.rule("mylib::gated_norm", "...h, ...h, h -> ...h", whole="h")
     >>> sp_compiler.rule("mylib::low_rank", "...i, ri, or -> ...o", linear=["x"])
 
-    Splitting an operator by a letter cuts every operand and result that has the letter along that
-    dim, one part a rank, and runs the operator on the parts. An operand without it is whole on
-    every rank. A result without it is a partial sum: as in ``einsum``, **a letter that a result
-    lacks is summed over**. Every letter that is not in ``whole`` has to allow this, and so do the
-    dims that ``...`` stands for; the compiler picks one or none.
+    Each letter is a dim of the operator, as in ``einsum``. Sharding the operator by a letter means:
+    every operand and result with that letter is sharded along it, one part per rank, and the
+    operator runs on the parts. Operands without the letter are replicated. A result without it is a
+    partial sum: as in ``einsum``, **a letter that a result lacks is summed over**. This must be
+    right for every letter that is not in ``whole``, and for the dims that ``...`` stands for. The
+    compiler shards by one of them, or by none.
 
-    Nothing checks the text but numbers: the first compilation that uses a rule compares the blocks
-    that have the operator with unsharded ones, on random data on simulated ranks. Register
-    before compiling, on every rank alike; a second rule of yours for an operator replaces the
-    first. A backward that is another operator of yours needs a rule too; one made of PyTorch's own
-    operators needs none.
+    The rule is verified numerically: the first compilation that uses it compares the blocks that
+    have the operator with unsharded ones, on random data on simulated ranks. Register a rule before
+    compiling, and the same on every rank; a second rule for an operator replaces the first. If the
+    backward is another operator of your own, it needs a rule too; a backward made of PyTorch's
+    operators does not.
 
     Args:
-        op: ``"namespace::name"``, or the operator itself: what ``torch.library.custom_op`` returns,
-            or an entry of ``torch.ops``. It must return tensors and change none, and have a fake
-            implementation. The rule is for all its overloads.
-        text: dims of every tensor argument, then of every result: commas between tensors, one
-            letter a dim, blanks of no meaning, nothing for a single number. An optional tensor has
-            its place even where it is not given. A dim of size 1 fits any letter and is not split.
-            Write the tokens (batch, sequence) as ``...`` where the operator takes any number of
-            leading dims: only then can they be flattened to rows for sequence parallelism.
-        whole: letters whose dims the operator mixes (the width of a norm, the keys of attention) or
-            whose size it is told in another argument: they are never split.
-        linear: tensor arguments, by name, in which the operator is linear while the others are
-            fixed, so that partial sums pass through it. A tuple names arguments that it is linear
-            in together, as addition is. For a backward: its incoming gradient.
+        op: ``"namespace::name"``, or the operator itself: the result of
+            ``torch.library.custom_op``, or an entry of ``torch.ops``. It must return tensors,
+            mutate none, and have a fake implementation. The rule is for all its overloads.
+        text: dims of every tensor argument, then of every result: a comma between tensors, one
+            letter per dim, no letters for a 0-dim tensor; blanks have no meaning. An optional
+            tensor has its place even if it is not passed. A dim of size 1 fits any letter and is
+            not sharded. Write the tokens (batch, sequence) as ``...`` if the operator takes any
+            number of leading dims: only then can they be flattened to rows for sequence
+            parallelism.
+        whole: letters that are never sharded: dims that the operator mixes (the width of a norm,
+            the keys of attention), or whose size is also passed in another argument.
+        linear: names of tensor arguments in which the operator is linear when the others are fixed,
+            so that partial sums pass through it. A tuple names arguments in which it is jointly
+            linear, as addition is. For a backward: its incoming gradient.
 
     Raises:
-        ArgumentError: ``op`` is no such operator or has a built-in rule; ``text``, ``whole`` or
-            ``linear`` do not fit its arguments. At compilation: a tensor of another rank than in
-            ``text``, or dims of one letter that differ.
+        ArgumentError: ``op`` is not such an operator or has a built-in rule; ``text``, ``whole`` or
+            ``linear`` do not fit its arguments. At compilation: a tensor has another number of dims
+            than in ``text``, or dims with one letter have different sizes.
     """
     schema = _schema(op)
     signature = _Signature.parse(schema, text, whole, linear)

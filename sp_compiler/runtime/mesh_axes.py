@@ -82,16 +82,19 @@ class DataAxes:
 def data_shard(mesh: DeviceMesh) -> tuple[int, int]:
     """Return which part of the data this process reads, and how many parts there are.
 
-    Processes that differ on "tp" or "pp" alone read the same part: give the two numbers to a
+    Ranks of one "tp" group and of one pipeline read the same part. Pass the two numbers to a
     ``DistributedSampler(dataset, num_replicas=parts, rank=part)``.
 
     Args:
-        mesh: as for :func:`sp_compiler.compile`.
+        mesh: as for :func:`sp_compiler.compile` or :func:`sp_compiler.pipeline`.
+
+    Returns:
+        ``(part, parts)``, with ``0 <= part < parts``.
 
     Raises:
-        ArgumentError: the mesh has neither an axis "tp" nor "pp", no names, or its data axes in
-            another order.
-        UnsupportedError: it has an axis of several ranks with another name.
+        ArgumentError: the mesh has no axis "tp" or "pp", has no axis names, or has its data axes in
+            the wrong order.
+        UnsupportedError: an axis of several ranks has an unknown name.
     """
     if not isinstance(mesh, DeviceMesh) or PIPELINE_AXIS not in (mesh.mesh_dim_names or ()):
         tensor_parallel_axis(mesh)

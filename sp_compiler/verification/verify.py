@@ -48,30 +48,31 @@ _SEED = 1234567
 def verify(
     model: nn.Module, example_inputs: ExampleInputs, tp: int = 2, **options: Unpack[Options]
 ) -> VerifyReport:
-    """Compare a compiled ``model`` with itself on one device: outputs and every gradient.
+    """Compare the compiled ``model`` with the original on one device: outputs and all gradients.
 
-    Runs the program of the model as it is, on ranks simulated in this process: no process group is
-    needed or touched. Both sides compute in float64, whatever casts they hold; where an operator
-    has no kernel for that, in the model's own dtypes. Beside each error stands the *noise floor*,
-    what another order of rounding changes in the unsharded graph, and what the model's own dtypes
-    round off; only an error well above the noise floor is wrong.
+    Runs the compiled program on ranks simulated in this process, without a process group. Both
+    sides compute in float64 and ignore casts; if an operator has no float64 kernel, both compute in
+    the model's own dtypes. Next to each error the report shows the *noise floor*, which is how much
+    another order of rounding changes the result of the unsharded graph, and the rounding of the
+    model's own dtypes. Only an error well above the noise floor counts as wrong.
 
-    The result of each pass is compared, to find the one that broke it, your own among them; then
-    each distinct block, forward and backward, on random data, which also shows what no loss shows
-    (a gradient that differs between ranks). Random numbers are the same on both sides; against the
-    model itself dropouts drop nothing.
+    The result of each pass is compared, your own passes included, to find the one at fault. Then
+    each distinct block is compared on random data, forward and backward, which also finds errors
+    that no loss shows, such as a gradient that differs between ranks. Both sides draw the same
+    random numbers; in the comparison with the model itself, dropout is off.
 
     >>> print(sp_compiler.verify(model, ((), {"input_ids": ids, "labels": ids}), tp=4))
 
     Args:
-        model: with real parameters, in the mode (train or eval, autocast) to verify; is left as it
-            is.
-        example_inputs: (args, kwargs).
+        model: with real parameters, in the mode (train or eval, autocast) to verify; it is not
+            changed.
+        example_inputs: (args, kwargs) of a call.
         tp: number of simulated ranks.
 
     Raises:
-        ArgumentError: an argument outside what is allowed, parameters on the ``meta`` device.
-        UnsupportedError: an option of a later version, or hooks inside the model.
+        ArgumentError: an invalid argument, or parameters on the ``meta`` device.
+        UnsupportedError: options that do not work together in this version, or hooks inside the
+            model.
         CaptureError: the model has control flow that depends on parameters or activations.
     """
     args, kwargs = checked_inputs(model, example_inputs)

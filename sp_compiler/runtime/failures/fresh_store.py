@@ -24,22 +24,23 @@ _LOOK_EVERY_S = 0.01
 
 
 def fresh_store(timeout: float = 300.0) -> dist.Store:
-    """Return the store of ``torchrun``, for a process group that survives restarts.
+    """Return a part of ``torchrun``'s key-value store that belongs to this start alone.
 
-    Every rank must call it, once per start::
+    With it, processes that ``torchrun --max-restarts`` starts again do not read what killed ones
+    left in the store. Every rank must call it, once per start:
 
-        dist.init_process_group(
-            store=sp_compiler.fresh_store(),
-            rank=int(os.environ["RANK"]),
-            world_size=int(os.environ["WORLD_SIZE"]),
-        )
+    >>> torch.distributed.init_process_group(
+    ...     store=sp_compiler.fresh_store(),
+    ...     rank=int(os.environ["RANK"]),
+    ...     world_size=int(os.environ["WORLD_SIZE"]),
+    ... )
 
     Args:
         timeout: seconds to wait for the other ranks.
 
     Raises:
-        ArgumentError: the environment does not say which rank this is, as ``torchrun`` does.
-        RankMismatchError: not all ranks came in time.
+        ArgumentError: the environment variables that ``torchrun`` sets for a rank are missing.
+        RankMismatchError: not all ranks called it in time.
     """
     try:
         store, rank, world_size = next(

@@ -50,7 +50,7 @@ def _is_error(value: Any) -> bool:
 
 
 def _class(name: str, cls: type) -> Iterator[str]:
-    # Objects of these classes are returned by functions; users do not construct them, so no arguments are shown.
+    # Users get these objects from functions and do not construct them: no arguments are shown.
     about = re.split(r"^Args:$", inspect.getdoc(cls) or "", flags=re.MULTILINE)[0]
     yield f"### {name}\n\n{_markdown(about)}\n"
     for member, value in inspect.getmembers_static(cls):

@@ -15,15 +15,15 @@ class SPCompilerError(Exception):
 
 
 class ArgumentError(SPCompilerError, ValueError):
-    """An argument of the public API that the user can fix."""
+    """An invalid argument of the public API; the message says what is allowed."""
 
 
 class UnsupportedError(SPCompilerError, NotImplementedError):
-    """A feature that this version does not have; the message names what there is."""
+    """A feature that this version does not support; the message says what it supports."""
 
 
 class NotCompiledError(SPCompilerError, RuntimeError):
-    """Something that exists only after compilation was asked for before it."""
+    """Access before compilation to something that compilation creates."""
 
 
 class CaptureError(SPCompilerError, RuntimeError):
@@ -31,12 +31,12 @@ class CaptureError(SPCompilerError, RuntimeError):
 
 
 class PassError(SPCompilerError, RuntimeError):
-    """A pass met a graph that it cannot handle.
+    """A pass got a graph that it cannot handle.
 
     Args:
         pass_name: the pass that failed.
-        message: what was wrong, what is allowed.
-        node: the offending node; its module path and source line are appended.
+        message: what is wrong, and what is allowed.
+        node: the offending node; its module path and source line are appended to the message.
     """
 
     def __init__(self, pass_name: str, message: str, node: Node | None = None) -> None:
@@ -47,9 +47,9 @@ class PassError(SPCompilerError, RuntimeError):
 
 
 class PlacementError(PassError):
-    """A placement that the typing rules refuse: running the graph would give wrong numbers.
+    """A placement that the typing rules reject: running the graph would give wrong numbers.
 
-    ``region`` is the name of the region that holds the node, where the raiser knows it.
+    ``region`` is the name of the node's region, if it is known.
     """
 
     region: str = ""
@@ -60,4 +60,4 @@ class RankMismatchError(SPCompilerError, RuntimeError):
 
 
 class RankFailureError(SPCompilerError, RuntimeError):
-    """Another rank of the tensor-parallel group failed; the message is that rank's own."""
+    """Another rank of the tensor-parallel group failed; the message is that rank's."""

@@ -1,7 +1,7 @@
 """The names of the passes, and the record of what one of them did.
 
-A pass takes what it rewrites and its options, and returns the result, or nothing where it works in
-place. It reports by :func:`report_of`, so that its parts need not hand a report through.
+A pass takes the graphs that it rewrites and its options, and returns the result, or nothing if it
+works in place. It gets its report from :func:`report_of`, so that no report has to be passed down.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Pass(StrEnum):
 
     The name of a pass is the same everywhere: in the stages of a compilation, its reports and
     times, :class:`~sp_compiler.PassError`, ``meta["origin"]`` of a node, and ``first_bad_pass`` of
-    a verification. User passes have the names that the user gives them.
+    a verification. User passes have the names of their functions.
     """
 
     EXPORT = "export"
@@ -49,12 +49,12 @@ class Pass(StrEnum):
 
 @dataclass(frozen=True)
 class Declined:
-    """A candidate that a pass left as it is.
+    """A candidate that a pass did not rewrite.
 
     Attributes:
-        node: its name in the graph.
-        reason: why, in a few words.
-        line: of the user's model, as "file.py:12 code", "" where unknown.
+        node: name of the node in the graph.
+        reason: the reason, in a few words.
+        line: source line in the user's model, as "file.py:12 code"; "" if unknown.
     """
 
     node: str
@@ -64,15 +64,15 @@ class Declined:
 
 @dataclass
 class PassReport:
-    """Effect of a pass on a model: the sum over all graphs that it was given.
+    """Effect of a pass on a model, summed over all graphs that it got.
 
     Attributes:
-        name: of the pass.
-        rewrites: how often it changed something; what counts as once is for the pass to say.
-        kinds: the same by kind of rewrite, where the pass has several.
-        declined: candidates that it left as they are, with the reason.
-        node_delta: how many more nodes the graphs have than before, counted by the compiler.
-        seconds: wall-clock time that it took, measured by the compiler.
+        name: name of the pass.
+        rewrites: number of rewrites; each pass defines what counts as one.
+        kinds: number of rewrites by kind, if the pass has several kinds.
+        declined: candidates that it did not rewrite, with the reason.
+        node_delta: change in the number of nodes, counted by the compiler.
+        seconds: wall-clock time of the pass, measured by the compiler.
     """
 
     name: str
@@ -90,11 +90,11 @@ class PassReport:
             self.kinds[kind] = self.kinds.get(kind, 0) + count
 
     def decline(self, node: Node, reason: str) -> None:
-        """Record that ``node`` was a candidate and was left as it is."""
+        """Record that ``node`` was a candidate and was not rewritten, with the reason."""
         self.declined.append(Declined(node.name, reason, source_line(node)))
 
     def add(self, other: PassReport) -> None:
-        """Add what another run of the pass did."""
+        """Add the report of another run of the pass."""
         self.rewrites += other.rewrites
         for kind, count in other.kinds.items():
             self.kinds[kind] = self.kinds.get(kind, 0) + count
@@ -104,7 +104,7 @@ class PassReport:
 
 
 def report_lines(reports: Sequence[PassReport]) -> Iterator[str]:
-    """Yield a line per pass, and below it one per reason for which it declined a candidate."""
+    """Yield one line per pass, followed by one line per reason for declined candidates."""
     width = max((len(report.name) for report in reports), default=0)
     for report in reports:
         yield (
@@ -125,7 +125,7 @@ _RUNNING: ContextVar[PassReport | None] = ContextVar("running", default=None)
 
 @contextlib.contextmanager
 def reporting(report: PassReport) -> Iterator[PassReport]:
-    """Let the pass of this name, run inside, report to ``report``."""
+    """Context in which the pass of this name reports to ``report``."""
     token = _RUNNING.set(report)
     try:
         yield report
@@ -134,9 +134,9 @@ def reporting(report: PassReport) -> Iterator[PassReport]:
 
 
 def report_of(name: str) -> PassReport:
-    """Return the report of the pass ``name`` if the compiler runs it, else one that nobody reads.
+    """Return the report of the pass ``name`` if the compiler runs it, else one that is discarded.
 
-    This lets a pass try out others: what those rewrite while they are measured is not reported.
+    This lets a pass try out others: what those rewrite in a trial is not reported.
     """
     running = _RUNNING.get()
     return running if running is not None and running.name == name else PassReport(name)

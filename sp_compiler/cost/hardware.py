@@ -1,7 +1,7 @@
 """Profiles of devices and their links, and times of kernels and collectives on them.
 
-A profile is a file: those in ``cost/profiles`` have names, and :func:`sp_compiler.profile` writes
-one of the machine that it runs on.
+A profile is a file: those in ``cost/profiles`` have names, and :func:`sp_compiler.profile` measures
+a machine and writes its profile.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ _PROFILES = Path(__file__).parent / "profiles"
 
 @dataclass(frozen=True)
 class Link:
-    """A way of bytes out of a device: one collective over the interconnect, copies to the host, or
-    messages between nodes.
+    """A path out of a device: one collective over the interconnect, copies to the host, or messages
+    between nodes.
 
     Attributes:
-        latency_us: fixed time of one transfer.
-        gb_per_s: rate of the bytes behind it, in 1e9 bytes per second. Of a collective these are
-            the bytes that cross each rank's link, what NCCL's tests call bus bandwidth: of n ranks
-            and a global value of B bytes B (n - 1) / n, for an all-reduce twice that.
+        latency_us: fixed time per transfer.
+        gb_per_s: bandwidth, in 1e9 bytes per second. For a collective, it counts the bytes that
+            cross each rank's link, as the "bus bandwidth" of NCCL's tests does: B (n - 1) / n bytes
+            for n ranks and a global value of B bytes, twice that for an all-reduce.
     """
 
     latency_us: float
     gb_per_s: float
 
     def transfer_us(self, wire_bytes: float) -> float:
-        """Time of one transfer."""
+        """Return the time of one transfer, in microseconds."""
         return self.latency_us + wire_bytes / (self.gb_per_s * 1e3)
 
 
@@ -48,17 +48,18 @@ class Hardware:
     """Rates of one device and of its links; ``hardware=`` takes one.
 
     Attributes:
-        name: for people.
-        peak_tflops: dtype, such as "bfloat16", to the rate of matrix products that the vendor
-            states, in 1e12 operations per second: the base of MFU.
-        achieved_tflops: the same that products reach, with which times are estimated.
-        memory_gb_per_s: bandwidth of the device's memory.
-        interconnect: "all_gather", "reduce_scatter" and "all_reduce" of the tensor-parallel group.
-        host: copies to the host's memory or from it, one direction.
-        network: between nodes, this device's share of it in one direction.
+        name: shown in tables.
+        peak_tflops: the vendor's peak rate of matrix products by dtype, such as "bfloat16", in 1e12
+            operations per second; MFU is relative to it.
+        achieved_tflops: the rate that matrix products reach, in the same unit, for estimated times.
+        memory_gb_per_s: bandwidth of the device's memory, in 1e9 bytes per second.
+        interconnect: the links of the collectives "all_gather", "reduce_scatter" and "all_reduce"
+            of the tensor-parallel group.
+        host: copies to or from the host's memory, in one direction.
+        network: this device's share of the network between nodes, in one direction.
 
     Raises:
-        ArgumentError: a rate that is not positive, dtypes or collectives that are missing.
+        ArgumentError: a rate that is not positive, or missing dtypes or collectives.
     """
 
     name: str
@@ -103,11 +104,11 @@ class Hardware:
                 )
 
     def flops_per_us(self, dtype: torch.dtype) -> float:
-        """Achieved rate of matrix products in ``dtype``."""
+        """Achieved rate of matrix products in ``dtype``, in operations per microsecond."""
         return _rate(self.achieved_tflops, dtype) * 1e6
 
     def peak_flops_per_us(self, dtype: torch.dtype) -> float:
-        """Peak rate of matrix products in ``dtype``."""
+        """Peak rate of matrix products in ``dtype``, in operations per microsecond."""
         return _rate(self.peak_tflops, dtype) * 1e6
 
     @property
@@ -116,7 +117,7 @@ class Hardware:
 
     @property
     def link_bytes_per_us(self) -> float:
-        """Rate at which a gather crosses the interconnect, its latency aside."""
+        """Bandwidth of an all-gather over the interconnect, in bytes per microsecond."""
         return self.interconnect["all_gather"].gb_per_s * 1e3
 
     def save(self, path: str | Path) -> None:
@@ -146,12 +147,12 @@ def _toml(hardware: Hardware) -> str:
 
 
 def profile_names() -> tuple[str, ...]:
-    """Return the names that ``hardware=`` takes."""
+    """Return the names of profiles that ``hardware=`` accepts."""
     return tuple(sorted(path.stem for path in _PROFILES.glob("*.toml")))
 
 
 def hardware_of(value: str | Path | Hardware) -> Hardware:
-    """Return the profile that ``hardware=value`` means: a name, a path of a file, or itself.
+    """Return the profile for ``hardware=value``: a name, the path of a file, or a profile itself.
 
     Raises:
         ArgumentError: no such name or file, or a file that is no profile.
@@ -195,7 +196,8 @@ H100 = hardware_of("h100")
 def collective_us(num_bytes: float, kind: str, world_size: int, hardware: Hardware = H100) -> float:
     """Time of one collective over a global value of ``num_bytes``.
 
-    ``kind``: a key of :data:`~sp_compiler.ops.convert.LINK_CROSSINGS`; others communicate nothing.
+    ``kind`` is a key of :data:`~sp_compiler.ops.convert.LINK_CROSSINGS`; other kinds do not
+    communicate.
     """
     if kind not in LINK_CROSSINGS or world_size == 1:
         return 0.0
@@ -215,7 +217,7 @@ def conversion_us(
 ) -> float | None:
     """Time of a conversion and of its gradient.
 
-    ``None`` for a conversion that the typing does not have (nothing turns R into I).
+    ``None`` for a conversion that does not exist (nothing converts R to I).
     """
     if source.is_sharded and target.is_sharded:
         # By way of the full value: gathered and cut, in forward and in backward.

@@ -15,13 +15,13 @@ PHASES = ("forward", "backward")
 
 
 def current_phase() -> str:
-    """Return the phase that this thread is in: autograd runs backward, everything else forward."""
+    """Return this thread's phase: "backward" while autograd runs, else "forward"."""
     # The engine of autograd sets the id while it runs a backward; elsewhere it is -1.
     return PHASES[torch._C._current_graph_task_id() != -1]
 
 
 class Arrival(NamedTuple):
-    """When a transfer is through: the time, and after how many resets of the clock it was told."""
+    """End of a transfer: its time, and the number of resets of the clock before it."""
 
     end_us: float
     num_resets: int
@@ -29,18 +29,19 @@ class Arrival(NamedTuple):
 
 @dataclass
 class VirtualClock:
-    """Time of one rank and of its link, in microseconds.
+    """Virtual time of one rank and of its link, in microseconds.
 
-    Nothing sleeps: a collective that starts now ends at max(now, end of the previous one) plus its
-    time on the link; waiting for it before that moves the clock there.
+    Nothing sleeps. A collective that is issued now ends at max(now, end of the previous one) plus
+    its time on the link; a wait before that advances the clock to its end.
 
     Attributes:
-        hardware: whose times they are.
+        hardware: profile that the times come from.
         world_size: number of ranks.
-        compute: "modelled": operators advance the clock; "measured": this thread's CPU time does.
-        computed_us: by phase, of operators.
-        busy_us: by phase, of the link.
-        exposed_us: by phase, in which the rank did nothing but wait for the link.
+        compute: "modelled": estimated times of operators advance the clock; "measured": this
+            thread's CPU time does.
+        computed_us: time of operators, by phase.
+        busy_us: time during which the link was busy, by phase.
+        exposed_us: time during which the rank only waited for the link, by phase.
     """
 
     hardware: Hardware
@@ -55,7 +56,7 @@ class VirtualClock:
         self.reset()
 
     def reset(self) -> None:
-        """Begin again at 0; collectives on their way have arrived."""
+        """Reset the clock to 0; collectives in flight count as complete."""
         self._num_resets += 1
         self._now_us = self._link_free_us = 0.0
         # CPU time of the thread: another process on the machine must not lengthen the step.
@@ -65,25 +66,25 @@ class VirtualClock:
             times_us.update(dict.fromkeys(PHASES, 0.0))
 
     def now_us(self) -> float:
-        """Return the time, with what was computed since the last look."""
+        """Return the current time, including computation since the last call."""
         if self.compute == "measured":
             self.advance((time.thread_time() - self._read_s) * 1e6)
             self._read_s = time.thread_time()
         return self._now_us
 
     def advance(self, time_us: float) -> None:
-        """Compute for ``time_us``."""
+        """Advance the clock by ``time_us`` of computation."""
         self._now_us += time_us
         self.computed_us[current_phase()] += time_us
 
     def start(self, time_us: float) -> Arrival:
-        """Start a transfer that takes ``time_us``; return when it will be through."""
+        """Start a transfer that takes ``time_us``; return its end."""
         self._link_free_us = max(self.now_us(), self._link_free_us) + time_us
         self.busy_us[current_phase()] += time_us
         return Arrival(self._link_free_us, self._num_resets)
 
     def wait_until(self, arrival: Arrival) -> None:
-        """Do nothing until ``arrival``, if that is still to come."""
+        """Advance the clock to ``arrival``, if that is in the future."""
         if arrival.num_resets != self._num_resets:
             return  # a time that was counted from another beginning
         missing_us = arrival.end_us - self.now_us()
@@ -92,5 +93,5 @@ class VirtualClock:
             self.exposed_us[current_phase()] += missing_us
 
     def forget_since_look(self) -> None:
-        """Leave out what was computed since the last look: copies that emulate the link."""
+        """Do not count computation since the last call: copies that emulate the link."""
         self._read_s = time.thread_time()

@@ -31,11 +31,12 @@ from sp_compiler.planning.html import framed
 
 @dataclass(frozen=True)
 class GraphDiff:
-    """All differences of two sides; ``str()`` is a readable text, ``rich`` prints it in colour.
+    """All differences between two sides; ``str()`` is readable text, ``rich`` prints it in colour.
 
     Attributes:
-        sections: one for each graph that differs.
-        calls: (path of the layer, before, after) of calls of regions that changed, "" for none.
+        sections: one per graph that differs.
+        calls: (path of the layer, region before, region after) of each call that changed; "" if
+            there is none.
         before: totals of the first side.
         after: totals of the second side.
     """
@@ -58,7 +59,7 @@ class GraphDiff:
     def counts(self) -> dict[Kind, int]:
         """Number of nodes of each kind, in the graphs that differ, each graph counted once.
 
-        A node of which several properties changed counts in several kinds.
+        A node with several changed properties counts in several kinds.
         """
         kinds = Counter(
             kind for section in self.sections for entry in section.nodes for kind in entry.kinds
@@ -72,7 +73,7 @@ class GraphDiff:
         yield self.to_text(markup=True)
 
     def to_text(self, *, markup: bool = False) -> str:
-        """A line for each node that differs, with the tags of ``rich`` where ``markup`` is set."""
+        """One line per node that differs; with ``markup``, styled by the tags of ``rich``."""
         # Said in words: an empty text could be a failure to print.
         lines = text.lines(self.sections, self.calls) or [("no difference", None)]
         # Brackets in shapes are tags to ``rich``, so that lines are escaped where it reads them.
@@ -84,24 +85,24 @@ class GraphDiff:
         return "\n".join(f"[{style}]{escape(line)}[/{style}]" for line, style in styled)
 
     def to_unified(self, context: int | None = 3) -> str:
-        """Text as ``diff -u`` writes it: totals, then each graph with ``-`` and ``+`` lines.
+        """Text like that of ``diff -u``: totals, then each graph with ``-`` and ``+`` lines.
 
         Args:
-            context: unchanged nodes to show on either side of a change, ``None`` for all; the
-                others, and what repeats, are folded.
+            context: number of unchanged nodes to show on either side of a change, ``None`` for all;
+                the others, and differences that repeat, are folded.
         """
         lines = [*unified.lines(self.sections, self.calls, (self.before, self.after), context)]
         return "\n".join([*lines, *legend_of(lines)])
 
     def side_by_side(self, context: int | None = 3) -> Group:
-        """Both sides as columns, for ``rich.print``; ``context`` as of :meth:`to_unified`."""
+        """Both sides in columns, for ``rich.print``; ``context`` as for :meth:`to_unified`."""
         return side_by_side(self.sections, self.calls, (self.before, self.after), context)
 
     def to_html(self, path: str | Path, context: int | None = 3) -> None:
-        """Write a page of its own, with search and filters, that needs no network to be read.
+        """Write a self-contained HTML page with search and filters, which works offline.
 
-        Each row opens to show shape, placement, bytes, module and source line. ``context`` is as of
-        :meth:`to_unified`; what is folded can be opened.
+        Each row opens to show shape, placement, bytes, module and source line. ``context`` is as
+        for :meth:`to_unified`; folded nodes can be opened.
         """
         Path(path).write_text(self._page(context), encoding="utf-8")
 
@@ -114,7 +115,7 @@ class GraphDiff:
         return page(self.sections, self.calls, totals, self.counts, context)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, with the kinds of each node; :meth:`from_json` needs no more."""
+        """Plain data with the kinds of each node, which is all that :meth:`from_json` needs."""
         data = asdict(self)
         # Derived, so ``asdict`` leaves them out; who reads the JSON should not have to derive them.
         for section, own in zip(data["sections"], self.sections, strict=True):

@@ -1,4 +1,4 @@
-"""A training step on a grid, for people: every stage's memory, traffic by axis, time."""
+"""A training step on a grid, for people to read: memory per stage, traffic per axis, time."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from sp_compiler.planning.table_text import table
 
 @dataclass(frozen=True)
 class AxisTraffic:
-    """What goes over one axis of the grid.
+    """Traffic over one axis of the grid.
 
     Attributes:
-        axis: of the grid.
-        link: "node" within a machine, "network" between machines.
-        sent_bytes: by the rank that sends most, in one step.
-        time_us: that it takes if nothing runs meanwhile.
-        exposed_us: the part of ``time_us`` during which that rank computes nothing; of ``pp`` it is
-            in the bubble.
+        axis: its name.
+        link: "node" inside a node, "network" between nodes.
+        sent_bytes: bytes per step sent by the rank that sends most.
+        time_us: time of its transfers if nothing else runs.
+        exposed_us: part of ``time_us`` during which that rank computes nothing; for ``pp`` it is
+            counted in the bubble.
     """
 
     axis: str
@@ -39,21 +39,21 @@ class AxisTraffic:
 
 @dataclass(frozen=True)
 class GridPlan:
-    """Costs of one training step on a grid; ``print`` gives tables.
+    """Costs of one training step on a grid; ``print(plan)`` shows tables.
 
     Attributes:
         microbatch: the plan of one microbatch through all layers, on the ranks of ``tp``.
-        grid: ranks on each axis.
-        schedule: of the pipeline, as :func:`sp_compiler.pipeline` names it.
-        stages_per_rank: of the pipeline.
-        microbatches: of one step, on each rank of the data axes.
-        bytes_per_parameter: of a trained one with its gradient and optimizer state.
-        stages: what each rank of the pipeline holds, on one device.
-        traffic: over each axis of several ranks.
-        step_us: estimated time from the first forward to the last gradient, optimizer left out.
-        bubble: time in which the slowest rank of the pipeline waits, as a part of the time that it
-            computes; (p - 1) / (v m) for p equal ranks with v stages each and m microbatches.
-        timeline_maker: what derives :attr:`timeline` when it is first asked for.
+        grid: number of ranks on each axis.
+        schedule: name of the pipeline's schedule, as for :func:`sp_compiler.pipeline`.
+        stages_per_rank: number of stages on each rank of the pipeline.
+        microbatches: number of microbatches per step on each rank of the data axes.
+        bytes_per_parameter: bytes of a trained parameter with its gradient and optimizer state.
+        stages: memory and time of each rank of the pipeline, on one device.
+        traffic: one entry per axis of several ranks.
+        step_us: estimated time from the first forward to the last gradient, without the optimizer.
+        bubble: waiting time of the slowest rank of the pipeline, divided by its computing time;
+            (p - 1) / (v m) for p equal ranks with v stages each and m microbatches.
+        timeline_maker: derives :attr:`timeline` at its first use.
     """
 
     microbatch: Plan
@@ -71,18 +71,18 @@ class GridPlan:
 
     @cached_property
     def timeline(self) -> GridTimeline:
-        """The simulated course of the step: each rank's actions, and how it spends its time."""
+        """The simulated step: the actions of each rank, and how it spends its time."""
         # On demand: a search makes many plans, and a large step has tens of thousands of actions.
         return self.timeline_maker()
 
     @property
     def total_bytes(self) -> int:
-        """Of the stage that needs most."""
+        """Bytes per device of the stage that needs most."""
         return max(stage.total_bytes for stage in self.stages)
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilisation: of all accelerators' peak, by the model's own FLOPs."""
+        """Model FLOPs utilisation: the model's FLOPs over the peak of all devices in the step."""
         # Per rank of the pipeline: "tp" is in the time of a microbatch, and data axes multiply both
         # sides.
         available_us = self.step_us * self.grid.pp
@@ -90,7 +90,7 @@ class GridPlan:
         return ideal_us / available_us if available_us else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, with what the properties derive."""
+        """Plain data, including derived properties."""
         # Not ``asdict``, which would copy the plan of the microbatch field by field.
         own = {each.name: getattr(self, each.name) for each in fields(self)}
         del own["timeline_maker"]
@@ -112,9 +112,9 @@ class GridPlan:
         return json.dumps(self.to_dict(), indent=2)
 
     def to_trace(self, path: str | Path, *, kernels_of: int = 1) -> None:
-        """Write the simulated step for ``chrome://tracing`` or Perfetto, a process for each rank of
-        the pipeline: its actions, kernels of the first ``kernels_of`` microbatches among them,
-        collectives over ``tp``, messages of ``pp``, transfers over the data axes."""
+        """Write the simulated step for ``chrome://tracing`` or Perfetto: one process per rank of
+        the pipeline, with its actions, the kernels of the first ``kernels_of`` microbatches,
+        collectives over ``tp``, messages over ``pp`` and transfers over the data axes."""
         self.timeline.to_trace(path, kernels_of=kernels_of)
 
     def __str__(self) -> str:

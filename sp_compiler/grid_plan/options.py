@@ -1,4 +1,4 @@
-"""How a step is run on a grid."""
+"""Options of a step on a grid."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class GridOptions:
     """Arguments of :func:`sp_compiler.plan` for a grid, validated.
 
     Attributes:
-        memory_bytes: what the cut leaves each stage, as ``memory`` of
-            :func:`sp_compiler.pipeline`; ``None`` for no limit.
+        memory_bytes: limit for each stage, as ``memory`` of :func:`sp_compiler.pipeline`; ``None``
+            for no limit.
 
     Raises:
-        ArgumentError: numbers that are not positive, or as :func:`sp_compiler.pipeline`.
+        ArgumentError: numbers that are not positive, or as for :func:`sp_compiler.pipeline`.
     """
 
     grid: GridSizes
@@ -50,7 +50,7 @@ class GridOptions:
         self.stages()  # raises
 
     def stages(self) -> tuple[Schedule, int]:
-        """Return the schedule and the number of stages of each rank of the pipeline."""
+        """Return the schedule and the number of stages per rank of the pipeline."""
         return schedule_of(self.schedule, self.stages_per_rank, self.grid.pp, self.microbatches)
 
     def rank_of(self, stage: int) -> int:
@@ -59,10 +59,10 @@ class GridOptions:
 
 
 def refuse_without_grid(**given: Any) -> None:
-    """Raise ``ArgumentError`` for arguments of a grid where there is none.
+    """Raise ``ArgumentError`` for arguments that need a grid when there is none.
 
     Args:
-        given: by name as of :class:`GridOptions`; those that are its defaults pass.
+        given: arguments by name, as in :class:`GridOptions`; its defaults are allowed.
     """
     defaults = {each.name: each.default for each in fields(GridOptions)}
     for name, value in given.items():

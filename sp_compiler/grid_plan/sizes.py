@@ -24,10 +24,10 @@ _EXAMPLES = (
 
 @dataclass(frozen=True)
 class GridSizes:
-    """Ranks on each axis; the names are those of a mesh that ``compile`` and ``pipeline`` take.
+    """Number of ranks on each axis, with the axis names of ``compile`` and ``pipeline``.
 
-    Ranks next to each other differ on ``tp`` first, then on ``dp_shard``, ``dp_replicate``, ``pp``:
-    the axes that send most take the fastest links.
+    Neighbouring ranks differ on ``tp`` first, then on ``dp_shard``, ``dp_replicate``, ``pp``: the
+    axes that send most use the fastest links.
     """
 
     tp: int = 1
@@ -59,7 +59,7 @@ class GridSizes:
 
     @property
     def data(self) -> int:
-        """Number of batches that are worked on at once."""
+        """Number of parts of the data: the product of both data axes."""
         return self.dp_shard * self.dp_replicate
 
     @property
@@ -67,7 +67,7 @@ class GridSizes:
         return self.tp * self.pp * self.data
 
     def spans_nodes(self, axis: str, gpus_per_node: int) -> bool:
-        """Tell whether neighbours on ``axis`` lie on different nodes."""
+        """Return whether neighbours on ``axis`` are on different nodes."""
         order = ("tp", "dp_shard", "dp_replicate", "pp")
         # Whoever is ``inner`` ranks away is the next neighbour on this axis.
         inner = math.prod(getattr(self, name) for name in order[: order.index(axis)])
@@ -98,7 +98,7 @@ class Link:
     """One rank's share of a link, in one direction.
 
     Attributes:
-        name: for tables.
+        name: shown in tables.
     """
 
     name: str
@@ -106,14 +106,14 @@ class Link:
     latency_us: float
 
     def ring_us(self, num_bytes: float, ranks: int) -> float:
-        """Time of an all-gather or reduce-scatter of ``num_bytes`` over ``ranks``."""
+        """Return the time of an all-gather or reduce-scatter of ``num_bytes`` over ``ranks``."""
         if ranks == 1:
             return 0.0
         # A ring: each rank passes all parts on but the one that is its own in the end.
         return self.latency_us + num_bytes * (ranks - 1) / ranks / self.bytes_per_us
 
     def send_us(self, num_bytes: float) -> float:
-        """Time of one message."""
+        """Return the time of one message."""
         # Nothing is sent where a stage ends in front of a call that reads nothing.
         return self.latency_us + num_bytes / self.bytes_per_us if num_bytes else 0.0
 

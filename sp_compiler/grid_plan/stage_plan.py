@@ -16,19 +16,19 @@ and two moments in 32 bits."""
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What one rank of a pipeline holds, on one device.
+    """Memory and time of one rank of a pipeline, on one device.
 
     Attributes:
-        chunks: the layers of each of its stages: several where the schedule interleaves.
-        parameters: number of elements before FSDP shards them; one that several ranks of the
-            pipeline use is on each.
-        state_bytes: of parameters, gradients and optimizer, sharded over ``dp_shard``.
-        gathered_bytes: what FSDP2 holds unsharded beside that.
-        in_flight: most forwards of a chunk whose backward has not run.
-        activation_bytes: the most that those keep.
-        working_bytes: the most that one call makes beside them.
-        forward_us: estimated time of all its chunks for one microbatch.
-        backward_us: of their backward.
+        chunks: layers of each of its stages, of which interleaved schedules have several.
+        parameters: number of elements before FSDP shards them; a parameter that several ranks of
+            the pipeline use counts on each.
+        state_bytes: parameters, gradients and optimizer state, sharded over ``dp_shard``.
+        gathered_bytes: bytes that FSDP2 holds unsharded in addition.
+        in_flight: largest number of forwards of a chunk whose backward has not run yet.
+        activation_bytes: peak of the activations that these save.
+        working_bytes: peak of other bytes during one call.
+        forward_us: estimated time of the forward of all its chunks for one microbatch.
+        backward_us: estimated time of their backward.
     """
 
     chunks: tuple[tuple[str, ...], ...]
@@ -43,17 +43,17 @@ class StagePlan:
 
     @property
     def microbatch_us(self) -> float:
-        """Forward and backward of one microbatch."""
+        """Time of forward and backward of one microbatch."""
         return self.forward_us + self.backward_us
 
     @property
     def total_bytes(self) -> int:
-        """At most what the stage needs."""
+        """Upper bound of the bytes that the stage needs."""
         return self.state_bytes + self.gathered_bytes + self.activation_bytes + self.working_bytes
 
 
 def kept_bytes(calls: Sequence[CallPlan]) -> int:
-    """Bytes that ``calls`` keep of one microbatch."""
+    """Return the bytes that ``calls`` save for one microbatch."""
     # A dict by storage: what several calls keep alike exists once.
     return sum(dict(pair for call in calls for pair in call.kept).values())
 
@@ -66,7 +66,7 @@ def used_parameters(
 
 
 def state_bytes(size: ParameterSize, bytes_per_parameter: float, dp_shard: int) -> float:
-    """Bytes of a parameter with its gradient and optimizer state on one device."""
+    """Return the bytes per device of a parameter with its gradient and optimizer state."""
     # A frozen parameter has neither gradient nor optimizer state, only its own bytes.
     num_bytes = size.numel * bytes_per_parameter if size.trained else size.num_bytes
     return num_bytes / dp_shard
@@ -82,12 +82,13 @@ def held_bytes(size: ParameterSize, bytes_per_parameter: float, grid: GridSizes)
 def gathered_bytes(
     calls: Sequence[CallPlan], sizes: Mapping[str, ParameterSize], grid: GridSizes
 ) -> int:
-    """Bytes that FSDP2 holds unsharded at once.
+    """Return the largest number of bytes that FSDP2 holds unsharded at once.
 
-    In a pipeline those of all parameters and gradients of the stage: torch's schedules gather once
-    and reduce with the last microbatch. Else what is outside of blocks, two blocks (one is gathered
-    while the other runs) and the gradients of one. ``replicate``, of ``dp_replicate`` alone, copies
-    what it does not gather, and keeps all of it from forward to backward.
+    In a pipeline these are all parameters and gradients of the stage: torch's schedules gather once
+    and reduce with the last microbatch. Otherwise they are the parameters outside of blocks, two
+    blocks (one is gathered while the other runs) and the gradients of one. ``replicate``, used for
+    ``dp_replicate`` alone, copies instead of gathering, and holds the copy from forward to
+    backward.
     """
     if grid.data == 1:
         return 0

@@ -25,12 +25,12 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Suggestions(Sequence[GridPlan]):
-    """What :func:`sp_compiler.suggest` found: a sequence of plans; ``print`` gives a table.
+    """Result of :func:`sp_compiler.suggest`: a sequence of plans; ``print`` shows a table.
 
     Attributes:
-        plans: the best setting of each grid that fits, the fastest first.
-        rejected: the other grids.
-        memory_bytes: of one device.
+        plans: the best setting of each grid that fits, fastest first.
+        rejected: the other grids, each with the reason.
+        memory_bytes: memory limit of one device.
     """
 
     plans: tuple[GridPlan, ...]
@@ -53,7 +53,7 @@ class Suggestions(Sequence[GridPlan]):
         return iter(self.plans)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data; of the plans what the table shows, in bytes and microseconds."""
+        """Plain data: the figures of the table, in bytes and microseconds."""
         return {
             "memory_bytes": self.memory_bytes,
             "plans": [

@@ -1,8 +1,8 @@
-"""The course of a step on a grid: what every rank of the pipeline and its links do when.
+"""Simulation of a step on a grid: when each rank of the pipeline and its links do what.
 
-A rank computes one action at a time. Inside, collectives over "tp" run beside kernels as the
+A rank computes one action at a time. Within it, collectives over "tp" overlap with kernels as the
 generated functions start them and wait for them; between ranks, activations and their gradients
-travel while both compute. Data axes gather in front of a pipeline's schedule and reduce behind it.
+travel while both compute. Data axes gather before a pipeline's schedule and reduce after it.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ class RankTime:
     """How one rank of a pipeline spends a step; all but ``recompute_us`` add up to it.
 
     Attributes:
-        compute_us: kernels run.
-        recompute_us: the part of ``compute_us`` that recomputes while "tp" sends nothing.
-        exposed_us: by axis, nothing runs but a transfer over it.
-        bubble_us: it waits for other ranks to compute, from the first action to the last of any.
+        compute_us: time in which kernels run.
+        recompute_us: part of ``compute_us`` that recomputes while nothing is sent over "tp".
+        exposed_us: by axis, time in which only a transfer over that axis runs.
+        bubble_us: time of waiting for other ranks to compute, between the first and the last action
+            of any rank.
     """
 
     compute_us: float
@@ -51,14 +52,14 @@ class RankTime:
 
 @dataclass(frozen=True)
 class GridTimeline:
-    """Simulated course of one step on a grid.
+    """A simulated step on a grid.
 
     Attributes:
-        orders: the actions of every rank, as the schedule has them.
-        times: of every stage.
-        functions: of every stage.
-        data_us: of every rank, transfers over the data axes that nothing hides.
-        reduction_us: of the reduction of replicated parameters' gradients over "tp", at the end.
+        orders: actions of every rank, in the order of the schedule.
+        times: times of every stage.
+        functions: generated functions of every stage, by kind of action.
+        data_us: per rank, exposed time of transfers over the data axes.
+        reduction_us: time of the final reduction over "tp" of replicated parameters' gradients.
     """
 
     orders: Sequence[Sequence[Action]]
@@ -74,12 +75,12 @@ class GridTimeline:
 
     @property
     def step_us(self) -> float:
-        """From the first forward to the last gradient."""
+        """Time from the first forward to the last gradient."""
         ends = (own[-1].end_us + data_us for own, data_us in self._by_rank())
         return max(ends) + self.reduction_us
 
     def rank_times(self) -> list[RankTime]:
-        """Return how each rank spends the step."""
+        """Return how each rank spends the time of the step."""
         found = []
         for own, data_us in self._by_rank():
             costs = [self._functions(run) for run in own]
@@ -99,19 +100,20 @@ class GridTimeline:
         return found
 
     def to_dict(self) -> list[dict[str, Any]]:
-        """Plain data: the sums of every rank."""
+        """Plain data: the times of every rank."""
         return [asdict(each) for each in self.rank_times()]
 
     def to_trace(self, path: str | Path, *, kernels_of: int = 1) -> None:
-        """Write a trace for ``chrome://tracing`` or Perfetto, a process for each pipeline rank.
+        """Write a trace for ``chrome://tracing`` or Perfetto, one process per pipeline rank.
 
-        Its rows are the device, the link of "tp", messages that arrive from either side, and the
-        data axes, whose transfers are drawn behind the schedule.
+        A process has rows for the device, the link of "tp", messages that arrive from either side,
+        and the data axes, whose transfers are drawn after the schedule.
 
         Args:
-            kernels_of: number of microbatches, from the first, of which every kernel and every
-                collective is drawn; of the others only their actions, for a step of a large model
-                has millions of kernels.
+            path: file to write.
+            kernels_of: number of microbatches, from the first, for which every kernel and every
+                collective is drawn. For the others only their actions are drawn: a step of a large
+                model has millions of kernels.
         """
         events = [
             {"ph": "M", "name": kind, "pid": rank, "tid": tid, "args": {"name": name}}

@@ -29,14 +29,14 @@ class Snapshot:
     """Graphs after one pass.
 
     Attributes:
-        name: of the pass.
-        graphs: region name to graph. Once forward and backward are apart there are two for a
-            region, named ``"Block.forward"`` and ``"Block.backward"``, and a third,
-            ``"Block.loss_backward"``, where it has the model's loss.
+        name: name of the pass.
+        graphs: region name to graph. After the partition a region has two graphs, named
+            ``"Block.forward"`` and ``"Block.backward"``, and a third, ``"Block.loss_backward"``, if
+            it has the model's loss.
         calls: (path of the layer in the model, region name) in execution order.
-        wiring: each call with its arguments as text, in the same order; may be left out.
-        kept: region name to the bytes that one call keeps for its backward, once they are apart.
-        functions: calls of the model's autograd functions, which the graphs name by number.
+        wiring: each call with its arguments as text, in the same order; optional.
+        kept: region name to the bytes that one call saves for its backward, after the partition.
+        functions: calls of the model's autograd functions, which the graphs refer to by number.
     """
 
     name: str
@@ -66,18 +66,18 @@ class Snapshot:
         return cls(name, graphs, program_calls(program), wiring, functions=program.functions)
 
     def to_networkx(self) -> nx.MultiDiGraph:
-        """Return all graphs as one graph of networkx, unconnected to each other.
+        """Return all graphs as one networkx graph, in which they are not connected to each other.
 
         >>> graph = compiled.stages["shard"].to_networkx()
         >>> sums = [name for name, node in graph.nodes(data=True) if node["placement"] == "P"]
         >>> nx.ancestors(graph, sums[0])
 
-        Nodes are named ``"<graph>/<node>"`` and have ``graph``; ``op`` and ``target`` as FX has
-        them, as text; ``shape`` (of one rank once sharded; ``None`` for what is no single tensor,
-        open sizes as text) and ``dtype``; ``placement``; ``module``, the path in the model, and
-        ``source_line``, as "file.py:12 code"; "" where a node has none. An edge goes from an
-        operand to each of its uses and has ``position``, which operand of the user it is.
-        The result's own attributes are ``name``, of the pass, and ``calls``.
+        Nodes are named ``"<graph>/<node>"`` and have the attributes ``graph``; ``op`` and
+        ``target`` of FX, as text; ``shape`` (one rank's after sharding; ``None`` if the value is
+        not a single tensor; open sizes as text) and ``dtype``; ``placement``; ``module``, the path
+        in the model; and ``source_line``, as "file.py:12 code"; "" for missing ones. An edge goes
+        from an operand to each of its users; ``position`` is the operand's position there. The
+        graph itself has the attributes ``name``, that of the pass, and ``calls``.
         """
         # Names of nodes are unique in one graph only.
         names = {node: name for name, graph in self.graphs.items() for node in graph.nodes}
@@ -90,9 +90,9 @@ class Snapshot:
         return result
 
     def renamed(self, names: Sequence[str]) -> Snapshot:
-        """Copy with ``names``, one for the region of each call; further calls are left out.
+        """Return a copy with ``names``, one per call, for regions; further calls are dropped.
 
-        A graph whose calls get several names occurs several times, once for each.
+        A graph whose calls get several names occurs several times, once per name.
         """
         if not self.calls:  # before the model was cut into regions
             return self
@@ -109,16 +109,16 @@ class Snapshot:
         )
 
     def paths(self, graph_name: str) -> list[str]:
-        """Layers that use the graph."""
+        """Return the paths of the layers that use the graph."""
         region = region_of(graph_name)
         return [path for path, name in self.calls if name in (region, graph_name)]
 
 
 class Stages(dict[str, Snapshot]):
-    """Graphs after each pass, by its name, in order; two stages have a public name as well.
+    """Graphs after each pass, by name, in order; two stages have another public name.
 
-    ``"capture"`` is the captured model as regions, before anything is sharded; ``"final"`` is one
-    rank's program with what backward recomputes.
+    ``"capture"`` is the captured model as regions, before sharding; ``"final"`` is one rank's
+    program with tags for recomputation.
     """
 
     _ALIASES: ClassVar = {"capture": Pass.OUTLINE, "final": Pass.TAG}

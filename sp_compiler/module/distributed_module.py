@@ -55,24 +55,26 @@ _NO_SHARDED_SAVE = (
 
 
 class DistributedModule(Inspection, MirrorModule):
-    """A model that runs tensor-parallel; called like the original, with its parameter names.
+    """A tensor-parallel model, called like the original and with the same parameter names.
 
-    Parameters are DTensors over the axis "tp" (plain ones for one rank). They are replicated until
-    the first call (or :meth:`prepare`) decides their placements for good and changes them in place.
-    Every rank of the group must call it with the same inputs.
+    Parameters are DTensors over the axis "tp" (plain parameters on one rank). They are replicated
+    until the first call or :meth:`prepare`, which decides their placements for good and shards them
+    in place. Every rank of the group must call the module with the same inputs.
 
     Args:
-        model: taken over: its storages become this module's, and it cannot be called any more.
-        group: where it runs.
+        model: the original, which is taken over: this module gets its storages, and the model can
+            no longer be called.
+        group: the ranks that the module runs on.
         build: ``build(model, args, kwargs, fixed_placements, open_dims)`` compiles for these
-            inputs, ``model`` being awake for capture and its parameters without data;
-            ``fixed_placements`` are those that parameters have already, ``None`` the first time;
-            ``open_dims`` says whether other sizes came before, so that sizes should be left open.
-            Input leaves are numbered as :func:`sp_compiler.trace.export.flatten_inputs` does.
-        cache_size: how many programs are kept.
-        options: what ``build`` compiles with, by name; every rank must have the same.
-        initial_weights: "compare" them over the ranks at the first use, or "broadcast" rank 0's.
-        fsdp: options to apply FSDP2 with once parameters are placed; ``None``: that is the user's.
+            inputs. ``model`` can be captured then, but its parameters have no data.
+            ``fixed_placements`` are the placements that parameters already have, ``None`` the first
+            time; ``open_dims`` says whether sizes should be left open, because others came before.
+            Input leaves are numbered as by :func:`sp_compiler.trace.export.flatten_inputs`.
+        cache_size: number of programs in the cache.
+        options: options of ``build`` by name; every rank must have the same.
+        initial_weights: "compare" weights over the ranks at the first use, or "broadcast" rank 0's.
+        fsdp: options for FSDP2, which is applied once parameters are placed; ``None`` leaves FSDP2
+            to the user.
 
     Raises:
         ArgumentError: the model was compiled before, or an optimizer holds its parameters.
@@ -112,7 +114,7 @@ class DistributedModule(Inspection, MirrorModule):
         reason="a module of sp_compiler runs code that is compiled already"
     )
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call :meth:`forward` and the hooks; an error on this rank raises on all of them."""
+        """Call :meth:`forward` and the hooks; an error on this rank raises on all ranks."""
         if torch.compiler.is_exporting():
             raise UnsupportedError(_NO_EXPORT)
         if self._sp_state.fsdp_options is not None:
@@ -127,7 +129,7 @@ class DistributedModule(Inspection, MirrorModule):
             return super().__call__(*args, **kwargs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own output, on every rank.
+        """Return the model's output, on every rank.
 
         Raises:
             ArgumentError: arguments that the model's forward does not take, or the parameters have
@@ -160,7 +162,7 @@ class DistributedModule(Inspection, MirrorModule):
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of any module; what waits since :meth:`no_sync` is dropped too."""
+        """Like that of any module; also drops gradients that :meth:`no_sync` left unreduced."""
         self._sp_state.deferred.pending.clear()
         self._sp_state.fsdp.drop_unreduced()
         if set_to_none:
@@ -172,7 +174,7 @@ class DistributedModule(Inspection, MirrorModule):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
-        """Asked for by DistributedDataParallel before it does anything; Accelerate uses that too.
+        """Read by DistributedDataParallel, also through Accelerate, before it does anything else.
 
         Raises:
             UnsupportedError: there are several ranks.
@@ -182,32 +184,33 @@ class DistributedModule(Inspection, MirrorModule):
         raise UnsupportedError(_NO_DDP)
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
-        """Compile for these example inputs, and place the parameters, without running anything."""
+        """Compile for these example inputs and place the parameters, without running the model."""
         leaves, structure = flatten_inputs(args, kwargs)
         with self._sp_state.reporting():
             executor_for(self._sp_state, [plain_input(leaf) for leaf in leaves], structure)
             shard_over_data(self._sp_state)
 
     def load_pretrained(self, path: str | Path, prefix: str = "") -> list[str]:
-        """Fill the parameters from safetensors files, every rank reading its own part of each.
+        """Fill the parameters from safetensors files; every rank reads its own part of each.
 
-        A module that was built on the meta device gets its memory here, so that no rank ever holds
-        a whole model: pass ``example_inputs`` to :func:`sp_compiler.compile` (or call
-        :meth:`prepare`), so that placements are known. Before that, unsharded parameters are read.
+        For a module built on the meta device, this allocates the memory of the parameters, so no
+        rank ever holds the full model. Placements must be known: pass ``example_inputs`` to
+        :func:`sp_compiler.compile`, or call :meth:`prepare` first; otherwise unsharded parameters
+        are read.
 
         Args:
             path: a ``.safetensors`` file, or a folder as HuggingFace's ``save_pretrained`` writes
-                it, with one file or several and an index.
-            prefix: name of the module inside the model whose weights these are, such as
-                ``"encoder"`` for an encoder in a wrapper of your own; the names in the files begin
-                there. What is outside of it stays as it is.
+                it, with one file, or several and an index.
+            prefix: name of the inner module that the files belong to, such as ``"encoder"`` for an
+                encoder in your own wrapper; names in the files are relative to it. Parameters
+                outside of it do not change.
 
         Returns:
-            Names of tensors in the checkpoint that the model does not have.
+            Names of tensors in the files that the model has no parameter or buffer for.
 
         Raises:
-            ArgumentError: no such file; no module of the name ``prefix``; a parameter is missing in
-                the files or has another shape.
+            ArgumentError: no such file; no module named ``prefix``; a parameter is missing in the
+                files or has another shape.
             RankMismatchError: the ranks found different files.
         """
         with self._sp_state.reporting():
@@ -216,10 +219,10 @@ class DistributedModule(Inspection, MirrorModule):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """As of any module; parameters that were tied stay so with ``assign`` too.
+        """Like that of any module; tied parameters stay tied with ``assign`` too.
 
         Raises:
-            ArgumentError: parameters are on the meta device, and ``assign`` is not given.
+            ArgumentError: parameters are on the meta device, and ``assign`` is not set.
         """
         parameters = self._sp_state.parameters
         unfilled = [name for name in state_dict if name in parameters and parameters[name].is_meta]
@@ -244,9 +247,10 @@ class DistributedModule(Inspection, MirrorModule):
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return the model's own weights, unsharded, on the CPU of rank 0; ``{}`` on other ranks.
 
-        All ranks must call it; no rank holds more than one unsharded tensor beside rank 0's result,
-        which ``torch.save``, ``safetensors`` and the original model's ``load_state_dict`` take:
-        ``state = module.full_state_dict()``, then ``if rank == 0: torch.save(state, path)``.
+        All ranks must call it. Apart from the result on rank 0, a rank holds one unsharded tensor
+        at a time. Pass the result to ``torch.save``, ``safetensors`` or the original model's
+        ``load_state_dict``: ``state = module.full_state_dict()``, then ``if rank == 0:
+        torch.save(state, path)``.
 
         Raises:
             ArgumentError: the parameters have no data yet.
@@ -258,7 +262,7 @@ class DistributedModule(Inspection, MirrorModule):
             return full_state_dict(self, state.group)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As of any module; every rank must call it where a weight is fused, to put it in order."""
+        """Like that of any module; every rank must call it, to reorder fused weights."""
         state = self._sp_state
         # Without fused weights nothing has to be exchanged, and ranks may save on their own.
         if all(len(placement.segments) < 2 for _, placement in state.stored()):
@@ -268,10 +272,10 @@ class DistributedModule(Inspection, MirrorModule):
             return super().state_dict(*args, **kwargs)
 
     def give_back(self) -> None:
-        """Undo the taking over of the model while no parameter is placed; this module is dead then.
+        """Return the parameters to the model, after which this module cannot be used.
 
         Raises:
-            UnsupportedError: parameters are placed already.
+            UnsupportedError: parameters are already placed.
         """
         if self._sp_state.fixed is not None:
             raise UnsupportedError(
@@ -282,34 +286,34 @@ class DistributedModule(Inspection, MirrorModule):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Put off the all-reduce of replicated parameters' gradients in backwards inside.
+        """Context whose backwards do not reduce the gradients of replicated parameters.
 
-        Such gradients wait on this rank and are reduced together with those of the next backward
-        outside, so accumulate all microbatches but the last one in here. ``grad`` of replicated
-        parameters does not change meanwhile; an optimizer step and :func:`clip_grad_norm_` before
-        it does raise. To discard what waits call the module's :meth:`zero_grad`: an optimizer's
-        ``zero_grad`` sees ``grad`` alone. Where FSDP manages parameters nothing of them is reduced
-        over any axis, as after its own ``set_requires_gradient_sync(False)``.
+        Use it to accumulate all microbatches but the last one: the gradients stay on this rank, and
+        the next backward outside reduces them together with its own. Until then ``grad`` of
+        replicated parameters does not change, and an optimizer step or :func:`clip_grad_norm_`
+        raises an error. To discard the gradients, call the module's :meth:`zero_grad`; an
+        optimizer's ``zero_grad`` does not know of them. Gradients of parameters that FSDP manages
+        are not reduced over any axis, as with its ``set_requires_gradient_sync(False)``.
         """
         with self._sp_state.deferred.enabled_for(self), without_gradient_sync(self):
             yield
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own method, which calls the compiled forward on ever longer sequences.
+        """Call the model's own method, which runs the compiled forward on growing inputs.
 
-        Every token computes all before it once more, for there is no key/value cache. Sampling
-        needs the same state of the random generator on every rank.
+        There is no key/value cache, so every new token recomputes all tokens before it. Sampling
+        needs the same state of the random number generator on every rank.
 
         Raises:
-            UnsupportedError: the model has no such method, or it runs an encoder alone.
+            UnsupportedError: the model has no such method, or it calls an encoder by itself.
         """
         return generate(self, self._sp_state.original.model, args, kwargs)
 
     def save_pretrained(self, folder: Any, *args: Any, **kwargs: Any) -> Any:
-        """The original's method, where it has one.
+        """Call the model's own method, if it has one.
 
         Raises:
-            UnsupportedError: several ranks and no ``state_dict=`` of unsharded weights.
+            UnsupportedError: on several ranks, without ``state_dict=`` with unsharded weights.
         """
         # HuggingFace would take state_dict() itself, one rank's part of each weight.
         if self._sp_state.group.world_size > 1 and kwargs.get("state_dict") is None:
@@ -317,7 +321,7 @@ class DistributedModule(Inspection, MirrorModule):
         return super().__getattr__("save_pretrained")(folder, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedModule:
-        """A module with its own parameters, without gradients, and the same programs."""
+        """Return a module with copied parameters, without gradients, and the same programs."""
         state = self._sp_state
         # The ranks stay where they are; the state refers to this very instance and is made anew.
         memo.update({id(state.group): state.group, id(state): None})

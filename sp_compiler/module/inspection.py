@@ -33,31 +33,31 @@ class Inspection:
 
     @property
     def code(self) -> str:
-        """The generated Python text that runs."""
+        """The generated Python that runs, as text."""
         return self._sp_state.compiled("code").code
 
     def load_code(self, source: str | Path, example_inputs: ExampleInputs) -> None:
-        """Run edited :attr:`code` in place of what was generated for calls like this one.
+        """Run an edited version of :attr:`code` for calls with inputs like these.
 
         >>> text = module.code.replace("F.relu(up)", "torch.relu(up)")
         >>> module.load_code(text, ((x,), {}))
 
-        It must compute the same: outputs and all gradients are compared with the generated code on
-        ranks simulated in each process, on these inputs and random parameters in float64, which
-        takes the memory of the unsharded model. It may save other tensors, name them otherwise or
-        communicate otherwise. A call for which another program is compiled runs generated code;
-        the plan and the stages stay those of the generated code.
+        The edited code must compute the same: its outputs and all gradients are compared with those
+        of the generated code on simulated ranks in each process, on these inputs and random
+        parameters in float64, which takes the memory of the unsharded model. It may save other
+        tensors, use other names or communicate differently. Calls that compile another program run
+        generated code; the plan and the stages remain those of the generated code.
 
         Args:
             source: the text, or the path of a file; the same on every rank.
-            example_inputs: (args, kwargs).
+            example_inputs: (args, kwargs) of a call.
 
         Raises:
-            ArgumentError: the text is no Python, a class or method of the generated code is missing
-                or takes other arguments, it fails, it computes something else, or the inputs make
-                NaN. The module runs on with what it ran before.
+            ArgumentError: the text is not valid Python, lacks a class or method of the generated
+                code or changes its arguments, raises an error, computes something else, or the
+                inputs lead to NaN. The module continues with the code that it had.
             RankMismatchError: the ranks got different texts.
-            UnsupportedError: the backend is "inductor", whose kernels are made from graphs.
+            UnsupportedError: the backend is "inductor", which compiles graphs instead of text.
         """
         state = self._sp_state
         if state.options["backend"] != repr("eager"):
@@ -90,11 +90,11 @@ class Inspection:
 
     @property
     def stages(self) -> dict[str, Snapshot]:
-        """Graphs of the latest compilation, pass by pass.
+        """Graphs of the latest compilation after each pass, by the name of the pass.
 
-        By the name of the pass (:class:`sp_compiler.base.pass_report.Pass`); ``"capture"`` is
-        another name of ``"outline"``, the captured model cut into regions, and ``"final"`` of
-        ``"tag"``, one rank's part with collectives and with what backward recomputes.
+        Names are those of :class:`sp_compiler.base.pass_report.Pass`. ``"capture"`` is another name
+        for ``"outline"``, the captured model cut into regions; ``"final"`` for ``"tag"``, one
+        rank's program with collectives and with tags for recomputation.
         """
         return self._sp_state.compiled("stages").stages
 
@@ -102,7 +102,7 @@ class Inspection:
         """Return what changed between two of :attr:`stages`, such as ``"capture"`` and ``"final"``.
 
         Raises:
-            ArgumentError: there is no such stage.
+            ArgumentError: no such stage.
             NotCompiledError: nothing is compiled yet.
         """
         # Not the last one alone: a user looks for the pass that made a node.

@@ -36,21 +36,23 @@ Weigh = Callable[..., Any]
 
 
 class PipelineModule(StageParameters):
-    """A model whose layers are spread over the ranks of a pipeline.
+    """A model whose layers are divided among the ranks of a pipeline.
 
-    Every rank has the parameters of its own stages and must call each method like the others, with
-    the same batch as the other ranks of the axes "pp" and "tp"; over data axes batches differ. Made
-    by :func:`sp_compiler.pipeline`.
+    Every rank has the parameters of its own stages. All ranks must make the same calls: with the
+    same batch on the ranks of "pp" and "tp", and with different batches along data axes. Created by
+    :func:`sp_compiler.pipeline`.
 
     Args:
-        module: compiled for nothing yet; parameters that no stage of this rank uses are dropped.
-        axis: of the pipeline.
-        schedule: of the stages.
-        stages_per_rank: how many each rank has.
-        microbatches: of a step.
-        weigh: the weight of a microbatch's loss, of its inputs; ``None`` for equal weights.
-        memory_bytes: what a stage may take; ``None`` for no limit.
-        fsdp: options to apply FSDP2 with over the data axes; ``None`` where there are none.
+        module: a module that is not compiled yet; parameters that no stage of this rank uses are
+            dropped from it.
+        axis: the mesh axis of the pipeline.
+        schedule: order in which stages run their microbatches.
+        stages_per_rank: number of stages on each rank.
+        microbatches: number of microbatches per step.
+        weigh: function from the inputs of a microbatch to the weight of its loss; ``None`` for
+            equal weights.
+        memory_bytes: limit for a stage; ``None`` for no limit.
+        fsdp: options of FSDP2 over the data axes; ``None`` if there are no data axes.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class PipelineModule(StageParameters):
         self._build, self._state.build = self._state.build, self._build_to_cut
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
-        """Compile for this batch, cut, and drop the parameters of other ranks' stages."""
+        """Compile for this batch, cut into stages, and drop the parameters of other ranks."""
         self.module.require_runnable_hooks(on_root=True)
         leaves, structure, names = self._flat(args, kwargs)
         first = microbatches_of(leaves, names, self._microbatches)[0]
@@ -96,19 +98,24 @@ class PipelineModule(StageParameters):
             self._runners[id(compiled)] = compiled, self._runner(stages)
 
     def step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Run forward and backward of a batch; return its loss, on every rank.
+        """Run forward and backward of a batch; return its loss on every rank.
 
-        Gradients are added to those that the parameters have; the optimizer is the user's. Over
-        data axes gradients are averaged, and each part of the data has a loss of its own.
+        Gradients are added to existing ones; call the optimizer yourself. Along data axes,
+        gradients are averaged, and each part of the data has its own loss.
 
         Args:
-            args, kwargs: of the model's forward: the full batch, or its part of the data (see
-                :func:`sp_compiler.data_shard`), the same on all ranks of "pp" and "tp".
+            args, kwargs: arguments of the model's forward: the full batch, or with data axes this
+                rank's part (see :func:`sp_compiler.data_shard`); the same on all ranks of "pp" and
+                "tp".
+
+        Returns:
+            The weighted mean of the microbatches' losses, a 0-dim tensor without a graph.
 
         Raises:
-            ArgumentError: a batch that the microbatches do not divide, inputs the model refuses.
-            UnsupportedError: under ``no_grad``; an input requires a gradient; parameters were
-                frozen or unfrozen since :func:`sp_compiler.pipeline`.
+            ArgumentError: the number of microbatches does not divide the batch, or the model does
+                not take these arguments.
+            UnsupportedError: called under ``no_grad``; an input requires a gradient; parameters
+                were frozen or unfrozen since :func:`sp_compiler.pipeline`.
             RankMismatchError: the ranks of "pp" or "tp" got different inputs.
         """
         if not torch.is_grad_enabled():
@@ -135,10 +142,11 @@ class PipelineModule(StageParameters):
         """Return the loss of a batch in evaluation mode, without gradients, on every rank.
 
         Args:
-            args, kwargs: of the model's forward: the full batch, the same on all ranks.
+            args, kwargs: as for :meth:`step`.
 
         Raises:
-            ArgumentError: no batch: this is no switch of modes; and as :meth:`step`.
+            ArgumentError: no batch (this method does not switch the mode); and as for
+                :meth:`step`.
         """
         if not args and not kwargs:
             raise ArgumentError(
@@ -157,7 +165,7 @@ class PipelineModule(StageParameters):
 
     @property
     def stages(self) -> tuple[tuple[str, ...], ...]:
-        """Layers of every stage, in order; "" stands for what is outside of layers."""
+        """Paths of the layers of every stage, in order; "" for code outside of layers."""
         starts = [0, *self._ends[:-1]]
         return tuple(self._paths[start:end] for start, end in zip(starts, self._ends, strict=True))
 
@@ -168,7 +176,7 @@ class PipelineModule(StageParameters):
 
     @property
     def code(self) -> str:
-        """The generated text of the full program, of which each stage runs a part."""
+        """The generated Python of the full program, of which each stage runs a part."""
         return self.module.code
 
     def _flat(self, args: Any, kwargs: Any) -> tuple[list[Any], Any, list[str]]:
@@ -206,7 +214,7 @@ class PipelineModule(StageParameters):
             return self._total(feed)
 
     def _reduce_partial(self) -> None:
-        """Sum what waits over the tensor-parallel ranks: once per step, not per microbatch."""
+        """Sum pending gradients over the tensor-parallel ranks, once per step."""
         pending = self._state.deferred.pending
         names = list(pending)
         partial = [pending.pop(name) for name in names]
@@ -284,7 +292,7 @@ class PipelineModule(StageParameters):
         return [weight / total.to(weight) * data.size for weight in weights]
 
     def _total(self, feed: Feed) -> Tensor:
-        """Return the sum of the weighed losses, which the last stage has, on every rank."""
+        """Return on every rank the sum of the weighted losses, which the last stage has."""
         device = self._state.device()
         # In 64 bits, for the other ranks do not know the dtype of the loss.
         total = torch.zeros((), dtype=torch.float64, device=device)

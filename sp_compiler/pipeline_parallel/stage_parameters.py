@@ -23,14 +23,14 @@ from sp_compiler.runtime.mesh_axes import SHARD_AXIS
 
 
 class StageParameters:
-    """What a pipeline shows of its parameters, and what it saves.
+    """Access to the parameters of this rank's stages, and their checkpoints.
 
     Args:
-        module: with the parameters of all stages.
-        axis: of the pipeline.
+        module: the compiled module with the parameters of all stages.
+        axis: the mesh axis of the pipeline.
 
     Attributes:
-        module: the tree of the model's modules with this rank's parameters, for tools that want an
+        module: the model's module tree with this rank's parameters, for tools that need an
             ``nn.Module``. It cannot be called.
     """
 
@@ -45,7 +45,7 @@ class StageParameters:
         self._state.layout.calls_root = False
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the model's names and the parameters of this rank's stages, tied ones once."""
+        """Yield name and parameter of this rank's stages; a tied parameter once."""
         yield from self.module.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -53,9 +53,9 @@ class StageParameters:
         yield from self.module.parameters()
 
     def owned_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield those of :meth:`named_parameters` that no earlier rank of the pipeline has.
+        """Yield the part of :meth:`named_parameters` that no earlier rank of the pipeline has.
 
-        Over all ranks of the pipeline that is every parameter once.
+        Over all ranks of the pipeline, this yields every parameter exactly once.
         """
         for name, parameter in self.named_parameters():
             if min(self._ties.holders.get(name, {self._axis.rank})) == self._axis.rank:
@@ -63,17 +63,17 @@ class StageParameters:
 
     @property
     def counted_elsewhere(self) -> list[nn.Parameter]:
-        """This rank's parameters that an earlier rank of the pipeline has too."""
+        """Parameters of this rank that an earlier rank of the pipeline also has."""
         owned = {name for name, _ in self.owned_parameters()}
         return [parameter for name, parameter in self.named_parameters() if name not in owned]
 
     @property
     def pp_group(self) -> dist.ProcessGroup:
-        """The ranks of the pipeline, for norms over all stages."""
+        """Process group of the pipeline, for norms over all stages."""
         return self._axis.group
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return this rank's parameters and buffers by the model's names.
+        """Return this rank's parameters and buffers, under the model's names.
 
         ``torch.distributed.checkpoint.save`` on all ranks writes each of them once.
         """
@@ -81,10 +81,10 @@ class StageParameters:
         return {name: value for name, value in state.items() if name not in self._foreign}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take this rank's parameters and buffers from ``state_dict``, which may have others too.
+        """Load this rank's parameters and buffers from ``state_dict``, which may have more.
 
         Raises:
-            ArgumentError: one of this rank's is missing.
+            ArgumentError: a parameter or buffer of this rank is missing.
         """
         # Checkpoints of a grid hold all stages, and a rank reads what it has.
         own = set(self.state_dict())
@@ -97,10 +97,10 @@ class StageParameters:
         self.module.load_state_dict({name: state_dict[name] for name in own}, strict=False)
 
     def load_pretrained(self, path: str | Path) -> list[str]:
-        """Fill the parameters from safetensors files, every rank reading its own part of each.
+        """Fill the parameters from safetensors files; every rank reads its own part of each.
 
-        See :meth:`sp_compiler.DistributedModule.load_pretrained`. A model that was built on the
-        meta device gets its memory here, that of its own stages alone.
+        See :meth:`sp_compiler.DistributedModule.load_pretrained`. For a model built on the meta
+        device, this allocates the memory of this rank's stages.
 
         Returns:
             Names of tensors in the files that no stage of this rank has.
@@ -108,7 +108,7 @@ class StageParameters:
         return self.module.load_pretrained(path)
 
     def _keep_own(self, stages: Sequence[Stage], ranks: Sequence[int]) -> None:
-        """Drop what only stages of other ranks use; what none uses is on the first."""
+        """Drop parameters of other ranks' stages; the first rank has those that no stage uses."""
         named = self._state.parameters
         first = {id(named[name]): name for name in reversed(list(named))}
         used = [frozenset(first[id(named[name])] for name in stage.parameters) for stage in stages]
@@ -140,7 +140,7 @@ class StageParameters:
         self._ties.broadcast(self._state.parameters)
 
     def _shard_over_data(self, compiled: CompiledProgram, options: Mapping[str, Any]) -> None:
-        """Apply FSDP2 to this rank's stages; between steps it keeps their shards only."""
+        """Apply FSDP2 to this rank's stages, which then hold only shards between steps."""
         data = self._state.group.data
         if SHARD_AXIS in data.names:
             options = {**options, "reshard_after_forward": False}

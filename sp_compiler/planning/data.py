@@ -24,17 +24,17 @@ Policy = Literal["keep", "keep the shard"]
 
 @dataclass(frozen=True)
 class KeptTensor:
-    """One tensor that a call keeps for its backward.
+    """One tensor that a call saves for its backward.
 
     Attributes:
-        module: path of the user's module that made it, "" for inputs of the block.
-        line: of the user's model, as "file.py:12 code".
-        dtype: such as "bfloat16".
-        num_bytes: of its storage on one rank.
+        module: path of the user's module that computes it, "" for inputs of the block.
+        line: source line in the user's model, as "file.py:12 code".
+        dtype: name of the dtype, such as "bfloat16".
+        num_bytes: bytes of its storage on one rank.
         policy: whether backward uses it as it is, or gathers it from all ranks again.
-        reason: why it is kept.
-        shared: "shared" where several calls keep the same storage, "returned" where it is an output
-            of the model and so not counted; else "".
+        reason: why it is saved.
+        shared: "shared" if several calls save the same storage, "returned" if it is an output of
+            the model and therefore not counted, else "".
     """
 
     name: str
@@ -54,13 +54,13 @@ class Work:
     """Arithmetic and time of one function, or of a step, on one rank.
 
     Attributes:
-        model_flops: of matrix products that the model itself needs.
-        hardware_flops: of all matrix products, with those that are recomputed.
+        model_flops: FLOPs of the matrix products in the model, without recomputation.
+        hardware_flops: FLOPs of all matrix products that run, with recomputation.
         compute_us: estimated time of all kernels.
-        recompute_us: the part of ``compute_us`` that recomputes.
+        recompute_us: part of ``compute_us`` spent on recomputation.
         communication_us: estimated time of collectives.
-        hidden_us: the part of ``communication_us`` during which kernels run.
-        ideal_us: time of ``model_flops`` at the device's peak, each in its own dtype.
+        hidden_us: part of ``communication_us`` during which kernels run.
+        ideal_us: time of ``model_flops`` at the device's peak rate for each dtype.
     """
 
     model_flops: int = 0
@@ -73,7 +73,7 @@ class Work:
 
     @property
     def step_us(self) -> float:
-        """Estimated time from beginning to end."""
+        """Estimated time from start to end."""
         # Hidden time is in both sums.
         return self.compute_us + self.communication_us - self.hidden_us
 
@@ -89,7 +89,7 @@ class Work:
         )
 
     def times(self, count: int) -> Work:
-        """The work of ``count`` calls."""
+        """Return the work of ``count`` calls."""
         return Work(*(value * count for value in asdict(self).values()))
 
 
@@ -98,12 +98,12 @@ class BlockPlan:
     """One distinct block, per call.
 
     Attributes:
-        name: its class in the generated code.
-        paths: the layers that it stands for, "" for what is outside of layers; one for each call.
-        kept: what a call keeps for its backward.
+        name: name of its class in the generated code.
+        paths: layer of each call, "" for code outside of layers.
+        kept: tensors that a call saves for its backward.
         forward: collectives of the forward, one entry per kind.
-        backward: of the backward, gathers that are repeated included.
-        work: of forward and backward.
+        backward: collectives of the backward, with repeated gathers.
+        work: arithmetic and time of forward and backward.
         forward_us: estimated time of the forward, a part of ``work.step_us``.
     """
 
@@ -121,7 +121,7 @@ class BlockPlan:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that each call adds; what calls share or the model returns is left out."""
+        """Bytes that each call adds, without tensors that calls share or the model returns."""
         # So that blocks add up: what is shared or returned belongs to the step, and is in the
         # plan's totals.
         return sum(tensor.num_bytes for tensor in self.kept if not tensor.shared)
@@ -142,13 +142,13 @@ class CallPlan:
 
     Attributes:
         block: name of its :class:`BlockPlan`.
-        path: the layer that it stands for, "" for what is outside of layers.
-        parameters: names of those that it uses.
-        kept: number and bytes of every storage that it keeps for its backward; calls that keep the
-            same storage name the same number.
-        working_bytes: the most that its forward or its backward makes beside what is kept.
+        path: path of the layer, "" for code outside of layers.
+        parameters: names of the parameters that it uses.
+        kept: number and bytes of every storage that it saves for its backward; calls that save the
+            same storage have the same number.
+        working_bytes: peak of other bytes during its forward or its backward.
         step_us: estimated time of forward and backward.
-        forward_us: the forward's part of it.
+        forward_us: part of ``step_us`` in the forward.
     """
 
     block: str
@@ -167,31 +167,31 @@ class PlanData:
     Attributes:
         model_name: class of the user's model.
         tp: number of tensor-parallel ranks.
-        options: those of the compilation.
-        hardware: what times are estimated for.
-        parameter_bytes: this rank's part of the parameters that the forward uses.
-        replicated_parameter_bytes: the part of ``parameter_bytes`` that is the same on every rank.
-        gradient_bytes: of parameters that are trained, in their own dtype.
-        optimizer_bytes: the two moments of ``torch.optim.AdamW``, in the parameters' own dtypes.
-        activation_bytes: kept between forward and backward: each storage once, without parameters,
-            buffers, the user's inputs and what the model returns.
-        activation_peak_bytes: the most that exists at once in a step of what calls keep, hand on
-            and make inside (see :mod:`sp_compiler.cost.memory`), with gradients of activations.
-        returned_bytes: of the model's outputs.
+        options: options of the compilation.
+        hardware: profile for which times are estimated.
+        parameter_bytes: bytes of this rank's part of the parameters that the forward uses.
+        replicated_parameter_bytes: part of ``parameter_bytes`` that is the same on every rank.
+        gradient_bytes: gradients of trained parameters, in the parameters' dtypes.
+        optimizer_bytes: the two moments of ``torch.optim.AdamW``, in the parameters' dtypes.
+        activation_bytes: bytes saved between forward and backward: each storage once, without
+            parameters, buffers, the user's inputs and the model's outputs.
+        activation_peak_bytes: peak during a step of saved activations, values passed between calls,
+            values inside a call (see :mod:`sp_compiler.cost.memory`) and gradients of activations.
+        returned_bytes: bytes of the model's outputs.
         blocks: distinct blocks in order of first use.
         gradient_reduction: the all-reduces, one per dtype, of replicated parameters' gradients.
-        work: of the step.
-        fallbacks: what runs or is stored replicated, and why.
-        costly_fallbacks: those that take a good part of a step, the largest first; see ``strict``
+        work: arithmetic and time of the step.
+        fallbacks: operators and parameters that stay replicated, with the reason.
+        costly_fallbacks: fallbacks that take a large share of a step, largest first; see ``strict``
             of :func:`sp_compiler.compile`.
-        notes: what else to know.
-        passes: what each pass did, in order.
-        explainer: what :meth:`sp_compiler.Plan.explain` calls; a plan that was pickled has none.
-        calls: of blocks, in the order of the forward.
-        parameters: this rank's part of each, by name.
-        timeline: the most that exists while each call runs, forward and backward.
-        schedule: when kernels and collectives run in a step.
-        formula_maker: what derives :attr:`activation_formula` when it is first asked for.
+        notes: other remarks for the user.
+        passes: the report of each pass, in order.
+        explainer: function behind :meth:`sp_compiler.Plan.explain`; ``None`` in an unpickled plan.
+        calls: calls of blocks, in the order of the forward.
+        parameters: this rank's part of each parameter, by name.
+        timeline: peak of bytes during each call, forward and backward.
+        schedule: times at which kernels and collectives run in a step.
+        formula_maker: derives :attr:`activation_formula` at its first use.
     """
 
     model_name: str
@@ -224,12 +224,12 @@ class PlanData:
 
     @property
     def activation_formula(self) -> ActivationFormula:
-        """Bytes kept for backward in symbols: of each block and of the whole model.
+        """Formulas of the bytes saved for backward, of each block and of the model.
 
         >>> print(plan.activation_formula)
 
-        Derived from the graph when it is first asked for, which takes tenths of a second. At the
-        sizes of this plan it gives exactly :attr:`activation_bytes` and each block's
+        Derived from the graph at the first access, which takes tenths of a second. At the sizes of
+        this plan the formulas give exactly :attr:`activation_bytes` and each block's
         ``kept_bytes``.
         """
         assert self.formula_maker is not None
@@ -237,12 +237,12 @@ class PlanData:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Spent in each pass of the compilation."""
+        """Wall-clock seconds of each pass of the compilation, by name."""
         return {report.name: report.seconds for report in self.passes}
 
     @property
     def total_bytes(self) -> int:
-        """Parameters, gradients, optimizer and the activations' peak."""
+        """Bytes of parameters, gradients, optimizer state and the peak of activations."""
         state = self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
         # The peak, not what is kept: gradients of activations and temporaries exist at the same
         # time.
@@ -250,7 +250,7 @@ class PlanData:
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
-        """Of one step, one entry per kind."""
+        """Collectives of one step, one entry per kind."""
         # A block's figures are those of one call.
         of_blocks = [
             Collective(item.kind, item.count * block.num_calls, item.num_bytes * block.num_calls)
@@ -266,16 +266,16 @@ class PlanData:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilisation: of the accelerator's peak, by the model's own FLOPs."""
+        """Model FLOPs utilisation: the model's FLOPs over the device's peak in the step's time."""
         # Of the peak and not of the rate that times are estimated with: as papers define it.
         return self.work.ideal_us / self.step_us if self.step_us else 0.0
 
     def block(self, name: str) -> BlockPlan:
-        """The block called ``name``; raises ``KeyError``."""
+        """Return the block called ``name``; raise ``KeyError`` if there is none."""
         return {block.name: block for block in self.blocks}[name]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, with what the properties derive."""
+        """Plain data, including derived properties."""
         # Before the copy: it is made from what the copy must not have.
         formula = self.activation_formula
         blocks = [

@@ -1,4 +1,4 @@
-"""The plan as a user has it: the figures of :class:`PlanData`, and the ways to show them."""
+"""The plan that a user gets: the figures of :class:`PlanData`, and ways to show them."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from sp_compiler.planning.report import report
 
 @dataclass(frozen=True)
 class Plan(PlanData):
-    """Costs of one training step on one rank; ``print(plan)`` is a table."""
+    """Costs of one training step on one rank; ``print(plan)`` shows tables."""
 
     def explain(self, name: str) -> Explanation:
-        """Why a module's parameters are, or are not, sharded, and what the other ways would cost.
+        """Explain why a module's parameters are sharded or not, and what alternatives would cost.
 
-        The placements are solved again, once for each way, which takes from tenths of a second to
+        Solves the placement problem again for each alternative, which takes tenths of a second to
         seconds.
 
         >>> print(m.plan.explain("layers.0.attn.o_proj"))
 
         Args:
-            name: of a parameter, or of a module of the model for all parameters inside it. ``*``
-                stands for anything between two dots, as in hints.
+            name: name of a parameter, or of a module for all parameters inside it. ``*`` matches
+                anything between two dots, as in hints.
 
         Raises:
-            ArgumentError: no such name; the message has what is near.
+            ArgumentError: no such name; the message suggests similar names.
             NotCompiledError: the plan comes from another process.
         """
         if self.explainer is None:
@@ -40,13 +40,13 @@ class Plan(PlanData):
         return self.explainer(name)
 
     def to_html(self, path: str | Path) -> None:
-        """Write a page with the step's memory over time and every kept tensor's bytes; it needs no
-        network to be read."""
+        """Write an HTML page with the step's memory over time and the bytes of every saved tensor;
+        it works offline."""
         Path(path).write_text(page(self), encoding="utf-8")
 
     def to_trace(self, path: str | Path) -> None:
-        """Write the simulated step for ``chrome://tracing`` or Perfetto: kernels, what recomputes
-        among them, beside the collectives of the tensor-parallel group."""
+        """Write the simulated step for ``chrome://tracing`` or Perfetto: kernels, with
+        recomputation marked, beside the collectives of the tensor-parallel group."""
         self.schedule.to_trace(path)
 
     def _repr_html_(self) -> str:

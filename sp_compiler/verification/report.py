@@ -22,17 +22,18 @@ class Comparison:
     """One comparison of numbers.
 
     Attributes:
-        stage: the pass whose result is compared, or "check" where placements were refused.
-        subject: "model" for the whole step, else the name of a block run on random data.
-        error: the worst relative error; infinite where there is nothing to compare.
-        tolerance: what is allowed.
-        where: the output or gradient with the worst error.
-        message: why there is nothing to compare, "" otherwise.
-        noise: the noise floor: the worst relative change of the unsharded numbers under another
+        stage: the pass whose result is compared, or "check" if placements were rejected.
+        subject: "model" for the full step, else the name of a block run on random data.
+        error: the largest relative error; infinite if there is nothing to compare.
+        tolerance: the largest allowed error.
+        where: the output or gradient with the largest error.
+        message: the reason if there is nothing to compare, else "".
+        noise: the noise floor: the largest relative change of the unsharded result under another
             order of rounding, in the precision of the comparison.
-        rounding: what the model's own dtypes round off: their worst relative change from there.
-        operator: from which on a sharded block is wrong, with its module and line in the user's
-            model; "" where nothing is wrong or it cannot be told.
+        rounding: the largest relative difference between the unsharded result in that precision and
+            in the model's own dtypes.
+        operator: the first wrong operator of a sharded block, with its module and line in the
+            user's model; "" if none is wrong or it is unknown.
     """
 
     stage: str
@@ -52,14 +53,14 @@ class Comparison:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """Whether a compiled model computes what the model does.
+    """Result of :func:`sp_compiler.verify`; ``print`` shows every comparison.
 
     Attributes:
         model_name: class of the model.
         tp: number of simulated ranks.
-        table: every comparison, the whole step in the order of the passes, then single blocks.
-        passes: what each pass did.
-        precision: in which both sides were computed.
+        table: all comparisons: the full step after each pass, in order, then single blocks.
+        passes: the report of each pass.
+        precision: the dtype in which both sides were computed.
     """
 
     model_name: str
@@ -80,9 +81,9 @@ class VerifyReport:
 
     @property
     def first_bad_pass(self) -> str | None:
-        """The first pass, in the order of the pipeline, whose numbers are wrong.
+        """The first pass whose result is wrong; ``None`` if all are right.
 
-        "check" where a placement was refused although every number agrees.
+        "check" if a placement was rejected although all numbers agree.
         """
         order = list(dict.fromkeys(row.stage for row in self.table))
         bad = {row.stage for row in self.table if not row.ok}
@@ -91,8 +92,8 @@ class VerifyReport:
 
     @property
     def first_bad_operator(self) -> str | None:
-        """The operator from which on the numbers of a sharded block are wrong, such as "linear of
-        blocks.0.up, model.py:12 x = self.up(x)"; ``None`` where no rule of sharding is to blame."""
+        """The first operator of a sharded block whose value or gradient is wrong, such as "linear
+        of blocks.0.up, model.py:12 x = self.up(x)"; ``None`` if no sharding rule is to blame."""
         named = (row.operator for row in self.table if row.operator)
         return next(named, None) if self.first_bad_pass == Pass.SHARD else None
 
@@ -155,7 +156,7 @@ class VerifyReport:
 
 
 def output_errors(actual: Sequence[Any], expected: Sequence[Any]) -> dict[str, float]:
-    """Relative error of each output, by "output i"; what is no tensor must be equal."""
+    """Relative error of each output, by "output i"; other values than tensors must be equal."""
     errors = {}
     for index, (value, true) in enumerate(zip(actual, expected, strict=True)):
         if not isinstance(true, Tensor):

@@ -38,11 +38,11 @@ from sp_compiler.grid_plan.chain import Chain
 from sp_compiler.grid_plan.data import GridPlan
 from sp_compiler.grid_plan.options import GridOptions
 from sp_compiler.grid_plan.sizes import GridSizes
-from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.op_traits import MATMULS, base, collective_of, is_view
 from sp_compiler.options import CompileOptions
 from sp_compiler.planning.data import CallPlan
 from sp_compiler.planning.plan import Plan
+from sp_compiler.planning.planned_program import PlannedProgram
 
 TP, FITTED = 8, "gpt-22b"
 A100 = hardware_of("a100")
@@ -120,7 +120,7 @@ def _readers(node: Node) -> list[Node]:
 
 
 @cache
-def compiled(name: str, setting: str, *, overlap: bool = False) -> CompiledProgram:
+def compiled(name: str, setting: str, *, overlap: bool = False) -> PlannedProgram:
     """Return the model ``name`` with two layers; equal layers are compiled once anyway."""
     setup = PAPER_SETUPS[name]
     with torch.device("meta"):
@@ -149,15 +149,9 @@ def layer_us(
     setting: str, hardware: Hardware, *, name: str = FITTED, overlap: bool = False
 ) -> tuple[float, float]:
     """Return the times of forward and backward of a layer."""
-    plan = _plan(name, setting, overlap=overlap)
+    plan = compiled(name, setting, overlap=overlap).plan
     call = next(call for call in plan.calls if call.path)
     return _call_us(plan, call, functions(name, setting, overlap=overlap), hardware)
-
-
-def _plan(name: str, setting: str, *, overlap: bool) -> Plan:
-    plan = compiled(name, setting, overlap=overlap).plan
-    assert isinstance(plan, Plan)
-    return plan
 
 
 def _call_us(
@@ -225,7 +219,7 @@ def step(name: str, setting: str, hardware: Hardware, *, overlap: bool = False) 
     """Return the plan of a step of the paper's run, as it ran."""
     setup, reported = PAPER_SETUPS[name], REPORTED[name]
     program = compiled(name, setting, overlap=overlap)
-    plan = replace(_plan(name, setting, overlap=overlap), hardware=hardware)
+    plan = replace(compiled(name, setting, overlap=overlap).plan, hardware=hardware)
     chain = Chain.of(program, plan) if setup.pipeline_parallel > 1 else Chain.uncut(plan)
     blocks = functions(name, setting, overlap=overlap)
     timed = []

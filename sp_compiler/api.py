@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal, Unpack, overload
@@ -26,7 +26,6 @@ from sp_compiler.grid_plan.data import GridPlan
 from sp_compiler.grid_plan.options import GPUS_PER_NODE, GridOptions, refuse_without_grid
 from sp_compiler.grid_plan.sizes import GridSizes, Mesh
 from sp_compiler.grid_plan.stage_plan import STATE_BYTES
-from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.hints import parameters_of, wishes_of
 from sp_compiler.module.distributed_module import DistributedModule
 from sp_compiler.options import (
@@ -39,10 +38,11 @@ from sp_compiler.options import (
 )
 from sp_compiler.pass_manager.reproduction import reproducible
 from sp_compiler.pipeline_parallel.axes import pipeline_axis
-from sp_compiler.pipeline_parallel.pipeline_module import PipelineModule
+from sp_compiler.pipeline_parallel.pipeline_module import PipelineModule, Weigh
 from sp_compiler.pipeline_parallel.schedules import schedule_of
 from sp_compiler.planning.costly_fallbacks import FallbackCheck, refuse_costly
 from sp_compiler.planning.plan import Plan
+from sp_compiler.planning.planned_program import PlannedProgram
 from sp_compiler.runtime.group import RANK_TIMEOUT, device_type_of, tensor_parallel_group
 from sp_compiler.verification.proof import prove, prove_rules
 from sp_compiler.verification.verify import Step
@@ -160,7 +160,7 @@ def pipeline(  # noqa: PLR0913 - all by keyword, each described below
     schedule: str = "1f1b",
     stages_per_rank: int | None = None,
     memory: int | str | None = None,
-    weigh: Callable[..., Any] | None = None,
+    weigh: Weigh | None = None,
     initial_weights: Literal["compare", "broadcast"] = "compare",
     rank_timeout: float = RANK_TIMEOUT.total_seconds(),
     fsdp: bool | Mapping[str, Any] = True,
@@ -265,7 +265,7 @@ class _Builder:
         kwargs: dict[str, Any],
         fixed: dict[str, Placement] | None,
         open_dims: bool,
-    ) -> CompiledProgram:
+    ) -> PlannedProgram:
         # A proof starts from what was captured, before any pass of ours.
         keep: KeptGraphs = "unsharded" if self.verify else "stages"
         compiled = build(
@@ -393,8 +393,6 @@ def plan(  # noqa: PLR0913 - all by keyword, each described below
     # A plan is asked for by size, again and again: copies of every stage's graphs would be thrown
     # away.
     compiled = build(model, args, kwargs, checked, keep="nothing")
-    # CompiledProgram stands before Plan in the order of the folders, and so cannot name its type.
-    assert isinstance(compiled.plan, Plan)
     if checked.strict:
         refuse_costly(compiled.plan.costly_fallbacks, grid.tp)
     if on_grid is None:

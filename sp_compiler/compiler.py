@@ -71,6 +71,7 @@ from sp_compiler.passes.sharding.shard import Sharded, shard
 from sp_compiler.passes.simplify import simplify
 from sp_compiler.planning.build import make_plan
 from sp_compiler.planning.device_memory import require_fit, within_device
+from sp_compiler.planning.planned_program import PlannedProgram
 from sp_compiler.trace.export import capture
 from sp_compiler.trace.joint import JointGraph, trace_joint
 
@@ -88,7 +89,7 @@ def build(
     lift_casts: bool = False,
     open_dims: bool = False,
     keep: KeptGraphs = "stages",
-) -> CompiledProgram:
+) -> PlannedProgram:
     """Capture and compile ``model`` for the shapes of its example inputs.
 
     Args:
@@ -145,7 +146,7 @@ def _build(
     lift_casts: bool,
     open_dims: bool,
     keep: KeptGraphs,
-) -> CompiledProgram:
+) -> PlannedProgram:
     log_as_asked()
     LOG.info("compiling %s for %d ranks", type(model).__name__, options.tp)
     # At the start: that the folder cannot be written would otherwise show minutes later.
@@ -160,7 +161,7 @@ def _build(
         )
         compiled = compile_captured(captured, options, type(model).__name__, fixed, keep, run)
     if folder is not None:
-        dump(compiled, folder)
+        dump(compiled, folder, str(compiled.plan))
     return compiled
 
 
@@ -171,7 +172,7 @@ def compile_captured(
     fixed: Mapping[str, Placement],
     keep: KeptGraphs,
     run: PassRunner,
-) -> CompiledProgram:
+) -> PlannedProgram:
     """Everything after the capture, which is rewritten; ``name`` is that of the model's class."""
     # Normalizing rewrites the capture in place; a proof starts from the graph before it.
     original = captured.copy() if keep == "unsharded" else None
@@ -179,16 +180,15 @@ def compile_captured(
     compiled = Compilation(program, options, fixed=fixed, run=run).finish(options)
     if program.sizes is not None:
         program.sizes.require_known()
-    with without_autocast():
-        # The plan gives numbers of bytes and seconds: those for the example's sizes.
-        plan = make_plan(concretized(compiled), options, name)
+    # The plan gives numbers of bytes and seconds: those for the example's sizes.
+    plan = make_plan(concretized(compiled), options, name)
     require_fit(plan, options)
     # Solved only when somebody asks: every alternative that it compares costs a solution.
     at_example = Concretizer(program.sizes).program(program)
     explainer = partial(explain, at_example, options, dict(fixed), compiled.replicated)
-    compiled.plan = replace(plan, explainer=explainer)
-    compiled.unsharded = (original, program) if original is not None else None
-    return compiled
+    planned = PlannedProgram.of(compiled, replace(plan, explainer=explainer))
+    planned.unsharded = (original, program) if original is not None else None
+    return planned
 
 
 @without_autocast()
@@ -369,13 +369,13 @@ def build_settings(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     settings: Sequence[CompileOptions],
-) -> list[CompiledProgram]:
+) -> list[PlannedProgram]:
     """Compile ``model`` for each of ``settings``.
 
     They differ in ``tp``, ``recompute`` and ``split_backward`` alone. The model is captured once,
     which takes most of the time, and sharded once per run of equal ``tp``.
     """
-    programs: list[CompiledProgram] = []
+    programs: list[PlannedProgram] = []
     with running_passes(open_dims=False):
         program = to_program(capture(model, args, kwargs), settings[0])
         for _, group in itertools.groupby(settings, key=lambda options: options.tp):
@@ -383,9 +383,8 @@ def build_settings(
             compilation = Compilation(program, same_tp[0])
             for options in same_tp:
                 compiled = compilation.finish(options)
-                with without_autocast():
-                    compiled.plan = make_plan(compiled, options, type(model).__name__)
-                programs.append(compiled)
+                plan = make_plan(compiled, options, type(model).__name__)
+                programs.append(PlannedProgram.of(compiled, plan))
     return programs
 
 

@@ -281,7 +281,9 @@ class CompileOptions:
             None if self.device_memory is None else parse_bytes("device_memory", self.device_memory)
         )
 
-    def refuse_device_memory(self, where: Literal["data", "pipeline", "grid", "backend"]) -> None:
+    def refuse_device_memory(
+        self, where: Literal["data", "pipeline", "grid", "suggest", "backend"]
+    ) -> None:
         """Raise :class:`ArgumentError` where there is a ``device_memory``, which has no meaning."""
         if self.device_memory is not None:
             raise ArgumentError(f"device_memory={self.device_memory!r}: {_INSTEAD[where]}")
@@ -292,6 +294,7 @@ _INSTEAD = {
     "for the activations, and see sp_compiler.plan(..., mesh=)",
     "pipeline": "a pipeline takes memory=, the limit of each stage",
     "grid": "a grid's plan shows each stage's total; sp_compiler.suggest(memory=) searches",
+    "suggest": "suggest takes memory=, what a step may take on each device",
     "backend": "torch.compile keeps the parameters unsharded on every rank, which is not counted; "
     "give a memory_budget for the activations, or use sp_compiler.compile",
 }

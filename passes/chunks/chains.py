@@ -57,6 +57,7 @@ def chains(joint: JointGraph) -> list[Chain]:
     backward = joint.backward_nodes()
     found: list[Chain] = []
     for node in joint.graph.nodes:
+        # What an earlier chain holds is cut with that one.
         if node in backward or not widens(node) or any(node in each.dims for each in found):
             continue
         chain = _Growth(joint, node, backward).chain()
@@ -73,6 +74,7 @@ def widens(node: Node) -> bool:
     factors = matmul_factors(node) if node.op == "call_function" else None
     if factors is None or node.meta["val"].dim() != 2:
         return False
+    # Example numbers: comparing open sizes would record which way it went.
     columns, depth = node.meta["val"].shape[-1], factors[0].meta["val"].shape[-1]
     return example_number(columns) > example_number(depth)
 
@@ -120,6 +122,8 @@ class _Growth:
                 self._refuse(_RETURNED if returned else "its rows depend on each other", node)
                 continue
             self._chain.dims[node] = dims
+            # Towards the operands only along what is large: rows of hidden states are read as they
+            # are, a slice per chunk.
             for operand, dim in zip(tensor_operands(node), dims.operands, strict=True):
                 if dim is not None and self._is_large(operand):
                     self._known.setdefault(operand, dim)
@@ -165,6 +169,7 @@ class _Growth:
         return isinstance(node.meta["val"], Tensor) and _numel(node) >= self._size
 
     def _refuse(self, reason: str, node: Node) -> None:
+        # The first reason is nearest to the product; others mostly follow from it.
         self._chain.obstacle = self._chain.obstacle or (reason, node)
 
 

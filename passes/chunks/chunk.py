@@ -101,6 +101,7 @@ def chunk(joint: JointGraph, world_size: int, counts: Sequence[int] | None) -> l
     least_rows = 2 * LEAST_ROWS if counts is None else 1
     if any(map(is_open, num_rows)) or max(num_rows, default=0) < least_rows:
         return [joint]
+    # A copy, for the joint graph as it is stays the way without chunks.
     rows = joint.copy()
     products = _products(rows)
     flatten_rows(rows.graph, products)
@@ -157,7 +158,9 @@ class _Rewrite:
         self._chain = chain
         self._world_size = world_size
         num_rows = chain.product.meta["val"].shape[0]
+        # Rows that the count does not divide are spread: chunks differ by one row at most.
         self._bounds = [num_rows * index // count for index in range(count + 1)]
+        # By chunk: copies of nodes, and rows of what all chunks read, which are sliced once.
         self._parts: list[dict[Node, Node]] = [{} for _ in range(count)]
         self._slices: list[dict[tuple[Node, int], Node]] = [{} for _ in range(count)]
 
@@ -165,6 +168,7 @@ class _Rewrite:
         chain = self._chain
         self._replace(chain.forward, self._join_forward)
         self._replace(chain.backward, self._join_backward)
+        # Readers first: FX erases no node that has users.
         for node in reversed([*chain.forward, *chain.backward]):
             self._graph.erase_node(node)
 
@@ -216,12 +220,15 @@ class _Rewrite:
                     size = (part.get(like, like), list(shape_of(node)))
                     totals[node] = self._call(node, aten.new_zeros.default, size)
                 if node in results and is_product:
+                    # Accumulated inside the product: a sum apart would hold two gradients of the
+                    # weight at once, each as large as the weight.
                     args = (totals[node], *self._operands(node, index))
                     total = self._call(node, ADD_PRODUCT.overload, (*args, self._world_size))
                     totals[node] = part[node] = total
                     continue
                 self._copy(node, index)
                 if node in results and dim is not None:
+                    # In place, as "cat" would hold the parts beside the result.
                     args = (totals[node], part[node], dim, self._bounds[index])
                     total = self._call(node, WRITE_ROWS.overload, (*args, self._world_size))
                     totals[node] = total
@@ -253,6 +260,8 @@ class _Rewrite:
                 for shape, dim in zip(result_shapes(node), dims.results, strict=True)
             ]
             bound = map_arg(arguments(node), new.__getitem__)
+            # A chunk is to the operator what a rank's shard is: the same rules say which of its
+            # size arguments differ.
             call = LocalCall(
                 node,
                 bound,

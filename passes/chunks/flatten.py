@@ -13,6 +13,7 @@ the meta of what they replace, apart from a placement, which names a dim.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 import torch
@@ -85,6 +86,7 @@ def _flatten_sum(node: Node) -> None:
         kwargs = dict(node.kwargs)
         rows = copy_call(graph, node, (flat, [0]), kwargs, node.name)
         rows.meta |= {"val": fake_value(node.target, rows.args, kwargs), "origin": Pass.CHUNK}
+        # A dim that it names is another one of the rows; the view behind has the one of before.
         rows.meta.pop("placement", None)
         node.replace_all_uses_with(_view(rows, shape_of(node), node))
     graph.erase_node(node)
@@ -101,6 +103,7 @@ def _by_rows(node: Node, view: Node) -> Strategy | None:
     def rows(shape: tuple[int, ...]) -> int:
         return len(tokens) if shape[: len(tokens)] == tokens else 0
 
+    # The sharding rules know which operators may act on rows: asked for one rank, they offer that.
     offers = Offers(
         world_size=1,
         shardable=lambda factor: False,
@@ -137,10 +140,7 @@ def _flatten(node: Node, way: Strategy) -> None:
 
 
 def _flat(shape: tuple[int, ...], count: int) -> tuple[int, ...]:
-    rows = 1
-    for size in shape[:count]:
-        rows = rows * size
-    return (rows, *shape[count:])
+    return (math.prod(shape[:count]), *shape[count:])
 
 
 def _view(x: Node, shape: tuple[int, ...], like: Node | None = None) -> Node:

@@ -68,6 +68,8 @@ def _backward_by_row(
     grad = arguments(node)["grad_output"]
     dtype = grad.meta["val"].dtype
     with graph.inserting_before(node):
+        # The forward's steps backwards: the division, then the sum, which gives every row the same
+        # gradient.
         if divisor is not None:
             grad = _call(node, _aten.div.Tensor, grad, divisor)
         if grad.meta["val"].dtype is not dtype:

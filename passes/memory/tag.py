@@ -17,7 +17,8 @@ from collections.abc import Mapping
 
 from torch.fx import Node
 
-from sp_compiler.base.errors import ArgumentError
+from sp_compiler.base.errors import ArgumentError, PassError
+from sp_compiler.base.pass_report import Pass
 from sp_compiler.ir.op_traits import (
     collective_of,
     conversion_of,
@@ -54,6 +55,7 @@ def tag_recompute(joint: JointGraph, policy: str) -> None:
 
     Raises:
         ArgumentError: a policy that does not exist.
+        PassError: one that raises, or returns what is no tag.
     """
     if policy not in POLICIES:
         raise ArgumentError(f"recompute={policy!r}: expected one of {', '.join(POLICIES)}")
@@ -66,8 +68,23 @@ def tag_recompute(joint: JointGraph, policy: str) -> None:
             source = node.args[0].meta
             tag = source["recompute"], source["recompute_reason"]
         else:
-            tag = _always(node, facts) or POLICIES[policy].decide(node, facts)
+            tag = _always(node, facts) or _decided(node, facts, policy, joint.region)
         node.meta["recompute"], node.meta["recompute_reason"] = tag
+
+
+def _decided(node: Node, facts: ForwardFacts, policy: str, region: str) -> Tag:
+    """The tag that ``policy``, which may be a file of the user's, gives a node of ``region``."""
+    subject = f"recompute policy {policy!r}, asked for an operator of region {region!r},"
+    try:
+        tag = POLICIES[policy].decide(node, facts)
+    except Exception as error:
+        message = f"{subject} raised {type(error).__name__}: {error}"
+        raise PassError(Pass.TAG, message, node) from error
+    # The partitioner would take any other word for "recompute".
+    if not isinstance(tag, tuple) or len(tag) != 2 or tag[0] not in ("save", "recompute"):
+        message = f'{subject} returned {tag!r}; expected ("save" or "recompute", the reason)'
+        raise PassError(Pass.TAG, message, node)
+    return tag
 
 
 def tags_of(joint: JointGraph) -> dict[Node, Tag]:

@@ -8,6 +8,7 @@ from sp_compiler.base.provenance import module_path, source_line
 from sp_compiler.ir.fx import tensor_operands
 from sp_compiler.passes.sharding.dim_roles import Value, value_of
 from sp_compiler.rules.factors import OpRule
+from sp_compiler.rules.table import missing_rule, rule_for
 from sp_compiler.rules.vocabulary import has_vocabulary, vocabulary_obstacle
 
 
@@ -18,13 +19,21 @@ def operator_text(node: Node) -> str:
     return f"{node.target}{f' in {where}' if where else ''}{f' ({line})' if line else ''}"
 
 
+def why_no_rule(node: Node, name: str) -> str:
+    """Explain why ``node``, called ``name`` in the text, has no rule to be placed by."""
+    # The table has one, so it was taken away: the check refused what sharding made of it.
+    if rule_for(node) is not None:
+        return f"how {name} would be sharded could not be proven"
+    return f"there is {missing_rule(node, name)}"
+
+
 def why_replicated(node: Node, rule: OpRule | None, value: Value, dim: int, world_size: int) -> str:
     """Explain why ``node`` does not take its operand ``value`` sharded on ``dim``."""
     if rule is None and has_vocabulary(node):
         obstacle = vocabulary_obstacle(node) or f"it is not sharded on dim {dim}"
         return f"{operator_text(node)} runs whole: {obstacle}"
     if rule is None:
-        return f"there is no sharding rule for {operator_text(node)}"
+        return why_no_rule(node, operator_text(node))
     operands = [value_of(operand) for operand in tensor_operands(node)]
     factors = rule.operands[operands.index(value)][dim]
     if not factors:

@@ -20,6 +20,7 @@ from sp_compiler.passes.sharding.assemble import Choices, Sharded, assemble, ass
 from sp_compiler.passes.sharding.dim_roles import ReplicatedNode, activate, label_dims
 from sp_compiler.passes.sharding.outputs import Routed, may_shard, route_outputs
 from sp_compiler.passes.sharding.problem import ProblemBuilder
+from sp_compiler.passes.sharding.reasons import why_no_rule
 from sp_compiler.rules.vocabulary import has_vocabulary
 from sp_compiler.solve.placement import solve
 
@@ -62,7 +63,7 @@ def shard(
         for node, rule in facts.rules.items():
             # Lookups in and losses over a vocabulary have strategies without a rule.
             if rule is None and not has_vocabulary(node):
-                report_of(Pass.SHARD).decline(node, "no sharding rule, or one that was refused")
+                report_of(Pass.SHARD).decline(node, why_no_rule(node, "it"))
     choices = Choices(problem, solution.choices)
     sharded = _with_returned(
         assemble(opened, builder.program, builder.facts, problem, choices, example, options.tp),

@@ -106,7 +106,9 @@ def plan(
     ] = None,
     pp: Annotated[int | None, typer.Option(min=1, help="Pipeline stages, without --mesh.")] = None,
     microbatches: Annotated[int | None, typer.Option(min=1, help="Of one step.")] = None,
-    schedule: Annotated[str, typer.Option(help="Of the stages, as of pipeline().")] = "1f1b",
+    schedule: Annotated[
+        str | None, typer.Option(help="Of the stages, as of pipeline(); 1f1b if not given.")
+    ] = None,
     stages_per_rank: Annotated[int | None, typer.Option(min=1, help="If interleaved.")] = None,
     fits: Annotated[
         str | None, typer.Option(help="Exit with 1 if a device needs more, such as 80GiB.")
@@ -122,6 +124,10 @@ def plan(
     sizes = GridSizes(request.ranks(loaded), pp or loaded.pp)
     grid = sizes if mesh is None else GridSizes.of(mesh)
     on_grid = mesh is not None or grid.pp > 1
+    if not on_grid:
+        reason = "is of a pipeline or a grid: give --pp or --mesh, or leave it out"
+        _refuse(reason, microbatches=microbatches, schedule=schedule)
+        _refuse(reason, stages_per_rank=stages_per_rank)
     if html is not None and on_grid:
         # The page shows one step of all layers: its bytes would be no stage's.
         raise ArgumentError(
@@ -135,8 +141,9 @@ def plan(
                 loaded.model,
                 loaded.example_inputs,
                 mesh=vars(grid),
+                # At least one per stage, as most schedules need.
                 microbatches=microbatches or max(grid.pp, loaded.microbatches // grid.data),
-                schedule=schedule,
+                schedule=schedule or "1f1b",
                 stages_per_rank=stages_per_rank,
                 **request.options,
             )
@@ -151,6 +158,13 @@ def plan(
     # After the table, so that a CI has both the reason and the exit code.
     if limit is not None and result.total_bytes > limit:
         raise Refused(f"needs {bytes_text(result.total_bytes)}, more than {bytes_text(limit)}")
+
+
+def _refuse(reason: str, **options: object) -> None:
+    """Raise for the first of ``options`` that was given: it would have no effect."""
+    for name, value in options.items():
+        if value is not None:
+            raise ArgumentError(f"--{name.replace('_', '-')} {reason}")
 
 
 def _plan_data(result: Plan | GridPlan) -> dict[str, Any]:
@@ -183,6 +197,7 @@ def suggest(
             loaded.example_inputs,
             gpus=gpus,
             memory=memory,
+            # At least one per device: a grid of data parallel ranks alone needs as many.
             microbatches=microbatches or max(loaded.microbatches, gpus),
             top=top,
             **request.options,
@@ -198,21 +213,29 @@ def diff(
     request: Request,
     *,
     other: Annotated[str | None, typer.Option(help="A second model, as the first.")] = None,
-    before: Annotated[str, typer.Option(help="A stage of the compilation.")] = "capture",
-    after: Annotated[str, typer.Option(help="A later stage.")] = "final",
+    before: Annotated[
+        str | None, typer.Option(help="A stage of the compilation; capture if not given.")
+    ] = None,
+    after: Annotated[str | None, typer.Option(help="A later one; final if not given.")] = None,
     unified: Annotated[bool, typer.Option("--unified", help="As diff -u writes it.")] = False,
     context: Annotated[int, typer.Option(min=0, help="Unchanged nodes around a change.")] = 3,
     html: Annotated[Path | None, typer.Option(help="Write a page as well.")] = None,
     exit_code: Annotated[bool, typer.Option("--exit-code", help="1 if they differ.")] = False,
 ) -> None:
     check_writable("--html", html)
+    if unified and request.json:
+        raise ArgumentError("--unified and --json are two forms of one output: give one of them")
+    if other is not None:
+        # Two models are compared as they are: neither is compiled.
+        reason = "is of one model's compilation: leave it out with --other"
+        _refuse(reason, before=before, after=after, tp=request.tp, option=request.option)
     first = request.load()
     if other is None:
         with progress("compiling"):
             stages = _compiled(request, first).stages
-        result = _diff_of_stages(stages, before, after)
+        result = _diff_of_stages(stages, before or "capture", after or "final")
     else:
-        # Sizes and options hold for both models: only what they are should differ.
+        # Sizes hold for both models: only what they are should differ.
         second = Request(**{**vars(request), "model": other, "preset": None}).load()
         with progress("comparing"):
             result = graph_diff(first.model, second.model, example_inputs=first.example_inputs)
@@ -226,6 +249,7 @@ def diff(
         typer.echo(result.to_unified(context))
     else:
         console.print(result.side_by_side(context))
+    # Only where asked for, as git diff does: a difference is no failure.
     if exit_code and not result.is_empty:
         raise typer.Exit(FAILED)
 
@@ -252,6 +276,8 @@ def code(
     output: Annotated[Path | None, typer.Option(help="Write it there.")] = None,
 ) -> None:
     check_writable("--output", output)
+    if output is not None and request.json:
+        raise ArgumentError("--json is for what is printed, and --output writes Python: give one")
     loaded = request.load()
     with progress("compiling"):
         text = _compiled(request, loaded).code

@@ -60,14 +60,15 @@ def load(
         source: ``package.module:callable``, or the path of a HuggingFace ``config.json`` or of its
             folder. The callable returns the model, or the model and (args, kwargs).
         preset: a name in :func:`presets`.
-        batch: sequences of the example inputs, unless the callable returns some.
+        batch: sequences of the example inputs, where the callable returns none.
         sequence: tokens of each.
         dtype: of the parameters, such as "bfloat16"; ``None`` leaves them as they are made.
         device: "meta" to build it without memory.
 
     Raises:
-        ArgumentError: none or both are given, what is named does not exist, or a configuration's
-            model does not fit in memory in float64.
+        ArgumentError: none or both are given, what is named does not exist, sizes are given of
+            inputs that the callable returns, or a configuration's model does not fit in memory in
+            float64.
         UnsupportedError: transformers is needed and not installed.
     """
     # Both at once could mean either, and a long run of the wrong model is worse than an error.
@@ -86,6 +87,12 @@ def load(
     else:
         made = _configured(_read_config(Path(source)), device)
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    for option, size in (("--batch", batch), ("--sequence", sequence)):
+        if inputs is not None and size is not None:
+            raise ArgumentError(
+                f"{option} {size}: {source} returns inputs of its own; leave it out, or let it "
+                "return the model alone"
+            )
     if not isinstance(model, nn.Module):
         raise ArgumentError(
             f"{source} returned a {type(model).__name__}: expected a torch.nn.Module, or a tuple "

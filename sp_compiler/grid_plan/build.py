@@ -105,6 +105,7 @@ def _orders(
 def _ends(chain: Chain, orders: Sequence[Sequence[Action]], options: GridOptions) -> list[int]:
     grid, memory_bytes = options.grid, options.memory_bytes
     num_stages = grid.pp * options.stages()[1]
+    # Without a limit cuts depend on the chain alone, which keeps them for the next plan.
     if memory_bytes is None or num_stages == 1:
         return chain.ends(num_stages)
     return ends_of(
@@ -167,6 +168,7 @@ def _times(
                 sum(call.step_us for call in parts[stage]) - forward_us,
                 link.send_us(chain.activation_bytes[start]) if has_before else 0.0,
                 link.send_us(chain.gradient_bytes[end]) if has_behind else 0.0,
+                # Two times where the backward is split; a schedule may run them far apart.
                 (inputs.step_us, weights.step_us) if inputs and weights else None,
             )
         )

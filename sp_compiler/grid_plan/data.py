@@ -138,6 +138,7 @@ class GridPlan:
 
     def _spent_text(self) -> str:
         times = self.timeline.rank_times()
+        # What this one spends is what the step takes; the others wait for it.
         rank = max(range(len(times)), key=lambda each: times[each].compute_us)
         spent = times[rank]
         waits = {f"waits for {axis}": us for axis, us in spent.exposed_us.items() if us}

@@ -32,6 +32,7 @@ from sp_compiler.grid_plan.stage_plan import (
 from sp_compiler.grid_plan.suggestions import Rejected, Suggestions
 from sp_compiler.ir.hints import parameters_of, wishes_of
 from sp_compiler.options import (
+    RECOMPUTE,
     CompileOptions,
     ExampleInputs,
     Options,
@@ -41,7 +42,6 @@ from sp_compiler.options import (
 from sp_compiler.pipeline_parallel.schedules import SCHEDULES
 from sp_compiler.planning.plan import Plan
 
-_RECOMPUTE = ("none", "attention", "selective", "full")
 _CHUNKS = (2, 3, 4)  # of a rank, where the schedule interleaves
 
 
@@ -94,19 +94,15 @@ def suggest(  # noqa: PLR0913 - all by keyword, each described below
     for name, value in (("gpus", gpus), ("microbatches", microbatches), ("top", top)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ArgumentError(f"{name}={value!r}: expected a positive int")
-    known = [*SCHEDULES]  # a list: what cannot be hashed is unknown, too
-    listed = isinstance(schedules, Sequence) and not isinstance(schedules, str)
-    # Of no schedules only grids without stages would be left, and the others not even rejected.
-    if not listed or not schedules or any(name not in known for name in schedules):
-        raise ArgumentError(f"schedules={schedules!r}: expected a list of {', '.join(known)}")
-    if taken := sorted({"tp", "mesh"} & options.keys()):
-        raise ArgumentError(f"{taken[0]}={options[taken[0]]!r}: suggest finds it; leave it out")  # type: ignore[literal-required]
+    _check(schedules, options)
     memory_bytes = parse_bytes("memory", memory)
     checked = GridOptions(
         GridSizes(), 1, bytes_per_parameter=bytes_per_parameter, gpus_per_node=gpus_per_node
     )
     args, kwargs = checked_inputs(model, example_inputs)
-    policies = [options["recompute"]] if "recompute" in options else [*_RECOMPUTE]
+    # Not "auto", which needs a budget: what a stage has left for activations depends on the cut.
+    every = [name for name in RECOMPUTE if name != "auto"]
+    policies = [options["recompute"]] if "recompute" in options else every
     widths = [tp for tp in range(1, gpus_per_node + 1) if gpus_per_node % tp == gpus % tp == 0]
     backend = options.get("backend", "eager")
     runnable = [name for name in schedules if SCHEDULES[name].runs_on(backend)]
@@ -125,11 +121,12 @@ def suggest(  # noqa: PLR0913 - all by keyword, each described below
         for recompute in policies
         for split_backward in sorted(splits)
     ]
-    wishes_of(settings[0].hints, parameters_of(model))  # raises before the model is captured
+    # Raise before the model is captured.
+    settings[0].refuse_device_memory("suggest")
+    wishes_of(settings[0].hints, parameters_of(model))
     search = _Search(memory_bytes, top, runnable)
     programs = build_settings(model, args, kwargs, settings)
     for compile_options, compiled in zip(settings, programs, strict=True):
-        assert isinstance(compiled.plan, Plan)
         try:
             chain = Chain.of(compiled, compiled.plan)
         except ArgumentError:  # without a loss there are no stages
@@ -138,6 +135,22 @@ def suggest(  # noqa: PLR0913 - all by keyword, each described below
         for grid in _grids(gpus, compiled.plan.tp, setting.num_layers):
             search.add(setting, grid, microbatches, checked)
     return search.run()
+
+
+def _check(schedules: Sequence[str], options: Options) -> None:
+    """Raise for schedules that there are not, and for options that a search takes no account of."""
+    known = [*SCHEDULES]  # a list: what cannot be hashed is unknown, too
+    listed = isinstance(schedules, Sequence) and not isinstance(schedules, str)
+    # Of no schedules only grids without stages would be left, and the others not even rejected.
+    if not listed or not schedules or any(name not in known for name in schedules):
+        raise ArgumentError(f"schedules={schedules!r}: expected a list of {', '.join(known)}")
+    if taken := sorted({"tp", "mesh"} & options.keys()):
+        raise ArgumentError(f"{taken[0]}={options[taken[0]]!r}: suggest finds it; leave it out")  # type: ignore[literal-required]
+    if options.get("strict"):
+        raise ArgumentError(
+            "strict=True: what is replicated on one grid need not be on another, and suggest "
+            "compares their times alone; leave it out, and plan the grid of your choice with it"
+        )
 
 
 def _grids(gpus: int, tp: int, num_layers: int) -> Iterator[GridSizes]:

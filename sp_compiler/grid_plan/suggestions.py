@@ -59,6 +59,7 @@ class Suggestions(Sequence[GridPlan]):
             "plans": [
                 {
                     **asdict(plan.grid),
+                    # One stage runs none, whatever the plan was made with.
                     "schedule": plan.schedule if plan.grid.pp > 1 else None,
                     "stages_per_rank": plan.stages_per_rank,
                     "microbatches": plan.microbatches,
@@ -113,6 +114,7 @@ def schedule_text(plan: GridPlan) -> str:
 def _parts_us(plan: GridPlan) -> dict[str, float]:
     """Return the time of a step by what it goes to; the parts add up to it."""
     work, ranks = plan.microbatch.work, plan.grid.pp
+    # As if stages were equal: what they are not shows as time that ranks wait.
     exposed_us = {each.axis: each.exposed_us for each in plan.traffic}
     per_rank = plan.microbatches / ranks
     parts = {
@@ -132,6 +134,7 @@ def _loss(plan: GridPlan, best: GridPlan) -> str:
         return ""
     own, others = _parts_us(plan), _parts_us(best)
     slower = 100 * (plan.step_us / best.step_us - 1)
+    # Two causes, and none below a thousandth: a reader wants to know what to change.
     more = sorted(((own[name] - others[name], name) for name in own), reverse=True)
     causes = [f"{name} +{time_text(us)}" for us, name in more[:2] if us > 0.001 * best.step_us]
     return f"{slower:.1f} % slower" + (f": {', '.join(causes)}" if causes else "")

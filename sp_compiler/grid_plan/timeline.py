@@ -145,6 +145,7 @@ class GridTimeline:
             yield _event(rank, row, name, run.sent_us, travel_us, **about)
         if not drawn:
             return
+        # A function's times are its own: it begins when the action does.
         for function, span in self._functions(run).spans():
             yield _event(
                 rank,

@@ -82,7 +82,6 @@ class CompiledProgram:
         replicated: (region, operator) of those that run replicated because the check refused their
             shards.
         code: the generated text.
-        plan: the report of :func:`sp_compiler.plan`, or ``None``.
         stages: pass name to the graphs after it.
         regions: region name to its forward and backward.
         reports: one per pass, in order.
@@ -101,7 +100,6 @@ class CompiledProgram:
     kernels: Mapping[str, Sequence[Kernel]] = field(default_factory=dict)
     replicated: tuple[tuple[str, str], ...] = ()
     code: str = ""
-    plan: Any = None  # a Plan, which a later folder makes
     stages: Stages = field(default_factory=Stages)
     regions: dict[str, SplitRegion] = field(default_factory=dict)
     reports: list[PassReport] = field(default_factory=list)
@@ -130,3 +128,7 @@ class CompiledProgram:
     def param_name(self, name: str) -> str:
         """Return the name under which a (possibly tied) parameter is stored."""
         return self.program.aliases.get(name, name)
+
+    def add_notes(self, notes: Sequence[str]) -> None:
+        """Add what the ranks find out when they first run the program."""
+        self.notes += notes

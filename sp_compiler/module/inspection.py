@@ -16,6 +16,7 @@ from sp_compiler.module.outputs import plain_input
 from sp_compiler.module.state import ModuleState
 from sp_compiler.options import ExampleInputs
 from sp_compiler.planning.plan import Plan
+from sp_compiler.planning.planned_program import PlannedProgram
 from sp_compiler.trace.export import flatten_inputs
 from sp_compiler.verification.edited import check_edited
 
@@ -28,8 +29,7 @@ class Inspection:
     @property
     def plan(self) -> Plan:
         """Cost of the latest compilation; see :func:`sp_compiler.plan`."""
-        plan: Plan = self._sp_state.compiled("plan").plan
-        return plan
+        return PlannedProgram.plan_of(self._sp_state.compiled("plan"))
 
     @property
     def code(self) -> str:

@@ -51,7 +51,9 @@ def _wrap() -> None:
     Optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign]
 
 
-def _true_chunk(value: Tensor, parameter: DTensor, where: Placement, group: Any) -> Tensor:
+def _true_chunk(
+    value: Tensor, parameter: DTensor, where: Placement, group: TensorParallelGroup
+) -> Tensor:
     if not isinstance(value, DTensor):
         return value
     if len(where.segments) > 1:
@@ -60,7 +62,9 @@ def _true_chunk(value: Tensor, parameter: DTensor, where: Placement, group: Any)
     return value
 
 
-def _as_stored(value: Tensor, parameter: DTensor, where: Placement, group: Any) -> Tensor:
+def _as_stored(
+    value: Tensor, parameter: DTensor, where: Placement, group: TensorParallelGroup
+) -> Tensor:
     return from_loaded(value, parameter, where, group)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -48,7 +48,7 @@ def user_outputs(
     compiled: CompiledProgram,
     run: Execution,
     group: TensorParallelGroup,
-    modules: Mapping[str, Any],
+    modules: Mapping[str, nn.Module],
 ) -> Any:
     """The model's own output type; tensors that stay sharded are :class:`ShardedOutput`.
 

@@ -36,13 +36,13 @@ def dump_folder() -> Path | None:
     return folder
 
 
-def dump(compiled: CompiledProgram, folder: Path) -> Path:
-    """Write each stage, the code and the plan of ``compiled`` into a folder of its own."""
+def dump(compiled: CompiledProgram, folder: Path, plan: str) -> Path:
+    """Write each stage, the code and the text ``plan`` of ``compiled`` into a folder of its own."""
     own = own_folder(folder)
     for number, (name, stage) in enumerate(compiled.stages.items()):
         (own / f"{number:02}-{name}.txt").write_text(_stage_text(stage), encoding="utf-8")
     (own / "code.py").write_text(compiled.code, encoding="utf-8")
-    (own / "plan.txt").write_text(f"{compiled.plan}\n", encoding="utf-8")
+    (own / "plan.txt").write_text(f"{plan}\n", encoding="utf-8")
     LOG.info("wrote stages, code and plan to %s", own)
     return own
 

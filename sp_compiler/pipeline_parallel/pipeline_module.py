@@ -27,12 +27,14 @@ from sp_compiler.pipeline_parallel.schedules import Schedule
 from sp_compiler.pipeline_parallel.stage_parameters import StageParameters
 from sp_compiler.pipeline_parallel.stage_program import Stage, chain_of, loss_of, stages_of
 from sp_compiler.planning.data import ParameterSize
+from sp_compiler.planning.plan import Plan
+from sp_compiler.planning.planned_program import PlannedProgram
 from sp_compiler.runtime.kernels import compile_kernels
 from sp_compiler.runtime.reductions import reduce_gradients
 from sp_compiler.runtime.weight_gradients import accumulate
 from sp_compiler.trace.export import flatten_inputs, input_names
 
-Weigh = Callable[..., Any]
+Weigh = Callable[..., Tensor | float]
 
 
 class PipelineModule(StageParameters):
@@ -170,7 +172,7 @@ class PipelineModule(StageParameters):
         return tuple(self._paths[start:end] for start, end in zip(starts, self._ends, strict=True))
 
     @property
-    def plan(self) -> Any:
+    def plan(self) -> Plan:
         """Cost of the full program on one microbatch; see :func:`sp_compiler.plan`."""
         return self.module.plan
 
@@ -179,12 +181,14 @@ class PipelineModule(StageParameters):
         """The generated Python of the full program, of which each stage runs a part."""
         return self.module.code
 
-    def _flat(self, args: Any, kwargs: Any) -> tuple[list[Any], Any, list[str]]:
+    def _flat(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[list[Any], pytree.TreeSpec, list[str]]:
         leaves, structure = flatten_inputs(args, kwargs)
         names = input_names(self.module, args, kwargs)
         return [plain_input(leaf) for leaf in leaves], structure, names
 
-    def _run(self, args: Any, kwargs: Any, *, train: bool) -> Tensor:
+    def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, train: bool) -> Tensor:
         leaves, structure, names = self._flat(args, kwargs)
         parts = microbatches_of(leaves, names, self._microbatches)
         state = self._state
@@ -253,8 +257,8 @@ class PipelineModule(StageParameters):
             in_flight = self._schedule.in_flight(
                 self._axis.size, self._stages_per_rank, self._microbatches
             )
-            calls = [compiled.plan.calls[index] for index in chain]
-            sizes = compiled.plan.parameters
+            plan = PlannedProgram.plan_of(compiled)
+            calls, sizes = [plan.calls[index] for index in chain], plan.parameters
             self._ends = ends_of(calls, sizes, in_flight, self._memory_bytes, self._state_bytes)
             self._paths = paths
         elif self._paths != paths:
@@ -275,7 +279,9 @@ class PipelineModule(StageParameters):
             compile_kernels(self._state.agreement, stage.compiled)
         return StageRunner(stages, self._state, self._axis, self._schedule, self._microbatches)
 
-    def _weights(self, parts: Sequence[Sequence[Any]], structure: Any) -> list[Tensor | float]:
+    def _weights(
+        self, parts: Sequence[Sequence[Any]], structure: pytree.TreeSpec
+    ) -> list[Tensor | float]:
         if self._weigh is None:
             return [1 / self._microbatches] * self._microbatches
         calls = [pytree.tree_unflatten(part, structure) for part in parts]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from sp_compiler.module.state import ModuleState
 from sp_compiler.ops.counter import call_seed, draw_seed
@@ -46,7 +47,7 @@ class StageRanks:
                     stack.enter_context(group.board.reporting())
             yield
 
-    def agree(self, leaves: list[Any], structure: Any, names: list[str]) -> None:
+    def agree(self, leaves: list[Any], structure: pytree.TreeSpec, names: list[str]) -> None:
         """Compare a call and its inputs with those of the other stages.
 
         Raises:

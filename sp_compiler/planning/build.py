@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache, partial
-from typing import Any
 
 from torch.fx import Graph, Node
 
+from sp_compiler.base.autocast import without_autocast
 from sp_compiler.base.storage import Storage
 from sp_compiler.cost.fused_kernels import fused_bytes
 from sp_compiler.cost.hardware import Hardware
@@ -45,6 +45,7 @@ from sp_compiler.planning.formula import KeptStorage, activation_formula
 from sp_compiler.planning.plan import Plan
 
 
+@without_autocast()
 def make_plan(compiled: CompiledProgram, options: CompileOptions, model_name: str = "") -> Plan:
     """Account for ``compiled``, whose ``regions`` must hold what was partitioned."""
     # Memory is a matter of the whole step (calls share storages, outputs outlive them), time one of
@@ -126,7 +127,7 @@ def _block(
 
 def _kept(compiled: CompiledProgram, region: Region, memory: StepMemory) -> list[KeptStorage]:
     """Return what each call of ``region`` keeps, by position; where they differ, the last's."""
-    holders: dict[Any, int] = {}
+    holders: dict[Storage, int] = {}
     for item in memory.kept:
         holders[item.storage] = holders.get(item.storage, 0) + 1
     by_position: dict[int, list[Kept]] = {}

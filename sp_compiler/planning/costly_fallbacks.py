@@ -67,7 +67,7 @@ def costly_fallbacks(compiled: CompiledProgram) -> tuple[CostlyFallback, ...]:
             text = f"{core}{share:.1%} of the matrix FLOPs"
             costly[CostlyFallback(item.module, text, item.reason, item.advice)] = share
     for item in causes if flops_count else ():
-        text = "no sharding rule, which may keep its neighbours replicated"
+        text = "it may keep its neighbours replicated"
         costly[CostlyFallback(item.module, text, item.reason, item.advice)] = 0.0
     for item in parameters if bytes_count else ():
         share = item.num_bytes / all_bytes

@@ -30,10 +30,12 @@ def within_device(
     state = ModelState.of(stored_parameters(program, placements, options.tp))
     left_bytes = options.device_bytes - state.total_bytes
     if left_bytes <= 0:
+        # One byte more than is lacking: a budget has to be positive.
         raise ArgumentError(
             f"{_limit(options.device_bytes)}: without any activations a step needs "
             f"{bytes_text(1 - left_bytes)} more: {_state_text(state)}. {_LESS_STATE}"
         )
+    # From here on a budget as if the user had given it: the solver knows of activations alone.
     return replace(options, memory_budget=left_bytes, device_memory=None), state.total_bytes
 
 
@@ -44,6 +46,7 @@ def require_fit(plan: PlanData, options: CompileOptions) -> None:
         return
     state = ModelState(plan.parameter_bytes, plan.gradient_bytes, plan.optimizer_bytes)
     advice = _LESS_STATE
+    # Where the state alone fits, it is the activations that can be made smaller.
     if state.total_bytes < limit:
         auto = "" if options.recompute == "auto" else 'recompute="auto", which fills what is left; '
         advice = f"Use {auto}more tensor-parallel ranks; or a smaller batch"

@@ -27,7 +27,7 @@ from sp_compiler.ir.fx import (
 )
 from sp_compiler.ir.op_traits import MATMULS, is_view
 from sp_compiler.ir.program import Region
-from sp_compiler.rules.table import rule_for
+from sp_compiler.rules.table import has_rule, missing_rule, rule_for
 from sp_compiler.rules.vocabulary import has_vocabulary, vocabulary_obstacle
 from sp_compiler.trace.autograd_functions import function_name
 
@@ -139,7 +139,7 @@ def _why(node: Node, world_size: int) -> tuple[str, str, bool]:
         return f"no dim divides by {world_size}, nor does padding one pay", _other_tp(shape), False
     for user in node.users:
         if user.op == "call_function" and _has_no_rule(user):
-            return f"no sharding rule for {user.target}", _ADVICE_RULE, False
+            return missing_rule(user, str(user.target)), _advice_of_rule(user), False
     if any(user.target in _PRODUCTS and is_replicated(user) for user in node.users):
         # Whatever keeps the product from being sharded is a fallback of its own.
         return "what it is multiplied with is whole on every rank", "", True
@@ -150,7 +150,7 @@ def _why(node: Node, world_size: int) -> tuple[str, str, bool]:
 
 _ADVICE_RULE = "Register a rule for the operator with sp_compiler.rule"
 _ADVICE_EXPLAIN = "plan.explain(name of a parameter near it) says what the other ways cost"
-_ADVICE_FUNCTION = (
+_ADVICE_OPERATOR = (
     "Write it as an operator of your own (torch.library.custom_op) and register a rule for it with "
     "sp_compiler.rule"
 )
@@ -240,13 +240,18 @@ def _has_no_rule(node: Node) -> bool:
     return rule_for(node) is None
 
 
+def _advice_of_rule(node: Node) -> str:
+    # An operator that has a rule of ours takes none of the user's.
+    return _ADVICE_OPERATOR if has_rule(node) else _ADVICE_RULE
+
+
 def _why_no_rule(node: Node) -> tuple[str, str]:
     """Reason and advice for an operator without a rule."""
     if node.target is _FUNCTION:
         name = function_name(arguments(node)["call"])
-        return f"{name}, a torch.autograd.Function, is not pointwise", _ADVICE_FUNCTION
+        return f"{name}, a torch.autograd.Function, is not pointwise", _ADVICE_OPERATOR
     if not has_vocabulary(node):
-        return "no sharding rule for it", _ADVICE_RULE
+        return missing_rule(node, "it"), _advice_of_rule(node)
     obstacle = vocabulary_obstacle(node)
     return obstacle or "sharding its classes costs more time than it saves", ""
 

@@ -118,6 +118,7 @@ def _block(block: BlockPlan) -> str:
         if collectives:
             text = "; ".join(f"{item.kind} {_collective_text(item)}" for item in collectives)
             lines.append(f"  {name}: {text}")
+    # Modules of the first layer stand for those of all: the block's paths are above.
     rows = table((_tensor(tensor, block.paths[0]) for tensor in block.kept), "    ")
     return "\n".join([*lines, rows] if rows else lines)
 

@@ -53,6 +53,13 @@ def has_rule(node: Node) -> bool:
     return row_of(node) is not None
 
 
+def missing_rule(node: Node, name: str) -> str:
+    """Say of ``node``, called ``name`` in the text, that :func:`rule_for` has nothing for it."""
+    # Told apart, for only an operator without a row can be given a rule by the user.
+    limits = " with these shapes and arguments" if has_rule(node) else ""
+    return f"no sharding rule for {name}{limits}"
+
+
 def is_pointwise(node: Node) -> bool:
     """Whether operands of ``node`` are broadcast to its result and combined element by element."""
     row = row_of(node)

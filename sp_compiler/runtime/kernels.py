@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.runtime.rank_checks import RankAgreement
 
@@ -29,6 +27,4 @@ def compile_kernels(agreement: RankAgreement, compiled: CompiledProgram) -> None
                 kernel.run_as_written(failed[0])
                 notes.append(f"{kernel.name} runs as written, on all ranks: {failed[0]}")
     compiled.kernels = {}
-    compiled.notes += notes
-    if notes and compiled.plan is not None:
-        compiled.plan = replace(compiled.plan, notes=(*compiled.plan.notes, *notes))
+    compiled.add_notes(notes)

@@ -13,10 +13,10 @@ from torch.fx import GraphModule
 
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.compiler import build
-from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.hints import Parameters, parameters_of, unmatched
 from sp_compiler.options import CompileOptions, Options
 from sp_compiler.planning.costly_fallbacks import FallbackCheck
+from sp_compiler.planning.planned_program import PlannedProgram
 from sp_compiler.runtime.group import TensorParallelGroup, tensor_parallel_group
 from sp_compiler.torch_compile.compiled_graph import CompiledGraph
 from sp_compiler.torch_compile.dynamo_graph import DynamoGraph
@@ -56,7 +56,7 @@ def sp_compiler_backend(
     # One for all sizes, so that it warns once.
     check_fallbacks = FallbackCheck(compile_options, group.rank)
 
-    def compile_for(model: nn.Module, tensors: Sequence[Tensor]) -> CompiledProgram:
+    def compile_for(model: nn.Module, tensors: Sequence[Tensor]) -> PlannedProgram:
         own_options = _with_own_hints(compile_options, parameters_of(model))
         compiled = build(model, tensors, {}, own_options)
         check_fallbacks(compiled.plan.costly_fallbacks)

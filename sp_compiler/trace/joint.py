@@ -57,6 +57,7 @@ class JointGraph:
         num_outputs: number of region outputs.
         tangent_outputs: index of the region output that each tangent belongs to.
         input_kinds: :data:`~sp_compiler.ir.program.RefKind` of each input.
+        region: name of the region, for errors.
     """
 
     graph: fx.Graph
@@ -64,6 +65,7 @@ class JointGraph:
     num_outputs: int
     tangent_outputs: tuple[int, ...]
     input_kinds: tuple[str, ...]
+    region: str
 
     @property
     def placeholders(self) -> list[fx.Node]:
@@ -252,7 +254,9 @@ def _rebuild(traced: fx.Graph, region: Region) -> JointGraph:
         if isinstance(source.meta["val"], torch.SymInt):
             node.meta["val"] = source.meta["val"]
     inline_sizes(graph)
-    return JointGraph(graph, num_inputs, num_outputs, tuple(sorted(tangents)), region.input_kinds)
+    return JointGraph(
+        graph, num_inputs, num_outputs, tuple(sorted(tangents)), region.input_kinds, region.name
+    )
 
 
 def _copy_placeholder(

@@ -92,6 +92,7 @@ def _numbers(compiled: CompiledProgram, tensors: Tensors, precision: Precision) 
                 precision.entered,
             )
         results.append(step)
+        # The second time from all outputs: the loss's own backward leaves theirs out.
         output_grads = [
             unit_tangent(value) if _has_gradient(value) else None for value in step.outputs
         ]

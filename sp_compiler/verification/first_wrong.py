@@ -70,6 +70,7 @@ def first_wrong_gradient(
     inputs = {node.name: node for node in sharded.placeholders}
     for name, node in reversed({**inputs, **_computed_by(sharded)}.items()):
         placement = node.meta.get("placement")
+        # The gradient of a replicated value is a partial sum on each rank, and the other way round.
         dual = placement.dual if isinstance(placement, Placement) else None
         if differs(dual, actual.get(node.name), expected.get(name), tolerance, joined):
             # Its gradient is made by those that read it; the first of them ran last in backward.

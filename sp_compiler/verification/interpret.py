@@ -55,6 +55,7 @@ class _Interpreter(SizedInterpreter):
 
     def run_node(self, n: Node) -> Any:
         result = super().run_node(n)
+        # By hand: the interpreter drops a value with its last reader.
         if self._computed is not None:
             self._computed[n.name] = result
         return result
@@ -120,6 +121,7 @@ def _is_wanted(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
+# By identity: comparing lists of tensors would compare numbers.
 @dataclass(frozen=True, eq=False)
 class _Tape:
     leaves: Sequence[Tensor]

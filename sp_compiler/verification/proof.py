@@ -157,6 +157,7 @@ def _thorough_rows(
     captured = step.capture()
     program: Program | None
     if operators is None:
+        # Until there is no NaN, which roots of negative parameters give on both sides.
         for spread in SPREADS:
             filled = replace(step, tensors=_random_tensors(step.tensors, spread))
             true = Reference.of(partial(undropped, filled, partial(run_flat, captured)))
@@ -184,6 +185,8 @@ def _block_rows(
 
     def call_inputs(index: int, spread: Spread) -> list[Any]:
         call, values = program.calls[index], values_of(spread)
+        # What a gradient flows to is drawn by the comparison itself, from the fake's form; the rest
+        # has the numbers of a real step, such as a causal mask.
         return [
             node.meta["val"] if node.meta["requires_grad"] else values.of(ref)
             for node, ref in zip(call.region.placeholders, call.args, strict=True)

@@ -35,7 +35,10 @@ class _Agreement:
 
 def _compiled(*kernels: _Kernel) -> Any:
     program = SimpleNamespace(regions=[SimpleNamespace(name="block"), SimpleNamespace(name="head")])
-    return SimpleNamespace(program=program, kernels={"block": kernels}, notes=["a"], plan=None)
+    notes = ["a"]
+    return SimpleNamespace(
+        program=program, kernels={"block": kernels}, notes=notes, add_notes=notes.extend
+    )
 
 
 def test_each_is_compiled_once_and_in_order() -> None:

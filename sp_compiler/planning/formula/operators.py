@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from sp_compiler.base.placement import Placement
 from sp_compiler.ir.fx import arguments, placements_of, tensor_operands
 from sp_compiler.ir.op_traits import FUSED_ATTENTION
 from sp_compiler.ops.convert import CONVERT
@@ -46,7 +47,7 @@ def values_of(node: Node) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def unsharded(shape: Shape, placement: Any, world_size: int) -> Shape:
+def unsharded(shape: Shape, placement: Placement, world_size: int) -> Shape:
     if placement.kind != "S":
         return shape
     return tuple(
@@ -57,7 +58,7 @@ def unsharded(shape: Shape, placement: Any, world_size: int) -> Shape:
     )
 
 
-def one_ranks_part(shape: Shape, placement: Any, world_size: int) -> Shape:
+def one_ranks_part(shape: Shape, placement: Placement, world_size: int) -> Shape:
     if placement.kind != "S":
         return shape
     count = len(placement.segments) if len(set(placement.segments)) == 1 else 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,11 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Node
 
-from sp_compiler.base.errors import ArgumentError
+from sp_compiler.base.errors import ArgumentError, PassError
+from sp_compiler.base.pass_report import Pass
 from sp_compiler.ir.forward_backward import SavedTensor
 from sp_compiler.ir.program import Region
-from sp_compiler.passes.memory.forward_facts import forward_facts
+from sp_compiler.passes.memory.forward_facts import ForwardFacts, forward_facts
 from sp_compiler.passes.memory.partition import partition
+from sp_compiler.passes.memory.recompute_policy import RecomputePolicy, Tag
 from sp_compiler.passes.memory.tag import POLICIES, tag_recompute
 from sp_compiler.passes.simplify import simplify
 from sp_compiler.trace.joint import JointGraph, trace_joint
@@ -119,6 +122,32 @@ def test_unknown_policy_is_refused() -> None:
     names = ", ".join(POLICIES)
     with pytest.raises(ArgumentError, match=f"recompute='some': expected one of {names}"):
         tag_recompute(joint, "some")
+
+
+def _raising(node: Node, facts: ForwardFacts) -> Tag:
+    raise KeyError("heads")
+
+
+@pytest.mark.parametrize(
+    ("decide", "problem"),
+    [
+        (_raising, "raised KeyError: 'heads'"),
+        (lambda node, facts: "keep", "returned 'keep'; expected"),
+        (lambda node, facts: ("keep", "so"), "returned ('keep', 'so'); expected"),
+        (lambda node, facts: None, "returned None; expected"),
+    ],
+)
+def test_a_policy_that_fails_is_named(
+    decide: Callable[[Node, ForwardFacts], Tag], problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(cast(dict[str, Any], POLICIES), "mine", RecomputePolicy(decide, 1))
+    joint = trace_joint(region_of(Mlp(4), torch.randn(3, 4)))
+    with pytest.raises(PassError, match="recompute policy 'mine'") as raised:
+        tag_recompute(joint, "mine")
+    first = str(raised.value).splitlines()[0]
+    assert f"asked for an operator of region {joint.region!r}, {problem}" in first
+    assert raised.value.node in joint.graph.nodes
+    assert raised.value.pass_name == Pass.TAG
 
 
 class _Function(nn.Module):

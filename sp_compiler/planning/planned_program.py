@@ -1,0 +1,40 @@
+"""A compiled program with its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.planning.plan import Plan
+
+
+@dataclass
+class PlannedProgram(CompiledProgram):
+    """What a compilation of a model ends with.
+
+    A class of its own, for a plan is made of a compiled program: code, costs and the runtime do
+    without one.
+
+    Attributes:
+        plan: the report of :func:`sp_compiler.plan`.
+    """
+
+    plan: Plan = field(kw_only=True)
+
+    @classmethod
+    def of(cls, compiled: CompiledProgram, plan: Plan) -> PlannedProgram:
+        """Return ``compiled`` with ``plan``."""
+        return cls(**vars(compiled), plan=plan)
+
+    @staticmethod
+    def plan_of(compiled: CompiledProgram) -> Plan:
+        """Return the plan of a program that a compilation of a model ended with."""
+        # The runtime, which hands programs on, knows none with a plan.
+        assert isinstance(compiled, PlannedProgram)
+        return compiled.plan
+
+    def add_notes(self, notes: Sequence[str]) -> None:
+        """Add them to the plan too."""
+        super().add_notes(notes)
+        self.plan = replace(self.plan, notes=(*self.plan.notes, *notes))

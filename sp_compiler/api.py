@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal, Unpack, overload
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from sp_compiler.base.errors import ArgumentError, UnsupportedError
@@ -38,7 +38,7 @@ from sp_compiler.options import (
 )
 from sp_compiler.pass_manager.reproduction import reproducible
 from sp_compiler.pipeline_parallel.axes import pipeline_axis
-from sp_compiler.pipeline_parallel.pipeline_module import PipelineModule, Weigh
+from sp_compiler.pipeline_parallel.pipeline_module import PipelineModule
 from sp_compiler.pipeline_parallel.schedules import schedule_of
 from sp_compiler.planning.costly_fallbacks import FallbackCheck, refuse_costly
 from sp_compiler.planning.plan import Plan
@@ -160,7 +160,7 @@ def pipeline(  # noqa: PLR0913 - all by keyword, each described below
     schedule: str = "1f1b",
     stages_per_rank: int | None = None,
     memory: int | str | None = None,
-    weigh: Weigh | None = None,
+    weigh: Callable[..., Tensor | float] | None = None,
     initial_weights: Literal["compare", "broadcast"] = "compare",
     rank_timeout: float = RANK_TIMEOUT.total_seconds(),
     fsdp: bool | Mapping[str, Any] = True,

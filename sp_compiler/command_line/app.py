@@ -125,9 +125,8 @@ def plan(
     grid = sizes if mesh is None else GridSizes.of(mesh)
     on_grid = mesh is not None or grid.pp > 1
     if not on_grid:
-        reason = "is of a pipeline or a grid: give --pp or --mesh, or leave it out"
-        _refuse(reason, microbatches=microbatches, schedule=schedule)
-        _refuse(reason, stages_per_rank=stages_per_rank)
+        why = "is of a pipeline or a grid: give --pp or --mesh, or leave it out"
+        _refuse(why, microbatches=microbatches, schedule=schedule, stages_per_rank=stages_per_rank)
     if html is not None and on_grid:
         # The page shows one step of all layers: its bytes would be no stage's.
         raise ArgumentError(

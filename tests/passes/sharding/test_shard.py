@@ -87,6 +87,17 @@ class Inverse(nn.Module):
         return F.relu(x) @ torch.linalg.inv(self.weight)
 
 
+class FromRows(nn.Module):
+    """An operator with a sharding rule, which does not cover rows that replace others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(2, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x.flatten(0, 1).index_put((torch.tensor([0, 3]),), self.rows))
+
+
 class Layers(nn.Module):
     """Two layers, which share a region; between them the tokens are sharded."""
 
@@ -113,6 +124,15 @@ NEAR_MISSES: dict[str, tuple[Any, str]] = {
     "three heads": (ThreeHeads, "up.weight is replicated: (6x8) what it is multiplied with is"),
     "three groups": (ThreeGroups, "no dim divides by 2, nor does padding one pay"),
     "no rule": (Inverse, "weight is replicated: (8x8) no sharding rule for aten.linalg_inv"),
+    "no rule for this call": (
+        FromRows,
+        "(2x8) no sharding rule for aten.index_put.default with these shapes and arguments",
+    ),
+}
+
+DECLINED = {
+    "no rule": {"there is no sharding rule for it"},
+    "no rule for this call": {"there is no sharding rule for it with these shapes and arguments"},
 }
 
 
@@ -205,6 +225,8 @@ def test_near_misses_stay_and_say_why(name: str) -> None:
     options = CompileOptions(tp=RANKS, sequence_parallel=False)
     plan = make_plan(parity.compiled(found, tp=RANKS, sequence_parallel=False), options)
     assert any(reason in fallback for fallback in plan.fallbacks), plan.fallbacks
+    (report,) = (each for each in plan.passes if each.name == "shard")
+    assert {item.reason for item in report.declined} == DECLINED.get(name, set())
 
 
 def test_one_rank_converts_nothing() -> None:

@@ -122,9 +122,8 @@ def compile(
         model, group, builder, options=texts, initial_weights=initial_weights, fsdp=fsdp_options
     )
     if example is not None:
-        args, kwargs = example
         with _given_back_on_failure(result):
-            result.prepare(*args, **kwargs)
+            result.prepare(*example[0], **example[1])
     return result
 
 

@@ -133,7 +133,7 @@ def _norm_except(node: Node, x: Node, power: int, dim: int) -> Node:
 
 
 def _is_transposed(node: Node) -> bool:
-    """Tell whether it is ``w.T`` of a ``w`` with two dims, in whatever form."""
+    """Return whether it is ``w.T`` of a ``w`` with two dims, in whatever form."""
     if len(shape_of(node)) != 2 or not is_call(node, _aten.transpose.int, _aten.permute.default):
         return False
     dims = node.args[1:] if is_call(node, _aten.transpose.int) else node.args[1]

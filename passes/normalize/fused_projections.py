@@ -106,7 +106,7 @@ def _packed_source(select: Node) -> Node | None:
 
 
 def _unflattens_last(node: Node) -> bool:
-    """Tell whether it is ``reshape(x, (*x.shape[:-1], n, e))`` with n > 1."""
+    """Return whether it is ``reshape(x, (*x.shape[:-1], n, e))`` with n > 1."""
     if not is_call(node, _aten.reshape.default):
         return False
     source, result = shape_of(node.args[0]), shape_of(node)

@@ -45,14 +45,14 @@ def keep_token_order(graph: Graph) -> None:
 
 
 def _swaps_tokens(node: object) -> bool:
-    """Tell whether it is ``transpose(x, -2, -3)`` of (b, s, h)."""
+    """Return whether it is ``transpose(x, -2, -3)`` of (b, s, h)."""
     if not isinstance(node, Node) or not is_call(node, _aten.transpose.int):
         return False
     return len(shape_of(node)) == 3 and sorted(node.args[1:]) == [-3, -2]
 
 
 def _is_token_wise(node: Node) -> bool:
-    """Tell whether row i of the result depends on row i of the first argument alone."""
+    """Return whether row i of the result depends on row i of the first argument alone."""
     if is_call(node, _aten.split_with_sizes.default):
         return arguments(node)["dim"] == -1
     other = node.args[1]
@@ -131,7 +131,7 @@ def shorten_view_chains(graph: Graph) -> None:
 
 
 def _continues(node: Node) -> bool:
-    """Tell whether the only user of a view is another view in the same layer."""
+    """Return whether the only user of a view is another view in the same layer."""
     if len(node.users) != 1:
         return False
     (user,) = node.users

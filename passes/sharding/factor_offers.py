@@ -44,7 +44,7 @@ class FactorOffers:
         self._is_fixed = results[0] in unsharded and is_elementwise(results[0][0])
 
     def shardable(self, factor: Factor) -> bool:
-        """Tell whether ``factor`` may be sharded and comes from a parameter's dim somewhere."""
+        """Return whether ``factor`` may be sharded and comes from a parameter's dim somewhere."""
         features = self._facts.features
         return self._may_cut(factor) and any(
             (value, d) in features for value, d, _ in self._places(factor)

@@ -15,7 +15,7 @@ from sp_compiler.options import CompileOptions
 
 
 def may_shard(program: Program, index: int, options: CompileOptions) -> bool:
-    """Tell whether output ``index`` may stay sharded.
+    """Return whether output ``index`` may stay sharded.
 
     With a loss among the outputs, logits stay sharded unless the user asks for them in full. What
     the forward stores in attributes is there in full: the user's code reads it as eager code does.

@@ -287,7 +287,7 @@ def _part_of(value: Value, placement: Placement, world_size: int) -> tuple[int, 
 
 
 def _may_need_padding(rows: int, world_size: int) -> bool:
-    """Tell whether rows are padded; an open number always, for some call may not divide."""
+    """Return whether rows are padded; an open number always, for some call may not divide."""
     return is_open(rows) or bool(rows % world_size)
 
 

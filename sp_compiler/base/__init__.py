@@ -1,1 +1,1 @@
-"""What needs no graph: errors, placements, names and reports of passes, units."""
+"""Code that needs no graph: errors, placements, names and reports of passes, units."""

@@ -1,4 +1,4 @@
-"""Autocast: its casts are recorded when a model is captured, and nothing afterwards casts again."""
+"""Autocast: its casts are recorded when a model is captured, and are not repeated afterwards."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Autocast = tuple[tuple[str, torch.dtype], ...]
 
 
 def autocast_state() -> Autocast:
-    """Return the autocasts that are on now."""
+    """Return the autocast states that are active now."""
     # In the order of _DEVICES: the result is part of the key under which programs are cached.
     return tuple(
         (device, torch.get_autocast_dtype(device))
@@ -40,7 +40,7 @@ def autocast_state() -> Autocast:
 
 @contextlib.contextmanager
 def under_autocast(state: Autocast) -> Iterator[None]:
-    """Run with exactly ``state`` on."""
+    """Context in which exactly the autocasts of ``state`` are active."""
     with without_autocast(), contextlib.ExitStack() as stack:
         for device, dtype in state:
             stack.enter_context(torch.autocast(device, dtype))
@@ -49,7 +49,7 @@ def under_autocast(state: Autocast) -> Iterator[None]:
 
 @contextlib.contextmanager
 def explicit_einsum() -> Iterator[None]:
-    """Record the casts of autocast inside ``einsum``, one operator of the graph, in front of it.
+    """Record the casts that autocast does inside ``einsum``, before it, where the graph shows them.
 
     Eager casts the factors of each matrix product in it. An equation that multiplies two operands
     and sums over the labels that both have is one such product; any other is recorded as the
@@ -77,7 +77,7 @@ def explicit_einsum() -> Iterator[None]:
 
 
 def _is_product(equation: str, count: int) -> bool:
-    """Tell whether ``einsum`` runs ``equation`` as one matrix product and nothing else."""
+    """Return whether ``einsum`` runs ``equation`` as a single matrix product."""
     terms, arrow, result = equation.replace(" ", "").partition("->")
     left, _, right = terms.partition(",")
     # Fewer labels than letters: an operand repeats one, and its diagonal is taken first.

@@ -1,7 +1,7 @@
-"""Decisions: numbers that a forward read out of its inputs and buffers, and that a program assumes.
+"""Decisions: numbers that a forward reads from its inputs and buffers, and that a program assumes.
 
-A forward that says ``if mask.any()`` or ``int(lengths.max())`` is captured with the number that its
-example gives. The program holds for the calls that give the same number, and for no other.
+A forward with ``if mask.any()`` or ``int(lengths.max())`` is captured with the number from the
+example inputs. The program is valid for calls with the same number, and for no others.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Decision:
     """One number that the forward read.
 
     Attributes:
-        module: computes the tensor that was read.
-        sources: its placeholders: leaves of the inputs by index, buffers by name.
-        writes: whether the module writes in place, so that it must be given copies.
-        line: where the forward reads it: ``model.py:12 if mask.any():``.
-        value: the text of what was read at the capture.
+        module: graph that computes the tensor that is read.
+        sources: sources of its placeholders: leaves of the inputs by index, buffers by name.
+        writes: whether the module writes in place and must therefore get copies.
+        line: source line that reads it: ``model.py:12 if mask.any():``.
+        value: the number read at capture, as text.
     """
 
     module: GraphModule
@@ -56,7 +56,7 @@ def read(
 def hold(
     decisions: Sequence[Decision], leaves: Sequence[Any], buffers: Mapping[str, Tensor]
 ) -> bool:
-    """Tell whether a forward of these inputs takes all ``decisions`` alike."""
+    """Return whether a forward of these inputs would make the same ``decisions``."""
     # In order, and none behind the first that differs: the forward takes another path from there,
     # on which the later ones need not even be computable.
     return all(repr(read(each, leaves, buffers)) == each.value for each in decisions)

@@ -1,4 +1,4 @@
-"""The logger of the package, and what ``SP_COMPILER_LOG`` asks of it."""
+"""The logger of the package, configured by ``SP_COMPILER_LOG``."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _LEVELS = ("debug", "info", "warning", "error")
 
 
 def log_as_asked() -> None:
-    """Write to stderr what ``SP_COMPILER_LOG`` names: "info" is a line per pass while compiling.
+    """Log to stderr at the level in ``SP_COMPILER_LOG``; "info" is one line per pass while
+    compiling.
 
-    An application that sets up :mod:`logging` itself needs no variable: the logger is
-    ``sp_compiler``.
+    An application that configures :mod:`logging` itself can use the logger ``sp_compiler`` instead.
 
     Raises:
         ArgumentError: no such level.
@@ -36,7 +36,7 @@ def log_as_asked() -> None:
 
 
 class _Handler(logging.Handler):
-    """Writes to what stderr is at the time, with the rank where there are several."""
+    """Writes to the current stderr, with the rank if there are several."""
 
     def emit(self, record: logging.LogRecord) -> None:
         rank = os.environ.get("RANK")

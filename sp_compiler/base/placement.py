@@ -1,4 +1,4 @@
-"""Placements: how a value is laid out over the ranks of the tensor-parallel axis.
+"""Placements: how a value is distributed over the ranks of the tensor-parallel axis.
 
 The four kinds are those of ``spmd_types``; each has a dual, the placement of its gradient
 (S <-> S, P <-> R, I <-> I), so the backward of a conversion is known from its forward.
@@ -28,7 +28,7 @@ _MEANINGS = {
 
 @dataclass(frozen=True, order=True)
 class Placement:
-    """Layout of one value over the tensor-parallel ranks.
+    """Distribution of one value over the tensor-parallel ranks.
 
     Attributes:
         kind: ``"R"`` replicated, gradient partial; ``"I"`` invariant: replicated, gradient
@@ -37,9 +37,9 @@ class Placement:
             (only while solving; in the rewritten graph the local tensor is ``S(0)``).
         dim: non-negative dimension for ``"S"``, number of flattened dimensions for ``"T"``.
         segments: for ``"S"``: global sizes of the parts of ``dim`` (a fused q, k, v), each of which
-            is sharded over all ranks; ``()`` when ``dim`` is one part. A single one that does not
-            divide by the number of ranks is padded at its end to one that does: with zeros in
-            parameters and in gradients, with anything finite in other values.
+            is sharded over all ranks; ``()`` when ``dim`` is one part. A single segment that is not
+            divisible by the number of ranks is padded at its end: with zeros in parameters and
+            gradients, with arbitrary finite numbers in other values.
     """
 
     kind: str
@@ -77,16 +77,17 @@ class Placement:
 
     @property
     def is_replicated(self) -> bool:
-        """Tell whether all ranks hold the same numbers (R and I differ only in the gradient)."""
+        """Return whether all ranks hold the same numbers (R and I differ only in the gradient)."""
         return self.kind in ("R", "I")
 
     def padding(self, world_size: int) -> int:
-        """Number of elements behind the true ones of ``dim``, over all ranks together."""
+        """Return the number of padding elements of ``dim``, over all ranks together."""
         # Several segments are never padded: local_shape() requires each of them to divide.
         return -self.segments[0] % world_size if len(self.segments) == 1 else 0
 
     def local_shape(self, shape: tuple[int, ...], world_size: int) -> tuple[int, ...]:
-        """Shape of one rank's part of a global ``shape``; a "T" is rounded up to whole rows."""
+        """Return the shape of one rank's part of a global ``shape``; for "T", rows are rounded
+        up."""
         if self.kind == "S":
             size = shape[self.dim] + self.padding(world_size)
             # Each segment has to divide, not only their sum: every rank has a part of each.
@@ -104,7 +105,7 @@ class Placement:
         return shape
 
     def global_shape(self, shape: tuple[int, ...], world_size: int) -> tuple[int, ...]:
-        """Invert :meth:`local_shape`, for all kinds but "T", which forgets how much was padding."""
+        """Invert :meth:`local_shape`, for all kinds but "T", whose amount of padding is unknown."""
         if self.kind != "S":
             return shape
         size = shape[self.dim] * world_size - self.padding(world_size)
@@ -122,7 +123,8 @@ def S(dim: int, segments: tuple[int, ...] = ()) -> Placement:
 
 
 def shard_of(size: int, dim: int, world_size: int) -> Placement:
-    """Placement of a dim of ``size`` sharded as one part, padded where it does not divide."""
+    """Return the placement of a dim of ``size`` sharded as one part, padded if it is not
+    divisible."""
     return S(dim, (size,)) if size % world_size else S(dim)
 
 
@@ -132,7 +134,8 @@ def T(num_dims: int) -> Placement:
 
 
 def as_value(placement: Placement) -> Placement:
-    """Return the placement of the values alone: R for I, and no segments for a single one."""
+    """Return the placement of the values regardless of gradients: R for I, and no single
+    segments."""
     # R and I differ in the gradient only, and one segment says no more than how it is padded.
     if placement.is_replicated:
         return R
@@ -142,12 +145,12 @@ def as_value(placement: Placement) -> Placement:
 
 
 def legend(kinds: str) -> list[str]:
-    """Return a line for each of the ``kinds``, such as "SP", that says what it means."""
+    """Return one line per kind in ``kinds``, such as "SP", with its meaning."""
     return [f"{text:<10}{meaning}" for text, meaning in map(_MEANINGS.__getitem__, kinds)]
 
 
 def legend_of(lines: Iterable[str]) -> list[str]:
-    """Return lines to print below ``lines``: what the placements in them mean, if there are any."""
+    """Return lines to print below ``lines``: the meaning of the placements in them, if any."""
     matches = [match for line in lines for match in _PRINTED.finditer(line)]
     printed = {kind for match in matches for kind in match.groups() if kind}
     # In the order of the meanings, whatever is printed first: one output reads like the next.

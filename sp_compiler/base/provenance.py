@@ -16,9 +16,9 @@ class Layer:
     """One use of a layer: the outermost module in an indexed container (a path ending in ``.N``).
 
     Attributes:
-        key: differs between repeated calls of one module.
-        path: of the module in the model; "" for everything outside layers.
-        class_name: of the module.
+        key: distinguishes repeated calls of one module.
+        path: path of the module in the model; "" for everything outside layers.
+        class_name: class of the module.
     """
 
     key: str = ""
@@ -46,7 +46,8 @@ def layer_of(node: Node) -> Layer:
 
 
 def node_origin(node: Node) -> str:
-    """Module path and source line of the user's model that ``node`` came from, for error texts."""
+    """Return the module path and source line in the user's model of ``node``, for error
+    messages."""
     path = module_path(node)
     # The last two lines of a trace are its innermost frame: where, and the code there.
     trace = (node.meta.get("stack_trace") or "").strip().splitlines()
@@ -55,7 +56,7 @@ def node_origin(node: Node) -> str:
 
 
 def source_line(node: Node) -> str:
-    """The line of the user's model behind ``node``, as "file.py:12 code"; "" where unknown.
+    """Return the line of the user's model for ``node``, as "file.py:12 code"; "" if unknown.
 
     The innermost frame that is not PyTorch's own.
     """

@@ -1,9 +1,9 @@
-"""Text that becomes part of Python source, whoever wrote it: the one place that prints it.
+"""The only place that prints arbitrary text into Python source.
 
 Names of modules, parameters and classes, and string arguments of operators are data: whatever they
-contain, a docstring stays one docstring, a comment ends with its line and a literal evaluates to
-the value that it was made of. Every function here returns text that is safe by construction; the
-generated code is put together from nothing else.
+contain, a docstring remains one docstring, a comment ends with its line, and a literal evaluates to
+its original value. Every function here returns text that is safe by construction, and generated
+code is assembled only from such text.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _RESERVED = frozenset({*keyword.kwlist, *keyword.softkwlist, *dir(builtins)})
 
 
 def identifier(name: str, taken: Iterable[str] = ()) -> str:
-    """A Python identifier close to ``name``: neither keyword nor builtin, and none of ``taken``.
+    """Return a Python identifier similar to ``name``: no keyword, no builtin, and not in ``taken``.
 
-    ASCII only: Python reads other letters in a normal form, in which two names may be one.
+    ASCII only: Python normalises other letters, which could make two names equal.
     """
     text = re.sub(r"[^0-9A-Za-z_]+", "_", name)
     if not text.strip("_"):  # nothing that can be read is left, as of a name in another script
@@ -38,7 +38,7 @@ def comment(text: str) -> str:
 
 
 def docstring(lines: Iterable[str]) -> list[str]:
-    """Lines of a docstring, quotes included."""
+    """Return the lines of a docstring, including quotes."""
     # Quotes are escaped one by one: three of them would end it, and one at its end makes four.
     first, *rest = (_printable(line, _QUOTED) for line in lines)
     return [f'"""{first}', *rest, '"""'] if rest else [f'"""{first}"""']

@@ -1,4 +1,4 @@
-"""Tensors cut into the ranks' parts and put together again, as placements say."""
+"""Split tensors into the parts of ranks, and join them again, by placement."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def local_part(full: Tensor, placement: Placement, rank: int, world_size: int) -
     """Copy the part of ``full`` that ``rank`` holds, padding included.
 
     Raises:
-        ValueError: a dim or a segment does not divide by ``world_size``.
+        ValueError: a dim or a segment is not divisible by ``world_size``.
     """
     if placement.kind in ("R", "I"):
         return full.clone()
@@ -36,7 +36,7 @@ def join_parts(parts: Sequence[Tensor], placement: Placement) -> Tensor:
     """Invert :func:`local_part` over all ranks; replicated parts must be equal.
 
     Raises:
-        RankMismatchError: parts that must be the same numbers on every rank differ.
+        RankMismatchError: parts that must be equal on all ranks differ.
     """
     if placement.kind == "P":
         return torch.stack(list(parts)).sum(0)
@@ -54,7 +54,7 @@ def join_parts(parts: Sequence[Tensor], placement: Placement) -> Tensor:
 
 
 def padded(full: Tensor, placement: Placement, world_size: int) -> Tensor:
-    """Return ``full``, with zeros appended where ``placement`` is padded."""
+    """Return ``full``, with zeros appended if ``placement`` is padded."""
     missing = placement.padding(world_size)
     dim = placement.dim
     return enlarged(full, dim, full.shape[dim] + missing) if missing else full

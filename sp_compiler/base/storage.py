@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Storage:
-    """Memory that a call allocated: ``owner`` is ("forward" or "backward", call index, name)."""
+    """Memory allocated by a call: ``owner`` is ("forward" or "backward", call index, name)."""
 
     owner: tuple[str, int, str]
     num_bytes: int

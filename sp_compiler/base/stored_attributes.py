@@ -1,7 +1,7 @@
 """Values that a forward leaves in attributes of the model's modules, for the caller to read.
 
-``self.aux_loss = ...`` is an output that does not come through ``return``. A program returns the
-tensors behind the model's own outputs; whoever runs it puts them where eager code would have.
+``self.aux_loss = ...`` is an output that is not returned. A program returns such tensors after the
+model's own outputs, and its caller stores them where eager code would have.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ How = Literal["set", "append", "update", "refill", "add", "decide"]
 
 @dataclass(frozen=True)
 class Result:
-    """A tensor that the program returns, by its position behind the model's own outputs."""
+    """A tensor that the program returns, by its position after the model's own outputs."""
 
     index: int
 
@@ -30,11 +30,11 @@ class Stored:
     Attributes:
         path: of the module, "" for the model itself.
         name: of the attribute.
-        how: it becomes the value ("set"); the value's items go behind those of a list ("append"),
-            to those of a dict ("update"), or in their place ("refill"); the value is added to a
-            number ("add"). "decide" is "set" where the program holds for one value before it.
-        leaves: of the value: numbers and text, and a :class:`Result` for each tensor.
-        spec: how the leaves make up the value.
+        how: the value replaces the attribute ("set"); its items extend a list ("append"), update a
+            dict ("update"), or replace all items ("refill"); it is added to a number ("add").
+            "decide" is "set" in a program that is valid for one earlier value only.
+        leaves: leaves of the value: numbers and text, and a :class:`Result` per tensor.
+        spec: pytree structure of the value.
     """
 
     path: str
@@ -60,7 +60,8 @@ class Stored:
         return before
 
     def tensors(self, value: Any) -> Iterator[Tensor]:
-        """Yield, of the attribute after a forward of eager code, what the program returns of it."""
+        """Yield the tensors of the attribute after an eager forward, in the order of the program's
+        results."""
         if self.how == "append":
             value = value[len(value) - self.spec.num_children :]
         elif self.how == "update":

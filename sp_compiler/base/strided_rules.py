@@ -1,8 +1,8 @@
-"""Rules of DTensor that overlook strided shards on torch 2.11: without them, silently wrong.
+"""Fixes of DTensor rules that ignore strided shards on torch 2.11 and give wrong results.
 
-``softmax`` and ``cumsum`` over such a dim, a row or some rows of it would be those of each rank's
-part alone, and a dim that moves up or down would take another's placement. From 2.12 on torch's
-own rules know strided shards.
+Without them, ``softmax`` and ``cumsum`` over such a dim, and selections of its rows, would use each
+rank's part alone, and a dim that moves up or down would get the placement of another. From torch
+2.12 on, DTensor's rules handle strided shards.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.torch_version import TorchVersion
 
 
 def teach_strided_rules() -> None:
-    """Wrap the helpers by which those rules find and move sharded dims, on torch 2.11 only."""
+    """Wrap the helpers with which those rules find and move sharded dims, on torch 2.11 only."""
     if TorchVersion(torch.__version__) >= "2.12":
         return
     for module, names in (

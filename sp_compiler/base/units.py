@@ -1,4 +1,4 @@
-"""Sizes of memory as users write and read them."""
+"""Sizes of memory and times as text."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def parse_bytes(name: str, size: object) -> int:
 
 
 def bytes_text(num_bytes: float) -> str:
-    """Return a size as a person reads it, such as "1.50 GiB"."""
+    """Return a size as text, such as "1.50 GiB"."""
     unit = 0
     while num_bytes >= 1024 and unit < len(UNITS) - 1:
         num_bytes, unit = num_bytes / 1024, unit + 1
@@ -48,7 +48,7 @@ def bytes_text(num_bytes: float) -> str:
 
 
 def time_text(time_us: float) -> str:
-    """Return a time as a person reads it, such as "3.2 us", "617.0 ms" or "73.8 s"."""
+    """Return a time as text, such as "3.2 us", "617.0 ms" or "73.8 s"."""
     for unit, size_us in (("s", 1e6), ("ms", 1e3)):
         if abs(time_us) >= size_us:
             return f"{time_us / size_us:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""Warnings that point at the user's own line, and that line for other texts."""
+"""Warnings that point to the user's own line, and that line for other messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SKIPPED = (*LIBRARY_FOLDERS, os.path.realpath(str(contextlib.__file__)))
 
 
 def warn(message: str) -> None:
-    """Issue a ``UserWarning`` at the innermost line that is neither PyTorch's nor ours."""
+    """Issue a ``UserWarning`` at the innermost line that is not in PyTorch or sp_compiler."""
     # Counted by hand: ``skip_file_prefixes`` of ``warnings.warn`` needs Python 3.12.
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and _is_skipped(frame.f_code.co_filename):
@@ -35,7 +35,8 @@ def _is_skipped(filename: str) -> bool:
 
 
 def user_line() -> str:
-    """The innermost line that runs now and is neither PyTorch's nor ours: "file.py:12 code"."""
+    """Return the innermost running line outside of PyTorch and sp_compiler, as "file.py:12
+    code"."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and _is_skipped(frame.f_code.co_filename):
         frame = frame.f_back

@@ -328,7 +328,7 @@ def _gradient_kind(placement: Placement, operands: Sequence[Placement]) -> Place
 
 
 def _is_unreadable(error: spmd.SpmdTypeError) -> bool:
-    """Tell whether the checker lacks a rule, rather than having one that refuses.
+    """Return whether the checker lacks a rule, rather than having one that refuses.
 
     Where DTensor would move data it may only lack the sharding that needs none (it runs a linear of
     three dims as ``bmm``, and before torch 2.13 a product of sharded heads by a view that it cannot

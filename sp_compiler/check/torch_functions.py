@@ -32,7 +32,7 @@ UNKNOWN_LINEAR = frozenset(
 
 
 def is_rewritten(node: Node) -> bool:
-    """Tell whether the call is rewritten to one whose sizes fit a shard."""
+    """Return whether the call is rewritten to one whose sizes fit a shard."""
     return node.target._schema.name in _REWRITTEN
 
 

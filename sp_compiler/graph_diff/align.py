@@ -105,7 +105,7 @@ class Alignment:
         return type(old) is type(new) and _text(old) == _text(new)
 
     def same_arguments(self, old: Node, new: Node) -> bool:
-        """Tell whether two matched nodes compute the same of the same values.
+        """Return whether two matched nodes compute the same of the same values.
 
         Of a replaced or expanded operator only the tensors that go in are compared.
         """

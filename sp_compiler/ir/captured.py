@@ -26,23 +26,24 @@ class Captured:
     Attributes:
         module: functional graph; placeholders are parameters, buffers, constants, user inputs and,
             once normalized, at most one seed. It returns one tuple: the flattened outputs (a leaf
-            that is no tensor is the object itself), the tensors of ``stored``, then the new value
-            of each mutated buffer.
-            Every node has ``meta["val"]`` and ``meta["requires_grad"]``.
+            that is not a tensor is returned as it is), the tensors of ``stored``, then the new
+            value of each mutated buffer. Every node has ``meta["val"]`` and
+            ``meta["requires_grad"]``.
         refs: source of each placeholder's value, in order.
-        in_spec: structure of the user inputs as :func:`sp_compiler.trace.export.flatten_inputs`
-            flattens them.
+        in_spec: pytree structure of the user inputs, as flattened by
+            :func:`sp_compiler.trace.export.flatten_inputs`.
         out_spec: structure of the model's own output.
         mutated: names of the buffers that the forward writes.
         aliases: parameter or buffer name to the name under which the same tensor is used.
-        constants: tensors that the model made outside its parameters and buffers.
+        constants: tensors of the model that are neither parameters nor buffers.
         notes: remarks for the user, shown in the plan.
         parameters: of the model, used or not.
-        sizes: the dims that are left open, ``None`` where all are those of the example; each has a
+        sizes: the open dims, ``None`` if all sizes are fixed to the example's; each has a
             placeholder whose value is the size.
-        functions: calls of the model's autograd functions, which the graph names by number. The
-            registry of the numbers holds them weakly: they live as long as the capture does.
-        decisions: numbers that the forward read from inputs and buffers; the graph holds for them.
+        functions: calls of the model's autograd functions, which the graph refers to by number. The
+            registry of numbers holds them weakly: they live as long as this object.
+        decisions: numbers that the forward reads from inputs and buffers; the graph is valid for
+            them.
         stored: what the forward leaves in attributes of modules.
     """
 
@@ -66,7 +67,8 @@ class Captured:
 
     @property
     def outputs(self) -> list[Any]:
-        """The node or the constant of each leaf that the model returns, then those it stores."""
+        """The node or constant of each leaf that the model returns, then of those that it
+        stores."""
         # Behind them the same tuple has the new values of buffers.
         returned = list(output_node(self.module.graph).args[0])
         return returned[: len(returned) - len(self.mutated)]
@@ -78,7 +80,7 @@ class Captured:
         return dict(zip(self.mutated, returned[len(returned) - len(self.mutated) :], strict=True))
 
     def copy(self) -> Captured:
-        """Copy the nodes; the tensors they name stay the model's."""
+        """Copy the graph; its tensors remain the model's."""
         module = GraphModule(self.module, copy_graph(self.module.graph))
         return replace(self, module=module, refs=list(self.refs))
 

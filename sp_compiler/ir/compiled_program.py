@@ -42,7 +42,7 @@ class LossBackward:
 
     Attributes:
         output: index of the region's output that is the loss.
-        run: ``run(tp, saved, tangent)``, as ``backward`` with zeros for the other tangents.
+        run: ``run(tp, saved, tangent)``, equal to ``backward`` with zeros for the other tangents.
     """
 
     output: int
@@ -55,10 +55,10 @@ class Kernel(Protocol):
     name: str
 
     def compile(self) -> str:
-        """Compile it, unless it is; return why that failed, "" if it did not."""
+        """Compile it if it is not compiled yet; return the reason of a failure, "" for success."""
 
     def run_as_written(self, reason: str) -> None:
-        """Run its text from now on."""
+        """Run the generated code as it is from now on."""
 
 
 @dataclass
@@ -68,25 +68,25 @@ class CompiledProgram:
     Attributes:
         program: calls of regions whose tensors are those of one rank.
         codes: region name to its compiled code.
-        param_placements: parameter name to the placement it is stored in, ``I`` or sharded. A
-            region that uses an ``I`` parameter as ``R`` returns a partial sum as its gradient.
+        param_placements: parameter name to its stored placement, ``I`` or sharded. A region that
+            uses an ``I`` parameter as ``R`` returns a partial sum as its gradient.
         world_size: number of tensor-parallel ranks.
-        differentiable: region name to, for each output, whether a gradient flows through it;
-            read from the region's graph where not given.
-        loss_backwards: name of the region with the model's loss to its backward from that alone;
-            empty where no other gradient can flow there.
-        reached_from: region name to, for inputs that a gradient reaches from some outputs alone,
-            those outputs.
+        differentiable: region name to whether a gradient flows through each output; by default read
+            from the region's graph.
+        loss_backwards: name of the region with the model's loss to its backward from the loss
+            alone; empty if no other gradient can flow there.
+        reached_from: region name to the outputs from which a gradient reaches an input, for inputs
+            that it does not reach from all.
         notes: fallbacks with reasons.
-        kernels: region name to what is still to be compiled, by all ranks before one runs it.
-        replicated: (region, operator) of those that run replicated because the check refused their
-            shards.
+        kernels: region name to functions that all ranks still have to compile before any runs them.
+        replicated: (region, operator) of operators that run replicated because the check rejected
+            their shards.
         code: the generated text.
         stages: pass name to the graphs after it.
         regions: region name to its forward and backward.
         reports: one per pass, in order.
-        value_names: region name to the names in ``code`` of its graphs' nodes.
-        unsharded: the captured graph and the outlined program, where a proof asks for them.
+        value_names: region name to the names that its nodes have in ``code``.
+        unsharded: the captured graph and the outlined program, if a proof needs them.
     """
 
     program: Program

@@ -1,6 +1,6 @@
 """Copies of programs and graphs with the example's sizes in place of open ones.
 
-Decisions and accounts that depend on sizes (placements, splits, memory, checks) read these copies:
+Passes and reports that depend on sizes (placements, partition, memory, checks) read these copies:
 comparing open sizes would record a guard, and the program would serve fewer calls.
 """
 
@@ -37,9 +37,10 @@ def concretized(compiled: CompiledProgram) -> CompiledProgram:
 
 
 class Concretizer:
-    """Maker of copies of graphs with the example's sizes in place of symbols; records no guard.
+    """Makes copies of graphs with the example's sizes in place of symbols, without recording
+    guards.
 
-    Without open ``sizes`` everything is its own copy.
+    Without open ``sizes``, it returns everything as it is.
 
     Attributes:
         twins: node of a copy to the node that it was copied from.
@@ -64,7 +65,8 @@ class Concretizer:
         return self._graphs[id(graph)]
 
     def copied(self, graph: Graph) -> Graph:
-        """Return a new copy of ``graph``, whose sizes may be open though those here are not."""
+        """Return a new copy of ``graph``, which may have open sizes even if this program has
+        none."""
         copy = Graph()
         copies: dict[Node, Node] = {}
         for node in graph.nodes:

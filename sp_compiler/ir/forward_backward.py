@@ -12,15 +12,15 @@ from sp_compiler.ir.program import Region
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """One tensor handed from forward to backward.
+    """One tensor that forward passes to backward.
 
     Attributes:
         name: of its node.
         kind: ``"activation"`` for results of the forward, else the kind of the region's input.
         num_bytes: size of its storage on one rank.
-        module: path of the user's module that made it, "" for inputs.
+        module: path of the user's module that computes it, "" for inputs.
         line: of the user's model, as "file.py:12 code", "" where unknown.
-        op: operator that made it ("linear"), "" for inputs.
+        op: operator that computes it ("linear"), "" for inputs.
         reason: why it is saved.
     """
 
@@ -36,7 +36,7 @@ class SavedTensor:
 
     @property
     def is_activation(self) -> bool:
-        """Tell whether it costs memory: not a parameter, buffer, constant or user input."""
+        """Return whether it is an activation, not a parameter, buffer, constant or user input."""
         # Those exist anyway, whether backward reads them or not.
         return self.kind in ("activation", "call")
 
@@ -56,13 +56,14 @@ class LossPart:
 
 @dataclass(frozen=True)
 class SplitBackward:
-    """The backward of an ordinary training step as two functions, of which the second may wait.
+    """The backward of an ordinary training step as two functions, the second of which may be
+    delayed.
 
     Attributes:
         inputs: placeholders: as those of :attr:`Partitioned.step_backward`; output: one gradient
             (or None) per input of the region, None for parameters, then what ``weights`` needs.
-        weights: placeholders: what ``inputs`` hands over; output: one gradient (or None) per input
-            of the region, None for all but parameters.
+        weights: placeholders: the values that ``inputs`` passes on; output: one gradient (or None)
+            per input of the region, None for all but parameters.
     """
 
     inputs: Graph
@@ -77,13 +78,13 @@ class Partitioned:
         forward: placeholders: the region's inputs; output: the region's outputs, then the saved
             tensors.
         backward: placeholders: the saved tensors, then the tangents; output: one gradient (or None)
-            per input. Recomputed nodes have ``meta["recomputed"]``. None where nothing needs a
+            per input. Recomputed nodes have ``meta["recomputed"]``. None if nothing needs a
             gradient.
-        saved: in the order in which they are handed over; each storage once.
+        saved: saved tensors in the order in which they are passed; each storage once.
         num_outputs: number of the region's outputs.
-        loss: the backward from the model's loss alone, where the region has it and other outputs
+        loss: the backward from the model's loss alone, if the region has the loss and other outputs
             through which a gradient may flow.
-        split: the same as two functions, where a schedule delays gradients of parameters.
+        split: the same as two functions, if a schedule delays weight gradients.
     """
 
     forward: Graph
@@ -102,17 +103,17 @@ class Partitioned:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that one call keeps until its backward.
+        """Bytes that one call saves for its backward.
 
-        A value of another call that several calls take (a mask, a rotary table) counts in each;
-        a sum over a program must count it once.
+        A value that several calls read (a mask, a rotary table) counts in each of them; a sum over
+        a program must count it once.
         """
         return sum(tensor.num_bytes for tensor in self.saved if tensor.is_activation)
 
 
 @dataclass(frozen=True)
 class SplitRegion:
-    """A region with what it was split into."""
+    """A region with its forward and backward."""
 
     region: Region
     partitioned: Partitioned

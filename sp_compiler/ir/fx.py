@@ -16,7 +16,7 @@ from sp_compiler.ops.convert import CONVERT
 
 
 def arguments(node: Node) -> dict[str, Any]:
-    """Arguments of an ATen call by schema name, defaults included."""
+    """Return the arguments of an ATen call by schema name, including defaults."""
     schema = node.target._schema
     values: dict[str, Any] = {}
     for position, argument in enumerate(schema.arguments):
@@ -30,7 +30,7 @@ def arguments(node: Node) -> dict[str, Any]:
 
 
 def carries_gradient(value: Tensor) -> bool:
-    """Tell whether a tensor of this dtype may require a gradient."""
+    """Return whether a tensor of this dtype may require a gradient."""
     return value.is_floating_point() or value.is_complex()
 
 
@@ -40,7 +40,7 @@ def tensor_operands(node: Node) -> list[Node]:
 
 
 def is_call(node: object, *targets: Any) -> bool:
-    """Tell whether ``node`` is a call of one of ``targets`` (operator overloads, by identity)."""
+    """Return whether ``node`` is a call of one of ``targets`` (operator overloads, by identity)."""
     # A target may be any callable, with an ``==`` of its own.
     return (
         isinstance(node, Node)
@@ -50,7 +50,7 @@ def is_call(node: object, *targets: Any) -> bool:
 
 
 def is_getitem(node: object) -> bool:
-    """Tell whether ``node`` picks one result of an operator with several."""
+    """Return whether ``node`` picks one result of an operator with several."""
     return is_call(node, operator.getitem)
 
 
@@ -84,16 +84,16 @@ def reach(
     following: Callable[[Node], Iterable[Node]],
     stop: Container[Node] = (),
 ) -> dict[Node, None]:
-    """Return ``nodes`` and all nodes that a walk from them meets, nearest first; an ordered set.
+    """Return ``nodes`` and all nodes reachable from them, nearest first, as an ordered set.
 
-    The only walk over a graph that is not a sweep in graph order. Breadth first, so that a caller
-    that looks for one node finds the nearest; a dict, because decisions of a caller must not depend
-    on the order of a set.
+    The only graph walk that does not follow graph order. It is breadth-first, so that a caller who
+    looks for one node finds the nearest; the result is a dict, because decisions must not depend on
+    the order of a set.
 
     Args:
         nodes: where the walk starts.
         following: the neighbours of a node, such as its operands or its users.
-        stop: nodes that are met but not walked through.
+        stop: nodes that are included, but not followed further.
     """
     # networkx would need a copy of the graph for each walk; these run thousands of times.
     met = dict.fromkeys(nodes)

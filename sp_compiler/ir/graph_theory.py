@@ -1,6 +1,6 @@
 """FX graphs as networkx graphs: for users, and to find graphs that are equal up to node order.
 
-networkx is imported where it is needed: most compilations do without it.
+networkx is imported only when it is used: most compilations do not need it.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ def _operands(node: Node) -> list[Node]:
 
 
 class ComparableGraph:
-    """A graph that is compared with others up to the order of its nodes.
+    """A graph to compare with others up to the order of nodes.
 
     Args:
-        graph: its outputs count as a set: whoever uses them follows the isomorphism.
-        label: everything about a node but its operands that must be equal. Two nodes with one label
-            have to be interchangeable as far as their label says: whatever has an order of its own,
-            such as random draws, has its position in the label.
+        graph: its outputs are compared as a set: users of them follow the isomorphism.
+        label: everything that must be equal about two nodes except their operands. Nodes with equal
+            labels must be interchangeable: where order matters, as for random draws, the label
+            contains the position.
     """
 
     def __init__(self, graph: Graph, label: Callable[[Node], str]) -> None:
@@ -71,8 +71,8 @@ class ComparableGraph:
     def colors(self) -> dict[Node, Hashable]:
         """Node to a hash over its ancestors and descendants, equal under isomorphisms.
 
-        One sweep down and one up distinguish nearly all nodes of a model's layer: the search has to
-        try out only those that share a color.
+        One sweep down and one up distinguish nearly all nodes of a layer: the search only has to
+        try nodes of the same color.
         """
         down: dict[Node, Hashable] = {}
         for node in self.nodes:
@@ -88,9 +88,10 @@ class ComparableGraph:
 
 
 def isomorphism(first: ComparableGraph, second: ComparableGraph) -> dict[Node, Node] | None:
-    """Node of ``second`` to the node of ``first`` that computes the same; ``None``: there is none.
+    """Return a map from the nodes of ``second`` to equal nodes of ``first``; ``None`` if there is
+    none.
 
-    Arguments keep their places: nothing is taken to be commutative.
+    The order of arguments matters: no operator is treated as commutative.
     """
     if first.key != second.key:
         return None

@@ -21,7 +21,7 @@ _ALLOWED = (
 
 @dataclass(frozen=True)
 class Forbid:
-    """Any placement but these; made by :func:`forbid`."""
+    """Any placement except these; created by :func:`forbid`."""
 
     placements: tuple[Shard | Replicate, ...]
 
@@ -61,7 +61,7 @@ class Wish:
     rank: int
 
     def allows(self, placement: Placement) -> bool:
-        """Tell whether a parameter may be stored so; segments make no difference."""
+        """Return whether a parameter may have this placement, regardless of segments."""
         return all(self._allows(hint, placement) for _, hint in self.hints)
 
     def _allows(self, hint: Hint, placement: Placement) -> bool:
@@ -81,14 +81,14 @@ class Wish:
 
 
 def hint_text(hint: Hint) -> str:
-    """Return a hint as a user writes it."""
+    """Return a hint in the user's notation."""
     if isinstance(hint, Forbid):
         return f"forbid({', '.join(map(hint_text, hint.placements))})"
     return f"Shard({hint.dim})" if isinstance(hint, Shard) else "Replicate()"
 
 
 def placement_text(placement: Placement) -> str:
-    """Return how a parameter is stored, as a user writes it in a hint."""
+    """Return a parameter's stored placement in the user's notation for hints."""
     return f"Shard({placement.dim})" if placement.is_sharded else "Replicate()"
 
 
@@ -96,7 +96,7 @@ def checked_hints(hints: Any) -> dict[str, Hint]:
     """Return ``hints`` if they are names with placements.
 
     Raises:
-        ArgumentError: no mapping, a key that is no name, or a value that is no placement.
+        ArgumentError: not a mapping, a key that is not a name, or a value that is not a placement.
     """
     if not isinstance(hints, Mapping):
         raise ArgumentError(
@@ -113,7 +113,8 @@ def checked_hints(hints: Any) -> dict[str, Hint]:
 
 
 def parameters_of(model: nn.Module) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Every name in ``model``; tied parameters are stored under their first name."""
+    """Return all parameter names of ``model``; tied parameters are stored under their first
+    name."""
     first_name: dict[int, str] = {}
     # Duplicates too: a hint may use any name of a tied parameter.
     return {
@@ -188,7 +189,7 @@ def _module_with_weight(name: str) -> str:
 
 
 def near(name: str, parameters: Iterable[str], count: int = 3) -> list[str]:
-    """Names of parameters, and of modules with a weight, that a user may have meant."""
+    """Return similar names of parameters, and of modules with a weight, for error messages."""
     names = list(parameters)
     # The name of a container: what the user meant is inside.
     inside = [other for other in names if _matches(f"{name}.*", other)]

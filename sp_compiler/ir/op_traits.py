@@ -1,4 +1,4 @@
-"""Kinds of operators: the one table that passes consult instead of naming operators themselves."""
+"""Kinds of operators: the one table that passes use instead of naming operators themselves."""
 
 from __future__ import annotations
 
@@ -97,28 +97,28 @@ def collective_of(node: Node) -> str | None:
 
 
 def is_collective(node: Node) -> bool:
-    """Tell whether the node communicates: as a conversion, or inside."""
+    """Return whether the node communicates: as a conversion, or inside."""
     return collective_of(node) is not None or has_inner_communication(node)
 
 
 def is_identity(node: Node) -> bool:
-    """Tell whether a conversion leaves every rank's tensor as it is, gradients apart."""
+    """Return whether a conversion does not change any rank's tensor, apart from gradients."""
     conversion = conversion_of(node)
     return conversion is not None and not conversion.method
 
 
 def is_wait(node: Node) -> bool:
-    """Tell whether a collective that was started before has arrived here."""
+    """Return whether the node waits for a collective that was started earlier."""
     return node.target is WAIT.overload
 
 
 def is_started(node: Node) -> bool:
-    """Tell whether a collective goes on beside the nodes that follow, until its ``wait``."""
+    """Return whether a collective runs asynchronously until its ``wait``."""
     return any(is_wait(user) for user in node.users)
 
 
 def is_view(node: Node) -> bool:
-    """Tell whether the result shares the storage of its first argument (read from the schema)."""
+    """Return whether the result shares the storage of its first argument (read from the schema)."""
     if node.op != "call_function":
         return False
     # A part of a split is a view as the split is; a result of an operator with several is not.
@@ -143,7 +143,7 @@ def _aliases_first(target: object) -> bool:
 
 
 def is_part(node: Node) -> bool:
-    """Tell whether ``node`` is one of an operator's several results, with its own storage."""
+    """Return whether ``node`` is one of an operator's several results, with its own storage."""
     return node.target is operator.getitem and not is_view(node)
 
 
@@ -155,7 +155,7 @@ def base(node: Node) -> Node:
 
 
 def view_chain(node: Node) -> list[Node]:
-    """Views between ``node`` (excluded when it is no view) and its base, innermost last."""
+    """Return the views between ``node`` (included if it is a view) and its base, innermost last."""
     chain = []
     while is_view(node):
         chain.append(node)
@@ -168,7 +168,7 @@ def is_copy(node: Node) -> bool:
 
 
 def is_cast(node: Node) -> bool:
-    """Tell whether ``node`` is a copy that changes only the element type."""
+    """Return whether ``node`` is a copy that changes only the element type."""
     return node.target is aten._to_copy.default
 
 
@@ -177,7 +177,7 @@ DRAWS = (DROPOUT.overload, DROPOUT_MASK.overload, UNIFORM.overload)
 
 
 def draws(node: Node) -> bool:
-    """Tell whether the operator draws from torch's generator; its arguments may switch that off."""
+    """Return whether the operator draws from torch's generator; its arguments can disable that."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     # Attention has ``dropout_p``, recurrent layers ``dropout`` and ``train``; a module in eval mode
@@ -192,7 +192,8 @@ def is_dropout_mask(node: Node) -> bool:
 
 
 def has_inner_communication(node: Node) -> bool:
-    """Tell whether the operator communicates inside; to rerun it would repeat the collectives."""
+    """Return whether the operator communicates internally, so that rerunning it repeats
+    collectives."""
     ours = operator_of(node.target)
     return ours is not None and ours.collectives is not None
 

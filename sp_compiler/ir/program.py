@@ -1,8 +1,8 @@
 """The compiler's own representation of a model: distinct regions and the calls that use them.
 
 A region is a flat graph of ATen operators (composite ones such as ``linear`` are not decomposed)
-whose placeholders are its parameters, buffers and values; each distinct region is solved, checked,
-traced and emitted once, and called once per layer that it represents.
+whose placeholders are its parameters, buffers and values. Each distinct region is solved, checked,
+traced and generated once, and called once per layer that it represents.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ class Call:
     """One use of a region.
 
     Attributes:
-        region: that is called.
+        region: the region that is called.
         path: the layer in the model (``"transformer.h.3"``) or "".
         args: source of each argument.
-        results: for each output the node of the flat graph whose value it is, "" where unknown.
+        results: for each output the node of the flat graph with its value, "" if unknown.
     """
 
     region: Region
@@ -98,19 +98,19 @@ class Program:
     """The model: calls in execution order.
 
     Attributes:
-        calls: every value used by a call was produced by an earlier one.
+        calls: a call uses only values from earlier ones.
         outputs: the flattened outputs of the model, then the tensors of ``stored``; a leaf that is
-            no tensor is the object itself.
-        out_spec: structure of the model's own output, to be rebuilt from the leaves.
+            not a tensor is the object itself.
+        out_spec: pytree structure of the model's own output.
         mutated_buffers: buffer name to the new value that is written back after the forward.
         aliases: parameter name to the name under which the same tensor is used (tied weights).
         notes: remarks for the user (fallbacks with reasons).
         parameters: of the model, used or not.
         wishes: union of the user's hints, by parameter.
-        sizes: the dims that are left open, ``None`` where all are those of the example.
+        sizes: the open dims, ``None`` if all sizes are fixed to the example's.
         functions: calls of the model's autograd functions, see
             :class:`~sp_compiler.ir.captured.Captured`.
-        decisions: numbers that the forward read from inputs and buffers; the program holds for
+        decisions: numbers that the forward reads from inputs and buffers; the program is valid for
             them.
         stored: what the forward leaves in attributes of modules.
     """
@@ -142,8 +142,8 @@ class Program:
     def own_parameters(self, world_size: int) -> list[frozenset[int]]:
         """For each call, the positions of parameters whose final gradient it computes.
 
-        Other parameters' gradients are temporary: parts of those that several calls use, until they
-        are added up, and of replicated parameters on ``world_size`` ranks, until they are reduced.
+        The gradients of other parameters are temporary: if several calls use a parameter, until
+        they are added up; if it is replicated on ``world_size`` ranks, until they are reduced.
         """
         # Once per call: a call that is given a parameter twice still computes one gradient of it.
         uses = Counter(
@@ -161,7 +161,7 @@ class Program:
         ]
 
     def last_uses(self) -> list[list[int]]:
-        """For each call: the calls whose outputs are used for the last time by it."""
+        """For each call, the calls whose outputs it uses last."""
         # By call and not by output, as the runtime frees them. A call of which one output is
         # returned keeps all of them to the end.
         returned = (*self.outputs, *self.mutated_buffers.values())

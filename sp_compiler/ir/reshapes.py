@@ -1,8 +1,8 @@
 """Correspondence of dims before and after a reshape: the one matcher of two shapes.
 
-Row-major order decides it: dims are cut where the numbers of elements of both shapes agree. PyTorch
-has a matcher of its own (``view_groups`` of its DTensor): private, and it goes no further than the
-groups, while rules and merged views need the factors inside of them.
+Dims are matched in row-major order: they are cut where the numbers of elements of both shapes
+agree. PyTorch's own matcher (``view_groups`` of DTensor) is private and returns groups only, while
+rules and merged views need the factors inside of the groups.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Span = tuple[int, int]
 def matching_spans(source: Sequence[int], target: Sequence[int]) -> list[tuple[Span, Span]]:
     """Smallest runs of dims of both shapes with the same number of elements, in order.
 
-    A size of 1 that has no counterpart joins the run behind it: ``(2, 3) -> (2, 1, 3)`` gives
-    ``(0, 1), (0, 1)``, ``(1, 2), (1, 3)``. At the end it is a run against none.
+    A size of 1 without a counterpart joins the following run: ``(2, 3) -> (2, 1, 3)`` gives ``(0,
+    1), (0, 1)``, ``(1, 2), (1, 3)``. At the end it forms a run of its own.
     """
     # Both shapes have as many elements, so the loop ends at the end of both.
     spans = []
@@ -48,7 +48,7 @@ class CommonFactors:
     """Factors that two shapes are products of, in one order.
 
     Attributes:
-        sizes: of the factors, outermost first; none is 1.
+        sizes: sizes of the factors, outermost first; none is 1.
         source: for each dim of the first shape its factors, as positions in ``sizes``.
         target: the same of the second shape.
     """
@@ -59,10 +59,11 @@ class CommonFactors:
 
 
 def common_factors(source: Sequence[int], target: Sequence[int]) -> CommonFactors | None:
-    """The coarsest factors of both shapes; ``None`` where a dim of one straddles dims of the other.
+    """Return the coarsest common factors of both shapes; ``None`` if a dim of one straddles dims of
+    the other.
 
-    ``(6, 4) -> (2, 12)`` has ``2, 3, 4``; ``(4, 6) -> (6, 4)`` has none. Sizes may be open:
-    as little as possible is asked of them, for each comparison is recorded.
+    ``(6, 4) -> (2, 12)`` has ``2, 3, 4``; ``(4, 6) -> (6, 4)`` has none. Sizes may be open; as few
+    comparisons as possible are made, because each is recorded.
     """
     factors = CommonFactors(source=[[] for _ in source], target=[[] for _ in target])
     # An open size is never compared with 1: a size that is 1 in the example is not left open.

@@ -1,4 +1,4 @@
-"""Helpers that write FX graphs: all call nodes made by sp_compiler are made here, with metadata.
+"""Helpers that change FX graphs: all call nodes of sp_compiler are created here, with metadata.
 
 ==================  =============================================================================
 meta key            what the makers write
@@ -55,11 +55,11 @@ def make_call(
         target: operator overload.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        like: node that the new one replaces or serves: gives the user's module and source line, and
-            ``requires_grad``.
+        like: node that the new one replaces or serves, from which it gets the user's module, the
+            source line and ``requires_grad``.
         origin: name of the pass.
         name: proposal for the node's name; the operator's by default.
-        meta: entries that the caller knows better, such as ``val``, or further ones.
+        meta: further entries, or entries that replace the default ones, such as ``val``.
     """
     node = graph.create_node("call_function", target, args, dict(kwargs or {}), name)
     # ``source`` is inherited: a node that replaces a replacement names the original.
@@ -86,12 +86,12 @@ def make_like(
 ) -> Node:
     """Add a call of ``target`` in place of ``like``, in its graph or a copy, with all of its meta.
 
-    As :func:`make_call`, but the new node keeps all that is known of ``like``, placement and tags
-    included. A node of the backward that has no counterpart in the region has no ``source``, and
-    neither has the new one: the name of ``like`` may be that of another node there.
+    Like :func:`make_call`, but the new node gets all entries of ``like``, including placement and
+    tags. If ``like`` is a node of the backward without a counterpart in the region, it has no
+    ``source``, and neither has the new one: the name of ``like`` may belong to another node there.
 
     Args:
-        changes: entries of the meta that differ.
+        changes: entries of ``meta`` that differ.
     """
     node = graph.create_node("call_function", target, args, {}, name)
     node.meta = {**like.meta, **changes, "origin": origin}
@@ -109,8 +109,8 @@ def insert_call(
 ) -> Node:
     """Insert a call of ``target`` in front of ``anchor``, which it replaces or serves.
 
-    As :func:`make_call`, but for graphs that autograd has yet to differentiate: whether the result
-    requires a gradient follows from the operands and not from ``anchor``.
+    Like :func:`make_call`, but for graphs before differentiation: whether the result requires a
+    gradient follows from the operands, not from ``anchor``.
     """
     # The report of the pass counts every call that it inserts, by operator.
     report_of(origin).rewrote(kind=target.__name__.split(".")[0])
@@ -157,7 +157,7 @@ def erase_dead(graph: Graph) -> int:
 
 
 def inherit(node: Node, like: Node) -> None:
-    """Give ``node``, which another tracer made, the module and source line of ``like``."""
+    """Give ``node``, created by another tracer, the module and source line of ``like``."""
     # No more than that: the other tracer knows the value better.
     keys = ("nn_module_stack", "stack_trace")
     node.meta.update({key: like.meta[key] for key in keys if key in like.meta})
@@ -173,9 +173,9 @@ def copy_graph(graph: Graph) -> Graph:
 
 
 def copy_call(graph: Graph, node: Node, args: Any, kwargs: Any, name: str) -> Node:
-    """Copy the call ``node`` to operands of another graph, under another name, with its meta.
+    """Copy the call ``node`` into another graph, with other operands, another name and its meta.
 
-    ``Graph.node_copy`` would claim the name of ``node`` first, and number later nodes differently.
+    ``Graph.node_copy`` would reserve the name of ``node`` first and number later nodes differently.
     """
     copy = graph.create_node("call_function", node.target, args, kwargs, name)
     copy.meta = dict(node.meta)
@@ -187,7 +187,7 @@ def copy_call(graph: Graph, node: Node, args: Any, kwargs: Any, name: str) -> No
 
 @contextlib.contextmanager
 def running_fakes(mode: FakeTensorMode) -> Iterator[None]:
-    """Run operators without data, and without fixing open sizes."""
+    """Context that runs operators without data and without specialising open sizes."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mode)
         if mode.shape_env is not None:
@@ -209,7 +209,8 @@ def fake_value(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
 
 
 def fake_mode_of(graph: Graph) -> FakeTensorMode:
-    """Return the fake mode of every ``val`` of ``graph``; a new one for a graph without tensors."""
+    """Return the fake mode shared by the ``val`` of all nodes; a new one for a graph without
+    tensors."""
     for node in graph.nodes:
         for leaf in pytree.tree_leaves(node.meta.get("val")):
             if isinstance(leaf, torch.Tensor):
@@ -222,8 +223,8 @@ def differentiable_result(
 ) -> tuple[Any, bool]:
     """Value of a call on fakes, and whether it requires a gradient.
 
-    Autograd itself decides: no table of non-differentiable operators is needed. Equal calls, which
-    every further layer has, are run once.
+    Autograd itself decides, so no table of non-differentiable operators is needed. Equal calls, as
+    in repeated layers, are run once.
     """
     known = _KNOWN_RESULTS.setdefault(mode, {})
     kwargs = dict(kwargs or {})
@@ -237,7 +238,7 @@ def differentiable_result(
 
 
 def refake(node: Node, mode: FakeTensorMode | None = None) -> None:
-    """Run the operator of ``node`` on fakes again; writes ``val`` and ``requires_grad``."""
+    """Rerun the operator of ``node`` on fakes and write ``val`` and ``requires_grad``."""
     mode = mode or fake_mode_of(node.graph)
     _record(node, *differentiable_result(mode, node.target, node.args, node.kwargs))
 

@@ -1,9 +1,9 @@
-"""Sizes that a program leaves open: dims of the inputs as symbols, in graphs and in their text.
+"""Open sizes: dims of the inputs as symbols, in graphs and in generated code.
 
 The only file that touches PyTorch's symbolic shapes. A symbolic number occurs in a graph as an
-argument (``torch.SymInt``), never as a node, so that passes see operators on tensors alone. Where a
-pass compares such a number, the example's size answers, and the comparison is recorded in the
-``ShapeEnv``: the program holds for every call for which all comparisons come out the same.
+argument (``torch.SymInt``), never as a node, so that passes see only operators on tensors. When a
+pass compares such a number, the example's size decides, and the ``ShapeEnv`` records the
+comparison: the program is valid for every call for which all comparisons have the same result.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 class OpenSize:
     """One open dim: ``value`` is the size of dim ``dim`` of input leaf ``leaf``.
 
-    Dims that are known to be equal have one ``name``.
+    Dims that are known to be equal share a ``name``.
     """
 
     symbol: sympy.Symbol
@@ -49,14 +49,14 @@ class OpenSize:
 
 @dataclass
 class Sizes:
-    """The open dims of one capture, and the sizes for which the program made of it holds.
+    """The open dims of one capture, and the sizes for which its program is valid.
 
     Attributes:
-        env: record of the comparisons.
+        env: the ``ShapeEnv`` that records comparisons.
         open: every open dim; dims that have to be equal may share a symbol.
         fixed: shapes of the tensor leaves of the example, ``None`` for an open dim.
         ties: further dims with the symbol of an open one: (leaf, dim, position in ``open``).
-        proofs: facts that were computed at the example's sizes; recomputed for others.
+        proofs: facts computed at the example's sizes, recomputed for others.
     """
 
     env: ShapeEnv
@@ -82,10 +82,10 @@ class Sizes:
         return {size.symbol: example_number(size.value) for size in self.open}
 
     def require_known(self) -> None:
-        """Refuse comparisons that the sizes of a call do not answer.
+        """Refuse comparisons that the sizes of a call cannot decide.
 
         Raises:
-            NotSymbolic: one of them is about something that is no dim of an input.
+            NotSymbolic: one of them is about something other than a dim of an input.
         """
         # Comparisons of sizes without a value in the example, which torch puts off to run time.
         if self.env.deferred_runtime_asserts:
@@ -95,7 +95,7 @@ class Sizes:
                 raise NotSymbolic(f"{guard.expr} is about no dim of an input")
 
     def rejection(self, leaves: Sequence[Any]) -> str | None:
-        """Return why the program does not hold for these flattened inputs; ``None``: it does."""
+        """Return why the program is invalid for these flattened inputs; ``None`` if it is valid."""
         # Cheapest first, for every call of the module asks: numbers, guards, then proofs, each of
         # which is computed once for the same sizes.
         for leaf_value, shape in zip(leaves, self.fixed, strict=True):
@@ -144,13 +144,13 @@ _TEXT = PythonPrinter()
 
 
 class NotSymbolic(SPCompilerError):
-    """Sizes cannot stay open; the reason."""
+    """Sizes cannot stay open; the message says why."""
 
 
 def open_sizes(placeholders: Mapping[int, Node], leaves: Sequence[Any], env: ShapeEnv) -> Sizes:
-    """Return the open dims of an exported graph whose input placeholders are given by leaf.
+    """Return the open dims of an exported graph, given its input placeholders by leaf.
 
-    Dims in the same position with the same size in the example are taken to be equal.
+    Dims at the same position with the same size in the example are assumed to be equal.
     """
     env.frozen = False  # export froze it: what passes compare has to be recorded too
     first: dict[tuple[int, int], torch.SymInt] = {}
@@ -224,7 +224,7 @@ def inline_sizes(graph: Graph) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Return a symbolic number that turned out to be fixed as a number; others as they are."""
+    """Return a symbolic number that is known to be fixed as an int; others unchanged."""
     # ``node.expr`` applies what has been found since; a SymInt itself never changes.
     if isinstance(value, SYMBOLIC):
         expr = value.node.expr
@@ -234,7 +234,7 @@ def plain(value: Any) -> Any:
 
 
 def example_number(value: Any) -> Any:
-    """Return the example's number behind a symbolic one, recording nothing; others as they are."""
+    """Return the example's number for a symbolic one, without recording; others unchanged."""
     if isinstance(value, SYMBOLIC):
         number = value.node.hint
         if number is None:
@@ -244,12 +244,12 @@ def example_number(value: Any) -> Any:
 
 
 def is_open(value: Any) -> bool:
-    """Tell whether ``value`` is a number that depends on the sizes of a call."""
+    """Return whether ``value`` is a number that depends on the sizes of a call."""
     return isinstance(plain(value), SYMBOLIC)
 
 
 def pin(value: Any) -> None:
-    """Record that every size that ``value`` depends on is that of the example."""
+    """Record that all sizes that ``value`` depends on are the example's."""
     if is_open(value):
         env = value.node.shape_env
         for symbol in sorted(value.node.expr.free_symbols, key=str):
@@ -257,7 +257,7 @@ def pin(value: Any) -> None:
 
 
 def same_shape(first: Sequence[Any], second: Sequence[Any]) -> bool:
-    """Tell whether two shapes are equal whatever the open sizes are; nothing is recorded."""
+    """Return whether two shapes are equal for all open sizes, without recording."""
     if len(first) != len(second):
         return False
     for one, other in zip(map(plain, first), map(plain, second), strict=True):
@@ -290,7 +290,7 @@ def symbols_in(nodes: Iterable[Node]) -> set[sympy.Symbol]:
 
 
 def symbol_of(node: Node) -> sympy.Symbol | None:
-    """Return the present symbol of a placeholder of a size; ``None`` for other nodes."""
+    """Return the current symbol of a size placeholder; ``None`` for other nodes."""
     value = node.meta.get("val")
     if node.op != "placeholder" or not isinstance(value, SYMBOLIC):
         return None
@@ -303,7 +303,7 @@ def text(value: Any, names: Mapping[sympy.Symbol, str]) -> str:
     """Print a symbolic number as a Python expression of ``names``.
 
     Raises:
-        NotSymbolic: it depends on a symbol without a name.
+        NotSymbolic: the number depends on a symbol without a name.
     """
     expr = value.node.expr
     if missing := expr.free_symbols - set(names):
@@ -315,7 +315,7 @@ def text(value: Any, names: Mapping[sympy.Symbol, str]) -> str:
 
 
 def evaluate(value: Any, binding: Mapping[sympy.Symbol, int]) -> Any:
-    """Replace every symbolic number in ``value`` by its number for these sizes."""
+    """Replace every symbolic number in ``value`` by its value at these sizes."""
 
     def number(leaf: Any) -> Any:
         if not isinstance(leaf, SYMBOLIC):
@@ -327,9 +327,9 @@ def evaluate(value: Any, binding: Mapping[sympy.Symbol, int]) -> Any:
 
 
 class SizedInterpreter(Interpreter):
-    """Interpreter of graphs with open sizes, which are read off the placeholders of sizes.
+    """Interpreter of graphs with open sizes, which it reads from the size placeholders.
 
-    torch's own would pass symbols on to operators on real tensors.
+    torch's own interpreter would pass symbols to operators on real tensors.
     """
 
     def run(self, *args: Any, **options: Any) -> Any:

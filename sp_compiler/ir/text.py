@@ -24,13 +24,13 @@ _DTYPES = {"float": "f", "bfloat": "bf", "uint": "u", "int": "i", "complex": "c"
 
 
 def render(graph: Graph | GraphModule, *, metas: Collection[str] = METAS) -> str:
-    """Render a graph, a line per node.
+    """Render a graph, one line per node.
 
     Args:
         graph: any graph; nothing in it is changed.
         metas: entries to append of each node's meta: ``"val"`` (`` : dtype[shape]``),
-            ``"placement"`` (`` @ S(0)``) and ``"recompute"`` (`` #save``); left out where the node
-            has none.
+            ``"placement"`` (`` @ S(0)``) and ``"recompute"`` (`` #save``); omitted if the node has
+            none.
     """
     if isinstance(graph, GraphModule):
         graph = graph.graph
@@ -80,7 +80,7 @@ def render_metas(node: Node, metas: Collection[str] = METAS) -> str:
 
 
 def meta_text(node: Node, meta: Meta) -> str:
-    """Render one entry of the node's meta, "" where it has none."""
+    """Render one entry of the node's meta, "" if it has none."""
     value = node.meta.get(meta)
     if value is None:
         return ""
@@ -122,7 +122,7 @@ def render_type(value: Any) -> str:
 
 
 def render_dtype(dtype: torch.dtype) -> str:
-    """Render ``f32``, ``bf16``, ``i64``, ``bool``; torch's name where there is no short one."""
+    """Render ``f32``, ``bf16``, ``i64``, ``bool``; torch's name if there is no short one."""
     text = str(dtype).removeprefix("torch.")
     # Names with more than letters and one number, such as float8_e4m3fn, have no short form.
     stem = text.rstrip("0123456789")
@@ -148,7 +148,7 @@ def render_value(value: Any, name: Callable[[Node], str]) -> str:
 
 
 def _plain(value: Any) -> str:
-    """Return ``repr`` where that is the same in every run, else the kind of the object."""
+    """Return ``repr`` if that is the same in every run, else the kind of object."""
     if isinstance(value, Tensor):
         return f"tensor {render_type(value)}"
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):

@@ -1,6 +1,6 @@
 """Custom operators, one file each; every module of this folder is imported here.
 
-So a new operator is a new file, with no list to extend.
+A new operator is a new file; there is no list to extend.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Writes of the results of several chunks of rows into one tensor, in place."""
+"""Operators that write the results of several chunks of rows into one tensor, in place."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from sp_compiler.ops.registry import Arguments, Operator, Typing, register
 
 
 def write_rows(tp: Communicator, total: Tensor, part: Tensor, dim: int, start: int) -> Tensor:
-    """``total`` with ``part`` written into it from ``start`` of ``dim`` on."""
+    """Write ``part`` into ``total`` from index ``start`` of ``dim`` on, in place; return
+    ``total``."""
     total.narrow(dim, start, part.shape[dim]).copy_(part)
     return total
 
 
 def add_product(tp: Communicator, total: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """``total`` with ``left @ right`` added to it: the product takes no memory of its own."""
+    """Add ``left @ right`` to ``total`` in place, without memory for the product; return
+    ``total``."""
     return total.addmm_(left, right)
 
 

@@ -24,7 +24,8 @@ _BelowAutograd = torch._C._AutoDispatchBelowAutograd
 
 
 class Collectives(Protocol):
-    """Starts collectives of contiguous tensors on dim 0; each returns what waits for its result."""
+    """Starts collectives of contiguous tensors on dim 0; each method returns a function that waits
+    for the result."""
 
     def all_gather(self, x: Tensor, world_size: int) -> Callable[[], Tensor]: ...
 
@@ -34,7 +35,7 @@ class Collectives(Protocol):
 
 
 class FunctionalCollectives:
-    """Torch's functional collectives, which simulated ranks and every backend know."""
+    """Torch's functional collectives, which simulated ranks and every backend support."""
 
     def __init__(self, group_name: str) -> None:
         self._group_name = group_name
@@ -53,12 +54,12 @@ class FunctionalCollectives:
 
 
 class Pending:
-    """A collective on its way. Until it has arrived it holds what it sends.
+    """A collective in flight, which keeps its operand alive until it is complete.
 
     Args:
-        arrive: waits for the result and returns it.
+        arrive: function that waits for the result and returns it.
         sent: its operand.
-        finish: what becomes of the result once it is there.
+        finish: function applied to the result when it is complete.
     """
 
     __slots__ = ("_arrive", "_finish", "_sent")
@@ -74,7 +75,7 @@ class Pending:
         self._finish = finish
 
     def wait(self) -> Tensor:
-        """The result, arrived. To be called once."""
+        """Wait for the result and return it; to be called once."""
         with _BelowAutograd():
             arrived = self._arrive()
         del self._arrive, self._sent  # this object may live longer
@@ -86,7 +87,7 @@ class Communicator:
 
     Args:
         group: the tensor-parallel process group; ``None`` when ``world_size`` is 1.
-        rank: this rank in the group: an int, or a 0-dim int64 tensor that differs by rank where
+        rank: this rank in the group: an int, or a 0-dim int64 tensor that differs by rank if
             several ranks are simulated in one process.
         world_size: number of ranks.
         collectives: how collectives run; by default as torch's functional ones.
@@ -109,7 +110,7 @@ class Communicator:
         function: Callable[[int | Tensor, Sequence[Any]], Sequence[Any]],
         values: Sequence[Any],
     ) -> Sequence[Any]:
-        """``function(rank, values)``, which knows plain tensors alone; one call per rank."""
+        """Call ``function(rank, values)``, which takes plain tensors only, once per rank."""
         return function(self.rank, values)
 
     # Conversions between placements. ``src`` and ``dst`` are placement texts.
@@ -158,7 +159,7 @@ class Communicator:
             return Pending(self._collectives.all_reduce(x.contiguous(), op), x)
 
     def shard(self, x: Tensor, src: str, dst: str) -> Tensor:
-        """R or I -> S(dim): a copy of this rank's part, which does not keep all of ``x`` alive."""
+        """R or I -> S(dim): a copy of this rank's part, so that ``x`` can be freed."""
         target = Placement.parse(dst)
         # A view would keep the global tensor in memory, from which only this part is needed.
         part = self._rank_slice(_to_rank_major(x, target, self.world_size), target.dim)
@@ -199,7 +200,8 @@ _CURRENT: ContextVar[Communicator | None] = ContextVar("communicator", default=N
 
 @contextlib.contextmanager
 def running_on(tp: Communicator | None) -> Iterator[None]:
-    """Our operators, where torch's dispatcher runs them, are of the ranks behind ``tp``.
+    """Context in which our operators, when torch's dispatcher runs them, use the communicator
+    ``tp``.
 
     For graphs that are interpreted; the generated code holds its communicator.
     """
@@ -212,12 +214,14 @@ def running_on(tp: Communicator | None) -> Iterator[None]:
 
 
 def current_communicator() -> Communicator | None:
-    """The one of the innermost :func:`running_on`; ``None`` outside of any, as while tracing."""
+    """Return the communicator of the innermost :func:`running_on`; ``None`` outside, as in
+    tracing."""
     return _CURRENT.get()
 
 
 def _joined(ranks: Tensor, source: Placement, world_size: int) -> Tensor:
-    """All ranks' parts, one behind the other on dim 0, put together on their dim."""
+    """Join the parts of all ranks, concatenated on dim 0, along the dim that they are sharded
+    on."""
     if source.dim:
         ranks = ranks.unflatten(0, (world_size, -1)).movedim(0, source.dim)
         # Flattening parts of size 1 gives a view, which fused attention would misread.
@@ -227,7 +231,7 @@ def _joined(ranks: Tensor, source: Placement, world_size: int) -> Tensor:
 
 
 def _to_rank_major(x: Tensor, placement: Placement, world_size: int) -> Tensor:
-    """Reorder a segmented dim so that what belongs to one rank is contiguous; pad where asked."""
+    """Reorder a segmented dim so that each rank's part is contiguous; pad it if needed."""
     if len(placement.segments) < 2:
         return padded(x, placement, world_size)
     pieces = [

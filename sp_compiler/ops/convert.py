@@ -1,4 +1,4 @@
-"""Conversions between placements: semantics, cost and name of each, and their operators."""
+"""Conversions between placements: their semantics, costs, names and operators."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class Conversion:
     """How a value placed one way becomes the same value placed another way.
 
     Attributes:
-        method: of the communicator; "" where every rank's tensor stays as it is.
-        text: the communication of forward, or of backward where only that has one, for people.
-        offered: whether sharding may choose it. The others are gradients of those that it may, or
-            convert values without gradient, to which the difference of R and I means nothing.
+        method: method of the communicator; "" if the tensors of all ranks stay the same.
+        text: name of the communication in forward, or in backward if forward has none, for tables.
+        offered: whether sharding may choose it. The others are gradients of offered ones, or
+            convert values without gradients, for which R and I are the same.
     """
 
     method: str
@@ -49,7 +49,7 @@ class Conversion:
 
     @property
     def link_crossings(self) -> int:
-        """How often the global value's bytes cross the link; 0: no communication."""
+        """Return how often the global value's bytes cross the link; 0 means no communication."""
         return LINK_CROSSINGS.get(self.method, 0)
 
 
@@ -72,7 +72,7 @@ CONVERSIONS = {
 def conversion_between(source: Placement, target: Placement) -> Conversion | None:
     """The row of :data:`CONVERSIONS`, rows of tokens ("T") being shards; ``None``: there is none.
 
-    Two different shards have no row: the way from one to the other is through the global value.
+    Two different shards have no row: one is converted to the other through the global value.
     """
     # By kinds alone: which dim, and in how many segments, the communicator reads off the
     # placements.
@@ -84,7 +84,8 @@ def conversion_between(source: Placement, target: Placement) -> Conversion | Non
 
 
 def convert(tp: Communicator, x: Tensor, src: str, dst: str) -> Tensor:
-    """The value ``x``, placed as ``src``, placed as ``dst``; shapes are those of one rank."""
+    """Return the value ``x`` with placement ``src`` in placement ``dst``; shapes are those of one
+    rank."""
     conversion = conversion_between(Placement.parse(src), Placement.parse(dst))
     assert conversion is not None, f"no conversion {src} -> {dst}"  # the checks refuse it
     converted: Tensor = getattr(tp, conversion.method)(x, src, dst) if conversion.method else x
@@ -126,7 +127,7 @@ def _bytes(x: Tensor) -> int:
 
 
 def _copied_bytes(args: Arguments, result: Tensor) -> int:
-    """Bytes that a collective copies to bring each rank's part together on dim 0, or back."""
+    """Bytes copied to make each rank's part contiguous on dim 0 for a collective, or back."""
     source, target = _placements(args)
     conversion = conversion_between(source, target)
     method = "" if conversion is None else conversion.method
@@ -158,7 +159,7 @@ CONVERT = register(
 def wait(tp: Communicator, x: Tensor) -> Tensor:
     """``x``, a :func:`convert` that the generated code has only started, when it has arrived.
 
-    A graph that is interpreted starts nothing: what it waits for is there.
+    An interpreted graph starts nothing early, so its results are complete.
     """
     return x
 
@@ -168,7 +169,7 @@ def _fake_waited(x: Tensor, world_size: int) -> Tensor:
 
 
 def _type_wait(args: Arguments, world_size: int) -> Sequence[Typing]:
-    """As the destination of the conversion that it waits for."""
+    """The type is that of the conversion that it waits for."""
     sent = args["x"]
     if operator_of(sent.target) is not CONVERT:
         return []

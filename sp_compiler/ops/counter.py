@@ -9,7 +9,7 @@ column and the two halves of the key, by two rounds of a 32-bit finaliser from W
 low-bias integer hashes ("hash-prospector": shifts 16, 15, 15, multipliers 0x21f0aaad and
 0xd35a2d97).
 
-Integers are signed throughout, for want of unsigned arithmetic in torch; sums and products wrap.
+All integers are signed, because torch lacks unsigned arithmetic; sums and products wrap.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _HASH_SECOND = 0xD35A2D97 - (1 << 32)
 
 
 def call_seed(seed: Tensor, call_index: int) -> Tensor:
-    """The seed of the ``call_index``-th region call of a forward whose seed is ``seed``."""
+    """Return the seed of the ``call_index``-th region call of a forward with seed ``seed``."""
     return _mix64(_mix64(seed) + call_index)
 
 
 def draw_seed() -> Tensor:
-    """A seed (0-dim int64) drawn from torch's default CPU generator."""
+    """Draw a seed (0-dim int64) from torch's default CPU generator."""
     return torch.randint(-(1 << 63), (1 << 63) - 1, (), dtype=torch.int64, device="cpu")
 
 
@@ -47,10 +47,10 @@ class Grid:
 
     Args:
         shape: of one rank's part.
-        device: where the numbers are made.
+        device: device of the numbers.
         seed: 0-dim int64.
         site: number of this draw among those that share ``seed``.
-        dim: the sharded dimension; of no meaning where ``world_size`` is 1.
+        dim: the sharded dimension; ignored if ``world_size`` is 1.
         world_size: over how many ranks ``dim`` is sharded; 1 for a replicated tensor, of which
             every rank draws the same numbers.
         rank: this rank; a tensor where ranks are simulated.
@@ -143,7 +143,7 @@ def _mix64(x: Tensor) -> Tensor:
 
 
 def _in_memory(x: Tensor) -> Tensor:
-    """``x``, as a view that a compiler does not look through.
+    """Return ``x`` as a view that a compiler cannot fuse through.
 
     Every ``x ^ x >> n`` reads ``x`` twice. A compiler that puts the expression of ``x`` into both
     places doubles the code with each of them, and computes keys of rows for every element.
@@ -167,7 +167,8 @@ def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def is_plain(rank: int | Tensor, *tensors: Tensor) -> bool:
-    """False for simulated ranks and other tensor subclasses, which want ordinary operators."""
+    """Return False for simulated ranks and other tensor subclasses, which need ordinary
+    operators."""
     plain = (Tensor, torch.nn.Parameter)
     return isinstance(rank, int) and all(type(x) in plain for x in tensors)
 

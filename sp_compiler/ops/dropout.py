@@ -38,7 +38,7 @@ def dropout_mask(
         seed: 0-dim int64.
         p: probability of dropping an element, in [0, 1), met to 2^-32.
         site: number of this dropout among those that share ``seed``.
-        dim: the sharded dimension; of no meaning where ``world_size`` is 1.
+        dim: the sharded dimension; ignored if ``world_size`` is 1.
         first_row: rows, of all dims but the last, before those of ``x`` in the tensor that the mask
             is one of, where that runs in pieces.
 
@@ -70,9 +70,9 @@ def dropout(
     world_size: int,
     first_row: int = 0,
 ) -> Tensor:
-    """``x * dropout_mask(x, ...) * (1 / (1 - p))``, bit for bit, with no mask in memory.
+    """Return ``x * dropout_mask(x, ...) * (1 / (1 - p))``, bit for bit, without a mask in memory.
 
-    Arguments as of :func:`dropout_mask`. It is linear in ``x`` and its own gradient.
+    Arguments as for :func:`dropout_mask`. It is linear in ``x`` and its own gradient.
     """
     result = torch.empty_like(x)
     grid = Grid(x.shape, x.device, seed, site, dim, world_size, tp.rank, first_row)
@@ -90,7 +90,7 @@ def dropout(
 
 
 def _threshold(p: float) -> int:
-    """The least int32 that survives: a share ``p`` of the 2^32 values is below it."""
+    """Return the smallest int32 that survives: a fraction ``p`` of the 2^32 values is below it."""
     if not 0 <= p < 1:
         raise ArgumentError(f"dropout p={p!r}: expected a probability in [0, 1)")
     # The hash is signed, so the least number is -2^31; and some value has to survive even where p
@@ -121,12 +121,12 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 def _type_dropout(args: Arguments, world_size: int) -> Sequence[Typing]:
-    """Linear, so it passes partial sums on; a shard has to be told where it lies."""
+    """Linear, so partial sums pass through; a shard needs its position in the global tensor."""
     return _typings(args, world_size, P)
 
 
 def _type_mask(args: Arguments, world_size: int) -> Sequence[Typing]:
-    """Of a partial sum it is that of the sum: it reads no number of ``x``."""
+    """The mask of a partial sum is that of the sum: it does not depend on the values of ``x``."""
     return _typings(args, world_size, R)
 
 

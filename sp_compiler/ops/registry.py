@@ -1,9 +1,9 @@
-"""The record of a custom operator: everything the rest of the compiler has to know about it.
+"""The record of a custom operator: everything that the rest of the compiler needs to know of it.
 
 Code that depends on the rank is a custom operator. A graph only names it, so neither a rank nor a
-process group is baked into the graph. The generated code calls the kernel as a method of the
-communicator, ``tp.<name>(...)``; a graph that is interpreted reaches the same kernel through
-torch's dispatcher, which finds the communicator in the context
+process group is baked into the graph. Generated code calls the kernel as a method of the
+communicator, ``tp.<name>(...)``; an interpreted graph calls the same kernel through torch's
+dispatcher, which gets the communicator from the context
 (:func:`~sp_compiler.ops.communicator.running_on`).
 """
 
@@ -36,9 +36,9 @@ class Collective:
 
     Attributes:
         kind: "all_gather", "reduce_scatter" or "all_reduce".
-        count: how often.
-        num_bytes: of the global tensors: what a gather yields, a scatter takes, a reduction
-            reduces.
+        count: number of these collectives.
+        num_bytes: bytes of the global tensors: the result of a gather, the operand of a scatter or
+            a reduction.
     """
 
     kind: str
@@ -51,8 +51,9 @@ class Gradient:
     """The two functions of :func:`torch.library.register_autograd`.
 
     Attributes:
-        save: ``(ctx, inputs, output)``: keep in ``ctx`` what backward needs.
-        backward: ``(ctx, *grads)``: a gradient, or ``None``, for every argument of the schema.
+        save: ``(ctx, inputs, output)``: saves in ``ctx`` what backward needs.
+        backward: ``(ctx, *grads)``: returns a gradient, or ``None``, for every argument of the
+            schema.
     """
 
     save: Callable[[Any, tuple[Any, ...], Any], None]
@@ -64,31 +65,31 @@ class Operator:
     """One operator of ours, ``torch.ops.sp_compiler.<name>``.
 
     Attributes:
-        name: also of the communicator's method.
-        schema: as torch writes it. The last argument without a default is ``world_size``: tensors
-            in a graph have the shapes of one rank, and from them alone a fake could not tell the
-            global ones.
+        name: name of the operator and of the communicator's method.
+        schema: in torch's syntax. The last argument without a default is ``world_size``: tensors in
+            a graph have the shapes of one rank, from which a fake kernel cannot derive the global
+            ones.
         kernel: computes it from a communicator and the arguments of the schema, without
             ``world_size`` unless the kernel has a parameter of this name.
-        fake: the result's shape and type from the arguments of the schema.
-        typings: every placement that it may be run with, from its arguments and the number of
-            ranks; the checks believe them. Empty: the arguments contradict each other.
-        gradient: ``None`` where nothing differentiates it.
-        result_names: of several results, in the generated code.
+        fake: computes the result's shape and dtype from the arguments of the schema.
+        typings: returns all placements that it may run with, from its arguments and the number of
+            ranks; the checks rely on them. An empty result means that the arguments contradict each
+            other.
+        gradient: ``None`` if it is never differentiated.
+        result_names: names of several results in generated code.
         view: whether the kernel returns "all" or a "part" of its first argument's storage.
-        placed: whether an element's value depends on where in the global tensor it stands, which
-            its last arguments tell: ``dim``, the sharded one, and ``world_size``; else it is
-            elementwise.
-        dims: what the dims of operands and results are, in letters: ``"vh,...->...h"``. Only the
-            memory formulas read it; without it they have numbers for the dims of the result.
-        collectives: what the kernel sends and receives, from its result; ``None``: nothing. (Of a
-            conversion :data:`~sp_compiler.ops.convert.CONVERSIONS` has it.)
-        checks_numbers: whether the kernel looks at numbers on the host, to refuse wrong ones: no
+        placed: whether the value of an element depends on its position in the global tensor, for
+            which the operator's last arguments are ``dim``, the sharded one, and ``world_size``;
+            otherwise it is elementwise.
+        dims: the dims of operands and results, as letters: ``"vh,...->...h"``. Only memory formulas
+            read it; without it, they have plain numbers for the dims of the result.
+        collectives: the kernel's communication, from its result; ``None`` for none. (Conversions
+            have theirs in :data:`~sp_compiler.ops.convert.CONVERSIONS`.)
+        checks_numbers: whether the kernel reads values on the host to reject wrong ones, so that no
             backend may compile it.
-        writes: whether the kernel writes into its first argument and returns it. In a graph that
-            argument has no other reader.
-        scratch_bytes: memory that the kernel takes beside its result, from the arguments and the
-            result.
+        writes: whether the kernel writes into its first argument and returns it. No other node of a
+            graph reads that argument afterwards.
+        scratch_bytes: bytes of temporary memory of the kernel, from its arguments and its result.
     """
 
     name: str
@@ -108,23 +109,24 @@ class Operator:
 
     @cached_property
     def overload(self) -> Any:
-        """The target of its nodes."""
+        """The operator overload, which is the target of its nodes."""
         return getattr(torch.ops.sp_compiler, self.name).default
 
     @cached_property
     def takes_world_size(self) -> bool:
-        """Whether the kernel is told by each call over how many ranks; else its group says so."""
+        """Whether each call passes the number of ranks to the kernel; otherwise it is the group's
+        size."""
         return "world_size" in inspect.signature(self.kernel).parameters
 
     def method_arguments(self, args: Sequence[Any]) -> Sequence[Any]:
-        """The arguments of the schema that the communicator's method takes."""
+        """Names of the schema's arguments that the communicator's method takes."""
         return args if self.takes_world_size else args[:-1]
 
     def run(self, *args: Any) -> Any:
-        """The kernel on the communicator of the context.
+        """Run the kernel on the communicator of the context.
 
         Raises:
-            UnsupportedError: there is none.
+            UnsupportedError: no communicator in the context.
         """
         tp = current_communicator()
         if tp is None:
@@ -151,14 +153,14 @@ OPERATORS: dict[str, Operator] = {}
 
 
 def operator_of(target: object) -> Operator | None:
-    """The record of a node's ``target``; ``None`` where it is not one of ours."""
+    """Return the record of a node's ``target``; ``None`` if it is not one of our operators."""
     if getattr(target, "namespace", "") != "sp_compiler":
         return None
     return OPERATORS[target.__name__.partition(".")[0]]  # type: ignore[attr-defined]
 
 
 def register(operator: Operator) -> Operator:
-    """Make ``operator`` known to torch, to the communicator and to the compiler."""
+    """Register ``operator`` with torch, the communicator and the compiler."""
     OPERATORS[operator.name] = operator
     # The generated code calls tp.<name>: a method call, past torch's dispatcher.
     setattr(Communicator, operator.name, operator.kernel)

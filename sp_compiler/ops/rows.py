@@ -16,23 +16,23 @@ _sp = torch.ops.sp_compiler
 
 
 def pad_rows(tp: Communicator, x: Tensor) -> Tensor:
-    """``x`` with copies of its last row behind it, so that dim 0 divides by the number of ranks.
+    """Append copies of the last row of ``x``, so that dim 0 is divisible by the number of ranks.
 
-    Copies make no NaN where zeros could (a norm divides by what it finds), and no gradient flows
-    from them. ``x`` itself where there is nothing to do.
+    Copies, unlike zeros, cannot lead to NaN (a norm divides by the row's size), and no gradient
+    flows from them. Returns ``x`` itself if dim 0 is already divisible.
     """
     missing = -x.shape[0] % tp.world_size
     return torch.cat([x, x[-1:].expand(missing, *x.shape[1:])]) if missing else x
 
 
 def pad_rows_with_zeros(tp: Communicator, x: Tensor) -> Tensor:
-    """As :func:`pad_rows` with zeros: the gradient of :func:`cut_rows`."""
+    """Like :func:`pad_rows`, but with zeros: the gradient of :func:`cut_rows`."""
     missing = -x.shape[0] % tp.world_size
     return torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x
 
 
 def cut_rows(tp: Communicator, x: Tensor, rows: int) -> Tensor:
-    """The first ``rows`` rows of ``x``, which is padded as by :func:`pad_rows`; a view."""
+    """Return a view of the first ``rows`` rows of ``x``, which :func:`pad_rows` padded."""
     return x.narrow(0, 0, rows)
 
 

@@ -26,7 +26,7 @@ def uniform(
     dim: int,
     world_size: int,
 ) -> Tensor:
-    """Numbers between 0 and 1, neither of them included, on the device of ``seed``.
+    """Draw numbers between 0 and 1, both exclusive, on the device of ``seed``.
 
     They are the odd multiples of 2^-d, d being the digits of ``dtype``: exact, so that none is
     rounded to 1; never 0, so that a logarithm is finite; and symmetric about 0.5.
@@ -38,7 +38,7 @@ def uniform(
             1 for a replicated one, of which every rank draws the same numbers.
         dtype: a floating type.
         site: number of this draw among those that share ``seed``.
-        dim: the sharded dimension; of no meaning where ``world_size`` is 1.
+        dim: the sharded dimension; ignored if ``world_size`` is 1.
     """
     # The numbers of a double take two hashes; a negative site is no other draw's.
     sites = (site, -1 - site) if dtype == torch.float64 else (site,)
@@ -53,7 +53,7 @@ def uniform(
 
 
 def _fraction(bits: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """The first digits of hashes behind the point, the last digit made 1."""
+    """Interpret the first digits of hashes as a binary fraction whose last digit is set to 1."""
     if dtype == torch.float64:
         # 26 + 27 digits; the odd last one makes 53, all that a double has below 1.
         high, low = (

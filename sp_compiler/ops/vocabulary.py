@@ -17,7 +17,7 @@ _sp = torch.ops.sp_compiler
 
 
 def vocab_embedding(tp: Communicator, weight: Tensor, ids: Tensor, num_rows: int) -> Tensor:
-    """Rows of a table of ``num_rows`` v, which may be padded.
+    """Look up rows of a table of ``num_rows`` v, which may be padded.
 
     ``weight`` is S(0) (v/t, h), ``ids`` replicated; the result (*ids, h) is P: zeros for the rows
     of other ranks.
@@ -60,7 +60,8 @@ def vocab_nll(
 def log_total(
     tp: Communicator, logits: Tensor, classes: int, others: Sequence[Tensor]
 ) -> Sequence[Tensor]:
-    """The logsumexp of each row of all ranks, and the sums over the ranks of ``others``."""
+    """Return the logsumexp of each row over all ranks, and the sums of ``others`` over the
+    ranks."""
     padding = padding_columns(tp, logits, classes)
     known = logits if padding is None else logits.masked_fill(padding, -torch.inf)
     # The maximum of all ranks, so that exponentials of different ranks can be added.
@@ -100,7 +101,7 @@ def vocab_nll_backward(
 
 
 def require_inside(tp: Communicator, ids: Tensor, size: int, what: str) -> None:
-    """Refuse what is no index at all; on a GPU as torch does, at some later time.
+    """Raise an error for invalid indices; on a GPU asynchronously, as torch does.
 
     Raises:
         IndexError: an id is negative or not below ``size``.
@@ -119,7 +120,7 @@ def require_inside(tp: Communicator, ids: Tensor, size: int, what: str) -> None:
 
 
 def padding_columns(tp: Communicator, logits: Tensor, classes: int) -> Tensor | None:
-    """Which of this rank's columns are none of the ``classes``; ``None`` where no rank's is."""
+    """Return which of this rank's columns are padding; ``None`` if no rank has any."""
     columns = logits.shape[-1]
     if columns * tp.world_size == classes:
         return None
@@ -127,10 +128,11 @@ def padding_columns(tp: Communicator, logits: Tensor, classes: int) -> Tensor | 
 
 
 def local_ids(tp: Communicator, ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Row numbers in this rank's part of the vocabulary, and which rows are of another rank.
+    """Return row numbers in this rank's part of the vocabulary, and which ids belong to another
+    rank.
 
-    Those have the number of a row at the border. Without a branch on the rank, which under
-    simulation is a tensor.
+    The latter are clamped to the nearest row. There is no branch on the rank, which is a tensor
+    under simulation.
     """
     distance = ids - tp.rank * num_rows
     local = distance.clamp(0, num_rows - 1)
@@ -169,12 +171,12 @@ def _type_embedding_backward(args: Arguments, world_size: int) -> Sequence[Typin
 
 
 def fake_losses(logits: Tensor, target: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """The loss and the logsumexp of each row."""
+    """Fake results: the loss and the logsumexp of each row."""
     return logits.new_empty(target.shape), logits.new_empty(target.shape)
 
 
 def scratch_of_losses(args: Arguments, result: Any) -> int:
-    """Exponentials of all logits, which :func:`log_total` makes."""
+    """Bytes of the exponentials of all logits in :func:`log_total`."""
     logits = args["logits"].meta["val"]
     # Not as an int: that would fix a size that is open.
     num_bytes: int = logits.numel() * logits.element_size()

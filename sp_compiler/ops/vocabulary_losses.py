@@ -33,10 +33,10 @@ def vocab_smoothed_nll(
     classes: int,
     smoothing: float,
 ) -> tuple[Tensor, Tensor]:
-    """Loss of each row over ``classes`` v, its label smoothed and its classes weighed.
+    """Loss of each row over ``classes`` v, with label smoothing and class weights.
 
-    With ``weight`` w of each class and the share e of smoothing, of a row with the label y
-    ``(1 - e) w_y (lse - x_y) + e / v * sum_c w_c (lse - x_c)``.
+    With ``weight`` w per class and smoothing e, the loss of a row with label y is ``(1 - e) w_y
+    (lse - x_y) + e / v * sum_c w_c (lse - x_c)``.
 
     ``logits`` (n, v/t), which may be padded, is S(1), ``target`` (n,) and ``weight`` (v,)
     replicated; returns the losses (0 where the target is ``ignore_index``) and the logsumexp of
@@ -83,14 +83,14 @@ def vocab_smoothed_nll_backward(
 
 
 def _own_weights(tp: Communicator, logits: Tensor, weight: Tensor, classes: int) -> Tensor:
-    """The weights of this rank's columns; 0 of those that are padding."""
+    """Return the weights of this rank's columns; 0 for padding."""
     columns = torch.arange(logits.shape[-1], device=logits.device) + tp.rank * logits.shape[-1]
     # Clamped, for an index behind the last weight would raise before it is masked.
     return torch.where(columns < classes, weight[columns.clamp(max=classes - 1)], 0)
 
 
 def _weighed(tp: Communicator, logits: Tensor, weight: Tensor, classes: int) -> Tensor:
-    """The sum of this rank's logits of each row, weighed; padding may hold anything."""
+    """Return the weighted sum of this rank's logits per row; padding may have any value."""
     padding = padding_columns(tp, logits, classes)
     known = logits if padding is None else logits.masked_fill(padding, 0)
     return known @ _own_weights(tp, logits, weight, classes)

@@ -30,12 +30,12 @@ class Action(NamedTuple):
 
     @property
     def starts(self) -> bool:
-        """Tell whether activations of the microbatch are kept from here on."""
+        """Return whether activations of the microbatch are kept from here on."""
         return self.kind is FORWARD
 
     @property
     def ends(self) -> bool:
-        """Tell whether nothing of the microbatch is kept behind it."""
+        """Return whether nothing of the microbatch is kept behind it."""
         return self.kind in (FULL_BACKWARD, BACKWARD_WEIGHTS)
 
 
@@ -65,7 +65,7 @@ class Schedule:
         return num_ranks - 1 - place if self.is_v and lap % 2 else place
 
     def runs_on(self, backend: str) -> bool:
-        """Tell whether ``backend=`` can run this schedule."""
+        """Return whether ``backend=`` can run this schedule."""
         # Inductor compiles a backward as one function, of which no part can wait.
         return backend == "eager" or not self.delays_weights
 

@@ -52,7 +52,7 @@ class Stage:
 
 
 def is_table(program: Program, call: Call) -> bool:
-    """Tell whether inputs alone determine what ``call`` returns, and no gradient flows there."""
+    """Return whether inputs alone determine what ``call`` returns, and no gradient flows there."""
     fixed = all(ref.kind in ("input", "buffer", "constant", "size") for ref in call.args)
     return fixed and not any(node.meta.get("requires_grad") for node in call.region.outputs)
 

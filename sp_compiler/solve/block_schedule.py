@@ -74,7 +74,7 @@ class Block:
         return {wait: start for start, wait in self.wait_of.items()}
 
     def communicates(self, position: int) -> bool:
-        """Tell whether a task is a collective, or the start of one."""
+        """Return whether a task is a collective, or the start of one."""
         # A link without latency carries nothing, or everything at an infinite rate, in no time.
         return self.tasks[position].link_us > 0 or position in self.wait_of
 
@@ -194,7 +194,7 @@ def most_beside(block: Block) -> float:
 
 
 def is_valid(block: Block, order: Sequence[int]) -> bool:
-    """Tell whether ``order`` has each task of ``block`` once, behind those that it needs."""
+    """Return whether ``order`` has each task of ``block`` once, behind those that it needs."""
     place = {position: index for index, position in enumerate(order)}
     return sorted(order) == list(range(len(block.tasks))) and all(
         place[needed] < place[position]

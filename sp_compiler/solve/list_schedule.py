@@ -286,7 +286,7 @@ class _Walk:
         return None
 
     def _fits(self, position: int) -> bool:
-        """Tell whether after ``position`` the rest can run in the order that fits."""
+        """Return whether after ``position`` the rest can run in the order that fits."""
         if self._all_fit:
             return True
         memory = self._memory.copy()

@@ -81,7 +81,7 @@ def cheapest(calls: Sequence[CallSplits], limit_bytes: int) -> list[int] | None:
 
 
 def is_fastest(calls: Sequence[CallSplits], picks: Sequence[int]) -> bool:
-    """Tell whether no choice of splits, whatever its peak, takes less time than ``picks``."""
+    """Return whether no choice of splits, whatever its peak, takes less time than ``picks``."""
     least = sum(min(_units(split.time_us) for split in call.splits) for call in calls)
     return _us(calls, picks) == least
 

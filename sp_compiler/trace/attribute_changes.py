@@ -335,7 +335,7 @@ def _another_plain(value: Any) -> Any:
 
 
 def _is_traced(value: Any) -> bool:
-    """Tell whether a value has numbers that only a trace knows."""
+    """Return whether a value has numbers that only a trace knows."""
     kinds = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
     return any(isinstance(leaf, kinds) for leaf in pytree.tree_leaves(value))
 
@@ -345,7 +345,8 @@ def _can_return(leaves: list[Any]) -> bool:
 
 
 def _same(first: Any, second: Any) -> bool:
-    """Tell whether two states are equal, without an operation on tensors: they are being traced."""
+    """Return whether two states are equal, without operations on tensors, which are being
+    traced."""
     if first is second:
         return True
     if type(first) is not type(second):

@@ -117,8 +117,8 @@ def function_name(call: int) -> str:
 
 
 def may_be_same(one: int, other: int) -> bool:
-    """Tell whether two numbers may name calls alike: of functions of one name, with the same plain
-    constants. Of a call that is gone nothing is known."""
+    """Return whether two numbers may refer to equal calls: functions of one name with the same
+    plain constants. Nothing is known about calls that no longer exist."""
     if one == other or one not in _CALLS or other not in _CALLS:
         return True
     first, second = _CALLS[one], _CALLS[other]

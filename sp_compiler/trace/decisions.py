@@ -258,7 +258,7 @@ def _storage(node: Node) -> int | None:
 
 
 def _is_cast(parts: Sequence[Node]) -> bool:
-    """Tell whether a floating value of ``parts`` is computed inside an autocast of the model's."""
+    """Return whether a floating value of ``parts`` is computed inside an autocast of the model's."""
     # Before a call only the caller's own autocast is on.
     depth, inside = 0, set()
     for node in parts[-1].graph.nodes:

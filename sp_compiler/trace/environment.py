@@ -62,7 +62,7 @@ def check_capturable(model: nn.Module) -> None:
 
 
 def _is_captured(hook: Any) -> bool:
-    """Tell whether a hook is a part of the forward, and therefore of the graph.
+    """Return whether a hook is a part of the forward, and therefore of the graph.
 
     Transformers collects routers' logits with such hooks, which stay on the model after its first
     call.
@@ -72,7 +72,7 @@ def _is_captured(hook: Any) -> bool:
 
 
 def _is_without_effect(hook: Any) -> bool:
-    """Tell whether leaving a hook out changes no number and no parameter's gradient.
+    """Return whether leaving a hook out changes no number and no parameter's gradient.
 
     Transformers has one, which makes the embeddings of a checkpointed model require a gradient.
     """

@@ -59,7 +59,7 @@ def _nodes(module: GraphModule) -> Iterator[Node]:
 
 
 def _is_simple(node: Node) -> bool:
-    """Tell whether the node writes nothing, and its value is of plain tensors of fixed size."""
+    """Return whether the node writes nothing, and its value is of plain tensors of fixed size."""
     for leaf in pytree.tree_leaves(node.meta.get("val")):
         if isinstance(leaf, Tensor):
             if type(leaf) is not FakeTensor or leaf._has_symbolic_sizes_strides or leaf.is_conj():
@@ -168,7 +168,7 @@ def _decompose_views(graph: Graph) -> None:
 
 
 def _is_decomposed(target: Any) -> bool:
-    """Tell whether an operator is decomposed; ``reshape`` is not: all views become reshapes."""
+    """Return whether an operator is decomposed; ``reshape`` is not: all views become reshapes."""
     return (
         isinstance(target, OpOverload)
         and target is not _aten.reshape.default

@@ -335,7 +335,7 @@ def _copy_provenance(joint: JointGraph, region: Region) -> None:
 
 
 def _relabels(node: fx.Node) -> bool:
-    """Tell whether a view leaves one rank's part as it is but changes what it is a part of."""
+    """Return whether a view leaves one rank's part as it is but changes what it is a part of."""
     source = node.args[0] if node.args else None
     if node.target is not aten.reshape.default or not isinstance(source, fx.Node):
         return False
@@ -345,7 +345,7 @@ def _relabels(node: fx.Node) -> bool:
 
 
 def _is_spread(node: fx.Node) -> bool:
-    """Tell whether a rank has one element per segment: rows of heads, one head each."""
+    """Return whether a rank has one element per segment: rows of heads, one head each."""
     placement = node.meta.get("placement")
     return bool(placement and placement.segments) and (
         node.meta["val"].shape[placement.dim] == len(placement.segments)

@@ -80,7 +80,7 @@ def first_wrong_gradient(
 
 
 def differs(placement: Any, value: Any, true: Any, tolerance: float, joined: Joined) -> bool:
-    """Tell whether the ranks' parts ``value`` are known and not those of ``true``."""
+    """Return whether the ranks' parts ``value`` are known and not those of ``true``."""
     known = isinstance(value, Tensor) and isinstance(true, Tensor)
     if not known or not isinstance(placement, Placement):
         return False

@@ -151,7 +151,7 @@ class PutBack:
 
 
 def covers(x: Node, first: int, places: Sequence[Rows]) -> bool:
-    """Tell whether ``x[i, j]`` is at every position of the mask what ``x`` is there."""
+    """Return whether ``x[i, j]`` is at every position of the mask what ``x`` is there."""
     columns = [each.column for each in places]
     # A computed place, or one axis twice, as in a diagonal.
     if None in columns or len(set(columns)) != len(columns):
@@ -161,7 +161,7 @@ def covers(x: Node, first: int, places: Sequence[Rows]) -> bool:
 
 
 def _chooses_once(mask: Node, axes: Sequence[int]) -> bool:
-    """Tell whether a mask of tokens and slots is ``topk(...).indices == expert``."""
+    """Return whether a mask of tokens and slots is ``topk(...).indices == expert``."""
     # The experts of one token are distinct, so that it has at most one slot for each.
     compared = _viewed(mask)
     if len(shape_of(mask)) != 2 or compared.target not in _COMPARISONS:

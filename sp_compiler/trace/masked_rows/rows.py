@@ -158,7 +158,7 @@ def is_pointwise(node: Node) -> bool:
 
 
 def _is_finite(node: Node, operands: Container[Node]) -> bool:
-    """Tell whether a pointwise operator of finite ``operands`` is finite, with its derivative."""
+    """Return whether a pointwise operator of finite ``operands`` is finite, with its derivative."""
     # Only by what is no row: rows that are left out may be zero.
     if _name(node) == "div":
         return not any(x in operands for x in node.all_input_nodes if x is not node.args[0])

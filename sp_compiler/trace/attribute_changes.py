@@ -1,10 +1,10 @@
 """Changes that a forward makes to the Python attributes of the model's modules.
 
 A captured graph holds tensors and buffers. Anything else that the forward changes (a counter, a
-list, a tensor that is no buffer) changes only while it is captured. What depends on the inputs
-alone is returned by the program and put into the attribute after each call, see
-:mod:`sp_compiler.base.stored_attributes`. Whether it does is tried: the forward is exported once
-more with other values in those attributes, and has to give the same graph.
+list, a tensor that is not a buffer) changes only during the capture. A change that depends on the
+inputs alone is returned by the program and stored in the attribute after each call, see
+:mod:`sp_compiler.base.stored_attributes`. To find out, the forward is exported once more with other
+values in those attributes, and must give the same graph.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ Key = tuple[str, str]
 
 @dataclass
 class Held:
-    """An attribute's value; of a container also what was in it, for it may be changed in place."""
+    """An attribute's value; for a container also its contents, because it may be changed in
+    place."""
 
     value: Any
     content: Any
@@ -62,7 +63,7 @@ _State = dict[Key, Held]
 
 @dataclass
 class Changed:
-    """Change of one attribute by one forward; ``before`` is ``None`` where there was none."""
+    """Change of one attribute by one forward; ``before`` is ``None`` if it did not exist."""
 
     before: Held | None
     after: Held
@@ -73,12 +74,12 @@ class Changed:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it was a number, a text or nothing, and is one."""
+        """Whether it is a number, text or ``None``, before and after."""
         values = (None if self.before is None else self.before.value, self.after.value)
         return all(value is None or isinstance(value, _PLAIN) for value in values)
 
     def part(self) -> tuple[How, Any]:
-        """Return how the attribute was changed, and by what."""
+        """Return how the attribute was changed, and the new part."""
         before, after = self.before, self.after.content
         if before is None or before.value is not self.after.value:
             return "set", after
@@ -96,18 +97,18 @@ class Changed:
 
 @dataclass
 class Changes:
-    """Attributes that a forward changed, each of a module's own.
+    """Attributes that a forward changed.
 
     Attributes:
         changed: by path and name.
-        results: tensors in them that the forward returns besides its own outputs.
+        results: tensors in them, which the forward returns beside its own outputs.
     """
 
     changed: dict[Key, Changed] = field(default_factory=dict)
     results: list[Tensor] = field(default_factory=list)
 
     def record(self, before: _State, after: _State) -> None:
-        """Take over what differs between the states before and after a forward."""
+        """Record the differences between the states before and after a forward."""
         self.changed.clear()
         self.results.clear()
         filled: set[int] = set()
@@ -127,7 +128,7 @@ class Changes:
                 self.results += [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     def stored(self, key: Key, how: How, value: Any) -> Stored | None:
-        """Return ``value`` as one that the program returns, ``None`` where it cannot."""
+        """Return ``value`` in a form that the program can return, ``None`` if there is none."""
         leaves, spec = pytree.tree_flatten(value)
         if not _can_return(leaves):
             return None
@@ -137,19 +138,19 @@ class Changes:
 
 @dataclass
 class Settled:
-    """Changes that are stored after every call, and the text of those that are not, by name."""
+    """Changes that are stored after every call, and by name the text of those that are not."""
 
     stored: list[Stored]
     lost: dict[str, str]
 
 
 def settle(changes: Changes, repeat: Callable[[Mapping[Key, Any]], Changes | None]) -> Settled:
-    """Decide which ``changes`` a program can make in every call.
+    """Decide which ``changes`` a program can repeat in every call.
 
     Args:
-        changes: of the export whose graph is kept.
-        repeat: exports once more with these values in the attributes before it; returns its
-            changes, or ``None`` where it failed or gave another graph.
+        changes: changes of the export whose graph is used.
+        repeat: exports again with these initial values of the attributes; returns the changes, or
+            ``None`` if the export fails or gives another graph.
     """
     kept: dict[Key, Stored | None] = {}
     tried: dict[Key, Any] = {}
@@ -217,8 +218,8 @@ def _described(key: Key, changes: Changes, start: Any, second: Changed | None) -
 def watched_state(model: nn.Module) -> Iterator[Changes]:
     """While ``model`` is exported: its forward returns its output and what it left in attributes.
 
-    Each forward leaves the attributes as they were before it, but for those that it added and that
-    hold no tensor: these are set up at a first call, and are left alone.
+    Each forward restores the attributes, except for new ones without tensors: these are set up by
+    the first call and stay.
     """
     changes = Changes()
     forward = model.forward
@@ -276,7 +277,7 @@ def changed_attributes(model: nn.Module, values: Mapping[Key, Any]) -> Iterator[
 
 @contextlib.contextmanager
 def replaced_forward(model: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let ``model`` call ``forward`` in place of its own."""
+    """Context in which ``model`` calls ``forward`` instead of its own."""
     # On the instance and not as a hook: the root's hooks are set aside during the export.
     on_instance = vars(model).get("forward")
     vars(model)["forward"] = forward
@@ -310,7 +311,7 @@ def _restore(model: nn.Module, before: _State) -> None:
 
 
 def _another(change: Changed) -> Any:
-    """Return a value for an attribute unlike the one before the first forward."""
+    """Return a value for an attribute that differs from the one before the first forward."""
     before = None if change.before is None else change.before.content
     if before is None:
         before = change.after.value if change.is_plain else None
@@ -335,7 +336,7 @@ def _another_plain(value: Any) -> Any:
 
 
 def _is_traced(value: Any) -> bool:
-    """Return whether a value has numbers that only a trace knows."""
+    """Return whether a value contains traced tensors."""
     kinds = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
     return any(isinstance(leaf, kinds) for leaf in pytree.tree_leaves(value))
 

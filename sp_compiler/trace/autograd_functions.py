@@ -1,9 +1,9 @@
 """Functions of the model with their own backward (``torch.autograd.Function``).
 
-Export would trace through the forward of one and lose its backward. While a model is captured every
-call of one is recorded as the operator ``sp_compiler_function::apply`` instead, whose kernel is
-composite: where a region is differentiated the function itself runs again, and the operators of its
-forward and backward are traced like any other.
+Export would trace through their forward and lose their backward. Instead, during capture each call
+is recorded as the operator ``sp_compiler_function::apply`` instead, whose kernel is composite: when
+a region is differentiated, the function itself runs again, and the operators of its forward and
+backward are traced like any others.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ _PROBES = ((3, 5, 7, 11, 13, 17), (4, 6, 8, 10, 12, 14))
 
 @dataclass(eq=False)
 class FunctionCall:
-    """One call in a model's forward, without its tensors.
+    """One call of such a function in a model's forward, without its tensors.
 
     Attributes:
         function: the user's class.
-        spec: structure of ``(args, kwargs)``.
+        spec: pytree structure of ``(args, kwargs)``.
         leaves: those leaves, with ``None`` for each tensor.
-        positions: of the tensors among the leaves.
-        autocast: the autocasts that were on around the call.
+        positions: positions of the tensors among the leaves.
+        autocast: the autocast states that were active around the call.
         returned: the leaves that the function returned, with ``_TENSOR`` for tensors, and their
             structure.
         pointwise: by rank and dtypes of the operands, whether it is pointwise; filled on demand.
@@ -177,7 +177,7 @@ def _record(
 def numbered(call: FunctionCall) -> tuple[int, FunctionCall]:
     """Return the number of ``call`` in graphs, and the call that has it, to be kept alive.
 
-    Equal calls have one number, so that layers with one each stay equal.
+    Equal calls share a number, so that equal layers stay equal.
     """
     # A list: a call of another capture may be collected while the dictionary is read.
     for number, known in list(_CALLS.items()):
@@ -200,8 +200,8 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 class _Watched(TorchDispatchMode):
-    """Mode that refuses random numbers, which the next run would draw anew, and tensors that are
-    not among the arguments, whose gradients would be lost."""
+    """Mode that refuses random numbers, which the next run would draw again, and tensors that are
+    not arguments, whose gradients would be lost."""
 
     def __init__(self, function: type, inputs: Sequence[Tensor]) -> None:
         super().__init__()
@@ -227,10 +227,11 @@ class _Watched(TorchDispatchMode):
 
 
 def is_pointwise_function(call: int, rank: int, dtypes: tuple[torch.dtype, ...]) -> bool:
-    """Prove that forward and backward of a recorded call, of operands of one shape, are pointwise.
+    """Return whether forward and backward of a recorded call, with operands of one shape, are
+    pointwise.
 
-    Both are traced at two shapes: all operators have to be pointwise, on values of that shape or on
-    numbers, and the same at both, so that no number depends on a size.
+    Both are traced at two shapes. All operators must be pointwise, on values of that shape or on
+    numbers, and the same at both shapes, so that no number depends on a size.
     """
     answers = _CALLS[call].pointwise
     if (rank, dtypes) not in answers:
@@ -249,7 +250,7 @@ def _keeps_shapes(call: int, rank: int, dtypes: tuple[torch.dtype, ...]) -> bool
 def _traced(
     call: FunctionCall, shape: tuple[int, ...], dtypes: Sequence[torch.dtype]
 ) -> str | None:
-    """Return the code of forward and backward, ``None`` where an operator is not pointwise."""
+    """Return the code of forward and backward, ``None`` if an operator is not pointwise."""
 
     def both(inputs: list[Tensor], tangents: list[Tensor]) -> Any:
         outputs = call.run(inputs)

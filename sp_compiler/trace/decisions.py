@@ -1,7 +1,8 @@
-"""Numbers that a forward reads out of tensors while it is captured.
+"""Numbers that a forward reads from tensors during capture.
 
-A traced tensor has no numbers. Those that depend on inputs and buffers alone can be computed from
-the example, and before every call: they are read for real and recorded as decisions of the program.
+A traced tensor has no values. Numbers that depend on inputs and buffers alone can be computed from
+the example, and again before every call: they are computed eagerly and recorded as decisions of the
+program.
 """
 
 from __future__ import annotations
@@ -61,18 +62,18 @@ _PURE = ("_operator", "math", "torch", "builtins")
 
 @dataclass
 class Reads:
-    """Reads of one capture.
+    """Reads during one capture.
 
     Attributes:
-        decisions: what was read from inputs and buffers, in order.
-        refused: the line of the first read of anything else, and what that depends on.
+        decisions: numbers read from inputs and buffers, in order.
+        refused: the line of the first read that depends on anything else, and what it depends on.
     """
 
     decisions: list[Decision] = field(default_factory=list)
     refused: tuple[str, str] | None = None
 
     def text(self) -> str:
-        """What to say of the read that was refused."""
+        """Message about the refused read."""
         assert self.refused is not None
         line, origin = self.refused
         return (
@@ -83,7 +84,7 @@ class Reads:
 
 @contextlib.contextmanager
 def recorded_reads(model: nn.Module, leaves: Sequence[Any]) -> Iterator[Reads]:
-    """While ``model`` is exported: read numbers from its real inputs and buffers.
+    """Context for exporting ``model`` that reads numbers from its real inputs and buffers.
 
     Args:
         model: its forward is called inside, with traced tensors in place of these.
@@ -133,11 +134,11 @@ def _node_of(tensor: Tensor) -> Node | None:
 
 @dataclass(frozen=True)
 class _Sources:
-    """Where the numbers of traced values come from.
+    """Sources of the numbers of traced values.
 
     Attributes:
         refs: of the placeholders that are inputs, buffers and parameters.
-        constants: tensors of the model as they are in the trace, each with the real one.
+        constants: constant tensors in the trace, each with the real tensor.
         leaves, buffers: the real ones.
     """
 
@@ -147,7 +148,7 @@ class _Sources:
     buffers: Mapping[str, Tensor]
 
     def refusal(self, node: Node) -> str:
-        """Return why no call can compute ``node`` ahead of the program; "" where it can."""
+        """Return why ``node`` cannot be computed before a call; "" if it can."""
         if node.op == "placeholder":
             return self._refusal_of_source(self.refs.get(node))
         if node.op == "get_attr":
@@ -210,7 +211,7 @@ class _ReadMode(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _decide(self, node: Node, parts: Sequence[Node]) -> Any:
-        """Read the number, and record it unless an earlier decision reads just the same."""
+        """Read the number, and record it unless an earlier decision already does."""
         fresh = _extracted(node, parts, self._sources)
         value = read(fresh, self._sources.leaves, self._sources.buffers)
         for earlier in self._reads.decisions:
@@ -224,7 +225,7 @@ class _ReadMode(TorchFunctionMode):
 
 
 def _computation(node: Node) -> list[Node]:
-    """Return what ``node`` is computed from and by, in order: operands, and writes into them."""
+    """Return the nodes that compute ``node``, in order: operands, and writes into them."""
     # Backwards, so that of each storage only writes from before its use count. What is read is
     # used now: writes that came after ``node`` was made have changed it, through whatever view.
     wanted, storages = {node}, {_storage(node)} - {None}
@@ -252,13 +253,13 @@ def _written(node: Node) -> list[Node]:
 
 
 def _storage(node: Node) -> int | None:
-    """Return a number that is the same for all values of the trace that share their memory."""
+    """Return a number that is equal for traced values that share memory."""
     value = node.meta.get("val")
     return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
 
 
 def _is_cast(parts: Sequence[Node]) -> bool:
-    """Return whether a floating value of ``parts`` is computed inside an autocast of the model's."""
+    """Return whether a floating value of ``parts`` is computed inside an autocast of the model."""
     # Before a call only the caller's own autocast is on.
     depth, inside = 0, set()
     for node in parts[-1].graph.nodes:
@@ -270,7 +271,7 @@ def _is_cast(parts: Sequence[Node]) -> bool:
 
 
 def _extracted(node: Node, parts: Sequence[Node], sources: _Sources) -> Decision:
-    """Copy ``parts`` into a graph of their own, whose names do not tell where they came from."""
+    """Copy ``parts`` into a separate graph with names that do not depend on their origin."""
     graph, root = Graph(), nn.Module()
     copies: dict[Node, Node] = {}
     inputs = [part for part in parts if part.op == "placeholder"]

@@ -1,7 +1,7 @@
-"""Check for dtypes that kernels refuse although fake tensors accept them, before any change.
+"""Check for dtypes that kernels reject although fake tensors accept them.
 
-Without it a model that gets inputs of another dtype would be captured, its parameters would be
-placed, and only then a kernel would raise, without naming a line of the user's model.
+Without it, a model with inputs of the wrong dtype would be captured and its parameters placed
+before a kernel raises an error, which names no line of the user's model.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 def check_dtypes(graph: Graph, inputs: dict[str, Any]) -> None:
-    """Raise where an operator gets dtypes for which it has no kernel.
+    """Raise an error for an operator that has no kernel for its dtypes.
 
     Args:
         graph: as captured.
         inputs: the user's values by name of the argument, for the message.
 
     Raises:
-        CaptureError: naming the operator, its module and line, what it got and the inputs.
+        CaptureError: with the operator, its module and line, its dtypes and the inputs.
     """
     for node in graph.nodes:
         wrong = _wrong(node)
@@ -61,7 +61,7 @@ def check_dtypes(graph: Graph, inputs: dict[str, Any]) -> None:
 
 
 def _wrong(node: Node) -> str:
-    """Return which dtypes an operator gets that it has no kernel for; "" for none."""
+    """Return the dtypes of an operator without a kernel for them, as text; "" if it has one."""
     if node.op != "call_function":
         return ""
     if node.target in _CLASSES:

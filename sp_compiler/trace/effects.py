@@ -1,4 +1,4 @@
-"""Operators kept in a joint graph for their side effects: checks of factorizations."""
+"""Operators in a joint graph that have side effects: checks of matrix factorizations."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _CHECK_ERRORS = torch.ops.aten._linalg_check_errors.default
 
 
 def let_factorizations_raise(traced: fx.Graph, region: Region) -> None:
-    """Make those raise for singular matrices that do so in the model.
+    """Make factorizations raise for singular matrices if they do so in the model.
 
-    Up to PyTorch 2.12 the trace has lost their check, an operator without a result. A model that
-    calls the factorization with an error code itself reads the code.
+    Up to PyTorch 2.12 the trace loses their check, which is an operator without a result. A model
+    that asks for an error code reads the code itself.
     """
     asked = {node.target for node in region.module.graph.nodes}
     for node in traced.nodes:
@@ -37,8 +37,8 @@ def let_factorizations_raise(traced: fx.Graph, region: Region) -> None:
 def drop_effects(traced: fx.Graph) -> None:
     """Move the check of a factorization into it, and drop the tokens that keep checks in order.
 
-    PyTorch 2.13 keeps that operator, which has no result, alive by tokens: inputs and outputs of
-    the graph, in forward and backward each.
+    PyTorch 2.13 keeps the check, which has no result, in the graph by means of tokens: extra inputs
+    and outputs, in forward and in backward.
     """
     for node in list(traced.nodes):
         if node.target is torch.ops.higher_order.with_effects:

@@ -35,7 +35,7 @@ _DATA_DEPENDENT = ("GuardOnDataDependentSymNode", "DataDependentOutputException"
 
 
 def check_capturable(model: nn.Module) -> None:
-    """Refuse parts of a model that export would silently lose.
+    """Raise an error for parts of a model that export would silently lose.
 
     Raises:
         UnsupportedError: a hook on a module inside the model, or a scripted module.
@@ -62,7 +62,7 @@ def check_capturable(model: nn.Module) -> None:
 
 
 def _is_captured(hook: Any) -> bool:
-    """Return whether a hook is a part of the forward, and therefore of the graph.
+    """Return whether a hook is part of the forward, and therefore of the graph.
 
     Transformers collects routers' logits with such hooks, which stay on the model after its first
     call.
@@ -72,23 +72,24 @@ def _is_captured(hook: Any) -> bool:
 
 
 def _is_without_effect(hook: Any) -> bool:
-    """Return whether leaving a hook out changes no number and no parameter's gradient.
+    """Return whether dropping a hook changes neither a number nor a parameter's gradient.
 
-    Transformers has one, which makes the embeddings of a checkpointed model require a gradient.
+    Transformers has such a hook, which makes the embeddings of a checkpointed model require a
+    gradient.
     """
     return getattr(hook, "__name__", "") == "make_inputs_require_grads"
 
 
 @contextlib.contextmanager
 def export_context(model: nn.Module, *, use_cache: bool = False) -> Iterator[list[FunctionCall]]:
-    """Set up the state in which a model is exported; everything is restored on the way out.
+    """Context in which a model is exported; it restores everything at its end.
 
     Yields the calls of autograd functions, a list that grows while the model is exported.
 
     ``use_cache``: whether the caller asked for a cache, which is refused with a warning.
 
-    The root's own hooks are left to the caller's module; gradients are recorded whatever the mode
-    of the caller; autocast stays as it is.
+    The root's own hooks run in the caller's module; gradients are recorded regardless of the
+    caller's grad mode; autocast does not change.
     """
     with contextlib.ExitStack() as stack:
         # A first call under no_grad must capture the same graph as one in training.
@@ -109,7 +110,7 @@ def export_context(model: nn.Module, *, use_cache: bool = False) -> Iterator[lis
 
 
 def warn_of_attributes(model: nn.Module, settled: Settled) -> None:
-    """Name the attributes that forward changes and that do not come back from a compiled call."""
+    """Warn of attributes that forward changes and a compiled call does not."""
     if settled.lost:
         _warn_once(
             model,
@@ -183,7 +184,7 @@ def _warn_once(model: nn.Module, message: str) -> None:
 
 @contextlib.contextmanager
 def _without_torch_warnings() -> Iterator[None]:
-    """Silence warnings of torch's export about its own code, which no user can fix."""
+    """Silence warnings of torch.export about its own code, which users cannot fix."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)", FutureWarning)
         # Given in the user's terms instead, see warn_of_attributes.
@@ -208,8 +209,8 @@ def _without_tensor_hooks() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _integers_drawn_by_randint() -> Iterator[None]:
-    """Let ``random_`` with bounds draw by ``randint``: the name of its overload, ``from``, is no
-    attribute that generated Python can read."""
+    """Make ``random_`` with bounds draw with ``randint``: its overload is called ``from``, a
+    keyword that generated Python cannot use as an attribute."""
     original = torch.Tensor.random_
 
     def random_(tensor: Any, *args: Any, generator: Any = None, **kwargs: Any) -> Any:
@@ -226,7 +227,7 @@ def _integers_drawn_by_randint() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_saved_tensor_hooks() -> Iterator[None]:
-    """Put aside the hooks on saved tensors around the call that compiles.
+    """Context that disables hooks on saved tensors during compilation.
 
     ``torch.utils.checkpoint`` counts what autograd saves through them; tracing saves tensors too,
     in the first run and not in the second.
@@ -244,7 +245,7 @@ def without_saved_tensor_hooks() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _given_causal_hint() -> Iterator[None]:
-    """Keep ``nn.TransformerEncoder`` from comparing its mask with a causal one, number by number.
+    """Context in which ``nn.TransformerEncoder`` does not compare its mask with a causal one.
 
     The mask itself is still used, so only a hint for faster kernels is lost.
     """
@@ -295,7 +296,8 @@ def capture_error(
 
 
 def _user_frame(model: nn.Module, trace: TracebackType | None) -> str:
-    """Module path and source line of the innermost frame inside a forward of the user's model.
+    """Return the module path and source line of the innermost frame inside a forward of the user's
+    model, and the innermost line of a function called there, unless it is PyTorch's.
 
     And the innermost line of a function that is called there, unless it is PyTorch's.
     """

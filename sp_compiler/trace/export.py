@@ -43,7 +43,8 @@ _aten = torch.ops.aten
 def flatten_inputs(
     args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
 ) -> tuple[list[Any], pytree.TreeSpec]:
-    """Leaves and structure of a call's inputs, whatever the order of the keyword arguments."""
+    """Return the leaves and the pytree structure of a call's inputs, independent of the order of
+    keyword arguments."""
     named = dict(sorted((kwargs or {}).items()))
     leaves = [*args, *named.values()]
     # Nearly every call of a training loop: no structure to look for.
@@ -91,9 +92,9 @@ def capture(
         model: unmodified; its parameters may live on the ``meta`` device.
         args: example positional arguments; of tensors only shape and type matter.
         kwargs: example keyword arguments.
-        lift_casts: keep everything in float64 in a float64 model (a comparison without the model's
-            own roundings to float32).
-        open_dims: leave the sizes of the inputs' dims open where the model allows it.
+        lift_casts: compute everything in a float64 model in float64, for comparisons without the
+            model's own rounding to float32.
+        open_dims: leave the sizes of input dims open if the model allows it.
 
     Raises:
         CaptureError: the forward failed or its control flow depends on parameters or activations.
@@ -195,13 +196,13 @@ def _add_sizes(captured: Captured, leaves: Sequence[Any]) -> None:
 
 
 def _as_examples(leaves: list[Any], model: nn.Module) -> list[Any]:
-    """Return leaves that export can take: fresh tensors, on the meta device if the model is.
+    """Return leaves for export: fresh tensors, on the meta device if the model is there.
 
-    Never the caller's own: export leaves marks on them, and reads the ``grad`` of tensors that are
-    results of a computation. A tensor that is passed twice (labels and input ids) is cloned, for
-    export would merge the two inputs; so is one whose memory another has, for a write to either
-    would have to be seen in both, and one made in inference mode, of which autograd could record
-    nothing.
+    They are never the caller's own tensors: export leaves marks on these, and reads the ``grad`` of
+    tensors that are results of a computation. A tensor that is passed twice (labels and input ids)
+    is cloned, because export would merge the two inputs; so is one that shares memory with another,
+    because a write to either would have to be visible in both, and one created in inference mode,
+    for which autograd cannot record anything.
     """
     meta = any(parameter.is_meta for parameter in model.parameters())
     seen: set[Any] = set()
@@ -252,7 +253,7 @@ def _from_exported(
 
 
 def _canonical_names(model: nn.Module) -> dict[str, str]:
-    """Every name of a parameter or buffer to the first one, in ``model.named_parameters()``."""
+    """Map every name of a parameter or buffer to its first one in ``model.named_parameters()``."""
     tensors = [
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
@@ -262,7 +263,7 @@ def _canonical_names(model: nn.Module) -> dict[str, str]:
 
 
 def _leaf_order(exported: ExportedProgram) -> list[int]:
-    """For each input leaf of the exported program, its index in :func:`flatten_inputs`."""
+    """Return for each input leaf of the exported program its index in :func:`flatten_inputs`."""
     # Export keeps keyword arguments in the order in which they were given, flatten_inputs sorts
     # them: numbers are sent through both.
     spec = exported.call_spec.in_spec
@@ -294,7 +295,7 @@ def _mutated_last(
 ) -> list[str]:
     """Order the returned values: the model's outputs, then mutated buffers; returns their names.
 
-    Written values are detached: no gradient flows through a buffer.
+    New values of buffers are detached: no gradient flows through a buffer.
     """
     results, written, names = [], [], []
     for value, spec in zip(output.args[0], specs, strict=True):

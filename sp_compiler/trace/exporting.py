@@ -1,4 +1,4 @@
-"""One run of ``torch.export`` on a model, and what it tells besides the graph."""
+"""One run of ``torch.export`` on a model, and other information from it."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ _TRACED = re.compile(r"\b(Fake|Functional)Tensor\(")
 
 @dataclass
 class Export:
-    """Graph of one run, and what was seen on the way.
+    """Graph of one run, and what was recorded during it.
 
     Attributes:
         exported: functional graph; it returns the model's output, then a list of tensors that the
-            forward left in attributes.
+            forward stored in attributes.
         functions: calls of autograd functions.
-        reads: numbers that the forward read from inputs and buffers.
+        reads: numbers that the forward reads from inputs and buffers.
         changes: attributes that the forward changed.
-        text: of the graph as the run left it.
+        text: text of the exported graph.
     """
 
     exported: ExportedProgram
@@ -58,7 +58,7 @@ class ExportRun:
     Attributes:
         model: unmodified.
         args, kwargs: examples.
-        shapes: of the inputs, where sizes are left open.
+        shapes: dynamic shapes of the inputs, if sizes are left open.
         use_cache: whether the caller asked for a cache.
         leaves: real inputs.
     """
@@ -97,7 +97,7 @@ class ExportRun:
         return Export(exported, functions, reads, changes, text)
 
     def settled(self, first: Export) -> Settled:
-        """Find what becomes of the attributes that the forward changed in ``first``; may warn."""
+        """Decide what happens to the attributes that the forward changed in ``first``; may warn."""
 
         def repeat(values: Mapping[Key, Any]) -> Changes | None:
             with changed_attributes(self.model, values):
@@ -114,7 +114,7 @@ class ExportRun:
 
 
 def _unfreeze(graph: Graph) -> None:
-    """Let comparisons of sizes be recorded after the export, too."""
+    """Allow comparisons of sizes to be recorded after the export."""
     # Export freezes it at its end; a comparison then would be answered and forgotten.
     env = getattr(fake_mode_of(graph), "shape_env", None)
     if env is not None:
@@ -122,7 +122,8 @@ def _unfreeze(graph: Graph) -> None:
 
 
 def refuse_text(leaves: Iterable[Any]) -> None:
-    """Refuse ``str(x)`` and ``repr(x)`` of a traced tensor where the user would get to see them."""
+    """Raise an error for ``str(x)`` and ``repr(x)`` of a traced tensor if the user could see
+    them."""
     for leaf in leaves:
         if isinstance(leaf, str) and _TRACED.search(leaf):
             raise UnsupportedError(

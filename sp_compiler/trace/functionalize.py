@@ -1,9 +1,9 @@
 """Rewrite of an exported graph to functional operators: no in-place writes, no subgraphs.
 
 ``ExportedProgram.run_decompositions`` does that by tracing the graph again, which takes as long as
-the export. Most models write nothing in forward. For them it is enough to inline the subgraphs and
-to replace the few composite operators that may return a view of their operand (``to``,
-``contiguous``, ``chunk`` ...) by the operators that they run for this shape and dtype.
+the export. Most models do not write in place in forward. For them it is enough to inline the
+subgraphs and to replace the few composite operators that may return a view of their operand
+(``to``, ``contiguous``, ``chunk`` ...) by the operators that they run for this shape and dtype.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 def functionalize(exported: ExportedProgram) -> ExportedProgram:
     """Rewrite ``exported``, of ``torch.export.export``, to functional composite operators.
 
-    Values that were computed under ``no_grad`` are detached. The nodes keep the module and source
-    line of the user's model.
+    Values computed under ``no_grad`` are detached. Nodes keep the module and source line of the
+    user's model.
     """
     module = exported.graph_module
     _prepare_subgraphs(module)
@@ -51,7 +51,7 @@ def functionalize(exported: ExportedProgram) -> ExportedProgram:
 
 
 def _nodes(module: GraphModule) -> Iterator[Node]:
-    """Yield all nodes, those of subgraphs too."""
+    """Yield all nodes, including those of subgraphs."""
     for node in module.graph.nodes:
         yield node
         if node.op == "get_attr" and isinstance(body := _attribute(module, node), GraphModule):
@@ -59,7 +59,8 @@ def _nodes(module: GraphModule) -> Iterator[Node]:
 
 
 def _is_simple(node: Node) -> bool:
-    """Return whether the node writes nothing, and its value is of plain tensors of fixed size."""
+    """Return whether the node writes nothing in place and its value consists of plain tensors of
+    fixed size."""
     for leaf in pytree.tree_leaves(node.meta.get("val")):
         if isinstance(leaf, Tensor):
             if type(leaf) is not FakeTensor or leaf._has_symbolic_sizes_strides or leaf.is_conj():
@@ -132,7 +133,7 @@ def _inline(module: GraphModule) -> None:
 
 
 def _replace(node: Node, body: Graph, inputs: Any) -> list[Node]:
-    """Put the nodes of ``body``, called with ``inputs``, in place of ``node``; returns them."""
+    """Replace ``node`` by the nodes of ``body``, called with ``inputs``; return them."""
     graph, before = node.graph, node.prev  # graph_copy does not return the new nodes: those between
     values = dict(zip(body.find_nodes(op="placeholder"), inputs, strict=True))
     with graph.inserting_before(node):

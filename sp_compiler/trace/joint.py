@@ -85,18 +85,18 @@ class JointGraph:
 
     @property
     def grads(self) -> list[fx.Node | None]:
-        """One per input, None where no gradient flows."""
+        """Gradients, one per input; None if no gradient flows to it."""
         return list(self._results[self.num_outputs :])
 
     @property
     def differentiable(self) -> tuple[bool, ...]:
-        """For each output whether a gradient flows through it."""
+        """Whether a gradient flows through each output."""
         return tuple(index in self.tangent_outputs for index in range(self.num_outputs))
 
     def reached_from(self) -> dict[int, frozenset[int]]:
         """Return, for inputs whose gradient depends on some tangents alone, the outputs of those.
 
-        Where none of these outputs has a gradient, eager code has none for the input either.
+        If none of these outputs has a gradient, the input has none in eager code either.
         """
         outputs: dict[fx.Node, frozenset[int]] = {
             tangent: frozenset({output})
@@ -142,8 +142,8 @@ def trace_joint(region: Region) -> JointGraph:
     """Differentiate a sharded region.
 
     Gradients are those of the inputs whose placeholder has ``meta["requires_grad"]``; a region
-    where nothing needs one yields its forward alone. Inputs are taken to be contiguous, tangents
-    have to be. Aliases and copies that copy nothing are dropped.
+    without any returns its forward alone. Inputs are assumed to be contiguous, tangents must be.
+    Aliases and copies that do nothing are dropped.
 
     Raises:
         PassError: a placeholder without ``meta["val"]``.
@@ -212,7 +212,8 @@ def _fake_input(node: fx.Node, mode: FakeTensorMode) -> Tensor:
 
 
 def _rebuild(traced: fx.Graph, region: Region) -> JointGraph:
-    """Copy a traced graph with this file's order and names, free of PyTorch's conventions."""
+    """Copy a traced graph into the order and names documented here, without PyTorch's
+    conventions."""
     let_factorizations_raise(traced, region)
     drop_effects(traced)
     placeholders = traced.find_nodes(op="placeholder")
@@ -309,7 +310,7 @@ def _copies_nothing(node: fx.Node) -> bool:
 
 
 def _copy_provenance(joint: JointGraph, region: Region) -> None:
-    """Copy meta from the region's nodes to those that they became, gradients included."""
+    """Copy meta from the region's nodes to the nodes traced from them, including gradients."""
     sources = {node.name: node for node in region.module.graph.nodes}
     # A gradient has the source of its forward node, but neither its placement nor its shape.
     backward = joint.backward_nodes()
@@ -335,7 +336,7 @@ def _copy_provenance(joint: JointGraph, region: Region) -> None:
 
 
 def _relabels(node: fx.Node) -> bool:
-    """Return whether a view leaves one rank's part as it is but changes what it is a part of."""
+    """Return whether a view leaves one rank's part unchanged but changes the global tensor."""
     source = node.args[0] if node.args else None
     if node.target is not aten.reshape.default or not isinstance(source, fx.Node):
         return False

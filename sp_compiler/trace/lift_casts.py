@@ -1,7 +1,7 @@
-"""Removal of the roundings to float32 that a float64 model does itself, from a captured graph.
+"""Remove a float64 model's own rounding to float32 from a captured graph.
 
-Transformers' models compute their loss in float32 whatever their dtype: a comparison in float64
-would see that rounding and nothing below it.
+Models of transformers compute their loss in float32 regardless of their dtype: a comparison in
+float64 would not see errors below that rounding.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def lift_casts_to_float64(captured: Captured) -> None:
     """Turn every lower floating dtype in the graph into float64, in place.
 
     ``to(x, float32)`` -> ``to(x, float64)``, ``softmax(x, dtype=float32)`` -> ``float64``, likewise
-    factories; lower constants get float64 values. Nothing happens where the parameters are not
-    float64. The fakes of calls are out of date afterwards.
+    factories; constants of lower precision get float64 values. Nothing happens if the parameters
+    are not float64. The fake values of calls are outdated afterwards.
     """
     placeholders = list(zip(captured.placeholders, captured.refs, strict=True))
     if not any(

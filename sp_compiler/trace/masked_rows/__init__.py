@@ -1,8 +1,8 @@
-"""Rewrite of rows that are chosen by a mask (``x[mask]``, ``torch.where(mask)``) to all rows.
+"""Rewrite operators on rows selected by a mask (``x[mask]``, ``torch.where(mask)``) to all rows.
 
-How many rows a mask chooses depends on data, and no graph of fixed shapes holds them. Mixtures of
-experts are mostly written so: each expert computes the rows of its own tokens, and adds them where
-they came from::
+The number of rows that a mask selects depends on data, so a graph of fixed shapes cannot represent
+them. Most mixtures of experts are written this way: each expert computes the rows of its own tokens
+and adds them at their old positions::
 
     t, k = where(mask)                                 # mask: (T, K), with u rows
     y = index_put(y, [t], y[t] + p[t, k, None] * expert(x[t]))
@@ -10,9 +10,9 @@ they came from::
     w = sum(where(mask, p, 0), 1)                      # of the k that is chosen, if any is
     y = where(any(mask, 1)[:, None], y + w[:, None] * expert(x), y)
 
-What is computed row by row is computed for all rows, and what belongs to rows that the mask does
-not choose is left out where the rows go back. The result is the same number for number, but for the
-order of sums; the experts compute more rows than they have to.
+Row-wise operators run on all rows, and rows that the mask does not select are dropped where the
+rows are written back. The result is the same except for the order of sums; the experts compute more
+rows than necessary.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ _PRODUCTS = (_aten.linear.default, _aten.matmul.default, _aten.mm.default)
 
 
 def compute_all_rows(graph: Graph) -> None:
-    """Rewrite ``graph``, as exported, in place; the values of new nodes are left out.
+    """Rewrite an exported ``graph`` in place; new nodes get no values.
 
-    Writing one row twice without adding is undefined in PyTorch, so the mask must be one that
-    chooses each row at most once there. A graph without chosen rows stays as it is.
+    Writing one row twice without adding is undefined in PyTorch, so the mask must select each row
+    at most once there. A graph without selected rows does not change.
 
     Raises:
-        CaptureError: chosen rows are used in a way that the rows of all tokens cannot stand for.
+        CaptureError: selected rows are used in a way that cannot be rewritten to all rows.
     """
     erase_dead(graph)  # what nobody uses needs no shape
     _Rewrite(graph).run()
@@ -74,7 +74,7 @@ def compute_all_rows(graph: Graph) -> None:
 
 
 class _Rewrite:
-    """State of one rewrite: where the masks are, and what is known of the rows that they choose."""
+    """State of one rewrite: the masks, and the values of rows that they select."""
 
     def __init__(self, graph: Graph) -> None:
         self._values = RowValues(graph)
@@ -117,7 +117,7 @@ class _Rewrite:
                 self._values.rows[node] = self._computed(node)
 
     def _known_mask(self, mask: Node) -> Node:
-        """The first mask that is computed alike: ``y[i == e] = x[i == e]`` has two of them."""
+        """The first mask with the same computation: ``y[i == e] = x[i == e]`` has two of them."""
         if not self._numbers:
             self._numbers = _numbered(self._values.graph)
         return self._masks.setdefault(self._numbers[mask], mask)
@@ -173,7 +173,7 @@ class _Rewrite:
         self._values.rows[node] = self._entered(rows, node)
 
     def _entered(self, rows: Rows, node: Node) -> Rows:
-        """Rows with zeros where the mask chooses none: those may not be finite."""
+        """Rows with zeros where the mask selects none, because these values may not be finite."""
         # Their gradient is zero, but a product would give a parameter zero times NaN.
         if not node.meta["val"].is_floating_point():
             return rows
@@ -183,7 +183,7 @@ class _Rewrite:
         return replace(rows, node=zeroed)
 
     def _taken(self, x: Node, first: int, places: Sequence[Rows]) -> Rows:
-        """``x[..., i, j]``: ``x`` itself where the places are those of the mask."""
+        """``x[..., i, j]``: ``x`` itself if the indices are those of the mask."""
         mask = places[0].mask
         if any(each.mask is not mask or len(shape_of(x)) <= first for each in places):
             raise Declined("they are mixed with those of another mask")
@@ -234,7 +234,7 @@ class _Rewrite:
         raise Declined("they are not computed row by row")
 
     def _reshaped(self, node: Node, rows: Rows) -> Rows:
-        """A view that leaves the rows as a dim of their own."""
+        """A view that keeps the rows as a separate dim."""
         old, new = shape_of(node.args[0]), shape_of(node)
         dims = [dim for dim, size in enumerate(new) if free_unbacked_symbols(size)]
         if len(dims) != 1 or not same_shape([new[dims[0]]], [old[rows.dim]]):
@@ -255,7 +255,7 @@ class _Rewrite:
 
 
 def _numbered(graph: Graph) -> dict[Node, int]:
-    """Number the values; those that the same operators make of the same have one number."""
+    """Number the values; equal computations get the same number."""
     # Not by node: experts written as a loop compute ``index == expert`` once for each of its uses.
     numbers: dict[Node, int] = {}
     known: dict[str, int] = {}

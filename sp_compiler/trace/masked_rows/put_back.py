@@ -1,4 +1,4 @@
-"""Where chosen rows go back to: writes and sums at their places."""
+"""Operators that write selected rows back: writes and sums at their positions."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _PARTS = (
 
 
 class PutBack:
-    """Rewrites of the operators that put rows back.
+    """Rewrites the operators that write rows back.
 
     Args:
-        values: the rows of the graph.
-        known_mask: the first mask that is computed as a mask is.
+        values: the values of rows in the graph.
+        known_mask: returns the first mask with the same computation.
     """
 
     def __init__(self, values: RowValues, known_mask: Callable[[Node], Node]) -> None:
@@ -37,7 +37,7 @@ class PutBack:
         self._known_mask = known_mask
 
     def __call__(self, node: Node) -> None:
-        """Replace ``node``, one of :data:`SINKS`, by the same for all rows."""
+        """Replace ``node``, one of :data:`SINKS`, by the same operation on all rows."""
         value, base, indices, accumulate = SINKS[node.target](arguments(node))
         # Rows written among rows would need to know which of them are chosen twice.
         if base in self._values.rows or value not in self._values.rows:
@@ -81,7 +81,7 @@ class PutBack:
         self._finish(node, result)
 
     def _add_anywhere(self, node: Node, base: Node, places: Sequence[Rows], value: Node) -> None:
-        """Add every row of all, zeros where the mask chooses none, at its place."""
+        """Add all rows at their positions, with zeros where the mask selects none."""
         rows, rest = self._values.rows[value], list(shape_of(base))[1:]
         if len(places) != 1 or rows.dim != 0 or not same_shape(shape_of(value)[1:], rest):
             raise Declined("they go back to other places")
@@ -104,7 +104,7 @@ class PutBack:
         node.replace_all_uses_with(result)
 
     def _summed(self, value: Node, axes: tuple[int, ...], right: int) -> Node:
-        """The sum of the chosen rows at each position of ``axes``, which the value may lack."""
+        """The sum of the selected rows at each position of ``axes``, which the value may lack."""
         known = self._values.rows
         rows = known[value]
         others = [axis for axis in range(len(shape_of(rows.mask))) if axis not in axes]
@@ -123,7 +123,7 @@ class PutBack:
         return self._sum(value, others, right)
 
     def _picked(self, value: Node, axes: tuple[int, ...], right: int) -> Node:
-        """The one chosen row at each position of ``axes``; anything where none is chosen."""
+        """The selected row at each position of ``axes``; arbitrary if none is selected."""
         rows = self._values.rows[value]
         if rows.axes == axes:
             return rows.node
@@ -151,7 +151,7 @@ class PutBack:
 
 
 def covers(x: Node, first: int, places: Sequence[Rows]) -> bool:
-    """Return whether ``x[i, j]`` is at every position of the mask what ``x`` is there."""
+    """Return whether ``x[i, j]`` equals ``x`` at every position of the mask."""
     columns = [each.column for each in places]
     # A computed place, or one axis twice, as in a diagonal.
     if None in columns or len(set(columns)) != len(columns):

@@ -1,4 +1,4 @@
-"""Values of the rows that a mask chooses, and what they are for all positions of the mask."""
+"""Values of the rows that a mask selects, and their counterparts for all positions of the mask."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ _FINITE = frozenset(
 
 @dataclass(frozen=True)
 class Rows:
-    """A value of the chosen rows, and the same for all positions of the mask.
+    """A value of the selected rows, and its counterpart for all positions of the mask.
 
     Attributes:
         mask: the mask, with dims ``(M0, M1, ...)``.
-        node: the value for all positions: in place of the dim of rows it has the dims of ``axes``.
-        dim: of the rows.
+        node: the value for all positions, with the dims of ``axes`` in place of the dim of rows.
+        dim: the dim of rows.
         axes: dims of the mask that the value depends on, in order.
-        column: where the value is the place of each row along one axis, that axis.
-        flat: the value with nothing but rows that this one was expanded from.
+        column: if the value is the index of each row along one axis, that axis.
+        flat: the value with no dim but rows from which this one was expanded.
     """
 
     mask: Node
@@ -58,12 +58,12 @@ class Declined(Exception):
 
 
 class RowValues:
-    """The chosen rows of a graph, and calls that compute with all of them.
+    """The values of selected rows in a graph, and calls that compute with all rows.
 
     Attributes:
-        graph: is being rewritten.
-        node: new calls are inserted in front of it, and have its module and source line.
-        rows: what each node that is a value of chosen rows is for all positions.
+        graph: the graph that is rewritten.
+        node: new calls are inserted before it, and get its module and source line.
+        rows: the counterpart for all positions of each node that is a value of selected rows.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -73,7 +73,7 @@ class RowValues:
         self._hits: dict[tuple[object, ...], Node] = {}
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
-        """Insert a call, whose value is left out."""
+        """Insert a call without a value."""
         with self.graph.inserting_before(self.node):
             # Shapes of all rows follow at the end, in one run: with rows left they are unbacked
             # symbols still.
@@ -116,7 +116,7 @@ class RowValues:
         return self.call(_aten.reshape.default, rows.node, shape)
 
     def hit(self, mask: Node, axes: tuple[int, ...], right: int) -> Node:
-        """Where the mask chooses anything, with the dims of ``axes`` and ``right`` of size 1."""
+        """Where the mask selects anything, with the dims of ``axes``, and ``right`` of size 1."""
         # Each call of a module makes its own: one that another layer made would be an input that
         # this layer has and that one has not, and equal layers would compile as different blocks.
         module_call = str(self.node.meta.get("nn_module_stack"))
@@ -137,7 +137,7 @@ class RowValues:
         return hit
 
     def left(self, value: Node, right: int) -> Node:
-        """The rows of all, with zeros where the mask does not choose them."""
+        """All rows, with zeros where the mask does not select them."""
         rows = self.rows[value]
         every = tuple(range(len(shape_of(rows.mask))))
         wide = self.widened(rows, every, right, value)
@@ -158,7 +158,7 @@ def is_pointwise(node: Node) -> bool:
 
 
 def _is_finite(node: Node, operands: Container[Node]) -> bool:
-    """Return whether a pointwise operator of finite ``operands`` is finite, with its derivative."""
+    """Return whether a pointwise operator and its derivative are finite for finite ``operands``."""
     # Only by what is no row: rows that are left out may be zero.
     if _name(node) == "div":
         return not any(x in operands for x in node.all_input_nodes if x is not node.args[0])

@@ -1,7 +1,8 @@
-"""Plain data for the memory budget's solver, from a program and ways to split its regions.
+"""Plain data for the memory budget's solver, from a program and the candidate splits of its
+regions.
 
-Read off the same walk as :mod:`sp_compiler.cost.step_memory`, so that a sum over the right entries
-is the peak of the plan, to the byte.
+It comes from the same walk as :mod:`sp_compiler.cost.step_memory`, so that the solver's peak equals
+the plan's to the byte.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def budget_problem(
 ) -> list[CallSplits]:
     """Return one entry per call, with a split for each of its region's.
 
-    A call that no gradient reaches has one split, the first: what it saves stays to the end.
+    A call that no gradient reaches has only the first split: what it saves is live until the end.
 
     Args:
         program: sharded.

@@ -1,10 +1,11 @@
-"""Memory traffic of a function in which neighbouring elementwise operators are one kernel.
+"""Memory traffic of a function whose neighbouring elementwise operators are fused into one kernel.
 
-That is what Inductor makes of them between two collectives, and what hand-fused kernels (a softmax
-with its scale and mask, a dropout with its residual sum) do: a value that only the kernel itself
-reads never reaches memory, and what several of its operators read is read once. An operator over
-rows (a softmax, a norm) ends a kernel: with that the times come near those measured for hand-fused
-kernels (``docs/paper.md``), and Inductor, which often goes on, can only be faster.
+Inductor fuses operators between two collectives this way, and so do hand-written kernels (a softmax
+with its scale and mask, a dropout with its residual sum): a value that only the kernel itself reads
+is never written to memory, and a value that several of its operators read is read once. A row-wise
+operator (a softmax, a norm) ends a kernel: with this assumption the times are close to those
+measured for hand-fused kernels (``docs/paper.md``), and Inductor, which often fuses more, can only
+be faster.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ _POINTWISE = frozenset(
 
 
 def fused_bytes(graph: Graph) -> dict[Node, int]:
-    """Return what each node of a kernel reads and writes in memory; others are left out.
+    """Return the bytes that each node of a kernel reads and writes in memory; others are omitted.
 
-    The traffic of a kernel is that of its nodes together: an outer value counts at the first that
-    reads it, a result at the node that makes it.
+    The traffic of a kernel is the sum over its nodes: an outside value counts at its first reader,
+    a result at the node that makes it.
     """
     kernels = _kernels(graph)
     read: set[tuple[int, Node]] = set()
@@ -66,7 +67,7 @@ def fused_bytes(graph: Graph) -> dict[Node, int]:
 
 
 def _kernels(graph: Graph) -> dict[Node, int]:
-    """Return a number of its kernel for every node that can be fused."""
+    """Return the number of the kernel of every node that can be fused."""
     kernels: dict[Node, int] = {}
     merged_into: dict[int, int] = {}
 
@@ -112,7 +113,7 @@ def _maker(node: Node) -> Node:
 
 
 def _readers(node: Node) -> set[Node]:
-    """Return the nodes that read a result of ``node``, views of it aside."""
+    """Return the nodes that read a result of ``node``, other than views."""
     readers: set[Node] = set()
     for user in node.users:
         readers |= _readers(user) if is_view(user) or is_part(user) else {user}

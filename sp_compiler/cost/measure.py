@@ -96,7 +96,7 @@ def _name(device: torch.device) -> str:
 
 
 def _product_tflops(dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
-    """Return the best rate of all sizes, and that of the largest."""
+    """Return the highest rate of all sizes, and the rate of the largest size."""
     rates = []
     for size in _MATRIX_SIZES:
         matrix = torch.ones(size, size, dtype=dtype, device=device)
@@ -153,7 +153,7 @@ def _link(time_us: Callable[[int], float], large_bytes: int, crossings: float) -
 
 
 def _time_s(function: Callable[[], Any], device: torch.device) -> float:
-    """Return the shortest of several times: whatever else the machine does only adds to them."""
+    """Return the shortest of several times: other work on the machine can only make them longer."""
     function()  # which loads kernels and opens connections
     times = []
     for _ in range(_REPEATS):

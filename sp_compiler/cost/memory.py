@@ -1,8 +1,8 @@
-"""Peak memory of one generated function, beside its arguments.
+"""Peak memory of one generated function, without its arguments.
 
-Counted are storages that the generated code makes and its ``del`` statements free, what dropout
-needs to draw its masks and what collectives copy; scratch memory inside PyTorch's own operators is
-not seen.
+It counts storages that the generated code creates and its ``del`` statements free, memory for
+drawing dropout masks, and copies for collectives; scratch memory inside PyTorch's own operators is
+unknown.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from sp_compiler.ops.registry import operator_of
 
 
 def function_peak_bytes(graph: Graph) -> int:
-    """Return the most bytes that one generated function holds at once, beside its arguments."""
+    """Return the peak of bytes that one generated function allocates."""
     return _function_peak(graph)
 
 
 def backward_peak_bytes(graph: Graph, own_parameters: Collection[int]) -> int:
-    """Return the same of a backward, without the gradients of ``own_parameters``.
+    """Return the peak of a backward, without the gradients of ``own_parameters``.
 
     Args:
         own_parameters: see :meth:`sp_compiler.ir.program.Program.own_parameters`.
@@ -68,9 +68,9 @@ def _function_peak(graph: Graph, ignored: Iterable[Node] = ()) -> int:
 
 
 def run_bytes(node: Node, ignored: Container[Node] = ()) -> int:
-    """Bytes that come into being while ``node`` runs: all results, and scratch memory.
+    """Return the bytes allocated while ``node`` runs: all results, and scratch memory.
 
-    Also results without a name, which the next line frees; those in ``ignored`` do not count.
+    This includes unnamed results, which the next line frees; those in ``ignored`` do not count.
     """
     results = (node, *(user for user in node.users if is_part(user)))
     left_out = sum(tensor_bytes(result.meta["val"]) for result in results if result in ignored)
@@ -78,18 +78,21 @@ def run_bytes(node: Node, ignored: Container[Node] = ()) -> int:
 
 
 def scratch_bytes(node: Node) -> int:
-    """Bytes that the operator allocates inside, beside its result: known of our own alone."""
+    """Return the bytes that the operator allocates beside its result, which are known for our own
+    operators only."""
     ours = operator_of(node.target)
     return 0 if ours is None else ours.scratch_bytes(arguments(node), node.meta["val"])
 
 
 def made_storages(node: Node) -> list[Node]:
-    """Nodes whose storages outlive the statement of ``node``: of several results the named ones."""
+    """Return the nodes whose storages outlive the statement of ``node``: of several results, the
+    named ones."""
     if not isinstance(node.meta["val"], (list, tuple)):
         return [node]
     return [user for user in node.users if base(user) is user]
 
 
 def owned_bytes(node: Node) -> int:
-    """Bytes of the storage behind ``node``; 0 for several results, each of which has its own."""
+    """Return the bytes of the storage of ``node``; 0 for several results, which have their own
+    storages."""
     return 0 if isinstance(node.meta["val"], (list, tuple)) else tensor_bytes(node.meta["val"])

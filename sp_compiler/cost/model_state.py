@@ -18,12 +18,12 @@ class StoredParameter:
     """This rank's part of one parameter.
 
     Attributes:
-        num_bytes: of its values; its gradient takes as many.
+        num_bytes: bytes of its values, and of its gradient.
         numel: number of elements.
         dtype: as text.
         trained: whether it gets a gradient.
-        replicated: the same on every one of several ranks.
-        reduced: whether its gradient is summed over the ranks behind the last backward.
+        replicated: whether several ranks hold the same values.
+        reduced: whether its gradient is summed over the ranks after the last backward.
     """
 
     num_bytes: int
@@ -36,7 +36,7 @@ class StoredParameter:
 
 @dataclass(frozen=True)
 class ModelState:
-    """What a rank holds beside activations."""
+    """Bytes that a rank holds apart from activations."""
 
     parameter_bytes: int
     gradient_bytes: int
@@ -59,11 +59,11 @@ class ModelState:
 def stored_parameters(
     program: Program, placements: Mapping[str, Placement], world_size: int
 ) -> dict[str, StoredParameter]:
-    """Return, by stored name, this rank's part of every parameter that the forward uses.
+    """Return this rank's part of every parameter that the forward uses, by stored name.
 
     Args:
         program: sharded.
-        placements: in which each parameter is stored.
+        placements: stored placement of each parameter.
         world_size: number of tensor-parallel ranks.
     """
     sizes: dict[str, StoredParameter] = {}

@@ -51,7 +51,7 @@ _PRODUCTS = {
 
 
 def tensor_bytes(value: object) -> int:
-    """Bytes of a tensor, or of all tensors of an operator's several results."""
+    """Return the bytes of a tensor, or of all results of an operator."""
     leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
     return sum(leaf.numel() * leaf.element_size() for leaf in leaves)
 
@@ -59,8 +59,9 @@ def tensor_bytes(value: object) -> int:
 def node_flops(node: Node) -> tuple[int, int]:
     """Floating point operations of matrix products (2 per multiply-add): (model, hardware).
 
-    The full square of scores counts, causal or not, as in the papers. The two numbers differ where
-    the operator recomputes inside: fused attention's backward multiplies queries and keys again.
+    Attention scores count in full, causal or not, as in the papers. The two numbers differ if the
+    operator recomputes internally: the backward of fused attention multiplies queries and keys
+    again.
     """
     args, kwargs = tree_map_only(Node, lambda arg: arg.meta["val"], (node.args, node.kwargs))
     return operator_flops(node.target, args, kwargs, node.meta["val"])
@@ -69,7 +70,7 @@ def node_flops(node: Node) -> tuple[int, int]:
 def operator_flops(
     target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> tuple[int, int]:
-    """Return :func:`node_flops` of an operator that made ``result`` of these tensors."""
+    """Return :func:`node_flops` of an operator with these operands and this ``result``."""
     # By hand: torch's registry lacks the operator for CPUs, and has one count for a backward, in
     # which the recomputed product is part of the model's work.
     if target in FUSED_ATTENTION:
@@ -93,10 +94,11 @@ def operator_flops(
 
 
 def product_flops(node: Node) -> float:
-    """Operations of the matrix product that a composite operator is (2 per multiply-add), else 0.
+    """Return the operations (2 per multiply-add) of a composite operator that is a matrix product,
+    else 0.
 
-    For the placement solver, which sees the forward alone, before composite operators (``linear``,
-    ``matmul``...) are decomposed to those that :func:`node_flops` knows.
+    For the placement solver, which sees only the forward, before composite operators (``linear``,
+    ``matmul``...) are decomposed to those that :func:`node_flops` supports.
     """
     # By name: one of them belongs to transformers, which may not be installed.
     name = getattr(getattr(node.target, "_schema", None), "name", "")
@@ -119,7 +121,7 @@ def _attention_product(query: Tensor, key: Tensor) -> int:
 
 
 def node_collectives(node: Node) -> list[Collective]:
-    """Return the collectives that ``node`` runs: most nodes run none."""
+    """Return the collectives that ``node`` runs, if any."""
     kind = collective_of(node)
     if kind is not None:
         # The larger side is the full value: an all-gather makes it, a reduce-scatter takes it.
@@ -132,7 +134,7 @@ def node_collectives(node: Node) -> list[Collective]:
 def collectives_us(
     collectives: list[Collective], world_size: int, hardware: Hardware = H100
 ) -> float:
-    """Time of collectives that nothing hides."""
+    """Return the total time of collectives, without overlap."""
     total = 0.0
     for item in collectives:
         # One by one, for each pays the latency.
@@ -144,10 +146,10 @@ def collectives_us(
 def compute_us(
     node: Node, hardware: Hardware = H100, fused: Mapping[Node, int] | None = None
 ) -> float:
-    """Roofline time of ``node`` run as a kernel of its own; 0 for views and conversions.
+    """Return the roofline time of ``node`` as a separate kernel; 0 for views and conversions.
 
     Args:
-        fused: bytes that nodes move which are part of a larger kernel, see
+        fused: bytes moved by nodes that are part of a larger kernel; see
             :func:`sp_compiler.cost.fused_kernels.fused_bytes`.
     """
     # A part of several results is there when they are.
@@ -170,7 +172,7 @@ def compute_us(
 
 
 def product_dtype(node: Node) -> torch.dtype:
-    """Return the dtype that a matrix product runs in: that of its first tensor operand."""
+    """Return the dtype of a matrix product: that of its first tensor operand."""
     # Of an operand and not of the result: products in float8 have results in 16 bits.
     for value in (source.meta["val"] for source in node.all_input_nodes):
         if isinstance(value, Tensor):
@@ -180,14 +182,14 @@ def product_dtype(node: Node) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Span:
-    """A kernel or a collective in the course of a function.
+    """A kernel or a collective in the timeline of a function.
 
     Attributes:
-        name: of its node.
-        operator: what it runs.
+        name: name of its node.
+        operator: the operator that it runs.
         stream: "compute", or "tp" for the link of the tensor-parallel group.
-        begin_us: from the beginning of the function.
-        recomputed: whether forward has computed it before.
+        begin_us: time since the start of the function.
+        recomputed: whether it repeats a computation of the forward.
     """
 
     name: str
@@ -208,12 +210,14 @@ def function_spans(
     hardware: Hardware = H100,
     fused: Mapping[Node, int] | None = None,
 ) -> Iterator[Span]:
-    """Follow a generated function, with collectives one after another beside the kernels.
+    """Return the timeline of a generated function: kernels, and collectives one after another
+    beside them.
 
-    One that has been started goes on until its ``wait``; any other holds everything up.
+    A collective that is started asynchronously runs until its ``wait``; any other blocks the
+    kernels.
 
     Args:
-        fused: as of :func:`compute_us`.
+        fused: as for :func:`compute_us`.
     """
     now_us = link_free_us = 0.0
     arrival_us: dict[Node, float] = {}
@@ -244,7 +248,7 @@ def elapsed_us(
     hardware: Hardware = H100,
     fused: Mapping[Node, int] | None = None,
 ) -> float:
-    """Time of a generated function, see :func:`function_spans`."""
+    """Return the time of a generated function; see :func:`function_spans`."""
     spans = function_spans(graph, world_size, hardware, fused)
     return max((span.end_us for span in spans), default=0.0)
 

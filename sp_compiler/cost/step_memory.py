@@ -1,4 +1,4 @@
-"""Memory of one training step: bytes live while each call runs, and storages that are saved."""
+"""Memory of one training step: live bytes during each call, and saved storages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from sp_compiler.ir.program import Program
 
 @dataclass(frozen=True)
 class Kept:
-    """A storage kept until backward; ``position`` is that in the call's ``Partitioned.saved``."""
+    """A storage saved for backward; ``position`` is its position in the call's
+    ``Partitioned.saved``."""
 
     call: int
     position: int
@@ -28,7 +29,7 @@ class Moment:
     """Bytes of all calls at the peak of one call's forward or backward.
 
     Attributes:
-        around_bytes: of them, those that exist before the function runs.
+        around_bytes: bytes of these that exist before the function runs.
     """
 
     phase: Phase
@@ -42,9 +43,9 @@ class StepMemory:
     """Memory of one training step on one rank.
 
     Attributes:
-        kept: every (call, saved tensor) whose storage some call made, in order of the calls.
+        kept: every (call, saved tensor) whose storage a call allocates, in order of the calls.
         returned: storages of the model's outputs.
-        timeline: bytes while each call runs, in the order of the step.
+        timeline: bytes during each call, in the order of the step.
     """
 
     kept: tuple[Kept, ...]
@@ -53,12 +54,12 @@ class StepMemory:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes that exist at once."""
+        """The peak of live bytes."""
         return max((moment.num_bytes for moment in self.timeline), default=0)
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes alive between forward and backward: each storage once, without what is returned."""
+        """Bytes live between forward and backward: each storage once, without returned ones."""
         storages = {item.storage for item in self.kept} - self.returned
         return sum(storage.num_bytes for storage in storages)
 
@@ -77,7 +78,7 @@ def memory_of_split(
     differentiable: Mapping[str, Sequence[bool]],
     world_size: int,
 ) -> StepMemory:
-    """Return :func:`step_memory` of a program for which there is no code yet.
+    """Return :func:`step_memory` of a program without generated code.
 
     The arguments are those of :class:`~sp_compiler.cost.step_walk.StepWalk`.
     """
@@ -86,7 +87,8 @@ def memory_of_split(
 
     @cache
     def peak_bytes(name: str, phase: Phase, counted_as_gradients: frozenset[int]) -> int:
-        """Peak of one function; calls of a region share one answer, so depth costs nothing."""
+        """Return the peak of one function; calls of a region share the result, so depth costs
+        nothing."""
         parts = partitioned[name]
         if phase == "forward":
             return function_peak_bytes(parts.forward)
@@ -121,15 +123,15 @@ def functions_room_bytes(
     world_size: int,
     budget_bytes: int | None = None,
 ) -> dict[str, dict[Phase, int]]:
-    """Return what each region's functions may take at their peaks, with which the step fits.
+    """Return the peak that the functions of each region may have so that the step fits.
 
-    The step fits ``budget_bytes``, or its own peak where there is no budget: often the peak is
-    where the loss is computed, and the blocks' functions may take more than they do. The region's
-    function serves all its calls, so the one counts around which most exists.
+    The step must fit ``budget_bytes``, or its own peak if there is no budget: the peak is often at
+    the loss, so that the functions of blocks may take more. A region's function serves all its
+    calls, so the call with most bytes around it counts.
 
     Args:
-        budget_bytes: for the activations of a step.
-        program: as of :func:`memory_of_split`, like the arguments between.
+        budget_bytes: limit for the activations of a step.
+        program: as for :func:`memory_of_split`, like the arguments between.
     """
     memory = memory_of_split(program, partitioned, differentiable, world_size)
     # Not the larger of both: a budget may count on an order that lies below the peak of this one.

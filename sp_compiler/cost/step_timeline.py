@@ -1,4 +1,4 @@
-"""What a rank's device and its link do when, in one step of a compiled program.
+"""Timeline of a rank's device and its link in one step of a compiled program.
 
 The order of kernels, starts and waits is that of the generated functions; the order of functions is
 that of the step: calls forward, then backward in reverse, then the reduction of replicated
@@ -28,12 +28,13 @@ class FunctionRun:
     """One run of a generated function in a step.
 
     Attributes:
-        block: name of its class; "" for what belongs to no block.
-        path: the layer, "" for what is outside of layers.
-        phase: "forward" or "backward"; of a backward in two parts "backward_inputs" and
+        block: name of its class; "" if it belongs to no block.
+        path: path of the layer, "" for code outside of layers.
+        phase: "forward" or "backward"; for a backward in two functions, "backward_inputs" and
             "backward_weights".
-        begin_us: from the beginning of the step.
-        spans: of its kernels and collectives, from its own beginning; equal blocks share them.
+        begin_us: time since the start of the step.
+        spans: spans of its kernels and collectives, relative to its own start; equal blocks share
+            them.
     """
 
     block: str
@@ -45,11 +46,11 @@ class FunctionRun:
 
 @dataclass(frozen=True)
 class StepTimeline:
-    """Estimated course of one step on one rank.
+    """Estimated timeline of one step on one rank.
 
     Attributes:
-        runs: of functions, in their order.
-        functions: what runs in the function of a block, by its name and the phase.
+        runs: runs of functions, in order.
+        functions: spans of the function of a block, by its name and the phase.
     """
 
     runs: tuple[FunctionRun, ...]
@@ -57,12 +58,12 @@ class StepTimeline:
 
     @property
     def step_us(self) -> float:
-        """From the first kernel to the last gradient."""
+        """Time from the first kernel to the last gradient."""
         return self.runs[-1].begin_us + duration_us(self.runs[-1].spans) if self.runs else 0.0
 
     @property
     def exposed_us(self) -> dict[str, float]:
-        """By phase: time in which the device does nothing but wait for the link."""
+        """By phase, the time during which the device only waits for the link."""
         exposed = {"forward": 0.0, "backward": 0.0}
         for run in self.runs:
             computed_us = sum(s.duration_us for s in run.spans if s.stream == "compute")
@@ -71,7 +72,7 @@ class StepTimeline:
 
     @property
     def exposed_recompute_us(self) -> float:
-        """Time of recomputation during which nothing is on the link."""
+        """Time of recomputation during which the link is idle."""
         return sum(map(_exposed_recompute_us, (run.spans for run in self.runs)))
 
     def spans(self) -> Iterator[tuple[FunctionRun, Span]]:
@@ -82,7 +83,7 @@ class StepTimeline:
                 yield run, replace(span, begin_us=begin_us, end_us=end_us)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data: the sums, without each span, which a trace has."""
+        """Plain data: the sums; single spans are in a trace."""
         return {
             "step_us": self.step_us,
             "exposed_us": self.exposed_us,
@@ -90,7 +91,7 @@ class StepTimeline:
         }
 
     def to_trace(self, path: str | Path) -> None:
-        """Write a trace for ``chrome://tracing`` or Perfetto, a row for each stream."""
+        """Write a trace for ``chrome://tracing`` or Perfetto, one row per stream."""
         events: list[dict[str, Any]] = [
             {"ph": "M", "name": "thread_name", "pid": 0, "tid": tid, "args": {"name": name}}
             for tid, name in enumerate(_STREAMS)
@@ -121,12 +122,12 @@ def step_timeline(
     *,
     fused: bool = False,
 ) -> StepTimeline:
-    """Follow one step of ``compiled``.
+    """Return the timeline of one step of ``compiled``.
 
     Args:
-        order: functions as they run, see :func:`sp_compiler.cost.step_memory.step_memory`.
-        reduction: of replicated parameters' gradients, at the end.
-        fused: whether neighbouring elementwise operators are one kernel.
+        order: functions in execution order, see :func:`sp_compiler.cost.step_memory.step_memory`.
+        reduction: collectives that reduce replicated parameters' gradients, at the end.
+        fused: whether neighbouring elementwise operators are fused.
     """
     spans = _spans_of_functions(compiled, hardware, fused=fused)
     runs, now_us = [], 0.0
@@ -169,7 +170,7 @@ def category_of(span: Span) -> str:
 
 
 def duration_us(spans: Sequence[Span]) -> float:
-    """Return when the last of a function's ``spans`` ends."""
+    """Return the end of the last of a function's ``spans``."""
     return max((span.end_us for span in spans), default=0.0)
 
 

@@ -1,9 +1,9 @@
-"""Walk through one training step: which storages come into being and die, in order.
+"""Walk through one training step: allocations and frees of storages, in order.
 
 Parameters, their gradients, buffers, constants and the user's inputs are not activations and do not
-count. The model's outputs do, and so does what becomes a gradient: a part of the gradient of a
-parameter that several calls use, until it is added to the others, and gradients of replicated
-parameters, until they are reduced together.
+count. The model's outputs do, and so do temporary gradients: a part of the gradient of a parameter
+that several calls use, until it is added to the others, and gradients of replicated parameters,
+until they are reduced together.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Event:
     """One event of a step.
 
     Attributes:
-        kind: a function runs, storages get one more holder, or they lose one.
-        phase: of the function that runs, or that ran last.
-        call: of that function.
-        storages: those held or released, with repetitions.
-        saved: whether they are those that ``call`` saves for its backward.
+        kind: a function runs, or storages get or lose a holder.
+        phase: phase of the function that runs, or that ran last.
+        call: call of that function.
+        storages: storages that are held or released, with repetitions.
+        saved: whether ``call`` saves them for its backward.
     """
 
     kind: Literal["run", "hold", "release"]
@@ -48,7 +48,7 @@ class Event:
 
 
 class Holders:
-    """Storages with the number of their holders; a storage lives as long as it has one."""
+    """Number of holders of each storage; a storage is live as long as it has one."""
 
     def __init__(self) -> None:
         self.live_bytes = 0
@@ -73,7 +73,7 @@ class Holders:
 
 @dataclass
 class CallStorages:
-    """Storages of one call, ``None`` where the value is no activation."""
+    """Storages of one call, ``None`` for values that are not activations."""
 
     outputs: list[Storage | None] = field(default_factory=list)
     saved: list[Storage | None] = field(default_factory=list)
@@ -82,7 +82,7 @@ class CallStorages:
 class StepWalk:
     """The events of one step of a program.
 
-    Backward starts from the first output that is a single number, else from all outputs.
+    Backward starts from the first scalar output, or from all outputs if there is none.
 
     Args:
         program: sharded.
@@ -142,7 +142,7 @@ class StepWalk:
         yield from self._reduce()
 
     def storages_of(self, index: int, parts: Partitioned) -> CallStorages:
-        """Storages that call ``index`` makes and saves if it is split like ``parts``."""
+        """Return the storages that call ``index`` makes and saves if it is split like ``parts``."""
         call = self.program.calls[index]
         placeholders = parts.forward.find_nodes(op="placeholder")
         arguments = dict(zip(placeholders, map(self._storage, call.args), strict=True))
@@ -230,7 +230,7 @@ class StepWalk:
         yield self._release([before, part])
 
     def _reduce(self) -> Iterator[Event]:
-        """Put gradients of replicated parameters together and reduce them, a dtype at a time."""
+        """Concatenate gradients of replicated parameters and reduce them, one dtype at a time."""
         sizes_bytes: Counter[torch.dtype] = Counter()
         for grad in self._replicated.values():
             sizes_bytes[grad.dtype] += tensor_bytes(grad)
@@ -255,7 +255,7 @@ class StepWalk:
 def _resolve(
     node: Node, known: Mapping[Node, Storage | None], where: tuple[Phase, int]
 ) -> Storage | None:
-    """Return the storage behind ``node``: one that came in, or one that the function made."""
+    """Return the storage of ``node``: an input's, or one that the function allocated."""
     owner = base(node)
     if owner.op == "placeholder":
         return known[owner]

@@ -1,6 +1,6 @@
 """Sharding rules that users write for their own operators, as text.
 
-``"...i, oi -> ...o"``: one letter a dim, the operands in the order of the operator's tensor
+``"...i, oi -> ...o"``: one letter per dim, the operands in the order of the operator's tensor
 arguments, then the results; ``...`` stands for any number of leading dims, the same everywhere.
 """
 
@@ -85,7 +85,8 @@ def rule(
 
 
 def user_rule(op: str) -> tuple[tuple[str, str], dict[str, Any]] | None:
-    """Arguments of the call of :func:`rule` for the operator of this name; none without one."""
+    """Return the arguments of the call of :func:`rule` for the operator of this name, if there was
+    one."""
     signature = getattr(getattr(ROWS.get(op), "factors", None), "__self__", None)
     if not isinstance(signature, _Signature):
         return None
@@ -94,7 +95,7 @@ def user_rule(op: str) -> tuple[tuple[str, str], dict[str, Any]] | None:
 
 
 def _schema(op: Any) -> torch.FunctionSchema:
-    """Of an operator that may be run on parts."""
+    """Return the schema of an operator that may run on parts."""
     target = getattr(op, "_opoverload", op)  # of what custom_op returns
     if isinstance(target, torch._ops.OpOverload):
         schema = target._schema
@@ -111,7 +112,7 @@ def _schema(op: Any) -> torch.FunctionSchema:
 
 
 def _find(name: Any, op: Any) -> torch._ops.OpOverload:
-    """The first overload of "namespace::name"."""
+    """Return the first overload of "namespace::name"."""
     match = re.fullmatch(r"(\w+)::(\w+)", name) if isinstance(name, str) else None
     packet = getattr(getattr(torch.ops, match[1]), match[2], None) if match else None
     if not isinstance(packet, torch._ops.OpOverloadPacket):
@@ -124,7 +125,7 @@ def _find(name: Any, op: Any) -> torch._ops.OpOverload:
 
 @dataclass(frozen=True)
 class _Tensor:
-    """Letters of the dims of one tensor, perhaps after any number of others."""
+    """Letters of the dims of one tensor, optionally after any number of leading dims."""
 
     name: str
     letters: str
@@ -139,7 +140,7 @@ class _Signature:
     """A parsed text.
 
     Attributes:
-        operands: by the name of the argument.
+        operands: letters by the name of the argument.
         linear: sets of names of arguments.
     """
 
@@ -183,7 +184,7 @@ class _Signature:
         return cls(schema.name, text, by_name, results, frozenset(whole) - {" "}, named)
 
     def rule_for(self, node: Node) -> OpRule:
-        """The factors of one call."""
+        """Return the factors of one call."""
         names = [argument.name for argument in node.target._schema.arguments]
         given = [*zip(names, node.args, strict=False), *node.kwargs.items()]
         sources = {name: value for name, value in given if isinstance(value, Node)}
@@ -225,7 +226,7 @@ class _Signature:
         factors: dict[str, Factor],
         is_result: bool = False,
     ) -> Dims:
-        """Dims of a tensor of ``shape``; what is new is added to ``factors``.
+        """Return the dims of a tensor of ``shape``; new factors are added to ``factors``.
 
         Operands may be broadcast along a dim of size 1.
         """

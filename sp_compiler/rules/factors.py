@@ -1,9 +1,9 @@
-"""Factors of one operator: the indices that the dims of its operands and results are made of.
+"""Factors of an operator: the indices of the dims of its operands and results.
 
 As in an einsum, a factor is an index that runs over operands and results. A dimension is a product
 of factors, outermost first (``(a d)`` for a fused heads dimension), so views are rules like any
-other.
-All strategies are derived mechanically from a rule, see :mod:`sp_compiler.rules.strategies`.
+others. All strategies are derived mechanically from a rule, see
+:mod:`sp_compiler.rules.strategies`.
 """
 
 from __future__ import annotations
@@ -52,14 +52,16 @@ class OpRule:
         operands: dims of each tensor operand, in the order of the arguments, repeats included.
         results: dims of each tensor result.
         contracted: factors that are summed over: sharding one makes the results without it partial.
-        averaged: factors over which a mean is taken: a sum over one, divided, may be sharded.
+        averaged: factors over which a mean is taken: they may be sharded as a sum that is divided
+            afterwards.
         linear: sets of operand positions; when all operands of a set are partial sums and the
             others replicated, the results are partial sums.
         split: for an operator that cuts one dim into parts, (operand dim, part sizes): with each
             part sharded as a segment, all results are sharded on that dim.
-        placed: whether the operator is told which part of the global tensor it holds: a dim, and
-            how many ranks share it. There are no segments then, and rows leave out the last dim.
-        rows: how leading dims may be flattened to rows of tokens, see :data:`Rows`.
+        placed: whether the operator gets its position in the global tensor as arguments: the
+            sharded dim and the number of ranks. It then supports no segments, and rows exclude the
+            last dim.
+        rows: how leading dims may be flattened to rows of tokens; see :data:`Rows`.
     """
 
     operands: tuple[Dims, ...]
@@ -83,7 +85,7 @@ def named(shape: Sequence[int], names: str) -> Dims:
 def numbered(shape: Sequence[int], blocked: Sequence[int] = ()) -> Dims:
     """One factor per dim, named by its position; those in ``blocked`` cannot be sharded.
 
-    A blocked dim has one even if its size is 1: it must not become part of the rows.
+    A blocked dim has a factor even if its size is 1: it must not become part of the rows.
     """
     return tuple(
         () if size == 1 and dim not in blocked else (Factor(f"d{dim}", size, dim in blocked),)
@@ -92,7 +94,7 @@ def numbered(shape: Sequence[int], blocked: Sequence[int] = ()) -> Dims:
 
 
 def private(shape: Sequence[int], owner: str) -> Dims:
-    """Blocked factors that occur in this tensor alone."""
+    """Blocked factors that occur only in this tensor."""
     return tuple(
         () if size == 1 else (Factor(f"{owner}{dim}", size, True),)
         for dim, size in enumerate(shape)
@@ -111,7 +113,7 @@ def broadcast(shape: Sequence[int], result: Dims, result_shape: Sequence[int]) -
 def reshaped(shape: Sequence[int], result: Sequence[int]) -> tuple[Dims, Dims]:
     """Common factors of two shapes with the same number of elements, row-major.
 
-    Dims that straddle others have a blocked factor each: no part of one is a part of the other.
+    Dims that straddle others get a blocked factor each: a part of one is not a part of the other.
     """
     dims: tuple[list[Dim], list[Dim]] = ([], [])
     for (low, high), (first, last) in matching_spans(shape, result):
@@ -137,7 +139,7 @@ def reshaped(shape: Sequence[int], result: Sequence[int]) -> tuple[Dims, Dims]:
 
 
 def record_cuts(shape: Sequence[int], result: Sequence[int]) -> None:
-    """Compare open sizes as :func:`reshaped` does those of the example, so that it is recorded."""
+    """Compare open sizes as :func:`reshaped` compares the example's, so that it is recorded."""
     cuts = sorted([*_cuts(shape), *_cuts(result)], key=example_number)
     for low, high in itertools.pairwise(cuts):
         if is_open(low) or is_open(high):

@@ -1,10 +1,9 @@
 """Operators at which a dim may be padded until it is divisible by the number of ranks.
 
-A padded shard has zeros behind the true elements in parameters and in gradients, and something
-finite in other values, so nothing has to be masked: a product that sums over a padded dim meets
-zeros on one side at least, and what flows back into the padding is zero. The operators below keep
-that so; at all others the dim is gathered first. A loss over a padded vocabulary leaves the padding
-out itself.
+A padded shard has zeros after the true elements in parameters and gradients, and finite numbers in
+other values, so nothing has to be masked: a product that sums over a padded dim has zeros on at
+least one side, and gradients of the padding are zero. The operators below preserve this; before all
+others the dim is gathered. A loss over a padded vocabulary excludes the padding itself.
 """
 
 from __future__ import annotations
@@ -55,10 +54,10 @@ _KEEP_ZEROS = frozenset(
 
 
 def may_pad(node: Node, is_parameter: Callable[[Node], bool]) -> bool:
-    """Whether the results of ``node`` are right with padded operands.
+    """Return whether the results of ``node`` are right with padded operands.
 
     Args:
-        is_parameter: whether a node is a parameter, whose padding is zeros.
+        is_parameter: whether a node is a parameter, which is padded with zeros.
     """
     # What is computed from a parameter need not be zero where that is: exp(0) is 1.
     if node.target is _aten.linear.default:
@@ -70,7 +69,8 @@ def may_pad(node: Node, is_parameter: Callable[[Node], bool]) -> bool:
 
 
 def _is_finite(node: Node) -> bool:
-    """Whether the numbers among the arguments are, which meet the zeros of the padding."""
+    """Return whether the numbers among the arguments are finite; they are combined with zeros of
+    the padding."""
     numbers = [x for x in (*node.args, *node.kwargs.values()) if isinstance(x, int | float)]
     return all(map(math.isfinite, numbers))
 

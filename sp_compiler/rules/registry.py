@@ -1,8 +1,8 @@
 """Rows of the rule table, and the helpers with which all families read nodes.
 
-A row gives the factors of one call, from shapes and constant arguments alone. Its other columns say
-how one rank calls the operator: a size argument of the unsharded call has another value on a shard,
-and only this table knows which.
+A row gives the factors of one call, from shapes and constant arguments alone. Its other columns
+describe how one rank calls the operator: a size argument has another value on a shard, and only
+this table knows which arguments are sizes.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class LocalCall:
 
     Attributes:
         node: the unsharded call.
-        arguments: by schema name; tensors are nodes that hold one rank's part, sizes still those
-            of the unsharded call.
+        arguments: arguments by schema name; tensors are nodes of one rank's part, sizes are still
+            those of the unsharded call.
         operands: placement of each tensor operand.
         results: placement of each result.
         result_shapes: shape of one rank's part of each result.
@@ -61,10 +61,10 @@ class Row:
     """One operator of the table.
 
     Attributes:
-        factors: of one call; ``None``: it must run replicated.
-        local_arguments: name of an argument to its value on one rank, for those that differ there.
-        is_reshape: whether one rank's call only relabels what it holds. It is a plain reshape
-            then: the arguments name dims and sizes that the part does not have.
+        factors: returns the factors of one call; ``None`` if it must run replicated.
+        local_arguments: argument name to its value on one rank, for arguments that differ there.
+        is_reshape: whether one rank's call only relabels its part. It becomes a plain reshape then,
+            because the arguments refer to dims and sizes that the part does not have.
     """
 
     factors: Factors
@@ -122,11 +122,11 @@ def dims_by_name(node: Node, dims: Callable[[str, Node], Dims]) -> tuple[Dims, .
 
 
 def positive_dim(dim: int, rank: int) -> int:
-    """``dim`` counted from the front; a number's only dims are 0 and -1, which it does not have."""
+    """Return ``dim`` counted from the front; for a 0-dim tensor, 0 and -1 are allowed."""
     return dim % rank if rank else 0
 
 
 def schema_name(node: Node) -> str:
-    """``"namespace::name"``, "" for what is no operator of torch's dispatcher."""
+    """Return ``"namespace::name"``, "" if it is not an operator of torch's dispatcher."""
     target = node.target
     return target._schema.name if isinstance(target, torch._ops.OpOverload) else ""

@@ -14,8 +14,8 @@ from sp_compiler.rules.factors import Dims, Factor, OpRule, Rows
 class Strategy:
     """One way to run an operator: placements of its tensor operands and of its results.
 
-    ``lowering``: the operators it becomes, where one rank does not run the operator itself: those
-    of a lookup or a loss over a sharded vocabulary, or a sum, divided, in place of a mean.
+    ``lowering``: the operators that replace it if one rank does not run the operator itself: a
+    lookup or a loss over a sharded vocabulary, or a divided sum instead of a mean.
     """
 
     operands: tuple[Placement, ...]
@@ -29,14 +29,14 @@ class Strategy:
 
 @dataclass(frozen=True)
 class Offers:
-    """What the graph around an operator lets its rule offer.
+    """Restrictions of a rule's strategies by the surrounding graph.
 
     Attributes:
         world_size: number of ranks.
         shardable: whether a factor may be sharded as a feature (heads, width, vocabulary).
-        segmentations: the part sizes, if any, in which a factor's dim is cut further on.
-        may_pad: whether a factor that does not divide may be sharded with padding behind it.
-        num_rows: leading token dims of operand / result ``i``; 0: it has no rows form.
+        segmentations: the part sizes, if any, into which a later operator splits a factor's dim.
+        may_pad: whether a factor that is not divisible may be sharded with padding.
+        num_rows: number of leading token dims of operand / result ``i``; 0 if it has no rows form.
         sequence_parallel: whether values may be sharded by rows at all.
     """
 
@@ -52,10 +52,10 @@ class Offers:
 def strategies(
     rule: OpRule | None, num_operands: int, num_results: int, offers: Offers
 ) -> list[Strategy]:
-    """Every strategy of ``rule``.
+    """Return all strategies of ``rule``.
 
-    Without a rule only the invariant one: with replicated operands the gradients would be partial
-    sums, which only an operator that is known to be linear in its gradient may carry.
+    Without a rule this is only the invariant one: with replicated operands the gradients would be
+    partial sums, which are allowed only for an operator that is known to be linear in its gradient.
     """
     invariant = Strategy((I,) * num_operands, (I,) * num_results)
     if rule is None:
@@ -89,7 +89,7 @@ def strategies(
 
 
 def _factors(rule: OpRule) -> list[Factor]:
-    """Each shardable factor once; where sizes differ (grouped heads) the first stands for all."""
+    """Each shardable factor once; if sizes differ (grouped heads), the first represents all."""
     names: dict[str, Factor] = {}
     for dims in (*rule.operands, *rule.results):
         for dim in dims:
@@ -101,10 +101,10 @@ def _factors(rule: OpRule) -> list[Factor]:
 def shard_factor(
     rule: OpRule, factor: Factor, segments: tuple[int, ...], world_size: int
 ) -> Strategy | None:
-    """The way to run an operator with ``factor`` sharded over ``world_size`` ranks, or ``None``.
+    """Return the strategy with ``factor`` sharded over ``world_size`` ranks, or ``None``.
 
     Args:
-        segments: sizes of the parts, each of which is sharded; () where the dim is one part.
+        segments: sizes of the segments, each of which is sharded; () if the dim is one part.
     """
     operands = [_placement_of(dims, factor, segments, world_size) for dims in rule.operands]
     results = [_placement_of(dims, factor, segments, world_size) for dims in rule.results]
@@ -184,7 +184,8 @@ def _shard_rows(rule: OpRule, offers: Offers) -> Strategy | None:
 
 
 def _flatten_alike(rows: Rows, operand: tuple[int, int], result: tuple[int, int]) -> bool:
-    """Whether the operator gives flattened rows of flattened rows; both are (rank, row dims)."""
+    """Return whether the operator maps flattened rows to flattened rows; both are (number of dims,
+    row dims)."""
     (rank, count), (result_rank, result_count) = operand, result
     if rows == "fixed":
         return count == result_count == 1

@@ -1,7 +1,7 @@
 """The rule table: from a node to its row.
 
-An operator without a row runs replicated, and so does any strategy that a row leaves out: a missing
-rule costs speed, never correctness.
+An operator without a row runs replicated: a missing rule or strategy costs speed, never
+correctness.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _POINTWISE_ROW = Row(elementwise.pointwise)
 
 
 def row_of(node: Node) -> Row | None:
-    """Row of the operator of ``node``; PyTorch's own tag serves all pointwise ones at once."""
+    """Return the row of the operator of ``node``; one row, by PyTorch's own tag, covers all
+    pointwise operators."""
     row = ROWS.get(schema_name(node))
     if row is not None or not isinstance(node.target, torch._ops.OpOverload):
         return row
@@ -43,13 +44,13 @@ def row_of(node: Node) -> Row | None:
 
 
 def rule_for(node: Node) -> OpRule | None:
-    """The factors of ``node``, or ``None``: it must run replicated."""
+    """Return the factors of ``node``, or ``None`` if it must run replicated."""
     row = row_of(node)
     return None if row is None else row.factors(node)
 
 
 def has_rule(node: Node) -> bool:
-    """Whether the table knows the operator; its rule may still leave it replicated."""
+    """Return whether the table has the operator; its rule may still leave it replicated."""
     return row_of(node) is not None
 
 
@@ -61,7 +62,8 @@ def missing_rule(node: Node, name: str) -> str:
 
 
 def is_pointwise(node: Node) -> bool:
-    """Whether operands of ``node`` are broadcast to its result and combined element by element."""
+    """Return whether operands of ``node`` are broadcast to its result and combined element by
+    element."""
     row = row_of(node)
     # The tag counts beside a row of its own: such a row may say less, never something else.
     tagged = row is not None and torch.Tag.pointwise in node.target.tags
@@ -69,8 +71,8 @@ def is_pointwise(node: Node) -> bool:
 
 
 def record_factors(node: Node) -> None:
-    """Compare the open sizes of ``node`` as its rule did those of the example, so that calls for
-    which they compare otherwise are told apart."""
+    """Compare the open sizes of ``node`` as its rule compared the example's, so that calls with
+    other results are recognised."""
     row = row_of(node)
     if row is not None and row.factors is views.reshape:
         # The rule sorts cuts of the example; open ones cannot be sorted, only compared in pairs.
@@ -80,7 +82,7 @@ def record_factors(node: Node) -> None:
 
 
 def has_local_arguments(node: Node) -> bool:
-    """Whether sizes among the arguments of ``node`` are other ones on a shard."""
+    """Return whether size arguments of ``node`` differ on a shard."""
     row = row_of(node)
     return row is not None and bool(row.local_arguments)
 
@@ -88,7 +90,7 @@ def has_local_arguments(node: Node) -> bool:
 def local_call(
     call: LocalCall, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Operator and arguments with which one rank runs ``call``.
+    """Return the operator and arguments with which one rank runs ``call``.
 
     Args:
         args, kwargs: those of the call, with one rank's operands.

@@ -1,4 +1,4 @@
-"""Lookups in and losses over a sharded vocabulary, which become operators of their own."""
+"""Lookups in and losses over a sharded vocabulary, which are replaced by custom operators."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OF_ROWS = (_aten.logsumexp.default, _aten.log_softmax.int)
 def vocabulary_strategies(
     node: Node, world_size: int, is_feature: Callable[[int], bool]
 ) -> list[Strategy]:
-    """The one way over a sharded vocabulary, where ``node`` has it.
+    """Return the strategy over a sharded vocabulary, if ``node`` has one.
 
     Args:
         node: any operator.
@@ -61,12 +61,12 @@ def _strategies_of_rows(
 
 
 def has_vocabulary(node: Node) -> bool:
-    """Whether ``node`` is a lookup or a loss over a vocabulary."""
+    """Return whether ``node`` is a lookup or a loss over a vocabulary."""
     return node.target in _RESULTS
 
 
 def vocabulary_obstacle(node: Node) -> str:
-    """Why a lookup or a loss cannot run on a sharded vocabulary; "" where it can."""
+    """Return why a lookup or a loss cannot run on a sharded vocabulary; "" if it can."""
     args = arguments(node)
     if node.target is _aten.embedding.default:
         # A rank would count the lookups of its own tokens alone.

@@ -1,1 +1,1 @@
-"""Exact solvers on plain data: placements, recomputation, memory budgets. They see no graph."""
+"""Exact solvers on plain data, without graphs: placements, recomputation, memory budgets."""

@@ -1,9 +1,9 @@
 """Order of a block's kernels and collectives on one rank, on plain data; knows no graph.
 
 A kernel occupies the compute stream. A collective is two tasks: its *start* hands it to the link,
-which carries one collective after another in the order of their starts, and its *wait* holds the
-compute stream until it has arrived. An order is run by :func:`simulate`, which tells its time, and
-:func:`peak_bytes` tells its memory. :mod:`sp_compiler.solve.list_schedule` looks for a good one.
+which runs one collective after another in the order of their starts, and its *wait* blocks the
+compute stream until it is complete. :func:`simulate` returns the time of an order, and
+:func:`peak_bytes` its memory. :mod:`sp_compiler.solve.list_schedule` searches for a good order.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ class Task:
     """A kernel, the start of a collective, or the wait for one.
 
     Attributes:
-        needs: positions of the tasks that have to stand before it.
-        time_us: of the kernel on the compute stream; 0 of starts and waits.
-        link_us: of the collective on the link. A task that has it and that no other task
-            ``waits_for`` holds the compute stream until its collective has arrived.
-        waits_for: of a wait, the position of the start.
-        makes: storages that exist once it has run.
-        reads: storages that have to exist while it runs.
-        run_bytes: that it takes while it runs, beside what existed before: its results, also those
-            that nobody reads, and scratch memory.
+        needs: positions of the tasks that must run before it.
+        time_us: time of the kernel on the compute stream; 0 for starts and waits.
+        link_us: time of the collective on the link. If no other task ``waits_for`` it, the task
+            blocks the compute stream until its collective is complete.
+        waits_for: position of the start, if the task is a wait.
+        makes: storages that exist after it has run.
+        reads: storages that must exist while it runs.
+        run_bytes: additional bytes while it runs: its results, including unused ones, and scratch
+            memory.
     """
 
     needs: tuple[int, ...] = ()
@@ -41,13 +41,13 @@ class Task:
 
 @dataclass(frozen=True)
 class Block:
-    """Tasks in an order in which they may run, and the storages between them.
+    """Tasks in a valid order, and the storages between them.
 
     Attributes:
-        tasks: each behind those that it needs.
-        storage_bytes: by storage.
-        returned: storages that outlive the block; the others end with the last task that makes or
-            reads them.
+        tasks: each after those that it needs.
+        storage_bytes: bytes by storage.
+        returned: storages that outlive the block; the others are freed after the last task that
+            makes or reads them.
     """
 
     tasks: tuple[Task, ...]
@@ -113,11 +113,11 @@ class Timeline:
     """When the tasks of an order run.
 
     Attributes:
-        start_us: by position in the block: when the compute stream comes to the task.
-        end_us: when it goes on; of a start at once.
-        arrival_us: by the start's position: when its collective is off the link.
-        time_us: until all kernels and collectives have ended.
-        exposed_us: of that, the compute stream had nothing to do.
+        start_us: by position in the block, the time when the compute stream reaches the task.
+        end_us: the time when it continues; immediately after a start.
+        arrival_us: by the start's position, the time when its collective is complete.
+        time_us: time until all kernels and collectives have ended.
+        exposed_us: part of ``time_us`` during which the compute stream is idle.
     """
 
     start_us: tuple[float, ...]
@@ -131,7 +131,7 @@ def simulate(block: Block, order: Sequence[int], link_factor: float = 1.0) -> Ti
     """Run the tasks of ``block`` in ``order``.
 
     Args:
-        link_factor: by which collectives take longer than the block says.
+        link_factor: factor by which collectives take longer than in ``block``.
     """
     now_us = link_free_us = 0.0
     starts_us, ends_us = [0.0] * len(block.tasks), [0.0] * len(block.tasks)
@@ -155,10 +155,10 @@ def simulate(block: Block, order: Sequence[int], link_factor: float = 1.0) -> Ti
 
 
 def least_us(block: Block) -> float:
-    """Return a time below which no order of ``block`` comes.
+    """Return a lower bound on the time of any order of ``block``.
 
-    It is that of all kernels, of all collectives with what has to run before the first of them and
-    after the last, or of the longest path, whichever is most.
+    It is the largest of three: the time of all kernels; of all collectives and whatever must run
+    before the first and after the last; of the longest path.
     """
     from_start_us: list[float] = []  # to where the task begins, by the longest path
     for task in block.tasks:
@@ -175,7 +175,8 @@ def least_us(block: Block) -> float:
 
 
 def most_beside(block: Block) -> float:
-    """Return the most kernels' time that may run beside a collective, in relation to its own."""
+    """Return the largest possible kernel time beside a collective, relative to the collective's
+    time."""
     # Sets of positions as bits of a number: unions of thousands of them take no time.
     before, behind = [0] * len(block.tasks), [0] * len(block.tasks)
     for position, task in enumerate(block.tasks):
@@ -194,7 +195,7 @@ def most_beside(block: Block) -> float:
 
 
 def is_valid(block: Block, order: Sequence[int]) -> bool:
-    """Return whether ``order`` has each task of ``block`` once, behind those that it needs."""
+    """Return whether ``order`` has each task of ``block`` once, after those that it needs."""
     place = {position: index for index, position in enumerate(order)}
     return sorted(order) == list(range(len(block.tasks))) and all(
         place[needed] < place[position]
@@ -204,7 +205,7 @@ def is_valid(block: Block, order: Sequence[int]) -> bool:
 
 
 def peak_bytes(block: Block, order: Sequence[int]) -> int:
-    """Return the most bytes that exist at once when ``block`` runs in ``order``."""
+    """Return the peak of bytes when ``block`` runs in ``order``."""
     memory = Memory(block)
     return max((memory.run(position) for position in order), default=0)
 
@@ -212,11 +213,10 @@ def peak_bytes(block: Block, order: Sequence[int]) -> int:
 class Memory:
     """Storages that exist between the tasks of an order.
 
-    What exists depends on the tasks that have run, not on their order: after the same tasks two
-    orders hold the same.
+    It depends on the set of tasks that have run, not on their order.
 
     Attributes:
-        live_bytes: of the storages that exist.
+        live_bytes: bytes of the storages that exist.
     """
 
     def __init__(self, block: Block) -> None:
@@ -225,14 +225,14 @@ class Memory:
         self._holders_left = list(block.num_holders)
 
     def copy(self) -> Memory:
-        """Return memory in the same state, which goes on by itself."""
+        """Return an independent copy in the same state."""
         twin = Memory.__new__(Memory)
         twin.live_bytes, twin._block = self.live_bytes, self._block
         twin._holders_left = self._holders_left.copy()
         return twin
 
     def run(self, position: int) -> int:
-        """Run a task, and return the bytes that exist while it runs."""
+        """Run a task and return the bytes that exist while it runs."""
         task, sizes = self._block.tasks[position], self._block.storage_bytes
         reached_bytes = self.live_bytes + task.run_bytes
         for storage in task.makes:

@@ -1,12 +1,12 @@
-"""Exact solution of a placement problem by elimination, without search, where few values live.
+"""Exact solution of a placement problem by elimination, without search, if few values are live.
 
-Two vertices of which one reads a value of the other become one table of all pairs of their rows. A
-row is what the rest of the problem can see: which placements it needs of values from outside, and
-in which placements the values that are read outside exist. Of rows that look alike, and of rows
-that another can replace at no higher cost, one is kept. A layer of a transformer hands on one or
-two values: tables stay small, and the last one has a single row. T5's 257 vertices on 8 ranks take
-0.2 s of CPU, where the linear program of :mod:`sp_compiler.solve.placement_milp` takes 10 s for the
-same objective (``python -m benchmarks.solver_ways placement``).
+If one vertex reads a value of another, the two are replaced by one table of all pairs of their
+rows. A row is what the rest of the problem can see: the placements that it needs of outside values,
+and the placements in which values read outside exist. Equal rows, and rows that another can replace
+at no higher cost, are dropped. A transformer layer passes on one or two values, so tables stay
+small, and the last one has a single row. T5's 257 vertices on 8 ranks take 0.2 s of CPU, where the
+linear program of :mod:`sp_compiler.solve.placement_milp` takes 10 s for the same objective
+(``python -m benchmarks.solver_ways placement``).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ made: its placement and the set of those that it was converted to. A set is a bi
 
 @dataclass
 class _Column:
-    """One value's state in every row: ``states[codes[row]]``."""
+    """State of one value in every row: ``states[codes[row]]``."""
 
     codes: NDArray[np.int64]
     states: list[State]
@@ -101,7 +101,7 @@ class Elimination:
     """Solves one problem; see the module's docstring.
 
     Args:
-        vertices: every value is made by exactly one vertex, which does not read it.
+        vertices: every value is made by exactly one vertex, which does not read it itself.
         conversion_cost: see :data:`sp_compiler.solve.placement_problem.ConversionCost`.
     """
 
@@ -121,7 +121,8 @@ class Elimination:
             self._measure(i)
 
     def run(self) -> list[int] | None:
-        """Return the cheapest options, the first ones where several are; ``None``: too wide.
+        """Return the cheapest options, the first ones if several are; ``None`` if a table gets too
+        wide.
 
         Raises:
             ValueError: no choice satisfies every need.
@@ -220,7 +221,7 @@ class Elimination:
     # One elimination.
 
     def _eliminate(self, first: int, second: int) -> None:
-        """Replace two tables by one, which takes the number of the first."""
+        """Replace two tables by one, with the number of the first."""
         needs, makes = self._interface(first, second)
         a, b = self._tables.pop(first), self._tables.pop(second)
         # Out of the books before the pairs are made: those ask what the *remaining* tables read.
@@ -310,7 +311,8 @@ class Elimination:
         return table.at(np.array([*kept, *rows], np.int64))
 
     def _extra_us(self, value: ValueName, old: State, new: State, seen: int) -> float:
-        """Most us by which conversions of ``value`` cost more if it is made as ``new``."""
+        """Return the largest extra cost, in us, of conversions of ``value`` if it is made as
+        ``new``."""
         extra_us = 0.0
         for target in _bits(seen & ~new[1]) if old != new else ():
             bit = 1 << target

@@ -1,14 +1,14 @@
-"""List schedule of a block: an order in which kernels run while collectives are on their way.
+"""List schedule of a block: an order in which kernels overlap with collectives.
 
-In the order in which it is given, a block alternates between the two. The schedule walks along that
-order with a clock. The kernel that runs next is the first whose operands are there, those that a
-collective still depends on (the critical path, and what is recomputed for it) before all others;
-others, gradients of weights above all, fill the time in which the former wait. This is the policy
-HEU of Lynx for one block (Chen et al. 2024, arXiv 2406.08756): it is found once and serves all
-equal blocks. Where a walk leaves the compute stream idle, further walks with other ranks follow.
+In its original order, a block alternates between the two. The schedule walks along that order with
+a clock. The next kernel is the first whose operands are ready; kernels that a collective depends on
+(the critical path and its recomputation) go first, and others, mostly weight gradients, fill the
+time in which the former wait. This is the policy HEU of Lynx for one block (Chen et al. 2024, arXiv
+2406.08756): it is found once for all equal blocks. If a walk leaves the compute stream idle,
+further walks with other priorities follow.
 
-Memory: at each step the rest of the block can still run below the limit in an order that is known
-to fit, at first the given one, later the best so far, which is what makes every walk end.
+Memory: at each step, the rest of the block can still run below the limit in an order that is known
+to fit (the original one, later the best so far), so that every walk completes.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _TASKS_WALKED, _PATIENCE, _MOST_TASKS = 20_000, 50, 400
 
 @dataclass(frozen=True)
 class _Wishes:
-    """Decide between tasks that may run at the same time.
+    """Priorities between tasks that may run at the same time.
 
     Attributes:
-        ranks: by task; the lowest comes first.
-        latest_us: by start: the time up to which it need not start; one that is missing starts as
-            soon as it can.
+        ranks: priority by task; the lowest comes first.
+        latest_us: by start, the time until which it may be delayed; others start as soon as
+            possible.
     """
 
     ranks: tuple[float, ...]
@@ -59,12 +59,13 @@ class _Scored:
 
 
 def list_schedule(block: Block, limit_bytes: int) -> list[int]:
-    """Return positions of the tasks of ``block`` in an order of low time.
+    """Return an order of the tasks of ``block`` with low time, as positions.
 
-    The same for the same block, on every rank.
+    The result is the same for the same block, on every rank.
 
     Args:
-        limit_bytes: for :func:`peak_bytes`; where the given order needs more, that is the limit.
+        limit_bytes: limit for :func:`peak_bytes`; if the original order needs more, its peak is the
+            limit.
     """
     given = list(range(len(block.tasks)))
     limit_bytes = max(limit_bytes, peak_bytes(block, given))
@@ -100,7 +101,7 @@ def _in_given_order(block: Block) -> tuple[float, ...]:
 
 
 def _by_longest_path(block: Block) -> tuple[float, ...]:
-    """Ranks by which that comes first which most time follows."""
+    """Priorities by the time of the longest path that follows a task."""
     return tuple(
         math.inf if i in block.starts_of else -to_end_us
         for i, to_end_us in enumerate(block.to_end_us)
@@ -108,10 +109,10 @@ def _by_longest_path(block: Block) -> tuple[float, ...]:
 
 
 def _by_next_collective(block: Block) -> tuple[float, ...]:
-    """Ranks by which that comes first which least time of kernels separates from a collective.
+    """Priorities by the kernel time between a task and the next collective.
 
-    Of two chains that are alike, such as the halves of a batch, one gets ahead: what it sends is on
-    its way while the other computes.
+    Of two equal chains, such as the halves of a batch, one gets ahead: it communicates while the
+    other computes.
     """
     to_start_us = [math.inf] * len(block.tasks)
     for position in reversed(range(len(block.tasks))):
@@ -134,9 +135,10 @@ def _walked(block: Block, limit_bytes: int, wishes: _Wishes, fitting: Sequence[i
 
 
 def _climb(block: Block, limit_bytes: int, best: _Scored) -> _Scored:
-    """Walk again with a few ranks and latest starts changed, as long as that finds better orders.
+    """Repeat the walk with a few changed priorities and latest starts, as long as that finds better
+    orders.
 
-    An order cannot be changed directly, for few changes of one keep the limit on memory.
+    Orders are not changed directly, because few changes would respect the limit on memory.
     """
     bound_us = least_us(block) * (1 + 1e-6)
     # Seeded, for every rank has to find the same; ``random`` is the one method whose numbers are
@@ -164,8 +166,8 @@ def _climb(block: Block, limit_bytes: int, best: _Scored) -> _Scored:
 def _latest_starts(block: Block, order: Sequence[int]) -> dict[int, float]:
     """Latest time to start each collective, by its start, so that nothing waits for it.
 
-    Started earlier, one that is needed late, such as the gather of what was saved as a shard, would
-    be in front of one that the critical path waits for.
+    A collective that is needed late, such as the gather of a saved shard, would otherwise delay one
+    that the critical path waits for.
     """
     timeline = simulate(block, order)
     needed_us = {
@@ -182,9 +184,10 @@ def _latest_starts(block: Block, order: Sequence[int]) -> dict[int, float]:
 
 
 def _late_waits(block: Block, order: list[int], limit_bytes: int) -> list[int]:
-    """Move each wait to the first task that needs it, where what is sent may live so long.
+    """Move each wait to the first task that needs it, if memory allows its operand to live that
+    long.
 
-    By the model nothing is gained, but collectives may take longer than it says.
+    The cost model sees no gain, but collectives may take longer than it estimates.
     """
     for wait in block.wait_of.values():
         others = [position for position in order if position != wait]
@@ -197,9 +200,9 @@ def _late_waits(block: Block, order: list[int], limit_bytes: int) -> list[int]:
 
 
 def _tidy(block: Block, order: list[int], limit_bytes: int) -> list[int]:
-    """Kernels between two starts or waits in the order in which they were given.
+    """Restore the original order of kernels between two starts or waits.
 
-    For people who read the code; it takes the same time.
+    The code is easier to read, and takes the same time.
     """
     runs = groupby(order, key=lambda i: not block.tasks[i].link_us and i not in block.starts_of)
     for is_kernels, run in [(key, list(run)) for key, run in runs]:

@@ -1,9 +1,10 @@
-"""Split of every call of a step so that the peak fits, on plain data; exact.
+"""Exact choice of a split for every call of a step so that the peak fits, on plain data.
 
 Calls run forward in order, then backward in the opposite order: the backward of call ``i`` runs
-beside what calls up to ``i`` save, its forward beside what those before it do. A dynamic program
-over the calls carries the bytes saved so far. Of two ways to get there it drops the one that saves
-no less and is no better, and whatever a lower bound shows to end worse than a known solution.
+while everything saved by calls up to ``i`` is live, its forward while everything saved by earlier
+calls is. A dynamic program over the calls tracks the bytes saved so far. It drops partial solutions
+that another dominates in bytes and cost, and those that, by a lower bound, end worse than a known
+solution.
 
 A 0/1 program of calls x splits (``python -m benchmarks.solver_ways``) finds the same time and, one
 limit of GPT-3 aside that it gave up after a minute with a gap of 2e-4, proves it. But HiGHS does
@@ -64,10 +65,10 @@ class CallSplits:
 
 
 def cheapest(calls: Sequence[CallSplits], limit_bytes: int) -> list[int] | None:
-    """Return the split of each call: least time with a peak of at most ``limit_bytes``.
+    """Return the split of each call with the least time and a peak of at most ``limit_bytes``.
 
-    Of equally fast ones it has the smallest peak. ``None`` where nothing fits. Therefore a smaller
-    limit never leads to a larger peak, nor to less time.
+    Of equally fast ones it has the smallest peak, so a smaller limit never leads to a larger peak
+    or to less time. ``None`` if nothing fits.
     """
     # A good solution first: the exact search drops whatever cannot end below its time.
     guess = _Search(calls, limit_bytes, width=_BEAM).run()
@@ -94,7 +95,7 @@ def smallest(calls: Sequence[CallSplits]) -> list[int]:
 
 
 def peak_bytes(calls: Sequence[CallSplits], picks: Sequence[int]) -> int:
-    """The most bytes that are live at once."""
+    """Return the peak of live bytes."""
     return max(live for _, live in needs(calls, picks))
 
 
@@ -116,7 +117,7 @@ def _us(calls: Sequence[CallSplits], picks: Sequence[int]) -> int:
 
 
 def _units(time_us: float) -> int:
-    """Integral picoseconds, so that sums in any order are equal."""
+    """Return integer picoseconds, so that sums do not depend on the order."""
     return round(time_us * 1e6)
 
 

@@ -1,6 +1,6 @@
-"""Cut a chain of calls into pipeline stages: the slowest stage as fast as can be.
+"""Cut a chain of calls into pipeline stages so that the slowest stage is as fast as possible.
 
-Exact, by dynamic programming over the calls in front of a cut.
+Exact, by dynamic programming over the calls before a cut.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ they cannot be it."""
 
 
 def fastest_cut(times_us: Sequence[float], num_stages: int, added_us: Cost) -> list[int] | None:
-    """Return where each stage ends, ``None`` where no cut has room.
+    """Return where each stage ends; ``None`` if no cut fits.
 
-    Among the cuts with the fastest slowest stage it is one with the least sum of squared times,
-    which spreads the calls of the others evenly. Every stage has a call.
+    Of the cuts with the fastest slowest stage, it has the least sum of squared times, which
+    balances the other stages. Every stage has a call.
 
     Args:
-        times_us: of each call.
+        times_us: time of each call.
         num_stages: at least 1.
-        added_us: time that a stage needs beside that of its calls, such as recomputation that makes
-            room; infinite where there is none, never negative. May depend on the stage, for the
-            first ones have most in flight.
+        added_us: additional time of a stage, such as recomputation to fit in memory; infinite if it
+            cannot fit, never negative. It may depend on the stage, because the first ones have most
+            microbatches in flight.
     """
 
     until_us = [0.0, *itertools.accumulate(times_us)]
@@ -65,7 +65,7 @@ def fastest_cut(times_us: Sequence[float], num_stages: int, added_us: Cost) -> l
 
 
 def least_largest(num_calls: int, num_stages: int, num_bytes: Cost) -> float:
-    """Return the bytes of the largest stage, in the cut where that is smallest."""
+    """Return the smallest possible size in bytes of the largest stage."""
     best = _best(num_calls, num_stages, num_bytes, max, lambda start: num_calls)
     return math.inf if best is None else best[0]
 
@@ -80,7 +80,7 @@ def _best(
     """Return the least combined cost of all stages, and where they end.
 
     Args:
-        last_stop: of a part that begins at a call; longer ones are left out.
+        last_stop: for each call, the latest end of a part that begins there.
     """
     # By number of calls in front of the cut: the best of the stages so far.
     best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}

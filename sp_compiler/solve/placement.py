@@ -1,14 +1,14 @@
 """The cheapest choice of placements, on plain data; knows no graph and no operator.
 
-Every vertex (an operator, a parameter, a value that crosses regions) runs by exactly one of its
-options. Each (value, placement) that some consumer needs is made once, either because the producer
-makes it or by a conversion from what it makes.
+Every vertex (an operator, a parameter, a value that crosses regions) uses exactly one of its
+options. Each (value, placement) that a consumer needs is made once, either by the producer or by a
+conversion of the producer's placement.
 
-Two exact ways, of which elimination goes first. On 94 problems (the test models, ``python -m
-benchmarks.solver_ways``) both find the same objective and the same options; elimination takes 9 s
-of CPU for all of them, the linear program 42 s, more than a tenth of the compilation for a third of
-them and 10.5 s instead of 0.2 s for T5 on 8 ranks. Elimination alone does not do either: where many
-values live at once, as in the scan of a Mamba layer, its tables grow without bound.
+There are two exact methods; elimination is tried first. On 94 problems (the test models, ``python
+-m benchmarks.solver_ways``) both find the same objective and the same options; elimination takes 9
+s of CPU for all of them, the linear program 42 s, more than a tenth of the compilation for a third
+of them and 10.5 s instead of 0.2 s for T5 on 8 ranks. Elimination alone is not enough: if many
+values are live at once, as in the scan of a Mamba layer, its tables grow without bound.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sp_compiler.solve.placement_problem import ConversionCost, Vertex, conversi
 class Solution:
     """Index of the chosen option of each vertex, and the objective in us.
 
-    ``gap``: how much costlier it may be than the best, relative; 0 where it is the best.
+    ``gap``: bound on how much costlier it is than the optimum, relative; 0 if it is optimal.
     """
 
     choices: list[int]
@@ -34,11 +34,12 @@ class Solution:
 
 
 def solve(vertices: list[Vertex], conversion_cost: ConversionCost) -> Solution:
-    """Return the cheapest options, by elimination; by HiGHS where that meets too wide a table.
+    """Return the cheapest options, by elimination, or by HiGHS if a table gets too wide.
 
     Args:
         vertices: every value is made by exactly one vertex.
-        conversion_cost: us to make a value's second placement from the first; ``None``: impossible.
+        conversion_cost: time in us to convert a value from the first placement to the second;
+            ``None`` if impossible.
 
     Raises:
         SPCompilerError: no choice satisfies every need.

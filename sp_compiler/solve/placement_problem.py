@@ -16,7 +16,8 @@ ConversionCost = Callable[[Any, Placement, Placement], "float | None"]
 
 @dataclass(frozen=True)
 class Option:
-    """One way to run a vertex: a placement for each needed and each made value; cost in us."""
+    """One way to run a vertex: a placement for each needed and each made value, and a cost in
+    us."""
 
     needs: tuple[Placement, ...]
     makes: tuple[Placement, ...]
@@ -37,7 +38,7 @@ Conversion = tuple[ValueName, Placement, Placement]
 
 
 def conversions(vertices: Sequence[Vertex], choices: Sequence[int]) -> list[Conversion]:
-    """Return the conversions when every vertex runs by its chosen option, each once."""
+    """Return the conversions for the chosen options, each once."""
     chosen = [(v, v.options[i]) for v, i in zip(vertices, choices, strict=True)]
     made = {
         value: placement

@@ -33,10 +33,10 @@ class ForwardValue:
     Attributes:
         parents: positions of the values that it is computed from; those that are always there
             (parameters, the user's inputs) are left out.
-        num_bytes: of its storage, 0 where another value owns it.
+        num_bytes: bytes of its storage, 0 if another value owns it.
         time_us: time to recompute it.
         needed: whether backward reads it.
-        can_keep: whether it may be kept; a view may not, its base may.
+        can_keep: whether it may be saved; a view may not, its base may.
         can_repeat: whether it may be recomputed.
     """
 
@@ -50,7 +50,7 @@ class ForwardValue:
 
 @dataclass(frozen=True)
 class Choice:
-    """``kept``: positions of the kept values, no more of them than backward needs."""
+    """``kept``: positions of the saved values, no more than backward needs."""
 
     kept: frozenset[int]
     num_bytes: int
@@ -58,7 +58,8 @@ class Choice:
 
 
 def evaluate(values: Sequence[ForwardValue], kept: frozenset[int]) -> Choice | None:
-    """Return what saving ``kept`` costs; ``None``: a value would be recomputed that cannot be."""
+    """Return the cost of saving ``kept``; ``None`` if a value that cannot be recomputed would have
+    to be."""
     used: set[int] = set()
     repeated: set[int] = set()
     # From what backward reads: a kept value that the walk does not meet is not worth its bytes.
@@ -89,7 +90,7 @@ def cheapest(values: Sequence[ForwardValue], limit_bytes: int) -> Choice | None:
 
 
 def frontier(values: Sequence[ForwardValue], steps: int = _STEPS) -> list[Choice]:
-    """Return choices from the smallest to the fastest, none of them worse than another in both.
+    """Return Pareto-optimal choices, from the smallest to the fastest.
 
     All corners of the convex hull of (bytes, time), of which the best mixtures over many equal
     blocks consist, and the cheapest below each of ``steps`` evenly spaced limits.

@@ -63,7 +63,7 @@ def _sdpa(node: Node) -> OpRule | None:
 
 
 class _Attention:
-    """Dims of the operands of a fused attention: batch and heads are shared, the rest is not."""
+    """Dims of the operands of a fused attention: batch and heads are common, the others are not."""
 
     def __init__(self, node: Node) -> None:
         args = arguments(node)
@@ -87,7 +87,7 @@ class _Attention:
         return private(shape, name)
 
     def bias(self, shape: Sequence[int]) -> Dims:
-        """What is added to the scores, or its gradient: without batch or heads where broadcast."""
+        """The bias added to the scores, or its gradient: without batch or heads if broadcast."""
         scores = (*self.query[:3], self.key[2])
         return broadcast(shape, self.heads(self.query[1], scores), scores)
 
@@ -98,7 +98,7 @@ class _Attention:
 
 @rule(*_ATTENTION)
 def _attention(node: Node) -> OpRule:
-    """Results: the output, the logsumexp of each row, and what only the kernel itself reads."""
+    """Results: the output, the logsumexp of each row, and values for the kernel's own backward."""
     attention = _Attention(node)
     shapes = [tuple(value.shape) for value in result_values(node)[:2]]
     results = tuple(attention.heads(attention.query[1], shape) for shape in shapes)

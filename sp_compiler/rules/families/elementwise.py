@@ -68,7 +68,7 @@ def pointwise(node: Node) -> OpRule | None:
 
 
 def _placed_dim(call: LocalCall) -> int:
-    """The sharded dim of a part, from which it counts its place in the global tensor."""
+    """The sharded dim of a part, which determines its position in the global tensor."""
     placement = call.results[0]
     if placement.kind == "T":
         return 0  # rows are flattened to one dim, which is cut

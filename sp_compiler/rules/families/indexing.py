@@ -83,7 +83,7 @@ def _slice_backward(node: Node) -> OpRule:
 
 @rule("aten::slice_scatter", "aten::select_scatter")
 def _put(node: Node) -> OpRule:
-    """One tensor with a part of it replaced by another."""
+    """A tensor with a part of it replaced by another."""
     (shape, part) = operand_shapes(node)
     dim = positive_dim(arguments(node)["dim"], len(shape))
     dims = numbered(shape, blocked=(dim,))
@@ -100,7 +100,7 @@ def _gather(node: Node) -> OpRule:
 
 @rule("aten::scatter", "aten::scatter_add")
 def _scatter(node: Node) -> OpRule:
-    """Linear in the tensor and what is put or added into it together."""
+    """Jointly linear in the tensor and the values put or added into it."""
     shape, index, *source = operand_shapes(node)
     target, part = _aligned(shape, index, positive_dim(arguments(node)["dim"], len(shape)))
     same = [part if shape == index else private(shape, "s") for shape in source]
@@ -110,7 +110,7 @@ def _scatter(node: Node) -> OpRule:
 
 
 def _aligned(shape: tuple[int, ...], index: tuple[int, ...], dim: int) -> tuple[Dims, Dims]:
-    """Dims of a tensor and of indices into its ``dim``; the others go together if alike."""
+    """Dims of a tensor and of indices into its ``dim``; the other dims share factors if equal."""
     # A shorter dim of the index takes only the front: parts of both are not alike then.
     alike = [d for d in range(len(shape)) if d != dim and shape[d] == index[d]]
     blocked = [d for d in range(len(shape)) if d not in alike]
@@ -139,7 +139,7 @@ def _split(node: Node) -> OpRule:
 
 @rule("aten::cat", "aten::stack")
 def _cat(node: Node) -> OpRule:
-    """``cat`` passes over empty vectors, whatever the rank of the others."""
+    """``cat`` ignores empty vectors, whatever the number of dims of the others."""
     shapes, (result,) = operand_shapes(node), result_shapes(node)
     dim = positive_dim(arguments(node).get("dim", 0), len(result))
     joined = numbered(result, blocked=(dim,))
@@ -150,7 +150,7 @@ def _cat(node: Node) -> OpRule:
 
 @rule("aten::constant_pad_nd", "aten::pad")
 def _pad(node: Node) -> OpRule:
-    """What is cut from one side and added to the other keeps its size and yet moves."""
+    """Padding one side and cropping the other keeps the size but moves the elements."""
     (shape,) = operand_shapes(node)
     pairs = len(arguments(node)["pad"]) // 2
     dims = numbered(shape, blocked=range(len(shape) - pairs, len(shape)))
@@ -198,7 +198,7 @@ def _index(node: Node) -> OpRule | None:
 
 @rule("aten::index_put", "aten::_unsafe_index_put")
 def _index_put(node: Node) -> OpRule | None:
-    """Linear in the tensor and the values together where the values are added."""
+    """Jointly linear in the tensor and the values if the values are added."""
     parts = _index_dims(node, shape_of(node))
     args = arguments(node)
     # What is put in place of others, twice at one place, depends on the order.

@@ -120,7 +120,7 @@ def _batch_norm(node: Node) -> OpRule:
 
 @rule("aten::log_softmax", "aten::_log_softmax")
 def _log_softmax(node: Node) -> OpRule:
-    """Classes stay classes: a loss that is made of the result can be sharded by them."""
+    """The dim of classes is kept, so that a loss of the result can be sharded by it."""
     (shape,) = operand_shapes(node)
     dims = numbered(shape, blocked=(positive_dim(arguments(node)["dim"], len(shape)),))
     return OpRule((dims,), (dims,))
@@ -128,7 +128,7 @@ def _log_softmax(node: Node) -> OpRule:
 
 @rule("aten::softmax", "aten::_softmax", "aten::cumsum", "aten::topk", "aten::sort")
 def _softmax(node: Node) -> OpRule:
-    """Whatever happens along one dim, which may get another size, happens for each row alone."""
+    """The operator works along one dim, which may change its size, separately for each row."""
     (shape,) = operand_shapes(node)
     dim = positive_dim(arguments(node)["dim"], len(shape))
     dims = numbered(shape, blocked=(dim,))
@@ -175,7 +175,7 @@ def _norm_operands(node: Node, dims: Dims, num_rows: int) -> tuple[Dims, ...]:
 
 @rule("aten::native_layer_norm", "aten::_fused_rms_norm")
 def _norm(node: Node) -> OpRule:
-    """Results: the normalised input and one or two statistics a row."""
+    """Results: the normalised input and one or two statistics per row."""
     dims, num_rows = _normalised(node)
     statistics = (*dims[:num_rows], *[()] * (len(dims) - num_rows))
     results = (dims, *[statistics] * (len(result_values(node)) - 1))

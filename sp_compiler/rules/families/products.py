@@ -98,10 +98,10 @@ def _addmm(node: Node) -> OpRule:
 
 @rule("aten::_grouped_mm", "transformers::grouped_mm_fallback")
 def _grouped_mm(node: Node) -> OpRule | None:
-    """Rows sorted by expert times a matrix an expert: ``(s, k) @ (e, k, n) -> (s, n)``.
+    """Rows sorted by expert times one matrix per expert: ``(s, k) @ (e, k, n) -> (s, n)``.
 
-    And the gradient of those matrices, ``(k, s) @ (s, n) -> (e, k, n)``. The experts themselves are
-    not cut: which rows belong to one depends on the numbers.
+    And the gradient of those matrices, ``(k, s) @ (s, n) -> (e, k, n)``. The dim of experts is not
+    sharded: which rows belong to an expert depends on data.
     """
     shapes = operand_shapes(node)
     if [len(shape) for shape in shapes] == [2, 2, 1]:
@@ -122,7 +122,7 @@ def _grouped_mm(node: Node) -> OpRule | None:
 
 @rule("transformers::grouped_mm_fallback_backward")
 def _grouped_mm_backward(node: Node) -> OpRule:
-    """Results: the gradients of rows and weights, of which a cut dim makes one partial."""
+    """Results: the gradients of rows and weights, one of which is partial if a dim is sharded."""
     rows, weight, _, _ = operand_shapes(node)
     # Cut outputs make the gradient of the rows partial, cut inputs shard both results.
     inner, out = Factor("k", rows[1]), Factor("n", weight[2])
@@ -145,7 +145,7 @@ def _local_groups(call: LocalCall) -> int:
     local_arguments={"groups": _local_groups},
 )
 def _convolution(node: Node) -> OpRule | None:
-    """Output channels may be sharded, or, where channels are in groups, the groups."""
+    """Output channels may be sharded, or the groups if there are several."""
     shapes, (result,) = operand_shapes(node), result_shapes(node)
     if arguments(node).get("transposed", False) or len(result) != len(shapes[1]):
         return None  # without a batch dim, or with the weight's dims the other way round
@@ -163,7 +163,7 @@ def _convolution(node: Node) -> OpRule | None:
 def _convolution_channels(image: Sequence[int], weight: Sequence[int]) -> tuple[Dim, Dim]:
     """Factors of the channels of a convolution's input and output.
 
-    The number of groups follows from the shapes; that among the arguments may be one rank's.
+    The number of groups follows from the shapes; the argument may be that of one rank.
     """
     groups = image[1] // weight[1]
     # One group: input channels are summed by every output, and a partial sum would meet the bias.

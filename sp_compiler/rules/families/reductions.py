@@ -23,7 +23,7 @@ from sp_compiler.rules.registry import (
 
 @rule("aten::logsumexp")
 def _logsumexp(node: Node) -> OpRule | None:
-    """Normalization leaves none that keeps its dims: the typing check would count them wrong."""
+    """Normalization leaves none with ``keepdim``, which the typing check would handle wrongly."""
     return None if arguments(node)["keepdim"] else _reduction(node)
 
 

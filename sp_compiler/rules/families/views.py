@@ -28,7 +28,7 @@ def _of_a_part(call: LocalCall) -> bool:
 
 
 def _of_rows(call: LocalCall) -> bool:
-    """A dim of a part in rows form has another position than in the unsharded tensor."""
+    """A dim of a part in rows form has a different position than in the unsharded tensor."""
     return call.results[0].kind == "T"
 
 
@@ -81,7 +81,7 @@ def permutation(node: Node, rank: int) -> list[int]:
 
 @rule("aten::view_as_real", "aten::view_as_complex")
 def _complex_view(node: Node) -> OpRule:
-    """Real and imaginary part of a number are never apart."""
+    """The real and imaginary parts of a number are never separated."""
     shapes = [*operand_shapes(node), *result_shapes(node)]
     dims = numbered(min(shapes, key=len))
     operand, result = (

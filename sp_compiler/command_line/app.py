@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +14,8 @@ from rich.console import Console
 from sp_compiler.api import plan as make_plan
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.units import bytes_text, parse_bytes
+from sp_compiler.command_line.bench import bench as measure_steps
+from sp_compiler.command_line.bench import joined_ranks
 from sp_compiler.command_line.doctor import examine
 from sp_compiler.command_line.memory import memory_text
 from sp_compiler.command_line.models import Loaded, presets
@@ -91,6 +94,14 @@ _EXPLAIN_HELP = """Why parameters are sharded or not, and what the other ways wo
 Examples:
 
 - `sp-compiler explain --name model.layers.0.mlp.up_proj --preset llama-3-8b`
+"""
+_BENCH_HELP = """Time and memory of a training step here: eager torch beside the compiled model.
+
+Examples:
+
+- `sp-compiler bench my_package.models:make --steps 20`
+
+- `torchrun --standalone --nproc-per-node 2 -m sp_compiler bench tiny/config.json --json`
 """
 _DOCTOR_HELP = """Versions, devices, links, process group, and whether a small model compiles."""
 
@@ -301,6 +312,24 @@ def explain(
         # Inside the progress: the prices of the other ways are solved for when they are asked for.
         text = str(result.explain(name))
     typer.echo(json.dumps({"explanation": text}) if request.json else text)
+
+
+@app.command(help=_BENCH_HELP)
+@command
+def bench(
+    request: Request,
+    *,
+    steps: Annotated[int, typer.Option(min=1, help="Number of steps that are timed.")] = 10,
+) -> None:
+    with joined_ranks(request.tp) as (num_ranks, device):
+        loaded = request.load(device)
+        with progress(f"measuring {steps} steps"):
+            result = measure_steps(
+                loaded.model, loaded.example_inputs, num_ranks, steps, request.options
+            )
+    # Each rank has measured its own; one is shown.
+    if os.environ.get("RANK", "0") == "0":
+        typer.echo(json.dumps(result.to_dict(), indent=2) if request.json else str(result))
 
 
 @app.command(help=_DOCTOR_HELP)

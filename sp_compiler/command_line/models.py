@@ -22,7 +22,7 @@ from sp_compiler.base.units import bytes_text
 from sp_compiler.options import ExampleInputs
 
 BATCH, SEQUENCE = 1, 1024
-"""Sizes of the example inputs of a configuration that says none."""
+"""Sizes of the example inputs, unless the model has fewer positions."""
 # Heads of transformers whose labels are one token each; the others' have shapes of their own.
 _TOKEN_LABELS = ("ForCausalLM", "ForMaskedLM", "LMHeadModel", "ForConditionalGeneration")
 
@@ -100,7 +100,10 @@ def load(
         )
     # After the callable, which need not know of the option.
     model = model if to_dtype is None else model.to(to_dtype)
-    return Loaded(model, inputs or _example(model, batch or BATCH, sequence or SEQUENCE, device))
+    # Models with learned positions end at their last one.
+    most = getattr(getattr(model, "config", None), "max_position_embeddings", None) or SEQUENCE
+    length = sequence or min(SEQUENCE, most)
+    return Loaded(model, inputs or _example(model, batch or BATCH, length, device))
 
 
 def _preset(

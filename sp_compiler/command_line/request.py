@@ -7,6 +7,7 @@ import contextlib
 import functools
 import inspect
 import io
+import logging
 import os
 import sys
 import traceback as traceback_module
@@ -15,18 +16,28 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
+from unittest import mock
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from sp_compiler.base.errors import ArgumentError, CaptureError, SPCompilerError
-from sp_compiler.command_line.models import Loaded, load
+from sp_compiler.base.log import VARIABLE as LOG_VARIABLE
+from sp_compiler.command_line.models import Loaded, load, presets
 from sp_compiler.options import Options
 
 # Apart, so that a CI can tell "no" from "could not find out"; 2 is what typer uses itself.
 FAILED, USAGE, BROKEN = 1, 2, 3
 """Exit codes: the answer is no; the command was typed wrong; the model could not be compiled."""
+
+
+def _preset_names() -> list[str]:
+    return list(presets())
+
+
+def _option_names() -> list[str]:
+    return [f"{name}=" for name in Options.__annotations__]
 
 
 @dataclass(frozen=True)
@@ -37,7 +48,10 @@ class Request:
         str | None,
         typer.Argument(help="package.module:callable, or a HuggingFace config.json or its folder."),
     ] = None
-    preset: Annotated[str | None, typer.Option(help="A model by name, such as llama-3-8b.")] = None
+    preset: Annotated[
+        str | None,
+        typer.Option(help="A model by name, such as llama-3-8b.", autocompletion=_preset_names),
+    ] = None
     tp: Annotated[
         int | None,
         typer.Option(min=1, help="Tensor-parallel ranks; the preset's or 8; verify: 2."),
@@ -48,7 +62,10 @@ class Request:
     option: Annotated[
         list[str] | None,
         typer.Option(
-            "--option", "-o", help="One of compile's, as NAME=VALUE: -o recompute=full. Repeatable."
+            "--option",
+            "-o",
+            help="One of compile's, as NAME=VALUE: -o recompute=full. Repeatable.",
+            autocompletion=_option_names,
         ),
     ] = None
     json: Annotated[bool, typer.Option("--json", help="JSON for a program to read.")] = False
@@ -130,7 +147,7 @@ def failures(*, traceback: bool) -> Iterator[None]:
     """Turn an error into a line, a hint and an exit code."""
     errors = Console(file=sys.stderr, highlight=False, soft_wrap=True)
     # What compile warns of, a plan lists; and torch writes pages when it cannot capture a model.
-    silence = contextlib.nullcontext() if traceback else contextlib.redirect_stderr(io.StringIO())
+    silence = contextlib.nullcontext() if traceback else _silence()
     try:
         with warnings.catch_warnings(), silence:
             warnings.simplefilter("ignore")
@@ -155,6 +172,19 @@ def failures(*, traceback: bool) -> Iterator[None]:
         for note in getattr(error, "__notes__", ()):
             errors.print(f"[bold]note:[/] {escape(note)}")
         raise typer.Exit(USAGE if isinstance(error, ArgumentError) else BROKEN) from error
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        # A log of passes that the user asks for goes to stderr too.
+        if not os.environ.get(LOG_VARIABLE):
+            stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        # Their handlers have the stream of the moment when torch was imported.
+        for name, logger in logging.root.manager.loggerDict.items():
+            if name.partition(".")[0] == "torch" and isinstance(logger, logging.Logger):
+                stack.enter_context(mock.patch.object(logger, "handlers", []))
+        yield
 
 
 def _hint(error: Exception, is_cut: bool) -> str:

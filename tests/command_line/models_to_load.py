@@ -55,6 +55,16 @@ def data_dependent() -> Any:
     return _Branching(nn.ReLU()), ((torch.randn(4, 8),), {})
 
 
+class _Constant(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().mean()
+
+
+def constant() -> Any:
+    """A model without parameters."""
+    return _Constant(), ((torch.randn(4, 8),), {})
+
+
 class _Masked(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -97,6 +97,17 @@ def test_verify_says_yes() -> None:
     assert json.loads(result.stdout)["ok"] is True
 
 
+def test_bench_measures_both() -> None:
+    result = _run("bench", f"{_MODELS}:relu", "--steps", "1", "--json")
+    assert result.exit_code == 0, result.output
+    data = json.loads(result.stdout)
+    assert data["model_name"] == "Mlp"
+    # The results of the activation and of down, which the next operators' gradients read.
+    assert data["eager"]["kept_bytes"] == 4 * (32 + 8) * 4
+    assert 0 < data["compiled"]["kept_bytes"] <= data["eager"]["kept_bytes"]
+    assert data["time_ratio"] == data["compiled"]["step_us"] / data["eager"]["step_us"]
+
+
 def test_code_is_python(tmp_path: Path) -> None:
     result = _run("code", f"{_MODELS}:relu", "--tp", "2", "--output", str(tmp_path / "code.py"))
     assert result.exit_code == 0, result.output
@@ -153,6 +164,8 @@ def test_doctor_lists_what_is_needed_and_tries_a_model() -> None:
         (["plan", f"{_MODELS}:relu", "--fits", "80GB"], "--fits='80GB'"),
         (["plan", f"{_MODELS}:relu", "--dtype", "half16"], "dtype 'half16'"),
         (["explain", f"{_MODELS}:relu", "--name", "middle"], "middle"),
+        (["bench", f"{_MODELS}:relu", "--tp", "2"], "--tp 2 takes 2 processes, and here is 1"),
+        (["bench", f"{_MODELS}:constant", "--steps", "1"], "there is no backward to measure"),
     ],
 )
 def test_what_is_typed_wrong(arguments: list[str], message: str) -> None:
@@ -199,6 +212,21 @@ def test_a_model_larger_than_memory_is_not_built(
     assert "in float64, and 1.00 KiB of memory are free" in result.stderr
 
 
+@pytest.mark.slow
+def test_inputs_are_no_longer_than_the_positions_of_a_model(tmp_path: Path) -> None:
+    config = {"architectures": ["BertModel"], "num_hidden_layers": 1, "hidden_size": 32}
+    config |= {"num_attention_heads": 2, "intermediate_size": 32, "max_position_embeddings": 48}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config), encoding="utf-8")
+    assert _run("plan", str(path), "--tp", "2").exit_code == 0
+    command = [sys.executable, "-W", "ignore", "-m", "sp_compiler"]
+    arguments = ["plan", str(path), "--sequence", "49"]
+    typed = subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True)
+    error, hint = typed.stderr.splitlines()  # and nothing of torch's log
+    assert "captured as one graph" in error
+    assert hint.startswith("hint: --traceback")
+
+
 def test_inputs_whose_numbers_decide_are_made_on_the_cpu() -> None:
     result = _run("plan", f"{_MODELS}:masked")
     assert result.exit_code == 3
@@ -231,7 +259,9 @@ def test_unknown_option_of_compile() -> None:
     assert "speed" in result.stderr
 
 
-@pytest.mark.parametrize("command", ["plan", "suggest", "diff", "verify", "code", "explain"])
+@pytest.mark.parametrize(
+    "command", ["plan", "suggest", "diff", "verify", "bench", "code", "explain"]
+)
 def test_help_has_examples(command: str) -> None:
     result = _run(command, "--help")
     assert result.exit_code == 0
@@ -265,6 +295,19 @@ def test_presets_name_classes_of_transformers() -> None:
     for preset in presets().values():
         fields = getattr(transformers, preset["family"]).config_class().to_dict()
         assert preset["config"].keys() - {"rope_theta"} <= fields.keys()
+
+
+def _completed(text: str) -> list[str]:
+    """What a shell offers for the last word of ``text``."""
+    words = {"COMP_WORDS": text, "COMP_CWORD": str(len(text.split(" ")) - 1)}
+    environment = {"_SP_COMPILER_COMPLETE": "complete_bash", **words}
+    return CliRunner().invoke(app, prog_name="sp-compiler", env=environment).stdout.split()
+
+
+def test_completion_knows_commands_presets_and_options_of_compile() -> None:
+    assert _completed("sp-compiler be") == ["bench"]
+    assert _completed("sp-compiler plan --preset llama-3-8") == ["llama-3-8b"]
+    assert _completed("sp-compiler plan -o rec") == ["recompute="]
 
 
 @pytest.mark.slow

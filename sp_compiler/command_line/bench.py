@@ -1,0 +1,257 @@
+"""Time and memory of a step on this machine: the model as it is beside the compiled one."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sp_compiler.api import compile as compile_model
+from sp_compiler.base.errors import ArgumentError
+from sp_compiler.base.units import bytes_text, time_text
+from sp_compiler.options import ExampleInputs, Options
+from sp_compiler.planning.table_text import table
+
+_WARM_UP = 2  # the first step compiles, the second meets what the first one allocated
+_SEED = 0
+_BYTES = ("kept_bytes", "peak_bytes")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A step of one contender on this rank.
+
+    Attributes:
+        step_us: median time of forward and backward.
+        kept_bytes: what forward leaves for backward: storages beside parameters, buffers, inputs
+            and outputs.
+        peak_bytes: the most that a step allocates beside parameters and gradients; ``None`` on
+            CPUs, whose allocator does not count.
+    """
+
+    step_us: float
+    kept_bytes: int
+    peak_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Result of :func:`bench`.
+
+    Attributes:
+        time_ratio: median over pairs of alternated steps of the time compiled to that of eager
+            torch, which is steadier than both.
+    """
+
+    model_name: str
+    device: str
+    tp: int
+    steps: int
+    eager: Measured
+    compiled: Measured
+    time_ratio: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        rows = [
+            ("", "step", "kept for backward", "peak"),
+            ("eager torch, one rank alone", *_texts(self.eager)),
+            (f"sp_compiler, tp={self.tp}", *_texts(self.compiled)),
+            (
+                "ratio",
+                f"{self.time_ratio:.2f}",
+                _ratio(self, "kept_bytes"),
+                _ratio(self, "peak_bytes"),
+            ),
+        ]
+        width = 3 if self.eager.peak_bytes is None else 4
+        return (
+            f"{self.model_name} on {self.device}: forward and backward, per rank, median of "
+            f"{self.steps} steps\n{table(row[:width] for row in rows)}"
+        )
+
+
+def _texts(measured: Measured) -> tuple[str, ...]:
+    return (
+        time_text(measured.step_us),
+        bytes_text(measured.kept_bytes),
+        bytes_text(measured.peak_bytes or 0),
+    )
+
+
+def _ratio(result: Bench, name: str) -> str:
+    compiled, eager = getattr(result.compiled, name), getattr(result.eager, name)
+    return f"{compiled / eager:.2f}" if eager else "-"
+
+
+@contextlib.contextmanager
+def joined_ranks(tp: int | None) -> Iterator[tuple[int, str]]:
+    """Join the other ranks that ``torchrun`` started; yields their number and this one's device.
+
+    Raises:
+        ArgumentError: there are others than ``tp`` ranks.
+    """
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if tp not in (None, num_ranks):
+        raise ArgumentError(
+            f"--tp {tp} takes {tp} processes, and here is {num_ranks}: start them with torchrun "
+            f"--standalone --nproc-per-node {tp} -m sp_compiler bench"
+        )
+    device = "cpu"
+    if torch.cuda.is_available():
+        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+        torch.cuda.set_device(device)
+    # All ranks must have the same model and inputs.
+    torch.manual_seed(_SEED)
+    if num_ranks > 1:
+        dist.init_process_group()
+    try:
+        yield num_ranks, device
+    finally:
+        if num_ranks > 1:
+            dist.destroy_process_group()
+
+
+def bench(
+    model: nn.Module, example_inputs: ExampleInputs, tp: int, steps: int, options: Options
+) -> Bench:
+    """Measure steps of ``model``, which is compiled, and of a copy that is not, in turns."""
+    # A process may run on a slower clock now than a minute ago, so the two take turns.
+    device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+    args, kwargs = example_inputs
+    contenders = {"eager": copy.deepcopy(model), "compiled": compile_model(model, tp=tp, **options)}
+    runs = {name: _Run(each, args, kwargs, device) for name, each in contenders.items()}
+    for _ in range(_WARM_UP):
+        for run in runs.values():
+            run.step_us()
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(steps):
+        for name, run in runs.items():
+            times[name].append(run.step_us())
+    # Apart from the times: watching every operator takes longer than running small ones.
+    measured = {
+        name: Measured(statistics.median(times[name]), run.kept_bytes(), run.peak_bytes())
+        for name, run in runs.items()
+    }
+    pairs = zip(times["compiled"], times["eager"], strict=True)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    threads = "" if device.type == "cuda" else f", threads of a rank: {torch.get_num_threads()}"
+    return Bench(
+        type(contenders["eager"]).__name__,
+        f"{tp} x {name}{threads}",
+        tp,
+        steps,
+        **measured,
+        time_ratio=statistics.median(compiled / eager for compiled, eager in pairs),
+    )
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Steps of one contender."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    device: torch.device
+
+    def step_us(self) -> float:
+        self._wait()
+        start = time.perf_counter()
+        _loss(self._forward()).backward()
+        self._wait()
+        return (time.perf_counter() - start) * 1e6
+
+    def kept_bytes(self) -> int:
+        with _Storages() as storages:
+            result = self._forward()
+        excluded = [*self.model.parameters(), *self.model.buffers()]
+        excluded += pytree.tree_leaves((self.args, self.kwargs, result))
+        kept = storages.alive_bytes(excluded)
+        _loss(result).backward()  # ranks that leave a step in its middle would wait for each other
+        return kept
+
+    def peak_bytes(self) -> int | None:
+        if self.device.type != "cuda":
+            return None
+        # Gradients are there since the first step and are added to.
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        self.step_us()
+        return torch.cuda.max_memory_allocated(self.device) - before
+
+    def _forward(self) -> Any:
+        return self.model(*self.args, **self.kwargs)
+
+    def _wait(self) -> None:
+        """Until the device, and the other ranks, have done what they were given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        if dist.is_initialized():
+            dist.barrier()
+
+
+def _loss(result: Any) -> Tensor:
+    """The model's own loss if it returns one, else the mean of what it returns."""
+    leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+    reached = [leaf for leaf in leaves if leaf.requires_grad]
+    if not reached:
+        raise ArgumentError(
+            "nothing that the model returns depends on its parameters: there is no backward to "
+            "measure; is it in eval mode, or frozen?"
+        )
+    losses = [leaf for leaf in reached if leaf.dim() == 0]
+    return losses[0] if losses else torch.stack([leaf.float().mean() for leaf in reached]).sum()
+
+
+class _Storages(TorchDispatchMode):
+    """Inside, remembers every storage that an operator returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if not all(kind in (Tensor, nn.Parameter) for kind in types):
+            return NotImplemented  # DTensors: what they consist of comes here next
+        result = func(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                storage = leaf.untyped_storage()
+                # A later storage may get the address of one that is gone.
+                self._made[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
+        return result
+
+    def alive_bytes(self, excluded: Iterable[Any]) -> int:
+        """Bytes of the storages that exist still, without those of ``excluded``."""
+        left_out = {_address(each) for each in excluded if isinstance(each, Tensor)}
+        return sum(
+            num_bytes
+            for address, (storage, num_bytes) in self._made.items()
+            if address not in left_out and not storage.expired()
+        )
+
+
+def _address(tensor: Tensor) -> int:
+    local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
+    return (tensor if local is None else local()).untyped_storage().data_ptr()

@@ -154,6 +154,16 @@ def test_interchangeable_branches_stay_together() -> None:
     assert _is_isomorphism(twins, first, second)
 
 
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [1, 0, 2, 3], [0, 1, 3, 2], [1, 0, 3, 2]])
+def test_values_that_change_places_change_their_users(order: list[int]) -> None:
+    """``x - y`` and ``y - x`` look alike from everywhere; only together may they be exchanged."""
+    recipe = [_X, _X, ("sub", (0, 1)), ("sub", (1, 0))]
+    first, second = _graph(recipe, outputs=(2, 3)), _graph(recipe, order, (2, 3))
+    twins = _compare(first, second)
+    assert twins is not None
+    assert _is_isomorphism(twins, first, second)
+
+
 def test_keyword_arguments_may_be_given_in_any_order() -> None:
     graphs = []
     for names in (("weight", "bias"), ("bias", "weight")):

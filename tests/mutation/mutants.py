@@ -59,6 +59,16 @@ class Mutant:
     def applied(self, source: str) -> str:
         return source[: self.start] + self.after + source[self.end :]
 
+    def in_lines(self) -> Mutant:
+        """The same, with as many lines around it as occur in the file once."""
+        source = (ROOT / self.path).read_text(encoding="utf-8")
+        begin = source.rfind("\n", 0, self.start) + 1
+        end = source.find("\n", self.end)
+        while source.count(source[begin:end]) > 1:
+            begin = source.rfind("\n", 0, begin - 1) + 1
+        after = source[begin : self.start] + self.after + source[self.end : end]
+        return Mutant(self.path, self.line, begin, end, source[begin:end], after)
+
     def __str__(self) -> str:
         return f"{self.path}:{self.line}: {_one_line(self.before)}  ->  {_one_line(self.after)}"
 
@@ -95,6 +105,16 @@ def drawn(count: int, seed: int, paths: Sequence[Path]) -> list[Mutant]:
             piles.append(sorted(pile, key=lambda m: rank(f"{m.path} {m.before} {m.after}")))
     turns = [pile[turn] for turn in range(count) for pile in piles if turn < len(pile)]
     return turns[:count]
+
+
+def located(path: str, before: str, after: str) -> Mutant | None:
+    """The mutation of the one place of a file that reads ``before``; ``None`` if it has gone."""
+    source = (ROOT / path).read_text(encoding="utf-8")
+    if source.count(before) != 1:
+        return None
+    start = source.index(before)
+    line = source.count("\n", 0, start) + 1
+    return Mutant(path, line, start, start + len(before), before, after)
 
 
 def mutants(path: Path) -> Iterator[Mutant]:

@@ -16,6 +16,7 @@ change no number is in ``survivors.toml``, with the reason.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib
 import json
 import multiprocessing
@@ -28,12 +29,13 @@ import tempfile
 import time
 import tomllib
 from collections import Counter
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
-from tests.mutation.mutants import ROOT, Mutant, drawn, modules
+from tests.mutation.mutants import ROOT, Mutant, drawn, located, modules
 
 # Small models through everything, for a folder without tests.
 _CORE = ("tests/end_to_end/test_near_misses.py", "tests/verification/test_proof.py")
@@ -47,8 +49,11 @@ _KNOWN = Path(__file__).with_name("survivors.toml")
 _SCORE = Path(__file__).with_name("score.json")
 
 
-def tests_of(path: str, tree: Path) -> list[str]:
-    """Test files for a module: those named after it and those that import it, else a few."""
+def tests_of(path: str, tree: Path, *, wide: bool) -> list[str]:
+    """Test files for a module: those named after it and those that import it, else a few.
+
+    ``wide``: behind them all others, those of its folder and of whole models first.
+    """
     module = Path(path).with_suffix("")
     name = module.parent if module.name == "__init__" else module
     folder = Path("tests", *[part for part in name.parts[:-1] if part != "sp_compiler"])
@@ -63,7 +68,13 @@ def tests_of(path: str, tree: Path) -> list[str]:
     if not named:  # a part of its folder, which is tested as one
         importers += [file for file in files if file.parent == tree / folder]
     chosen = [file.relative_to(tree).as_posix() for file in (*named, *importers)]
-    return list(dict.fromkeys(chosen)) or list(_CORE)
+    chosen = list(dict.fromkeys(chosen)) or list(_CORE)
+    if wide:
+        rest = [file.relative_to(tree).as_posix() for file in files]
+        near = (f"{folder.as_posix()}/", "tests/end_to_end/", "tests/usage/")
+        rest.sort(key=lambda file: [not file.startswith(each) for each in near])
+        chosen = list(dict.fromkeys([*chosen, *rest]))
+    return chosen
 
 
 class Runner:
@@ -72,13 +83,15 @@ class Runner:
     Attributes:
         tree: the copy.
         limit_s: CPU seconds for the tests of one mutation.
+        wide: all fast tests run, not those of the module alone.
         sound: tests that are known to pass without any mutation.
         broken: tests that fail without one: they can kill nothing and are left out.
     """
 
-    def __init__(self, tree: Path, limit_s: int) -> None:
+    def __init__(self, tree: Path, limit_s: int, *, wide: bool = False) -> None:
         self.tree = tree
         self.limit_s = limit_s
+        self.wide = wide
         self.sound: set[str] = set()
         self.broken: set[str] = set()
         ignore = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info")
@@ -91,7 +104,8 @@ class Runner:
         while True:
             try:
                 _write(target, mutant.applied(source))
-                code, failed = self._run(tests_of(mutant.path, self.tree), self.limit_s)
+                tests = tests_of(mutant.path, self.tree, wide=self.wide)
+                code, failed = self._run(tests, self.limit_s)
             finally:
                 _write(target, source)
             if code in (-signal.SIGKILL, -signal.SIGXCPU):
@@ -175,14 +189,15 @@ def known_survivors() -> dict[tuple[str, str, str], str]:
     return {(e["path"], e["before"], e["after"]): e["reason"] for e in entries}
 
 
-def not_killed() -> set[tuple[str, str, str]]:
-    """(path, before, after) of what the kept score calls neither killed nor known."""
+def kept(outcomes: Sequence[str]) -> list[Mutant]:
+    """Mutations of the kept score with one of ``outcomes``, of all folders in turn.
+
+    Where the code has changed since, there is nothing left to mutate: those are left out.
+    """
     score = json.loads(_SCORE.read_text(encoding="utf-8"))
-    return {
-        (entry["path"], entry["before"], entry["after"])
-        for entry in score
-        if entry["outcome"] not in ("killed", "known")
-    }
+    entries = [(e["path"], e["before"], e["after"]) for e in score if e["outcome"] in outcomes]
+    entries.sort(key=lambda entry: hashlib.sha256("\n".join(entry).encode()).digest())
+    return [mutant for entry in entries if (mutant := located(*entry)) is not None]
 
 
 def keep(mutant: Mutant, outcome: str) -> None:
@@ -202,21 +217,23 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=int, default=90, help="CPU seconds for the tests of one")
     parser.add_argument("--only", nargs="*", default=[""], help="modules whose path starts so")
-    parser.add_argument("--again", action="store_true", help="those of the draw that survived")
+    parser.add_argument("--kept", nargs="+", help="those of the score with these outcomes")
+    parser.add_argument("--wide", action="store_true", help="all fast tests behind those")
     options = parser.parse_args()
     os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
     known = known_survivors()
     only = tuple(options.only)
-    paths = [p for p in modules() if p.relative_to(ROOT).as_posix().startswith(only)]
+    if options.kept:
+        chosen = [mutant for mutant in kept(options.kept) if mutant.path.startswith(only)]
+    else:
+        paths = [p for p in modules() if p.relative_to(ROOT).as_posix().startswith(only)]
+        chosen = [mutant.in_lines() for mutant in drawn(options.count, options.seed, paths)]
     counts: Counter[str] = Counter()
     for name in _PRELOADED:
         importlib.import_module(name)
     with tempfile.TemporaryDirectory() as folder:
-        runner = Runner(Path(folder).resolve(), options.limit)
-        again = not_killed()
-        for mutant in drawn(options.count, options.seed, paths)[options.start :]:
-            if options.again and (mutant.path, mutant.before, mutant.after) not in again:
-                continue
+        runner = Runner(Path(folder).resolve(), options.limit, wide=options.wide)
+        for mutant in chosen[options.start :]:
             outcome = runner.outcome(mutant)
             if outcome != "killed" and (mutant.path, mutant.before, mutant.after) in known:
                 outcome = "known"
@@ -227,8 +244,8 @@ def main() -> None:
     for test in sorted(runner.broken):
         print(f"left out, for it fails without a mutation: {test}")
     print(f"{counts['killed']} of {total} killed: {dict(counts)}")
-    kept = Counter(entry["outcome"] for entry in json.loads(_SCORE.read_text(encoding="utf-8")))
-    print(f"{kept['killed']} of {kept.total() - kept['known']} in {_SCORE.name}: {dict(kept)}")
+    tally = Counter(entry["outcome"] for entry in json.loads(_SCORE.read_text(encoding="utf-8")))
+    print(f"{tally['killed']} of {tally.total() - tally['known']} in {_SCORE.name}: {dict(tally)}")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from tests.mutation.mutants import ROOT, drawn, modules
     ],
 )
 def test_tests_named_after_a_module_come_first(module: str, expected: list[str]) -> None:
-    assert run.tests_of(module, ROOT)[: len(expected)] == expected
+    assert run.tests_of(module, ROOT, wide=False)[: len(expected)] == expected
 
 
 def test_a_draw_is_the_same_every_time_and_reaches_every_folder() -> None:

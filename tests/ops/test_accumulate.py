@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from sp_compiler.base.placement import P, Placement, R, S
+from sp_compiler.check.derive import declared_strategies
 from sp_compiler.ops.accumulate import ADD_PRODUCT, WRITE_ROWS, add_product, write_rows
 from sp_compiler.ops.communicator import Communicator
 from sp_compiler.ops.registry import Operator
-from tests.helpers.own_operators import Case, assert_registered, assert_right
+from tests.helpers.own_operators import Case, assert_registered, assert_right, node_of
 
 
 def _random(*shape: int) -> Tensor:
@@ -39,6 +40,12 @@ def test_write_rows(placement: Placement, world_size: int) -> None:
     rest = (0, 2, world_size)
     case = Case(WRITE_ROWS, dense, inputs, rest, (placement, placement), (placement,))
     assert_right(case, world_size)
+
+
+def test_rows_of_one_part_are_not_written_into_another() -> None:
+    node = node_of(WRITE_ROWS, [_random(7, 4), _random(3, 4)], (0, 2, 2))
+    ways = declared_strategies(node, 2) or ()
+    assert [way.operands[0] for way in ways] == [R, P, S(1)]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from tests.helpers.graph_builder import GraphBuilder
 from tests.helpers.own_operators import Case, assert_registered, assert_right, node_of
 
 _X = torch.randn(8, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-_SHARDS = [S(0), S(1), S(1, (8, 4)), S(1, (4, 4, 4))]
+_SHARDS = [S(0), S(0, (4, 4)), S(1), S(1, (8, 4)), S(1, (4, 4, 4))]
 _PAIRS = [
     (source, target)
     for kinds in CONVERSIONS

@@ -89,6 +89,7 @@ NEAR_MISSES: dict[str, Callable[..., Tensor]] = {
     "difference": lambda x, y, b: b - torch.mm(y, y.new_ones(4, 5)),
     "views of two tensors": lambda x, y, b: aten.view(x, [24]) * aten.view(x.exp(), [24]),
     "column, not bias": lambda x, y, b: torch.mm(y, y.new_ones(4, 5)) + b.view(5, 1),
+    "sum without its dims": lambda x, y, b: aten.view(x.view(6, 1, 4).sum([0]), [4]),
     "sum whose dim stays": lambda x, y, b: aten.view(x.sum([0], True), [2, 2]),
     "split of the bias dim": lambda x, y, b: aten.view(torch.mm(y, y.new_ones(4, 10)), [10, 5]) + b,
 }

@@ -10,6 +10,8 @@ from sp_compiler.runtime.fingerprints import fingerprint
 
 _X = torch.arange(12.0).view(3, 4)
 _Z = torch.complex(_X, _X + 1)
+# More than what is mixed at a time.
+_LONG = torch.zeros(1 << 19, dtype=torch.int64).index_fill_(0, torch.tensor(3), 1)
 
 
 @pytest.mark.parametrize(
@@ -19,8 +21,9 @@ _Z = torch.complex(_X, _X + 1)
         (_Z.conj(), _Z.conj().resolve_conj(), _Z),
         (_Z.conj().imag, -_Z.imag, _Z.imag),
         (_X.to_sparse(), _X, _X.t()),
+        (_LONG, _LONG.clone(), _LONG.roll(1 << 18)),
     ],
-    ids=["strides", "conjugate", "negative", "sparse"],
+    ids=["strides", "conjugate", "negative", "sparse", "long"],
 )
 def test_equal_values_have_one_fingerprint(value: Tensor, same: Tensor, other: Tensor) -> None:
     assert int(fingerprint(value)) == int(fingerprint(same)) != int(fingerprint(other))

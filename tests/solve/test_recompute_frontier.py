@@ -57,10 +57,17 @@ def _assert_solved(values: Sequence[ForwardValue]) -> None:
             continue
         assert found is not None
         assert (found.time_us, found.num_bytes) == pytest.approx(min(fitting), rel=1e-9)
-    for choice in frontier(values):
+    best = frontier(values)
+    for choice in best:
         assert not any(
             c.time_us < choice.time_us and c.num_bytes <= choice.num_bytes for c in every
         )
+    for less, more in itertools.pairwise(best):
+        assert less.num_bytes < more.num_bytes
+        assert less.time_us > more.time_us
+    if every:
+        assert best[0].num_bytes == min(c.num_bytes for c in every)
+        assert best[-1].time_us == pytest.approx(min(c.time_us for c in every), rel=1e-9)
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)

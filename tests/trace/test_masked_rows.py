@@ -145,6 +145,17 @@ NEAR_MISSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
         lambda x, p: torch.zeros_like(x).index_put((p[:, 0] > 0,), x[p[:, 0] > 0] ** -2),
         "no finite value",
     ),
+    "a power that is a root": (
+        lambda x, p: torch.zeros_like(x).index_put((p[:, 0] > 0,), x[p[:, 0] > 0] ** 0.5),
+        "no finite value",
+    ),
+    "rows that are normalised as one": (
+        lambda x, p: torch.zeros_like(x[:, :1]).index_put(
+            (p[:, 0] > 0,),
+            F.layer_norm(x[None, :, 0][:, p[:, 0] > 0], x[p[:, 0] > 0].shape[:1]).reshape(-1, 1),
+        ),
+        "not computed row by row",
+    ),
     "a root": (
         lambda x, p: torch.zeros_like(x).index_put((p[:, 0] > 0,), x[p[:, 0] > 0].sqrt()),
         "no finite value",
@@ -191,6 +202,15 @@ def test_near_misses_are_refused_with_their_reason(name: str) -> None:
     with pytest.raises(CaptureError, match=reason) as caught:
         captured_from(function, _X, _P)
     assert "self.function(*args)" in str(caught.value)
+
+
+def test_rows_times_a_number() -> None:
+    def scaled(x: Tensor, p: Tensor) -> Tensor:
+        token, slot = torch.where(p > 0)
+        return torch.zeros_like(x).index_add(0, token, x[token] * p[token, slot, None] * 0.5)
+
+    captured = captured_from(scaled, _X, _P)
+    torch.testing.assert_close(outputs(captured, _X, _P)[0], scaled(_X, _P), rtol=0, atol=1e-15)
 
 
 def test_what_nobody_uses_is_no_obstacle() -> None:

@@ -106,12 +106,13 @@ _SQUARE = 4
         lambda x, table: x.transpose(1, 2) @ table,
         lambda x, table: F.linear(x.transpose(0, 1), table[0]),
         lambda x, table: F.linear(x.transpose(0, 2), table),
+        lambda x, table: F.linear(x.permute(2, 0, 1), table).transpose(1, 2),
         lambda x, table: (x.transpose(0, 1) + table).split([1, 3], 1)[1],
         lambda x, table: x.transpose(0, 1).split([1, 3], 0)[1],
     ],
     ids=[
         *("a table", "a table before", "a batch of one", "a sequence of one", "a batch of weights"),
-        *("width", "a vector", "ends", "a table's split", "a split of the batch"),
+        *("width", "a vector", "ends", "width behind", "a table's split", "a split of the batch"),
     ],
 )
 def test_swaps_move_through_token_wise_operators_alone(

@@ -73,7 +73,7 @@ def pieces(name: str) -> tuple[Piece, ...]:
     found: list[Piece] = []
     for calls in zip(*(_trained(plan) for plan in plans if isinstance(plan, Plan)), strict=True):
         ways = tuple(
-            Way(call.step_us, sum(size for _, size in call.kept), call.working_bytes)
+            Way(call.step_us, sum(size for _, size in call.kept), call.memory.most_bytes)
             for call, _ in calls
         )
         found.append(Piece(ways, STATE_BYTES * calls[0][1]))

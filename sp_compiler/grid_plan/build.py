@@ -18,12 +18,11 @@ from sp_compiler.grid_plan.stage_plan import (
     StagePlan,
     gathered_bytes,
     held_bytes,
-    kept_bytes,
     state_bytes,
     used_parameters,
 )
 from sp_compiler.grid_plan.timeline import Functions, GridTimeline
-from sp_compiler.grid_plan.timetable import StageTimes, finish_us, most_kept
+from sp_compiler.grid_plan.timetable import StageTimes, finish_us
 from sp_compiler.grid_plan.traffic import traffic_of
 from sp_compiler.pipeline_parallel.cutting import ends_of
 from sp_compiler.pipeline_parallel.schedules import (
@@ -35,6 +34,7 @@ from sp_compiler.pipeline_parallel.schedules import (
     Schedule,
     most_in_flight,
 )
+from sp_compiler.pipeline_parallel.stage_memory import RankActivations, StageMemory
 from sp_compiler.planning.data import CallPlan
 from sp_compiler.planning.plan import Plan
 
@@ -56,13 +56,14 @@ def grid_plan(plan: Plan, chain: Chain, options: GridOptions) -> GridPlan:
     # The search that a pipeline itself makes, so that the plan is of the cut that will run.
     ends = _ends(chain, orders, options)
     parts = [chain.calls[start:end] for start, end in itertools.pairwise([0, *ends])]
-    kept = [kept_bytes(part) for part in parts]
+    memories = [StageMemory.of(part) for part in parts]
     own: list[list[Sequence[CallPlan]]] = [[] for _ in range(grid.pp)]
     for stage, part in enumerate(parts):
         own[rank_of(stage)].append(part)
     calls = [list(itertools.chain.from_iterable(each)) for each in own]
     stages = [
-        _stage(chain, own[rank], most_kept(orders[rank], kept), options) for rank in range(grid.pp)
+        _stage(chain, own[rank], RankActivations.of(orders[rank], memories), options)
+        for rank in range(grid.pp)
     ]
     if grid.pp == 1:
         stages = [_exact(plan, stages[0])]
@@ -120,7 +121,7 @@ def _ends(chain: Chain, orders: Sequence[Sequence[Action]], options: GridOptions
 def _stage(
     chain: Chain,
     parts: Sequence[Sequence[CallPlan]],
-    in_flight: tuple[int, int],
+    activations: RankActivations,
     options: GridOptions,
 ) -> StagePlan:
     calls = [call for part in parts for call in part]
@@ -131,10 +132,9 @@ def _stage(
         parameters=sum(size.numel for size in used),
         state_bytes=round(sum(state_bytes(size, per_parameter, grid.dp_shard) for size in used)),
         gathered_bytes=gathered_bytes(calls, chain.parameters, grid),
-        in_flight=in_flight[0],
-        activation_bytes=in_flight[1],
-        # One call runs at a time: the largest, not the sum.
-        working_bytes=max(call.working_bytes for call in calls),
+        in_flight=activations.in_flight,
+        activation_bytes=activations.kept_bytes,
+        working_bytes=activations.peak_bytes - activations.kept_bytes,
         forward_us=sum(call.forward_us for call in calls),
         backward_us=sum(call.step_us - call.forward_us for call in calls),
     )

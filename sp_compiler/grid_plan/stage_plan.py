@@ -26,7 +26,7 @@ class StagePlan:
         gathered_bytes: bytes that FSDP2 holds unsharded in addition.
         in_flight: largest number of forwards of a chunk whose backward has not run yet.
         activation_bytes: peak of the activations that these save.
-        working_bytes: peak of other bytes during one call.
+        working_bytes: what the peak of the step adds to them, in the call that runs then.
         forward_us: estimated time of the forward of all its chunks for one microbatch.
         backward_us: estimated time of their backward.
     """

@@ -1,5 +1,4 @@
-"""When each rank of a pipeline runs what, and how much it keeps meanwhile, from the schedule's own
-order of actions."""
+"""When each rank of a pipeline runs what, from the schedule's own order of actions."""
 
 from __future__ import annotations
 
@@ -119,18 +118,3 @@ def run_orders(
 def finish_us(orders: Sequence[Sequence[Action]], times: Sequence[StageTimes]) -> list[float]:
     """Return when each rank is through with its order."""
     return [runs[-1].end_us if runs else 0.0 for runs in run_orders(orders, times)]
-
-
-def most_kept(order: Sequence[Action], kept_bytes: Sequence[int]) -> tuple[int, int]:
-    """Return the most forwards of a rank in flight, and the most bytes that such forwards keep.
-
-    Args:
-        kept_bytes: of one microbatch, by stage.
-    """
-    count = num_bytes = most = most_bytes = 0
-    for action in order:
-        # Gradients of weights need the activations too, so a microbatch ends with those.
-        change = action.starts - action.ends
-        count, num_bytes = count + change, num_bytes + change * kept_bytes[action.stage]
-        most, most_bytes = max(most, count), max(most_bytes, num_bytes)
-    return most, most_bytes

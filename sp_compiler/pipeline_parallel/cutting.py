@@ -9,6 +9,7 @@ from functools import cache
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.units import bytes_text
 from sp_compiler.cost.model_state import ADAMW_MOMENTS
+from sp_compiler.pipeline_parallel.stage_memory import StageMemory
 from sp_compiler.planning.data import CallPlan, ParameterSize
 from sp_compiler.solve.pipeline_cut import fastest_cut, least_largest
 
@@ -55,18 +56,16 @@ def ends_of(
 
     # Of each part, whichever stage it is: the search asks for it once per stage.
     @cache
-    def part_bytes(start: int, stop: int) -> tuple[float, int] | None:
+    def part_bytes(start: int, stop: int) -> tuple[float, StageMemory] | None:
         part = calls[start:stop]
         used = [sizes[name] for name in {name for call in part for name in call.parameters}]
         if not used:  # an optimizer takes no empty list of parameters
             return None
-        # As a dict, for what several calls save (a mask, rotary tables) is there once.
-        kept = sum(dict(pair for call in part for pair in call.kept).values())
-        return sum(map(state_bytes, used)) + max(call.working_bytes for call in part), kept
+        return sum(map(state_bytes, used)), StageMemory.of(part)
 
     def num_bytes(stage: int, start: int, stop: int) -> float:
         parts = part_bytes(start, stop)
-        return math.inf if parts is None else parts[0] + in_flight[stage] * parts[1]
+        return math.inf if parts is None else parts[0] + parts[1].peak_of(in_flight[stage])
 
     def limits(stage: int, start: int, stop: int) -> float:
         room = math.inf if memory_bytes is None else memory_bytes

@@ -5,6 +5,9 @@ a thread waits for it, while this one looks at the board of the pipeline::
 
     this thread    start receive ── look ── look ── raise: rank 1 failed: ...
     the waiter              wait for the message ··············
+
+What is sent is held by its message alone, which lets it go when it is sent: schedules wait for the
+messages of a step at its end, and would hold what each of them has sent until then.
 """
 
 from __future__ import annotations
@@ -15,14 +18,15 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining import PipelineStage
 
 from sp_compiler.base.errors import RankMismatchError
+from sp_compiler.pipeline_parallel.lean_stage import LeanStage
 from sp_compiler.runtime.failures.board import LOOK_EVERY, FailureBoard, RankWait
 
 
@@ -37,67 +41,104 @@ class Messages:
     def __init__(self, board: FailureBoard, timeout: timedelta) -> None:
         self.board = board
         self._timeout = timeout
-        self._waits: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        # It may be left waiting for a rank that is gone, which is no reason for a process to stay.
-        threading.Thread(target=self._wait_in_turn, name="stage messages", daemon=True).start()
+        # By direction and rank: a message waits for those before it on its own connection alone.
+        self._waiters: dict[tuple[bool, int], _Waiter] = {}
 
     def watch(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
         """Have what ``ops`` start be waited for with a look at the board."""
         for op in ops:
-            op.op = self._starting(op.op)
+            op.op = self._starting(op)
         return ops
 
-    def _starting(self, start: Callable[..., Any]) -> Callable[..., _Message]:
-        sends = start is dist.isend
+    def _starting(self, op: dist.P2POp) -> Callable[..., _Message]:
+        start, sends = op.op, op.op is dist.isend
+        purpose = "sends to" if sends else "waits for"
 
         def started(tensor: Tensor, group: Any, tag: int, **peer: int) -> _Message:
             # torch calls what is not its own isend a receive.
             (rank,) = peer.values()
             side = {"group_dst" if sends else "group_src": rank}
             work = start(tensor, group=group, tag=tag, **side)
-            return _Message(self, work, f"{'sends to' if sends else 'waits for'} rank {rank}")
+            # Schedules hold the operations of a microbatch until those of the next one.
+            op.tensor = tensor.new_empty(0)
+            waiter = self._waiters.get((sends, rank)) or _Waiter()
+            self._waiters[sends, rank] = waiter
+            message = _Message(self, waiter, work, f"{purpose} rank {rank}")
+            if sends:
+                # At once, for what it sends is held until then.
+                message.begin_wait()
+            return message
 
         return started
 
-    def finish(self, work: dist.Work, purpose: str) -> None:
-        """Wait for ``work``.
+    def finish(self, wait: _Wait, purpose: str) -> None:
+        """Return when ``wait`` is over.
 
         Raises:
             RankFailureError: another rank has failed or is gone.
             RankMismatchError: it does not come in time.
         """
-        over, errors = threading.Event(), []
-
-        def wait() -> None:
-            try:
-                work.wait()
-            except RuntimeError as error:
-                errors.append(error)
-            over.set()
-
-        self._waits.put(wait)
         with contextlib.closing(_MessageWait(self.board, purpose, -1, self._timeout)) as waiting:
-            while not over.wait(LOOK_EVERY.total_seconds()):
+            while not wait.over.wait(LOOK_EVERY.total_seconds()):
                 waiting.look()
-        if errors:
-            raise self.board.lost(errors[0]) from errors[0]
+        if wait.error is not None:
+            raise self.board.lost(wait.error) from wait.error
+
+
+@dataclass
+class _Wait:
+    """Whether a message is there, or gone out; ``error`` says why it will not."""
+
+    over: threading.Event = field(default_factory=threading.Event)
+    error: RuntimeError | None = None
+
+
+class _Waiter:
+    """A thread that waits for messages one after the other."""
+
+    def __init__(self) -> None:
+        self._works: queue.SimpleQueue[tuple[dist.Work, _Wait]] = queue.SimpleQueue()
+        # It may be left waiting for a rank that is gone, which is no reason for a process to stay.
+        threading.Thread(target=self._wait_in_turn, name="stage messages", daemon=True).start()
+
+    def wait_for(self, work: dist.Work) -> _Wait:
+        wait = _Wait()
+        self._works.put((work, wait))
+        return wait
 
     def _wait_in_turn(self) -> None:
         while True:
-            self._waits.get()()
+            # Without names of its own, which would hold the last message's tensor.
+            self._wait(*self._works.get())
+
+    def _wait(self, work: dist.Work, wait: _Wait) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            wait.error = error
+        wait.over.set()
 
 
 class _Message:
     """Stands for torch's object of a message on its way, of which schedules call ``wait`` alone."""
 
-    def __init__(self, messages: Messages, work: dist.Work, purpose: str) -> None:
+    def __init__(self, messages: Messages, waiter: _Waiter, work: dist.Work, purpose: str) -> None:
         self._messages = messages
-        self._work = work
+        self._waiter = waiter
+        self._work: dist.Work | None = work
         self._purpose = purpose
+        self._wait: _Wait | None = None
+
+    def begin_wait(self) -> _Wait:
+        """Have the thread wait for it, which alone holds its tensor from here on."""
+        if self._wait is None:
+            assert self._work is not None
+            self._wait, self._work = self._waiter.wait_for(self._work), None
+        return self._wait
 
     def wait(self) -> None:
         """Wait until the message is there, or gone out."""
-        self._messages.finish(self._work, self._purpose)
+        self._messages.finish(self.begin_wait(), self._purpose)
 
 
 class _MessageWait(RankWait):
@@ -123,8 +164,8 @@ class _MessageWait(RankWait):
         )
 
 
-class WatchedStage(PipelineStage):
-    """A stage of torch's whose messages are watched; ``messages`` may be ``None``."""
+class WatchedStage(LeanStage):
+    """A stage whose messages are watched; ``messages`` may be ``None``."""
 
     def __init__(self, *args: Any, messages: Messages | None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

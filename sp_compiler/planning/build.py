@@ -11,7 +11,6 @@ from sp_compiler.base.autocast import without_autocast
 from sp_compiler.base.storage import Storage
 from sp_compiler.cost.fused_kernels import fused_bytes
 from sp_compiler.cost.hardware import Hardware
-from sp_compiler.cost.memory import backward_peak_bytes, function_peak_bytes
 from sp_compiler.cost.model_state import ModelState, StoredParameter, stored_parameters
 from sp_compiler.cost.node_cost import (
     Collective,
@@ -31,6 +30,7 @@ from sp_compiler.ir.forward_backward import Partitioned, SavedTensor
 from sp_compiler.ir.op_traits import collective_of, is_view
 from sp_compiler.ir.program import Region
 from sp_compiler.options import CompileOptions
+from sp_compiler.planning.call_memory import call_memories
 from sp_compiler.planning.costly_fallbacks import costly_fallbacks
 from sp_compiler.planning.data import (
     BlockPlan,
@@ -221,21 +221,12 @@ def _calls(
     numbers: dict[Storage, int] = {}
     kept: dict[int, dict[int, int]] = {}
     for item in memory.kept:
-        # What the model returns lives on whether a call saves it or not.
-        if item.storage not in memory.returned:
-            number = numbers.setdefault(item.storage, len(numbers))
-            kept.setdefault(item.call, {})[number] = item.storage.num_bytes
+        # Also what the model returns: a stage returns the loss alone, and keeps logits that its
+        # backward needs for each microbatch in flight.
+        number = numbers.setdefault(item.storage, len(numbers))
+        kept.setdefault(item.call, {})[number] = item.storage.num_bytes
 
-    # Layers share a block and own the same of its parameters: one answer for all of them.
-    @cache
-    def working_bytes(region_name: str, own_parameters: frozenset[int]) -> int:
-        parts = compiled.regions[region_name].partitioned
-        forward_bytes = function_peak_bytes(parts.forward)
-        if parts.step_backward is None:
-            return forward_bytes
-        return max(forward_bytes, backward_peak_bytes(parts.step_backward, own_parameters))
-
-    own_parameters = compiled.program.own_parameters(compiled.world_size)
+    memories = call_memories(compiled)
     for index, call in enumerate(compiled.program.calls):
         names = (compiled.param_name(ref.name) for ref in call.args if ref.kind == "param")
         yield CallPlan(
@@ -243,7 +234,7 @@ def _calls(
             path=call.path,
             parameters=tuple(dict.fromkeys(names)),
             kept=tuple(kept.get(index, {}).items()),
-            working_bytes=working_bytes(call.region.name, own_parameters[index]),
+            memory=memories[index],
             step_us=block_of[call.region.name].work.step_us,
             forward_us=block_of[call.region.name].forward_us,
         )

@@ -14,6 +14,7 @@ from sp_compiler.cost.node_cost import merged
 from sp_compiler.cost.step_memory import Moment
 from sp_compiler.cost.step_timeline import StepTimeline
 from sp_compiler.ops.registry import Collective
+from sp_compiler.planning.call_memory import CallMemory
 from sp_compiler.planning.costly_fallbacks import CostlyFallback
 from sp_compiler.planning.formula import ActivationFormula
 from sp_compiler.planning.placement_explanation import Explanation
@@ -146,7 +147,7 @@ class CallPlan:
         parameters: names of the parameters that it uses.
         kept: number and bytes of every storage that it saves for its backward; calls that save the
             same storage have the same number.
-        working_bytes: peak of other bytes during its forward or its backward.
+        memory: bytes that its own functions take while they run.
         step_us: estimated time of forward and backward.
         forward_us: part of ``step_us`` in the forward.
     """
@@ -155,7 +156,7 @@ class CallPlan:
     path: str
     parameters: tuple[str, ...]
     kept: tuple[tuple[int, int], ...]
-    working_bytes: int
+    memory: CallMemory
     step_us: float
     forward_us: float
 

@@ -19,6 +19,7 @@ from sp_compiler.grid_plan.options import GridOptions
 from sp_compiler.grid_plan.sizes import GridSizes
 from sp_compiler.grid_plan.timetable import StageTimes, finish_us
 from sp_compiler.pipeline_parallel.schedules import SCHEDULES
+from sp_compiler.planning.call_memory import CallMemory
 from sp_compiler.planning.data import BlockPlan, CallPlan, ParameterSize, Work
 from tests.models import zoo
 
@@ -28,10 +29,13 @@ def _calls(layers: int) -> list[CallPlan]:
 
     def layer(number: int) -> CallPlan:
         kept = ((0, 7), (number + 1, 10))
-        return CallPlan("Block", f"blocks.{number}", (f"w{number}",), kept, 3, 3.0, 1.0)
+        return CallPlan(
+            "Block", f"blocks.{number}", (f"w{number}",), kept, CallMemory(3, 3), 3.0, 1.0
+        )
 
-    first = CallPlan("Block", "", ("embedding",), ((0, 7),), 1, 0.0, 0.0)
-    last = CallPlan("Block", "", ("norm", "embedding"), ((1000, 40),), 50, 0.0, 0.0)
+    first = CallPlan("Block", "", ("embedding",), ((0, 7),), CallMemory(1, 1), 0.0, 0.0)
+    memory = CallMemory(50, 50)
+    last = CallPlan("Block", "", ("norm", "embedding"), ((1000, 40),), memory, 0.0, 0.0)
     return [first, *map(layer, range(layers)), last]
 
 

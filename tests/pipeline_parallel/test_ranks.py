@@ -183,7 +183,6 @@ def test_schedules_on_two_ranks() -> None:
         ("gpt2", 4, "zero_bubble", 10, (2, 1)),
         ("gpt2", 4, "dualpipev", 3, (2, 1)),
         ("llama", 4, "interleaved", 3, (2, 1)),
-        ("mixtral", 2, "1f1b", 3, (2, 1)),
         ("t5", 2, "1f1b", 3, (2, 1)),
         ("llama", 2, "gpipe", 2, (2, 1)),
     ]

@@ -19,6 +19,7 @@ from sp_compiler.pipeline_parallel.microbatches import microbatches_of
 from sp_compiler.pipeline_parallel.schedules import SCHEDULES, schedule_of
 from sp_compiler.pipeline_parallel.stage_program import chain_of, loss_of, stages_of
 from sp_compiler.pipeline_parallel.ties import holders_of
+from sp_compiler.planning.call_memory import CallMemory
 from sp_compiler.planning.data import CallPlan, ParameterSize
 from sp_compiler.runtime.executor import Executor
 from sp_compiler.trace.export import flatten_inputs
@@ -150,7 +151,8 @@ def test_a_model_without_loss() -> None:
 
 def _layers(count: int) -> tuple[list[CallPlan], dict[str, ParameterSize]]:
     def call(name: str, path: str, step_us: float) -> CallPlan:
-        return CallPlan("Block", path, (name,), ((hash(name), 10),), 1, step_us, step_us / 3)
+        memory = CallMemory(1, 1)
+        return CallPlan("Block", path, (name,), ((hash(name), 10),), memory, step_us, step_us / 3)
 
     calls = [call(f"w{i}", f"h.{i}", 1.0) for i in range(count)]
     calls = [call("e", "", 0.5), *calls, call("e", "", 2.0)]

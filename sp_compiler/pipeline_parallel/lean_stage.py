@@ -1,0 +1,137 @@
+"""A stage of torch.distributed.pipelining that holds each value only as long as it is needed.
+
+With ``M`` microbatches, of which ``p`` are in flight::
+
+                                torch's stage           this one
+    received activations        M buffers, for good     from receive to backward: p
+    received gradients          M buffers, for good     from receive to backward: 1
+    sent activations            forward to backward: p  until they are sent: 1
+
+The backward of what was sent starts from its place in autograd's graph, which has its shape;
+nothing reads its numbers any more. Where another call of the stage has saved them they stay, for
+that call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed.pipelining import PipelineStage
+
+_NOWHERE = torch.device("meta")
+
+
+class LeanStage(PipelineStage):
+    """A stage of torch's; arguments as of the base class."""
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._allocating_nothing():
+            return super()._prepare_forward_infra(*args, **kwargs)
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._allocating_nothing():
+            return super()._prepare_backward_infra(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _allocating_nothing(self) -> Iterator[None]:
+        """Make torch's buffers on the meta device: they say what memory a message will take."""
+        device, self.device = self.device, _NOWHERE
+        try:
+            yield
+        finally:
+            self.device = device
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """As of the base class, into new memory."""
+        _move(self.args_recv_info[fwd_chunk_id], self.device)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """As of the base class, into new memory."""
+        if self.has_backward and not self.is_last:
+            _move(self.grad_recv_info[bwd_chunk_id], self.device)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def set_local_bwd_input(
+        self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int
+    ) -> None:
+        """As of the base class; where no gradient flows back it is of zeros."""
+        super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+        infos = self.grad_recv_info[mb_index]
+        for info, grad in zip(infos, next_stage_bwd_outputs, strict=True):
+            # Torch fills the buffer with zeros or leaves it as it is, by version; here is none yet.
+            if grad is None and info.buffer is not None:
+                info.buffer = torch.zeros_like(info.buffer, device=self.device)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """As of the base class; what will be sent is not returned, for a schedule would keep it."""
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        _move(self.args_recv_info[fwd_chunk_id], _NOWHERE)
+        ranks = self.stage_index_to_group_rank
+        if not self.is_last and ranks[self.stage_index + 1] != self.group_rank:
+            return ()
+        if not self.is_last or not self.has_backward:
+            self._let_go(fwd_chunk_id)
+        return output
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """As of the base class; the operations alone still hold what they send."""
+        ops = super().get_fwd_send_ops(fwd_chunk_id)
+        if not self.is_last:
+            self._let_go(fwd_chunk_id)
+        return ops
+
+    def _let_go(self, chunk: int) -> None:
+        """Keep of what a forward returned its place in autograd's graph alone."""
+        outputs, inputs = self.fwd_cache.pop(chunk)
+        if self.has_backward:
+            edges = [get_gradient_edge(out) if out.requires_grad else None for out in outputs]
+            self.fwd_cache[chunk] = edges, inputs
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        """As of the base class."""
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        _move(self.grad_recv_info[bwd_chunk_id], _NOWHERE)
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        """As of the base class, from what :meth:`_let_go` keeps."""
+        edges = bwd_kwargs["stage_output"]
+        if isinstance(edges, Tensor):  # the loss
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        # Schedules that split a backward have their gradients of weights from ``dw_builder``.
+        assert backward_type == "full"
+        flowing = [
+            (edge, grad)
+            for edge, grad in zip(edges, bwd_kwargs["output_grads"], strict=True)
+            if edge is not None
+        ]
+        starts: list[GradientEdge] = [edge for edge, _ in flowing]
+        torch.autograd.backward(starts, [grad for _, grad in flowing])
+        return tuple(map(_taken_gradient, bwd_kwargs["input_values"])), None
+
+
+def _taken_gradient(value: Any) -> Tensor | None:
+    """Return the gradient of an input, which from here on only who sends it holds."""
+    if not isinstance(value, Tensor):
+        return None
+    grad, value.grad = value.grad, None
+    return grad
+
+
+def _move(infos: Sequence[Any], device: torch.device) -> None:
+    """Give what is received a buffer on ``device`` without the numbers of the one that it has."""
+    for info in infos:
+        # The inputs of the first stage, and values without a gradient, are not received.
+        buffer = getattr(info, "buffer", None)
+        if buffer is not None and buffer.device != device:
+            info.buffer = torch.empty_like(
+                buffer, device=device, requires_grad=buffer.requires_grad
+            )

@@ -1,0 +1,117 @@
+"""Activations of one pipeline stage: what a microbatch keeps there, and the most while it runs.
+
+::
+
+    rank 0 of 1F1B    F0 F1 B0 F2 B1 ...
+    kept              1  2  1  2  1     microbatches, each until its backward
+    at B0             microbatch 1 kept, and the most that the backward of microbatch 0 takes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sp_compiler.pipeline_parallel.schedules import (
+    BACKWARD_INPUTS,
+    BACKWARD_WEIGHTS,
+    FORWARD,
+    FULL_BACKWARD,
+    Action,
+)
+from sp_compiler.planning.data import CallPlan
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes of one microbatch in one stage.
+
+    Attributes:
+        kept_bytes: from forward to backward, each storage once.
+        handed_bytes: from the backward for inputs to that for parameters, where there are two.
+        peak_bytes: by kind of action, the most that the microbatch has while it runs.
+    """
+
+    kept_bytes: int
+    handed_bytes: int
+    peak_bytes: Mapping[Any, int]
+
+    @classmethod
+    def of(cls, calls: Sequence[CallPlan]) -> StageMemory:
+        """Return that of a stage of ``calls``."""
+        forward = backward = inputs = 0
+        # As a dict, for what several calls save (a mask, rotary tables) is there once.
+        kept: dict[int, int] = {}
+        kept_bytes = 0
+        left_bytes = handed_bytes = sum(call.memory.handed_bytes for call in calls)
+        # The gradient that another stage sent is held to the end of this stage's backward.
+        received_bytes = calls[-1].memory.tangents_bytes if calls else 0
+        for call in calls:
+            memory = call.memory
+            forward = max(forward, kept_bytes + memory.forward_bytes)
+            kept.update(call.kept)
+            kept_bytes = sum(kept.values())
+            around_bytes = kept_bytes + (received_bytes if call is not calls[-1] else 0)
+            backward = max(backward, around_bytes + memory.backward_bytes)
+            left_bytes -= memory.handed_bytes
+            inputs = max(inputs, around_bytes + left_bytes + memory.inputs_bytes)
+        # Run in the order of the backward, the last call first, each freeing what it was handed.
+        weights = left_bytes = 0
+        for call in calls:
+            left_bytes += call.memory.handed_bytes
+            weights = max(weights, left_bytes + call.memory.weights_bytes)
+        if handed_bytes:
+            # A program of two functions has no third: both run, one after the other.
+            backward = max(inputs, weights)
+        return cls(
+            kept_bytes,
+            handed_bytes,
+            {
+                FORWARD: max(forward, kept_bytes),
+                FULL_BACKWARD: backward,
+                BACKWARD_INPUTS: inputs,
+                BACKWARD_WEIGHTS: weights,
+            },
+        )
+
+    def peak_of(self, in_flight: int) -> int:
+        """Return the most with ``in_flight`` microbatches, one of which runs."""
+        peak_bytes = max(self.peak_bytes[FORWARD], self.peak_bytes[FULL_BACKWARD])
+        # What a microbatch keeps while others run.
+        return (in_flight - 1) * max(self.kept_bytes, self.handed_bytes) + peak_bytes
+
+
+@dataclass(frozen=True)
+class RankActivations:
+    """The most that one rank of a pipeline has in a step.
+
+    Attributes:
+        in_flight: forwards whose backward is not done.
+        kept_bytes: that such forwards keep.
+        peak_bytes: with what the action that runs has beside them.
+    """
+
+    in_flight: int = 0
+    kept_bytes: int = 0
+    peak_bytes: int = 0
+
+    @classmethod
+    def of(cls, order: Sequence[Action], memories: Sequence[StageMemory]) -> RankActivations:
+        """Follow a rank through its ``order``; ``memories`` are of all stages."""
+        count = now_bytes = 0
+        most = most_bytes = peak_bytes = 0
+        for action in order:
+            memory = memories[action.stage]
+            before, after = {
+                FORWARD: (0, memory.kept_bytes),
+                FULL_BACKWARD: (memory.kept_bytes, 0),
+                BACKWARD_INPUTS: (memory.kept_bytes, memory.handed_bytes),
+                BACKWARD_WEIGHTS: (memory.handed_bytes, 0),
+            }[action.kind]
+            others_bytes = now_bytes - before
+            peak_bytes = max(peak_bytes, others_bytes + memory.peak_bytes[action.kind])
+            now_bytes = others_bytes + after
+            count += action.starts - action.ends
+            most, most_bytes = max(most, count), max(most_bytes, now_bytes)
+        return cls(most, most_bytes, peak_bytes)

@@ -255,8 +255,9 @@ class _Rewrite:
         args, kwargs = map_arg((node.args, node.kwargs), new.__getitem__)
         target = node.target
         if not is_getitem(node):
+            rows = self._bounds[index + 1] - self._bounds[index]
             shapes = [
-                self._shape(shape, dim, index)
+                tuple(rows if at == dim else size for at, size in enumerate(shape))
                 for shape, dim in zip(result_shapes(node), dims.results, strict=True)
             ]
             bound = map_arg(arguments(node), new.__getitem__)
@@ -293,10 +294,6 @@ class _Rewrite:
             self._slices[index][key] = self._call(node, aten.slice.Tensor, args)
         return self._slices[index][key]
 
-    def _shape(self, shape: Sequence[int], dim: int | None, index: int) -> tuple[int, ...]:
-        rows = self._bounds[index + 1] - self._bounds[index]
-        return tuple(rows if at == dim else size for at, size in enumerate(shape))
-
     # All chunks.
 
     def _sum(self, node: Node, parts: Sequence[Node]) -> Node:
@@ -313,8 +310,5 @@ class _Rewrite:
         kwargs: Mapping[str, Any] | None = None,
     ) -> Node:
         """Add a call with the meta of ``like``, whose placement it has."""
-        value = fake_value(target, args, kwargs or {})
-        name, origin = base_name(like), Pass.CHUNK
-        new = make_like(self._graph, target, args, like=like, origin=origin, name=name, val=value)
-        new.kwargs = dict(kwargs or {})
-        return new
+        about = {"name": base_name(like), "val": fake_value(target, args, kwargs or {})}
+        return make_like(self._graph, target, args, kwargs, like=like, origin=Pass.CHUNK, **about)

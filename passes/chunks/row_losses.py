@@ -93,8 +93,5 @@ def _weight_of_labels(node: Node, dtype: torch.dtype) -> Node:
 
 
 def _call(like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
-    value = fake_value(target, args, kwargs)
-    name = target.__name__.split(".")[0]
-    new = make_like(like.graph, target, args, like=like, origin=Pass.CHUNK, name=name, val=value)
-    new.kwargs = kwargs
-    return new
+    about = {"name": target.__name__.split(".")[0], "val": fake_value(target, args, kwargs)}
+    return make_like(like.graph, target, args, kwargs, like=like, origin=Pass.CHUNK, **about)

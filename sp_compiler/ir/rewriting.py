@@ -78,6 +78,7 @@ def make_like(
     graph: Graph,
     target: Callable[..., Any],
     args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
     *,
     like: Node,
     origin: str,
@@ -93,7 +94,7 @@ def make_like(
     Args:
         changes: entries of ``meta`` that differ.
     """
-    node = graph.create_node("call_function", target, args, {}, name)
+    node = graph.create_node("call_function", target, args, dict(kwargs or {}), name)
     node.meta = {**like.meta, **changes, "origin": origin}
     return node
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from sp_compiler.base.errors import ArgumentError, UnsupportedError
+from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.grid.fully_sharded import without_gradient_sync
 from sp_compiler.module.calls import executor_for, require_data, run, shard_over_data
 from sp_compiler.module.dtensor_patches import (
@@ -19,20 +18,17 @@ from sp_compiler.module.dtensor_patches import (
     format_as_numbers,
 )
 from sp_compiler.module.inspection import Inspection
-from sp_compiler.module.module_tree import Layout, MirrorModule, fill_mirror
+from sp_compiler.module.module_tree import Layout, fill_mirror
 from sp_compiler.module.optimizer_state import show_true_state
 from sp_compiler.module.outputs import plain_input
-from sp_compiler.module.pretrained import load_pretrained, make_buffers
-from sp_compiler.module.saving import full_state_dict
 from sp_compiler.module.source_model import Original, check_not_taken, generate, move_hooks
 from sp_compiler.module.state import Build, ModuleState
-from sp_compiler.module.views import SignedForward, tied_names
-from sp_compiler.runtime.group import TensorParallelGroup, device_type_of
+from sp_compiler.module.views import SignedForward
+from sp_compiler.module.weights import Weights
+from sp_compiler.runtime.group import TensorParallelGroup
 from sp_compiler.runtime.padding import make_room
 from sp_compiler.runtime.region_call import refuse_transforms
 from sp_compiler.trace.export import flatten_inputs
-
-_FULL_STATE = "torch's get_model_state_dict with StateDictOptions(full_state_dict=True)"
 
 _NO_EXPORT = (
     "torch.export of a compiled module would keep one rank's part of the weights and "
@@ -47,14 +43,9 @@ _NO_DDP = (
     "ranks pass compile a mesh with an axis dp_replicate (as DistributedDataParallel does) "
     "or dp_shard beside tp"
 )
-_NO_SHARDED_SAVE = (
-    "save_pretrained() on several ranks needs unsharded weights: pass state_dict=state, "
-    f"where state = module.full_state_dict() (or {_FULL_STATE}), which all ranks must "
-    "call, and save on rank 0"
-)
 
 
-class DistributedModule(Inspection, MirrorModule):
+class DistributedModule(Inspection, Weights):
     """A tensor-parallel model, called like the original and with the same parameter names.
 
     Parameters are DTensors over the axis "tp" (plain parameters on one rank). They are replicated
@@ -190,87 +181,6 @@ class DistributedModule(Inspection, MirrorModule):
             executor_for(self._sp_state, [plain_input(leaf) for leaf in leaves], structure)
             shard_over_data(self._sp_state)
 
-    def load_pretrained(self, path: str | Path, prefix: str = "") -> list[str]:
-        """Fill the parameters from safetensors files; every rank reads its own part of each.
-
-        For a module built on the meta device, this allocates the memory of the parameters, so no
-        rank ever holds the full model. Placements must be known: pass ``example_inputs`` to
-        :func:`sp_compiler.compile`, or call :meth:`prepare` first; otherwise unsharded parameters
-        are read.
-
-        Args:
-            path: a ``.safetensors`` file, or a folder as HuggingFace's ``save_pretrained`` writes
-                it, with one file, or several and an index.
-            prefix: name of the inner module that the files belong to, such as ``"encoder"`` for an
-                encoder in your own wrapper; names in the files are relative to it. Parameters
-                outside of it do not change.
-
-        Returns:
-            Names of tensors in the files that the model has no parameter or buffer for.
-
-        Raises:
-            ArgumentError: no such file; no module named ``prefix``; a parameter is missing in the
-                files or has another shape.
-            RankMismatchError: the ranks found different files.
-        """
-        with self._sp_state.reporting():
-            return load_pretrained(self, path, self._sp_state.agreement, prefix)
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Like that of any module; tied parameters stay tied with ``assign`` too.
-
-        Raises:
-            ArgumentError: parameters are on the meta device, and ``assign`` is not set.
-        """
-        parameters = self._sp_state.parameters
-        unfilled = [name for name in state_dict if name in parameters and parameters[name].is_meta]
-        # torch warns for each that it did nothing.
-        if unfilled and not assign:
-            raise ArgumentError(
-                f"{len(unfilled)} parameters are on the meta device ({', '.join(unfilled[:3])}...) "
-                "and have no memory to copy to: pass assign=True, or call "
-                "module.load_pretrained(path)"
-            )
-        # With assign torch puts a new parameter under each name.
-        ties = tied_names(parameters)
-        result = super().load_state_dict(state_dict, strict, assign)
-        for first, *others in ties if assign else ():
-            for name in others:
-                parameters.replace(name, parameters[first])
-        if assign:
-            # Tables that no state dict has, on the device that the parameters are on now.
-            make_buffers(self, device_type_of(self))
-        return result
-
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """Return the model's own weights, unsharded, on the CPU of rank 0; ``{}`` on other ranks.
-
-        All ranks must call it. Apart from the result on rank 0, a rank holds one unsharded tensor
-        at a time. Pass the result to ``torch.save``, ``safetensors`` or the original model's
-        ``load_state_dict``: ``state = module.full_state_dict()``, then ``if rank == 0:
-        torch.save(state, path)``.
-
-        Raises:
-            ArgumentError: the parameters have no data yet.
-        """
-        state = self._sp_state
-        with state.reporting():
-            require_data(state)
-            state.agreement.require_equal("calls full_state_dict()", {})
-            return full_state_dict(self, state.group)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Like that of any module; every rank must call it, to reorder fused weights."""
-        state = self._sp_state
-        # Without fused weights nothing has to be exchanged, and ranks may save on their own.
-        if all(len(placement.segments) < 2 for _, placement in state.stored()):
-            return super().state_dict(*args, **kwargs)
-        with state.reporting():
-            state.agreement.require_equal("calls state_dict()", {})
-            return super().state_dict(*args, **kwargs)
-
     def give_back(self) -> None:
         """Return the parameters to the model, after which this module cannot be used.
 
@@ -308,17 +218,6 @@ class DistributedModule(Inspection, MirrorModule):
             UnsupportedError: the model has no such method, or it calls an encoder by itself.
         """
         return generate(self, self._sp_state.original.model, args, kwargs)
-
-    def save_pretrained(self, folder: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call the model's own method, if it has one.
-
-        Raises:
-            UnsupportedError: on several ranks, without ``state_dict=`` with unsharded weights.
-        """
-        # HuggingFace would take state_dict() itself, one rank's part of each weight.
-        if self._sp_state.group.world_size > 1 and kwargs.get("state_dict") is None:
-            raise UnsupportedError(_NO_SHARDED_SAVE)
-        return super().__getattr__("save_pretrained")(folder, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedModule:
         """Return a module with copied parameters, without gradients, and the same programs."""

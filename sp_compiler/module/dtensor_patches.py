@@ -6,17 +6,21 @@ others are sharded, a rank alone may skip its step, and the parameters drift apa
 Checking sharded gradients first makes the verdict the same on every rank.
 
 ``torch.nn.utils.clip_grad_norm_`` returns a DTensor, and ``f"{norm:.3f}"`` of one is a TypeError.
+
+``torch.save`` writes the part of one rank without a word.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+from sp_compiler.base.errors import UnsupportedError
 
 _OPERATION = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
@@ -59,3 +63,19 @@ class _ShardedFirst:
 
 def _is_replicated(grad: Tensor) -> bool:
     return isinstance(grad, DTensor) and all(where.is_replicate() for where in grad.placements)
+
+
+def refuse_to_pickle(value: DTensor) -> None:
+    """Let pickling of a sharded ``value`` raise: a file of rank 0 would have a part of it only."""
+    if any(not where.is_replicate() for where in value.placements):
+        # Of the object, not of its class: copies and what checkpoint libraries make of it are free.
+        value.__reduce_ex__ = _raise_partial  # type: ignore[method-assign]
+
+
+def _raise_partial(protocol: Any) -> NoReturn:
+    raise UnsupportedError(
+        "a sharded DTensor cannot be pickled (torch.save): the file would have this rank's part "
+        "only. Unsharded weights: state = module.full_state_dict() on all ranks, then save it on "
+        "rank 0. Sharded checkpoints, optimizers too: torch.distributed.checkpoint.save on all "
+        "ranks"
+    )

@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor
 
 from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.base.placement import I, Placement
+from sp_compiler.module.dtensor_patches import refuse_to_pickle
 from sp_compiler.module.parameters import (
     distributed_parameter,
     from_loaded,
     to_true_chunk,
 )
-from sp_compiler.module.saving import refuse_to_pickle
 from sp_compiler.runtime.group import TensorParallelGroup
 from sp_compiler.runtime.program_cache import Constant
 from sp_compiler.runtime.reductions import DeferredGradients

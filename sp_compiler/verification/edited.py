@@ -13,6 +13,7 @@ from sp_compiler.base.autocast import without_autocast
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.pass_report import Pass
 from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.ir.fx import carries_gradient
 from sp_compiler.verification.judge import Numbers, Precision, Reference, unit_tangent
 from sp_compiler.verification.random_values import SPREADS, random_like
 from sp_compiler.verification.simulate import simulate_step
@@ -94,7 +95,8 @@ def _numbers(compiled: CompiledProgram, tensors: Tensors, precision: Precision) 
         results.append(step)
         # The second time from all outputs: the loss's own backward leaves theirs out.
         output_grads = [
-            unit_tangent(value) if _has_gradient(value) else None for value in step.outputs
+            unit_tangent(value) if isinstance(value, Tensor) and carries_gradient(value) else None
+            for value in step.outputs
         ]
     grads = {
         f"{name}{' from all outputs' if number else ''}": grad
@@ -105,10 +107,6 @@ def _numbers(compiled: CompiledProgram, tensors: Tensors, precision: Precision) 
         )
     }
     return Numbers([*results[0].outputs, *results[0].mutated_buffers.values()], grads)
-
-
-def _has_gradient(value: Any) -> bool:
-    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def _on_cpu(value: Any) -> Any:

@@ -1,0 +1,145 @@
+"""The weights of a compiled module: read from files and state dicts, saved in full."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from sp_compiler.base.errors import ArgumentError, UnsupportedError
+from sp_compiler.module.calls import require_data
+from sp_compiler.module.module_tree import MirrorModule
+from sp_compiler.module.pretrained import load_pretrained, make_buffers
+from sp_compiler.module.state import ModuleState
+from sp_compiler.module.views import tied_names
+from sp_compiler.runtime.group import TensorParallelGroup, device_type_of
+
+_FULL_STATE = "torch's get_model_state_dict with StateDictOptions(full_state_dict=True)"
+
+_NO_SHARDED_SAVE = (
+    "save_pretrained() on several ranks needs unsharded weights: pass state_dict=state, "
+    f"where state = module.full_state_dict() (or {_FULL_STATE}), which all ranks must "
+    "call, and save on rank 0"
+)
+
+
+class Weights(MirrorModule):
+    """Reading and saving of the weights, as a base class of the module."""
+
+    _sp_state: ModuleState
+
+    def load_pretrained(self, path: str | Path, prefix: str = "") -> list[str]:
+        """Fill the parameters from safetensors files; every rank reads its own part of each.
+
+        For a module built on the meta device, this allocates the memory of the parameters, so no
+        rank ever holds the full model. Placements must be known: pass ``example_inputs`` to
+        :func:`sp_compiler.compile`, or call :meth:`prepare` first; otherwise unsharded parameters
+        are read.
+
+        Args:
+            path: a ``.safetensors`` file, or a folder as HuggingFace's ``save_pretrained`` writes
+                it, with one file, or several and an index.
+            prefix: name of the inner module that the files belong to, such as ``"encoder"`` for an
+                encoder in your own wrapper; names in the files are relative to it. Parameters
+                outside of it do not change.
+
+        Returns:
+            Names of tensors in the files that the model has no parameter or buffer for.
+
+        Raises:
+            ArgumentError: no such file; no module named ``prefix``; a parameter is missing in the
+                files or has another shape.
+            RankMismatchError: the ranks found different files.
+        """
+        with self._sp_state.reporting():
+            return load_pretrained(self, path, self._sp_state.agreement, prefix)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Like that of any module; tied parameters stay tied with ``assign`` too.
+
+        Raises:
+            ArgumentError: parameters are on the meta device, and ``assign`` is not set.
+        """
+        parameters = self._sp_state.parameters
+        unfilled = [name for name in state_dict if name in parameters and parameters[name].is_meta]
+        # torch warns for each that it did nothing.
+        if unfilled and not assign:
+            raise ArgumentError(
+                f"{len(unfilled)} parameters are on the meta device ({', '.join(unfilled[:3])}...) "
+                "and have no memory to copy to: pass assign=True, or call "
+                "module.load_pretrained(path)"
+            )
+        # With assign torch puts a new parameter under each name.
+        ties = tied_names(parameters)
+        result = super().load_state_dict(state_dict, strict, assign)
+        for first, *others in ties if assign else ():
+            for name in others:
+                parameters.replace(name, parameters[first])
+        if assign:
+            # Tables that no state dict has, on the device that the parameters are on now.
+            make_buffers(self, device_type_of(self))
+        return result
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Return the model's own weights, unsharded, on the CPU of rank 0; ``{}`` on other ranks.
+
+        All ranks must call it. Apart from the result on rank 0, a rank holds one unsharded tensor
+        at a time. Pass the result to ``torch.save``, ``safetensors`` or the original model's
+        ``load_state_dict``: ``state = module.full_state_dict()``, then ``if rank == 0:
+        torch.save(state, path)``.
+
+        Raises:
+            ArgumentError: the parameters have no data yet.
+        """
+        state = self._sp_state
+        with state.reporting():
+            require_data(state)
+            state.agreement.require_equal("calls full_state_dict()", {})
+            return _full_state_dict(self, state.group)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Like that of any module; every rank must call it, to reorder fused weights."""
+        state = self._sp_state
+        # Without fused weights nothing has to be exchanged, and ranks may save on their own.
+        if all(len(placement.segments) < 2 for _, placement in state.stored()):
+            return super().state_dict(*args, **kwargs)
+        with state.reporting():
+            state.agreement.require_equal("calls state_dict()", {})
+            return super().state_dict(*args, **kwargs)
+
+    def save_pretrained(self, folder: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call the model's own method, if it has one.
+
+        Raises:
+            UnsupportedError: on several ranks, without ``state_dict=`` with unsharded weights.
+        """
+        # HuggingFace would take state_dict() itself, one rank's part of each weight.
+        if self._sp_state.group.world_size > 1 and kwargs.get("state_dict") is None:
+            raise UnsupportedError(_NO_SHARDED_SAVE)
+        return super().__getattr__("save_pretrained")(folder, *args, **kwargs)
+
+
+@torch.no_grad()
+def _full_state_dict(module: nn.Module, group: TensorParallelGroup) -> dict[str, Tensor]:
+    """Unsharded state of ``module`` on rank 0, on the CPU; ``{}`` on the others; collective."""
+    # One rank in all, for those of other batches hold the same weights.
+    keeps = group.rank == group.data.rank == 0
+    made: dict[int, Any] = {}
+    result = {}
+    # keep_vars: tied parameters are one object then, and stay one tensor.
+    for name, value in module.state_dict(keep_vars=True).items():
+        if id(value) not in made:
+            full = value.full_tensor() if isinstance(value, DTensor) else value
+            if isinstance(full, Tensor):
+                # Dropped at once on the other ranks: none of them has room for a whole model.
+                full = full.detach().cpu() if keeps else None
+            # With its source: another object could get its id once it is gone.
+            made[id(value)] = value, full
+        result[name] = made[id(value)][1]
+    return result if keeps else {}

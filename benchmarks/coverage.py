@@ -5,7 +5,7 @@ architectures, or all, for 2, 4 and 8 ranks. With ``--write`` it keeps what it f
 ``tests/end_to_end/coverage_floors.json``, which the tests compare with, and renders all that is
 kept there as ``docs/coverage.md``.
 ``--turns`` measures only the number of ranks whose turn it is, which is what the tests run;
-``--missing`` only what no whole measurement is kept of. It needs no accelerator: the ranks are
+``--missing`` only what was not measured in full. It needs no accelerator: the ranks are
 simulated, in float64.
 """
 
@@ -52,13 +52,13 @@ Errors are relative to the largest number of the output or gradient, the worst o
 ranks. Shares are of the forward's matrix-product FLOPs, of the bytes of parameters with two dims or
 more, and of the bytes kept for backward, that are sharded. Collectives are those of the layer with
 the most matrix-product FLOPs, forward + backward: `G` all-gather, `S` reduce-scatter, `R`
-all-reduce. *Whole* counts what is stored or run whole on every rank. Compile time is CPU time,
+all-reduce. *Replicated* counts what every rank stores or runs in full. Compile time is CPU time,
 without capture. Several numbers in a cell are for the numbers of ranks in the second column, one is
 for all of them.
 """
-_REASONS = """## What runs whole, and why
+_REASONS = """## What is replicated, and why
 
-Parameters that every rank stores whole and operators that every rank repeats, with n for every
+Parameters that every rank stores in full and operators that every rank repeats, with n for every
 number. Where in a model they are, its plan says.
 """
 
@@ -84,7 +84,7 @@ def measure(case: parity.Case, ranks: int, *, kept: float | None = None) -> dict
         "parameters": _down(parameter_share(compiled)),
         "collectives": _collectives(_main_block(plan)),
         "fallbacks": sorted({*map(_subject, plan.fallbacks), *map(" ".join, compiled.replicated)}),
-        "reasons": sorted({_reason(line) for line in _whole(plan)}),
+        "reasons": sorted({_reason(line) for line in _replicated(plan)}),
         "seconds": round(seconds, 1),
         "sharded_parameters": [
             key for key, value in compiled.param_placements.items() if value.is_sharded
@@ -99,17 +99,17 @@ def _down(share: float) -> float:
     return math.floor(share * 1000 + 1e-6) / 1000
 
 
-def _whole(plan: Plan) -> list[str]:
-    return [*plan.fallbacks, *(note for note in plan.notes if "runs whole" in note)]
+def _replicated(plan: Plan) -> list[str]:
+    return [*plan.fallbacks, *(note for note in plan.notes if "runs replicated" in note)]
 
 
 def _subject(fallback: str) -> str:
     """What a fallback is about, without sizes and reasons."""
-    return re.sub(r" (and \d+ more like it )?(is replicated|runs whole).*", "", fallback)
+    return re.sub(r" (and \d+ more like it )?(is|runs) replicated.*", "", fallback)
 
 
 def _reason(fallback: str) -> str:
-    """What kind of thing is whole and why: without places, with n for every number."""
+    """What kind of thing is replicated and why: without places, with n for every number."""
     what, _, why = fallback.partition(": ")
     kind = what.split()[0].removesuffix(".default")
     why = re.sub(r"(could not be proven|time than it saves memory).*", r"\1", why)
@@ -142,7 +142,7 @@ def page(floors: Floors) -> str:
 def _table(floors: Floors, configuration: str) -> str:
     rows = [
         "| architecture | ranks | output error | gradient error | FLOPs % | parameters % "
-        "| kept % | collectives per block | whole | compile s |",
+        "| kept % | collectives per block | replicated | compile s |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, found in _measured(floors, configuration):

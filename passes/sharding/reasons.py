@@ -31,7 +31,7 @@ def why_replicated(node: Node, rule: OpRule | None, value: Value, dim: int, worl
     """Explain why ``node`` does not take its operand ``value`` sharded on ``dim``."""
     if rule is None and has_vocabulary(node):
         obstacle = vocabulary_obstacle(node) or f"it is not sharded on dim {dim}"
-        return f"{operator_text(node)} runs whole: {obstacle}"
+        return f"{operator_text(node)} runs replicated: {obstacle}"
     if rule is None:
         return why_no_rule(node, operator_text(node))
     operands = [value_of(operand) for operand in tensor_operands(node)]
@@ -39,7 +39,7 @@ def why_replicated(node: Node, rule: OpRule | None, value: Value, dim: int, worl
     if not factors:
         return f"{operator_text(node)} has dim {dim} of size 1"
     if any(factor.blocked for factor in factors):
-        return f"{operator_text(node)} needs dim {dim} whole on every rank"
+        return f"{operator_text(node)} needs dim {dim} in full on every rank"
     # Of a fused dim the outermost factor alone: an inner one is sharded only where a later operator
     # cuts the dim there, which is no property of this operator.
     outer = factors[0].size

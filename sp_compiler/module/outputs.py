@@ -38,7 +38,7 @@ def plain_input(leaf: Any) -> Any:
         return leaf
     if any(not placement.is_replicate() for placement in leaf.placements):
         raise ArgumentError(
-            f"an input is a DTensor placed {leaf.placements}; inputs must be whole on every rank "
+            f"an input is a DTensor placed {leaf.placements}; inputs must be full on every rank "
             "(plain tensors, or replicated DTensors)"
         )
     return leaf.to_local()

@@ -40,7 +40,7 @@ def refused_operator(
 def fallback_note(operator: Node, error: PlacementError) -> str:
     """What the plan says of an operator that runs replicated."""
     return (
-        f"{operator.target} runs whole on every rank: how it would be sharded could not be "
+        f"{operator.target} runs replicated: how it would be sharded could not be "
         f"proven ({module_path(operator) or '(model)'}, {source_line(operator)}): "
         f"{str(error).splitlines()[0]}"
     )

@@ -142,7 +142,7 @@ def _why(node: Node, world_size: int) -> tuple[str, str, bool]:
             return missing_rule(user, str(user.target)), _advice_of_rule(user), False
     if any(user.target in _PRODUCTS and is_replicated(user) for user in node.users):
         # Whatever keeps the product from being sharded is a fallback of its own.
-        return "what it is multiplied with is whole on every rank", "", True
+        return "what it is multiplied with is replicated", "", True
     size = math.prod(shape)
     reason = f"sharding its {size} elements costs more time than it saves memory"
     return reason, _ADVICE_EXPLAIN, True
@@ -197,7 +197,7 @@ def _operators(compiled: CompiledProgram, region: Region) -> Iterator[Fallback]:
             source in asked for source in tensor_operands(node)
         )
         fallback = Fallback(
-            f"{node.target} in {path} of {region.name} runs whole on every rank",
+            f"{node.target} in {path} of {region.name} runs replicated",
             path,
             reason,
             advice,

@@ -30,7 +30,9 @@ class TwiceUsed(nn.Module):
         return self.down(hidden * torch.sigmoid(hidden))
 
 
-def test_the_nearest_operator_of_a_refused_sum_runs_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_nearest_operator_of_a_refused_sum_runs_replicated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     refused: list[str] = []
 
     def check(region: Region, partitioned: Partitioned, *rest: Any) -> object:
@@ -47,4 +49,4 @@ def test_the_nearest_operator_of_a_refused_sum_runs_whole(monkeypatch: pytest.Mo
     x = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     compiled = parity.assert_parity(parity.make_case(TwiceUsed().double(), {"x": x}), tp=2)
     assert len(set(compiled.replicated)) == len(refused) == 2
-    assert sum("runs whole on every rank" in note for note in compiled.notes) == 2
+    assert sum("runs replicated" in note for note in compiled.notes) == 2

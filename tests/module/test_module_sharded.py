@@ -189,7 +189,7 @@ def _output() -> Any:
     torch.testing.assert_close(module.fused.weight.grad.to_local(), grad)
     replicated = DTensor.from_local(_input(), y.device_mesh, [Replicate()])
     torch.testing.assert_close(module(replicated)[0], loss)
-    with pytest.raises(ArgumentError, match="whole on every rank"):
+    with pytest.raises(ArgumentError, match="full on every rank"):
         module(DTensor.from_local(_input(), y.device_mesh, [Shard(0)]))
     return True
 

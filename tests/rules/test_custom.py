@@ -165,7 +165,7 @@ def test_a_model_is_sharded_through_its_own_operators(tp: int, sequence_parallel
     assert placed["blocks.0.down"] == S(1)
 
 
-def test_without_a_rule_an_operator_runs_whole_and_the_plan_says_so() -> None:
+def test_without_a_rule_an_operator_runs_replicated_and_the_plan_says_so() -> None:
     program = parity.assert_parity(make_case(), tp=2)
     assert program.param_placements["blocks.0.down"] == I
     plan = sp_compiler.plan(Model(), ((), inputs()), tp=2)
@@ -178,7 +178,7 @@ def test_a_backward_without_a_rule_is_named() -> None:
     sp_compiler.rule(gate, "...h, ...h, h -> ...h")
     sp_compiler.rule(project, "...i, oi, o -> ...o")
     program = parity.assert_parity(make_case(), tp=2)
-    (note,) = {note for note in program.notes if "gate.default runs whole" in note}
+    (note,) = {note for note in program.notes if "gate.default runs replicated" in note}
     assert "sp_compiler.rule('rules_test::gate_backward', ...)" in note
 
 

@@ -36,7 +36,7 @@ _CASES: list[tuple[Callable[[Tensor], Tensor], tuple[int, ...], str]] = [
 
 
 @pytest.mark.parametrize(("function", "size", "why"), _CASES)
-def test_why_a_vocabulary_is_whole(
+def test_why_a_vocabulary_is_replicated(
     function: Callable[[Tensor], Tensor], size: tuple[int, ...], why: str
 ) -> None:
     graph = normalized(function, randn(*size, grad=True)).module.graph
@@ -46,7 +46,7 @@ def test_why_a_vocabulary_is_whole(
     assert len(vocabulary_strategies(node, 2, lambda dim: True)) == (not why)
     if why:
         text = why_replicated(node, None, (node.all_input_nodes[0], 0), 1, 2)
-        assert f"runs whole: {why}" in text
+        assert f"runs replicated: {why}" in text
 
 
 class _Head(nn.Module):
@@ -62,8 +62,7 @@ def test_a_plan_does_not_blame_a_missing_rule() -> None:
     plan = sp_compiler.plan(_Head(), ((randn(3, 8).float(),), {}), tp=2)
     (line,) = [line for line in plan.fallbacks if "cross_entropy" in line]
     assert line.endswith(
-        "runs whole on every rank: its logits have 1 dims, and only rows of logits "
-        "are sharded by class"
+        "runs replicated: its logits have 1 dims, and only rows of logits are sharded by class"
     )
 
 

@@ -1,4 +1,4 @@
-"""Check of placements that runs on every compile: two independent derivations."""
+"""Checks of placements in every compilation: two independent derivations."""
 
 from __future__ import annotations
 

@@ -40,10 +40,10 @@ _EXPANDS = (aten.expand.default, aten.broadcast_to.default)
 
 
 def derive(node: Node, operands: Sequence[Placement], world_size: int) -> list[Results]:
-    """Return every placement that describes the results; none: the operator is refused.
+    """Return all placements that describe the results; if there are none, the operator is rejected.
 
-    More than one only where all of them are true: a constant is the same on every rank, and also a
-    shard of itself; a view may assign a sharded dim of local size 1 to either neighbour. The
+    Several placements are returned only if all are true: a constant is equal on every rank and also
+    a shard of itself; a view may assign a sharded dim of local size 1 to either neighbour. The
     simplest comes first.
 
     Args:
@@ -75,10 +75,10 @@ def derive(node: Node, operands: Sequence[Placement], world_size: int) -> list[R
 
 
 def declared_strategies(node: Node, world_size: int) -> list[Strategy] | None:
-    """Every way to run one of our own operators; ``None`` for any other.
+    """Return all strategies of one of our own operators; ``None`` for any other.
 
-    The typings of our operators are trusted; numeric tests of each operator hold them. An empty
-    list: the arguments contradict each other.
+    The typings of our operators are trusted, and verified by numeric tests of each operator. An
+    empty list means that the arguments contradict each other.
     """
     ours = operator_of(node.target)
     if ours is None:
@@ -90,7 +90,7 @@ def declared_strategies(node: Node, world_size: int) -> list[Strategy] | None:
 
 
 def allowed(node: Node, operands: Sequence[Placement], world_size: int) -> list[Strategy]:
-    """Strategies of ``node`` for operands of these shapes, for the text of a refusal."""
+    """Return the strategies of ``node`` for operands of these shapes, for an error message."""
     declared = declared_strategies(node, world_size)
     if declared is not None:
         return list(map(_valued, declared))
@@ -112,7 +112,7 @@ def _constant(node: Node) -> list[Results]:
 
 
 def _sharded(node: Node, operands: Sequence[Placement], world_size: int) -> list[Results]:
-    """Placements that the rule table derives, confirmed by the sizes that the rank has."""
+    """Return the placements that the rule table derives, confirmed by the sizes on this rank."""
     # A rule may offer what these sizes contradict: of several global shapes only one is meant, the
     # one whose parts have the sizes of this rank's results.
     local = local_shapes(node)
@@ -130,7 +130,7 @@ def _sharded(node: Node, operands: Sequence[Placement], world_size: int) -> list
 def _shadows(
     node: Node, operands: Sequence[Placement], world_size: int
 ) -> Iterator[tuple[Node, list[Shape | None]]]:
-    """Copies of ``node`` on global tensors, with the global shapes of their results."""
+    """Yield copies of ``node`` on global tensors, with the global shapes of their results."""
     values = []
     for operand, placement in zip(tensor_operands(node), operands, strict=True):
         value = operand.meta["val"]
@@ -149,7 +149,7 @@ def _shadows(
 
 
 def _shadow(node: Node, values: Sequence[Any], call: GlobalCall) -> Node:
-    """Build the node of ``call``: rules are asked about nodes, and read shapes off their meta."""
+    """Build a node for ``call``: rules take nodes and read shapes from their meta."""
     graph = Graph()
     operands = iter(values)
 
@@ -175,7 +175,7 @@ def _shadow(node: Node, values: Sequence[Any], call: GlobalCall) -> Node:
 
 
 def _offered(shadow: Node, operands: Sequence[Placement], world_size: int) -> list[Strategy]:
-    """Strategies of the rule for ``shadow``: all that it allows, not only those worth offering."""
+    """Return all strategies that the rule allows for ``shadow``, not only those worth offering."""
     try:
         rule = rule_for(shadow)
     except (ArgumentError, RuntimeError):  # these shapes do not go together
@@ -219,7 +219,8 @@ def _concatenated(shadow: Node, world_size: int) -> list[Strategy]:
 def _matching(
     offered: Sequence[Strategy], operands: Sequence[Placement], num_results: int
 ) -> list[Results]:
-    """Results of the strategies that take exactly ``operands``; what a rule leaves out is R."""
+    """Return the results of the strategies for exactly ``operands``; a placement that a rule omits
+    is R."""
     results = []
     for strategy in map(_valued, offered):
         if strategy.operands == tuple(operands):
@@ -229,7 +230,7 @@ def _matching(
 
 
 def _valued(strategy: Strategy) -> Strategy:
-    """Return ``strategy`` on values: what R and I have in common is all that is derived here."""
+    """Return ``strategy`` with R in place of I: only placements of values are derived here."""
     return Strategy(tuple(map(as_value, strategy.operands)), tuple(map(as_value, strategy.results)))
 
 

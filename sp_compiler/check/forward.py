@@ -1,9 +1,9 @@
-"""Second opinion on the forward of a sharded region, from ``spmd_types``' own type checker.
+"""Second check of the forward of a sharded region, by the type checker of ``spmd_types``.
 
-The region is run node by node on meta tensors in the checker's global mode, in which a shard knows
-its dim. It needs a mesh axis but no process group. Unlike :mod:`sp_compiler.check.partitioned` it
-distinguishes R from I: a forgotten I -> R conversion is caught here, at the operator that mixes
-them.
+The region runs node by node on meta tensors in the checker's global mode, in which the type of a
+shard includes its dim. It needs a mesh axis but no process group. Unlike
+:mod:`sp_compiler.check.partitioned`, it distinguishes R from I: a missing I -> R conversion is
+found here, at the operator that mixes them.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _CUTS = (aten.split_with_sizes.default, aten.slice.Tensor)
 
 
 def check_forward(region: Region, world_size: int) -> CheckReport:
-    """Refuse a sharded region whose forward mixes placements that do not go together.
+    """Raise an error for a sharded region whose forward mixes incompatible placements.
 
     Operators that ``spmd_types`` cannot type are typed by the rule table and listed in the report.
 
     Raises:
-        PlacementError: names the operator, the module and line it came from, what was expected and
-            what was found.
+        PlacementError: with the operator, its module and line, the expected and the actual
+            placements.
     """
     if world_size == 1:  # all placements hold the same numbers
         return CheckReport()
@@ -53,7 +53,7 @@ def check_forward(region: Region, world_size: int) -> CheckReport:
 
 
 class _Unreadable(Exception):
-    """``spmd_types`` has no rule for a node; the reason."""
+    """``spmd_types`` has no rule for a node; the message says why."""
 
 
 class _Checker:
@@ -159,7 +159,7 @@ class _Checker:
     def _reshape(self, node: Node, placement: Placement) -> Tensor:
         """Reshape by ``unflatten`` and ``flatten``, the only ways to split and merge sharded dims.
 
-        Which dim the result is sharded on comes from the rule table; that it may be is checked.
+        The rule table determines the sharded dim of the result; the checker confirms it.
         """
         target = self._choose(node, self._choices(node, self._operands(node)))
         source = self._operands(node)[0]
@@ -215,7 +215,7 @@ class _Checker:
             return derive(node, operands, self.world_size)
 
     def _chosen(self, node: Node, choices: Sequence[Results]) -> Results:
-        """The one of ``choices`` that sharding declared; the simplest where it is none of them."""
+        """Return the placement among ``choices`` that sharding declared, or else the simplest."""
         if not choices:
             raise PlacementError(Pass.CHECK, self._refusal(node, None), node)
         claim = node.meta.get("placement")
@@ -266,8 +266,8 @@ class _Checker:
     def _operand_values(self, node: Node) -> dict[Node, Any]:
         """Operands of ``node``.
 
-        Beside an invariant one, a replicated one without gradient (a mask, positions) is invariant
-        too: the numbers are the same, and no gradient of it has to be summed.
+        Next to an invariant operand, a replicated one without gradient (a mask, positions) counts
+        as invariant too: its numbers are equal, and it has no gradient to sum.
         """
         values = {operand: self.values[operand] for operand in tensor_operands(node)}
         tensors = {key: x for key, x in values.items() if isinstance(x, Tensor)}
@@ -320,7 +320,7 @@ def _without_segments(placement: Placement) -> Placement:
 
 
 def _gradient_kind(placement: Placement, operands: Sequence[Placement]) -> Placement:
-    """R or I for a value that is only known to be replicated."""
+    """Return R or I for a value that is only known to be replicated."""
     if not placement.is_replicated:
         return placement
     # R as soon as one operand is: its gradient is then a partial sum on every rank.
@@ -328,11 +328,11 @@ def _gradient_kind(placement: Placement, operands: Sequence[Placement]) -> Place
 
 
 def _is_unreadable(error: spmd.SpmdTypeError) -> bool:
-    """Return whether the checker lacks a rule, rather than having one that refuses.
+    """Return whether the checker lacks a rule, as opposed to rejecting the operator.
 
-    Where DTensor would move data it may only lack the sharding that needs none (it runs a linear of
-    three dims as ``bmm``, and before torch 2.13 a product of sharded heads by a view that it cannot
-    shard); the rule table then decides.
+    If DTensor would move data, it may only lack the sharding strategy that needs no communication
+    (it runs a linear of three dims as ``bmm``, and before torch 2.13 a product of sharded heads by
+    a view that it cannot shard); the rule table then decides.
     """
     cause: BaseException | None = error
     while cause is not None:

@@ -1,9 +1,9 @@
-"""Re-derive the placement of every value of a compiled region, forward and backward.
+"""Derive the placement of every value of a compiled region again, forward and backward.
 
-Types of values: replicated (R and I are the same numbers), ``S(dim)`` and P. In forward, they
-follow from those of the inputs by the rule table; in backward, from the saved values and from the
-tangents, whose placements are the duals of the outputs'. Nothing that sharding decided is believed:
-where it declared a placement on a node, that has to be derivable.
+Types of values: replicated (R and I are the same numbers), ``S(dim)`` and P. In forward they follow
+from the inputs by the rule table; in backward from the saved values and the tangents, whose
+placements are the duals of the outputs'. Decisions of the sharding pass are not trusted: a
+placement that it declared on a node must be derivable.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ Types = dict[Node, list[Results]]
 def check_partitioned(
     region: Region, partitioned: Partitioned, tangent_outputs: Sequence[int], world_size: int
 ) -> CheckReport:
-    """Refuse a forward or backward that would compute wrong numbers.
+    """Raise an error for a forward or backward that would compute wrong numbers.
 
     Args:
         region: sharded; its input and output placements are the contract.
-        partitioned: the graphs that are about to be printed and run.
+        partitioned: the graphs from which code is generated.
         tangent_outputs: index of the region output that each tangent belongs to.
         world_size: number of ranks.
 
     Raises:
-        PlacementError: names the operator, the module and line it came from, what was expected and
-            what was derived.
+        PlacementError: with the operator, its module and line, the expected and the derived
+            placements.
     """
     report = CheckReport()
     placeholders = partitioned.forward.find_nodes(op="placeholder")
@@ -123,9 +123,10 @@ def _walk(graph: Graph, types: Types, world_size: int, report: CheckReport) -> N
 
 
 def _require_arrival(node: Node) -> None:
-    """Refuse to read the result of a started collective but through its one ``wait``.
+    """Raise an error if the result of a started collective is read other than through its one
+    ``wait``.
 
-    Placements cannot tell: a value on its way has the same type as one that has arrived.
+    Placements do not show this: a value in flight has the same type as a complete one.
     """
     if not is_started(node):
         return
@@ -138,7 +139,7 @@ def _require_arrival(node: Node) -> None:
 
 
 def _derive(node: Node, types: Types, world_size: int) -> list[Results]:
-    """Every placement of the results, over all that may be said of the operands."""
+    """Return all placements of the results, for all possible placements of the operands."""
     operands = tensor_operands(node)
     options = [[results[0] for results in types[operand]] for operand in operands]
     segments = {placement.segments for choices in options for placement in choices}
@@ -161,7 +162,7 @@ def _derive(node: Node, types: Types, world_size: int) -> list[Results]:
 def _refuse(
     node: Node, operands: Sequence[Node], placements: Sequence[Placement], world_size: int
 ) -> None:
-    """Raise, with the operands as they are and the strategies that there are."""
+    """Raise an error that shows the operands' placements and the possible strategies."""
     got = []
     for operand, placement in zip(operands, placements, strict=True):
         shape = getattr(operand.meta["val"], "shape", None)
@@ -179,7 +180,7 @@ def _refuse(
 
 
 def _require_claim(node: Node, types: Types) -> None:
-    """Refuse a value whose declared placement is none of the derived ones."""
+    """Raise an error for a value whose declared placement is not among the derived ones."""
     claim = node.meta.get("placement")
     if claim is None:
         return

@@ -1,4 +1,4 @@
-"""Report of a check: nodes whose placement it derived, and those that it had to trust."""
+"""Report of a check: nodes whose placements it derived, and nodes that it had to trust."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from torch.fx import Node
 
 @dataclass
 class CheckReport:
-    """Outcome of a check that refused nothing.
+    """Result of a successful check.
 
     Attributes:
         checked: number of nodes whose placement was derived.
-        trusted: nodes whose declared placement was accepted without proof, each with the reason.
+        trusted: nodes whose declared placement was accepted without derivation, each with the
+            reason.
     """
 
     checked: int = 0

@@ -1,8 +1,8 @@
-"""Global shapes of the results of an operator whose arguments hold one rank's sizes.
+"""Global shapes of the results of an operator whose arguments have one rank's sizes.
 
 Rules are about global tensors, graphs about one rank's parts. Operands are scaled by their
-placement; the results follow by running the operator without data, except where an argument is a
-local size.
+placement; the results follow from running the operator without data, unless an argument is a local
+size.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ NO_SUCH_CALL = (AssertionError, IndexError, NotImplementedError, RuntimeError, V
 
 
 def global_shape(shape: Sequence[int], placement: Placement, world_size: int) -> Shape:
-    """Return :meth:`Placement.global_shape`; a shape that lacks the dim is returned as it is."""
+    """Return :meth:`Placement.global_shape`; a shape without the dim is returned unchanged."""
     if placement.dim >= len(shape):
         return tuple(shape)
     return placement.global_shape(tuple(shape), world_size)
 
 
 def local_shapes(node: Node) -> list[Shape | None]:
-    """Shapes of one rank's results; ``None`` for a result that is no tensor."""
+    """Return the shapes of one rank's results; ``None`` for a result that is not a tensor."""
     value = node.meta["val"]
     values = value if isinstance(value, (tuple, list)) else [value]
     return [tuple(item.shape) if isinstance(item, Tensor) else None for item in values]
@@ -44,11 +44,11 @@ def local_shapes(node: Node) -> list[Shape | None]:
 
 @dataclass(frozen=True)
 class GlobalCall:
-    """A call that one rank's call may be a part of.
+    """An unsharded call of which one rank's call may be a part.
 
     Attributes:
-        args, kwargs: those of the node, with the sizes of the unsharded call.
-        shapes: of the unsharded results; ``None`` for a result that is no tensor.
+        args, kwargs: arguments of the node, with the sizes of the unsharded call.
+        shapes: shapes of the unsharded results; ``None`` for a result that is not a tensor.
     """
 
     args: tuple[Any, ...]
@@ -62,8 +62,8 @@ def global_calls(
     """Yield every call on unsharded tensors of which ``node`` can be one rank's.
 
     Args:
-        operands: values of the operand nodes: a meta tensor of the global shape, or no tensor.
-        placements: theirs, in the same order.
+        operands: values of the operand nodes: meta tensors of the global shape, or other values.
+        placements: placements of the operands, in the same order.
     """
     # Three ways, from the cheapest: shapes by arithmetic, by broadcasting, by running the operator.
     sized = _SIZED.get(node.target)
@@ -88,7 +88,7 @@ def _global_arguments(
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Arguments of ``node``, with each size that a shard changes as it is and scaled to all ranks.
 
-    Which of them is meant shows when the operator runs: with the others, the shapes do not fit.
+    Running the operator shows which one is right: with the others, shapes do not fit.
     """
     row = row_of(node)
     named = [] if row is None else [n for n in row.local_arguments if n in arguments(node)]
@@ -107,7 +107,7 @@ def _global_arguments(
 
 
 def _sizes(local: Any, world_size: int) -> list[Any]:
-    """One rank's size or shape, and those that it may be a part of."""
+    """Yield one rank's size or shape, and the global ones that it may be a part of."""
     if local is None:  # an optional size that is not given
         return [None]
     if world_size == 1:
@@ -144,7 +144,8 @@ def _scaled(shape: Shape, world_size: int) -> Iterator[Shape]:
 def _reshaped(
     node: Node, operands: Sequence[Any], placements: Sequence[Placement], world_size: int
 ) -> Iterator[list[Shape | None]]:
-    """Shapes that one rank's result may be a part of, on any dim: the rule finds the right one."""
+    """Shapes of which one rank's result may be a part, on any dim: the rule selects the right
+    one."""
     (local,) = local_shapes(node)
     assert local is not None
     # The sizes of a replicated value are global.

@@ -1,4 +1,4 @@
-"""ATen calls rewritten as the torch functions whose typing ``spmd_types`` knows."""
+"""ATen calls rewritten as the torch functions that ``spmd_types`` has rules for."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ UNKNOWN_LINEAR = frozenset(
 
 
 def is_rewritten(node: Node) -> bool:
-    """Return whether the call is rewritten to one whose sizes fit a shard."""
+    """Return whether the call is rewritten to one with sizes that fit a shard."""
     return node.target._schema.name in _REWRITTEN
 
 

@@ -10,6 +10,6 @@
 7. :mod:`.module_text` makes a class of the functions and a module of the classes;
    :mod:`.loading` executes it, and :mod:`.backends` decides what runs.
 
-Nothing here changes what is computed: the kernels, the order of the starts and waits of collectives
-and the peak of memory are those of the graphs.
+Code generation does not change the computation: kernels, the order of starts and waits of
+collectives, and the peak of memory are those of the graphs.
 """

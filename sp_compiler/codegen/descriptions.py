@@ -1,4 +1,4 @@
-"""What comments of generated code say about a value."""
+"""Descriptions of values in comments of generated code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DTYPES = {
 
 
 def describe(node: Node, printer: Printer) -> str:
-    """Shape, element type and placement of a value: ``"(64, 32) f32 S(0)"``."""
+    """Return shape, dtype and placement of a value: ``"(64, 32) f32 S(0)"``."""
     value = node.meta.get("val")
     if isinstance(value, torch.SymInt):
         return "size of an input"  # a number that differs between calls

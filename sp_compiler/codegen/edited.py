@@ -1,4 +1,4 @@
-"""Generated code that a user has edited, in place of what was generated."""
+"""Generated code that a user has edited."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _METHODS = ("forward", "backward", "loss_backward")
 
 
 def with_code(compiled: CompiledProgram, source: str) -> CompiledProgram:
-    """Return ``compiled`` run by ``source``, which has its classes and their methods.
+    """Return ``compiled`` with the code ``source``, which must have the same classes and methods.
 
-    What is saved for backward may differ: only forward and backward have to agree on it.
+    The saved tensors may differ: only forward and backward have to agree on them.
 
     Raises:
-        ArgumentError: the text is no Python or fails as it is loaded; a class, a method or a
-            parameter of one is missing or new.
+        ArgumentError: the text is not valid Python or fails to load; a class, a method or a
+            parameter is missing or new.
     """
     try:
         namespace = load(source)

@@ -1,8 +1,8 @@
-"""One FX node as a Python expression, the way a person would write it.
+"""Print an FX node as the Python expression that a person would write.
 
-Plain ``torch`` functions and tensor methods are used where they are the same operator, because
-they cost half of what calling an ``OpOverload`` costs; all else calls the overload, bound once per
-module under a name that starts with ``aten_``.
+Plain ``torch`` functions and tensor methods are used if they are the same operator, because they
+cost half as much as calling an ``OpOverload``; otherwise the overload is called, bound once per
+module to a name that starts with ``aten_``.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _DROPPED = {"layout": torch.strided, "pin_memory": False}
 
 
 class Printer:
-    """Prints nodes; remembers which overloads the module has to bind.
+    """Prints nodes, and records the overloads that the module has to bind.
 
     Devices are printed as the name ``device``.
 
     Args:
-        names: of the nodes of one graph.
+        names: names of the nodes of one graph.
         sizes: names of the symbols of open sizes.
-        bindings: module-level name to what it is bound to; added to.
+        bindings: module-level name to its value; new ones are added.
 
     Attributes:
-        nested: nodes that are printed where they are used.
-        idioms: nodes that are printed as one.
+        nested: nodes that are printed inside the expression that uses them.
+        idioms: groups of nodes that are printed as one call.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class Printer:
         self._bindings = bindings
 
     def expression(self, node: Node) -> str:
-        """``node`` as an expression of names and of what is nested.
+        """Return ``node`` as an expression of names and nested nodes.
 
         Raises:
-            PassError: a conversion that no operation implements.
+            PassError: a conversion without an implementation.
         """
         # Before all else: the view that ends an idiom has a spelling of its own too.
         if match := self.idioms.matmuls.get(node):
@@ -87,7 +87,7 @@ class Printer:
         return f"{self._function(node)}({self._arguments(node)})"
 
     def value(self, value: Any) -> str:
-        """An argument as source text.
+        """Return an argument as source text.
 
         Raises:
             PassError: a constant that has no text.
@@ -243,9 +243,9 @@ class Printer:
 
 
 def _merged_dims(shape: Sequence[Any], merged: Sequence[Any]) -> str:
-    """Arguments of the ``flatten`` that is the same reshape; "" where there is none.
+    """Return the arguments of an equivalent ``flatten``; "" if there is none.
 
-    It names the dims that become one, and no size that another batch may change.
+    It names the merged dims instead of sizes that may change with the batch.
     """
     kept = len(merged) - 1
     if not 0 < kept < len(shape) - 1 or any(map(is_open, (*shape, *merged))):
@@ -258,14 +258,14 @@ def _merged_dims(shape: Sequence[Any], merged: Sequence[Any]) -> str:
 
 
 def first_alone(node: Node) -> bool:
-    """Whether of a norm's several results only the norm itself is used."""
+    """Return whether only the first result of a norm is used."""
     return node.target is aten.native_layer_norm.default and all(
         user.target is operator.getitem and user.args[1] == 0 for user in node.users
     )
 
 
 def is_copied_by(reshape: Node, copy: Node) -> bool:
-    """Whether a reshape of what ``copy`` makes contiguous would copy it itself."""
+    """Return whether a reshape makes the copy to contiguous memory by ``copy`` unnecessary."""
     if copy.target is not aten.clone.default or not copy.kwargs:
         return False
     source, result = copy.args[0].meta["val"], reshape.meta["val"]
@@ -281,10 +281,10 @@ def is_copied_by(reshape: Node, copy: Node) -> bool:
 
 
 def literal(value: Any) -> str:
-    """A constant as an expression that evaluates to it.
+    """Return a constant as a Python expression.
 
     Raises:
-        PassError: no expression does.
+        PassError: the constant has no expression.
     """
     if isinstance(value, str):
         return string(value)
@@ -302,7 +302,7 @@ def literal(value: Any) -> str:
 
 
 def binding(target: Any) -> str:
-    """Module-level name of an overload: ``aten_silu``."""
+    """Return the module-level name of an overload: ``aten_silu``."""
     op, _, overload = target.__name__.partition(".")  # "sum.dim_IntList"
     suffix = f"_{overload}" if overload != "default" else ""
     return identifier(f"{target.namespace}_{op}{suffix}")

@@ -1,8 +1,8 @@
-"""Several nodes that one function of torch stands for, which runs the same kernels.
+"""Groups of nodes that can be printed as one torch function, which runs the same kernels.
 
-``view(bmm(view(clone(a)), view(clone(b))))`` is ``torch.matmul(a, b)``, which of more than two dims
-copies what it cannot view, multiplies by ``bmm`` and views the result: that is what the trace has
-written down. Only where nothing else uses the parts.
+``view(bmm(view(clone(a)), view(clone(b))))`` is ``torch.matmul(a, b)``, which for more than two
+dims copies operands that it cannot view, multiplies with ``bmm`` and views the result. The nodes
+are printed as one call only if nothing else uses the inner ones.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Idioms:
     """The idioms of a graph.
 
     Attributes:
-        matmuls: by the node whose value they compute.
+        matmuls: matrix products by the node of their result.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -47,7 +47,7 @@ class Idioms:
         }
 
     def forget(self, result: Node) -> None:
-        """Print the nodes of ``result`` one by one after all."""
+        """Print the nodes of ``result`` separately."""
         del self.matmuls[result]
 
 
@@ -75,7 +75,7 @@ def _matmul(node: Node) -> Matmul | None:
 
 
 def _unflattened(flat: Node, batch: torch.Size) -> list[Node] | None:
-    """What ``flat`` is with its batch dims, then the nodes that flatten them."""
+    """Return ``flat`` with its batch dims, and the nodes that flatten them."""
     if flat.target not in RESHAPES or len(flat.users) > 1:
         return None
     # A clone is what matmul itself does with a factor that it cannot view.

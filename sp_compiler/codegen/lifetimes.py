@@ -1,8 +1,8 @@
-"""Which name holds each value of a function, from where to where.
+"""Names of the values of a generated function, and their lifetimes.
 
-A name is free again behind the last statement that reads its value, as where a person writes
-``x = f(x)``: so names need no numbers, and what is bound anew frees what was bound before. All else
-is deleted where its storage dies, because Python would keep it until the function returns.
+A name is free again after the last statement that reads its value, as when a person writes ``x =
+f(x)``: this avoids numbered names, and rebinding a name frees its old value. Other values are
+deleted after their last use, because Python would keep them until the function returns.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class Lifetimes:
 
     Args:
         graph: a forward or backward.
-        parts: every statement in order, with the nodes that it evaluates.
+        parts: statements in order, with the nodes that each evaluates.
         nested: nodes without a name.
-        wishes: names for a node, best first.
-        given: names of inputs that are known from elsewhere, by those of the nodes.
-        taken: names that mean something else.
+        wishes: returns candidate names for a node, best first.
+        given: predetermined names of inputs, by node name.
+        taken: names that are already used.
 
     Attributes:
-        names: of each node that has one.
+        names: the name of each node that has one.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class Lifetimes:
                 held[self.names[node]] = node
 
     def deaths(self) -> Mapping[Node, list[str]]:
-        """Statement to the names that die behind it.
+        """Return for each statement the names to delete after it.
 
-        The names of one storage die together, when it does; what the caller holds is left out, and
-        handles of collectives, which hold nothing once these have arrived.
+        Names that share a storage are deleted together. Values that the caller holds are not
+        deleted, nor are handles of collectives, which hold nothing once these are complete.
         """
         # Deleting the name of what the caller holds would free nothing.
         kept = {base(node) for node in (*self._inputs, *self._returned)}
@@ -104,14 +104,14 @@ class Lifetimes:
 
 
 def targets(statement: Node) -> list[Node]:
-    """The values that a statement gives a name to."""
+    """Return the values that a statement assigns to names."""
     if not is_unpacked(statement):
         return [statement]
     return sorted(statement.users, key=lambda part: int(part.args[1]))
 
 
 def has_unused_part(statement: Node) -> bool:
-    """Whether one of several results is unpacked into ``_``."""
+    """Return whether one of several results is unpacked into ``_``."""
     several = is_unpacked(statement) and not first_alone(statement)
     return several and len(statement.users) < len(statement.meta["val"])
 

@@ -1,4 +1,4 @@
-"""Generated text as a module whose tracebacks show its lines."""
+"""Loading of generated code as a module, whose lines tracebacks show."""
 
 from __future__ import annotations
 

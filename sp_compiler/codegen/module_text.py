@@ -1,4 +1,5 @@
-"""Readable Python for the forward and backward of each distinct region; the text is what runs."""
+"""Readable Python for the forward and backward of each distinct region, which is the code that
+runs."""
 
 from __future__ import annotations
 
@@ -67,10 +68,10 @@ class RegionText:
     """The class of one region.
 
     Attributes:
-        name: the class.
+        name: name of the class.
         body: its text.
-        bindings: module-level names that it uses, and what they are bound to.
-        names: of the region's values, by those of the nodes of its forward and backward.
+        bindings: module-level names that it uses, with their values.
+        names: names of the region's values, by the node names of its forward and backward.
     """
 
     name: str
@@ -81,11 +82,11 @@ class RegionText:
 
 @dataclass(frozen=True)
 class CompiledRegion(SplitRegion):
-    """A region, what became of it, and the class that runs it.
+    """A region, its forward and backward, and the class that runs them.
 
     Attributes:
         paths: the layers that use it.
-        world_size: over how many ranks it is sharded.
+        world_size: number of ranks.
     """
 
     joint: JointGraph
@@ -94,7 +95,7 @@ class CompiledRegion(SplitRegion):
 
     @cached_property
     def text(self) -> RegionText:
-        """The class as text; :func:`module_source` joins several."""
+        """The class as text; :func:`module_source` joins several classes."""
         return region_text(self.region, self.joint, self.partitioned, self.paths)
 
     @cached_property
@@ -120,7 +121,7 @@ def printed_regions(compiled: CompiledProgram) -> dict[str, CompiledRegion]:
 
 
 def module_source(texts: Iterable[RegionText], imports: Sequence[str] = ()) -> str:
-    """One module with all the classes, and the lines ``imports`` behind those for torch."""
+    """Return a module with all classes, and the lines ``imports`` after torch's."""
     texts = list(texts)
     # Sorted: the text is the same on all ranks, whichever region was printed first.
     bindings = dict(sorted(item for text in texts for item in text.bindings.items()))
@@ -142,10 +143,10 @@ def region_text(
     paths: Sequence[str] = (),
     split: Split | None = None,
 ) -> RegionText:
-    """Print ``partitioned`` as a class named like ``region``, which the layers ``paths`` use.
+    """Print ``partitioned`` as a class named after ``region``, which the layers ``paths`` use.
 
-    ``split`` cuts the text of a method into several functions; what communicates has statements of
-    its own then.
+    ``split`` cuts the text of a method into several functions; communication is then in separate
+    statements.
     """
     layer = paths[0] if paths else ""
     # All functions ask one object, so that a value has the same name in forward and backward.
@@ -190,7 +191,7 @@ def region_text(
 
 
 def _methods_of(partitioned: Partitioned) -> dict[str, Graph]:
-    """The graphs to print, by name of the method."""
+    """Return the graphs to print, by name of the method."""
     graphs = {"forward": partitioned.forward}
     if partitioned.backward is not None:
         graphs["backward"] = partitioned.backward
@@ -203,7 +204,7 @@ def _methods_of(partitioned: Partitioned) -> dict[str, Graph]:
 
 
 def _num_tangents(partitioned: Partitioned, joint: JointGraph) -> dict[str, int]:
-    """How many of the last placeholders are tangents, by name of the method."""
+    """Return the number of tangents, which are the last placeholders, by name of the method."""
     general = len(joint.tangents)
     step = general if partitioned.loss is None else 1
     return {
@@ -230,7 +231,8 @@ def _description(region: Region, paths: Sequence[str], printer: Printer) -> list
 
 
 def _module_class(region: Region) -> str:
-    """Class of the innermost module of the user's model that holds all nodes of the region."""
+    """Return the class of the innermost module of the user's model that contains all nodes of the
+    region."""
     shared: list[str] | None = None
     for node in region.module.graph.nodes:
         stack = list((node.meta.get("nn_module_stack") or {}).values())
@@ -294,7 +296,7 @@ def _device_line(statements: Sequence[str], inputs: Sequence[Node], printer: Pri
 
 
 def wrapped(head: str, items: Sequence[str], tail: str, as_tuple: bool = False) -> list[str]:
-    """``head items tail`` in one line, or filled into several where that is too long."""
+    """Return ``head items tail`` on one line, or wrapped if that is too long."""
     # One name in parentheses alone is no tuple.
     comma = "," if as_tuple and len(items) == 1 else ""
     line = f"{head}{', '.join(items)}{comma}{tail}"

@@ -1,15 +1,15 @@
-"""What the generated code calls the values of a region, in forward and backward alike.
+"""Names of the values of a region in generated code, the same in forward and backward.
 
-A value is called after the first of these that there is and that is still free:
+A value gets the first of these names that exists and is free:
 
 - what the user's statement that computed it assigns it to: ``query_states``;
 - the module that returns it: ``c_attn`` for ``h.0.attn.c_attn``;
 - what the callers' statements assign it to;
 - its operator: ``softmax``.
 
-What is on its way between placements is called after the value that it is (``ln_1_gathered``), the
-gradient of a value ``grad_`` and the value's name. Names depend on the graph alone: they are the
-same on every rank and in every process.
+A converted value is named after the original (``ln_1_gathered``), the gradient of a value ``grad_``
+plus the value's name. Names depend on the graph alone, so they are the same on every rank and in
+every process.
 """
 
 from __future__ import annotations
@@ -56,11 +56,12 @@ _SUFFIXES = {
 
 
 class ValueNames:
-    """What the values of one region may be called, best first; :mod:`.lifetimes` takes its pick.
+    """Candidate names for the values of one region, best first, from which :mod:`.lifetimes`
+    chooses.
 
     Args:
-        joint: forward and backward in one graph; the nodes of graphs cut from it are found by name.
-        layer: path of the layer that the region is, whose own name says nothing inside.
+        joint: forward and backward in one graph; nodes of the partitioned graphs are found by name.
+        layer: path of the region's layer, which is omitted from names.
     """
 
     def __init__(self, joint: JointGraph, layer: str = "") -> None:
@@ -75,14 +76,14 @@ class ValueNames:
         self._wishes: dict[Node, list[str]] = {}
 
     def wishes(self, node: Node) -> Sequence[str]:
-        """Identifiers for a node of a forward or backward, which may have nodes of its own."""
+        """Return candidate identifiers for a node of a forward or backward."""
         # What has arrived is the value, what is on its way its pending self.
         wishes = self._wished(node.all_input_nodes[0] if is_wait(node) else node)
         wishes = [f"pending_{wishes[0]}"] if is_started(node) else wishes
         return [identifier(wish, RESERVED) for wish in wishes]
 
     def _base(self, node: Node) -> str:
-        """What names of others start with: the name without the number that made it unique."""
+        """Return the name without the number that made it unique, as a prefix for other names."""
         return self._wished(node)[0]
 
     def _wished(self, node: Node) -> list[str]:
@@ -143,7 +144,7 @@ class ValueNames:
             yield from (name.removesuffix("_partial") for name in self._wished(source))
 
     def _is_partial(self, node: Node) -> bool:
-        """Whether all that happens to a value is that it is summed up over the ranks."""
+        """Return whether a value is only reduced over the ranks."""
         users = [user for user in node.users if user not in self._backward]
         return bool(users) and all(
             collective_of(user) in ("reduce_scatter", "all_reduce") for user in users
@@ -151,12 +152,12 @@ class ValueNames:
 
 
 def is_reshape(node: Node) -> bool:
-    """A view that has the same elements in the same order."""
+    """Return whether it is a view of the same elements in the same order."""
     return node.target in RESHAPES
 
 
 def _suffix(node: Node) -> str:
-    """What tells a view or copy of a value from it; "" for other nodes."""
+    """Return the suffix for a view or copy of a value; "" for other nodes."""
     if node.target is aten.clone.default:
         return "contiguous"
     if is_cast(node):
@@ -182,7 +183,7 @@ def _operator_name(node: Node) -> str:
 
 
 def _first_part(node: Node) -> Node | None:
-    """The first result of an operator, for a further one with a name of its own (``rstd``)."""
+    """Return the first result of an operator, for further ones with their own names (``rstd``)."""
     if node.target is not operator.getitem or not node.args[1]:
         return None
     source = node.args[0]
@@ -197,7 +198,7 @@ def _first_part(node: Node) -> Node | None:
 def _assigned_names(
     graph: Graph, backward: Collection[Node], layer: str
 ) -> Mapping[Node, list[str]]:
-    """Names of forward values from statements and modules, best first."""
+    """Return names of forward values from statements and modules, best first."""
     # By all frames down to the statement: a helper that is called twice binds its names twice.
     groups: dict[tuple[Frame, ...], dict[Node, None]] = {}
     traces: dict[Node, tuple[Frame, ...]] = {}
@@ -225,7 +226,7 @@ def _assigned_names(
 
 
 def _group(trace: tuple[Frame, ...]) -> tuple[Frame, ...]:
-    """The statement that the innermost frame of ``trace`` is in, and how it was reached."""
+    """Return the statement of the innermost frame of ``trace``, and the call stack to it."""
     statement = trace[-1].statement
     last = trace[-1] if statement is None else Frame(statement.file, statement.line)
     return (*trace[:-1], last)
@@ -237,10 +238,10 @@ def _targets(
     backward: Collection[Node],
     assigned: Mapping[Node, str],
 ) -> Mapping[Node, str]:
-    """Which of the values that a statement computed are bound to which name.
+    """Return which values computed by a statement are bound to which names.
 
-    Only a value that the statement computes last is what it assigns; where that is not certain,
-    as in a loop, nothing is. ``assigned`` has the names that earlier statements bound.
+    A statement assigns the value that it computes last; if that is uncertain, as in a loop, none
+    gets a name. ``assigned`` has the names bound by earlier statements.
     """
     if statement is None:
         return {}
@@ -269,7 +270,7 @@ def _targets(
 
 
 def _operands(node: Node, members: Collection[Node], assigned: Mapping[Node, str]) -> set[str]:
-    """Names of the values from before the statement that ``node`` is computed from."""
+    """Return the names of earlier values from which ``node`` is computed."""
     names: set[str] = set()
     pending = [node]
     seen = {node}
@@ -285,7 +286,7 @@ def _operands(node: Node, members: Collection[Node], assigned: Mapping[Node, str
 
 
 def _uses(node: Node, backward: Collection[Node]) -> Iterator[Node]:
-    """Forward nodes that take the value, in whatever placement and shape."""
+    """Return the forward nodes that use the value, in any placement and shape."""
     for user in node.users:
         if user in backward:
             continue
@@ -297,7 +298,7 @@ def _uses(node: Node, backward: Collection[Node]) -> Iterator[Node]:
 def _module_names(node: Node, backward: Collection[Node], layer: str) -> Iterator[str]:
     """Names of the modules that return ``node``, innermost first, plain and after their parent.
 
-    The product with a module's weight is as good as what the module returns: a bias may follow.
+    The product with a module's weight counts as the module's result: a bias may follow.
     """
     parts = module_path(node).split(".")
     users = [user for user in _uses(node, backward) if conversion_of(user) is None]
@@ -322,7 +323,7 @@ def _module_names(node: Node, backward: Collection[Node], layer: str) -> Iterato
 
 
 def _gradients(joint: JointGraph, values: Mapping[str, Node]) -> Mapping[Node, Node]:
-    """The forward value that each value of backward is the gradient of, where that is known.
+    """Return the forward value of each gradient in backward, if it is known.
 
     A value that the backward of another operator takes is the gradient of that one's result.
     """
@@ -359,7 +360,8 @@ def _forward_values(graph: Graph, backward: Collection[Node]) -> Mapping[str, No
 
 
 def _part_taken(gradient: Node, user: Node, value: Node) -> Node:
-    """Which part of a value that was split has ``gradient``: they are put together in order."""
+    """Return which part of a split value ``gradient`` belongs to: gradients are concatenated in
+    order."""
     if user.target is not aten.cat.default or value.target is not operator.getitem:
         return value
     index = user.args[0].index(gradient)
@@ -367,7 +369,7 @@ def _part_taken(gradient: Node, user: Node, value: Node) -> Node:
 
 
 def _is_sum(node: Node, tangents: Collection[Node]) -> bool:
-    """Where the gradients of a value with several users are added."""
+    """Return whether the node adds the gradients of a value with several users."""
     return node.target is aten.add.Tensor and all(
         isinstance(arg, Node) and arg in tangents for arg in node.args
     )

@@ -1,6 +1,6 @@
-"""Which values have no name because they stand inside the one expression that uses them.
+"""Values without names, which are nested in the one expression that uses them.
 
-A value may be nested where that changes neither what runs nor how much memory it takes:
+A value may be nested if that changes neither the computation nor the memory that it needs:
 
 - it is a view, pointwise, a copy or a constant, and has exactly one use;
 - no collective is started or waited for, and nothing random is drawn, between the place where it
@@ -9,8 +9,8 @@ A value may be nested where that changes neither what runs nor how much memory i
   peak of the function;
 - the expression still fits into a line.
 
-What collectives send has a name, so that they stand out, and in a text that is cut where ranks
-communicate, so that it is computed before the cut.
+Operands of collectives have names, so that collectives stand out, and so that code that is cut at
+communication computes them before the cut.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ _PURE_NAMESPACES = ("aten", "sp_compiler")
 
 
 class Nesting:
-    """Statements of a function, some of which become parts of others.
+    """Statements of a function, some of which are nested in others.
 
     Args:
         graph: a forward or backward.
-        idioms: nodes that are printed as one.
-        gradients: whether what the function returns are gradients. Those of some parameters are
-            not counted where the peak of a backward is (:mod:`sp_compiler.cost.memory`): for none
-            of them may it be higher.
-        fits: whether the statement of a node is short enough with what is nested now.
-        apart: whether nothing that computes may stand in a statement that communicates.
+        idioms: groups of nodes that are printed as one call.
+        gradients: whether the function returns gradients. Some of them do not count in the peak of
+            a backward (:mod:`sp_compiler.cost.memory`), which must not increase for any choice of
+            these.
+        fits: whether the statement of a node is short enough with the current nesting.
+        apart: whether statements that communicate must not contain computation.
 
     Attributes:
         nested: nodes without a statement.
@@ -84,8 +84,8 @@ class Nesting:
     def run(self) -> None:
         """Decide for every value, operands first.
 
-        Constants come before all else, for most are printed as a number and need no memory; views
-        come last, for to give one a name costs nothing but a line.
+        Constants are decided first, because most are printed as a number and need no memory; views
+        last, because a named view only costs a line.
         """
         for match in list(self._idioms.matmuls.values()):
             if not self._nest(match.result, match.inside):
@@ -99,14 +99,14 @@ class Nesting:
                         self._nest(node, [operand])
 
     def tree(self, statement: Node) -> Iterator[Node]:
-        """The nodes of a statement in the order in which Python evaluates them."""
+        """Return the nodes of a statement in Python's order of evaluation."""
         for operand in statement.all_input_nodes:
             if operand in self.nested:
                 yield from self.tree(operand)
         yield statement
 
     def statement_of(self, node: Node) -> Node:
-        """Where ``node`` is evaluated."""
+        """Return the statement that evaluates ``node``."""
         while node in self.nested:
             (node,) = node.users
         return node
@@ -144,7 +144,8 @@ class Nesting:
         return is_view(node) and node not in self._idioms.matmuls
 
     def _moved(self, user: Node, inside: Sequence[Node]) -> list[Node] | None:
-        """The statements with ``inside`` evaluated in that of ``user``; ``None``: not allowed."""
+        """Return the statements with ``inside`` nested in that of ``user``; ``None`` if not
+        allowed."""
         after = [node for node in self.statements if node not in inside]
         computed = [node for node in inside if not all(map(is_view, self.tree(node)))]
         if not computed:
@@ -164,7 +165,8 @@ class Nesting:
         return after if all(peaks[node] <= self._limits[node] for node in changed) else None
 
     def _frees_late(self, user: Node, computed: Sequence[Node]) -> bool:
-        """Whether an operand of ``computed``, just before ``user``, could be freed before it."""
+        """Return whether an operand of ``computed`` could otherwise be freed before ``user``
+        runs."""
         early = {node for root in computed for node in self.tree(root)}
         behind = set(self.statements[self.statements.index(user) :])
         behind.update(node for node in self.tree(user) if node not in early)
@@ -181,7 +183,7 @@ def _is_constant(node: Node) -> bool:
 
 
 def is_nestable(node: Node) -> bool:
-    """An operator on elements, a copy or a constant, whose time does not matter."""
+    """Return whether it is a pointwise operator, a copy or a constant."""
     if node.target is torch.ops.sp_compiler.dropout.default:  # its mask depends on no state
         return True
     if getattr(node.target, "namespace", "") != "aten" or draws(node):
@@ -194,24 +196,24 @@ def is_nestable(node: Node) -> bool:
 
 
 def stays_apart(node: Node) -> bool:
-    """Whether a backend that compiles what ranks do alone leaves ``node`` out."""
+    """Return whether a backend that compiles code between collectives leaves ``node`` out."""
     ours = operator_of(node.target)
     return is_collective(node) or (ours is not None and ours.checks_numbers)
 
 
 def is_unpacked(node: Node) -> bool:
-    """A call with several results, each of which gets its own name."""
+    """Return whether it is a call with several results that are unpacked into names."""
     several = isinstance(node.meta.get("val"), list | tuple)
     return several and all(user.target is operator.getitem for user in node.users)
 
 
 def is_named_part(node: Node) -> bool:
-    """One of the results of a call that is unpacked into names."""
+    """Return whether it is one of several results that are unpacked into names."""
     return node.target is operator.getitem and is_unpacked(node.args[0])
 
 
 def _keeps_its_place(node: Node) -> bool:
-    """Whether nothing may be computed on the other side of ``node`` instead."""
+    """Return whether no computation may be moved across ``node``."""
     if is_collective(node) or is_wait(node) or draws(node):
         return True
     return getattr(node.target, "namespace", "aten") not in _PURE_NAMESPACES
@@ -221,7 +223,7 @@ _Tree = Callable[[Node], Iterator[Node]]
 
 
 class _Storages:
-    """How many bytes a function holds, statement by statement, beside its arguments."""
+    """Bytes that a function holds at each statement, without its arguments."""
 
     def __init__(self, nodes: Sequence[Node], returned: Iterable[Node], gradients: bool) -> None:
         kept = {base(node) for node in returned}
@@ -262,12 +264,12 @@ class _Storages:
         ]
 
     def users(self, node: Node) -> Sequence[Node]:
-        """What reads the storage of ``node``; nothing that matters where the caller holds it."""
+        """Return the readers of the storage of ``node``; none if the caller holds it anyway."""
         owner = self._bases[node]
         return self._users[owner] if owner in self._holders else self._last
 
     def limits(self, statements: Sequence[Node], tree: _Tree) -> dict[Node, int]:
-        """What each statement may hold, so that the peak of the function stays what it is.
+        """Return the bytes that each statement may hold without raising the peak of the function.
 
         Gradients that are returned stay until the end. Whichever of them do not count, what is
         held before this statement may be held in it, and what is held later without those that
@@ -293,7 +295,7 @@ class _Storages:
         return limits
 
     def peaks(self, statements: Sequence[Node], tree: _Tree) -> dict[Node, int]:
-        """The most that is held in each statement."""
+        """Return the peak of bytes in each statement."""
         order = [(node, list(tree(node))) for node in statements]
         place = {
             node: (index, step)
@@ -325,7 +327,7 @@ def _statement_of(node: Node) -> Node:
 
 
 def _kept_bytes(node: Node) -> int:
-    """Bytes that outlive the call: of several results those that have a name."""
+    """Return the bytes that outlive the call: of several results, those of named ones."""
     if not isinstance(node.meta["val"], list | tuple):
         return _bytes(node.meta["val"])
     return sum(_bytes(part.meta["val"]) for part in node.users if is_part(part))

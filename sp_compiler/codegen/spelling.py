@@ -1,7 +1,8 @@
-"""How a person writes an operator: as a symbol, a method of its first argument, a torch function.
+"""Spelling of operators as a person writes them: a symbol, a method of the first argument, or a
+torch function.
 
-Only names of builtins, which cost half of what calling an ``OpOverload`` costs: a function of torch
-that is written in Python, such as most of :mod:`torch.nn.functional`, costs more.
+It uses only builtin functions, which cost half as much as calling an ``OpOverload``; functions
+written in Python, such as most of :mod:`torch.nn.functional`, cost more.
 """
 
 from __future__ import annotations

@@ -30,10 +30,10 @@ class Body:
 
     Args:
         graph: a forward or backward.
-        printer: has tentative names, by whose length it is decided what is nested.
-        layer: is left out of module paths.
+        printer: has tentative names, whose lengths decide what is nested.
+        layer: prefix that is omitted from module paths.
         gradients: whether the function returns gradients.
-        apart: whether what communicates has statements of its own.
+        apart: whether communication is in separate statements.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Body:
         self._deaths = lifetimes.deaths()
 
     def lines(self) -> list[str]:
-        """The statements with their sections, and where names die."""
+        """Return the statements with section comments and ``del`` statements."""
         lines: list[str] = []
         # What arrives may have to be copied into place.
         allocates = [
@@ -98,9 +98,9 @@ class Body:
         return lines
 
     def _sections(self) -> list[tuple[str, list[Node]]]:
-        """Statements of one module behind each other.
+        """Group statements by module.
 
-        Views and what goes on between ranks are with what uses them.
+        Views and communication are grouped with their users.
         """
         sections: list[tuple[str, list[Node]]] = []
         pending: list[Node] = []
@@ -172,7 +172,7 @@ class Body:
 def _without_small_recomputations(
     sections: Sequence[tuple[str, list[Node]]],
 ) -> list[tuple[str, list[Node]]]:
-    """One or two recomputed statements are with what they are recomputed for.
+    """Keep one or two recomputed statements with the statements that need them.
 
     A heading and a blank line for each would tear apart the section that needs them.
     """
@@ -199,7 +199,7 @@ def _is_recomputed(node: Node) -> bool:
 
 
 def _common_depth(graph: Graph) -> int:
-    """How many modules around all nodes of the graph are the same."""
+    """Return the number of modules that enclose all nodes of the graph."""
     nodes = [node for node in graph.nodes if "nn_module_stack" in node.meta]
     paths = [module_path(node).split(".") for node in nodes if node.op == "call_function"]
     if not paths:
@@ -215,7 +215,7 @@ def indented(lines: Sequence[str]) -> list[str]:
 
 
 def fill(text: str) -> list[str]:
-    """Items between commas in lines; none that fits into a line is broken."""
+    """Wrap comma-separated items into lines without breaking an item that fits in a line."""
     lines: list[str] = []
     for word in _items(text):
         if lines and len(lines[-1]) + 1 + len(word) <= WIDTH:
@@ -226,7 +226,7 @@ def fill(text: str) -> list[str]:
 
 
 def _items(text: str) -> list[str]:
-    """``text`` cut behind those commas that stand in no brackets and no string."""
+    """Split ``text`` after commas that are outside of brackets and strings."""
     # Not str.split: commas inside calls and texts separate nothing here.
     depth, start, items = 0, 0, []
     for token in _TOKENS.finditer(text):
@@ -238,7 +238,7 @@ def _items(text: str) -> list[str]:
 
 
 def _wrapped(target: str, expression: str) -> list[str]:
-    """An assignment, a long one with what is between its parentheses on lines of their own."""
+    """Return an assignment, wrapped inside its parentheses if it is long."""
     if len(target) + len(expression) + 3 <= WIDTH + _SLACK:
         return [f"{target} = {expression}"]
     # Broken inside of the outermost call where there is one: `(` on a line of its own says nothing.

@@ -1,7 +1,7 @@
-"""Elements of tokens as the rows that they come from: views that say nothing are left out.
+"""Computation on rows of tokens instead of 3-d views, so that redundant views are not printed.
 
 A model computes on (batch, sequence, hidden), its matrix products on rows of tokens. In between,
-an operator on elements may as well be given the rows::
+pointwise operators can work on the rows::
 
     c_fc = addmm(...)                      c_fc = addmm(...)
     c_fc_3d = view(c_fc, (8, 128, 64))     tanh = tanh(c_fc)
@@ -11,7 +11,7 @@ an operator on elements may as well be given the rows::
 
 Each element is computed from the same elements by the same kernel, in the same order in memory.
 
-So is a split along the last dim, whose parts are reshaped each by itself::
+The same holds for a split along the last dim whose parts are all reshaped::
 
     qkv_3d = view(qkv, (8, 128, 96))
     q, k, v = split(qkv_3d, 32, 2)           q, k, v = split(qkv, 32, -1)
@@ -38,7 +38,7 @@ aten = torch.ops.aten
 
 
 def on_token_rows(graph: Graph) -> Graph:
-    """A copy of ``graph`` to be printed; what it returns has the shape that it had."""
+    """Return a copy of ``graph`` for printing; its outputs have their original shapes."""
     copy = copy_graph(graph)
     returned = set(copy.output_node().all_input_nodes)
     for node in list(copy.nodes):
@@ -68,7 +68,7 @@ def _skip_view(node: Node) -> None:
 
 
 def _rows(node: Node) -> torch.Size | None:
-    """The shape of the rows that all operands of ``node`` are views of; ``None``: they are not."""
+    """Return the shape of the rows of which all operands of ``node`` are views, else ``None``."""
     tags = getattr(node.target, "tags", ())
     value = node.meta.get("val")
     # Numbers that are drawn depend on the shape in which they are drawn.
@@ -89,7 +89,7 @@ def _rows(node: Node) -> torch.Size | None:
 
 
 def _is_rows(source: Node, shape: Collection[Any]) -> bool:
-    """Whether ``source`` has the last dim of ``shape`` behind one dim that is all others."""
+    """Return whether ``source`` is ``shape`` with all dims but the last merged into one."""
     value = source.meta["val"]
     if any(map(is_open, (*value.shape, *shape))) or value.dim() != 2 or len(shape) < 3:
         return False
@@ -111,9 +111,9 @@ def _compute_on_rows(node: Node, rows: torch.Size) -> None:
 
 
 def _is_flat_split(node: Node) -> bool:
-    """Whether a reshape in front of a split does nothing that those behind it do not do.
+    """Return whether a reshape before a split is redundant with those after it.
 
-    It leaves the last dim alone, along which it is split, and all parts are reshaped.
+    It must not change the last dim, which is split, and all parts must be reshaped.
     """
     if node.target is not aten.split_with_sizes.default or node.args[0].target not in RESHAPES:
         return False
@@ -143,7 +143,7 @@ def _split_rows(node: Node) -> None:
 
 
 def _retype(node: Node, value: Tensor) -> None:
-    """Give ``node`` rows as its value, in place of a value with the same last dim."""
+    """Change the value of ``node`` to rows with the same last dim."""
     num_dims, placement = node.meta["val"].dim(), node.meta.get("placement")
     node.meta["val"] = value
     # The dim of a placement is one of the old shape; of rows that are several dims in one it has

@@ -1,4 +1,4 @@
-"""What the user's own source calls a value: the targets of the statement that computed it."""
+"""Names of values in the user's source: the targets of the statement that computes them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Statement:
     """One that binds names.
 
     Attributes:
-        file: it is in.
-        line: it starts in.
-        targets: what it binds, "" for what is no plain name.
-        unpacks: whether ``targets`` take the parts of the value, not all of it.
-        listed: whether it writes down one expression per target.
-        used: positions of the targets that later statements of the function compute with.
+        file: its file.
+        line: its first line.
+        targets: the names that it binds, "" for other targets.
+        unpacks: whether ``targets`` unpack the value.
+        listed: whether it has one expression per target.
+        used: positions of the targets that later statements of the function use in computations.
     """
 
     file: str
@@ -48,7 +48,7 @@ class Frame:
 
     @property
     def statement(self) -> Statement | None:
-        """The only statement that computes something in this line, if it binds names."""
+        """Return the only statement of this line that computes something, if it binds names."""
         return None if _TORCH in self.file else _bindings(self.file).get(self.line)
 
 
@@ -64,7 +64,8 @@ def frames(stack_trace: str) -> tuple[Frame, ...]:
 
 @functools.lru_cache(maxsize=64)
 def _bindings(file: str) -> dict[int, Statement | None]:
-    """The statement of each line; ``None`` where a line has several, or one that binds nothing."""
+    """Return the statement of each line; ``None`` if a line has several, or one that binds
+    nothing."""
     # Source files change while a process runs, and code comes from notebooks and exec.
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
@@ -114,7 +115,7 @@ def _statement(file: str, node: ast.stmt, function: ast.AST | None) -> Statement
 
 
 def _computed_with(function: ast.AST | None, line: int) -> set[str]:
-    """Names that ``function`` reads behind ``line`` for more than to return them."""
+    """Return names that ``function`` uses after ``line`` other than to return them."""
     names: set[str] = set()
     pending = [function] if function is not None else []
     for node in pending:  # which grows

@@ -1,1 +1,1 @@
-"""One rank of a group whose other ranks are only calculated, and whose links take time."""
+"""Emulation of one rank of a group: the other ranks are not run, and links take virtual time."""

@@ -1,4 +1,4 @@
-"""A process group of which one rank runs, with links that take time on a virtual clock."""
+"""A process group with one running rank, whose links take time on a virtual clock."""
 
 from __future__ import annotations
 
@@ -117,7 +117,8 @@ def _register() -> None:
 
 
 class _Transfer(dist._Work):
-    """A collective that has its result and is through at ``arrival``; at once without one."""
+    """A collective whose result exists already and which ends at ``arrival``, or at once if that is
+    ``None``."""
 
     def __init__(
         self, results: list[Tensor], clock: VirtualClock, arrival: Arrival | None = None
@@ -141,8 +142,8 @@ class _Transfer(dist._Work):
 class EmulatedGroup(dist.ProcessGroup):
     """Collectives of a rank whose peers have the same tensors, on the link of ``clock``.
 
-    The methods are those that torch's own collectives call, under the names that it gives them; its
-    stubs list overloads for users that no collective calls.
+    Its methods are those that torch's collectives call, under torch's names; torch's stubs also
+    list overloads that no collective calls.
     """
 
     def __init__(self, rank: int, size: int, clock: VirtualClock) -> None:

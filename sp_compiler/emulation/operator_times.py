@@ -1,4 +1,4 @@
-"""Operators that advance a clock by their estimated time while they run."""
+"""Mode in which operators advance a clock by their estimated time."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _ALLOCATIONS = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "
 
 
 class OperatorTimes(TorchDispatchMode):
-    """Runs every operator as it is, and advances ``clock`` by its roofline time.
+    """Runs every operator unchanged and advances ``clock`` by its roofline time.
 
-    Collectives take their time on the link, views and allocations none.
+    Collectives take time on the link; views and allocations take none.
     """
 
     def __init__(self, clock: VirtualClock) -> None:

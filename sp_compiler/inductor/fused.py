@@ -1,4 +1,4 @@
-"""A generated function that Inductor compiles."""
+"""A generated function that is compiled by Inductor."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from sp_compiler.ops.communicator import Communicator
 
 
 class TracingRank(Communicator):
-    """The communicator of fake tensors: no group, and the rank is a value that is passed in."""
+    """The communicator for fake tensors: it has no group, and the rank is a value that is passed
+    in."""
 
     def __init__(self, rank: Tensor, world_size: int) -> None:
         super().__init__(None, rank, world_size, _NoLink())
 
 
 class _NoLink:
-    """Collectives of fake tensors: shapes alone."""
+    """Collectives of fake tensors, which compute shapes only."""
 
     def all_gather(self, x: Tensor, world_size: int) -> Callable[[], Tensor]:
         return lambda: x.new_empty((x.shape[0] * world_size, *x.shape[1:]))
@@ -34,14 +35,15 @@ class _NoLink:
 
 
 class Fused:
-    """``function(tp, *arguments)``, compiled by Inductor; as written where that cannot be.
+    """``function(tp, *arguments)``, compiled by Inductor, or run as generated if that fails.
 
-    The first call, with a :class:`TracingRank` and fake tensors, makes a graph of it, whose sizes
-    are as open as those of the fakes. :meth:`compile`, or the first call with tensors, compiles it.
+    The first call, with a :class:`TracingRank` and fake tensors, traces it to a graph, whose sizes
+    are open where those of the fake tensors are. :meth:`compile`, or the first call with real
+    tensors, compiles it.
 
     Attributes:
         name: of the function.
-        reason: why it runs as written; "" where it does not.
+        reason: why it runs as generated; "" if it is compiled.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -73,12 +75,12 @@ class Fused:
         return self._traced is not None
 
     def run_as_written(self, reason: str) -> None:
-        """Give compiling up."""
+        """Do not compile it; run the code as generated."""
         self.reason = reason
         self._traced = self._kernels = None
 
     def compile(self) -> str:
-        """Compile the graph, unless it is; return why it runs as written, "" if it does not."""
+        """Compile the graph if it is not compiled yet; return why it runs as generated, or ""."""
         if self._traced is not None and self._kernels is None:
             try:
                 self._kernels = compile_graph(self._traced)
@@ -111,10 +113,10 @@ class Fused:
 
 
 def inductor(function: Callable[..., Any]) -> Fused:
-    """Compile ``function``, a part of a generated one: the decorator in the generated text."""
+    """Decorator in generated code: compile ``function``, a part of a generated function."""
     return Fused(function)
 
 
 def first_line(error: Exception) -> str:
-    """The first line of a message, or the type of an error without one."""
+    """Return the first line of an error's message, or its type if it has none."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

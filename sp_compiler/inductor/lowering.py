@@ -42,11 +42,12 @@ class Traced:
     """A function as a graph.
 
     Attributes:
-        module: placeholders are the rank, where it is read, and the arguments at ``places``.
-        mode: of the fake tensors that it was traced with.
-        fakes: one for each placeholder.
+        module: placeholders are the rank, if it is read, and the arguments at ``places``.
+        mode: the fake tensor mode of the trace.
+        fakes: fake value of each placeholder.
         places: positions of the arguments that are tensors or open sizes; the others are constants.
-        arranges: for each of them what lays a tensor out as that of the trace; ``None``: nothing.
+        arranges: for each of them a function that gives a tensor the memory layout of the trace;
+            ``None`` if none is needed.
         takes_rank: whether the first placeholder is the rank.
         several: whether the function returns a tuple.
     """
@@ -61,9 +62,9 @@ class Traced:
 
 
 def trace(function: Callable[..., Any], tp: Communicator, arguments: Sequence[Any]) -> Traced:
-    """Trace ``function(tp, *arguments)``, whose tensors are fake and whose rank is one of them.
+    """Trace ``function(tp, *arguments)`` with fake tensors, one of which is the rank.
 
-    The graph has neither mutation nor the operators of ours: their kernels are traced through.
+    The graph has no mutation and none of our custom operators, whose kernels are traced through.
     """
     from torch._inductor.decomposition import select_decomp_table
 
@@ -99,7 +100,8 @@ def trace(function: Callable[..., Any], tp: Communicator, arguments: Sequence[An
 
 
 def compile_graph(traced: Traced) -> Callable[[list[Any]], Sequence[Any]]:
-    """Kernels for the graph, from Inductor's cache on disk where an equal one was compiled."""
+    """Return kernels for the graph, from Inductor's cache on disk if an equal graph was compiled
+    before."""
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
 

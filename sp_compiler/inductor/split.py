@@ -1,4 +1,4 @@
-"""Generated functions cut into what Inductor compiles and what runs as it is written.
+"""Split generated functions into parts that Inductor compiles and parts that run as they are.
 
 ::
 
@@ -14,8 +14,8 @@
                                                      saved = (y, w)
                                                      return (z,), saved
 
-Order, names and comments of the statements stay, so starts and waits of collectives stay where the
-schedule has put them, and what is recomputed stays just before its use.
+Order, names and comments of the statements do not change: starts and waits of collectives stay
+where the schedule has put them, and recomputation stays just before its use.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Statement:
     lines: list[str]
 
     def names(self, context: type[ast.expr_context]) -> list[str]:
-        """The names that it reads, writes or deletes, in order, each once."""
+        """Names that it reads, writes or deletes, in order, each once."""
         nodes = [each for each in ast.walk(self.node) if isinstance(each, ast.Name)]
         nodes.sort(key=lambda each: (each.lineno, each.col_offset))
         return list(dict.fromkeys(each.id for each in nodes if isinstance(each.ctx, context)))
@@ -63,13 +63,13 @@ class _Statement:
 
 @dataclass
 class _Run:
-    """Statements that follow each other; ``compiled``: as a function of their own."""
+    """Consecutive statements; ``compiled``: as a separate function."""
 
     compiled: bool
     statements: list[_Statement] = field(default_factory=list)
 
     def reads(self) -> list[str]:
-        """Names that have to be passed in, in the order of their first use."""
+        """Names that must be passed in, in order of first use."""
         own: set[str] = set()
         needed: dict[str, None] = {}
         for statement in self.statements:
@@ -78,7 +78,7 @@ class _Run:
         return list(needed)
 
     def writes(self) -> list[str]:
-        """Names that hold another value afterwards, in the order in which they get it."""
+        """Names that are assigned, in order of assignment."""
         written: dict[str, None] = {}
         for statement in self.statements:
             written.update(dict.fromkeys(statement.names(ast.Store)))
@@ -135,7 +135,7 @@ def _statements(
 
 
 def _runs(statements: Iterable[_Statement]) -> list[_Run]:
-    """``statements`` in runs of those that stay and those that are compiled."""
+    """Group ``statements`` into runs that stay and runs that are compiled."""
     runs: list[_Run] = []
     for statement in statements:
         deletes = isinstance(statement.node, ast.Delete)
@@ -150,7 +150,7 @@ def _runs(statements: Iterable[_Statement]) -> list[_Run]:
 
 
 def _is_compiled(node: ast.stmt) -> bool:
-    """Whether ``node`` computes something, and that from this rank's tensors alone."""
+    """Return whether ``node`` computes something from this rank's tensors alone."""
     if not isinstance(node, ast.Assign):
         return False
     calls = [each for each in ast.walk(node.value) if isinstance(each, ast.Call)]
@@ -159,7 +159,7 @@ def _is_compiled(node: ast.stmt) -> bool:
 
 
 def _stays(call: ast.Call) -> bool:
-    """Whether ``call`` starts or awaits a collective, or has to look at numbers."""
+    """Return whether ``call`` starts or awaits a collective, or reads numbers on the host."""
     if not isinstance(call.func, ast.Attribute):
         return False
     if call.func.attr == "wait":
@@ -172,7 +172,7 @@ def _stays(call: ast.Call) -> bool:
 
 
 def _operators(node: ast.stmt) -> Iterator[ast.expr]:
-    """What Inductor may fuse."""
+    """Return the operators that Inductor may fuse."""
     for each in ast.walk(node):
         if isinstance(each, ast.BinOp):
             yield each
@@ -187,7 +187,7 @@ def _operators(node: ast.stmt) -> Iterator[ast.expr]:
 
 
 def _read_behind(runs: Iterable[_Run], names: Sequence[str]) -> list[str]:
-    """Those of ``names`` whose values the ``runs`` that follow read."""
+    """Return the ``names`` whose values later ``runs`` read."""
     read: set[str] = set()
     gone: set[str] = set()
     for statement in (each for run in runs for each in run.statements):

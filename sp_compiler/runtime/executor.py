@@ -33,7 +33,7 @@ BlockCall = Callable[[str, Invoke, Sequence[Any]], tuple[Any, ...]]
 
 @dataclass
 class Execution:
-    """Flat outputs of one forward, in the program's order, and the new values of buffers."""
+    """Flat outputs of one forward, in the program's order, and new values of buffers."""
 
     outputs: list[Any]
     mutated_buffers: dict[str, Tensor]
@@ -45,13 +45,14 @@ class Executor:
     Args:
         compiled: the program.
         tp: this rank's communicator.
-        call_block: ``call_block(path, invoke, values)`` runs a call that stands for the layer at
-            ``path``, by returning ``invoke(*values)``; parameters are looked up only then. By
-            default it is run directly.
-        deferred: where the gradients of replicated parameters wait while synchronisation is off.
-        managed: names of the parameters that FSDP gathers for a block and reduces the gradients of.
-        weights: where gradients of parameters wait until a schedule wants them; the program was
-            compiled with ``split_backward``.
+        call_block: ``call_block(path, invoke, values)`` runs the call of the layer at ``path`` by
+            returning ``invoke(*values)``, which looks up the parameters. By default the call runs
+            directly.
+        deferred: holds gradients of replicated parameters while synchronisation is off.
+        managed: names of the parameters that FSDP gathers for a block, and whose gradients it
+            reduces.
+        weights: holds delayed weight gradients until a schedule runs them; needs a program compiled
+            with ``split_backward``.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class Executor:
             params: stored name to parameter, placed as ``compiled.param_placements``.
             buffers: name to buffer.
             flat_inputs: the flattened user inputs.
-            seed: the seed of this forward's random numbers; needed where ``needs_seed``.
+            seed: the seed of this forward's random numbers; required if ``needs_seed``.
         """
         # The capture ran under the caller's autocast and has its casts; twice would round twice.
         with without_autocast() if autocast_state() else nullcontext():
@@ -184,7 +185,7 @@ class Executor:
     def _delayed(
         self, runner: RegionRunner, arguments: _Arguments, owners: Sequence[Tensor]
     ) -> DelayedRunner:
-        """``runner`` for one call, which leaves its gradients of parameters for later."""
+        """Return ``runner`` for one call with delayed weight gradients."""
         targets = tuple(
             WeightTarget(position, name, owner, is_replicated and self.tp.world_size > 1)
             for (position, name, is_replicated), owner in zip(
@@ -197,7 +198,8 @@ class Executor:
     def _replicate(
         self, params: Mapping[str, Tensor], managed: Collection[str]
     ) -> dict[str, Tensor]:
-        """Invariant parameters as replicated values, through one function for all of them."""
+        """Return invariant parameters as replicated values, through one autograd function for
+        all."""
         # R and I differ in their gradients only.
         if self.tp.world_size == 1 or not torch.is_grad_enabled():
             return {}
@@ -257,10 +259,10 @@ class _RunState:
 
 
 class _Arguments:
-    """Where the inputs of a call come from, by their positions.
+    """Sources of the inputs of a call, by position.
 
     Attributes:
-        parameters: position, stored name, and whether it is taken as R.
+        parameters: position, stored name, and whether it is read as R.
         sizes: position and source.
         values: position and source of all others.
     """
@@ -278,7 +280,7 @@ class _Arguments:
 
 
 def _parameters_used_as_r(compiled: CompiledProgram) -> tuple[str, ...]:
-    """Stored names, in order of first use, of the parameters that some region takes as R."""
+    """Return stored names, in order of first use, of the parameters that a region reads as R."""
     names: dict[str, None] = {}
     for call in compiled.program.calls:
         for ref, placement in zip(call.args, call.region.input_placements, strict=True):
@@ -297,7 +299,7 @@ def _parameters_used_as_r(compiled: CompiledProgram) -> tuple[str, ...]:
 
 
 def _partial_gradients(region: Region) -> frozenset[int]:
-    """Indices of the parameters that the region takes as R: ranks have parts of their gradients."""
+    """Return indices of the parameters that the region reads as R, whose gradients are partial."""
     kinds = zip(region.input_kinds, region.input_placements, strict=True)
     return frozenset(
         index
@@ -307,7 +309,7 @@ def _partial_gradients(region: Region) -> frozenset[int]:
 
 
 def _require_gathered(owner: Tensor, name: str, path: str, world_size: int) -> None:
-    """Raise where FSDP has not gathered the parameter ``name`` for the call at ``path``."""
+    """Raise an error if FSDP has not gathered the parameter ``name`` for the call at ``path``."""
     num_axes = owner.device_mesh.ndim if isinstance(owner, DTensor) else 0
     if num_axes > (world_size > 1):
         raise UnsupportedError(
@@ -319,7 +321,8 @@ def _require_gathered(owner: Tensor, name: str, path: str, world_size: int) -> N
 
 
 def _cast_back(values: Sequence[Any], given: Sequence[Any]) -> list[Any]:
-    """What hooks made of the inputs or outputs of a block, in the types that code is compiled for.
+    """Cast the inputs or outputs of a block that hooks changed back to the dtypes that the code is
+    compiled for.
 
     FSDP's mixed precision casts them to the type of the parameters, masks and tables too.
     """

@@ -1,6 +1,7 @@
-"""Fingerprints of tensors: 64 bits each, computed where the tensor is, without a copy to the host.
+"""Fingerprints of tensors: 64 bits each, computed on the tensor's device, without a copy to the
+host.
 
-They tell equal from different bits; against an adversary they are no protection.
+They detect differing bits; they do not protect against an adversary.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _MIX = -4658895280553007687
 
 
 def strided(value: Tensor) -> Tensor:
-    """``value`` with all its elements in memory: sparse ones filled up, conjugates computed."""
+    """Return ``value`` as a dense tensor: sparse ones filled, conjugates computed."""
     detached = value.detach()
     dense = detached if detached.layout is torch.strided else detached.to_dense()
     return dense.resolve_conj().resolve_neg()
@@ -24,10 +25,10 @@ def strided(value: Tensor) -> Tensor:
 
 @torch.no_grad()
 def fingerprint(value: Tensor) -> Tensor:
-    """A 0-dim int64 tensor on the device of ``value`` that differs where its elements do.
+    """Return a 0-dim int64 tensor on the device of ``value`` that depends on all its elements.
 
-    ``value`` is not on meta. Of two different tensors the fingerprints are equal by a chance of
-    about 2 to the -60; order matters, shape and dtype do not.
+    ``value`` is not on meta. The fingerprints of two different tensors are equal with a probability
+    of about 2^-60; order matters, shape and dtype do not.
     """
     data = strided(value).contiguous().reshape(-1).view(torch.uint8)
     total = torch.zeros((), dtype=torch.int64, device=data.device)
@@ -41,7 +42,7 @@ def fingerprint(value: Tensor) -> Tensor:
 
 
 def combined(fingerprints: list[Tensor]) -> Tensor:
-    """One fingerprint of several, in this order."""
+    """Return one fingerprint of several, in this order."""
     return fingerprint(torch.stack(fingerprints))
 
 

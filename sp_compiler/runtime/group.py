@@ -1,4 +1,4 @@
-"""The tensor-parallel group that a compiled module runs in."""
+"""The tensor-parallel group of a compiled module."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class TensorParallelGroup:
     Attributes:
         mesh: the one-dimensional mesh of the axis "tp"; ``None`` for one rank.
         communicator: ``tp`` of the generated code.
-        timeout: how long this rank waits for the others.
-        board: where ranks tell each other that they failed; ``None`` for one rank and for a fake
-            group, whose ranks exist in name only.
-        collectives: those of ``communicator`` where they run on the CPU, so that this rank waits
-            for them; ``None`` on accelerators.
-        data: the axes over which batches differ, where the user's mesh has some.
-        data_boards: one board for each of those axes, to compare what must be equal over it.
+        timeout: how long this rank waits for others.
+        board: reports failures between ranks; ``None`` for one rank and for a fake group, whose
+            ranks are not processes.
+        collectives: collectives of ``communicator`` on the CPU, for which the host waits; ``None``
+            on accelerators.
+        data: the data axes of the user's mesh.
+        data_boards: one board per data axis, to compare what must be equal along it.
     """
 
     mesh: DeviceMesh | None
@@ -86,15 +86,15 @@ def tensor_parallel_group(
     *,
     in_stages: bool = False,
 ) -> TensorParallelGroup:
-    """The group of ``tp`` ranks, or of the axis "tp" of ``mesh``.
+    """Return the group of ``tp`` ranks, or of the axis "tp" of ``mesh``.
 
-    One rank needs no process group. A rank waits for another one for ``rank_timeout``. For stages
-    of a pipeline (``in_stages``) the mesh has an axis "pp", and may lack "tp".
+    One rank needs no process group. A rank waits for others for ``rank_timeout``. For stages of a
+    pipeline (``in_stages``) the mesh has an axis "pp", and may lack "tp".
 
     Raises:
         ArgumentError: no process group, one of another size, a mesh without the axis, both
-            arguments given and not agreeing, or a ``tp`` that is no positive int.
-        UnsupportedError: the mesh has an axis of several ranks that has no meaning here.
+            arguments that do not agree, or a ``tp`` that is not a positive int.
+        UnsupportedError: an axis of several ranks has an unknown name.
     """
     data = DataAxes()
     if mesh is not None:
@@ -127,7 +127,8 @@ def watched_group(
     kind: str = "tensor-parallel group",
     data: DataAxes | None = None,
 ) -> TensorParallelGroup:
-    """The ranks of a one-dimensional mesh, with a board; ``kind`` is their name in messages."""
+    """Return the group of a one-dimensional mesh, with a board; ``kind`` is its name in
+    messages."""
     data = data or DataAxes()
     group = axis.get_group()
     rank, size = dist.get_rank(group), axis.size()
@@ -168,9 +169,10 @@ def _world_of_size(tp: int) -> int:
 
 
 def forward_seed(group: TensorParallelGroup, device: torch.device) -> Tensor:
-    """The seed of one forward's random numbers, the same on all ranks: from rank 0's generator.
+    """Return the seed of one forward's random numbers, the same on all ranks, from rank 0's
+    generator.
 
-    Ranks that read other data get another one, also where their generators are in the same state:
+    Ranks with different data get different seeds, even if their generators have the same state:
     equal masks on different samples would be correlated noise.
     """
     seed = draw_seed().to(device)
@@ -182,7 +184,7 @@ def forward_seed(group: TensorParallelGroup, device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def broadcast(value: Tensor, group: TensorParallelGroup) -> None:
-    """Give ``value``, which every rank has, rank 0's numbers."""
+    """Overwrite ``value`` on every rank with rank 0's numbers."""
     sent = value.contiguous()
     if group.collectives is not None:
         group.collectives.broadcast(sent)
@@ -194,7 +196,7 @@ def broadcast(value: Tensor, group: TensorParallelGroup) -> None:
 
 @torch.no_grad()
 def broadcast_over_data(value: Tensor, group: TensorParallelGroup) -> None:
-    """Give ``value`` the numbers of the ranks that read the first part of the data."""
+    """Overwrite ``value`` with the numbers of the ranks that read the first part of the data."""
     sent = value.contiguous()
     for name in group.data.names:
         assert group.data.mesh is not None
@@ -204,7 +206,8 @@ def broadcast_over_data(value: Tensor, group: TensorParallelGroup) -> None:
 
 
 def device_type_of(module: torch.nn.Module) -> str:
-    """Device type of the parameters; the accelerator's, if there is one, while they are on meta."""
+    """Return the device type of the parameters; if they are on meta, the accelerator's or else the
+    CPU's."""
     for parameter in module.parameters():
         if not parameter.is_meta:
             return parameter.device.type

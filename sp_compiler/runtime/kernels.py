@@ -1,4 +1,4 @@
-"""Kernels that a backend makes at the first call, made on all ranks of a group or on none."""
+"""Compilation of kernels at the first call, on all ranks of a group or on none."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from sp_compiler.runtime.rank_checks import RankAgreement
 
 
 def compile_kernels(agreement: RankAgreement, compiled: CompiledProgram) -> None:
-    """Compile what ``compiled`` runs; what fails on one rank runs as written on all of them.
+    """Compile the kernels of ``compiled``; a function that fails on one rank runs as generated on
+    all.
 
-    Text and kernels round differently: replicated values, which nothing reduces, would drift apart
-    between a rank that runs the one and a rank that runs the other. The reasons go to the plan.
+    Generated code and kernels round differently: replicated values would drift apart between a rank
+    that runs one and a rank that runs the other. The reasons are added to the plan.
 
     Raises:
         RankMismatchError: a rank does not come, or has not compiled one function in time.

@@ -1,7 +1,7 @@
-"""The axes of a user's device mesh, and where this process stands on each.
+"""The axes of a user's device mesh, and the position of this process on each.
 
 The names are torchtitan's. Ranks of "tp" work on the same batch, ranks of "dp_shard" and
-"dp_replicate" on batches of their own; over "pp" lie the stages of a pipeline::
+"dp_replicate" on different ones; "pp" is the axis of pipeline stages::
 
     mesh 2 x 2 ("dp_shard", "tp")        rank 0 | rank 1   batch 0
                                          rank 2 | rank 3   batch 1
@@ -27,8 +27,7 @@ class DataAxes:
     """The axes over which batches differ.
 
     Attributes:
-        mesh: those of the user's mesh that have several ranks, "dp_replicate" first; ``None``
-            where there are none.
+        mesh: the data axes of several ranks, "dp_replicate" first; ``None`` if there are none.
         rank: which part of the data this process reads.
         size: number of such parts.
     """
@@ -39,7 +38,7 @@ class DataAxes:
 
     @staticmethod
     def of(mesh: DeviceMesh) -> DataAxes:
-        """The data axes of a mesh whose names are checked.
+        """Return the data axes of a mesh with known axis names.
 
         Raises:
             ArgumentError: "dp_shard" comes before "dp_replicate".
@@ -67,7 +66,7 @@ class DataAxes:
 
     @property
     def num_shards(self) -> int:
-        """Parts that a parameter is cut into over "dp_shard"."""
+        """Number of shards of a parameter over "dp_shard"."""
         if self.mesh is None or SHARD_AXIS not in self.names:
             return 1
         return self.mesh[SHARD_AXIS].size()
@@ -104,7 +103,7 @@ def data_shard(mesh: DeviceMesh) -> tuple[int, int]:
 
 
 def tensor_parallel_axis(mesh: DeviceMesh) -> DeviceMesh:
-    """The one-dimensional slice "tp" of a user's mesh.
+    """Return the one-dimensional slice "tp" of a user's mesh.
 
     Raises:
         ArgumentError: no mesh, no names, or none of them is "tp".
@@ -120,7 +119,7 @@ def tensor_parallel_axis(mesh: DeviceMesh) -> DeviceMesh:
 def named_axis(
     mesh: DeviceMesh | None, name: str, *, user: str, example: str, remark: str
 ) -> DeviceMesh:
-    """The one-dimensional slice ``name`` of a user's mesh.
+    """Return the one-dimensional slice ``name`` of a user's mesh.
 
     Args:
         mesh: as the user gave it.
@@ -163,7 +162,7 @@ def refuse_unknown_axes(mesh: DeviceMesh) -> None:
 
 
 def refuse_pipeline_axis(mesh: DeviceMesh) -> None:
-    """Raise where a module that is no stage would run once for each rank of "pp"."""
+    """Raise an error for an axis "pp" of several ranks, which each would run the full module."""
     if PIPELINE_AXIS in (mesh.mesh_dim_names or ()) and mesh[PIPELINE_AXIS].size() > 1:
         rest = tuple(name for name in mesh.mesh_dim_names or () if name != PIPELINE_AXIS)
         raise UnsupportedError(

@@ -1,8 +1,8 @@
-"""Padded shards of parameters: stored as the true elements, followed by room for the padding.
+"""Padded shards of parameters: stored as the true elements, followed by memory for the padding.
 
-A rank's DTensor part is the true chunk, contiguous, so optimizers, norms and checkpoints see what
-the model has. Where the outermost dim is padded, it is a view of a storage that has the padding
-too, zeros that nobody writes to, so a region reads the padded shard without a copy.
+A rank's DTensor part is the true chunk, contiguous, so optimizers, norms and checkpoints see the
+model's values. If the outermost dim is padded, the chunk is a view of a storage that includes the
+padding, zeros that are never written, so a region reads the padded shard without a copy.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from sp_compiler.base.shards import enlarged, local_part
 
 
 def stored_part(full: Tensor, placement: Placement, rank: int, world_size: int) -> Tensor:
-    """Part of ``full`` that ``rank`` stores: without padding."""
+    """Return the part of ``full`` that ``rank`` stores, without padding."""
     part = local_part(full, placement, rank, world_size)
     return without_rank_padding(part, placement, rank, world_size).contiguous()
 
 
 def without_rank_padding(part: Tensor, placement: Placement, rank: int, world_size: int) -> Tensor:
-    """The true elements of one rank's padded part, a view."""
+    """Return a view of the true elements of one rank's padded part."""
     if not placement.padding(world_size):
         return part
     size = part.shape[placement.dim]
@@ -34,7 +34,7 @@ def without_rank_padding(part: Tensor, placement: Placement, rank: int, world_si
 
 @torch.no_grad()
 def make_room(parameter: DTensor, placement: Placement, world_size: int) -> None:
-    """Give a parameter whose local part was exchanged room for its padding again."""
+    """Restore the memory for padding of a parameter whose local part was replaced."""
     local = parameter._local_tensor
     if (
         placement.padding(world_size)
@@ -46,7 +46,8 @@ def make_room(parameter: DTensor, placement: Placement, world_size: int) -> None
 
 
 def padded_part(chunk: Tensor, placement: Placement, world_size: int) -> Tensor:
-    """A rank's ``chunk`` with its padding: a view where the storage has it, else a copy."""
+    """Return a rank's ``chunk`` with its padding: a view if the storage includes it, else a
+    copy."""
     shape = _padded_shape(chunk, placement, world_size)
     if tuple(chunk.shape) == shape:
         return chunk

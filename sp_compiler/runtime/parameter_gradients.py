@@ -1,4 +1,4 @@
-"""Gradients of distributed parameters, delivered where autograd would put them."""
+"""Delivery of the gradients of distributed parameters to where autograd would put them."""
 
 from __future__ import annotations
 
@@ -30,28 +30,29 @@ Not the parameter itself: fully_shard frees what it gathered."""
 class CompiledFunction(torch.autograd.Function):
     """Base of autograd functions that no transform of ``torch.func`` reaches.
 
-    :func:`~sp_compiler.runtime.region_call.refuse_transforms` raises before. So ``apply`` goes
-    past torch's own, which looks for wrappers of transforms among all arguments: half of the time
-    that it takes to record a block with a dozen parameters.
+    :func:`~sp_compiler.runtime.region_call.refuse_transforms` raises before. So ``apply`` bypasses
+    torch's own, whose search for wrappers of transforms among all arguments takes half of the time
+    to record a block with a dozen parameters.
     """
 
     apply = vars(torch._C._FunctionBase)["apply"]
 
 
 def local_tensor(value: Any) -> Any:
-    """This rank's part of a DTensor; anything else as it is."""
+    """Return this rank's part of a DTensor; anything else unchanged."""
     return value._local_tensor if isinstance(value, DTensor) else value
 
 
 def mark_reduced_by_hooks(parameter: Tensor) -> None:
-    """Have :func:`refuse_as_inputs` raise for a parameter that FSDP manages, gathered or not."""
+    """Make :func:`refuse_as_inputs` raise for a parameter that FSDP manages, gathered or not."""
     setattr(parameter, _REDUCED_BY_HOOKS, True)
 
 
 def refuse_as_inputs(inputs: Sequence[Any]) -> None:
-    """Raise where a backward is asked for the gradients of some parameters on a data axis.
+    """Raise an error if a backward is asked for gradients of particular parameters on a data axis.
 
-    Before it starts: a backward that fails between FSDP's hooks leaves FSDP in the middle of it.
+    This happens before it starts: a backward that fails between FSDP's hooks leaves FSDP in an
+        invalid state.
     """
     if any(hasattr(value, _REDUCED_BY_HOOKS) for value in inputs):
         raise UnsupportedError(
@@ -65,7 +66,7 @@ def refuse_as_inputs(inputs: Sequence[Any]) -> None:
 def parameter_edges(
     inputs: Sequence[Any], with_partial_gradient: Collection[int] = ()
 ) -> list[ParameterEdge]:
-    """Those of ``inputs`` that are distributed parameters, with the specs of their gradients."""
+    """Return the ``inputs`` that are distributed parameters, with the specs of their gradients."""
     edges: list[ParameterEdge] = []
     num_tensors = 0
     for index, value in enumerate(inputs):
@@ -79,10 +80,10 @@ def parameter_edges(
 
 
 def fills_grad(node: Any) -> bool | None:
-    """Whether this backward fills ``grad`` of the leaf behind ``node``.
+    """Return whether this backward fills ``grad`` of the leaf of ``node``.
 
-    ``None`` where ``torch.autograd.grad`` returns the gradient instead. ``backward(inputs=)`` fills
-    those that it names.
+    ``None`` if ``torch.autograd.grad`` returns the gradient instead. ``backward(inputs=)`` fills
+    the named ones.
     """
     if node is None:
         return False
@@ -99,19 +100,20 @@ def deliver(
     results: list[Tensor | None],
     grads: Sequence[Tensor | None],
 ) -> None:
-    """Bring the gradients of parameters, among ``results``, to where they belong.
+    """Deliver the gradients of parameters among ``results``.
 
-    What is put into ``parameter.grad`` becomes ``None``; what autograd does more with becomes a
-    DTensor. In neither case does its memory belong to another tensor, for autograd adds to ``grad``
-    in place. It copies what somebody else holds too, but of a DTensor it sees the wrapper, which is
-    always new: two parameters that are added to each other would get one gradient, and what either
-    accumulates would be added to both.
+    A gradient that is put into ``parameter.grad`` is replaced by ``None``; one that autograd
+    handles further becomes a DTensor. Neither shares memory with another tensor, because autograd
+    adds to ``grad`` in place. It copies tensors that have other holders, but it only sees the
+    wrapper of a DTensor, which is always new: two parameters that are added to each other would get
+    one gradient, and accumulation into either would change both.
 
     Args:
         edges: see :func:`parameter_edges`.
         nodes: ``next_functions`` of the autograd function.
-        results: this rank's gradients of all its inputs, as parameters are stored; changed.
-        grads: what its backward was given.
+        results: this rank's gradients of all its inputs, in the parameters' stored placements;
+            changed in place.
+        grads: arguments of its backward.
     """
     tensors = [
         grad._local_tensor if isinstance(grad, DTensor) else grad
@@ -140,10 +142,10 @@ def deliver(
 
 
 def separate(results: list[Tensor | None]) -> None:
-    """Copy each of ``results``, except for DTensors, that overlaps with another before it.
+    """Copy each of ``results``, except DTensors, that overlaps with an earlier one.
 
-    Autograd takes a gradient that nobody else holds for ``grad``, without a look at its storage,
-    and adds to it in place. One tensor for two inputs it sees, a tensor and its view it does not.
+    Autograd stores a gradient without other holders in ``grad`` and adds to it in place, without
+    checking its storage. It notices one tensor for two inputs, but not a tensor and its view.
     """
     by_storage: dict[int, list[Tensor]] = {}
     for index, result in enumerate(results):
@@ -157,12 +159,13 @@ def separate(results: list[Tensor | None]) -> None:
 
 
 def _accumulated(node: Any, grad: DTensor, backward: int) -> bool:
-    """Whether ``grad`` could be given to the parameter behind ``node``, as autograd would do it.
+    """Store ``grad`` in the parameter of ``node`` as autograd would, if possible; return whether it
+    was.
 
-    So it is for the first gradient of a parameter without hooks, in a backward that fills ``grad``.
-    Further ones of the same backward (a weight that several regions use) are added as they come,
-    autograd's order, so that sums have the same bits. What was there before the backward is left to
-    autograd.
+    It is possible for the first gradient of a parameter without hooks, in a backward that fills
+    ``grad``. Further gradients of the same backward (a weight that several regions use) are added
+    in autograd's order, so that sums have the same bits. Adding to a ``grad`` from before the
+    backward is left to autograd.
     """
     if not isinstance(node, _AccumulateGrad):
         return False
@@ -189,9 +192,10 @@ def _accumulated(node: Any, grad: DTensor, backward: int) -> bool:
 
 
 def _overlap(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors have memory in common; of one that is not dense, up to its last element.
+    """Return whether two tensors share memory; a tensor that is not dense counts up to its last
+    element.
 
-    Parts of one storage that lie side by side have none: gradients of linears that were fused.
+    Adjacent parts of one storage, such as gradients of fused linears, do not.
     """
     if first.untyped_storage()._cdata != second.untyped_storage()._cdata:
         return False
@@ -200,7 +204,7 @@ def _overlap(first: Tensor, second: Tensor) -> bool:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """First element in its storage, and the one behind the last."""
+    """Return the positions in the storage of the first element and after the last one."""
     start = int(tensor.storage_offset())
     last = sum(
         (int(size) - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)

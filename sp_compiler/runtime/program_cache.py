@@ -1,4 +1,4 @@
-"""The bounded cache of programs, and the key that a call of the module looks up."""
+"""The bounded cache of programs, and the key of a call of the module."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
 
 
 class Constant:
-    """A leaf that is no tensor, as part of a key: equal only to the same value of the same type.
+    """A leaf other than a tensor, as part of a key: equal only to the same value of the same type.
 
-    ``1``, ``1.0`` and ``True`` differ. Values need not be hashable: they are hashed by their text.
+    ``1``, ``1.0`` and ``True`` differ. Values are hashed by their text, so they need not be
+        hashable.
     """
 
     def __init__(self, value: Any) -> None:
@@ -59,7 +60,7 @@ def _equal(first: Any, second: Any) -> bool:
 
 
 def _text(value: Any) -> str:
-    """Text that is the same for equal values on every rank; no addresses."""
+    """Return text that is the same for equal values on every rank, without addresses."""
     if isinstance(value, torch.device):
         return value.type  # each rank has a device of its own
     if isinstance(value, (set, frozenset)):  # in an order that differs between processes
@@ -76,15 +77,16 @@ class CallKey:
     """Facts that the compiled program depends on.
 
     Attributes:
-        training: mode of every module, in order.
+        training: training mode of every module, in order.
         parameters: dtype and ``requires_grad`` of every parameter, in order.
-        autocast: ``(device, dtype)`` of each autocast that is on.
+        autocast: ``(device, dtype)`` of each active autocast.
         leaves: shape, dtype, device and ``requires_grad`` of tensors; other leaves as constants.
-        structure: how the leaves make up the arguments.
-        attributes: (module path, name) and value of what the user set on the model's modules.
-        decisions: what the forward reads from its inputs and buffers, and on which line.
+        structure: pytree structure of the arguments.
+        attributes: (module path, name) and value of attributes that the user set on the model's
+            modules.
+        decisions: numbers that the forward reads from its inputs and buffers, with their lines.
 
-    Grad mode is no part of it: a program is compiled with its backward, which is not recorded
+    Grad mode is not part of it: a program is compiled with its backward, which is not recorded
     under ``no_grad``.
     """
 
@@ -105,11 +107,11 @@ class CallKey:
         return hash(tuple(getattr(self, name.name) for name in fields(self)))
 
     def without_decisions(self) -> CallKey:
-        """Key of all calls that differ in nothing but the numbers that the forward reads."""
+        """Key of all calls that differ only in the numbers that the forward reads."""
         return replace(self, decisions=()) if self.decisions else self
 
     def without_sizes(self) -> CallKey:
-        """Key that is the same for all sizes above 1: those alone can be left open together."""
+        """Key that is the same for all sizes above 1, which can be left open together."""
         leaves = (
             # Sizes 0 and 1 stay as they are: operators broadcast them, and export specialises on
             # them.
@@ -121,7 +123,7 @@ class CallKey:
         return replace(self, leaves=tuple(leaves))
 
     def digest(self) -> str:
-        """Text that is the same for equal keys on every rank and in every process."""
+        """Return text that is the same for equal keys on every rank and in every process."""
         parts = (
             self.training,
             self.parameters,
@@ -134,7 +136,7 @@ class CallKey:
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def parts(self) -> dict[str, str]:
-        """All of it but the inputs as text, by what a person calls it."""
+        """Return all parts except the inputs as text, by readable name."""
         return {
             "structure": str(self.structure),
             "autocast": str(list(self.autocast)),
@@ -145,7 +147,7 @@ class CallKey:
         }
 
     def describe(self) -> str:
-        """The part of it that most often changes from call to call."""
+        """Return the part that changes most often between calls, as text."""
         attributes = f", attributes {dict(self.attributes)}" if self.attributes else ""
         decisions = f", decisions {list(self.decisions)}" if self.decisions else ""
         return f"inputs {list(self.leaves)}, autocast {list(self.autocast)}{attributes}{decisions}"
@@ -159,10 +161,9 @@ def call_key(
     attributes: Mapping[tuple[str, str], Constant] | None = None,
     dtypes: Mapping[int, torch.dtype] | None = None,
 ) -> CallKey:
-    """The key of a call with these flattened inputs, in the present mode.
+    """Return the key of a call with these flattened inputs, in the current mode.
 
-    ``dtypes`` are those, by ``id``, of parameters that are computed with in another type than
-    their own.
+    ``dtypes`` has, by ``id``, the compute dtypes of parameters if they differ from their own.
     """
     # Lists inside: generators take twice as long, in every call, and models have hundreds of both.
     return CallKey(
@@ -194,13 +195,13 @@ def _leaf(leaf: Any) -> Any:
 
 @dataclass
 class _CachedValue(Generic[Value]):
-    """A program, and the calls that it holds for.
+    """A program, and the calls for which it is valid.
 
     Attributes:
         value: the program.
         alike: its key for all sizes above 1, without decisions.
-        sizes: what it leaves open.
-        decisions: what its forward read.
+        sizes: its open sizes.
+        decisions: numbers that its forward reads.
     """
 
     value: Value
@@ -210,9 +211,9 @@ class _CachedValue(Generic[Value]):
 
 
 class ProgramCache(Generic[Value]):
-    """The last ``size`` programs used; warns once when it has to throw one away.
+    """The ``size`` most recently used programs; warns once when it has to drop one.
 
-    A program that leaves sizes open is found by every call that it holds for.
+    A program with open sizes is found by every call for which it is valid.
     """
 
     def __init__(self, size: int = 16) -> None:
@@ -227,7 +228,7 @@ class ProgramCache(Generic[Value]):
         return len(self._entries)
 
     def mapped(self, function: Callable[[Value], Value]) -> ProgramCache[Value]:
-        """A cache of the same size that holds ``function`` of every program."""
+        """Return a cache of the same size with ``function`` of every program."""
         result = ProgramCache[Value](self.size)
         # What could not be left open for the original cannot be for a copy.
         result._closed |= self._closed
@@ -237,7 +238,7 @@ class ProgramCache(Generic[Value]):
         return result
 
     def rekeyed(self, function: Callable[[CallKey], CallKey]) -> ProgramCache[Value]:
-        """A cache of the same programs, found by ``function`` of their keys."""
+        """Return a cache of the same programs, with ``function`` of their keys."""
         result = self.mapped(lambda value: value)
         result._closed = set(map(function, self._closed))
         result._entries = OrderedDict(
@@ -251,8 +252,8 @@ class ProgramCache(Generic[Value]):
     ) -> CallKey:
         """Return ``key`` with what the forward reads from these inputs and buffers.
 
-        As far as a program is known that holds for it; ``key`` itself is that of a call that is
-        still to be compiled.
+        Numbers are filled in if the cache has a program that is valid for them; otherwise ``key``,
+        that of a call to be compiled, is returned unchanged.
         """
         if not self._decide:
             return key
@@ -266,7 +267,7 @@ class ProgramCache(Generic[Value]):
         return key
 
     def get(self, key: CallKey, leaves: Sequence[Any] = ()) -> Value | None:
-        """The program for a call with these flattened inputs, if there is one.
+        """Return the program for a call with these flattened inputs, if there is one.
 
         ``key`` is that of :meth:`decided`.
         """
@@ -286,10 +287,11 @@ class ProgramCache(Generic[Value]):
         return match.value
 
     def opens(self, key: CallKey, leaves: Sequence[Any]) -> bool:
-        """Whether the program to compile for a call that has none should leave sizes open.
+        """Return whether to leave sizes open in the program for a call that has none yet.
 
-        So it is where another size came before, unless that failed, or several such programs could
-        not help to be specialised: they take longer to compile. Warns what specialised the last.
+        This is so if another size came before, unless open sizes failed or several such programs
+        were specialised anyway: they take longer to compile. Warns of the reason for the last
+        specialisation.
         """
         others = self._of_other_sizes(key)
         reasons = [e.sizes.rejection(leaves) for e in others if e.sizes is not None]
@@ -349,6 +351,7 @@ class ProgramCache(Generic[Value]):
         return [e for name, e in self._alike(key) if name.without_decisions() != same]
 
     def _alike(self, key: CallKey) -> list[tuple[CallKey, _CachedValue[Value]]]:
-        """The entries that differ from ``key`` in sizes above 1 and decisions, the latest last."""
+        """Return the entries that differ from ``key`` only in sizes above 1 and decisions, the
+        latest last."""
         alike = key.without_decisions().without_sizes()
         return [item for item in self._entries.items() if item[1].alike == alike]

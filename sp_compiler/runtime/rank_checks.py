@@ -1,4 +1,4 @@
-"""Checks that the ranks of a tensor-parallel group do the same thing with the same numbers."""
+"""Checks that the ranks of a tensor-parallel group run the same calls with the same inputs."""
 
 from __future__ import annotations
 
@@ -28,29 +28,30 @@ _REMEMBERED_KEYS = 64
 
 
 def checks_enabled() -> bool:
-    """Whether the user asked for the inputs of every call to be compared."""
+    """Return whether the user wants the inputs of every call to be compared."""
     return os.environ.get("SP_COMPILER_CHECK", "0") not in ("", "0")
 
 
 class RankAgreement:
-    """Compares what the ranks of a group are about to do; where it differs all of them raise.
+    """Compares what the ranks of a group are about to do; if it differs, all of them raise errors.
 
-    Every call begins with one number that stands for its kind (shapes, modes, options) and, in the
-    first calls of each kind and then in every 16th, for the values of its inputs. Nobody waits for
-    the numbers of the others until the program's own first collective, which waits for the same
-    ranks: up to there nothing was sent that another rank could take for something else.
+    Every call begins with a number that encodes its kind (shapes, modes, options) and, in the first
+    calls of each kind and then in every 16th, the values of its inputs. No rank waits for the
+    numbers of the others before the program's first collective, which waits for the same ranks:
+    until then nothing is sent that another rank could misinterpret.
 
-    Where the group computes on an accelerator the host must not wait at all: numbers are gathered
-    there, in the calls whose values are compared, and looked at in a later call. Only compilations
-    are compared before they happen, through the group's key-value store.
+    On an accelerator the host must not wait at all: numbers are gathered on the device, in calls
+    whose values are compared, and checked in a later call. Only compilations are compared before
+    they start, through the group's key-value store.
 
     Args:
         group: the ranks that must agree.
-        kind: of what calls, such as "module"; made in the same order on every rank of the group.
-        options: what this rank compiles with, by name; must be the same on every rank.
+        kind: kind of the caller, such as "module"; created in the same order on every rank of the
+            group.
+        options: this rank's compile options by name, which must be the same on every rank.
 
     Attributes:
-        every_call: whether each call is compared before anything of it is sent.
+        every_call: whether each call is compared before it sends anything.
     """
 
     def __init__(
@@ -73,18 +74,18 @@ class RankAgreement:
     def begin_call(
         self, key: CallKey, leaves: Sequence[Any], names: Callable[[], list[str]], compiled: bool
     ) -> None:
-        """Compare a call of this kind with these input leaves with those of the other ranks.
+        """Compare this call and its input leaves with those of the other ranks.
 
         Args:
             key: of the call.
             leaves: its flattened inputs.
-            names: what the user calls them; asked for only where something differs.
-            compiled: whether there is a program for it; else it is compared at once, so that all
+            names: returns the user's names of them; called only if something differs.
+            compiled: whether there is a program for it; if not, it is compared at once, so that all
                 ranks compile or none.
 
         Raises:
             RankMismatchError: this call differs, or an earlier one did.
-            RankFailureError: the group is of no use any more.
+            RankFailureError: the group is unusable after a failure.
         """
         board = self._group.board
         if board is None:
@@ -120,9 +121,9 @@ class RankAgreement:
             self.require_equal("compiles for a new kind of call", facts())
 
     def settle(self, wait: bool = True) -> None:
-        """Raise :class:`RankMismatchError` where a comparison that was begun found a difference.
+        """Raise :class:`RankMismatchError` if an earlier comparison found a difference.
 
-        Without ``wait`` only those are looked at whose numbers are there.
+        Without ``wait``, only complete comparisons are checked.
         """
         with _disable_current_modes():
             while self._comparisons and (wait or self._comparisons[0].arrived()):
@@ -135,10 +136,10 @@ class RankAgreement:
                 raise AssertionError("numbers differ but not what they stand for")
 
     def require_equal(self, purpose: str, facts: Mapping[str, str]) -> None:
-        """Raise unless all ranks are here for the same ``purpose`` with equal facts, by name.
+        """Raise an error unless all ranks come for the same ``purpose`` with equal facts, by name.
 
-        It goes through the group's key-value store, not through a collective: whatever else the
-        other ranks do, they cannot take this for something of theirs.
+        It uses the group's key-value store instead of a collective, so that other ranks cannot
+        mistake it for one of their collectives.
 
         Raises:
             RankMismatchError: naming the facts that differ, and the ranks; or a rank does not come.
@@ -148,7 +149,7 @@ class RankAgreement:
             self._meet(self._group.board, purpose, facts, _SAME_BATCH)
 
     def require_equal_over_data(self, purpose: str, facts: Mapping[str, str]) -> None:
-        """The same between ranks that read different data.
+        """Like :meth:`require_equal`, but between ranks that read different data.
 
         Raises:
             RankMismatchError: as :meth:`require_equal`.
@@ -159,7 +160,7 @@ class RankAgreement:
             self._meet(board, purpose, facts, _SAME_MODEL)
 
     def exchanged(self, purpose: str, text: str) -> list[str]:
-        """``text`` of every rank of the group, in order; ``purpose`` is what they are here for.
+        """Return ``text`` of every rank of the group, in order; ``purpose`` is for messages.
 
         Raises:
             RankMismatchError: a rank does not come.
@@ -225,7 +226,7 @@ class RankAgreement:
 
 @dataclass
 class _Kind:
-    """Calls of one key: 63 bits for it and the options, and how many calls the ranks shared."""
+    """Calls of one key: 63 bits for it and the options, and the number of calls so far."""
 
     number: int
     num_calls: int = 0
@@ -233,13 +234,13 @@ class _Kind:
 
 @dataclass
 class _RankComparison:
-    """Numbers of all ranks on their way.
+    """Numbers of all ranks in flight.
 
     Attributes:
         kind: of the call.
-        everyone: waits for the numbers, one row for each rank.
-        arrived: whether that takes no time.
-        facts: what the numbers stand for, by name.
+        everyone: function that waits for the numbers, one row per rank.
+        arrived: function that returns whether they are complete.
+        facts: the facts that the numbers encode, by name.
     """
 
     kind: _Kind
@@ -249,7 +250,8 @@ class _RankComparison:
 
 
 def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Facts about tensors for :meth:`RankAgreement.require_equal`: shapes, types and values."""
+    """Return facts about tensors for :meth:`RankAgreement.require_equal`: shapes, dtypes and
+    values."""
     with torch.no_grad(), _disable_current_modes():
         here = {name: fingerprint(value) for name, value in tensors.items() if not value.is_meta}
         # One copy to the host for all of them.
@@ -267,7 +269,7 @@ def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 def _inputs(
     names: Sequence[str], described: Sequence[Any], leaves: Sequence[Any], numbers: Sequence[str]
 ) -> dict[str, str]:
-    """Facts about inputs: what the key says of them, and their values where they are compared."""
+    """Return facts about inputs: those in the key, and their values if they are compared."""
     facts = {}
     remaining = iter(numbers)
     for name, text, leaf in zip(names, described, leaves, strict=True):
@@ -291,7 +293,7 @@ _SAME_MODEL = (
 
 
 def _mismatch(ranks: Sequence[Mapping[str, str]], where: str) -> RankMismatchError:
-    """The error that names what differs between ``ranks``, and its value on each of them."""
+    """Return the error with the facts that differ between ``ranks``, and their values on each."""
     names, lines = [], []
     for name in dict.fromkeys(name for facts in ranks for name in facts):
         holders: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""Gradients of replicated parameters: reduced together, or postponed by ``no_sync``."""
+"""Gradients of replicated parameters, which are reduced together or deferred by ``no_sync``."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from sp_compiler.runtime.region_call import forbid_double_backward
 
 
 class DeferredGradients:
-    """Gradients of replicated parameters whose reduction waits for a synchronised backward.
+    """Gradients of replicated parameters whose reduction is deferred to a later backward.
 
     Attributes:
-        enabled: ``True`` while reductions are put off.
+        enabled: ``True`` while reductions are deferred.
         pending: parameter name to the sum of this rank's unreduced gradients.
-        others_wait: whether gradients wait elsewhere too, for a reduction over data axes.
-        drop_others: forgets those of the parameters with these ``id``.
+        others_wait: whether other gradients are pending, for a reduction over data axes.
+        drop_others: drops those of the parameters with these ``id``.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class DeferredGradients:
 
     @property
     def waits(self) -> bool:
-        """Whether ``grad`` lacks what a backward computed."""
+        """Whether gradients of some backward are missing in ``grad``."""
         return bool(self.pending) or self.others_wait()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DeferredGradients:
@@ -51,7 +51,8 @@ class DeferredGradients:
 
     @contextlib.contextmanager
     def enabled_for(self, module: nn.Module) -> Iterator[None]:
-        """Put off those of ``module``; while some wait, :func:`refuse_pending` raises for it."""
+        """Context that defers the gradients of ``module``; :func:`refuse_pending` raises while some
+        are pending."""
         # For all optimizers of the process at once: those of the module may not exist yet.
         if not _WATCHED:
             register_optimizer_step_pre_hook(_refuse_step)
@@ -68,7 +69,7 @@ class DeferredGradients:
         self.pending[name] = self.pending[name] + grad if name in self.pending else grad
 
     def drop(self, parameters: Iterable[Tensor]) -> None:
-        """Forget what was put off for ``parameters``."""
+        """Drop pending gradients of ``parameters``."""
         dropped = {id(parameter) for parameter in parameters}
         self.drop_others(dropped)
         module = _WATCHED[self]() if self.pending else None
@@ -80,7 +81,7 @@ class DeferredGradients:
                 self.pending.pop(name, None)
 
     def take(self, name: str, grad: Tensor | None) -> Tensor | None:
-        """``grad`` with what was put off for ``name``."""
+        """Return ``grad`` plus the pending gradient of ``name``."""
         waiting = self.pending.pop(name, None)
         # A parameter that this backward does not reach still gets what earlier ones put off.
         if waiting is None or grad is None:
@@ -99,7 +100,7 @@ def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def refuse_pending(caller: str, parameters: Iterable[Tensor]) -> None:
-    """Raise :class:`UnsupportedError` where gradients of modules with ``parameters`` are pending.
+    """Raise :class:`UnsupportedError` if gradients of modules with ``parameters`` are pending.
 
     ``caller`` would read ``grad`` without them.
     """
@@ -120,8 +121,8 @@ def refuse_pending(caller: str, parameters: Iterable[Tensor]) -> None:
 class ReplicateParameters(CompiledFunction):
     """Invariant parameters as replicated values; backward reduces their gradients together.
 
-    ``apply(tp, deferred, names, *parameters)``; one all-reduce for each dtype. While ``deferred``
-    is enabled the gradients are put there and the parameters get none.
+    ``apply(tp, deferred, names, *parameters)``; one all-reduce per dtype. While ``deferred`` is
+    enabled, it gets the gradients instead of the parameters.
     """
 
     @staticmethod
@@ -166,7 +167,7 @@ class ReplicateParameters(CompiledFunction):
 
 
 def reduce_gradients(tp: Communicator, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Sums over ranks of partial gradients, in one all-reduce for each dtype."""
+    """Return sums over ranks of partial gradients, with one all-reduce per dtype."""
     result: list[Tensor | None] = [None] * len(grads)
     by_dtype: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
     for index, grad in enumerate(grads):

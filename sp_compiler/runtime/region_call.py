@@ -27,9 +27,9 @@ from sp_compiler.runtime.parameter_gradients import (
 
 
 def refuse_transforms(leaves: Iterable[Any], parameters: Callable[[], Iterable[Tensor]]) -> None:
-    """Raise :class:`UnsupportedError` where a program would be transformed, not just run.
+    """Raise :class:`UnsupportedError` if a program would run under a transform.
 
-    ``leaves`` and ``parameters()``: what it is called with, for a dual number may be among them.
+    ``leaves`` and ``parameters()`` are its arguments, among which may be dual numbers.
     """
     transformed = torch._C._are_functorch_transforms_active()
     # Every call comes here: two reads where nothing is transformed.
@@ -48,12 +48,12 @@ def refuse_transforms(leaves: Iterable[Any], parameters: Callable[[], Iterable[T
 
 @dataclass(frozen=True)
 class RegionRunner:
-    """Executes one region on its inputs, recording it for autograd where a gradient is needed.
+    """Executes one region on its inputs, and records it for autograd if a gradient is needed.
 
-    ``parameters``: which inputs are parameters. ``padded``: which of them are padded shards, and
-    how they are placed. ``partial``: which of them have gradients that are partial sums, where they
-    are read as DTensors. ``reached_from``: for inputs that a gradient reaches from some outputs
-    alone, those outputs.
+    ``parameters``: indices of inputs that are parameters. ``padded``: those that are padded shards,
+    with their placements. ``partial``: those whose gradients are partial sums, if they are read as
+    DTensors. ``reached_from``: for inputs that gradients reach from some outputs only, these
+    outputs.
     """
 
     code: RegionCode
@@ -68,8 +68,8 @@ class RegionRunner:
     def __call__(self, inputs: Sequence[Any], owners: Sequence[Tensor]) -> tuple[Any, ...]:
         """Outputs of the region.
 
-        ``owners``: the parameters behind those inputs that are parameters, so that an in-place
-        change of one of them between forward and backward is found.
+        ``owners``: the parameters of inputs that are parameters, so that an in-place change between
+        forward and backward is detected.
         """
         if torch.is_grad_enabled() and any(
             isinstance(value, Tensor) and value.requires_grad for value in inputs
@@ -80,7 +80,7 @@ class RegionRunner:
         return outputs
 
     def forward(self, operands: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Outputs of the region, and what it saves for backward."""
+        """Return outputs of the region, and the tensors saved for backward."""
         # The code brings its own backward: what autograd does in each operator only to find that it
         # has nothing to record takes a tenth of a small operator's time. Views and versions are
         # still kept, for the caller may change in place what was saved.
@@ -99,11 +99,11 @@ class RegionRunner:
     def run_backward(
         self, saved: Sequence[Any], grads: Sequence[Tensor | None], metas: Sequence[Any]
     ) -> list[Tensor | None]:
-        """One gradient for each input of the region, this rank's part, padding included.
+        """Return one gradient per input of the region, this rank's part with padding.
 
         Args:
-            saved: what the forward saved.
-            grads: of every output, ``None`` where nothing flows back; not all of them are.
+            saved: tensors saved by the forward.
+            grads: gradient of every output, ``None`` if there is none; at least one is not.
             metas: shape, dtype and device of each differentiable output, in order.
         """
         loss = self.loss_backward
@@ -127,7 +127,7 @@ class RegionRunner:
         return nullcontext() if getattr(self.code, "uses_autograd", False) else below()
 
     def tangents(self, grads: Sequence[Tensor | None], metas: Sequence[Any]) -> list[Tensor]:
-        """Gradients of the differentiable outputs, zeros where none flows back."""
+        """Return the gradients of the differentiable outputs, zeros for missing ones."""
         flowing = [grad for grad, flows in zip(grads, self.differentiable, strict=True) if flows]
         return [
             torch.zeros(shape, dtype=dtype, device=device)
@@ -137,10 +137,11 @@ class RegionRunner:
         ]
 
     def unreached(self, grads: Sequence[Tensor | None]) -> list[int]:
-        """Return the inputs that no gradient of ``grads`` leads to; those computed are zeros.
+        """Return the inputs that no gradient in ``grads`` reaches; their computed gradients are
+        zeros.
 
-        Eager code has none there, and an optimizer leaves such a parameter as it is, which with
-        zeros it would decay and move by its momentum.
+        Eager code has no gradients there, so an optimizer skips such parameters; with zeros it
+        would decay them and apply momentum.
         """
         return [
             index
@@ -149,7 +150,7 @@ class RegionRunner:
         ]
 
     def without_padding(self, index: int, grad: Tensor | None) -> Tensor | None:
-        """The gradient of the padded input ``index`` as the parameter is stored."""
+        """Return the gradient of the padded input ``index`` in the parameter's stored form."""
         if grad is None:
             return None
         assert isinstance(self.tp.rank, int)
@@ -228,12 +229,13 @@ class RegionFunction(CompiledFunction):
 
 
 def _unsharded(grad: Any) -> Tensor:
-    """A gradient from a computation that mixed an output with DTensors, on every rank."""
+    """Return the full gradient from a computation that mixed an output with DTensors."""
     return grad.full_tensor() if isinstance(grad, DTensor) else grad
 
 
 def _distinct(outputs: Sequence[Any], seen: set[int]) -> tuple[Any, ...]:
-    """Outputs as different objects, none of which is one of ``seen``, ids of parameters' parts.
+    """Return outputs as distinct objects, none of which is in ``seen``, the ids of parameters'
+    parts.
 
     Autograd writes one history into each object that a function returns.
     """
@@ -273,7 +275,8 @@ class _NoDoubleBackward(torch.autograd.Function):
 def forbid_double_backward(
     results: Sequence[Tensor | None], grads: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """With ``create_graph``: results whose own backward raises, instead of being constants."""
+    """With ``create_graph``, return results whose own backward raises an error, instead of
+    constants."""
     if not torch.is_grad_enabled():
         return list(results)
     sources = [grad for grad in grads if grad is not None and grad.requires_grad]

@@ -1,7 +1,7 @@
 """CPU collectives whose waits check periodically whether another rank has failed.
 
-A wait for one of torch's functional collectives ends only with the collective. Here the objects
-that stand for collectives on their way are kept and waited for in slices.
+A wait for one of torch's functional collectives ends only with the collective. Here the handles of
+collectives in flight are waited for in slices of time.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _OPERATIONS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MA
 
 
 class WatchedCollectives(FunctionalCollectives):
-    """Collectives of a group; on accelerators, where nothing waits, as functional ones.
+    """Collectives of a group; on accelerators, where the host does not wait, functional ones.
 
     Args:
-        process_group: has a backend for CPU tensors.
+        process_group: a group with a backend for CPU tensors.
         board: of the group.
         timeout: how long to wait for the other ranks.
     """
@@ -81,7 +81,7 @@ class WatchedCollectives(FunctionalCollectives):
         return self._arrival(self._process_group.allreduce([result], options), result)
 
     def broadcast(self, x: Tensor) -> None:
-        """Rank 0's numbers, into ``x`` on every rank."""
+        """Copy rank 0's numbers into ``x`` on every rank."""
         self._begin()
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
@@ -116,7 +116,7 @@ class WatchedCollectives(FunctionalCollectives):
     def _arrival(
         self, work: dist.Work, result: Tensor, purpose: str = "waits in a forward or backward"
     ) -> Callable[[], Tensor]:
-        """Start of a wait for ``work``, the collective that was started last."""
+        """Return a function that waits for ``work``, the latest collective."""
         number = self._board.num_started
 
         def arrive() -> Tensor:

@@ -1,7 +1,7 @@
-"""Gradients of parameters that are computed later than those of activations.
+"""Weight gradients that are computed later than the gradients of activations.
 
-Where a pipeline's schedule delays them, the backward of a region call computes the gradients that
-the stage before waits for, and leaves the rest here as a function to run when the stage is idle.
+If a pipeline's schedule delays them, the backward of a region call computes only the gradients that
+the previous stage waits for, and leaves the rest here as a function to run when the stage is idle.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class WeightTarget:
     """Destination of one gradient.
 
     Attributes:
-        index: of the region's input.
-        name: under which the parameter is stored.
+        index: index of the region's input.
+        name: stored name of the parameter.
         parameter: stored.
-        is_partial: whether the gradient is a partial sum, as of a replicated parameter.
+        is_partial: whether the gradient is a partial sum, as for a replicated parameter.
     """
 
     index: int
@@ -37,10 +37,10 @@ class WeightTarget:
 
 
 class WeightGradients:
-    """Functions that compute gradients of parameters, in the order in which backward left them.
+    """Functions that compute weight gradients, in the order in which backward added them.
 
     Args:
-        deferred: where partial sums go; they are reduced at the end of a step.
+        deferred: holds partial sums, which are reduced at the end of a step.
     """
 
     def __init__(self, deferred: DeferredGradients) -> None:
@@ -50,7 +50,7 @@ class WeightGradients:
     def put(
         self, compute: Callable[[], Sequence[Tensor | None]], targets: Sequence[WeightTarget]
     ) -> None:
-        """Leave ``compute``, which returns one gradient per input of a region, for later."""
+        """Add ``compute``, which returns one gradient per input of a region, to run later."""
 
         def run() -> None:
             with torch.no_grad():
@@ -66,7 +66,7 @@ class WeightGradients:
         self._waiting.append(run)
 
     def take(self) -> Callable[[], None]:
-        """Return a function that computes all that was left since the last time."""
+        """Return a function that computes all weight gradients added since the last call."""
         waiting, self._waiting = self._waiting, []
 
         def run() -> None:
@@ -84,7 +84,7 @@ class WeightGradients:
 
 @dataclass(frozen=True)
 class DelayedRunner(RegionRunner):
-    """Runs one call of a region whose gradients of parameters wait."""
+    """Runs one call of a region with delayed weight gradients."""
 
     weights: WeightGradients | None = None
     targets: tuple[WeightTarget, ...] = ()

@@ -25,11 +25,11 @@ class LoadedProgram:
     """What runs.
 
     Attributes:
-        source: text for people, which is what runs where the backend runs text.
-        codes: by name of the region, an object with the functions.
-        value_names: by name of the region, what ``source`` calls the values of its graphs' nodes.
-        notes: for the plan: what the backend does not compile, and why.
-        kernels: by name of the region, what it compiles only when the program first runs.
+        source: text for users; it is the code that runs if the backend runs text.
+        codes: by region name, an object with the functions.
+        value_names: by region name, the names in ``source`` of its graphs' nodes.
+        notes: remarks for the plan: code that the backend does not compile, with the reason.
+        kernels: by region name, functions that are compiled only when the program first runs.
     """
 
     source: str
@@ -40,7 +40,7 @@ class LoadedProgram:
 
 
 def compile_regions(regions: Sequence[CompiledRegion], backend: str) -> LoadedProgram:
-    """Let ``backend``, the name of a file beside this one, make functions of ``regions``."""
+    """Compile ``regions`` with ``backend``, the name of a file in this folder."""
     # By name, for a backend may need packages that others do without.
     module = importlib.import_module(f"{__name__}.{backend}")
     loaded: LoadedProgram = module.compile_regions(regions)

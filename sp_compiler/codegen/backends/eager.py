@@ -1,4 +1,4 @@
-"""One Python module, each operator a call of torch; the text is what runs."""
+"""One Python module in which each operator is a call of torch; this text is what runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lies between collectives, compiled by Inductor; the text calls it and is what runs."""
+"""Code between collectives, compiled by Inductor and called from the generated text."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ _IMPORTS = (f"from sp_compiler.inductor.fused import {DECORATOR}",)
 
 
 def compile_regions(regions: Sequence[CompiledRegion]) -> LoadedProgram:
-    """Load the classes of all regions from one text, and trace what Inductor is to compile.
+    """Load the classes of all regions from one text, and trace the functions for Inductor.
 
-    Kernels are made at the first call: a plan needs none, and a module may yet be moved.
+    Kernels are compiled at the first call: a plan needs none, and a module may still be moved to
+        another device.
     """
     texts = {
         each.region.name: region_text(
@@ -57,7 +58,8 @@ def compile_regions(regions: Sequence[CompiledRegion]) -> LoadedProgram:
 
 
 def _trace(parts: Partitioned, code: Any, world_size: int) -> str:
-    """Run ``code`` once on the fake tensors of the graphs; what stopped it, "" if nothing did."""
+    """Run ``code`` once on the fake tensors of the graphs; return the error's text, "" if there was
+    none."""
     # The mode of the graphs, for tensors of two do not mix.
     mode = fake_mode_of(parts.forward)
     try:

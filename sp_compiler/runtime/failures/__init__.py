@@ -1,1 +1,1 @@
-"""Ranks that fail, and ranks that are started again."""
+"""Handling of ranks that fail or are restarted."""

@@ -1,11 +1,12 @@
-"""Failures on one rank, told to the others: all raise, instead of waiting for one that is gone.
+"""Failures on one rank, reported to the others: all raise errors instead of waiting for a rank that
+is gone.
 
 ::
 
     rank 1 raises ──> its text into the group's key-value store, and the error on to the user
     rank 0 waits  ──> looks into the store every half second, finds the text, raises with it
 
-While all goes well nothing is written and nothing read: a wait that is over sooner costs nothing.
+Without failures nothing is written or read: a wait shorter than that costs nothing.
 """
 
 from __future__ import annotations
@@ -44,24 +45,24 @@ _GRACE_S = 2.0
 
 
 class FailureBoard:
-    """Failures on the ranks of one process group, and what its ranks wait for.
+    """Failures on the ranks of one process group, and the waits of its ranks.
 
-    They are counted in rounds. When every rank has raised, and all after the same number of
-    collectives, nothing is left on its way and the group is as good as before: the next call begins
-    a new round. Otherwise the group is of no use any more, and every further call says so.
+    They are counted in rounds. If every rank has raised an error after the same number of
+    collectives, nothing is in flight and the group can be used again: the next call begins a new
+    round. Otherwise the group is unusable, and every further call says so.
 
     Args:
-        process_group: of several ranks that are processes.
-        kind: of the group, for messages.
-        timeout: how long to wait for its other ranks here.
+        process_group: a group of several processes.
+        kind: name of the group in messages.
+        timeout: how long to wait for the other ranks now.
 
     Attributes:
         rank: this rank in the group.
-        num_started: how many collectives this rank has started.
-        unfinished_step: the optimizer whose ``step()`` has begun and did not end.
+        num_started: number of collectives that this rank has started.
+        unfinished_step: the optimizer whose ``step()`` has started but not finished.
         trains: whether a call recorded a graph, so that errors in backward concern the group.
-        before_next: runs once, before the next collective is started.
-        num_users: by kind (modules, graphs), how many were made that meet over this board.
+        before_next: function that runs once, before the next collective starts.
+        num_users: by kind (modules, graphs), the number of users of this board.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, kind: str, timeout: timedelta) -> None:
@@ -82,7 +83,7 @@ class FailureBoard:
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
-        """Errors inside raise on the other ranks too."""
+        """Context whose errors raise on the other ranks too."""
         try:
             yield
         except _StopRecomputationError:
@@ -93,7 +94,8 @@ class FailureBoard:
             raise
 
     def report(self, error: BaseException) -> None:
-        """Write ``error`` for the other ranks, unless this rank has failed in this round."""
+        """Report ``error`` to the other ranks, unless this rank has already failed in this
+        round."""
         if self._failed:
             return
         self._failed = True
@@ -105,17 +107,17 @@ class FailureBoard:
                 self.store.set(self._key("first"), str(self.rank))
 
     def raise_if_failed(self) -> None:
-        """Raise :class:`RankFailureError` where a rank has failed in this round."""
+        """Raise :class:`RankFailureError` if a rank has failed in this round."""
         if self.store.check([self._key("first")]):
             first = int(self.store.get(self._key("first")))
             text = self._record(first)["text"]
             raise RankFailureError(f"rank {first} of the {self.kind} failed: {text}")
 
     def require_usable(self, timeout: timedelta) -> None:
-        """Raise unless all ranks can go on, also after a failure that they share.
+        """Raise an error unless all ranks can continue, possibly after a common failure.
 
         Raises:
-            RankFailureError: another rank failed elsewhere, or not at all.
+            RankFailureError: another rank failed at another point, or did not fail.
         """
         if self.unfinished_step is not None:
             step, self.unfinished_step = self.unfinished_step, None
@@ -127,7 +129,8 @@ class FailureBoard:
             raise RankFailureError(self._broken)
 
     def lost(self, error: Exception) -> RankFailureError:
-        """The error for a broken connection: that of the rank that broke it, where it left one."""
+        """Return the error for a broken connection: that of the rank that broke it, if it reported
+        one."""
         deadline = time.monotonic() + _GRACE_S
         try:
             while time.monotonic() < deadline:
@@ -143,7 +146,8 @@ class FailureBoard:
         )
 
     def exchange(self, name: str, text: str, purpose: str, timeout: timedelta) -> list[str]:
-        """Texts of all ranks under ``name``, which is used once; waits until all are there."""
+        """Return the texts of all ranks under ``name``, which is used once; wait until all have
+        come."""
         self.store.set(f"{name}/{self.rank}", text)
         keys = [f"{name}/{rank}" for rank in range(self.world_size)]
         pause_s = 0.001
@@ -157,7 +161,8 @@ class FailureBoard:
         return [self.store.get(key).decode() for key in keys]
 
     def _unusable(self, timeout: timedelta) -> str | None:
-        """Why this group cannot go on after the failures of this round; ``None`` where it can."""
+        """Return why this group cannot continue after the failures of this round; ``None`` if it
+        can."""
         keys = [self._key(rank) for rank in range(self.world_size)]
         deadline = time.monotonic() + timeout.total_seconds()
         while not self.store.check(keys) and time.monotonic() < deadline:
@@ -186,12 +191,12 @@ class FailureBoard:
 
 
 class RankWait:
-    """One wait for the other ranks: :meth:`look` from time to time, :meth:`close` at its end.
+    """One wait for the other ranks: call :meth:`look` periodically, and :meth:`close` at its end.
 
     Args:
         board: of the group.
         purpose: a verb phrase, such as "calls the module".
-        number: what else must agree, such as how many collectives there were.
+        number: a number that must agree too, such as that of collectives so far.
         timeout: how long to wait.
     """
 
@@ -206,7 +211,7 @@ class RankWait:
         self._stuck_since = 0.0
 
     def look(self) -> None:
-        """Raise where this wait is in vain.
+        """Raise an error if this wait cannot succeed.
 
         Raises:
             RankFailureError: a rank has failed.
@@ -235,7 +240,7 @@ class RankWait:
             )
 
     def close(self) -> None:
-        """Say, where it was said that this rank waits, that it does not any more."""
+        """Withdraw this rank's published wait, if there is one."""
         if self._published:
             with contextlib.suppress(RuntimeError):  # the store may be gone, with its process
                 self._board.store.set(_waits(self._board.rank), "")
@@ -246,7 +251,7 @@ class RankWait:
             self._board.store.set(_waits(self._board.rank), self._own)
 
     def _of(self, rank: int) -> str:
-        """What ``rank`` waits for; empty while it runs."""
+        """Return the wait of ``rank``; empty while it runs."""
         key = _waits(rank)
         store = self._board.store
         return store.get(key).decode() if store.check([key]) else ""
@@ -264,10 +269,10 @@ _BOARDS: weakref.WeakKeyDictionary[dist.ProcessGroup, FailureBoard] = weakref.We
 
 
 def failure_board(process_group: dist.ProcessGroup, kind: str, timeout: timedelta) -> FailureBoard:
-    """The board of the group, the same for all modules that run in it.
+    """Return the board of the group, the same for all modules that run in it.
 
     Raises:
-        RankMismatchError: it is the first time, and not all ranks of the group come in time.
+        RankMismatchError: at the first call, not all ranks of the group come in time.
     """
     _watch_process()
     if process_group not in _BOARDS:
@@ -277,7 +282,8 @@ def failure_board(process_group: dist.ProcessGroup, kind: str, timeout: timedelt
 
 @functools.cache
 def _watch_process() -> None:
-    """See, in this process, errors outside of calls: in backward, in an optimizer, uncaught."""
+    """Report errors of this process outside of calls: in backward, in an optimizer, uncaught
+    ones."""
     # Hooks and the user's own functions raise through the engine, past all code of ours.
     run_backward = torch.autograd._engine_run_backward
     torch.autograd._engine_run_backward = _reported(run_backward)
@@ -311,7 +317,8 @@ _OURS = {"RegionFunctionBackward", "ReplicateParametersBackward"}
 
 
 def _reported(run_backward: Callable[..., Any]) -> Callable[..., Any]:
-    """``run_backward`` whose errors are written to the boards, where it was one of a module's."""
+    """Return ``run_backward`` that reports its errors to the boards if it runs a module's
+    backward."""
 
     @functools.wraps(run_backward)
     def reported(
@@ -331,7 +338,7 @@ def _reported(run_backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _runs_compiled_code(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether a region is behind ``tensors``: other ranks may be waiting for its collectives."""
+    """Return whether a region computed ``tensors``: other ranks may wait for its collectives."""
     pending = [tensor.grad_fn for tensor in tensors if isinstance(tensor, torch.Tensor)]
     seen = set(pending)
     for node in pending:  # which grows

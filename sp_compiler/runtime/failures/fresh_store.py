@@ -1,12 +1,12 @@
-"""A key-value store without what earlier starts of the processes left in it.
+"""A key-value store without leftovers of earlier starts.
 
-Torchrun's agent keeps one store for all restarts of its workers (pytorch#135712). There a process
-that is started again finds addresses of processes that were killed, and reports of why they were::
+Torchrun's agent keeps one store for all restarts of its workers (pytorch#135712). A restarted
+process finds in it the addresses of killed processes and reports of their failures::
 
     start 1   rank 0 ── "connect to me at port 5003" ──> store        killed
     start 2   rank 1 ── reads port 5003 ── waits for half an hour
 
-So the ranks that are there now agree on a name that no earlier ones know, and write below it.
+The ranks of this start therefore agree on a new name, and use it as a prefix.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def fresh_store(timeout: float = 300.0) -> dist.Store:
 
 
 def agreed_store(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """Return the part of ``store`` that these processes alone know.
+    """Return a part of ``store`` that only these processes use.
 
     Raises:
         RankMismatchError: not all ranks came in time.
@@ -75,7 +75,7 @@ def agreed_store(store: dist.Store, rank: int, world_size: int, timeout: timedel
 
 
 def _named(store: dist.Store, own: str, world_size: int, deadline: float) -> str | None:
-    """On rank 0: propose a name, and list who is there; ``None`` if they do not come in time."""
+    """On rank 0: propose a name and list the processes; ``None`` if they do not come in time."""
     store.set("start", own)
     keys = [f"{own}/{other}" for other in range(1, world_size)]
     while keys and not store.check(keys):
@@ -87,7 +87,8 @@ def _named(store: dist.Store, own: str, world_size: int, deadline: float) -> str
 
 
 def _joined(store: dist.Store, own: str, rank: int) -> str | None:
-    """On the others: the name under which rank 0 lists this process; ``None`` as yet."""
+    """On other ranks: return the name under which rank 0 lists this process; ``None`` if there is
+    none yet."""
     if not store.check(["start"]):
         return None
     # It may be that of a rank 0 that is gone, which lists the process that was this rank then.

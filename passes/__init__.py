@@ -1,4 +1,4 @@
-"""The optimisation passes, imported as ``sp_compiler.passes`` and under no other name."""
+"""The optimisation passes, imported only as ``sp_compiler.passes``."""
 
 if __name__ != "sp_compiler.passes":
     raise ImportError(

@@ -1,4 +1,4 @@
-"""Run layers on two half batches: collectives of one run under the other's kernels.
+"""Run layers on two half batches, so that collectives of one overlap with kernels of the other.
 
 ::
 
@@ -7,18 +7,17 @@
                                          z_0 = gelu(y_0)
                                          z_1 = gelu(y_1)
 
-A layer is one chain: nothing in its forward can run while a collective is on its way. Two halves
-are two chains, which the overlap pass interleaves (Wang et al. 2024, "Domino", arXiv 2409.15241,
-section 3.2). Both read the same parameters, and what is differentiated later sums their gradients.
+A layer is one chain: nothing in its forward can run during a collective. Two halves are two chains,
+which the overlap pass interleaves (Wang et al. 2024, "Domino", arXiv 2409.15241, section 3.2). Both
+read the same parameters, and differentiation sums their gradients.
 
-A half is to an operator what one of two ranks is where its batch is sharded: the rule of the
-operator tells whether it can run on each half by itself, and with which sizes among its arguments.
-So results are those of the whole batch but for the order of sums in gradients of parameters. Before
-sharding, each half is rows of tokens of its own, of which every rank holds a part.
+To an operator, a half is like one of two ranks when its batch is sharded: the operator's rule says
+whether it can run on each half separately, and with which size arguments. Results are therefore
+those of the full batch, except for the order of sums in gradients of parameters. This happens
+before sharding, so every rank holds a part of the tokens of each half.
 
-Split are the layers, and around them what is as cheap: embeddings are looked up for the whole
-batch, and the halves are joined where a wide product, the head, reads them. Requires normal form,
-and keeps it.
+The layers are split, and cheap operators around them. Embeddings are looked up for the full batch,
+and the halves are joined before a wide product, the head. Requires and preserves normal form.
 """
 
 from __future__ import annotations
@@ -71,11 +70,11 @@ _LEAST_GAIN = 0.01
 
 
 def half_batches(captured: Captured) -> None:
-    """Split the layers of ``captured``, in place, or decline with a reason and leave it as it is.
+    """Split the layers of ``captured`` in place, or decline with a reason and do not change it.
 
-    The batch is dim 0 of the inputs of two or more dims. What mixes it inside of layers (batch
+    The batch is dim 0 of the inputs with two or more dims. Operators in layers that mix it (batch
     norm, experts that sort tokens, statistics over the batch) cannot be split, nor can a batch of
-    an odd size, which has no halves.
+    an odd size.
     """
     graph = captured.module.graph
     try:
@@ -96,13 +95,14 @@ def half_batches(captured: Captured) -> None:
 
 
 def halves_pay(halves: Plan, full: Plan) -> bool:
-    """Whether a step on half batches takes less time than on the full one, and no more memory."""
+    """Return whether a step on half batches takes less time than on the full one, and no more
+    memory."""
     faster = halves.schedule.step_us < (1 - _LEAST_GAIN) * full.schedule.step_us
     return faster and halves.activation_peak_bytes <= full.activation_peak_bytes
 
 
 class _RefusedError(Exception):
-    """The layers cannot be split: what is at ``node`` forbids it."""
+    """The layers cannot be split because of ``node``."""
 
     def __init__(self, node: Node, reason: str) -> None:
         super().__init__(reason)
@@ -114,7 +114,7 @@ class _RefusedError(Exception):
 
 
 def _calls_to_split(captured: Captured) -> dict[Node, Strategy]:
-    """Calls that run once for each half, in graph order, each as on one of two ranks.
+    """Return the calls that run once per half, in graph order, each as on one of two ranks.
 
     Raises:
         _RefusedError: a layer mixes the batch.
@@ -166,10 +166,10 @@ def _name(node: Node) -> str:
 
 
 def _batch_of_inputs(captured: Captured) -> dict[Value, int]:
-    """The dim that is the batch, of every input that has one.
+    """Return the batch dim of every input that has one.
 
     Raises:
-        _RefusedError: the batch has no halves.
+        _RefusedError: the batch cannot be halved.
     """
     inputs = [
         node
@@ -198,7 +198,7 @@ def _differentiable_inputs(captured: Captured) -> list[Node]:
 
 
 def _on_halves(node: Node, operands: list[Value], batch_dims: dict[Value, int]) -> Strategy | None:
-    """How ``node`` runs on each half of the batch, the halves being two ranks; or ``None``."""
+    """Return how ``node`` runs on each half of the batch, treated as two ranks; or ``None``."""
     rule = rule_for(node)
     if rule is None or draws(node) or not any(value in batch_dims for value in operands):
         return None
@@ -230,7 +230,7 @@ def _on_halves(node: Node, operands: list[Value], batch_dims: dict[Value, int]) 
 
 
 class _Halves:
-    """The two nodes of each value of ``graph`` that was split."""
+    """The two nodes of each split value of ``graph``."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
@@ -242,7 +242,7 @@ class _Halves:
         self._dims: dict[Value, int] = {}
 
     def split(self, node: Node, strategy: Strategy) -> None:
-        """Call ``node`` on each half, in front of it."""
+        """Insert calls of ``node`` on each half before it."""
         # Side by side, not one half of a layer behind the other: what both hold at once in this
         # order is what the schedule may take.
         halves = [self._results(node, strategy, half) for half in range(_HALVES)]
@@ -252,7 +252,7 @@ class _Halves:
             self._made[value], self._dims[value] = tuple(pair), placement.dim
 
     def join_operands(self, node: Node) -> None:
-        """Let ``node`` read the two halves of what was split one behind the other."""
+        """Make ``node`` read the concatenated halves of split operands."""
         for operand in node.all_input_nodes:
             value = value_of(operand)
             if value not in self._made:
@@ -301,7 +301,7 @@ class _Halves:
         return new
 
     def _half(self, operand: Node, dim: int, half: int) -> Node:
-        """One half of a value, which was split, or is cut where it was made."""
+        """Return one half of a value, which was split, or is sliced after its definition."""
         value = value_of(operand)
         if value in self._made:
             return self._made[value][half]

@@ -1,1 +1,2 @@
-"""Values with a row per token and a column per class, made a chunk of rows at a time."""
+"""Chunked loss heads: values with a row per token and a column per class, one chunk of rows at a
+time."""

@@ -1,4 +1,4 @@
-"""Find what is as large as the logits: from their product to one number per row, and back.
+"""Find all values as large as the logits: from their product to one number per row, and back.
 
 ::
 
@@ -9,8 +9,8 @@
     grad_w = mm(t(grad_logits), x)      (v, h)
     grad_x = mm(grad_logits, w)         (n, h)
 
-No operator is named: a chain is a product with more columns than its factor, all values of its
-size that depend on it, and their readers, where forward reads no more than one number per row.
+No operator is hard-coded: a chain is a product with more columns than its factor, all values of its
+size that depend on it, and their readers, of which forward may read only one number per row.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Chain:
     """Nodes that can run a chunk of rows at a time.
 
     Attributes:
-        product: makes the logits (n, v).
-        dims: the dims with the rows, of every node; in graph order.
-        forward: those that forward runs.
-        backward: those that backward runs beside what it recomputes.
-        large: those of the size of the logits, which none outside reads.
-        obstacle: why it cannot, and the node; ``None``: it can.
+        product: the node that computes the logits (n, v).
+        dims: the dims of rows of every node, in graph order.
+        forward: nodes that forward runs.
+        backward: nodes that backward runs in addition to recomputed ones.
+        large: nodes of the size of the logits, which are not read outside.
+        obstacle: why it cannot be chunked, and the node; ``None`` if it can.
     """
 
     product: Node
@@ -53,7 +53,8 @@ class Chain:
 
 
 def chains(joint: JointGraph) -> list[Chain]:
-    """Every chain of ``joint``; one that cannot be cut is reported with the reason."""
+    """Return all chains of ``joint``; chains that cannot be chunked are reported with the
+    reason."""
     backward = joint.backward_nodes()
     found: list[Chain] = []
     for node in joint.graph.nodes:
@@ -70,7 +71,7 @@ def chains(joint: JointGraph) -> list[Chain]:
 
 
 def widens(node: Node) -> bool:
-    """Whether ``node`` makes rows that are longer than those that it is made of."""
+    """Return whether the rows of ``node`` are longer than those of its operands."""
     factors = matmul_factors(node) if node.op == "call_function" else None
     if factors is None or node.meta["val"].dim() != 2:
         return False
@@ -91,7 +92,7 @@ class _Growth:
         self._num_rows = example_number(product.meta["val"].shape[0])
 
     def chain(self) -> Chain | None:
-        """The chain; ``None`` where forward reads more of it than one number per row."""
+        """Return the chain; ``None`` if forward reads more of it than one number per row."""
         chain = self._chain
         self._grow([chain.product])
         results = [node for node in self._parts()[0] if self._is_result(node)]
@@ -107,7 +108,7 @@ class _Growth:
         return chain
 
     def _grow(self, nodes: Iterable[Node]) -> None:
-        """Add ``nodes``, and what is as large as the logits and touches them."""
+        """Add ``nodes`` and connected values as large as the logits."""
         queue = list(nodes)
         for node in queue:  # which grows
             if node in self._chain.dims:
@@ -144,7 +145,7 @@ class _Growth:
         return row_dims(node, self._known)
 
     def _close(self, part: list[Node]) -> None:
-        """Add what lies between nodes of ``part``: a number per row that goes back into rows."""
+        """Add nodes between nodes of ``part``: numbers per row that are used in rows again."""
         is_backward = bool(part) and part[0] in self._backward
         between = (descendants(part) & ancestors(part)).difference(part)
         for node in sorted(between, key=self._order.__getitem__):
@@ -161,7 +162,7 @@ class _Growth:
         return forward, [node for node in nodes if node in self._backward]
 
     def _is_result(self, node: Node) -> bool:
-        """Whether forward reads ``node``, smaller than the logits, outside of the chain."""
+        """Return whether forward reads ``node``, smaller than the logits, outside of the chain."""
         inside = self._chain.dims.keys() | self._backward
         return not self._is_large(node) and any(user not in inside for user in node.users)
 

@@ -1,4 +1,4 @@
-"""Run a loss head a chunk of rows at a time, so that no logits of all rows exist.
+"""Run a loss head one chunk of rows at a time, so that the logits never all exist at once.
 
 ::
 
@@ -14,16 +14,16 @@
 
 Mutates a copy of the joint graph. Reads ``meta["val"]`` and the sharding rules; writes
 ``meta["chunk"]``, which the tags follow: ``"part"`` on forward nodes of one chunk, which backward
-recomputes, ``"joined"`` on what was put together of all, which is saved.
+recomputes, ``"joined"`` on the concatenation of all chunks, which is saved.
 
-Gradients are made in backward, of recomputed logits. Cut cross-entropy (arXiv 2411.09009) does so
-too; Liger-Kernel (arXiv 2410.10989) makes them in forward, where the logits are at hand, and scales
-them later by the gradient of the loss. That saves the second product, 2nhv/t operations per rank,
-which is a third more for the head: 2 % of a step of Llama-3-8B (16 GFLOP per token forward, 1.05 of
-them in the head). It is right only for a loss that is linear in its rows, keeps a gradient of the
-weight, vh/t, and of the hidden states, nh, which is not reduced yet, from forward to backward, is
-computed for nothing in evaluation, and underflows in float16, for it does not see the loss scale.
-The logsumexp of each row is saved, so no collective is repeated.
+Gradients are computed in backward, from recomputed logits. Cut cross-entropy (arXiv 2411.09009)
+does so too; Liger-Kernel (arXiv 2410.10989) computes them in forward, while the logits exist, and
+scales them later by the gradient of the loss. That saves the second product, 2nhv/t operations per
+rank, which is a third more for the head: 2 % of a step of Llama-3-8B (16 GFLOP per token forward,
+1.05 of them in the head). But it is right only for a loss that is linear in its rows, holds the
+gradient of the weight, vh/t, and the unreduced one of the hidden states, nh, from forward to
+backward, wastes work in evaluation, and underflows in float16, because it does not see the loss
+scale. The logsumexp of each row is saved, so no collective is repeated.
 """
 
 from __future__ import annotations
@@ -75,16 +75,17 @@ LEAST_ROWS = 1024
 
 
 class OpenRowsError(UnsupportedError):
-    """A loss head may have to be cut whose number of rows is open."""
+    """The number of rows of a loss head that may have to be chunked is open."""
 
 
 def chunk(joint: JointGraph, world_size: int, counts: Sequence[int] | None) -> list[JointGraph]:
-    """``joint`` with every loss head in several numbers of chunks, the fewest first.
+    """Return copies of ``joint`` with its loss heads in different numbers of chunks, the fewest
+    first.
 
     Args:
-        joint: simplified, not tagged yet; left as it is.
+        joint: simplified, not tagged yet; not modified.
         world_size: number of ranks.
-        counts: numbers of chunks; ``None``: powers of two that leave enough rows to a chunk.
+        counts: numbers of chunks; ``None`` for powers of two with enough rows per chunk.
 
     Raises:
         OpenRowsError: the number of rows of a loss head is open.
@@ -115,13 +116,13 @@ def chunk(joint: JointGraph, world_size: int, counts: Sequence[int] | None) -> l
 
 
 def _products(joint: JointGraph) -> list[Node]:
-    """Products of the forward that make longer rows than they are made of."""
+    """Return products of the forward whose rows are longer than their operands'."""
     backward = joint.backward_nodes()
     return [node for node in joint.graph.nodes if node not in backward and widens(node)]
 
 
 def _has_open_rows(joint: JointGraph, counts: Sequence[int] | None) -> bool:
-    """Whether there may be a loss head to be cut whose number of rows is open."""
+    """Return whether the number of rows of a loss head that may be chunked is open."""
     returned = {base(node) for node in joint.outputs}
     for node in joint.graph.nodes:
         over_vocabulary = operator_of(node.target) in _LOSSES
@@ -151,7 +152,7 @@ def _in_chunks(joint: JointGraph, count: int, world_size: int) -> JointGraph:
 
 
 class _Rewrite:
-    """Replaces one chain by copies of it for each chunk."""
+    """Replaces one chain by one copy per chunk."""
 
     def __init__(self, graph: Graph, chain: Chain, count: int, world_size: int) -> None:
         self._graph = graph
@@ -175,7 +176,7 @@ class _Rewrite:
     def _replace(
         self, members: Sequence[Node], join: Callable[[Sequence[Node]], Mapping[Node, Node]]
     ) -> None:
-        """Let others read what ``join`` makes of ``members``, behind the last of which it is."""
+        """Make outside readers use ``join(members)``, inserted after the last member."""
         if not members:
             return
         inside, order = set(members), {node: at for at, node in enumerate(self._graph.nodes)}
@@ -207,7 +208,7 @@ class _Rewrite:
         return totals
 
     def _join_backward(self, members: Sequence[Node]) -> dict[Node, Node]:
-        """Each chunk goes into the results at once, so that it need not wait for the others."""
+        """Each chunk is written into the results at once, so that it is freed before the next."""
         totals: dict[Node, Node] = {}
         results = self._results(members)
         for index, part in enumerate(self._parts):
@@ -238,7 +239,7 @@ class _Rewrite:
         return totals
 
     def _results(self, members: Sequence[Node]) -> list[Node]:
-        """Nodes of the chain that others read; of logits each chunk has its own."""
+        """Return nodes of the chain that are read outside."""
         inside = set(members)
         return [
             node
@@ -275,7 +276,8 @@ class _Rewrite:
         self._parts[index][node] = self._call(node, target, args, kwargs)
 
     def _operands(self, node: Node, index: int) -> list[Node]:
-        """The operands of ``node`` for one chunk: its own, or its rows of what all share."""
+        """Return the operands of ``node`` for one chunk: copies of the chunk, or its rows of shared
+        values."""
         operands = []
         dims = self._chain.dims[node].operands
         for operand, dim in zip(tensor_operands(node), dims, strict=True):
@@ -309,6 +311,6 @@ class _Rewrite:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any] | None = None,
     ) -> Node:
-        """Add a call with the meta of ``like``, whose placement it has."""
+        """Add a call with the meta of ``like``, including its placement."""
         about = {"name": base_name(like), "val": fake_value(target, args, kwargs or {})}
         return make_like(self._graph, target, args, kwargs, like=like, origin=Pass.CHUNK, **about)

@@ -1,4 +1,4 @@
-"""Let operators between a loss head's product and its loss act on rows.
+"""Make operators between a loss head's product and its loss work on rows.
 
 ::
 
@@ -6,9 +6,9 @@
     z = tanh(y)                            ->    z = tanh(y)
     loss(view(z, (b * s, v)))                    loss(z)
 
-A chunk of rows is contiguous in (b * s, v) and not in (b, s, v). As the sharding rules flatten
-tokens to rows, so are they flattened here, forward and backward. Mutates the graph; new nodes keep
-the meta of what they replace, apart from a placement, which names a dim.
+A chunk of rows is contiguous in (b * s, v) and not in (b, s, v). Tokens are flattened to rows by
+the sharding rules, in forward and backward. Mutates the graph; new nodes get the meta of those that
+they replace, without the placement, which refers to a dim.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
 def flatten_rows(graph: Graph, products: Collection[Node]) -> None:
-    """Flatten the token dims of what is as large as the results of ``products``, and read of it.
+    """Flatten the token dims of values computed from ``products`` that are as large as these.
 
-    No size of theirs is open.
+    None of their sizes may be open.
     """
     shapes = {shape_of(product) for product in products}
     changed = False
@@ -59,7 +59,7 @@ def flatten_rows(graph: Graph, products: Collection[Node]) -> None:
 
 
 def _rows_of(node: Node) -> tuple[int, ...] | None:
-    """Shape of the rows (b * s, v) of which ``node`` is a view (b, s, v)."""
+    """Return the shape of the rows (b * s, v) of which ``node`` is a view (b, s, v)."""
     if node.target not in _VIEWS:
         return None
     rows, shape = shape_of(node.args[0]), shape_of(node)
@@ -93,7 +93,7 @@ def _flatten_sum(node: Node) -> None:
 
 
 def _by_rows(node: Node, view: Node) -> Strategy | None:
-    """The way to run ``node`` on flattened rows; ``None`` where there is none."""
+    """Return the strategy to run ``node`` on flattened rows; ``None`` if there is none."""
     tokens = shape_of(view)[:-1]
     rule = factors_of(node)
     # A conversion has the sharded dim among its arguments, as text.

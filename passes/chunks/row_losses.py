@@ -1,4 +1,4 @@
-"""Let a loss of unsharded classes be one per row, which rows can be cut into chunks of.
+"""Rewrite a loss of unsharded classes to one per row, so that rows can be chunked.
 
 ::
 
@@ -6,8 +6,8 @@
                                                    ->    loss = sum(rows) / sum(w[y])
     nll_loss_backward(g, p, y, w, mean, count)           nll_loss_backward(g / sum(w[y]), ..., none)
 
-A mean of a chunk is divided by the weights of that chunk alone, which are 0 where all its labels
-are ignored. Mutates the graph; new nodes keep the meta of what they replace.
+The mean over a chunk would be divided by the weights of that chunk alone, which are 0 if all its
+labels are ignored. Mutates the graph; new nodes get the meta of those that they replace.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _backward_by_row(
 
 
 def _weight_of_labels(node: Node, dtype: torch.dtype) -> Node:
-    """What the labels weigh together: their number, or what their classes weigh."""
+    """Return the total weight of the labels: their number, or the sum of their class weights."""
     bound = arguments(node)
     counted = _call(node, _aten.ne.Scalar, bound["target"], bound["ignore_index"])
     if bound["weight"] is not None:

@@ -1,7 +1,7 @@
-"""Which dim of each operand and result holds the rows, by the factors of the sharding rules.
+"""The dim of rows in each operand and result, from the factors of the sharding rules.
 
-What a rule says of a factor that is sharded holds for one that is cut into chunks: a result that
-has the factor is one chunk of it, a result over which it is contracted is a part of a sum.
+A rule holds for a chunked factor as for a sharded one: a result with the factor is one chunk, a
+result without it is a part of a sum.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LOSSES = (aten.nll_loss_forward.default, aten.nll_loss_backward.default)
 
 @dataclass(frozen=True)
 class RowDims:
-    """Dims of one operator that hold the rows; ``None``: the tensor has none.
+    """Dims of rows in the tensors of one operator; ``None`` if a tensor has none.
 
     Attributes:
         operands: of each tensor operand.
@@ -36,11 +36,11 @@ class RowDims:
 
 
 def row_dims(node: Node, known: Mapping[Node, int]) -> RowDims | None:
-    """Follow the rows through ``node``; ``None``: its results are not those of chunks.
+    """Follow the rows through ``node``; ``None`` if it cannot run on chunks.
 
     Args:
         node: a call whose result is a tensor or several.
-        known: the dim of operands, or of ``node`` itself where it has one result.
+        known: the dim of rows of operands, or of ``node`` itself if it has one result.
     """
     rule = factors_of(node)
     if rule is None or rule.placed:
@@ -77,7 +77,7 @@ def _positions(tensors: Sequence[Dims], factor: Factor) -> tuple[int | None, ...
 
 
 def factors_of(node: Node) -> OpRule | None:
-    """The factors of any operator, those of ours included; ``None``: nothing is known of it."""
+    """Return the factors of any operator, including our own; ``None`` if they are unknown."""
     ours = operator_of(node.target)
     if is_call(node, *_LOSSES):
         return _of_loss(node)
@@ -102,7 +102,8 @@ def factors_of(node: Node) -> OpRule | None:
 
 
 def _of_loss(node: Node) -> OpRule | None:
-    """The factors of a loss of rows, and of its gradient; they are made by no sharding."""
+    """Return the factors of a loss per row, and of its gradient, for which there are no sharding
+    rules."""
     bound = arguments(node)
     if bound["reduction"]:
         return None  # :func:`.losses_by_row` leaves none

@@ -1,1 +1,1 @@
-"""What backward recomputes: tags by policy or budget, and the split into forward and backward."""
+"""Recomputation: tags by policy or budget, and the partition into forward and backward."""

@@ -1,13 +1,14 @@
-"""Compile a program so that the peak of a step stays within a budget, at least estimated time.
+"""Choose what is recomputed so that the peak of a step stays within a budget, at the least
+estimated time.
 
-Each distinct region is split in several ways (:mod:`sp_compiler.passes.memory.candidates`), each
-call of it gets one (:mod:`sp_compiler.solve.memory_budget`). A region of which several are used
-becomes as many regions of the same graph::
+Each distinct region is split in several ways (:mod:`sp_compiler.passes.memory.candidates`), and
+each call gets one of them (:mod:`sp_compiler.solve.memory_budget`). A region with several splits in
+use becomes several regions of the same graph::
 
     Block, Block, Block, Block   ->   BlockKeep25, BlockKeep25, BlockKeep100, BlockKeep100
 
-named by the percentage that they keep of the most that it would pay to keep. Those that need more
-in backward come first: there less is kept by others then.
+named by the bytes that they save, as a percentage of the most that it would pay to save. Those with
+larger peaks in backward come first, because fewer bytes are saved by earlier calls then.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def candidates_of(
     options: Mapping[str, SplitOptions],
     world_size: int,
 ) -> Candidates:
-    """The ways to split every region of ``program``, whatever the budget.
+    """Return the ways to split every region of ``program``, for any budget.
 
     Args:
         program: sharded.
@@ -80,18 +81,18 @@ def tag_under_budget(
     budget_bytes: int,
     state_bytes: int = 0,
 ) -> TaggedProgram:
-    """Tag what every call of ``program``, which is left as it is, recomputes.
+    """Tag a copy of ``program`` with what every call recomputes.
 
     Args:
         program: sharded.
         ways: see :func:`candidates_of`.
         world_size: number of tensor-parallel ranks.
-        budget_bytes: what the peak of activations on a rank may be.
-        state_bytes: of parameters, gradients and optimizer, where the user's limit is for these
-            too; else 0.
+        budget_bytes: largest allowed peak of activations on a rank.
+        state_bytes: bytes of parameters, gradients and optimizer state, if the user's limit
+            includes them; else 0.
 
     Raises:
-        ArgumentError: the budget is too small; the message has the least that would do.
+        ArgumentError: the budget is too small; the message has the smallest that is enough.
     """
     differentiable = {name: each[0].joint.differentiable for name, each in ways.items()}
     calls = budget_problem(program, ways, differentiable, world_size)

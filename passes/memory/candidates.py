@@ -1,8 +1,7 @@
-"""Ways to split one region: from the least that backward can do with to whatever makes it fast.
+"""Candidate splits of one region: from the one that saves least to the fastest.
 
-None of them depends on a budget. They are the choices of
-:mod:`sp_compiler.solve.recompute_frontier` and those of the named policies, each cut by the
-partitioner and measured as cut.
+They do not depend on a budget. They are the choices of :mod:`sp_compiler.solve.recompute_frontier`
+and of the named policies, each partitioned and measured.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ class Candidate:
     """One way to split a region.
 
     Attributes:
-        joint: the graph that is cut.
-        tags: of every forward node of it.
-        partitioned: cut by the tags.
+        joint: the graph that is split.
+        tags: tag of every forward node.
+        partitioned: forward and backward by these tags.
         time_us: estimated time of its forward and backward.
-        forward_peak_bytes: what the forward holds at most beside its arguments.
-        backward_peak_bytes: the same of the backward.
+        forward_peak_bytes: peak of the forward, without its arguments.
+        backward_peak_bytes: peak of the backward, without its arguments.
     """
 
     joint: JointGraph
@@ -61,12 +60,12 @@ def candidates(
     options: SplitOptions,
     free: frozenset[int],
 ) -> list[Candidate]:
-    """Split ``joint``, whose tags are overwritten; the one that keeps least comes first.
+    """Split ``joint``, whose tags are overwritten; the candidate that saves least comes first.
 
     Args:
         world_size: number of tensor-parallel ranks.
         options: what the program wants of each of them.
-        free: outputs of the region that exist until backward anyway: the model returns them.
+        free: outputs of the region that live until backward anyway because the model returns them.
     """
     distinct: dict[tuple[str, ...], Candidate] = {}
     for tags in (
@@ -93,7 +92,7 @@ def _policy_tags(joint: JointGraph, policy: str) -> dict[Node, Tag]:
 def measured(
     joint: JointGraph, tags: Mapping[Node, Tag], world_size: int, options: SplitOptions
 ) -> Candidate:
-    """Split ``joint`` by ``tags``, which it has."""
+    """Return the candidate for ``joint`` with its current ``tags``."""
     parts = split(joint, options)
     graph, hardware = parts.step_backward, options.hardware
     time_us, peak_bytes = elapsed_us(parts.forward, world_size, hardware), 0
@@ -123,7 +122,7 @@ def _solved(
 
 
 def _forward_values(joint: JointGraph) -> list[Node]:
-    """Forward nodes and what other calls hand in, in graph order."""
+    """Return forward nodes and values from other calls, in graph order."""
     backward = joint.backward_nodes()
     kinds = dict(zip(joint.inputs, joint.input_kinds, strict=True))
     return [
@@ -139,7 +138,7 @@ def problem(
     free: frozenset[int] = frozenset(),
     hardware: Hardware = H100,
 ) -> tuple[list[Node], list[ForwardValue]]:
-    """Return the nodes that may be saved and, for the solver, the value that each stands for."""
+    """Return the nodes that may be saved, and their values for the solver."""
     nodes = _forward_values(joint)
     position = {node: index for index, node in enumerate(nodes)}
     needed = _needed(joint)

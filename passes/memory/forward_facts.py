@@ -1,4 +1,4 @@
-"""Facts about the forward nodes of a joint graph for recompute policies, by how values flow."""
+"""Facts about the forward nodes of a joint graph for recompute policies, derived from data flow."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class ForwardFacts:
     """Sets of forward nodes.
 
     Attributes:
-        constants: what no input of the region goes into.
+        constants: nodes that depend on no input of the region.
         from_params: parameters, buffers and constants seen through views, casts and conversions.
         linears: matrix products with such a factor.
-        core: from the product of two activations (the scores) up to the product that uses it.
+        core: nodes from the product of two activations (the scores) up to the product that uses it.
         contexts: products of what comes from a score product with an activation.
     """
 
@@ -42,7 +42,8 @@ class ForwardFacts:
     contexts: frozenset[Node]
 
     def copies_context(self, node: Node) -> bool:
-        """Whether ``node`` merges the heads: a full copy that costs no more than the context."""
+        """Return whether ``node`` merges the heads: a full copy that takes no more memory than the
+        context."""
         return (
             is_copy(node)
             and not is_cast(node)
@@ -53,12 +54,12 @@ class ForwardFacts:
 
 
 def expands(copy: Node) -> bool:
-    """Whether ``copy`` writes elements out that its source has once."""
+    """Return whether ``copy`` materialises repeated elements of its source."""
     return any(view.target in _EXPANDS for view in view_chain(copy.args[0]))
 
 
 def forward_facts(joint: JointGraph) -> ForwardFacts:
-    """Find linears and attention cores; no name and no size is looked at."""
+    """Find linears and attention cores, without looking at names or sizes."""
     backward = joint.backward_nodes()
     forward = [
         node for node in joint.graph.nodes if node.op == "call_function" and node not in backward

@@ -24,7 +24,8 @@ def fewest_chunks(
     options: Mapping[str, SplitOptions],
     world_size: int,
 ) -> dict[str, JointGraph]:
-    """The joint graph of each region: the fewest chunks with a peak close to the lowest.
+    """Return the joint graph of each region with the fewest chunks whose peak is close to the
+    lowest.
 
     Args:
         program: sharded.

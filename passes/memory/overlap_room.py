@@ -1,4 +1,4 @@
-"""The memory that overlap may use."""
+"""Memory that overlap may use."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from sp_compiler.passes.memory.tag_program import TaggedProgram
 def overlap_room_bytes(
     tagged: TaggedProgram, split: Mapping[str, Partitioned], options: CompileOptions
 ) -> dict[str, dict[Phase, int]]:
-    """Bytes that each region's functions may take for overlap, where that is more than without.
+    """Return the peak that each region's functions may have with overlap, if it may be higher than
+    without.
 
-    In a pipeline none may: what exists around a call depends on the schedule of the microbatches.
+    In a pipeline it may not: the bytes around a call depend on the schedule of the microbatches.
     """
     if options.tables_apart or not options.overlap or options.tp == 1:
         return {}

@@ -1,8 +1,8 @@
-"""Cut a tagged joint graph into a forward and a backward; mechanical, the tags decide.
+"""Partition a tagged joint graph into a forward and a backward, as the tags say.
 
-Walking back from the gradients, a forward value tagged ``"save"`` and an input of the region end
-the walk and are handed from forward to backward; one tagged ``"recompute"`` is recomputed in
-backward just before its first use. A saved view saves the tensor that owns its storage.
+A walk back from the gradients ends at forward values tagged ``"save"`` and at inputs of the region,
+which forward passes to backward; a value tagged ``"recompute"`` is recomputed in backward just
+before its first use. A saved view saves the tensor that owns its storage.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class SplitOptions:
     """Demands of the program on a region's forward and backward.
 
     Attributes:
-        loss_output: the output that is the model's loss, see :func:`partition`.
+        loss_output: index of the output that is the model's loss, see :func:`partition`.
         own_parameters: see :meth:`sp_compiler.ir.program.Program.own_parameters`.
-        overlap: whether backward works while collectives are on their way.
-        sizes: what the program leaves open.
-        runs_last: whether backward starts with the region.
-        hardware: what times are estimated for.
+        overlap: whether kernels overlap with collectives.
+        sizes: the program's open sizes.
+        runs_last: whether backward starts with this region.
+        hardware: profile for estimated times.
     """
 
     loss_output: int | None = None
@@ -52,7 +52,8 @@ class SplitOptions:
 
 
 def split(joint: JointGraph, options: SplitOptions) -> Partitioned:
-    """Cut ``joint``, which is tagged and left as it is, and schedule its forward and backward."""
+    """Partition the tagged ``joint``, which is not modified, and schedule its forward and
+    backward."""
     parts = partition(joint, options.loss_output)
     if not options.overlap:
         return parts
@@ -61,12 +62,12 @@ def split(joint: JointGraph, options: SplitOptions) -> Partitioned:
 
 
 def partition(joint: JointGraph, loss_output: int | None = None) -> Partitioned:
-    """Split ``joint``, which is left as it is.
+    """Partition ``joint``, which is not modified.
 
     Args:
         joint: tagged.
-        loss_output: an output from which alone a training step usually starts: it gets a backward
-            of its own where a gradient may flow through others too.
+        loss_output: the output from which a training step usually starts: it gets a separate
+            backward if gradients may flow through other outputs too.
 
     Raises:
         PassError: a forward node without a tag.
@@ -91,7 +92,7 @@ def partition(joint: JointGraph, loss_output: int | None = None) -> Partitioned:
 
 
 def _saved_nodes(joint: JointGraph, grads: Sequence[Node], backward: set[Node]) -> list[Node]:
-    """Return what backward starts from, in graph order."""
+    """Return the forward values that backward starts from, in graph order."""
     # Inputs exist anyway: to read one again is free, to recompute it impossible.
     ends = set(joint.inputs)
     for node in joint.graph.nodes:

@@ -1,4 +1,4 @@
-"""The form of a recompute policy: what it decides of one forward node."""
+"""The interface of a recompute policy: its decision about one forward node."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class RecomputePolicy:
     """One file of :mod:`sp_compiler.passes.memory.policies`.
 
     Attributes:
-        decide: asked for each forward node that is not settled for every policy alike.
+        decide: called for each forward node whose tag depends on the policy.
         saved_sbh: what a layer of GPT-3 175B saves with regenerated masks, in units of s*b*h bytes;
-            puts the policies in order.
-        last_region: name of the policy that takes this one's place in the region that runs last,
-            where what it saves would exist all at the same time anyway: backward starts there, so
-            what was not saved is recomputed at once. "" where there is none.
+            policies are sorted by it.
+        last_region: name of the policy that replaces this one in the region that runs last, if
+            everything that it saves would exist at the same time anyway: backward starts there, so
+            values that were not saved are recomputed at once. "" if there is none.
         chunks_losses: whether logits may be recomputed, so that a loss head can run in chunks.
     """
 

@@ -1,4 +1,5 @@
-"""Cut a backward in two: gradients of inputs, wanted at once, and of parameters, which may wait.
+"""Split a backward in two: gradients of inputs, needed at once, and of parameters, which may be
+delayed.
 
 ::
 
@@ -7,10 +8,10 @@
     grad_x = mm(grad_y, w)                           return grad_x, (grad_y, x)
                                            weights:  grad_w = mm(t(grad_y), x)
 
-A pipeline stage that waits for its neighbours runs the second function meanwhile (Qi et al., "Zero
+A pipeline stage runs the second function while it would wait for its neighbours (Qi et al., "Zero
 Bubble Pipeline Parallelism", arXiv 2401.10241). A value that both functions need is computed by the
-first and handed over: nothing runs twice. What parameters alone need, such as an activation that is
-recomputed or gathered again for ``grad_w``, is left to the second.
+first and passed on: nothing runs twice. Values that only weight gradients need, such as an
+activation that is recomputed or gathered again for ``grad_w``, are left to the second.
 
 Nodes keep their meta.
 """
@@ -32,7 +33,7 @@ def split_backward(parts: Partitioned, input_kinds: Sequence[RefKind]) -> Partit
     """Copy ``parts`` with its :attr:`~sp_compiler.ir.forward_backward.Partitioned.split`.
 
     Args:
-        parts: not overlapped yet: a collective and its wait stay together.
+        parts: without overlap yet, so that a collective and its wait are together.
         input_kinds: of the region's inputs, in order.
     """
     graph = parts.step_backward

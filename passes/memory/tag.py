@@ -1,12 +1,12 @@
-"""Decide what is saved for backward: writes a tag on every forward node and changes nothing else.
+"""Decide what is saved for backward: write a tag on every forward node and change nothing else.
 
 ``meta["recompute"]`` is ``"save"`` (saved if backward needs it) or ``"recompute"`` (recomputed from
-what is saved); ``meta["recompute_reason"]`` says why in a few words. The partitioner acts on the
-tags.
+what is saved); ``meta["recompute_reason"]`` is the reason in a few words. The partitioner acts on
+the tags.
 
-Whatever the policy, views, gathered values, constants, casts of parameters and identity conversions
-are recomputed, and an operator that communicates inside is saved. The rest is up to one of
-:mod:`sp_compiler.passes.memory.policies`.
+Under every policy, views, gathered values, constants, casts of parameters and identity conversions
+are recomputed, and results of operators that communicate internally are saved. The rest is decided
+by one of :mod:`sp_compiler.passes.memory.policies`.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def write_tags(joint: JointGraph, tags: Mapping[Node, Tag]) -> None:
 
 
 def _always(node: Node, facts: ForwardFacts) -> Tag | None:
-    """The tag that a node has whatever the policy."""
+    """Return the tag of a node that is the same under every policy."""
     # In this order: a constant costs nothing to make again, whatever operator makes it.
     if node in facts.constants:
         return "recompute", "constant"

@@ -1,8 +1,8 @@
-"""Tag the joint graphs of a whole program: what backward recomputes.
+"""Tag the joint graphs of a program with what backward recomputes.
 
-By a named policy, each region by itself; under a memory budget see
+A named policy tags each region separately; for a memory budget see
 :mod:`sp_compiler.passes.memory.budget`. The tags are also written back to the operators of the
-sharded regions, where a person sees them.
+sharded regions, where users see them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class TaggedProgram:
     """A sharded program whose joint graphs are tagged.
 
     Attributes:
-        program: one region of the sharded program may be several here, of equal graphs.
+        program: a region of the sharded program may become several here, with equal graphs.
         joints: each region's own joint graph with its tags, by name.
         origins: region name to the name of the sharded program's region.
     """
@@ -89,7 +89,7 @@ def tag_program(
 
 
 def _tag_region(joint: JointGraph, options: SplitOptions, policy: str) -> None:
-    """Tag for ``policy``, or for what that leaves the region to with which backward starts."""
+    """Tag by ``policy``, or by its replacement for the region where backward starts."""
     tag_recompute(joint, policy)
     other = POLICIES[policy].last_region if options.runs_last else ""
     if not other:
@@ -101,9 +101,10 @@ def _tag_region(joint: JointGraph, options: SplitOptions, policy: str) -> None:
 
 
 def _meet(saved: Sequence[SavedTensor], backward: Graph | None) -> bool:
-    """Whether those of ``saved`` that ``backward`` recomputes exist all at the same time.
+    """Return whether the values of ``saved`` that ``backward`` recomputes all exist at the same
+    time.
 
-    The results of several heads, one used up before the next is made, do not.
+    The results of several heads, each freed before the next, do not.
     """
     if backward is None:
         return True

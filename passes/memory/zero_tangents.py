@@ -1,4 +1,4 @@
-"""Specialise a backward graph for tangents that are zero: what they alone lead to is dropped.
+"""Specialise a backward graph for zero tangents: operators that depend on them alone are dropped.
 
 ======================  =========================
 before, ``z`` zero      after
@@ -10,8 +10,8 @@ any other use of ``z``  one of ``zeros(shape)``
 gradient ``z``          ``None``
 ======================  =========================
 
-A backward is linear in its tangents: where all operands of an operator that depend on tangents are
-zero, its result is zero, whatever it does.
+A backward is linear in its tangents: if all tangent-dependent operands of an operator are zero, so
+is its result.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _SUMS = (aten.add.Tensor, aten.sub.Tensor)
 
 
 def drop_zero_tangents(graph: Graph, tangents: Collection[Node], zero: Collection[Node]) -> None:
-    """Rewrite ``graph`` in place for ``zero``, some of its ``tangents``, being zero.
+    """Rewrite ``graph`` in place, given that ``zero``, some of its ``tangents``, are zero.
 
-    The placeholders of ``zero`` disappear, and so does what nothing needs any more.
+    The placeholders of ``zero`` and nodes that are no longer needed are removed.
     """
     linear, nothing = set(tangents), set(zero)
     for node in list(graph.nodes):
@@ -62,7 +62,7 @@ def drop_zero_tangents(graph: Graph, tangents: Collection[Node], zero: Collectio
 
 
 def _without_zeros(node: Node, nothing: set[Node]) -> None:
-    """Drop a zero summand; hand any other use of a zero a tensor of zeros."""
+    """Drop a zero summand; give any other user of a zero a tensor of zeros."""
     kept = _other_summand(node, nothing)
     if kept is not None:
         node.replace_all_uses_with(kept)

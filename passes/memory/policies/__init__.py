@@ -1,4 +1,5 @@
-"""Named recompute policies: each file is one, ``recompute=`` takes its name, ``POLICY`` decides.
+"""Named recompute policies: each file is one; ``recompute=`` takes its name, and ``POLICY``
+decides.
 
 In units of s*b*h bytes of a GPT block in 16 bit (Korthikanti et al. 2022, "Reducing Activation
 Recomputation in Large Transformer Models"), with masks stored / regenerated:
@@ -12,6 +13,6 @@ policy           saved                                                       byt
 ``"full"``       the inputs of the region                                    2
 ===============  ==========================================================  ==================
 
-Row statistics (mean and rstd of a norm) belong to their norm: saved where its result is, else they
-come with the recomputed norm.
+Row statistics (mean and rstd of a norm) belong to their norm: they are saved if its result is, else
+recomputed with it.
 """

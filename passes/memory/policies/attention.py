@@ -10,7 +10,7 @@ from sp_compiler.passes.memory.recompute_policy import RecomputePolicy, Tag
 
 
 def decide(node: Node, facts: ForwardFacts) -> Tag:
-    """Recompute scores, softmax and what lies between, up to the context."""
+    """Recompute the scores, the softmax and everything between, up to the context."""
     # Before the other policy, which would save the scores: backward of softmax and products reads
     # them.
     if node in facts.core:

@@ -1,4 +1,4 @@
-"""Save the inputs of the region alone."""
+"""Save only the inputs of the region."""
 
 from __future__ import annotations
 

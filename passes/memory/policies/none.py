@@ -1,4 +1,4 @@
-"""Save all that backward uses."""
+"""Save everything that backward uses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sp_compiler.passes.memory.recompute_policy import RecomputePolicy, Tag
 
 
 def decide(node: Node, facts: ForwardFacts) -> Tag:
-    """Recompute only copies that are larger than what they are made of."""
+    """Recompute only copies that are larger than their operands."""
     # Even here: what such a node makes backward can read out of its operand, for less memory.
     if is_copy(node) and expands(node):
         return "recompute", "expanded copy of a kept tensor"

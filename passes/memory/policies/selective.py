@@ -1,4 +1,4 @@
-"""Save what is costly to make; recompute what is row-wise or elementwise of it."""
+"""Save costly results; recompute row-wise and elementwise functions of them."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Rewrite a captured graph to the one form that the later passes know.
+"""Rewrite a captured graph to the normal form that later passes expect.
 
 Afterwards these hold:
 
 - no aliases, copies or asserts; a cast is ``_to_copy(x, dtype=...)``;
 - every view is ``reshape`` with explicit sizes; splits are ``split_with_sizes``;
 - dims are negative, so that a token-wise operator stays valid when leading dims are flattened;
-- a bias is added by an ``add`` of its own, so that it can follow the reduction of a row-parallel
+- a bias is added by a separate ``add``, so that it can follow the reduction of a row-parallel
   product; products with a plain weight act on the last dim of unflattened values;
 - an operand (1, s, h) or (s, h) of a pointwise (b, s, h) result is expanded to (b, s, h), one of
   (b, 1, 1) to (b, s, 1);
@@ -109,7 +109,7 @@ def normalize(captured: Captured, dropout: Literal["regenerate", "stored"] = "re
 
 
 def _drop_copies(graph: Graph) -> None:
-    """Replace copies by their sources, for values are never written; a change of dtype stays."""
+    """Replace copies by their sources, because values are never written in place; casts stay."""
     for node in calls(graph, *_COPIES):
         replace_with(node, node.args[0])
     for node in calls(graph, _aten._to_copy.default):
@@ -130,7 +130,8 @@ def _drop_copies(graph: Graph) -> None:
 
 
 def _canonical_views(graph: Graph) -> None:
-    """``view``, ``flatten``, ``squeeze``... -> ``reshape``; views that change nothing go."""
+    """``view``, ``flatten``, ``squeeze``... -> ``reshape``; views that change nothing are
+    removed."""
     for node in calls(graph, *_RESHAPES, _aten.expand.default, _aten.slice.Tensor):
         source = node.args[0]
         assert isinstance(source, Node)
@@ -204,8 +205,8 @@ def _split_addmm(graph: Graph) -> None:
 def _unflatten_products(graph: Graph) -> None:
     """``reshape(linear(x, w) + b, (..., o))`` -> ``linear(reshape(x, (..., i)), w) + b``.
 
-    With ``x`` (n, i): GPT-2's Conv1D flattens the tokens around its product. Afterwards it acts on
-    tokens in the form that everything around it has, and the two reshapes of ``x`` cancel.
+    With ``x`` (n, i): GPT-2's Conv1D flattens the tokens around its product. Afterwards it works on
+    unflattened tokens like everything around it, and the two reshapes of ``x`` cancel.
     """
     for node in calls(graph, _aten.linear.default, _aten.matmul.default):
         x, weight = node.args
@@ -235,7 +236,7 @@ def _unflatten_products(graph: Graph) -> None:
 
 
 def _biased(product: Node) -> Node:
-    """Return the sum of ``product`` and a bias where that is its only use, else ``product``."""
+    """Return the sum of ``product`` and a bias if that is its only use, else ``product``."""
     users = list(product.users)
     if len(users) == 1 and is_call(users[0], _aten.add.Tensor) and users[0].args[0] is product:
         bias = users[0].args[1]
@@ -259,10 +260,10 @@ def _merge_reshapes(graph: Graph) -> None:
 
 
 def _expand_tokens(graph: Graph) -> None:
-    """Make the broadcast of an operand over some of the tokens a node of its own.
+    """Make the broadcast of an operand over some of the tokens a separate node.
 
-    Of (1, s, ...) or (s, ...) over the batch, and of a number per sequence (b, 1, 1), such as
-    stochastic depth has, over the sequence.
+    That is, of (1, s, ...) or (s, ...) over the batch, and of a number per sequence (b, 1, 1), as
+    in stochastic depth, over the sequence.
     """
     for node in list(graph.nodes):
         tags = getattr(node.target, "tags", ())

@@ -1,4 +1,4 @@
-"""Fused attention: masks that are constant, and the explicit core where dropout is inside."""
+"""Fused attention: constant masks, and the explicit core if it has dropout."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _SHAPE_ONLY = (
 
 
 def fold_attention_masks(graph: Graph, sizes: Sizes | None = None) -> None:
-    """Replace masks that depend on no input by their kind: causal, or none at all.
+    """Replace masks that depend on no input: by ``is_causal``, or by no mask.
 
     ``sdpa(q, k, v, mask)`` -> ``sdpa(q, k, v, None, p, is_causal=True)`` where ``mask`` evaluates
-    to the lower triangle, -> ``sdpa(q, k, v)`` where it lets everything through. The mask is
-    computed, not guessed: it must depend on nothing but constants of the graph and open ``sizes``,
-    for which it is recomputed wherever the program is to be used.
+    to the lower triangle, -> ``sdpa(q, k, v)`` if it masks nothing. The mask is computed, not
+    guessed: it may depend only on constants of the graph and open ``sizes``, and is computed again
+    for every size that the program is used with.
     """
     binding = sizes.example if sizes is not None else {}
     # For the graph: all layers share one mask, or masks made of the same parts.
@@ -82,7 +82,7 @@ def _kind(mask: Tensor | None) -> str | None:
 
 
 def _proof(mask: Node, kind: str | None) -> Callable[[Binding], bool]:
-    """Return a function that tells whether ``mask`` is of this kind for other sizes too."""
+    """Return a function that checks whether ``mask`` is of this kind for other sizes too."""
     # On a copy, because the mask is erased from the graph once nobody uses it.
     graph, copies, needed = Graph(), dict[Node, Node](), ancestors([mask])
     for node in mask.graph.nodes:
@@ -132,8 +132,8 @@ def explicit_attention(graph: Graph) -> None:
 
     ``sdpa(q, k, v, mask, p, causal)`` -> ``matmul(dropout(softmax(mask(q @ k^T * scale))), v)``
 
-    with q (b, a, s, d), k and v (b, a or kv heads, l, d). Without dropout it stays fused; with it a
-    fused kernel would draw the mask inside, from torch's generator and not from the seed.
+    with q (b, a, s, d), k and v (b, a or kv heads, l, d). Without dropout it stays fused; with
+    dropout, a fused kernel would draw the mask from torch's generator instead of the seed.
     """
     triangles: dict[str, Node] = {}
     for node in calls(graph, _sdpa):
@@ -178,7 +178,7 @@ def _repeat_heads(node: Node, x: Node, num_heads: int) -> Node:
 
 
 def _masked_softmax(node: Node, scores: Node, mask: Node | None, *, causal: bool) -> Node:
-    """Probabilities; a row that is masked out completely is zero, as in fused attention."""
+    """Return probabilities; a completely masked row is zero, as in fused attention."""
     is_bool = mask is not None and mask.meta["val"].dtype is torch.bool
     if is_bool:
         # A causal row always sees itself; a given mask may forbid all of a row, and the softmax of
@@ -196,7 +196,8 @@ def _masked_softmax(node: Node, scores: Node, mask: Node | None, *, causal: bool
 
 
 def _triangle(graph: Graph, size: tuple[int, int], known: dict[str, Node]) -> Node:
-    """Return the causal mask (queries, keys), made once in front of the graph for all layers."""
+    """Return the causal mask (queries, keys), computed once at the start of the graph for all
+    layers."""
     # As text: open sizes have no hash.
     if str(size) in known:
         return known[str(size)]

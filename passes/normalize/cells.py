@@ -1,4 +1,4 @@
-"""Cells of recurrent nets and bilinear forms as the products that they are made of."""
+"""Recurrent cells and bilinear forms as matrix products."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _aten = torch.ops.aten
 
 
 def gru_cell(node: Node) -> None:
-    """Three gates of each of two projections, which are sharded gate by gate."""
+    """Two projections with three gates each, which are sharded gate by gate."""
     args = arguments(node)
     state = args["hx"]
     of_input = _gates(node, args["input"], args["w_ih"], args["b_ih"])

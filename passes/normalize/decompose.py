@@ -1,4 +1,4 @@
-"""One form for operators that have several, and known operators in place of rarer ones."""
+"""One form for operators with several spellings, and common operators in place of rare ones."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _norm_except_dim(node: Node) -> None:
 
 
 def _norm_except(node: Node, x: Node, power: int, dim: int) -> Node:
-    """Norm of the elements at each index of ``dim``; -1 is no dim here but means all of ``x``."""
+    """Norm of the elements at each index of ``dim``; here, -1 means all of ``x``."""
     rank = len(shape_of(x))
     others = [other for other in range(rank) if other != dim % rank]
     args = (x, power) if dim == -1 else (x, power, others, True)
@@ -133,7 +133,7 @@ def _norm_except(node: Node, x: Node, power: int, dim: int) -> Node:
 
 
 def _is_transposed(node: Node) -> bool:
-    """Return whether it is ``w.T`` of a ``w`` with two dims, in whatever form."""
+    """Return whether it is ``w.T`` of a ``w`` with two dims, in any form."""
     if len(shape_of(node)) != 2 or not is_call(node, _aten.transpose.int, _aten.permute.default):
         return False
     dims = node.args[1:] if is_call(node, _aten.transpose.int) else node.args[1]
@@ -217,7 +217,7 @@ def _repeat_interleave(node: Node) -> None:
 
 
 def _repeated(node: Node, narrow: list[tuple[int, int]], wide: list[tuple[int, int]]) -> None:
-    """Copy by way of a dim for the elements and one for the copies, where there are copies."""
+    """Repeat through one dim for the elements and one for the copies, if there are copies."""
     # Only dims with copies are split in two.
     copied = [pair != other for pair, other in zip(narrow, wide, strict=True)]
 

@@ -1,4 +1,4 @@
-"""``einsum`` as sums, matrix products and moves of dims, for which there are sharding rules."""
+"""``einsum`` as sums, matrix products and permutations, which have sharding rules."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _aten = torch.ops.aten
 def contract(
     node: Node, equation: str, operands: Sequence[Node], path: Sequence[int] | None
 ) -> Node:
-    """Compute ``einsum`` of the ``operands`` by other operators, in front of ``node``.
+    """Compute ``einsum`` of the ``operands`` with other operators, inserted before ``node``.
 
     ==================  =======================================================================
     Equation            Becomes
@@ -42,16 +42,15 @@ def contract(
     bthd,bthd->bth      ``sum(mul(x, y), -1)``
     ==================  =======================================================================
 
-    A letter that only one operand has and that is not in the result is summed first; of a letter
-    that an operand has twice the diagonal is taken; more than two operands are multiplied pair by
-    pair.
+    A letter of only one operand that is not in the result is summed first; for a letter that occurs
+    twice in an operand the diagonal is taken; more than two operands are multiplied pairwise.
 
     Args:
         node: the call that the new nodes replace.
         equation: letters, "..." for any number of dims, with or without a right side.
-        operands: a value for each term on the left.
-        path: positions of each pair to multiply, whose product is put behind the others; from left
-            to right if there is none.
+        operands: one value per term on the left.
+        path: positions of each pair to multiply, whose product is appended; by default from left to
+            right.
     """
     labels, out = _labels(equation, [len(shape_of(x)) for x in operands])
     remaining = [_diagonal(node, x, names) for x, names in zip(operands, labels, strict=True)]
@@ -74,7 +73,7 @@ def contract(
 
 
 def _labels(equation: str, ranks: Sequence[int]) -> tuple[list[list[Label]], list[Label]]:
-    """Labels of the dims of every operand and of the result."""
+    """Return the labels of the dims of every operand and of the result."""
     left, arrow, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
     dots = [rank - len(term.replace("...", "")) for term, rank in zip(terms, ranks, strict=True)]
@@ -110,7 +109,7 @@ def _diagonal(node: Node, x: Node, names: list[Label]) -> Labelled:
 
 
 def _sizes(operands: Sequence[Labelled]) -> dict[Label, int]:
-    """Size of each label; 1 only where no operand has more."""
+    """Return the size of each label; 1 only if no operand has more."""
     sizes: dict[Label, int] = {}
     for x, names in operands:
         for name, size in zip(names, shape_of(x), strict=True):
@@ -127,7 +126,7 @@ def _is_one(size: int) -> bool:
 def _without_broadcast(
     node: Node, x: Node, names: list[Label], sizes: dict[Label, int]
 ) -> Labelled:
-    """Drop the dims of size 1 of which another operand has more."""
+    """Drop dims of size 1 that are larger in another operand."""
     kept = [
         name
         for name, size in zip(names, shape_of(x), strict=True)

@@ -1,7 +1,7 @@
 """Fused projections (q, k, v in one product) as splits of its last dim.
 
-A split is the form from which sharding learns the segments of the weight: each of q, k and v has to
-be sharded over all ranks, not the three one after another.
+From a split, sharding derives the segments of the weight: q, k and v must each be sharded over all
+ranks, not their concatenation.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MOVES = (
 
 
 def split_packed(graph: Graph) -> None:
-    """Rewrite, in place, the way in which ``nn.MultiheadAttention`` takes q, k and v apart.
+    """Rewrite in place how ``nn.MultiheadAttention`` splits q, k and v.
 
     ``reshape(x, (..., n, e))`` -> moves of dims -> ``select(_, dim of n, i)``
     becomes ``split_with_sizes(x, [e] * n, -1)[i]``, where the moves leave the other dims in order.
@@ -62,7 +62,7 @@ def split_packed(graph: Graph) -> None:
 def split_slices(graph: Graph) -> None:
     """``y[..., :a]``, ``y[..., a:b]``... that partition a product -> its ``split_with_sizes``.
 
-    In place. Of other values (halves of a head to rotate, say) slices stay as they are.
+    In place. Slices of other values (such as halves of a head for rotary embeddings) do not change.
     """
     for product in calls(graph, _aten.linear.default, _aten.matmul.default, _aten.mm.default):
         slices = [
@@ -116,9 +116,9 @@ def _unflattens_last(node: Node) -> bool:
 
 
 def _moved_dims(start: Node, moves: list[Node]) -> list[int | None] | None:
-    """Return, for each dim after ``moves``, the dim of ``start`` that it was; ``None`` for size 1.
+    """Return for each dim after ``moves`` its dim in ``start``; ``None`` for size 1.
 
-    ``None`` altogether where a reshape merges or splits dims.
+    The result is ``None`` if a reshape merges or splits dims.
     """
     dims: list[int | None] = [d if n > 1 else None for d, n in enumerate(shape_of(start))]
     for move in moves:

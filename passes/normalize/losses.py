@@ -23,7 +23,7 @@ _RESHAPES = (_aten.reshape.default, _aten.view.default, _aten.flatten.using_ints
 def cross_entropy(node: Node) -> None:
     """(b, v, s) -> (b * s, v): the loss over a sharded vocabulary takes rows of logits.
 
-    Models transpose to put classes into dim 1; the moves here and theirs cancel.
+    Models transpose to put classes into dim 1; those transposes and the ones here cancel.
     """
     args = arguments(node)
     logits, target = args["self"], args["target"]
@@ -66,7 +66,7 @@ def _of_probabilities(node: Node) -> None:
 
 
 def _rows(node: Node, x: Node) -> Node:
-    """``x`` with classes in dim 1 of several as rows of classes."""
+    """Return ``x`` with classes in dim 1 as rows of classes."""
     shape = shape_of(x)
     if len(shape) < 3:
         return x
@@ -76,7 +76,7 @@ def _rows(node: Node, x: Node) -> Node:
 
 
 def nll_loss(node: Node) -> None:
-    """Of rows of ``log_softmax(x)``: the loss that is fused with it, and shards by class."""
+    """Rewrite the loss of rows of ``log_softmax(x)`` to the fused loss, which shards by class."""
     args = arguments(node)
     shape, source = shape_of(args["self"]), args["self"]
     while is_call(source, *_RESHAPES):
@@ -120,7 +120,7 @@ def picked_log_probabilities(node: Node) -> None:
 
 
 def kl_div(node: Node) -> None:
-    """``t * (log(t) - x)``, 0 where ``t`` is; of ``t`` in logarithms ``exp(t) * (t - x)``."""
+    """``t * (log(t) - x)``, 0 where ``t`` is 0; for ``t`` in logarithms, ``exp(t) * (t - x)``."""
     args = arguments(node)
     x, target = args["self"], args["target"]
     if args["log_target"]:

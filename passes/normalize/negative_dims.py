@@ -1,8 +1,8 @@
 """Dimension arguments counted from the end.
 
-Only of operators with a sharding rule: those are known to count dims of their first operand, or of
-their result. For others ``-1`` may mean something else ("all" to ``_weight_norm``), and they run
-replicated.
+This is only done for operators with a sharding rule, whose dims are known to be those of their
+first operand or of their result. For others ``-1`` may have another meaning ("all" for
+``_weight_norm``); they run replicated.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Random numbers by the counter-based generator: the same for every number of ranks.
+"""Random numbers from the counter-based generator, the same for every number of ranks.
 
-Dropout is an operator of its own, which needs no numbers in memory. Every other distribution is
-made of uniform numbers by elementwise operators, which have sharding rules and are recomputed for
-little. Torch's generators are not consumed, and the numbers are not those that they would draw.
+Dropout is a custom operator, which needs no random numbers in memory. All other distributions are
+computed from uniform numbers by elementwise operators, which have sharding rules and are cheap to
+recompute. Torch's generators are not advanced, and the numbers differ from theirs.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def draw_by_counter(captured: Captured, *, stored: bool) -> None:
     The graph gets one more placeholder, ``seed``. Sites are numbered in graph order.
 
     Raises:
-        UnsupportedError: a distribution that is not among them, or a generator of the model's own.
+        UnsupportedError: another distribution, or the model's own generator.
     """
     graph = captured.module.graph
     for node in list(graph.nodes):
@@ -108,7 +108,7 @@ def _only_result(node: Node) -> Node:
 
 
 def _seed(captured: Captured) -> Node:
-    """The placeholder of the seed, made at the first use."""
+    """Return the placeholder of the seed, created at the first use."""
     placeholders = captured.placeholders
     if captured.refs and captured.refs[-1].kind == "seed":
         return placeholders[-1]
@@ -127,7 +127,7 @@ def _seed(captured: Captured) -> Node:
 
 
 def _of_type(node: Node, numbers: Node) -> Node:
-    """``numbers``, cast to the type that ``node`` has."""
+    """Return ``numbers`` cast to the dtype of ``node``."""
     dtype = node.meta["val"].dtype
     if numbers.meta["val"].dtype is dtype:
         return numbers
@@ -135,7 +135,7 @@ def _of_type(node: Node, numbers: Node) -> Node:
 
 
 class _Draw:
-    """A call that draws, and what its numbers are made of, in front of it."""
+    """A call that draws, and the nodes that compute its numbers, inserted before it."""
 
     def __init__(self, captured: Captured, node: Node) -> None:
         self.node = node
@@ -149,22 +149,22 @@ class _Draw:
     def uniform(
         self, dtype: torch.dtype | None = None, size: tuple[int, ...] | None = None
     ) -> Node:
-        """Numbers between 0 and 1, as many as the call returns; never 0 or 1."""
+        """Return as many uniform numbers as the call returns, between 0 and 1, both exclusive."""
         shape = list(shape_of(self.node) if size is None else size)
         args = (_seed(self._captured), shape, dtype or self.dtype, 0, 0, 1)
         return self.apply(UNIFORM.overload, *args)
 
     def between(self, low: float, high: float) -> Node:
-        """Uniform numbers of an interval."""
+        """Return uniform numbers in an interval."""
         return self.scaled(self.uniform(), high - low, low)
 
     def normal(self, mean: Any = 0.0, std: Any = 1.0) -> Node:
-        """Normal numbers; ``mean`` and ``std`` get no gradient, as torch has it."""
+        """Return normal numbers; ``mean`` and ``std`` get no gradient, as in torch."""
         numbers = self.apply(_aten.special_ndtri.default, self.uniform())
         return self.scaled(numbers, self.constant(std), self.constant(mean))
 
     def scaled(self, x: Node, factor: Any, offset: Any) -> Node:
-        """``x * factor + offset``, of which what changes nothing is left out."""
+        """Return ``x * factor + offset``, without operations that change nothing."""
         if isinstance(factor, Node) or factor != 1:
             x = self.apply(_aten.mul.Tensor, x, factor)
         if isinstance(offset, Node) or offset != 0:
@@ -172,7 +172,7 @@ class _Draw:
         return x
 
     def constant(self, value: Any) -> Any:
-        """An argument that no gradient flows to, in the type of the numbers in between."""
+        """Return an argument without gradient, in the dtype of intermediate numbers."""
         if not isinstance(value, Node):
             return value
         if value.meta["requires_grad"]:
@@ -280,10 +280,10 @@ def _randperm(draw: _Draw) -> Node:
 
 @dataclass(frozen=True)
 class _Distribution:
-    """How numbers of a distribution are made, and of which types.
+    """Computation of a distribution, and its dtypes.
 
     Attributes:
-        integers: whether the result may be integers or booleans, beside floating point numbers.
+        integers: whether the result may also be integers or booleans.
     """
 
     draw: Callable[[_Draw], Node]

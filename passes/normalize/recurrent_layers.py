@@ -1,4 +1,4 @@
-"""Recurrent layers with dropout between them as one operator per layer, and dropouts."""
+"""Recurrent layers with dropout between them as one operator per layer and separate dropouts."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ RECURRENT = tuple(
 def separate_layers(node: Node) -> None:
     """``lstm(x, layers=2, dropout=p)`` -> ``lstm(dropout(lstm(x, layers=1)), layers=1)``.
 
-    The states after the last step, one per layer and direction, are joined again. One operator
-    without dropout stays as it is.
+    The states after the last step, one per layer and direction, are concatenated again. An operator
+    without dropout does not change.
     """
     if not draws(node):
         return

@@ -1,12 +1,12 @@
-"""Rows of a wide product that are not used are not computed.
+"""Do not compute unused rows of a wide product.
 
 ::
 
     logits = linear(x, w).float()              logits = linear(x[:, :-1], w).float()
     loss(logits[:, :-1], labels[:, 1:])   ->   loss(logits, labels[:, 1:])
 
-Where labels are shifted, the rows of the logits that have a label are cut out. Cut out of what the
-logits are made of they are not copied, and their gradient is not padded at that size.
+If labels are shifted, the rows of the logits with a label are sliced. Slicing the operand of the
+product instead avoids a copy of the logits and a padding of their gradient.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def slice_before_products(graph: Graph) -> None:
 
 
 def _chain(node: Node) -> list[Node]:
-    """Calls before the slice ``node`` up to a product; empty where they cannot be swapped."""
+    """Return the calls before the slice ``node`` up to a product; empty if they cannot be
+    swapped."""
     dim, rank = arguments(node)["dim"], len(shape_of(node))
     chain = [node.args[0]]
     while len(chain[-1].users) == 1 and dim % rank != rank - 1:
@@ -50,7 +51,8 @@ def _chain(node: Node) -> list[Node]:
 
 
 def _is_elementwise(node: Node) -> bool:
-    """Whether an element depends on the one of the first argument, and on what all rows share."""
+    """Return whether an element depends only on that of the first argument and on values shared by
+    all rows."""
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
         return False
     pointwise = torch.Tag.pointwise in node.target.tags or is_call(node, _aten._to_copy.default)

@@ -1,4 +1,4 @@
-"""Fewer moves of dims: chains of views in shortest form, tokens in one order inside a layer."""
+"""Fewer permutations: chains of views in shortest form, tokens in one order inside a layer."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _PRODUCTS = (_aten.linear.default, _aten.matmul.default)
 def keep_token_order(graph: Graph) -> None:
     """Move transposes of tokens out of the way of token-wise operators, in place.
 
-    ``linear(transpose(x, -2, -3), w)`` -> ``transpose(linear(x, w), -2, -3)``, likewise the sum
-    with a bias and the split of the last dim; then upwards
-    ``transpose(linear(x, w), -2, -3)`` -> ``linear(transpose(x, -2, -3), w)`` where ``x`` is itself
-    a view, so that the moves meet those of the attention core and cancel.
+    ``linear(transpose(x, -2, -3), w)`` -> ``transpose(linear(x, w), -2, -3)``, likewise a sum with
+    a bias and a split of the last dim; then upwards ``transpose(linear(x, w), -2, -3)`` ->
+    ``linear(transpose(x, -2, -3), w)`` where ``x`` is itself a view, so that the transposes meet
+    those of the attention core and cancel.
 
     ``nn.MultiheadAttention`` computes on (s, b, h), between two transposes: inside a layer all
     tokens should be in the order of the residual stream, whose rows are sharded.
@@ -106,8 +106,8 @@ def _raise_transpose(node: Node) -> None:
 def shorten_view_chains(graph: Graph) -> None:
     """Consecutive views -> at most ``reshape``, ``transpose`` or ``permute``, ``reshape``.
 
-    Steps that do nothing are left out; a chain that would not get shorter stays as it is. Chains do
-    not cross layers, and their inner values have no other user.
+    Steps that do nothing are dropped; a chain that would not get shorter does not change. Chains do
+    not cross layers, and their inner values have no other users.
     """
     # From the end of each chain, so that it is taken in full and not from its middle on.
     for node in reversed(list(calls(graph, *_VIEWS))):
@@ -143,7 +143,7 @@ def _same_layer(node: Node, other: object) -> bool:
 
 
 def _shortest(chain: list[Node]) -> list[ViewStep] | None:
-    """Return at most three (operator, arguments) equal to ``chain``; ``None``: not known."""
+    """Return at most three (operator, arguments) equal to ``chain``; ``None`` if unknown."""
     source, result = shape_of(chain[0].args[0]), shape_of(chain[-1])
     if 0 in source:  # an empty batch: sizes do not determine which dim became which
         return None
@@ -180,7 +180,7 @@ def _steps(
 
 
 def move(order: list[int]) -> ViewStep:
-    """Return a permutation as an operator: ``transpose`` where it swaps two dims."""
+    """Return a permutation as an operator: ``transpose`` if it swaps two dims."""
     # Counted from the end, as in all of a normalized graph.
     moved = [dim - len(order) for dim, origin in enumerate(order) if dim != origin]
     if len(moved) == 2:
@@ -207,7 +207,7 @@ class _Factors:
         self.dims = [self.dims[dim] for dim in dims]
 
     def reshape(self, shape: tuple[int, ...]) -> bool:
-        """Regroup the factors, splitting one where needed; False where none fits."""
+        """Regroup the factors, splitting them if needed; return False if that is impossible."""
         factors = [factor for dim in self.dims for factor in dim]
         common = common_factors([self.sizes[factor] for factor in factors], shape)
         if common is None:

@@ -1,7 +1,7 @@
-"""Partition of a flat graph into the program's regions: one for all layers that are equal.
+"""Partition of a flat graph into the program's regions, one per distinct layer.
 
 Nodes outside layers (:mod:`sp_compiler.base.provenance`) are glue. Layers whose graphs are equal,
-down to shapes, dtypes and which values require a gradient, share one region; so do layers that
+including shapes, dtypes and which values require a gradient, share one region; so do layers that
 compute the same in another order, such as keys before queries in every other layer.
 """
 
@@ -23,16 +23,17 @@ from sp_compiler.passes.outline.pieces import TABLES, pieces_of
 def outline(
     captured: Captured, wishes: Mapping[str, Wish] | None = None, *, tables_apart: bool = False
 ) -> Program:
-    """Build the program of a normalized capture, which itself is not modified.
+    """Build the program of a normalized capture, which is not modified.
 
     Every call's arguments come from parameters, buffers, constants, user inputs, the seed and
-    earlier calls. A value that a piece only passes on is not an output of it.
+    earlier calls. A value that a piece only passes on is not one of its outputs.
 
     Args:
         captured: normalized.
-        wishes: by parameter; layers whose parameters must be placed differently are kept apart.
-        tables_apart: whether what layers take and inputs alone determine (masks, rotary tables) is
-            a call of its own, so that each stage of a pipeline can make it.
+        wishes: hints by parameter; layers whose parameters must be placed differently get different
+            regions.
+        tables_apart: whether values that layers read and that depend on inputs alone (masks, rotary
+            tables) are computed in a separate call, which every stage of a pipeline can run.
     """
     wishes = dict(wishes or {})
     refs = dict(zip(captured.placeholders, captured.refs, strict=True))

@@ -1,4 +1,4 @@
-"""Distinct regions: pieces that are equal, or equal up to the order of their nodes, are one."""
+"""Distinct regions: pieces that are equal, or equal up to the order of their nodes, share one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Use:
     """Use of a region by a piece: correspondence of the piece's values to the region's.
 
     Attributes:
-        region: the computation of the piece.
+        region: the region with the computation of the piece.
         inputs: for each placeholder of ``region`` its position among the inputs of the piece.
         outputs: for each output of the piece its position among those of ``region``.
     """
@@ -41,10 +41,10 @@ class DistinctRegions:
         self._candidates: list[tuple[ComparableGraph, Draft, Region]] = []
 
     def use_of(self, draft: Draft, asked: Mapping[int, tuple[bool, ...]]) -> Use:
-        """Return the region of ``draft``, by its text, else by isomorphism; else make a new one.
+        """Return the region of ``draft``, found by its text, or by isomorphism, or created.
 
-        ``asked``: placements that the user's hints allow of inputs, by position. Regions whose
-        hints differ are different: their parameters are placed differently.
+        ``asked``: placements that the user's hints allow for inputs, by position. Regions with
+        different hints are different, because their parameters are placed differently.
         """
         text = f"{_canonical_text(draft)}\n{asked}"
         if text not in self._uses:
@@ -74,7 +74,7 @@ class DistinctRegions:
 
 
 def _canonical_text(draft: Draft) -> str:
-    """Text of everything that must agree for two pieces to be one region, names left out."""
+    """Return text of everything that must agree for two pieces to share a region, without names."""
     # A dictionary lookup per layer: comparing each with all others would be quadratic.
     number = {node: index for index, node in enumerate(draft.graph.nodes)}
     lines = [" ".join(draft.input_kinds)]
@@ -86,12 +86,13 @@ def _canonical_text(draft: Draft) -> str:
 
 
 def _labels(draft: Draft, asked: Mapping[int, tuple[bool, ...]]) -> dict[Node, str]:
-    """Text of everything about each node but its operands that two pieces of one region share.
+    """Return for each node text of everything but its operands that must agree for two pieces to
+    share a region.
 
-    Parameters and buffers go by their names in the layer: weights of one shape must not swap their
-    names in generated code and reports. Draws by the counter are distinguished by their users and
-    not by the number of their site, which is the region's. Other random numbers come from torch's
-    generator, in order.
+    Parameters and buffers are identified by their names in the layer: weights of one shape must not
+    swap names in generated code and reports. Counter-based draws are distinguished by their users
+    instead of the number of their site, which belongs to the region. Other random numbers come from
+    torch's generator, in order.
     """
     labels = {}
     for position, node in enumerate(draft.inputs):

@@ -1,4 +1,4 @@
-"""A piece as a region's graph, its values named as in the user's model."""
+"""Draft of a region from a piece, with values named as in the user's model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ _KEPT_META = ("val", "requires_grad", "nn_module_stack", "stack_trace", "origin"
 
 @dataclass
 class Draft:
-    """A region whose graph is no module yet: that costs time, and repeated layers need none."""
+    """A region whose graph is not a module yet: creating modules takes time, and repeated layers
+    need none."""
 
     name: str
     graph: Graph
@@ -90,7 +91,7 @@ def draft_region(
 
 
 def _inputs_of(piece: Piece, refs: dict[Node, Ref]) -> list[Node]:
-    """Values from outside, ordered by kind and then by first use."""
+    """Return values from outside, ordered by kind and then by first use."""
     inside = set(piece.nodes)
     used = dict.fromkeys(n for node in piece.nodes for n in node.all_input_nodes if n not in inside)
     # Open sizes are no operands: they occur in the shapes and arguments of the nodes.
@@ -104,7 +105,7 @@ def _inputs_of(piece: Piece, refs: dict[Node, Ref]) -> list[Node]:
 
 
 def _carried_name(node: Node, outputs: list[Node]) -> str:
-    """Name a value from elsewhere: ``hidden`` where the region returns one like it."""
+    """Name a value from outside: ``hidden`` if the region returns one like it."""
     value = node.meta["val"]
     if not isinstance(value, Tensor):  # an open size
         return node.name
@@ -118,7 +119,7 @@ def _carried_name(node: Node, outputs: list[Node]) -> str:
 
 
 def _assigned_name(node: Node) -> str:
-    """Name that the user's own statement gives to a value; "" where that is not certain."""
+    """Return the name that the user's statement gives to a value; "" if uncertain."""
     while is_cast(node):  # ``return cos.to(x.dtype)``: the value has its name from before
         node = node.args[0]
     trace = frames(node.meta.get("stack_trace") or "")
@@ -135,9 +136,9 @@ def _meta(node: Node, keys: tuple[str, ...] = _KEPT_META) -> dict[str, Any]:
 
 
 def _value_name(node: Node) -> str:
-    """Name a value in its region; FX numbers several of one name.
+    """Name a value in its region; FX numbers equal names.
 
-    Results of a module's own weight are named after the module (``c_attn``), others after the
+    Results that involve a module's weight are named after the module (``c_attn``), others after the
     operator.
     """
     module = module_path(node).rsplit(".", 1)[-1]
@@ -149,7 +150,8 @@ def _value_name(node: Node) -> str:
 
 
 def _applies_weight(node: Node) -> bool:
-    """Tell products with, norms by and lookups in a parameter, and sums of one and a bias."""
+    """Return whether it is a product, norm or lookup with a parameter, or the sum of one and a
+    bias."""
     weights = [arg for arg in node.all_input_nodes if arg.op == "placeholder"]
     if is_call(node, torch.ops.aten.add.Tensor):
         source = node.args[0]

@@ -1,4 +1,4 @@
-"""A flat graph as pieces: runs of nodes of one layer, and the glue between them."""
+"""Split a flat graph into pieces: runs of nodes of one layer, and glue between them."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Piece:
 def pieces_of(graph: Graph, fixed: Collection[Node] | None = None) -> list[Piece]:
     """Return consecutive runs of one layer.
 
-    Glue that needs no layer's result goes to the front, or, where only one later piece of glue uses
-    it, there.
+    Glue that does not depend on layers goes to the front, or, if only one later piece of glue uses
+    it, into that piece.
 
     Args:
         graph: flat.
-        fixed: placeholders; of that first piece, what they alone determine and layers take becomes
-            a piece of its own in front.
+        fixed: placeholders; values of the first piece that depend on these alone and that layers
+            read become a separate piece at the front.
     """
     nodes = [node for unit in _units(graph.nodes) for node in unit]
     # The parts of a split belong where the split does, whatever module unpacked them.
@@ -70,7 +70,8 @@ def pieces_of(graph: Graph, fixed: Collection[Node] | None = None) -> list[Piece
 
 
 def _units(nodes: Iterable[Node]) -> list[list[Node]]:
-    """Group each operator with its results: a list of tensors cannot leave a region."""
+    """Group each operator with its results, because a list of tensors cannot be an output of a
+    region."""
     units: dict[Node, list[Node]] = {}
     for node in nodes:
         if is_getitem(node):
@@ -113,7 +114,8 @@ def _sink(first: Piece, last: Piece) -> None:
 
 
 def _move_tables(first: Piece, tables: Piece, fixed: Collection[Node]) -> None:
-    """Move to ``tables`` what ``fixed`` alone determines of ``first`` and later pieces read."""
+    """Move nodes of ``first`` that depend on ``fixed`` alone and that later pieces read to
+    ``tables``."""
     inside, determined = set(first.nodes), set(fixed)
     for unit in _units(first.nodes):
         if all(operand in determined for node in unit[:1] for operand in node.all_input_nodes):

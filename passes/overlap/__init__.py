@@ -10,14 +10,14 @@ waits for it::
                                      ... arrived ...
 
 This is the order of Megatron-LM's linear layers (Korthikanti et al. 2022, section 4.2.2). A forward
-has such work where branches of a layer run side by side, as attention and MLP of one norm do, or
-where :mod:`sp_compiler.passes.half_batches` has made two chains of one. Which
-work runs under which collective is decided by time: gradients of weights, recomputation and other
-collectives' operands run where a collective would leave the rank idle, and what was saved as a
-shard is gathered as late as that hides it (:mod:`sp_compiler.solve.list_schedule`). Memory comes
-first: no order is taken that would raise the peak of the step.
+has such work if branches of a layer are parallel, such as attention and MLP after one norm, or if
+:mod:`sp_compiler.passes.half_batches` has split one chain into two. Estimated times decide what
+overlaps: weight gradients, recomputation and operands of other collectives run where a collective
+would leave the rank idle, and a saved shard is gathered as late as its communication can still be
+hidden (:mod:`sp_compiler.solve.list_schedule`). Memory comes first: no order may raise the peak of
+the step.
 
-Nodes keep their meta; a ``wait`` has that of its collective, with ``meta["origin"] = "overlap"``.
+Nodes keep their meta; a ``wait`` gets that of its collective, with ``meta["origin"] = "overlap"``.
 """
 
 from __future__ import annotations
@@ -56,14 +56,13 @@ def overlap_collectives(
     room_bytes: Mapping[Phase, int] | None = None,
     hardware: Hardware = H100,
 ) -> Partitioned:
-    """Copy ``parts`` with a forward and backwards in which work runs under collectives.
+    """Return a copy of ``parts`` whose forward and backwards overlap work with collectives.
 
     Args:
         own_parameters: see :meth:`sp_compiler.ir.program.Program.own_parameters`.
-        sizes: the open ones; memory and time are those of the example's sizes.
-        room_bytes: that forward and backward may take at their peaks, where that is more than they
-            take anyway.
-        hardware: whose times decide.
+        sizes: the open sizes; memory and time are computed for the example's.
+        room_bytes: allowed peak of forward and backward, if it is above their own.
+        hardware: profile for estimated times.
     """
     room_bytes = room_bytes or {}
     forward = overlapped(
@@ -92,12 +91,13 @@ def overlapped(
     hardware: Hardware = H100,
     least_beside: float = 0.0,
 ) -> Graph:
-    """Copy ``graph`` in another order, with waits; return ``graph`` itself where nothing overlaps.
+    """Return a copy of ``graph`` in another order, with waits; ``graph`` itself if nothing
+    overlaps.
 
     Args:
-        own_parameters: as of :func:`overlap_collectives`, like ``sizes`` and ``hardware``.
-        room_bytes: that ``graph`` may take at its peak, if that is more than it takes anyway.
-        least_beside: what has to be there for some collective to run beside it, in relation to its
+        own_parameters: as for :func:`overlap_collectives`, like ``sizes`` and ``hardware``.
+        room_bytes: allowed peak of ``graph``, if it is above its own.
+        least_beside: minimum of kernel time that can overlap with some collective, relative to its
             time.
     """
     # Open sizes cannot be compared: the order is found on a copy with the example's sizes, and then
@@ -126,20 +126,20 @@ def overlapped(
 
 
 def _blocking(block: Block, order: Sequence[int]) -> set[int]:
-    """Starts that are waited for at once: no other task runs in between."""
+    """Return starts that are waited for at once, with no other task in between."""
     place = {position: index for index, position in enumerate(order)}
     return {start for start, wait in block.wait_of.items() if place[wait] == place[start] + 1}
 
 
 class Step(NamedTuple):
-    """One line of a schedule: ``node`` runs, or, with ``waits``, the collective has arrived."""
+    """One step of a schedule: ``node`` runs or, with ``waits``, its collective is awaited."""
 
     node: Node
     waits: bool
 
 
 def _in_order(graph: Graph, steps: Sequence[Step]) -> Graph:
-    """Copy ``graph`` in the order of ``steps``, which leave out views and parts."""
+    """Copy ``graph`` in the order of ``steps``, which omit views and parts of results."""
     copy = Graph()
     copies = {node: copy.node_copy(node) for node in graph.find_nodes(op="placeholder")}
     for node, waits in steps:

@@ -20,8 +20,8 @@ class GraphTasks:
     """A graph as plain data.
 
     Attributes:
-        block: its tasks in the order of the graph, each collective waited for where it starts.
-        nodes: by task; of a wait, the collective.
+        block: its tasks in the order of the graph, with each collective awaited where it starts.
+        nodes: node of each task; for a wait, the collective.
     """
 
     block: Block
@@ -31,7 +31,7 @@ class GraphTasks:
 def graph_tasks(graph: Graph, own_parameters: Collection[int], hardware: Hardware) -> GraphTasks:
     """Return the calls of ``graph``, whose sizes are numbers, as tasks.
 
-    Views and parts of results are no tasks: they cost nothing and go with their operators.
+    Views and parts of results are not tasks: they cost nothing and stay with their operators.
     """
     builder = _Builder(graph, own_parameters, hardware)
     for node in graph.nodes:
@@ -51,7 +51,7 @@ class _Builder:
     """Tasks of the nodes that were added, in graph order.
 
     Attributes:
-        storages: those that count, by the node that owns them.
+        storages: counted storages, by the node that owns them.
     """
 
     def __init__(self, graph: Graph, own_parameters: Collection[int], hardware: Hardware) -> None:
@@ -97,7 +97,7 @@ class _Builder:
         self._result_of[node] = len(self.tasks) - 1
 
     def _effects_before(self, node: Node, position: int) -> Iterator[int]:
-        """Tasks that ``node`` may not overtake though it reads nothing of theirs."""
+        """Return tasks that ``node`` may not overtake, although it does not read their results."""
         if self._last_write is not None:
             yield self._last_write
         if draws(node):
@@ -112,7 +112,7 @@ class _Builder:
 
 
 def _operators_before(node: Node) -> Iterator[Node]:
-    """Operators whose results ``node`` reads, as they are, as views or as parts."""
+    """Return operators whose results ``node`` reads, directly, as views or as parts."""
     for source in node.all_input_nodes:
         if is_view(source) or is_part(source):
             yield from _operators_before(source)

@@ -32,7 +32,7 @@ class Sharded:
 
     Attributes:
         param_placements: storage placement of every parameter: I or S.
-        output_placements: of each model output that a call produces; others are absent.
+        output_placements: placement of each model output that a call produces; others are absent.
         cost_us: the solver's objective.
     """
 
@@ -46,9 +46,9 @@ class Choices:
     """The solver's choices, by the subject of each vertex.
 
     Attributes:
-        strategies: of each operator.
+        strategies: strategy of each operator.
         placed: placement of each other subject.
-        uses: values and the placements in which some vertex needs them.
+        uses: values, and the placements in which some vertex needs them.
     """
 
     def __init__(self, problem: Problem, choices: Sequence[int]) -> None:
@@ -75,13 +75,13 @@ def assemble(
     example: Concretizer,
     world_size: int,
 ) -> Sharded:
-    """Rewrite every region of ``opened`` by the decisions on its twin in ``program``.
+    """Rewrite every region of ``opened`` by the decisions for its copy in ``program``.
 
     Args:
         opened: the program with its open sizes.
-        program: the same with the example's sizes.
-        facts: of each region of ``program``.
-        example: the twins.
+        program: its copy with the example's sizes.
+        facts: facts about each region of ``program``.
+        example: the map between the two.
     """
     lowered: dict[int, Region] = {}
     for i, (region, source) in enumerate(zip(program.regions, opened.regions, strict=True)):
@@ -108,7 +108,7 @@ def assemble(
 def assemble_unsharded(
     opened: Program, program: Program, facts: Mapping[int, RegionValues], example: Concretizer
 ) -> Sharded:
-    """Program of one rank: every value is unsharded, nothing is converted."""
+    """Return the program for one rank: all values are unsharded, without conversions."""
     # Through the same rewrite as on several ranks: it writes the metadata that later passes read.
     lowered = {}
     for region, source in zip(program.regions, opened.regions, strict=True):
@@ -138,7 +138,7 @@ def lower(
     example: Concretizer,
     world_size: int,
 ) -> Region:
-    """Rewrite ``region`` by the decisions on its twin with the example's sizes."""
+    """Rewrite ``region`` by the decisions for its copy with the example's sizes."""
     active = {(example.twin(node), index) for node, index in facts.active}
     strategies = {example.twin(node): strategy for node, strategy in chosen.items()}
     for node, strategy in strategies.items():
@@ -156,7 +156,7 @@ def lower(
 def _input(
     program: Program, problem: Problem, choices: Choices, i: int, position: int
 ) -> Placement:
-    """Placement in which input ``position`` of region ``i`` arrives."""
+    """Return the placement of input ``position`` of region ``i``."""
     region = program.regions[i]
     if region.input_kinds[position] == "param":
         node = region.placeholders[position]
@@ -174,7 +174,7 @@ def _input(
 def _output(
     program: Program, problem: Problem, choices: Choices, i: int, position: int
 ) -> Placement:
-    """Placement in which output ``position`` of region ``i`` leaves it."""
+    """Return the placement of output ``position`` of region ``i``."""
     crossing = problem.crossings.get(Port("out", i, position))
     if crossing is not None:
         return choices.placed[crossing]

@@ -1,6 +1,6 @@
 """Values that take part in sharding, and the roles of their dimensions.
 
-A value is (node, index of its result). It is *active* when it depends on a parameter or on an input
+A value is (node, index of its result). It is *active* if it depends on a parameter or on an input
 that needs a gradient; all others (positions, masks, rotary tables) are computed by every rank.
 """
 
@@ -28,14 +28,14 @@ ReplicatedNode = tuple[str, str]
 
 
 def value_of(node: Node) -> Value:
-    """Return the value that ``node`` names, looking through ``getitem`` of several results."""
+    """Return the value of ``node``, looking through ``getitem`` of several results."""
     if node.op == "call_function" and node.target is operator.getitem:
         return node.args[0], node.args[1]
     return node, 0
 
 
 def results_of(node: Node) -> list[Value]:
-    """All tensor results of ``node``."""
+    """Return all tensor results of ``node``."""
     value = node.meta["val"]
     return (
         [(node, i) for i in range(len(value))] if isinstance(value, (tuple, list)) else [(node, 0)]
@@ -93,7 +93,8 @@ class RegionValues:
         self.tokens.update({(value, dim): None for dim, size in enumerate(sizes) if size != 1})
 
     def num_rows(self, value: Value) -> int:
-        """Number of leading dims that flatten to rows of tokens; 0 where tokens are elsewhere."""
+        """Return the number of leading dims that flatten to rows of tokens; 0 if tokens are
+        elsewhere."""
         shape = shape_of(value)
         tokens = [dim for dim in range(len(shape)) if (value, dim) in self.tokens]
         if not tokens:  # a weight, or a value with features alone
@@ -110,7 +111,7 @@ class RegionValues:
 def activate(
     program: Program, replicated: Collection[ReplicatedNode] = ()
 ) -> dict[int, RegionValues]:
-    """Facts by ``id(region)``; activity flows along the calls until nothing changes.
+    """Return facts by ``id(region)``; activity is propagated along the calls to a fixed point.
 
     Operators in ``replicated`` have no rule.
     """
@@ -131,7 +132,7 @@ def activate(
 
 
 def _activate_call(program: Program, call: Call, facts: dict[int, RegionValues]) -> bool:
-    """Carry activity into and through a call; tell whether any value became active."""
+    """Propagate activity through a call; return whether any value became active."""
     active = facts[id(call.region)].active
     before = len(active)
     for node, ref in zip(call.region.placeholders, call.args, strict=True):
@@ -158,7 +159,8 @@ def _activate_call(program: Program, call: Call, facts: dict[int, RegionValues])
 
 
 def is_elementwise(node: Node) -> bool:
-    """Tell pointwise operators and dropout, whose masks follow the element's global position."""
+    """Return whether it is pointwise, or dropout, whose mask depends on the element's global
+    position."""
     return _is_placed(node) or is_pointwise(node)
 
 
@@ -168,9 +170,9 @@ def _is_placed(node: Node) -> bool:
 
 
 def residual_stream(program: Program, facts: dict[int, RegionValues]) -> dict[Value, None]:
-    """Values that cross regions as rows of tokens, and those tied to them elementwise.
+    """Return values that cross regions as rows of tokens, and values tied to them elementwise.
 
-    Plain tensor parallelism has them replicated on every rank; ``label_dims`` must have run.
+    Without sequence parallelism they are replicated; ``label_dims`` must have run.
     """
     stream: dict[Value, None] = {}
     for call in program.calls:
@@ -204,7 +206,7 @@ def label_dims(region: Region, facts: RegionValues, world_size: int) -> None:
 
 
 def _seed(region: Region, facts: RegionValues) -> None:
-    """Mark the dims whose role is known without a rule: those where values enter and leave."""
+    """Mark the dims whose role is known without a rule: those of inputs and outputs."""
     for node, kind in zip(region.placeholders, region.input_kinds, strict=True):
         if kind == "size":  # a number, without dims
             continue
@@ -238,7 +240,7 @@ def _seed_rows(facts: RegionValues, value: Value) -> None:
 
 
 def _propagate(node: Node, rule: OpRule, facts: RegionValues, world_size: int) -> bool:
-    """Carry roles through one operator, in both directions; tell whether any is new."""
+    """Propagate roles through one operator, in both directions; return whether any is new."""
     operands = map(value_of, tensor_operands(node))
     places: list[tuple[Value, Dims]] = [
         *zip(operands, rule.operands, strict=True),
@@ -270,7 +272,7 @@ def _marked(places: list[tuple[Value, Dims]], table: dict[tuple[Value, int], Non
 
 
 def _pick_tokens(node: Node, facts: RegionValues) -> None:
-    """Mark rows that are picked from the tokens, in any order (those of one expert), as tokens."""
+    """Mark rows that are gathered from tokens, in any order (those of one expert), as tokens."""
     # By hand, for the rule of ``index`` has no factor that leads from one to the other.
     if node.target is not torch.ops.aten.index.Tensor:
         return
@@ -288,10 +290,10 @@ def _count(facts: RegionValues) -> int:
 def _demand(
     node: Node, rule: OpRule, facts: RegionValues, world_size: int, tokens: set[str]
 ) -> None:
-    """Carry the parts in which a dim will be cut from results back to operands.
+    """Propagate the parts into which a dim will be split from results back to operands.
 
-    A parameter is stored for the operators behind it: a fused q, k, v is split only after its
-    product, and has to be sharded within each of the three.
+    The placement of a parameter suits later operators: a fused q, k, v is split only after its
+    product, and must be sharded within each of the three.
     """
     operands = [value_of(operand) for operand in tensor_operands(node)]
     if rule.split is not None:

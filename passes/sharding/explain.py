@@ -1,9 +1,9 @@
-"""Answers to why a parameter is (not) sharded, by solving the placement problem again.
+"""Explanations why a parameter is sharded or not, by solving the placement problem again.
 
-It is solved only when a user asks: the sharding pass keeps nothing for it.
+This happens only when a user asks; the sharding pass stores nothing for it.
 
-Every way to store the parameter and to run its readers is forced in turn, and everything else is
-optimized around it: the difference from the optimum is the cost of that way.
+Each placement of the parameter and each strategy of its readers is forced in turn, and everything
+else is optimized around it: the difference from the optimum is the cost of that alternative.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def explain(
 
     Args:
         program: unsharded.
-        options: of the compilation.
+        options: options of the compilation.
         fixed: placements that an earlier compilation decided.
         replicated: operators that the compilation had to run replicated.
-        name: of a parameter or a module of the user's model, perhaps with ``*`` as in hints.
+        name: name of a parameter or module of the user's model, possibly with ``*`` as in hints.
 
     Raises:
         ArgumentError: no such name; the message suggests similar ones.
@@ -66,7 +66,7 @@ def explain(
 
 
 def _parameters_of(program: Program, name: str) -> list[str]:
-    """Parameters of this name and those inside modules of this name, each once."""
+    """Return parameters of this name and those inside modules of this name, each once."""
     names = list(program.parameters)
     matching = named_or_inside(name, names) if isinstance(name, str) else []
     if not matching:
@@ -86,7 +86,7 @@ def _unexplained(program: Program, name: str, placement: str, reason: str) -> Pa
 
 
 class _Question:
-    """One solved problem, and the changes when a vertex is forced to one of its options."""
+    """A solved problem, and the changes if a vertex is forced to one of its options."""
 
     def __init__(
         self,
@@ -155,7 +155,8 @@ class _Question:
     # The cost of one way.
 
     def _forced(self, number: int, index: int) -> list[int] | None:
-        """The cheapest choices with option ``index`` of a vertex; ``None``: there are none."""
+        """Return the cheapest choices with option ``index`` of a vertex; ``None`` if there are
+        none."""
         if index == self.best[number]:
             return self.best
         # Everything else is solved anew around the one option that is left.
@@ -219,7 +220,7 @@ class _Question:
         raise AssertionError(key)
 
     def _extra(self, choices: list[int]) -> list[Conversion]:
-        """Conversions that the optimum does without, costliest first; free ones are left out."""
+        """Return conversions that the optimum does not need, costliest first, without free ones."""
         usual = conversions(self.vertices, self.best)
         extra = [item for item in conversions(self.vertices, choices) if item not in usual]
         return sorted(filter(self._price, extra), key=self._price, reverse=True)
@@ -272,7 +273,7 @@ class _Question:
         return text
 
     def _why(self, conversion: Conversion, choices: list[int]) -> str:
-        """Explain why the reader behind a conversion cannot do without; "" where it could."""
+        """Explain why the reader after a conversion needs it; "" if it does not."""
         key, source, target = conversion
         for number, vertex in enumerate(self.vertices):
             subject = self.subjects[number]

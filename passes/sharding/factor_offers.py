@@ -1,4 +1,4 @@
-"""Factors of an operator that may be sharded where it stands in the graph, and their parts."""
+"""Factors of an operator that may be sharded at its position in the graph, and their parts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class FactorOffers:
     """Offers for the factors of one operator with a rule, from the roles of its dims.
 
     Args:
-        facts: of its region, with labelled dims.
-        rule: of the operator.
+        facts: facts about its region, with labelled dims.
+        rule: rule of the operator.
         operands: its tensor operands, in order.
         results: its results.
         unsharded: values that elementwise operators keep unsharded.
@@ -51,7 +51,7 @@ class FactorOffers:
         )
 
     def segmentations(self, factor: Factor) -> list[tuple[int, ...]]:
-        """Parts in which the dim is cut by later operators, which only happens to features."""
+        """Return the parts into which later operators split the dim, which must be a feature."""
         if not self._may_cut(factor):
             return []
         segmentations: dict[tuple[int, ...], None] = {}

@@ -1,4 +1,4 @@
-"""The model's outputs: those that may stay sharded, and separation from values of regions."""
+"""The model's outputs: which may stay sharded, and their separation from values between regions."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from sp_compiler.options import CompileOptions
 def may_shard(program: Program, index: int, options: CompileOptions) -> bool:
     """Return whether output ``index`` may stay sharded.
 
-    With a loss among the outputs, logits stay sharded unless the user asks for them in full. What
-    the forward stores in attributes is there in full: the user's code reads it as eager code does.
+    If the model returns a loss, logits stay sharded unless the user asks for full ones. Values that
+    the forward stores in attributes are full, because user code reads them as in eager mode.
     """
     num_returned = program.out_spec.num_leaves
     if program.outputs[index] in program.outputs[num_returned:]:
@@ -44,7 +44,7 @@ def _output_value(program: Program, ref: Ref) -> Node:
 
 @dataclass(frozen=True)
 class Routed:
-    """A program whose outputs no region reads; ``refs``: outputs that some region had read."""
+    """A program whose outputs no region reads; ``refs``: outputs that some region did read."""
 
     program: Program
     refs: tuple[Ref, ...]
@@ -92,7 +92,8 @@ def _return_twice(program: Program, ref: Ref) -> Program:
 
 
 def _pass_through(program: Program, refs: list[Ref]) -> tuple[Region, list[Ref]]:
-    """Region that returns ``refs``, and the refs of the open sizes that it takes behind them."""
+    """Return a region that returns ``refs``, and the refs of the open sizes that it takes after
+    them."""
     graph = Graph()
     nodes = []
     for number, ref in enumerate(refs):

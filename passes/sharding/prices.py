@@ -31,16 +31,16 @@ _KEPT_CROSSINGS = 4.5
 
 
 class Prices:
-    """Prices of running, converting, saving and holding values, over all calls of a region.
+    """Prices of running, converting, saving and storing values, over all calls of a region.
 
     Args:
         program: unsharded.
         facts: of each region.
         world_size: number of ranks.
-        nominal_tokens: placements are priced as if a batch had this many tokens: decided once, they
-            must suit the batches to come, not a short example.
+        nominal_tokens: number of tokens per batch for prices: placements are decided once and must
+            suit later batches, not a short example.
         fixed: storage placements decided by an earlier compilation.
-        hardware: what it runs on.
+        hardware: profile of the device and its links.
     """
 
     def __init__(
@@ -82,10 +82,10 @@ class Prices:
         self._largest_matrix_bytes = max((bytes_of((node, 0)) for node in matrices), default=0)
 
     def conversion_us(self, key: Key, source: Placement, target: Placement) -> float | None:
-        """Price of a conversion; ``None``: impossible.
+        """Return the price of a conversion; ``None`` if it is impossible.
 
-        Parameters only turn from I to R. One that an earlier compilation sharded is gathered where
-        nothing else is possible: an operator of this program alone needs it unsharded.
+        Parameters are only converted from I to R. One that an earlier compilation sharded is
+        gathered if an operator of this program needs it unsharded.
         """
         i, value = key
         if value[0] in self._params[i]:
@@ -118,7 +118,8 @@ class Prices:
         return cost * self.num_calls[i]
 
     def replicated_us(self, param: Value) -> float:
-        """Price of a parameter that every rank holds, which grows with the square of its size."""
+        """Return the price of storing a parameter on every rank, which grows with the square of its
+        size."""
         # The square makes a norm's weight, small beside a matrix, never worth a collective.
         num_bytes = bytes_of(param)
         share = num_bytes / self._largest_matrix_bytes
@@ -126,7 +127,7 @@ class Prices:
         return redundant_bytes * share * _REPLICATED_CROSSINGS / self._hardware.link_bytes_per_us
 
     def saved_us(self, keys: Sequence[Key]) -> float:
-        """Price of values that every rank saves for backward, compared with sharding them."""
+        """Return the price of saving values on every rank instead of sharding them."""
         num_bytes = sum(self._nominal_bytes(i, value) * self.num_calls[i] for i, value in keys)
         redundant_bytes = num_bytes * (self._world_size - 1) / self._world_size
         return redundant_bytes * _KEPT_CROSSINGS / self._hardware.link_bytes_per_us

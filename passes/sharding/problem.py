@@ -45,14 +45,15 @@ class OperatorSubject:
 
 @dataclass(frozen=True)
 class ParameterSubject:
-    """A parameter, or several that regions read at the same place: all have one placement."""
+    """A parameter, or several that calls of a region read at the same position: all have one
+    placement."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class CrossingSubject:
-    """A value on its way from regions that make it to regions that read it."""
+    """A value passed from regions that make it to regions that read it."""
 
     number: int
 
@@ -88,9 +89,9 @@ class Problem:
     """The vertices and the subject of each, in the same order.
 
     Attributes:
-        strategies: for operators, the strategy behind each option; empty for the others.
+        strategies: for operators, the strategy of each option; empty for other subjects.
         parameters: the subject of each parameter, by name.
-        crossings: the subject behind each port.
+        crossings: the subject of each port.
     """
 
     vertices: list[Vertex] = field(default_factory=list)
@@ -101,7 +102,7 @@ class Problem:
     crossings: dict[Port, CrossingSubject] = field(default_factory=dict)
 
     def add(self, subject: Subject, vertex: Vertex, strategies: Sequence[Strategy] = ()) -> None:
-        """Append a vertex, the ``strategies`` of its options beside it."""
+        """Append a vertex and the ``strategies`` of its options."""
         self.vertices.append(vertex)
         self.subjects.append(subject)
         self.strategies.append(list(strategies))
@@ -147,7 +148,8 @@ class ProblemBuilder:
         self._fixed = fixed
 
     def build(self) -> Problem:
-        """Add all vertices; operators first: parameters and crossings ask what they can take."""
+        """Add all vertices, operators first: parameters and crossings depend on what these
+        accept."""
         for i, region in enumerate(self.regions):
             for node in operators(region):
                 if node in self.facts[i].rules:
@@ -256,7 +258,7 @@ class ProblemBuilder:
             self.problem.add(subject, Vertex((), tuple(keys), options))
 
     def _allowed(self, name: str, keys: list[Key]) -> list[Placement]:
-        """Placements to store a parameter in: all readers can take them, and hints allow them.
+        """Return the placements of a parameter that all readers accept and hints allow.
 
         Raises:
             ArgumentError: hints rule out all of them.
@@ -280,7 +282,7 @@ class ProblemBuilder:
         return allowed
 
     def _taken(self, keys: list[Key]) -> Iterable[list[Placement]]:
-        """Yield, for each reader, the placements in which it can take one of the values."""
+        """Yield for each reader the placements in which it accepts one of the values."""
         for vertex in self.problem.vertices:
             for position, value in enumerate(vertex.needs):
                 if value in keys:
@@ -358,7 +360,7 @@ class ProblemBuilder:
 
 
 def _classes(pairs: Iterable[tuple[Item, Item]]) -> list[list[Item]]:
-    """Classes of items that ``pairs`` tie together, all in order of first appearance."""
+    """Return classes of items connected by ``pairs``, in order of first appearance."""
     union = UnionFind()
     for pair in pairs:
         union.union(*pair)

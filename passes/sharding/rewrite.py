@@ -1,4 +1,4 @@
-"""Rewrite one region to one rank's shapes, with a conversion wherever a placement changes.
+"""Rewrite one region to one rank's shapes, with conversions wherever placements change.
 
 before: y = linear(norm(x), w)          # x: (b, s, h)
 after:  n = norm(x)                     # x: (b*s/t, h)          S(0)
@@ -36,7 +36,7 @@ aten = torch.ops.aten
 
 
 def local_placement(placement: Placement) -> Placement:
-    """Placement of the tensor that a rank holds: rows of tokens are sharded on dim 0."""
+    """Return the placement of a rank's tensor: rows of tokens are sharded on dim 0."""
     return S(0) if placement.kind == "T" else placement
 
 
@@ -48,7 +48,7 @@ class RegionLowering:
         active: values that take part in sharding.
         chosen: the strategy of every active operator.
         inputs: placement of each placeholder.
-        outputs: placement that each output must have.
+        outputs: required placement of each output.
         world_size: number of ranks.
     """
 
@@ -183,7 +183,8 @@ class RegionLowering:
         return lower_over_vocabulary(node, values, self.world_size, emit)
 
     def _mean(self, node: Node, args: tuple[Any, ...]) -> Node:
-        """Lower a mean over a sharded dim: the sum of one rank's part, by the global count."""
+        """Lower a mean over a sharded dim: the sum of one rank's part divided by the global
+        count."""
         # A mean of one rank's part would not add up to the mean of all.
         values = arguments(node)
         shape = shape_of(value_of(values["self"]))
@@ -208,7 +209,7 @@ class RegionLowering:
         return self._convert_node(self.made[value][source], value, source, target)
 
     def _convert_node(self, x: Node, value: Value, source: Placement, target: Placement) -> Node:
-        """Emit the conversion, between reshapes to and from rows where either side is a T."""
+        """Emit the conversion, with reshapes to and from rows if either side is a T."""
         like, shape = value[0], shape_of(value)
         _part_of(value, target, self.world_size)  # for its error, and to record what divides
         if target.kind == "T":
@@ -221,7 +222,7 @@ class RegionLowering:
         return self._from_rows(new, shape, source.dim, like) if source.kind == "T" else new
 
     def _to_rows(self, x: Node, shape: tuple[int, ...], num_dims: int, like: Node) -> Node:
-        """Flatten the token dims; pad with copies of the last row, so that no row makes a NaN.
+        """Flatten the token dims; pad with copies of the last row, so that no row leads to NaN.
 
         The padding gets no gradient: it is cut off again before any sum over tokens.
         """
@@ -276,7 +277,8 @@ class RegionLowering:
 
 
 def _part_of(value: Value, placement: Placement, world_size: int) -> tuple[int, ...]:
-    """Shape of one rank's part; records that an open size divides as the example does."""
+    """Return the shape of one rank's part; record that an open size is divisible if the example's
+    is."""
     shape = shape_of(value)
     if not placement.is_sharded:
         return shape
@@ -287,7 +289,8 @@ def _part_of(value: Value, placement: Placement, world_size: int) -> tuple[int, 
 
 
 def _may_need_padding(rows: int, world_size: int) -> bool:
-    """Return whether rows are padded; an open number always, for some call may not divide."""
+    """Return whether rows may be padded; always true for an open number, which may not be divisible
+    in some call."""
     return is_open(rows) or bool(rows % world_size)
 
 

@@ -38,10 +38,10 @@ def shard(
         options: ``tp``, ``sequence_parallel``, ``nominal_tokens``, ``outputs`` and ``hardware``
             are read.
         fixed: storage placements that an earlier compilation gave to the parameters.
-        replicated: operators that run replicated on every rank, whatever their rule says.
+        replicated: operators that run replicated regardless of their rules.
 
     Raises:
-        PassError: the program is sharded already: its shapes are those of one rank.
+        PassError: the program is already sharded: its shapes are those of one rank.
     """
     if any(region.input_placements for region in program.regions):
         raise PassError(Pass.SHARD, "the program is sharded already; shard what outline() returned")
@@ -87,7 +87,7 @@ def placement_problem(
 ) -> ProblemBuilder:
     """Build the problem of placing a program on ``options.tp`` ranks, at least two.
 
-    Open sizes are those of the example: ``example`` makes and keeps the copy.
+    Open sizes are replaced by the example's: ``example`` makes the copy.
     """
     program = (example or Concretizer(routed.program.sizes)).program(routed.program)
     facts = activate(program, replicated)
@@ -117,9 +117,9 @@ def _blamed_on_hints(
     replicated: Collection[ReplicatedNode],
     error: SPCompilerError,
 ) -> SPCompilerError:
-    """Return an error with a smallest set of hints that cannot be met together.
+    """Return an error with a minimal set of hints that cannot be satisfied together.
 
-    Without any one of them, the others can.
+    Without any one of them, the others can be.
     """
 
     def impossible(keys: Iterable[str]) -> bool:

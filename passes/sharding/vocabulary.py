@@ -1,4 +1,4 @@
-"""What one rank runs of a lookup or a loss over a sharded vocabulary."""
+"""One rank's operators for a lookup or a loss over a sharded vocabulary."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _aten = torch.ops.aten
 
 
 class Emit(Protocol):
-    """Calls an operator in the graph that is made."""
+    """Function that emits a call of an operator."""
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Node: ...
 
 
 def lower_over_vocabulary(node: Node, values: dict[str, Any], world_size: int, emit: Emit) -> Node:
-    """Emit what stands for ``node``; returns its result.
+    """Emit the operators that replace ``node``; return their result.
 
     - ``embedding`` -> ``vocab_embedding``; where a row is padding, one without a gradient
     - ``cross_entropy_loss`` -> ``vocab_nll``, or with weights or smoothing ``vocab_smoothed_nll``;
@@ -34,9 +34,9 @@ def lower_over_vocabulary(node: Node, values: dict[str, Any], world_size: int, e
 
     Args:
         node: the unsharded call.
-        values: its arguments by name; tensors are one rank's.
+        values: its arguments by name; tensors are one rank's parts.
         world_size: number of ranks.
-        emit: makes the calls.
+        emit: emits the calls.
     """
     return _LOWERINGS[node.target](node, values, world_size, emit)
 

@@ -17,9 +17,9 @@
 - tag: save or recompute, per node; partition: cut the joint graph by the tags;
 - split_backward: gradients of weights apart, for pipelines; overlap: compute under collectives.
 
-The first call of a module comes here, and so does every later one whose shapes no program serves;
+The first call of a module comes here, and so does every later one for which no program is valid;
 ``runtime.executor`` runs the result. :mod:`sp_compiler.pass_manager` runs the passes: it times each
-and keeps the graphs it leaves. Only it, ``verification`` and this module import passes.
+pass and stores the graphs after it. Only it, ``verification`` and this module import passes.
 """
 
 from __future__ import annotations
@@ -96,13 +96,12 @@ def build(
         model: unmodified, in the mode (train or eval, autocast) to compile for.
         args: example positional arguments.
         kwargs: example keyword arguments.
-        options: of :func:`sp_compiler.compile`.
+        options: as for :func:`sp_compiler.compile`.
         fixed: storage placements of parameters that an earlier compilation decided.
-        lift_casts: keep a float64 model's casts to float32 in float64.
-        open_dims: leave the sizes of the inputs open where that is possible, else warn. A memory
-            budget is kept for each size by itself, so with one they are not left open.
-        keep: whether the result has ``stages``, and also the ``unsharded`` graphs, for a proof to
-            compare with.
+        lift_casts: compute a float64 model's casts to float32 in float64.
+        open_dims: leave the sizes of the inputs open if possible, else warn. With a memory budget
+            sizes are never open, because it is met for each size separately.
+        keep: whether the result has ``stages``, and also the ``unsharded`` graphs for verification.
     """
     fixed = fixed or {}
     compile_with = partial(
@@ -173,7 +172,8 @@ def compile_captured(
     keep: KeptGraphs,
     run: PassRunner,
 ) -> PlannedProgram:
-    """Everything after the capture, which is rewritten; ``name`` is that of the model's class."""
+    """Run everything after the capture, which is rewritten; ``name`` is that of the model's
+    class."""
     # Normalizing rewrites the capture in place; a proof starts from the graph before it.
     original = captured.copy() if keep == "unsharded" else None
     program = to_program(captured, options, run)
@@ -213,15 +213,15 @@ class Compilation:
     """An outlined program that is sharded once and split for any number of memory settings.
 
     A memory setting is a ``recompute`` policy or budget, and whether pipelines split the backward.
-    An operator whose placement the check refuses runs replicated and is noted: slower, never wrong.
+    An operator whose placement the check rejects runs replicated and is noted: slower, never wrong.
 
     Args:
-        program: is not changed.
+        program: outlined; not modified.
         options: everything but ``recompute``, the limits of memory and ``split_backward`` is read.
         fixed: storage placements of parameters that an earlier compilation decided.
-        checked: run the checks. Without them a wrong program is compiled too, so that ``verify``
-            can compare its numbers.
-        run: has run the passes that made ``program``.
+        checked: whether to run the checks. Without them a wrong program is compiled too, so that
+            ``verify`` can compare its numbers.
+        run: the runner of the passes that made ``program``.
     """
 
     def __init__(
@@ -245,7 +245,7 @@ class Compilation:
         """Return the program that runs, with the memory setting of ``options``.
 
         Raises:
-            PlacementError: the check refuses the program although the operator runs replicated.
+            PlacementError: the check rejects the program although the operator runs replicated.
             ArgumentError: the budget is too small.
         """
         setting = replace(
@@ -270,7 +270,7 @@ class Compilation:
                 self._run.forget_from(Pass.SHARD)
 
     def _run_passes(self, options: CompileOptions) -> CompiledProgram:
-        """Run every pass after outlining, or take what another memory setting has of it."""
+        """Run every pass after outlining, or reuse its result from another memory setting."""
         # run.once(...) is shared by all memory settings, run(...) belongs to this one.
         run, tp = self._run, options.tp
         run.forget_setting()
@@ -372,8 +372,8 @@ def build_settings(
 ) -> list[PlannedProgram]:
     """Compile ``model`` for each of ``settings``.
 
-    They differ in ``tp``, ``recompute`` and ``split_backward`` alone. The model is captured once,
-    which takes most of the time, and sharded once per run of equal ``tp``.
+    They may differ only in ``tp``, ``recompute`` and ``split_backward``. The model is captured
+    once, which takes most of the time, and sharded once per run of equal ``tp``.
     """
     programs: list[PlannedProgram] = []
     with running_passes(open_dims=False):
@@ -395,5 +395,5 @@ def compile_program(
     fixed: Mapping[str, Placement] | None = None,
     checked: bool = True,
 ) -> CompiledProgram:
-    """Everything after outlining, for one memory setting; see :class:`Compilation`."""
+    """Run everything after outlining, for one memory setting; see :class:`Compilation`."""
     return Compilation(program, options, fixed=fixed, checked=checked).finish(options)

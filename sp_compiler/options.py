@@ -1,4 +1,4 @@
-"""What a user may tell ``compile``, ``plan``, ``verify`` and ``torch.compile``, written once."""
+"""The options of ``compile``, ``plan``, ``verify`` and ``torch.compile``, defined once."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _ROOT = Path(__file__).parent
 def _files_in(folder: Path, first: str) -> list[str]:
     """Names of the modules in ``folder``, ``first`` in front.
 
-    They are the values of an option, which are found without an import: options are known to every
-    pass and so may import none.
+    They are the values of an option, and are found without importing them, because this module may
+    not import passes.
     """
     names = [module.name for module in pkgutil.iter_modules([str(folder)])]
     return sorted(names, key=lambda name: (name != first, name))
@@ -134,7 +134,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def with_options(function: Function) -> Function:
     """Spell ``**options: Unpack[Options]`` out in the signature and docstring of ``function``.
 
-    So ``help`` and an editor show names, defaults and meanings, which are written here alone.
+    This way ``help`` and editors show names, defaults and meanings, which are defined only here.
     """
     signature = inspect.signature(function)
     # Named in the signature of an editor, while the code below keeps one ``**options``.
@@ -157,7 +157,8 @@ def with_options(function: Function) -> Function:
 
 @dataclass(frozen=True, kw_only=True)
 class CompileOptions:
-    """:class:`Options` with their defaults, validated; the number of ranks; what a pipeline asks.
+    """Validated :class:`Options` with their defaults, the number of ranks and requirements of
+    pipelines.
 
     Attributes:
         tables_apart: see :func:`sp_compiler.passes.outline.outline`.
@@ -236,7 +237,7 @@ class CompileOptions:
 
     @classmethod
     def of(cls, tp: int, options: Options) -> CompileOptions:
-        """``options`` as a user gives them to a function."""
+        """Return the validated form of a user's ``options``."""
         values: dict[str, Any] = {**options, "hints": options.get("hints") or {}}
         return cls(tp=tp, **values)
 
@@ -259,12 +260,12 @@ class CompileOptions:
 
     @property
     def device(self) -> Hardware:
-        """The profile that ``hardware`` means."""
+        """The profile of ``hardware``."""
         return hardware_of(self.hardware)
 
     @property
     def chunk_counts(self) -> tuple[int, ...] | None:
-        """Numbers of chunks to choose from for a loss head; ``None``: whatever lowers the peak."""
+        """Allowed numbers of chunks of a loss head; ``None`` to choose by the peak."""
         return None if self.loss_chunks == "auto" else (self.loss_chunks,)
 
     @property
@@ -284,7 +285,7 @@ class CompileOptions:
     def refuse_device_memory(
         self, where: Literal["data", "pipeline", "grid", "suggest", "backend"]
     ) -> None:
-        """Raise :class:`ArgumentError` where there is a ``device_memory``, which has no meaning."""
+        """Raise :class:`ArgumentError` if ``device_memory`` is given where it has no meaning."""
         if self.device_memory is not None:
             raise ArgumentError(f"device_memory={self.device_memory!r}: {_INSTEAD[where]}")
 
@@ -302,15 +303,15 @@ _INSTEAD = {
 
 
 def pass_name(user_pass: UserPass) -> str:
-    """The name of a user's pass: of the function, or of the class of what is called."""
+    """Return the name of a user's pass: that of the function, or of the callable's class."""
     return getattr(user_pass, "__name__", type(user_pass).__name__)
 
 
 def checked_inputs(model: Any, example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """``example_inputs`` if they are what they must be.
+    """Return ``example_inputs`` if they are valid.
 
     Raises:
-        ArgumentError: no module, or inputs that are not (args, kwargs).
+        ArgumentError: ``model`` is not a module, or the inputs are not (args, kwargs).
     """
     check_model(model)
     if (

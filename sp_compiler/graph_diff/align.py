@@ -1,6 +1,6 @@
-"""Find which node of one graph is which node of another.
+"""Match the nodes of one graph with those of another.
 
-Four steps, each only for what the earlier ones left over:
+There are four steps, each for the nodes that earlier ones did not match:
 
 1. placeholders and attributes by name, then by position; the output; operators by name where they
    were made from the same nodes;
@@ -12,7 +12,7 @@ Four steps, each only for what the earlier ones left over:
    to its users;
 4. a long common subsequence of operators, a match at a time, each followed by step 3.
 
-Values are followed through inserted and removed nodes: where ``linear(x)`` became
+Values are followed through inserted and removed nodes: if ``linear(x)`` became
 ``linear(convert(x))``, the operand still matches.
 """
 
@@ -51,8 +51,8 @@ class Alignment:
     Attributes:
         forth: node of ``before`` to its node of ``after``.
         back: the inverse.
-        expansions: node of ``before`` to the nodes of ``after`` that it became, where it became
-            other operators than its own; ``forth`` names the one that is its value.
+        expansions: node of ``before`` to the nodes of ``after`` that replaced it, if these are
+            other operators; ``forth`` has the one with its value.
     """
 
     def __init__(self, before: Graph, after: Graph) -> None:
@@ -87,7 +87,7 @@ class Alignment:
         return [node for node in self.after if self._is_inserted(node)]
 
     def same_value(self, old: Any, new: Any) -> bool:
-        """Compare two arguments: literals by type and text, nodes by what they match."""
+        """Compare two arguments: literals by type and text, nodes by their matches."""
         if isinstance(old, Node) and isinstance(new, Node):
             # Both ways: a conversion may have come on one side and another one gone on the other.
             ends = set(self._values_after(new))
@@ -107,7 +107,7 @@ class Alignment:
     def same_arguments(self, old: Node, new: Node) -> bool:
         """Return whether two matched nodes compute the same of the same values.
 
-        Of a replaced or expanded operator only the tensors that go in are compared.
+        For a replaced or expanded operator only the tensor operands are compared.
         """
         if old in self.expansions:
             expansion = set(self.expansions[old])
@@ -149,7 +149,8 @@ class Alignment:
             yield node
 
     def _passed_on(self, node: Node) -> Node | None:
-        """The operand that an extra node passes on: its only one, or the one of the same origin."""
+        """Return the operand that an extra node passes on: its only one, or the one of the same
+        origin."""
         operands = list(dict.fromkeys(self._operands(node)))
         if len(operands) > 1:
             operands = [operand for operand in operands if _root(operand) == _root(node)]
@@ -191,7 +192,7 @@ class Alignment:
             self._match(*pair)
 
     def _match_same(self) -> None:
-        """Match operators of equal names that were made from the same nodes: nothing changed."""
+        """Match operators of equal names that came from the same nodes: nothing changed."""
         old = {(node.name, _source_and_root(node)): node for node in self._open_before()}
         for new in self._open_after():
             counterpart = old.get((new.name, _source_and_root(new)))
@@ -199,7 +200,7 @@ class Alignment:
                 self._match(counterpart, new)
 
     def _match_groups(self, old_key: _Key, new_key: _Key) -> None:
-        """Match nodes of equal keys, which are nodes that one captured node became."""
+        """Match nodes with equal keys, which came from the same captured node."""
         old_groups = _groups(self._open_before(), old_key)
         new_groups = _groups(self._open_after(), new_key)
         for group, old in old_groups.items():
@@ -244,7 +245,7 @@ class Alignment:
                 self._match(min(exact or candidates, key=position.__getitem__), node)
 
     def _users_of_same(self, new: Node) -> list[Node]:
-        """Open nodes of ``new``'s operator that may take the same first operand."""
+        """Return unmatched nodes of ``new``'s operator that may have the same first operand."""
         operands = self._operands(new)
         if not operands:
             return [old for old in self._open_before() if _same_operator(old, new)]
@@ -266,7 +267,8 @@ class Alignment:
         return self.same_value(self._operands(old), self._operands(new))
 
     def _match_rest(self) -> None:
-        """Match along the longest common subsequence of operators, a pair at a time if possible."""
+        """Match along the longest common subsequence of operators, one pair at a time if
+        possible."""
         # One pair at a time: after each match its users can match by their operands, which is worth
         # more than the next pair of equal operators.
         for _ in range(_MAX_ROUNDS):
@@ -280,7 +282,7 @@ class Alignment:
             self._match_sequence(old, new, render_target)
 
     def _match_replacements(self) -> None:
-        """Match what is left where operands and users are the same: the operator was replaced."""
+        """Match remaining nodes with the same operands and users: the operator was replaced."""
         position = {node: index for index, node in enumerate(self.after)}
         for old in self._open_before():
             # Only an operand of its users' counterparts can have the same users.
@@ -298,7 +300,7 @@ class Alignment:
 
 
 def _value_node(nodes: list[Node]) -> Node:
-    """Of the nodes that one operator became, the one that holds its result."""
+    """Return the node with the result among those that replaced an operator."""
     # Sharding marks what it makes of a value; else it is what others read, and of several results
     # the first, as the others (a seed, statistics) serve backward.
     placed = [node for node in nodes if "placement" in node.meta]
@@ -315,7 +317,7 @@ def _groups(nodes: list[Node], key: _Key) -> dict[str, list[Node]]:
 
 
 def _root(node: Node) -> str:
-    """Name of the captured node that this one goes back to."""
+    """Return the name of the captured node that this one came from."""
     return str(node.meta.get("root") or node.meta.get("source") or node.name)
 
 
@@ -340,7 +342,7 @@ def _same_operator(old: Node, new: Node) -> bool:
 
 
 def _named_arguments(node: Node) -> Any:
-    """Arguments by name where there is a schema, so that it is no matter how a call is written."""
+    """Return arguments by name if there is a schema, so that spellings of a call do not matter."""
     if isinstance(node.target, OpOverload):
         return arguments(node)
     return (node.args, dict(node.kwargs))

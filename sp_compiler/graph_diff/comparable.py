@@ -28,10 +28,10 @@ FLAT = ""
 def snapshot_of(value: Any, example_inputs: ExampleInputs | None) -> Snapshot:
     """Return the graphs of ``value``.
 
-    Folders that come later register their own types.
+    Later folders register their own types.
 
     Raises:
-        ArgumentError: anything else, or a module that is not compiled without inputs.
+        ArgumentError: an unknown type, or an uncompiled module without inputs.
     """
     raise ArgumentError(f"cannot compare a {type(value).__name__}; expected {EXPECTED}")
 

@@ -41,7 +41,7 @@ _KIND_OF: dict[Field, Kind] = {
 
 @dataclass(frozen=True)
 class Change:
-    """One property of a node; "" stands for "has none"."""
+    """Change of one property of a node; "" means that there is none."""
 
     field: Field
     before: str
@@ -50,20 +50,19 @@ class Change:
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """One node as it is in one of the graphs; "" stands for "has none".
+    """One node in one of the graphs; "" means that a property does not exist.
 
     Attributes:
-        name: in its graph.
+        name: its name in the graph.
         op: its operator, such as "aten.linear".
         text: the node as one line.
         users: names of the nodes that use it.
-        collective: how it communicates ("all_gather", ...).
-        value: such as "f32[2, 4]".
-        num_bytes: of the value, on one rank where the graph is that of one; ``None`` where a size
-            is open.
+        collective: the kind of communication ("all_gather", ...).
+        value: dtype and shape, such as "f32[2, 4]".
+        num_bytes: bytes of the value, on one rank in a sharded graph; ``None`` if a size is open.
         placement: such as "S(0)".
         tag: "save" or "recompute".
-        module: path of the module of the user's model that made it.
+        module: path of the module in the user's model.
         line: of the user's model, as "file.py:12 code".
     """
 
@@ -85,10 +84,10 @@ class Entry:
     """One node of either graph, or of both.
 
     Attributes:
-        kind: what happened to it on the way from the first graph to the second.
+        kind: how it changed from the first graph to the second.
         before: the node in the first graph, ``None`` if it was inserted.
         after: the node in the second graph, ``None`` if it was removed.
-        changes: what changed; empty unless ``kind`` is "changed".
+        changes: its changed properties; empty unless ``kind`` is "changed".
     """
 
     kind: Fate
@@ -125,7 +124,7 @@ class Entry:
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """All that happened to it, in the order of :data:`KINDS`."""
+        """All its kinds, in the order of :data:`KINDS`."""
         if self.kind == "changed":
             changed = {_KIND_OF[change.field] for change in self.changes}
             return tuple(kind for kind in KINDS if kind in changed)
@@ -148,11 +147,11 @@ class Section:
     """The differences of one graph; a block that is repeated has one section.
 
     Attributes:
-        name: of the graph, "" for a graph without a name.
+        name: name of the graph, "" if it has none.
         kind: "changed" for a graph that is on both sides.
-        count: how many layers use it.
-        nodes: all of both graphs, in graph order, those that are unchanged as well.
-        summary: of a graph that exists on one side only.
+        count: number of layers that use it.
+        nodes: all nodes of both graphs, in graph order, including unchanged ones.
+        summary: summary of a graph that exists on one side only.
     """
 
     name: str
@@ -174,14 +173,14 @@ class Totals:
     """One side of a comparison, each graph as often as layers use it.
 
     Attributes:
-        name: of the side: a stage, or the type of what was given.
-        num_nodes: without inputs and outputs.
+        name: name of the side: a stage, or the type of the argument.
+        num_nodes: number of nodes, without inputs and outputs.
         collectives: one entry per kind.
-        flops: of matrix products (2 per multiply-add), on one rank where the graphs are those of
-            one; ``None`` where a node does not say its shape.
-        kept_bytes: between forward and backward, ``None`` where they are not apart. A value that
-            several layers keep counts in each; :attr:`sp_compiler.Plan.activation_bytes` counts it
-            once.
+        flops: FLOPs of matrix products (2 per multiply-add), on one rank in sharded graphs;
+            ``None`` if the shape of a node is unknown.
+        kept_bytes: bytes saved between forward and backward, ``None`` before the partition. A value
+            that several layers save counts in each; :attr:`sp_compiler.Plan.activation_bytes`
+            counts it once.
     """
 
     name: str = ""
@@ -209,11 +208,11 @@ class Equal:
 
 @dataclass(frozen=True)
 class Repeat:
-    """Entries that come several times with other names, as of equal layers in a flat graph.
+    """Entries that repeat with other names, as in equal layers of a flat graph.
 
     Attributes:
-        first: to be shown.
-        others: folded, one for each time that they come again.
+        first: the entries to show.
+        others: the folded repetitions.
     """
 
     first: tuple[Entry | Equal, ...]

@@ -1,7 +1,7 @@
 """Differences between two graphs, programs or stages of a compilation.
 
-Graphs are compared node by node, after :mod:`sp_compiler.graph_diff.align` has found which node
-is which; other names and other ways to write the same call are no difference.
+Graphs are compared node by node, after :mod:`sp_compiler.graph_diff.align` has matched their nodes;
+different names and different spellings of the same call do not count.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def diff(a: Comparable, b: Comparable, *, example_inputs: ExampleInputs | None =
 
 
 def _named_like(stage: Snapshot, other: Snapshot) -> Snapshot:
-    """``stage``; a single graph under the name, and with the calls, of the other's one region."""
+    """Return ``stage``; a single graph gets the name and the calls of the other's only region."""
     if list(stage.graphs) != [FLAT] or list(other.graphs) == [FLAT]:
         return stage
     # Forward and backward of one region count as one.
@@ -93,7 +93,7 @@ def _named_like(stage: Snapshot, other: Snapshot) -> Snapshot:
 def _pairs(
     first: Snapshot, second: Snapshot
 ) -> Iterator[tuple[str, str, Graph | None, Graph | None]]:
-    """Title, name and both graphs of each region, None where a side has none."""
+    """Yield title, name and both graphs of each region, None if a side has none."""
     # What is taken out of it is matched; what stays at the end was added.
     rest = dict(second.graphs)
     unmatched: dict[str, Graph] = {}
@@ -154,7 +154,7 @@ def _summary(graph: Graph) -> Summary:
 
 
 def _call_changes(first: Snapshot, second: Snapshot) -> Iterator[tuple[str, str, str]]:
-    """(path, before, after) of calls that only one side has, or whose arguments changed."""
+    """Return (path, before, after) of calls that only one side has, or whose arguments changed."""
     if first.calls == second.calls:
         wirings = zip(first.calls, first.wiring, second.wiring, strict=False)
         # Same calls: what differs is what they hand to each other.
@@ -173,7 +173,8 @@ def _call_changes(first: Snapshot, second: Snapshot) -> Iterator[tuple[str, str,
 
 
 def _entries(alignment: Alignment) -> Iterator[Entry]:
-    """In the order of the second graph; a removed node stands before what followed it."""
+    """Return entries in the order of the second graph; a removed node comes before its former
+    successor."""
     moves = _moves(alignment)
     # A part of an expansion is neither inserted nor matched: its value's entry speaks for it.
     inserted = set(alignment.inserted)
@@ -205,7 +206,7 @@ def _removed_before(alignment: Alignment) -> dict[Node | None, list[Node]]:
 
 
 def _moves(alignment: Alignment) -> dict[Node, tuple[Change, ...]]:
-    """Matched nodes outside a longest run that both graphs have in the same order."""
+    """Return matched nodes outside the longest sequence that both graphs have in the same order."""
     position = {node: index for index, node in enumerate(alignment.after)}
     matched = [node for node in alignment.before if node in alignment.forth]
     # What moved is least if the most that can stay is said to have stayed.

@@ -1,7 +1,7 @@
 """Folding of unchanged nodes far from a change and of repeated layers.
 
-In a program a repeated layer is one graph. A flat graph (an exported model, a graph before it is
-cut into regions) has its nodes once for each layer, so the differences are as many times the same.
+In a program a repeated layer is one graph. A flat graph (an exported model, or a graph before
+outlining) has its nodes once per layer, so the same differences repeat in each.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def folded(nodes: Sequence[Entry], context: int | None) -> list[Item]:
 
     Args:
         nodes: of one section, in order.
-        context: unchanged nodes to show on either side of a change, ``None`` for all.
+        context: number of unchanged nodes to show on either side of a change, ``None`` for all.
     """
     return list(_repeats(list(_equal_runs(nodes, context))))
 
@@ -60,7 +60,7 @@ def _run(entries: list[Entry]) -> Iterator[Entry | Equal]:
 
 
 def _repeats(items: list[Entry | Equal]) -> Iterator[Item]:
-    """Fold runs of items that follow each other several times but for the numbers in names."""
+    """Fold runs of items that repeat, apart from the numbers in names."""
     # Texts become numbers, for each is compared with hundreds of others.
     numbers: dict[str, int] = {}
     keys = [numbers.setdefault(_signature(item), len(numbers)) for item in items]
@@ -83,7 +83,8 @@ def _repeats(items: list[Entry | Equal]) -> Iterator[Item]:
 
 
 def _longest_repeat(keys: Sequence[int], start: int) -> tuple[int, int]:
-    """(length, count) of the repetition at ``start`` that covers most; (1, 1) if there is none."""
+    """Return (length, count) of the repetition at ``start`` that covers most; (1, 1) if there is
+    none."""
     best = (1, 1)
     for length in range(1, min(_LONGEST_REPEAT, (len(keys) - start) // 2) + 1):
         # One comparison of numbers rules out nearly every length.

@@ -12,7 +12,7 @@ from sp_compiler.ir.text import meta_text, render_node, render_target
 
 
 def node_info(node: Node) -> NodeInfo:
-    """Describe ``node``, of which only the metadata need not be there."""
+    """Describe ``node``, whose metadata may be missing."""
     return NodeInfo(
         name=node.name,
         op=render_target(node),
@@ -29,7 +29,7 @@ def node_info(node: Node) -> NodeInfo:
 
 
 def collective_text(node: Node) -> str:
-    """How ``node`` communicates, "" if it does not."""
+    """Return the kind of communication of ``node``, "" if it has none."""
     if not is_collective(node):
         return ""
     # Operators of ours have a name for it, torch's functional ones are named by what they do.

@@ -37,7 +37,7 @@ STYLES: dict[Kind, str] = {
 def side_by_side(
     sections: Sequence[Section], calls: Calls, totals: tuple[Totals, Totals], context: int | None
 ) -> Group:
-    """A table for each graph that differs, below one with the totals."""
+    """Return one table with the totals, and one per graph that differs."""
     # Said in words: an empty table looks like a failure.
     if not sections and not calls:
         return Group(Text("no difference"))

@@ -6,7 +6,7 @@ import bisect
 
 
 def longest_common(old: list[str], new: list[str]) -> list[tuple[int, int]]:
-    """Index pairs of the longest common subsequence, the earliest where there are several."""
+    """Return index pairs of the longest common subsequence, the earliest if there are several."""
     # The table takes the product of both lengths, and most sequences begin alike.
     start = next((i for i, (x, y) in enumerate(zip(old, new, strict=False)) if x != y), None)
     if start is None:

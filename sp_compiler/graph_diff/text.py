@@ -39,14 +39,14 @@ def section_title(section: Section) -> str:
 
 
 def node_texts(sections: Sequence[Section]) -> Iterator[str]:
-    """Each node that both sides are compared by, as it is on either."""
+    """Return the text of a node on either side."""
     # Of a graph that one side lacks only counts are shown.
     shown = [entry for section in sections if section.summary is None for entry in section.nodes]
     yield from (node.text for entry in shown for node in (entry.before, entry.after) if node)
 
 
 def repeat_text(repeat: Repeat) -> str:
-    """Where a repetition goes on: ``the same 12 times more, to %linear_95``."""
+    """Return the text for a repetition: ``the same 12 times more, to %linear_95``."""
     num_others = len(repeat.others)
     times = "once more" if num_others == 1 else f"{num_others} times more"
     last = repeat.others[-1][-1]
@@ -111,5 +111,5 @@ def _show(text: str) -> str:
 
 
 def shortened(text: str) -> str:
-    """``text``, or its beginning: a node with a hundred operands is known by fewer."""
+    """Return ``text``, shortened if it is very long."""
     return text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT - 3]}..."

@@ -1,4 +1,4 @@
-"""Nodes, collectives, arithmetic and kept bytes of all graphs of one side."""
+"""Nodes, collectives, arithmetic and saved bytes of all graphs of one side."""
 
 from __future__ import annotations
 
@@ -46,8 +46,7 @@ def totals(stage: Snapshot) -> Totals:
 
 
 def _sized_calls(graph: Graph) -> list[Node] | None:
-    """Calls in ``graph``, of the example's sizes where some are open; ``None`` where it lacks
-    shapes."""
+    """Return the calls in ``graph`` at the example's sizes; ``None`` if it has no shapes."""
     values = [node.meta.get("val") for node in graph.nodes if node.op != "output"]
     if any(value is None for value in values):
         return None

@@ -1,1 +1,1 @@
-"""What concerns several axes of a mesh: data parallelism, gradient norms."""
+"""Code for several axes of a mesh: data parallelism, gradient norms."""

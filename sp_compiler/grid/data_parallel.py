@@ -1,4 +1,4 @@
-"""Data parallelism of a compiled module: FSDP2 applied to its blocks and to the rest."""
+"""Data parallelism of a compiled module: FSDP2 on its blocks and on the remaining parameters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STAGE_OPTIONS = {"mp_policy", "shard_placement_fn"}
 def checked_options(
     fsdp: bool | Mapping[str, Any], data: DataAxes, world_size: int
 ) -> Mapping[str, Any] | None:
-    """Return the options to apply FSDP2 with; ``None`` where it is not to be applied.
+    """Return the options for FSDP2; ``None`` if it is not to be applied.
 
     Args:
         fsdp: what the user passed.
@@ -30,9 +30,8 @@ def checked_options(
         world_size: number of tensor-parallel ranks.
 
     Raises:
-        ArgumentError: no such option, a policy of another type, or there is no axis to apply them
-            over.
-        UnsupportedError: parameters gathered over a part of the axis.
+        ArgumentError: an unknown option, a policy of another type, or no axis to apply it over.
+        UnsupportedError: resharding to a part of the axis.
     """
     if not isinstance(fsdp, (bool, Mapping)):
         raise ArgumentError(f"fsdp={fsdp!r}: expected True, False or a dict of options")
@@ -71,14 +70,15 @@ def checked_options(
 def checked_stage_options(
     fsdp: bool | Mapping[str, Any], data: DataAxes
 ) -> Mapping[str, Any] | None:
-    """Return the options to apply FSDP2 to the stages of a pipeline with, ``None`` without axes.
+    """Return the options for FSDP2 on the stages of a pipeline, ``None`` without data axes.
 
     Args:
         fsdp: what the user passed.
         data: the axes to apply it over.
 
     Raises:
-        ArgumentError: ``False`` although there are axes, or an option that stages do not have.
+        ArgumentError: ``False`` although there are data axes, or an option that stages do not
+            support.
     """
     if fsdp is False and data.mesh is not None:
         raise ArgumentError(
@@ -98,10 +98,10 @@ def checked_stage_options(
 
 
 def refuse_scalars(model: nn.Module) -> None:
-    """Raise for parameters that FSDP2 cannot take, before anything of the model is taken over.
+    """Raise an error for parameters that FSDP2 cannot shard, before the model is taken over.
 
     Raises:
-        UnsupportedError: naming the parameters without dimensions.
+        UnsupportedError: with the names of parameters without dimensions.
     """
     names = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
     if names:
@@ -118,7 +118,7 @@ def apply_data_parallelism(
 
     Args:
         root: the compiled module.
-        compiled: the program whose blocks are taken.
+        compiled: the program whose blocks are wrapped.
         data: the axes.
         options: of ``fully_shard`` or ``replicate``.
     """
@@ -136,9 +136,10 @@ def apply_data_parallelism(
 
 
 def _self_contained_blocks(root: nn.Module, compiled: CompiledProgram) -> Iterable[str]:
-    """Paths of the blocks whose parameters nothing else uses, innermost first.
+    """Yield paths of the blocks whose parameters nothing else uses, innermost first.
 
-    FSDP gathers a block's parameters for its call alone. What others use too stays with the root.
+    FSDP gathers a block's parameters only during its call; parameters that others use too stay with
+    the root.
     """
     users: dict[str, set[str]] = {}
     for call in compiled.program.calls:

@@ -1,9 +1,8 @@
-"""Parameters that FSDP2 manages (``fully_shard``, ``replicate``), as a compiled module sees them.
+"""Parameters that FSDP2 manages (``fully_shard``, ``replicate``) in a compiled module.
 
-Each is there, gathered, only between the hooks of its FSDP module, so it is read in its block. The
-gradient of one that is replicated over "tp" is a partial sum there; it stays one through FSDP's
-reduce-scatter, which is linear, and is summed over "tp" afterwards, on the part that this rank
-keeps::
+A parameter is gathered only between the hooks of its FSDP module, so it is read in its block. The
+gradient of one that is replicated over "tp" is a partial sum there; it remains one through FSDP's
+reduce-scatter, which is linear, and is summed over "tp" afterwards, on this rank's shard::
 
     block's backward ── partial gradient ──> FSDP's reduce-scatter over dp_shard
                                                        │  1/dp of it, still partial
@@ -28,11 +27,11 @@ Reduce = Callable[[Sequence[Tensor | None]], list[Tensor | None]]
 
 
 class FullySharded:
-    """What FSDP2 manages of one module.
+    """The parameters of one module that FSDP2 manages.
 
     Args:
         modules: path to module of the whole tree.
-        reduce: sums over the tensor-parallel ranks.
+        reduce: function that sums over the tensor-parallel ranks.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], reduce: Reduce) -> None:
@@ -42,11 +41,11 @@ class FullySharded:
         self._parameters: dict[str, Any] = {}
 
     def parameters(self, num_hooks: int) -> Mapping[str, Any]:
-        """Name to FSDP's own record of every managed parameter.
+        """Return FSDP's record of every managed parameter, by name.
 
         Args:
-            num_hooks: how many hooks were registered on the modules until now: FSDP is applied by
-                registering some, and to look at all modules in every call would cost too much.
+            num_hooks: number of hooks registered on the modules so far. FSDP registers some when it
+                is applied; searching all modules in every call would be too slow.
         """
         if num_hooks != self._num_hooks:
             self._num_hooks = num_hooks
@@ -54,19 +53,19 @@ class FullySharded:
         return self._parameters
 
     def has_unreduced(self) -> bool:
-        """Whether gradients wait on gathered parameters, as backwards without a reduction leave."""
+        """Return whether gathered parameters have unreduced gradients."""
         return any(_waiting(record) for record in self._parameters.values()) or any(
             group._partial_reduce_output is not None for group in param_groups(self._tree.values())
         )
 
     def drop_unreduced(self) -> None:
-        """Forget them."""
+        """Drop them."""
         for group in param_groups(self._tree.values()):
             group._partial_reduce_output = None
             drop_gathered_gradients(group)
 
     def drop_unreduced_of(self, parameters: Collection[int]) -> None:
-        """Forget those of the parameters with these ``id``, sharded or gathered."""
+        """Drop those of the parameters with these ``id``, sharded or gathered."""
         for record in self._parameters.values():
             gathered = getattr(record, "_unsharded_param", None)
             if id(record.sharded_param) in parameters or id(gathered) in parameters:
@@ -98,7 +97,7 @@ def _waiting(record: Any) -> bool:
 
 
 def drop_gathered_gradients(group: Any) -> None:
-    """Forget the gradients of a group of FSDP's that are not reduced yet."""
+    """Drop the gradients of an FSDP group that are not reduced yet."""
     for record in group.fsdp_params:
         _drop(record)
 
@@ -110,7 +109,7 @@ def _drop(record: Any) -> None:
 
 
 def param_groups(modules: Iterable[nn.Module]) -> Iterator[Any]:
-    """FSDP's parameter groups, each communicated together, of those ``modules`` that have some."""
+    """Return the FSDP parameter groups of ``modules``; each group is communicated together."""
     for module in modules:
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
@@ -121,14 +120,14 @@ def param_groups(modules: Iterable[nn.Module]) -> Iterator[Any]:
 
 
 def compute_dtype(record: Any, dtype: torch.dtype) -> torch.dtype:
-    """Type in which a managed parameter of ``dtype`` is computed with."""
+    """Return the compute dtype of a managed parameter of ``dtype``."""
     cast = record.mp_policy.param_dtype
     return cast if cast is not None and dtype.is_floating_point else dtype
 
 
 @contextlib.contextmanager
 def without_gradient_sync(root: nn.Module) -> Iterator[None]:
-    """Let FSDP keep gradients unreduced, on the gathered parameters, in backwards inside."""
+    """Context whose backwards leave gradients of FSDP unreduced, on the gathered parameters."""
     groups = list(param_groups(root.modules()))
     before = [(group.reduce_grads, group.all_reduce_grads) for group in groups]
     for group in groups:
@@ -142,11 +141,11 @@ def without_gradient_sync(root: nn.Module) -> Iterator[None]:
 
 
 class _LateReduction:
-    """Sums what FSDP made of partial gradients, together, when a backward is over.
+    """Sums the partial gradients that FSDP has reduce-scattered together, at the end of a backward.
 
-    FSDP asks each of its records for the gradient to reduce, and would there sum a partial one over
-    "tp", the unsharded parameter, alone, and while the backward's own collectives wait behind it.
-    A record that was taken over gives it the partial sum as it is.
+    FSDP gets the gradient to reduce from each of its parameter records, which would sum a partial
+    one over "tp": at unsharded size, one by one, and delaying the backward's own collectives. A
+    record that was taken over returns the partial sum unchanged.
     """
 
     def __init__(self, reduce: Reduce) -> None:
@@ -156,7 +155,7 @@ class _LateReduction:
         self._backward = -1
 
     def take_over(self, record: Any) -> None:
-        """Have partial gradients of a parameter of FSDP's summed late."""
+        """Sum partial gradients of a parameter managed by FSDP later."""
         if "_get_grad_inner_tensor" in vars(record):
             return
         reduced_at_once = record._get_grad_inner_tensor

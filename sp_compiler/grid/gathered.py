@@ -1,7 +1,7 @@
-"""Parameters of FSDP2 that stay gathered for many backwards, and are reduced once.
+"""Parameters of FSDP2 that stay gathered for many backwards, and whose gradients are reduced once.
 
 A pipeline runs its stage forward and backward for one microbatch after the other. Gathering and
-reducing for each of them would send everything as often as there are microbatches::
+reducing for each of them would multiply the traffic by their number::
 
     unshard all | F0 F1 B0 F2 B1 B2 | reduce-scatter, all-reduce | reshard
 """
@@ -18,10 +18,10 @@ from sp_compiler.grid.fully_sharded import drop_gathered_gradients, param_groups
 
 
 class GatheredParameters:
-    """The parameters that FSDP2 manages of a module that is never called itself.
+    """The parameters that FSDP2 manages in a module that is never called itself.
 
     Args:
-        root: ``fully_shard`` or ``replicate`` was applied to it, with
+        root: module with ``fully_shard`` or ``replicate`` applied, with
             ``reshard_after_forward=False``.
     """
 
@@ -31,9 +31,10 @@ class GatheredParameters:
 
     @contextlib.contextmanager
     def gathered(self, *, reduce: bool) -> Iterator[None]:
-        """Have the parameters gathered inside; at the end reduce their gradients, if asked to.
+        """Context in which parameters are gathered; at its end their gradients are reduced, if
+        asked.
 
-        Where the inside fails nothing is reduced, and the gradients that it left are dropped.
+        After an error inside, nothing is reduced, and unreduced gradients are dropped.
         """
         state = self._root._get_fsdp_state()
         # FSDP does this in the root's first call, which never comes; a block would do it for itself

@@ -1,4 +1,4 @@
-"""The norm of all gradients together, whatever axes of a mesh their parts lie over.
+"""The norm of all gradients together, sharded over any axes of a mesh.
 
 ::
 
@@ -138,7 +138,8 @@ def _total_norm(
 
 
 def _sum_of_powers(parts: list[Tensor], p: float, foreach: bool | None) -> Tensor:
-    """The largest element, or the sum of p-th powers of norms, in float32 or more."""
+    """Return the largest element, or the sum of p-th powers of norms, in float32 or higher
+    precision."""
     norms: list[Tensor] = []
     for same in _by_kind([part for part in parts if part.numel()]):
         dtype = torch.promote_types(same[0].dtype, torch.float32)
@@ -155,7 +156,7 @@ def _sum_of_powers(parts: list[Tensor], p: float, foreach: bool | None) -> Tenso
 
 
 def _summed(grad: Tensor) -> Tensor:
-    """``grad`` without partial sums, whose norm is not the sum of norms."""
+    """Return ``grad`` with partial sums reduced, because their norms cannot be added."""
     if not isinstance(grad, DTensor) or not any(where.is_partial() for where in grad.placements):
         return grad
     return grad.redistribute(
@@ -164,7 +165,7 @@ def _summed(grad: Tensor) -> Tensor:
 
 
 def _sharded_over(grad: Tensor) -> dict[_Axis, dist.ProcessGroup]:
-    """The axes of several ranks over which the parts of ``grad`` lie."""
+    """Return the axes of several ranks over which ``grad`` is sharded."""
     if not isinstance(grad, DTensor):
         return {}
     mesh = grad.device_mesh
@@ -177,7 +178,7 @@ def _sharded_over(grad: Tensor) -> dict[_Axis, dist.ProcessGroup]:
 
 
 def _communication_device(grads: Iterable[Tensor]) -> torch.device:
-    """Device of the collectives; gradients that FSDP offloads are elsewhere."""
+    """Return the device for collectives; gradients that FSDP offloads are on another."""
     for grad in grads:
         local = _local(grad)
         kind = grad.device_mesh.device_type if isinstance(grad, DTensor) else local.device.type
@@ -191,7 +192,7 @@ def _local(grad: Tensor) -> Tensor:
 
 
 def _by_kind(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    """Lists of tensors of one device and dtype."""
+    """Return lists of tensors of one device and dtype."""
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
@@ -204,7 +205,7 @@ def _has_foreach(tensor: Tensor, foreach: bool | None) -> bool:
 
 
 def _all_reduced(numbers: Tensor, p: float, group: dist.ProcessGroup) -> Tensor:
-    """Sums, or for the norm of order inf maxima, over the ranks; NaN where any rank has it."""
+    """Return sums over the ranks, or maxima for the norm of order inf; NaN if any rank has NaN."""
     if not math.isinf(p):
         dist.all_reduce(numbers, dist.ReduceOp.SUM, group=group)
         return numbers

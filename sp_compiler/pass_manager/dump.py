@@ -1,4 +1,4 @@
-"""All results of a compilation as files, for ``SP_COMPILER_DUMP``."""
+"""Files with all results of a compilation, for ``SP_COMPILER_DUMP``."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ VARIABLE = "SP_COMPILER_DUMP"
 
 
 def dump_folder() -> Path | None:
-    """Make the folder that ``SP_COMPILER_DUMP`` names; ``None`` where it names none.
+    """Create the folder in ``SP_COMPILER_DUMP``; return ``None`` if that is not set.
 
     Raises:
-        ArgumentError: it cannot be made or written.
+        ArgumentError: it cannot be created or written.
     """
     name = os.environ.get(VARIABLE)
     if not name:
@@ -37,7 +37,7 @@ def dump_folder() -> Path | None:
 
 
 def dump(compiled: CompiledProgram, folder: Path, plan: str) -> Path:
-    """Write each stage, the code and the text ``plan`` of ``compiled`` into a folder of its own."""
+    """Write each stage, the code and the text ``plan`` of ``compiled`` into a separate folder."""
     own = own_folder(folder)
     for number, (name, stage) in enumerate(compiled.stages.items()):
         (own / f"{number:02}-{name}.txt").write_text(_stage_text(stage), encoding="utf-8")
@@ -48,7 +48,8 @@ def dump(compiled: CompiledProgram, folder: Path, plan: str) -> Path:
 
 
 def own_folder(folder: Path, suffix: str = "") -> Path:
-    """Make a folder below ``folder`` for one compilation of this rank; ``suffix`` ends its name."""
+    """Create a folder in ``folder`` for one compilation on this rank; its name ends with
+    ``suffix``."""
     rank = f"rank{os.environ['RANK']}-" if "RANK" in os.environ else ""
     # Numbers, not times: folders of two ranks, or of a run that is repeated, can be compared.
     numbered = (folder / f"{rank}{number:03}{suffix}" for number in itertools.count())

@@ -1,4 +1,5 @@
-"""An operator whose placement the check refuses runs replicated: slower, never wrong."""
+"""Fallback: an operator whose placement the check rejects runs replicated, slower but never
+wrong."""
 
 from __future__ import annotations
 
@@ -15,10 +16,10 @@ from sp_compiler.ir.program import Program
 def refused_operator(
     program: Program, error: PlacementError, replicated: Collection[tuple[str, str]]
 ) -> Node | None:
-    """The operator of the unsharded program that a refused node came from.
+    """Return the operator of the unsharded program from which a rejected node came.
 
-    Where that is none, as for the sum of two gradients, or is among those that are ``replicated``
-    already, the nearest of those that the node's operands came from.
+    If there is none, as for the sum of two gradients, or it is already ``replicated``, return the
+    nearest one from which the node's operands came.
     """
     known = {
         node.name: node
@@ -38,7 +39,7 @@ def refused_operator(
 
 
 def fallback_note(operator: Node, error: PlacementError) -> str:
-    """What the plan says of an operator that runs replicated."""
+    """Return the plan's note about an operator that runs replicated."""
     return (
         f"{operator.target} runs replicated: how it would be sharded could not be "
         f"proven ({module_path(operator) or '(model)'}, {source_line(operator)}): "

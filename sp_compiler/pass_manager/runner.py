@@ -1,4 +1,4 @@
-"""Run passes one after another and keep the result, report and graphs of each."""
+"""Run passes one after another, and store the result, report and graphs of each."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class _Record:
     """One run of a pass.
 
     Attributes:
-        result: what it returned.
-        report: what it did.
-        stage: the graphs as it left them.
+        result: its return value.
+        report: its report.
+        stage: the graphs after it.
     """
 
     result: Any
@@ -37,14 +37,14 @@ class _Record:
 
 
 class PassRunner:
-    """Runs passes; remembers their results, reports and graphs.
+    """Runs passes and stores their results, reports and graphs.
 
-    A pass is a function of what it rewrites and of its options, which returns the result, or
-    nothing where it works in place. The runner knows none of them by name.
+    A pass is a function of the graphs that it rewrites and of its options, which returns the
+    result, or nothing if it works in place. The runner knows no pass by name.
 
     Args:
-        observer: called after each pass with its name and with what it left.
-        keep_graphs: whether somebody may ask for :meth:`stages`; else there are none.
+        observer: called after each pass with its name and result.
+        keep_graphs: whether to store graphs for :meth:`stages`.
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class PassRunner:
         region: str = "",
         **options: Any,
     ) -> Result:
-        """Run a pass whose result all memory settings share, or return what it returned before.
+        """Run a pass whose result all memory settings share, or return its earlier result.
 
         Args:
             name: of the pass.
-            function: what does it, or a part of it.
-            args: what it rewrites comes first.
-            region: the only one that this run is for.
+            function: the pass, or a part of it.
+            args: its arguments; the graphs that it rewrites come first.
+            region: the only region of this run.
             options: keyword arguments.
         """
         # With the function, for a pass may be several: tags are chosen once, and written per
@@ -96,14 +96,14 @@ class PassRunner:
 
     @classmethod
     def after(cls, name: str, result: Any) -> PassRunner:
-        """The pass ``name`` was run elsewhere, with this result."""
+        """Record that the pass ``name`` was run elsewhere, with this result."""
         runner = cls()
         record = _Record(result, PassReport(name), snapshot_of(name, result))
         runner._shared[name, "", ""] = record
         return runner
 
     def forget_from(self, name: str) -> None:
-        """Forget the pass ``name`` and all that was run after it."""
+        """Drop the pass ``name`` and all later ones."""
         # Passes are remembered in the order in which they ran first.
         names = [key[0] for key in self._shared]
         first = names.index(name) if name in names else len(names)
@@ -111,12 +111,12 @@ class PassRunner:
         self.forget_setting()
 
     def forget_setting(self) -> None:
-        """Forget what depended on the memory setting."""
+        """Drop results that depend on the memory setting."""
         self._own.clear()
 
     @property
     def reports(self) -> list[PassReport]:
-        """One for each pass, the sum over its runs, in the order in which they ran first."""
+        """Return one report per pass, summed over its runs, in the order of first runs."""
         totals: dict[str, PassReport] = {}
         for record in (*self._shared.values(), *self._own):
             report = record.report
@@ -124,11 +124,11 @@ class PassRunner:
         return list(totals.values())
 
     def stages(self, sharded: Program, final: Program) -> Stages:
-        """What each pass left, in the same order; passes that leave no graphs are not there.
+        """Return the graphs after each pass, in the same order; passes without graphs are omitted.
 
         Args:
-            sharded: what those passes worked on that all memory settings share.
-            final: the same with the names that regions have since, see :meth:`Snapshot.renamed`.
+            sharded: the program of the passes that all memory settings share.
+            final: the same with the final names of regions, see :meth:`Snapshot.renamed`.
         """
         names = [name for _, name in program_calls(final)]
         shared = _merged(self._shared.values(), sharded)
@@ -171,7 +171,7 @@ class PassRunner:
 
 @contextlib.contextmanager
 def running_passes(open_dims: bool) -> Iterator[None]:
-    """Context in which passes run: without warnings of what they do on purpose."""
+    """Context in which passes run, without warnings about what they do on purpose."""
     # With symbolic sizes, looking up an operator's result takes longer than running it on fakes.
     lookup = dynamo_config.fake_tensor_cache_enabled and not open_dims
     cache_fakes = dynamo_config.patch(fake_tensor_cache_enabled=lookup)
@@ -186,7 +186,7 @@ def _num_nodes(subject: Any, region: str) -> int:
 
 
 def _merged(records: Iterable[_Record], program: Program) -> dict[str, Snapshot]:
-    """By pass; what was left of single regions, which are called as in ``program``, together."""
+    """Merge by pass the results for single regions, with the calls of ``program``."""
     merged: dict[str, Snapshot] = {}
     calls = program_calls(program)
     # A pass that is given one region knows of no calls, so they are added where all its graphs have

@@ -1,4 +1,4 @@
-"""The graphs in any argument or result of a pass."""
+"""Extraction of graphs from arguments and results of passes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from sp_compiler.trace.joint import JointGraph
 
 @singledispatch
 def graphs_of(subject: Any, region: str = "") -> dict[str, Graph]:
-    """The graphs of what a pass is given or returns, by name; of anything else there are none.
+    """Return the graphs in an argument or result of a pass, by name; none for other objects.
 
-    ``region`` is the name of the one that a graph without a name belongs to.
+    ``region`` is the name of the region of an unnamed graph.
     """
     return {}
 
@@ -67,7 +67,7 @@ def _(subject: Partitioned, region: str = "") -> dict[str, Graph]:
 
 
 def snapshot_of(name: str, subject: Any, region: str = "") -> Snapshot:
-    """Copies of the graphs of ``subject`` after the pass ``name``."""
+    """Return copies of the graphs of ``subject`` after the pass ``name``."""
     # Sharded and tagged programs hold what else their pass found; a snapshot is of the graphs.
     program = getattr(subject, "program", subject)
     if isinstance(program, Program):

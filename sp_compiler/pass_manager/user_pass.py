@@ -24,21 +24,21 @@ _OURS = "sp_compiler"
 
 
 def run_user_pass(captured: Captured, user_pass: UserPass, dropout: Dropout) -> None:
-    """Let ``user_pass`` rewrite the graph of ``captured``, and refuse a graph that is not right.
+    """Run ``user_pass`` on the graph of ``captured``, and raise an error for an invalid result.
 
-    What it may do: add, change and erase calls of functional ATen operators. What it may not: touch
-    placeholders, and return other types and shapes than the model does. New nodes get the
-    ``meta["val"]`` and ``meta["requires_grad"]`` that they have not; what they have is compared
-    with what the operator says, and so are all others: a wrong one goes no further. Numbers that
-    are wrong in tensors of the right form are for :func:`sp_compiler.verify` to find.
+    A pass may add, change and erase calls of functional ATen operators. It may not change
+    placeholders, or return other types and shapes than the model does. New nodes without
+    ``meta["val"]`` and ``meta["requires_grad"]`` get them; existing entries of all nodes are
+    compared with the operator's result, and a wrong one is an error. Wrong numbers in tensors of
+    the right form are for :func:`sp_compiler.verify` to find.
 
     Args:
         captured: normalised.
         user_pass: see :class:`sp_compiler.options.Options`.
-        dropout: the option; what was written is normalised too, so that the later passes know it.
+        dropout: the option; new nodes are normalised too, as later passes require.
 
     Raises:
-        PassError: names the pass, and the node where there is one.
+        PassError: with the pass, and the node if there is one.
     """
     name = pass_name(user_pass)
     module = captured.module
@@ -90,7 +90,7 @@ def _report(name: str, result: Any) -> None:
 def _check_inputs(
     name: str, inputs: Sequence[Node], before: Sequence[Node], values: Sequence[Any]
 ) -> None:
-    """Refuse placeholders that are others than ``before``, or say other things of their values."""
+    """Raise an error if placeholders or their values differ from ``before``."""
     # Callers pass parameters and inputs by position.
     if inputs != before:
         raise PassError(name, "changed the inputs of the graph; expected the same placeholders")
@@ -100,7 +100,8 @@ def _check_inputs(
 
 
 def _check_call(name: str, node: Node) -> None:
-    """Refuse an operator that is not known to be functional; complete and check its meta."""
+    """Raise an error for an operator that is not known to be functional; complete and check its
+    meta."""
     target = node.target
     if target is not operator.getitem:
         if not isinstance(target, OpOverload):
@@ -142,12 +143,14 @@ def _check_outputs(name: str, graph: Graph, before: list[Any]) -> None:
 
 
 def _returned(graph: Graph) -> list[Any]:
-    """Leaf by leaf, what the graph returns: nodes, or objects that are the same in every call."""
+    """Return the leaves that the graph returns: nodes, or objects that are the same in every
+    call."""
     return list(graph.output_node().args[0])
 
 
 def _value(leaf: Any) -> Any:
-    """The fake of a node, and whether a gradient flows to it; any other object itself."""
+    """Return the fake value of a node and whether a gradient flows to it; any other object
+    itself."""
     if not isinstance(leaf, Node):
         return leaf
     # As text, so that it reads well in the error that compares it.
@@ -155,7 +158,8 @@ def _value(leaf: Any) -> Any:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Whether two results have the same types, shapes and devices, and equal values otherwise."""
+    """Return whether two results have the same dtypes, shapes and devices, and equal other
+    values."""
     first, second = pytree.tree_leaves(one), pytree.tree_leaves(other)
     return len(first) == len(second) and all(map(_alike_leaves, first, second))
 

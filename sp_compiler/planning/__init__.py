@@ -1,1 +1,1 @@
-"""The cost of a compiled program for people to read: tables, formulas, pages."""
+"""The cost of a compiled program in readable form: tables, formulas, pages."""

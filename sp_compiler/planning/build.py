@@ -47,7 +47,7 @@ from sp_compiler.planning.plan import Plan
 
 @without_autocast()
 def make_plan(compiled: CompiledProgram, options: CompileOptions, model_name: str = "") -> Plan:
-    """Account for ``compiled``, whose ``regions`` must hold what was partitioned."""
+    """Return the plan of ``compiled``, whose ``regions`` must be partitioned."""
     # Memory is a matter of the whole step (calls share storages, outputs outlive them), time one of
     # each function: so one walk for the one, sums over distinct blocks for the other.
     memory, device = step_memory(compiled), options.device
@@ -126,7 +126,8 @@ def _block(
 
 
 def _kept(compiled: CompiledProgram, region: Region, memory: StepMemory) -> list[KeptStorage]:
-    """Return what each call of ``region`` keeps, by position; where they differ, the last's."""
+    """Return the tensors that each call of ``region`` saves, by position; if calls differ, the
+    last's."""
     holders: dict[Storage, int] = {}
     for item in memory.kept:
         holders[item.storage] = holders.get(item.storage, 0) + 1
@@ -147,7 +148,8 @@ def _kept(compiled: CompiledProgram, region: Region, memory: StepMemory) -> list
 
 
 def _gathered_again(parts: Partitioned) -> set[str]:
-    """Names of kept tensors that backward reads only after gathering them from all ranks."""
+    """Return names of saved tensors that backward reads only after gathering them from all
+    ranks."""
     if parts.step_backward is None:
         return set()
     return {
@@ -243,7 +245,7 @@ def _calls(
 def _gradient_reduction(
     compiled: CompiledProgram, sizes: Mapping[str, StoredParameter]
 ) -> tuple[Collective, ...]:
-    """One all-reduce for each dtype of the parameters that are stored I and used as R."""
+    """Return one all-reduce per dtype of the parameters that are stored as I and read as R."""
     buckets: dict[str, int] = {}
     for size in sizes.values():
         if size.reduced and size.trained and compiled.world_size > 1:

@@ -1,4 +1,5 @@
-"""Fallbacks that take a large part of a step: warned about, or refused with ``strict``."""
+"""Fallbacks that take a large share of a step, which cause a warning, or an error with
+``strict``."""
 
 from __future__ import annotations
 
@@ -24,11 +25,11 @@ _MOST_LINES = 8
 
 @dataclass(frozen=True)
 class CostlyFallback:
-    """A fallback that takes a good part of a step; see ``strict`` of :func:`sp_compiler.compile`.
+    """A fallback that takes a large share of a step; see ``strict`` of :func:`sp_compiler.compile`.
 
     Attributes:
         module: path of the module in the user's model, or the name of a parameter.
-        share: how much of what is replicated, "31 % of the matrix FLOPs" or "an attention core".
+        share: the replicated share, such as "31 % of the matrix FLOPs" or "an attention core".
         reason: why it is not sharded.
         advice: what to do about it.
     """
@@ -43,10 +44,10 @@ class CostlyFallback:
 
 
 def costly_fallbacks(compiled: CompiledProgram) -> tuple[CostlyFallback, ...]:
-    """Fallbacks that take a good part of a step, the largest first.
+    """Return fallbacks that take a large share of a step, largest first.
 
-    They are counted together: more than :data:`COSTLY_SHARE` of the matrix FLOPs, of the parameter
-    bytes, or any attention core. What a hint of the user asks for does not count.
+    Fallbacks count together: more than :data:`COSTLY_SHARE` of the matrix FLOPs or of the parameter
+    bytes, or any attention core. Those requested by a user's hint do not count.
     """
     # Judged together, not one by one: twenty layers at 0.9 % each are a fifth of the step.
     every = list(all_fallbacks(compiled))
@@ -78,11 +79,11 @@ def costly_fallbacks(compiled: CompiledProgram) -> tuple[CostlyFallback, ...]:
 
 
 class FallbackCheck:
-    """Warns of costly fallbacks of the programs of one module, or refuses them.
+    """Warns of costly fallbacks in the programs of one module, or raises errors for them.
 
     Args:
-        options: of the compilation; with ``strict`` they are refused.
-        rank: rank 0 alone warns; all have the same program, so that all refuse it.
+        options: options of the compilation; with ``strict`` they are errors.
+        rank: only rank 0 warns; errors are raised on all ranks, which have the same program.
     """
 
     def __init__(self, options: CompileOptions, rank: int) -> None:
@@ -91,7 +92,7 @@ class FallbackCheck:
         self._known: set[str] = set()
 
     def __call__(self, costly: Sequence[CostlyFallback]) -> None:
-        """Look at those of one program.
+        """Check those of one program.
 
         Raises:
             UnsupportedError: with ``strict``, naming the modules, the reasons and what to do.
@@ -111,7 +112,7 @@ class FallbackCheck:
 
 
 def refuse_costly(costly: Sequence[CostlyFallback], world_size: int) -> None:
-    """Raise where there are any, as ``strict=True`` asks.
+    """Raise an error if there are any, for ``strict=True``.
 
     Raises:
         UnsupportedError: naming the modules, the reasons and what to do.
@@ -124,7 +125,7 @@ def refuse_costly(costly: Sequence[CostlyFallback], world_size: int) -> None:
 
 
 def _text(costly: Sequence[CostlyFallback], world_size: int) -> str:
-    """Name the largest of ``costly``, one a line."""
+    """Return text with the largest of ``costly``, one per line."""
     lines = list(map(str, costly[:_MOST_LINES]))
     if len(costly) > _MOST_LINES:
         lines.append(f"and {len(costly) - _MOST_LINES} more, see plan.costly_fallbacks")
@@ -133,7 +134,7 @@ def _text(costly: Sequence[CostlyFallback], world_size: int) -> str:
 
 
 def _total_bytes(compiled: CompiledProgram) -> int:
-    """Of all parameters, unsharded."""
+    """Return the bytes of all parameters, unsharded."""
     total = 0
     for name, node in stored_parameters(compiled):
         value, placement = node.meta["val"], compiled.param_placements[name]
@@ -143,7 +144,7 @@ def _total_bytes(compiled: CompiledProgram) -> int:
 
 
 def _total_flops(compiled: CompiledProgram) -> float:
-    """Matrix FLOPs of all forwards in one step, unsharded."""
+    """Return the matrix FLOPs of all forwards in one step, unsharded."""
     total = 0.0
     for region in compiled.program.regions:
         for node in region.module.graph.nodes:

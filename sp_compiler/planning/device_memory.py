@@ -1,4 +1,4 @@
-"""A budget for the whole device: what is left for activations, and whether a step fits."""
+"""A limit for device memory: the budget that is left for activations, and whether a step fits."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ def within_device(
 ) -> tuple[CompileOptions, int]:
     """Return ``options`` with the budget that ``device_memory`` leaves, and the bytes of the rest.
 
-    Only ``recompute="auto"`` works towards a budget; for others :func:`require_fit` looks at the
-    plan.
+    Only ``recompute="auto"`` uses a budget; for other policies :func:`require_fit` checks the plan.
 
     Raises:
-        ArgumentError: parameters, gradients and optimizer leave nothing.
+        ArgumentError: parameters, gradients and optimizer state leave no memory.
     """
     if options.device_bytes is None or options.recompute != "auto":
         return options, 0
@@ -40,7 +39,7 @@ def within_device(
 
 
 def require_fit(plan: PlanData, options: CompileOptions) -> None:
-    """Raise :class:`ArgumentError` where a step needs more than ``device_memory``."""
+    """Raise :class:`ArgumentError` if a step needs more than ``device_memory``."""
     limit = options.device_bytes
     if limit is None or plan.total_bytes <= limit:
         return

@@ -1,8 +1,8 @@
-"""What is stored or run replicated, in full on every rank, and why; slower, never wrong.
+"""Parameters and operators that stay replicated, and why; this costs speed, never correctness.
 
-Read off the sharded program, not recorded while it was sharded: what was chosen is in the
-placements of its nodes, also for what the check refused later and for the regions that a budget
-multiplies, and finding a rule again is a look into a table (1 to 2 ms for a GPT or a Llama).
+They are derived from the sharded program instead of being recorded during sharding: the placements
+of its nodes show the choices, including operators that the check rejected later and regions that a
+budget duplicates, and looking up a rule again is cheap (1 to 2 ms for a GPT or a Llama).
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ _CHOICE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Fallback:
-    """A parameter that is stored, or an operator that runs, in full on every rank.
+    """A parameter that is stored, or an operator that runs, replicated.
 
     Attributes:
-        subject: the parameter, or the operator and where it stands.
+        subject: the parameter, or the operator and its module.
         module: path of the module in the user's model, or the name of the parameter.
         reason: why it is not sharded.
-        advice: what to do about it, "" where nothing is known.
+        advice: what to do about it, "" if unknown.
         flops: matrix FLOPs of its forward in one step.
-        num_bytes: of the parameters that are replicated; 0 where that is a choice of no weight.
+        num_bytes: bytes of the replicated parameters; 0 if the choice is unimportant.
         is_attention: whether it is a product inside an attention core.
-        has_rule: whether it could be sharded at other sizes; what has no rule keeps its neighbours
-            from being sharded too.
+        has_rule: whether it could be sharded at other sizes; an operator without a rule may also
+            prevent its neighbours from being sharded.
     """
 
     subject: str
@@ -72,12 +72,12 @@ class Fallback:
 
 
 def fallbacks(compiled: CompiledProgram) -> Iterator[str]:
-    """One line each, parameters first; nothing for one rank."""
+    """Return one line per fallback, parameters first; none for one rank."""
     yield from dict.fromkeys(map(str, all_fallbacks(compiled)))
 
 
 def all_fallbacks(compiled: CompiledProgram) -> Iterator[Fallback]:
-    """The same as data, each operator once a region."""
+    """Return the fallbacks as data, each operator once per region."""
     if compiled.world_size == 1:
         return
     yield from _parameters(compiled)
@@ -89,7 +89,8 @@ def all_fallbacks(compiled: CompiledProgram) -> Iterator[Fallback]:
 
 
 def stored_parameters(compiled: CompiledProgram) -> Iterator[tuple[str, Node]]:
-    """Stored name of each parameter, ties once, and a placeholder with this rank's part."""
+    """Return the stored name of each parameter, tied ones once, and a placeholder with this rank's
+    part."""
     seen: set[str] = set()
     for call in compiled.program.calls:
         for node, ref in zip(call.region.placeholders, call.args, strict=True):
@@ -100,7 +101,7 @@ def stored_parameters(compiled: CompiledProgram) -> Iterator[tuple[str, Node]]:
 
 
 def _parameters(compiled: CompiledProgram) -> Iterator[Fallback]:
-    """Parameters of two dims or more that every rank holds in full; alike ones are one."""
+    """Return replicated parameters with two or more dims; equal ones are merged."""
     alike: dict[str, list[Fallback]] = {}
     for name, node in stored_parameters(compiled):
         value = node.meta["val"]
@@ -125,13 +126,14 @@ def _parameters(compiled: CompiledProgram) -> Iterator[Fallback]:
 
 
 def _asked(compiled: CompiledProgram, name: str) -> str:
-    """The user's hint that leaves nothing but a replicated parameter, "" where there is none."""
+    """Return the user's hint that requires a replicated parameter, "" if there is none."""
     wish = compiled.program.wishes.get(name)
     return str(wish) if wish and not any(wish.allowed[1:]) else ""
 
 
 def _why(node: Node, world_size: int) -> tuple[str, str, bool]:
-    """Reason, advice, and whether it could be sharded but the cost model chose otherwise."""
+    """Return the reason, advice, and whether it could be sharded but the cost model chose
+    otherwise."""
     shape = node.meta["val"].shape
     # From the least to the most avoidable: a size that does not divide holds for any rule, a
     # missing rule for any cost, and what is left was the solver's choice.
@@ -164,12 +166,12 @@ def _other_tp(sizes: Iterable[int]) -> str:
 
 
 def forward_flops(node: Node) -> float:
-    """Matrix FLOPs of one call on one rank."""
+    """Return the matrix FLOPs of one call on one rank."""
     return product_flops(node) or node_flops(node)[0] if node.op == "call_function" else 0.0
 
 
 def _operators(compiled: CompiledProgram, region: Region) -> Iterator[Fallback]:
-    """Operators on activations without a rule, and matrix products of replicated factors."""
+    """Return operators on activations without a rule, and matrix products of replicated factors."""
     alike: dict[str, list[Fallback]] = {}
     differentiable = _differentiable(region)
     # Values that depend on the batch.
@@ -257,7 +259,7 @@ def _why_no_rule(node: Node) -> tuple[str, str]:
 
 
 def _differentiable(region: Region) -> set[Node]:
-    """Differentiable values that parameters or activations go into."""
+    """Return differentiable values that depend on parameters or activations."""
     pairs = list(zip(region.placeholders, region.input_kinds, strict=True))
     sources = {
         node
@@ -270,7 +272,8 @@ def _differentiable(region: Region) -> set[Node]:
 
 
 def _is_attention(node: Node, activations: set[Node]) -> bool:
-    """Whether ``node`` is fused attention, or weights it with the softmax of another product."""
+    """Return whether ``node`` is fused attention, or a product with the softmax of another
+    product."""
     if node.target is _ATTENTION:
         return True
 
@@ -283,7 +286,7 @@ def _is_attention(node: Node, activations: set[Node]) -> bool:
         return product in products and activations.issuperset(tensor_operands(product)[:2])
 
     def sources(start: Node) -> Iterable[Node]:
-        """Return what ``start`` is computed from, up to the nearest products."""
+        """Return the values that ``start`` is computed from, up to the nearest products."""
         return reach(operands(start), operands, stop=products)
 
     softmaxes = [source for source in sources(node) if source.target in _SOFTMAX]
@@ -292,6 +295,6 @@ def _is_attention(node: Node, activations: set[Node]) -> bool:
 
 
 def is_replicated(node: Node) -> bool:
-    """Whether every rank runs ``node`` on the same full operands."""
+    """Return whether every rank runs ``node`` on the same full operands."""
     placements = [value.meta.get("placement") for value in (node, *node.all_input_nodes)]
     return all(placement is not None and placement.is_replicated for placement in placements)

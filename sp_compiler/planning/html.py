@@ -1,4 +1,4 @@
-"""A plan as one HTML page without scripts: memory over a step, what is kept, collectives."""
+"""A plan as one HTML page without scripts: memory over a step, saved tensors, collectives."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def page(plan: PlanData) -> str:
 
 
 def framed(text: str) -> str:
-    """Return an element of a notebook that shows the page ``text``."""
+    """Return a notebook element that shows the page ``text``."""
     # In a frame: the styles of a page would change the notebook's, and its scripts reach it.
     return (
         f'<iframe srcdoc="{escape(text)}" sandbox="allow-scripts" '
@@ -65,7 +65,8 @@ def framed(text: str) -> str:
 
 
 def _timeline(plan: PlanData) -> Iterator[_Bar]:
-    """One bar a call and phase; of a deep model neighbours share one, which shows their largest."""
+    """One bar per call and phase; in deep models neighbours share a bar, which shows their
+    maximum."""
     moments = plan.timeline
     most = max((moment.num_bytes for moment in moments), default=0) or 1
     # Rounded up.
@@ -82,7 +83,8 @@ def _timeline(plan: PlanData) -> Iterator[_Bar]:
 
 
 def _tensors(plan: PlanData) -> Iterator[tuple[BlockPlan, list[tuple[KeptTensor, float]]]]:
-    """Rows of what each block keeps, largest first, with the percent of the largest of all."""
+    """Rows of the tensors that each block saves, largest first, as percent of the largest of
+    all."""
     most = max((tensor.num_bytes for block in plan.blocks for tensor in block.kept), default=1)
     for block in plan.blocks:
         ordered = sorted(block.kept, key=lambda tensor: -tensor.num_bytes)

@@ -1,4 +1,4 @@
-"""Why parameters are placed as they are: what :meth:`sp_compiler.Plan.explain` returns."""
+"""Explanations of parameters' placements: the result of :meth:`sp_compiler.Plan.explain`."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ _SHOWN_US = 0.05
 
 @dataclass(frozen=True)
 class Way:
-    """One way to store a parameter or to run an operator, everything else chosen best for it.
+    """One way to store a parameter or to run an operator, with the best choices for everything
+    else.
 
-    Times are us of one step, forward and backward, of all layers that share the decision, at the
-    plan's nominal number of tokens; they are differences from the way that was chosen.
+    Times are in us per step, forward and backward, for all layers that share the decision, at the
+    plan's nominal number of tokens; they are differences from the chosen way.
 
     Attributes:
         operands: placements of the operator's tensor operands; () for a way of storing.
-        results: of the operator's results; how the parameter is stored for a way of storing.
-        possible: False where nothing else in the model goes with it; all times are 0 then.
-        more_us: the sum of the three others, never negative: the chosen way is the optimum.
-        communication_us: of collectives and of copies around them.
-        compute_us: of the operators of the whole model.
-        memory_us: price of what is replicated on every rank.
-        parameter_bytes: of the parameter on one rank.
-        conversions: what this way converts and the chosen one does not, costliest first.
+        results: placements of the operator's results; for a way of storing, that of the parameter.
+        possible: False if the rest of the model is incompatible with it; all times are 0 then.
+        more_us: the sum of the three others, never negative, because the chosen way is optimal.
+        communication_us: time of collectives and of copies around them.
+        compute_us: time of all operators of the model.
+        memory_us: price of values that are replicated on every rank.
+        parameter_bytes: bytes of the parameter on one rank.
+        conversions: conversions of this way that the chosen one does not need, costliest first.
     """
 
     operands: tuple[str, ...]
@@ -45,7 +46,7 @@ class Way:
 
     @property
     def cost_text(self) -> str:
-        """The extra cost in words: time as time; memory has a price, but is none."""
+        """Return the extra cost in words: times as such; memory has a price, but is not time."""
         time_us = self.communication_us + self.compute_us
         parts = ["more memory on every rank"] if self.memory_us > 0 else []
         if not parts or abs(time_us) >= _SHOWN_US:
@@ -59,7 +60,7 @@ class OperatorWays:
 
     Attributes:
         operator: name, module and source line.
-        num_calls: layers that run it alike.
+        num_calls: number of layers that run it in the same way.
         ways: every strategy that its rule offers here.
     """
 
@@ -73,10 +74,10 @@ class ParameterExplanation:
     """Why one parameter is placed as it is.
 
     Attributes:
-        placement: such as "Shard(0)" or "Replicate()"; "" where the forward does not use it.
+        placement: such as "Shard(0)" or "Replicate()"; "" if the forward does not use it.
         reason: in words.
-        stored: every way to store it that all its readers can take.
-        operators: its readers.
+        stored: every way to store it that all its readers accept.
+        operators: the operators that read it.
     """
 
     name: str
@@ -92,9 +93,9 @@ class Explanation:
     """Why a module's parameters are sharded or not; ``print`` shows tables.
 
     Attributes:
-        name: what was asked for.
+        name: the name that was asked for.
         tp: number of ranks.
-        parameters: those that the name stands for.
+        parameters: the parameters that match the name.
     """
 
     name: str

@@ -11,10 +11,10 @@ from sp_compiler.planning.plan import Plan
 
 @dataclass
 class PlannedProgram(CompiledProgram):
-    """What a compilation of a model ends with.
+    """The result of a compilation.
 
-    A class of its own, for a plan is made of a compiled program: code, costs and the runtime do
-    without one.
+    It is a separate class because a plan is made from a compiled program: code, costs and the
+    runtime do not need one.
 
     Attributes:
         plan: the report of :func:`sp_compiler.plan`.
@@ -29,7 +29,7 @@ class PlannedProgram(CompiledProgram):
 
     @staticmethod
     def plan_of(compiled: CompiledProgram) -> Plan:
-        """Return the plan of a program that a compilation of a model ended with."""
+        """Return the plan of a program that was compiled from a model."""
         # The runtime, which hands programs on, knows none with a plan.
         assert isinstance(compiled, PlannedProgram)
         return compiled.plan

@@ -14,7 +14,7 @@ _MAX_SOURCE = 60
 
 
 def report(plan: PlanData) -> str:
-    """Totals, blocks (repeated ones once), fallbacks, what each pass did."""
+    """Return totals, blocks (repeated ones once), fallbacks and pass reports."""
     parts = [
         f"{plan.model_name} on {plan.tp} tensor-parallel rank{'s' * (plan.tp > 1)}, "
         f"recompute={plan.options['recompute']}, dropout={plan.options['dropout']}, "
@@ -54,7 +54,7 @@ def _memory(plan: PlanData) -> list[tuple[str, str, str]]:
 
 
 def _budget(plan: PlanData) -> Iterable[str]:
-    """How the blocks are split where a budget decides."""
+    """Return the splits of blocks under a budget."""
     name = "memory_budget" if plan.options["device_memory"] is None else "device_memory"
     if plan.options[name] is None:
         return

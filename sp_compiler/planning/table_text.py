@@ -9,7 +9,7 @@ _NUMBER = re.compile(r"([\d.]+ (B|[KMGT]iB))?")
 
 
 def table(rows: Iterable[Sequence[str]], indent: str = "  ") -> str:
-    """Columns aligned: those of sizes to the right, others to the left."""
+    """Return aligned columns: sizes to the right, others to the left."""
     lines = [tuple(row) for row in rows]
     if not lines:
         return ""

@@ -1,1 +1,1 @@
-"""The compiled model against the original, on simulated ranks."""
+"""Comparison of the compiled model with the original, on simulated ranks."""

@@ -1,7 +1,7 @@
-"""Each distinct block, forward and backward, on random data: sharded against unsharded.
+"""Comparison of each distinct block with the unsharded one, forward and backward, on random data.
 
-Finds what a whole step hides: a conversion whose forward is right and whose gradient is not, or a
-gradient that differs between ranks.
+It finds errors that a full step hides: a conversion whose forward is right but whose gradient is
+wrong, or a gradient that differs between ranks.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ def check_blocks(
     floors: bool = True,
     operators: Set[str] | None = None,
 ) -> Iterator[Comparison]:
-    """Compare every region, as each pass left it, with the unsharded one; all ways it was split.
+    """Compare every region after each pass, in all its splits, with the unsharded one.
 
     Args:
         program: of full tensors.
-        variants: by pass, the compiled program with the code to run.
-        call_inputs: what a call of ``program`` is given; of inputs with gradients only shape and
-            type are read.
-        floors: measure the noise floor of each block.
-        operators: compare only blocks with one of these, by the name in the schema.
+        variants: the compiled program with the code to run, by pass.
+        call_inputs: inputs of a call of ``program``; only shape and dtype of inputs with gradients
+            are used.
+        floors: whether to measure the noise floor of each block.
+        operators: compare only blocks with one of these operators, by schema name.
     """
     for region in program.regions:
         used = set(map(schema_name, region.module.graph.nodes))
@@ -76,11 +76,11 @@ def check_blocks(
 
 @dataclass(frozen=True)
 class _Block:
-    """Inputs and tangents of one unsharded region, and what it computes of them.
+    """Inputs and tangents of one unsharded region, and its results.
 
     Attributes:
-        inputs: random where they require gradients, in float64; else as they were given.
-        tangents: of the outputs, in float64.
+        inputs: random float64 values for inputs that require gradients, else the given values.
+        tangents: tangents of the outputs, in float64.
     """
 
     region: Region
@@ -148,7 +148,7 @@ class _Block:
         return row
 
     def _first_wrong(self, name: str, compiled: CompiledProgram) -> str:
-        """Return the operator from which on the sharded region is wrong, "" where none is."""
+        """Return the first wrong operator of the sharded region, "" if there is none."""
         region, world_size = compiled.regions[name].region, compiled.world_size
         precision = self.reference.precision
         expected: dict[str, Any] = {}
@@ -244,7 +244,7 @@ class _Block:
         return Numbers(outputs, named)
 
     def _tangents(self, region: Region, world_size: int) -> list[Tensor]:
-        """For each output of the sharded region; nothing flows into one that is returned again."""
+        """Return a tangent per output of the sharded region; repeated outputs get none."""
         given = zip(self.tangents, region.outputs, region.output_placements, strict=False)
         tangents = [
             # Padding of zeros: no gradient flows into rows that are cut off.
@@ -294,7 +294,8 @@ def _in(precision: Precision, value: Any, dtype: torch.dtype | None) -> Any:
 def _rows(
     value: Tensor, node: Node, placement: Placement, world_size: int, *, pad: float
 ) -> Tensor:
-    """``value`` as the sharded region knows it: tokens flattened to rows, padded with ``pad``."""
+    """Return ``value`` in the sharded region's form: tokens flattened to rows, padded with
+    ``pad``."""
     local = tuple(node.meta["val"].shape)
     # Only rows of tokens are flattened; other dims, and parts with padding of their own, stay.
     if placement.kind != "S" or placement.dim or placement.padding(world_size):

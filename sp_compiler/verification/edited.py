@@ -33,12 +33,12 @@ def check_edited(
     """Compare outputs, new values of buffers and all gradients of both, with random parameters.
 
     Args:
-        parameters: by name; only their global shapes and types are read.
-        inputs: flattened, with their values.
+        parameters: parameters by name; only their global shapes and dtypes are used.
+        inputs: flattened inputs, with their values.
 
     Raises:
-        ArgumentError: the edited code fails, or computes something else; or the generated code
-            computes what is not a number.
+        ArgumentError: the edited code fails or computes something else, or the generated code
+            computes NaN.
     """
     for spread in SPREADS:
         generator = torch.Generator().manual_seed(_SEED)

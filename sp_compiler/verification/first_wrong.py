@@ -1,8 +1,8 @@
-"""The operator from which on a sharded block computes other numbers than the unsharded one.
+"""Search for the first operator of a sharded block that computes wrong numbers.
 
-A report tells the worst output or gradient of a block, which is where an error arrives. It begins
-at the first value that differs, in the order in which values are computed: forward, then gradients
-from the last value to the first.
+A report has the worst output or gradient of a block, which an error has reached. It starts at the
+first value that differs, in the order of computation: forward, then gradients from the last value
+to the first.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ Joined = Callable[[Tensor, Placement, Tensor], Tensor]
 def first_wrong(
     sharded: Region, actual: Values, expected: Values, tolerance: float, joined: Joined
 ) -> Node | None:
-    """Return the first node of ``sharded`` whose value is not that of its namesake.
+    """Return the first node of ``sharded`` whose value differs from its unsharded counterpart.
 
     Args:
         sharded: after sharding; ``meta["source"]`` is the unsharded node that a node computes.
-        actual: on simulated ranks.
-        expected: of the unsharded graph.
-        tolerance: relative error from which on a value is wrong.
+        actual: values on simulated ranks.
+        expected: values of the unsharded graph.
+        tolerance: relative error above which a value is wrong.
         joined: see :data:`Joined`.
     """
     for name, node in _computed_by(sharded).items():
@@ -47,7 +47,7 @@ def first_wrong(
 
 
 def _computed_by(sharded: Region) -> dict[str, Node]:
-    """Return the node that has the value of each unsharded one, by the name of that."""
+    """Return the node with the value of each unsharded node, by the latter's name."""
     nodes = {}
     for node in sharded.module.graph.nodes:
         # An operator that became several (a lookup in a part of a table) ends with its value.
@@ -60,10 +60,10 @@ def _computed_by(sharded: Region) -> dict[str, Node]:
 def first_wrong_gradient(
     sharded: Region, actual: Values, expected: Values, tolerance: float, joined: Joined
 ) -> Node | None:
-    """Return the first node, in the order of backward, that gave a wrong gradient to an operand.
+    """Return the first node, in the order of backward, that gives an operand a wrong gradient.
 
     Args:
-        sharded, tolerance, joined: as of :func:`first_wrong`.
+        sharded, tolerance, joined: as for :func:`first_wrong`.
         actual: gradients, on simulated ranks.
         expected: gradients of the unsharded graph.
     """
@@ -80,7 +80,7 @@ def first_wrong_gradient(
 
 
 def differs(placement: Any, value: Any, true: Any, tolerance: float, joined: Joined) -> bool:
-    """Return whether the ranks' parts ``value`` are known and not those of ``true``."""
+    """Return whether the ranks' parts ``value`` are known and differ from those of ``true``."""
     known = isinstance(value, Tensor) and isinstance(true, Tensor)
     if not known or not isinstance(placement, Placement):
         return False
@@ -94,7 +94,8 @@ def differs(placement: Any, value: Any, true: Any, tolerance: float, joined: Joi
 
 
 def operator_text(node: Node) -> str:
-    """The operator of ``node`` as a report has it, with its module and line in the user's model."""
+    """Return the operator of ``node`` for a report, with its module and line in the user's
+    model."""
     target = getattr(node.target, "__name__", str(node.target))
     where = module_path(node) or "(model)"
     return ", ".join(part for part in (f"{target} of {where}", source_line(node)) if part)

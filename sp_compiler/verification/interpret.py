@@ -1,8 +1,9 @@
-"""Graphs run node by node: the reference, and a compiled program before it is text.
+"""Interpretation of graphs node by node: the reference, and a compiled program before code
+generation.
 
-That the same numbers come out of a graph after each pass tells which pass broke them. Both classes
-have the interface of :class:`sp_compiler.ir.compiled_program.RegionCode`, so the
-executor runs them in place of generated classes, on real or simulated ranks.
+Running the graphs after each pass shows which pass changed the numbers. Both classes have the
+interface of :class:`sp_compiler.ir.compiled_program.RegionCode`, so the executor runs them in place
+of generated classes, on real or simulated ranks.
 """
 
 from __future__ import annotations
@@ -35,19 +36,20 @@ def run_graph(
     tp: Communicator = ONE_RANK,
     computed: dict[str, Any] | None = None,
 ) -> tuple[Any, ...]:
-    """Outputs of a graph of one rank's tensors; ``tp`` is what our own operators run on.
+    """Return the outputs of a graph of one rank's tensors; our own operators run on ``tp``.
 
-    ``computed`` is filled with what each node computed, by its name.
+    ``computed`` is filled with the value of each node, by its name.
 
-    Torch's dispatcher has the kernels and the gradients of all of them, so that what is compared is
-    the graph, and not a second opinion on the operators.
+    Torch's dispatcher has the kernels and gradients of all operators, so that the comparison tests
+    the graph and not a second implementation of operators.
     """
     with running_on(tp):
         return tuple(_Interpreter(module, computed).run(*values))
 
 
 class _Interpreter(SizedInterpreter):
-    """Two ATen operators of a traced graph are more particular than what they stand for."""
+    """Interpreter that handles two ATen operators of traced graphs that are stricter than their
+    originals."""
 
     def __init__(self, module: GraphModule, computed: dict[str, Any] | None) -> None:
         super().__init__(module)
@@ -74,10 +76,10 @@ class ShardedCode:
 
     Args:
         region: after sharding.
-        differentiable: for each output whether ``backward`` takes a tangent for it.
+        differentiable: whether ``backward`` takes a tangent for each output.
 
     Attributes:
-        uses_autograd: so that the runner does not pass by what autograd does in each operator.
+        uses_autograd: tells the runner not to bypass autograd in operators.
     """
 
     uses_autograd = True
@@ -129,7 +131,7 @@ class _Tape:
 
 
 class PartitionedCode:
-    """The forward and backward graphs of a region, as the code generator got them."""
+    """The forward and backward graphs of a region before code generation."""
 
     def __init__(self, partitioned: Partitioned) -> None:
         self._parts = partitioned

@@ -22,12 +22,12 @@ _TIMES_NOISE = 8.0
 
 @dataclass(frozen=True)
 class Precision:
-    """In which types a graph is run.
+    """The dtypes in which a graph runs.
 
     Attributes:
-        name: as a report has it.
-        dtype: type of the graph to the one that is used in its place.
-        entered: context to compute in.
+        name: its name in reports.
+        dtype: maps a dtype of the graph to the one used instead.
+        entered: returns a context for the computation.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Precision:
     entered: Callable[[], AbstractContextManager[None]]
 
     def leaf(self, value: Any) -> Any:
-        """A copy of ``value`` that may collect a gradient of its own."""
+        """Return a copy of ``value`` as a leaf with its own gradient."""
         if not isinstance(value, Tensor):
             return value
         copy = value.detach().clone().to(self.dtype(value.dtype))
@@ -48,19 +48,19 @@ OWN = Precision("its own dtypes", lambda dtype: dtype, contextlib.nullcontext)
 
 @dataclass(frozen=True)
 class Numbers:
-    """What a forward and a backward computed: outputs in order, gradients by name."""
+    """Results of a forward and a backward: outputs in order, gradients by name."""
 
     outputs: Sequence[Any]
     grads: Mapping[str, Tensor | None]
 
     @property
     def is_defined(self) -> bool:
-        """Whether every number is one: NaN on both sides of a comparison proves nothing."""
+        """Return whether no number is NaN: NaN on both sides of a comparison proves nothing."""
         tensors = [*self.outputs, *self.grads.values()]
         return not any(bool(t.isnan().any()) for t in tensors if isinstance(t, Tensor))
 
     def errors(self, true: Numbers) -> dict[str, float]:
-        """Relative errors by output and gradient."""
+        """Return relative errors by output and gradient."""
         of_grads = gradient_errors(self.grads, true.grads)
         named = {f"gradient of {name}": error for name, error in of_grads.items()}
         return output_errors(self.outputs, true.outputs) | named
@@ -71,13 +71,13 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Reference:
-    """What an unsharded graph computes, and what rounding does to it.
+    """The results of an unsharded graph, and the effect of rounding on them.
 
     Attributes:
-        precision: in which both sides are run.
-        true: its numbers.
-        noise: relative change of the worst number under another order of rounding.
-        rounding: the same between ``precision`` and the graph's own dtypes.
+        precision: precision of both sides.
+        true: its results.
+        noise: largest relative change under another order of rounding.
+        rounding: largest relative difference between ``precision`` and the graph's own dtypes.
     """
 
     precision: Precision
@@ -87,12 +87,11 @@ class Reference:
 
     @classmethod
     def of(cls, run: Callable[[Precision], Numbers], *, floors: bool = True) -> Reference:
-        """Run a graph in float64, or in its own dtypes where an operator knows no other.
+        """Run a graph in float64, or in its own dtypes if an operator supports no other.
 
         Args:
-            run: computes its numbers in a precision; what must be the same every time (inputs,
-                seeds) is.
-            floors: measure noise and rounding too, by two more runs; else they are 0.
+            run: computes its results in a precision, with the same inputs and seeds every time.
+            floors: whether to measure noise and rounding, in two more runs; else they are 0.
         """
         try:
             precision, true = FLOAT64, run(FLOAT64)
@@ -115,18 +114,18 @@ class Reference:
 
     @property
     def tolerance(self) -> float:
-        """Relative error from which on a difference is no rounding."""
+        """Relative error above which a difference is not rounding."""
         return max(TOLERANCE, _TIMES_NOISE * self.noise)
 
     def compare(self, stage: str, subject: str, numbers: Numbers) -> Comparison:
-        """Judge what ``stage`` made of the same graph."""
+        """Compare the results of ``stage`` for the same graph."""
         errors = numbers.errors(self.true)
         # One row names one number: the worst one is the one to look at first.
         where = max(errors, key=errors.__getitem__, default="")
         return self._comparison(stage, subject, errors.get(where, 0.0), where=where)
 
     def failed(self, stage: str, subject: str, error: Exception) -> Comparison:
-        """Say that ``stage`` left nothing to compare."""
+        """Record that ``stage`` has no results to compare."""
         return self._comparison(stage, subject, float("inf"), message=str(error))
 
     def _comparison(self, stage: str, subject: str, error: float, **texts: str) -> Comparison:
@@ -141,7 +140,8 @@ def unit_tangent(output: Tensor) -> Tensor:
 
 
 def backward(outputs: Sequence[Any]) -> None:
-    """From the first output that is a number, else from all with ones, as on simulated ranks."""
+    """Run backward from the first scalar output, else from all outputs with ones, as on simulated
+    ranks."""
     roots = [item for item in outputs if isinstance(item, Tensor) and item.requires_grad]
     # Of several losses beside the total only the first is trained on.
     roots = [item for item in roots if item.dim() == 0][:1] or roots

@@ -1,9 +1,10 @@
-"""Runs graphs as they are, but in more precision, with other rounding, or with nothing dropped.
+"""Modes that run graphs unchanged, but in higher precision, with other rounding, or without
+dropout.
 
-What is judged is the program that runs, in the dtypes that it has. Its roundings would hide small
-mistakes, so it runs in float64, whatever casts it holds: a mode under the dispatcher replaces every
-lower type on the way to a kernel. No graph is changed for it, so both sides of a comparison, eager
-code included, are run alike.
+Verification compares the program that runs, with its own dtypes. Their rounding would hide small
+errors, so it runs in float64 in spite of casts: a dispatch mode replaces every lower dtype on the
+way to a kernel. No graph is changed for that, so both sides of a comparison, including eager code,
+run in the same way.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ _WIDE = {torch.complex32: torch.complex128, torch.complex64: torch.complex128}
 
 
 def widest(dtype: torch.dtype) -> torch.dtype:
-    """The float64 type of the same kind; integers and bool are their own."""
+    """Return the float64 dtype of the same kind; integers and bool are unchanged."""
     return torch.float64 if dtype.is_floating_point else _WIDE.get(dtype, dtype)
 
 
 @contextlib.contextmanager
 def in_float64() -> Iterator[None]:
-    """Compute everything inside in float64 and complex128, forward and backward."""
+    """Context that computes everything in float64 and complex128, forward and backward."""
     default = torch.get_default_dtype()
     # Of what has no floating point operand: quotients of integers, factories.
     torch.set_default_dtype(torch.float64)
@@ -42,7 +43,8 @@ def in_float64() -> Iterator[None]:
 
 
 class Float64Mode(TorchDispatchMode):
-    """Gives every operator float64 in place of lower types, for operands and for arguments."""
+    """Mode that gives every operator float64 in place of lower dtypes, in operands and
+    arguments."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -84,7 +86,7 @@ def _grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``aten::_grouped_mm``, of which there are kernels for bfloat16 alone.
+    """``aten::_grouped_mm`` in any dtype; torch has kernels for bfloat16 only.
 
     Groups are rows of ``x``, columns of ``y`` or, where neither has a dim of groups, parts of the
     dim that is summed over.
@@ -111,10 +113,10 @@ _KERNELS: dict[str, Callable[..., Any]] = {"aten::_grouped_mm": _grouped_mm}
 
 
 class OtherRounding(TorchDispatchMode):
-    """Rounds otherwise: sums run backwards, and every result is off by up to one unit.
+    """Mode with other rounding: sums run backwards, and every result is off by up to one unit.
 
-    What this changes in the numbers of one graph is its *noise floor*: no comparison of two ways to
-    compute the same can tell errors below it from rounding.
+    The change of a graph's results is its *noise floor*: no comparison of two ways to compute the
+    same can distinguish errors below it from rounding.
     """
 
     def __init__(self) -> None:
@@ -175,10 +177,10 @@ _REVERSED: dict[Any, Callable[..., tuple[Any, ...]]] = {
 
 
 class NothingDropped(TorchDispatchMode):
-    """Every dropout keeps all elements, scaled as ever.
+    """Mode in which dropout drops nothing, but scales as usual.
 
-    Eager dropouts draw from torch's generator and ours from a counter, so that only without the
-    draws can both be compared: also where a model drops in eval mode.
+    Eager dropout draws from torch's generator and ours from a counter, so they can only be compared
+    without drops, even if a model drops in eval mode.
     """
 
     def __torch_dispatch__(

@@ -1,4 +1,4 @@
-"""Check before the first step: the compiled program computes the same as the capture."""
+"""Verification before the first step: the compiled program computes the same as the capture."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ _SEED = 20260
 
 
 def prove(step: Step, options: CompileOptions, compiled: CompiledProgram) -> None:
-    """Compare ``compiled`` with the capture of the model of ``step``, on random parameters.
+    """Compare ``compiled`` with the capture of the model, on random parameters.
 
-    Up to the outline each distinct part of the capture is compared with the call that it became,
-    so that layers that were merged wrongly show; from there on each distinct block; all forward and
-    backward. Every rank does the same alone.
+    Up to the outline, each distinct part of the capture is compared with its call, which finds
+    layers that were merged wrongly; after that, each distinct block; all forward and backward.
+    Every rank does the same by itself.
 
     Raises:
-        PassError: of the pass that broke the numbers, with the block and how far they are off.
+        PassError: with the pass that changed the numbers, the block and the error.
     """
     assert compiled.unsharded is not None, "compiled without its unsharded graphs"
     step = _sized(step, compiled)
@@ -67,10 +67,10 @@ def prove(step: Step, options: CompileOptions, compiled: CompiledProgram) -> Non
 
 
 def prove_rules(step: Step, options: CompileOptions, compiled: CompiledProgram) -> None:
-    """Compare the blocks whose operators have a user's rule that was never compared with numbers.
+    """Compare the blocks whose operators have a user's rule that was not verified yet.
 
     Raises:
-        PassError: naming the rules that may be wrong.
+        PassError: with the rules that may be wrong.
     """
     graphs = [region.module.graph for region in compiled.program.regions]
     # Once for all models: a rule that was right on one block is not tried on each of the next.
@@ -98,14 +98,15 @@ def _refuse_wrong(
     *,
     blamed: str | None = None,
 ) -> None:
-    """Raise with all comparisons where one is wrong, naming ``blamed`` or the first bad pass."""
+    """Raise an error with all comparisons if one is wrong, with ``blamed`` or the first bad
+    pass."""
     report = VerifyReport(step.name, options.tp, tuple(rows))
     if not report.ok:
         raise PassError(blamed or report.first_bad_pass or "", f"{message}\n{report}")
 
 
 def _sharded_operators(compiled: CompiledProgram) -> set[str]:
-    """Operators of which some rank computes a part: a rule that was not used was not proven."""
+    """Return operators that are sharded: an unused rule is not verified."""
     return {
         schema_name(node)
         for region in compiled.program.regions
@@ -120,7 +121,7 @@ def _sharded_operators(compiled: CompiledProgram) -> set[str]:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Say nothing again that the compilation has said, and cast nothing again."""
+    """Context without repeated warnings of the compilation, and without autocast."""
     with warnings.catch_warnings(), without_autocast():
         warnings.simplefilter("ignore")
         yield
@@ -150,7 +151,7 @@ def _thorough_rows(
     compiled: CompiledProgram,
     operators: Set[str] | None = None,
 ) -> list[Comparison]:
-    """Compare what every pass left; with ``operators`` only blocks that have one of them."""
+    """Compare the result of every pass; with ``operators``, only blocks that have one of them."""
     # The capture of the compilation was rewritten by its passes, so the model is captured once
     # more.
     rows: list[Comparison] = []
@@ -196,14 +197,14 @@ def _block_rows(
 
 
 def _values_of(tensors: Tensors, program: Program) -> Callable[[Spread], Values]:
-    """Values by spread, each made once: what is computed for one block serves the next."""
+    """Return values by spread, each made once and shared by all blocks."""
     return functools.cache(
         partial(Values, program, tensors.params, tensors.buffers, tensors.inputs)
     )
 
 
 def _random_tensors(tensors: Tensors, spread: Spread) -> Tensors:
-    """Parameters have no memory while a model is compiled; what has values keeps them."""
+    """Parameters have no memory while a model is compiled; tensors with values keep them."""
     generator = torch.Generator().manual_seed(_SEED)
 
     def filled(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Random values for parameters that have none yet."""
+"""Random values for parameters that have no values yet."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def random_like(
     device: torch.device | None = None,
     spread: Spread = "any sign",
 ) -> Tensor:
-    """Random numbers in float64, of a size at which products of matrices stay of order one.
+    """Return random float64 numbers, scaled so that matrix products stay of order one.
 
-    ``value`` gives the shape; where its type knows no gradient the result is zero.
+    ``value`` gives the shape; if its dtype has no gradients, the result is zero.
     """
     shape, device = tuple(value.shape), device or value.device
     if not carries_gradient(value):

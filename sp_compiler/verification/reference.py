@@ -1,6 +1,6 @@
 """Runs captures and programs on one device, node by node, under torch's own autograd.
 
-This is what everything else is compared with: no placements, no joint graph, no generated code.
+It is the reference of all comparisons: no placements, no joint graph, no generated code.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sp_compiler.verification.interpret import run_graph
 class ReferenceResult:
     """Flattened outputs, in the order of ``out_spec``, and the new values of mutated buffers.
 
-    ``call_inputs`` is what each call of a program was given.
+    ``call_inputs`` has the inputs of each call of a program.
     """
 
     outputs: list[Any]
@@ -37,14 +37,15 @@ def run_captured(
     flat_inputs: Sequence[Any],
     seed: Tensor | None = None,
 ) -> ReferenceResult:
-    """Run the flat graph.
+    """Run a captured flat graph.
 
     Args:
         captured: a capture, normalised or not.
         params: global parameters by their name in ``model.named_parameters()``.
         buffers: global buffers by name.
         flat_inputs: leaves of :func:`sp_compiler.trace.export.flatten_inputs`.
-        seed: of random numbers, 0-dim int64; those of a flat graph share it and differ in site.
+        seed: seed of random numbers, 0-dim int64; draws of a flat graph share it and differ in
+            site.
     """
     sources = _Sources(params, buffers, captured.constants, flat_inputs, seed)
     # A flat graph is one call, so that its seed is the forward's own.
@@ -62,9 +63,10 @@ def run_program(
     flat_inputs: Sequence[Any],
     seed: Tensor | None = None,
 ) -> ReferenceResult:
-    """Run an unsharded program call by call; arguments as of :func:`run_captured`.
+    """Run an unsharded program call by call; arguments as for :func:`run_captured`.
 
-    The seed of a call is made of the forward's seed and the call's number, as when compiled.
+    The seed of a call is derived from the forward's seed and the call's number, as in compiled
+    code.
     """
     sources = _Sources(params, buffers, program.constants, flat_inputs, seed)
     call_inputs = []
@@ -80,7 +82,7 @@ def run_program(
 
 @dataclass
 class _Sources:
-    """Where the values of refs come from."""
+    """Values of refs."""
 
     params: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]

@@ -1,14 +1,14 @@
 """Comparison of each call of a program with its part of the capture, on random values.
 
-Passes before sharding rewrite one flat graph, and most values that calls hand to each other are
-nodes of it still. At these the capture is cut::
+Passes before sharding rewrite one flat graph, and most values passed between calls still are nodes
+of it. The capture is cut at these::
 
     capture   embedding ── add ── ... ── add_7 ── ... ── add_11 ── ... ── loss
     program   Prologue     └── Block ────┘ └──── Block ────┘ └─ Epilogue ─┘
 
-A part and its call are given the same random values and tangents; that all parts agree, forward and
-backward, proves the program, by the chain rule. Layers whose parts of the *capture* are equal node
-by node are compared once: what was merged wrongly differs there.
+A part and its call get the same random values and tangents; if all parts agree, forward and
+backward, the program is right by the chain rule. Layers whose parts of the *capture* are equal node
+by node are compared once: wrongly merged layers differ there.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ _SEED = 20260
 
 
 class Values:
-    """The value of every ref of a program at the example's sizes, made when it is asked for.
+    """The value of every ref of a program at the example's sizes, computed on demand.
 
-    What depends on a parameter is random, so that no layer has to run before another one; what does
-    not (masks, positions, rotary tables) is what the program computes, for passes may rely on it.
+    Values that depend on a parameter are random, so that no layer has to run before another; others
+    (masks, positions, rotary tables) are those that the program computes, because passes may rely
+    on them.
 
     Args:
         program: at the example's sizes.
@@ -85,7 +86,7 @@ class Values:
         return self._random(ref, value, value.requires_grad) if self.is_random(ref) else value
 
     def is_random(self, ref: Ref) -> bool:
-        """Whether ``ref`` depends on a parameter or on what has no memory."""
+        """Return whether ``ref`` depends on a parameter or on a tensor without memory."""
         if ref.kind == "call":
             return self._dependent[ref]
         if ref.kind in ("seed", "size"):
@@ -154,7 +155,7 @@ class Values:
 
 
 def _reaching_inputs(region: Region) -> list[set[int]]:
-    """For each output the positions of the placeholders that it depends on."""
+    """Return for each output the positions of the placeholders that it depends on."""
     positions = {node: index for index, node in enumerate(region.placeholders)}
     return [
         {positions[node] for node in ancestors([output]) & positions.keys()}
@@ -164,15 +165,15 @@ def _reaching_inputs(region: Region) -> list[set[int]]:
 
 @dataclass(frozen=True, eq=False)
 class Section:
-    """What a call computes, in the capture and in the program.
+    """The computation of a call, in the capture and in the program.
 
     Attributes:
         call: index of the call in the program.
-        outputs: those that the capture has too, with their nodes there.
+        outputs: outputs that the capture also has, with their nodes there.
         captured: the part of the capture: a graph of ``sources`` that returns ``outputs``.
-        sources: what its placeholders are.
-        calls: indices of all calls that the program needs for it: those whose results are not in
-            the capture run too.
+        sources: refs of its placeholders.
+        calls: indices of all calls that must run for it, including calls whose results are not in
+            the capture.
         leaves: sources of both sides.
     """
 
@@ -186,7 +187,7 @@ class Section:
 
 @dataclass
 class Sections:
-    """Cuts ``captured`` at the values that ``program``, which was made of it, still has.
+    """Cuts ``captured`` at the values that ``program``, which was derived from it, still has.
 
     Args:
         captured: before any pass rewrote it.
@@ -220,7 +221,7 @@ class Sections:
         self.wired = all(self._is_wired(ref, node) for ref, node in returned)
 
     def _is_wired(self, ref: Any, node: Any) -> bool:
-        """Whether what the program returns is what the capture returns, if all sections agree."""
+        """Return whether the program returns the same as the capture, if all sections agree."""
         if not isinstance(node, Node):
             return bool(ref == node)
         return self._nodes.get(ref, node) is node and (
@@ -228,7 +229,8 @@ class Sections:
         )
 
     def distinct(self, values: Values) -> Iterator[Section]:
-        """One section for each group of calls that are equal, in the capture and in the program."""
+        """Return one section per group of calls that are equal in the capture and in the
+        program."""
         known: set[str] = set()
         for index in range(len(self.program.calls)):
             section = self._section(index)
@@ -376,13 +378,13 @@ def check_sections(
     at_example: Program,
     values_of: Callable[[Spread], Values],
 ) -> Iterator[Comparison]:
-    """Compare what each distinct call computes with the part of the capture it was made of.
+    """Compare each distinct call with the part of the capture from which it was made.
 
     Args:
         captured: before any pass rewrote it.
         program: that the passes before sharding made of it.
         at_example: ``program`` at the example's sizes.
-        values_of: from a spread of random numbers to the values to compute with.
+        values_of: returns the values for a spread of random numbers.
     """
     sections = Sections(captured, program, at_example)
     if not sections.wired:
@@ -396,5 +398,5 @@ def check_sections(
 
 
 def draws_uniform(graph: Region | Captured) -> bool:
-    """Whether it draws other random numbers than which elements to drop."""
+    """Return whether it draws random numbers other than dropout masks."""
     return any(node.target is UNIFORM.overload for node in graph.module.graph.nodes)

@@ -1,8 +1,8 @@
-"""All ranks of a tensor-parallel group simulated in one process, without a process group.
+"""Simulation of all ranks of a tensor-parallel group in one process, without a process group.
 
-A :class:`LocalTensor` holds the parts of every rank; an operation on it is done once for each rank,
-and the functional collectives, met on their way to the backend, are done on the parts. Nothing of
-``torch.distributed`` is initialised or changed, so this works beside any default group.
+A :class:`LocalTensor` holds the parts of every rank; an operation on it runs once per rank, and
+functional collectives are intercepted and computed on the parts. Nothing in ``torch.distributed``
+is initialised or changed, so this works beside any default group.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _c10d = torch.ops._c10d_functional
 
 @contextlib.contextmanager
 def simulated_ranks(world_size: int) -> Iterator[Communicator]:
-    """A communicator whose tensors are :class:`LocalTensor` and whose rank is one of them.
+    """Context with a communicator whose tensors are :class:`LocalTensor`, including its rank.
 
     >>> full = torch.ones(2)
     >>> with simulated_ranks(2) as tp:
@@ -54,7 +54,8 @@ class _SimulatedRanks(Communicator):
         function: Callable[[int | Tensor, Sequence[Any]], Sequence[Any]],
         values: Sequence[Any],
     ) -> Sequence[Any]:
-        """``function(rank, values)`` on the parts of each rank; its results as one value each."""
+        """Call ``function(rank, values)`` on the parts of each rank; return its results as one
+        value each."""
         results = {
             index: function(rank, [_on_rank(value, index) for value in values])
             for index, rank in self.rank._local_tensors.items()  # type: ignore[union-attr]
@@ -66,12 +67,13 @@ class _SimulatedRanks(Communicator):
 
 
 def scatter(full: Tensor, placement: Placement, world_size: int) -> Tensor:
-    """The ranks' parts of ``full``: a :class:`LocalTensor`, a plain tensor on one rank.
+    """Return the ranks' parts of ``full`` as a :class:`LocalTensor`, or a plain tensor for one
+    rank.
 
     A partial sum is all of it on rank 0 and zeros elsewhere. Ranks never share memory.
 
     Raises:
-        ArgumentError: ``full`` was made while ranks are simulated, so it is no full tensor.
+        ArgumentError: ``full`` was created while ranks are simulated, so it is not a full tensor.
     """
     if isinstance(full, LocalTensor):
         raise ArgumentError(
@@ -88,10 +90,10 @@ def scatter(full: Tensor, placement: Placement, world_size: int) -> Tensor:
 
 
 def gather_check(local: Tensor, placement: Placement) -> Tensor:
-    """The full tensor behind the ranks' parts; raises where ranks that must agree differ.
+    """Return the full tensor of the ranks' parts; raise an error if ranks that must agree differ.
 
     Raises:
-        RankMismatchError: a replicated value that is not bitwise the same on every rank.
+        RankMismatchError: a replicated value is not bitwise equal on every rank.
     """
     if not isinstance(local, LocalTensor):
         return local.detach().clone()
@@ -106,8 +108,8 @@ class SimulatedStep:
 
     Attributes:
         outputs: the flat outputs of the model.
-        grads: parameter name to gradient; ``None`` where no gradient arrived.
-        input_grads: for each flat input its gradient, ``None`` where it has none.
+        grads: parameter name to gradient; ``None`` without one.
+        input_grads: gradient of each flat input, ``None`` without one.
         mutated_buffers: name to new value.
     """
 
@@ -133,12 +135,12 @@ def simulate_step(
         full_params: stored name to full parameter; those with ``requires_grad`` get gradients.
         buffers: name to buffer.
         flat_inputs: flattened user inputs, full tensors.
-        seed: 0-dim int64, needed where the program draws random numbers.
-        output_grads: gradient of each flat output (``None``: none). Without it: 1 for the first
-            output that is a single number, else ones for every differentiable output; no backward
-            where nothing is differentiable.
-        mode: entered inside of the ranks' own, so that it sees each operation once for all ranks,
-            and ours as one.
+        seed: 0-dim int64, required if the program draws random numbers.
+        output_grads: gradient of each flat output, or ``None``. By default 1 for the first scalar
+            output, else ones for every differentiable output; no backward if none is
+            differentiable.
+        mode: a mode entered inside the simulation's, so that it sees each operation, including our
+            own operators, once for all ranks.
 
     Raises:
         RankMismatchError: replicated outputs or gradients that differ between ranks.
@@ -251,7 +253,8 @@ class SimulationMode(LocalTensorMode):
         return _combine(results)
 
     def _run_kernel(self, func: Any, args: tuple[Any, ...]) -> Any:
-        """One of our operators, whose kernel speaks to all ranks: it gets the parts of all at once.
+        """Run one of our operators, whose kernel communicates: it gets the parts of all ranks at
+        once.
 
         This mode is off while it dispatches and cannot be entered again: it would be off after.
         """
@@ -278,7 +281,7 @@ def _on_rank(value: Any, rank: int) -> Any:
 
 
 def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Any]) -> Any:
-    """What an in-place or out= operation returns: the argument that it changed."""
+    """Return the result of an in-place or out= operation: the argument that it changed."""
     if not func._schema.returns:
         return None
     for position, argument in enumerate(func._schema.arguments):

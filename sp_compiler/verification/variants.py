@@ -1,4 +1,4 @@
-"""A compiled program as each pass left it, to find the one that broke its numbers."""
+"""Variants of a compiled program after each pass, to find the one that changed its numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from sp_compiler.verification.interpret import PartitionedCode, ShardedCode
 
 
 def variants_by_pass(compiled: CompiledProgram) -> dict[str, CompiledProgram]:
-    """The program as each pass left it, by the pass: only how its regions are run differs."""
+    """Return the program after each pass, by name of the pass: only the code of its regions
+    differs."""
     regions = printed_regions(compiled).values()
     sharded: dict[str, RegionCode] = {
         item.region.name: ShardedCode(item.region, item.differentiable) for item in regions
@@ -36,7 +37,7 @@ def variants_by_pass(compiled: CompiledProgram) -> dict[str, CompiledProgram]:
 
 
 def _split(compiled: CompiledProgram, parts: Sequence[Partitioned]) -> CompiledProgram:
-    """The program run by these forwards and backwards, one for each of its regions."""
+    """Return the program with these forwards and backwards, one per region."""
     codes = dict(zip(compiled.regions, map(PartitionedCode, parts), strict=True))
     from_loss = {
         name: LossBackward(loss.output, codes[name].loss_backward)

@@ -101,20 +101,20 @@ def verify(
 
 @dataclass(frozen=True)
 class Tensors:
-    """Everything that one step reads, by name or position."""
+    """All tensors that one step reads, by name or position."""
 
     params: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
     inputs: Sequence[Any]
 
     def leaves(self, precision: Precision) -> Tensors:
-        """Return copies with gradients of their own."""
+        """Return copies as leaves with their own gradients."""
         params = {name: precision.leaf(value) for name, value in self.params.items()}
         buffers = {name: precision.leaf(value) for name, value in self.buffers.items()}
         return Tensors(params, buffers, list(map(precision.leaf, self.inputs)))
 
     def grads(self) -> dict[str, Tensor | None]:
-        """Return what backward left, by name; an input's is its position."""
+        """Return gradients after backward, by name; those of inputs by position."""
         inputs = {
             f"input {index}": value
             for index, value in enumerate(self.inputs)
@@ -163,7 +163,7 @@ class Step:
         return Numbers(detached, tensors.grads())
 
     def run_eager(self, stored: Sequence[Stored], tensors: Tensors) -> list[Any]:
-        """Leaves of what the model itself returns, and the tensors that it stores."""
+        """Return the leaves of the model's own output, and the tensors that it stores."""
         model = copy.deepcopy(self.model)  # its attributes may be written
         args, kwargs = pytree.tree_unflatten(list(tensors.inputs), self.spec)
         state = {**tensors.buffers, **tensors.params}
@@ -193,9 +193,9 @@ def _before_sharding(step: Step, options: CompileOptions) -> tuple[list[Comparis
 def compare_passes(
     step: Step, captured: Captured, options: CompileOptions, true: Reference
 ) -> tuple[list[Comparison], Program | None]:
-    """Compare what each pass before sharding leaves of ``captured`` with ``true``, its numbers.
+    """Compare ``captured`` after each pass before sharding with its results ``true``.
 
-    The second result is what the last of them left, ``None`` where one refused its graph.
+    The second result is the program after the last of them, ``None`` if one rejected its graph.
     """
     rows: list[Comparison] = []
 
@@ -218,12 +218,12 @@ def compare_passes(
 
 
 def draws_numbers(left: Captured | Program) -> bool:
-    """Whether it draws other random numbers than which elements to drop."""
+    """Return whether it draws random numbers other than dropout masks."""
     return any(map(draws_uniform, left.regions if isinstance(left, Program) else [left]))
 
 
 def _counted(step: Step) -> Captured | None:
-    """A capture that draws from the counter as later passes do, which torch's generator cannot."""
+    """Return a capture that draws from the counter, as graphs after later passes do."""
     captured = step.capture()
     try:
         draw_by_counter(captured, stored=False)
@@ -233,12 +233,12 @@ def _counted(step: Step) -> Captured | None:
 
 
 def undropped(step: Step, run: Callable[[Tensors], Sequence[Any]], precision: Precision) -> Numbers:
-    """Outputs and gradients of ``run`` with nothing dropped."""
+    """Return outputs and gradients of ``run`` without dropout."""
     return step.numbers(run, precision, NothingDropped)
 
 
 def run_flat(graph: Captured | Program, tensors: Tensors) -> list[Any]:
-    """Outputs of an unsharded graph."""
+    """Return the outputs of an unsharded graph."""
     run: Any = run_program if isinstance(graph, Program) else run_captured
     result = run(graph, tensors.params, tensors.buffers, tensors.inputs, torch.tensor(_SEED))
     return list(result.outputs)

@@ -1,4 +1,4 @@
-"""Bytes that a program keeps for backward, in symbols that are derived from its graph."""
+"""Bytes that a program saves for backward, in symbols that are derived from its graph."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Size:
     """Meaning and number of one symbol.
 
     Attributes:
-        value: in this program.
-        meaning: in words.
-        equal_to: what it is written as in the formulas, where the numbers of this program allow:
-            ``h/a`` for the width of a head, ``4*h`` for that of a feed-forward network.
-        has_role: whether it is known what the size is, and so how it goes with the others.
+        value: its number in this program.
+        meaning: its meaning in words.
+        equal_to: its expression in the formulas, if the numbers of this program allow: ``h/a`` for
+            the width of a head, ``4*h`` for that of a feed-forward network.
+        has_role: whether the role of the size is known, and with it the relation to other sizes.
     """
 
     value: int
@@ -44,15 +44,17 @@ class Size:
 
 @dataclass(frozen=True)
 class ActivationFormula:
-    """Bytes kept for backward on one rank, exactly, as expanded :mod:`sympy` expressions.
+    """Exact formulas of the bytes saved for backward on one rank, as expanded :mod:`sympy`
+    expressions.
 
     Attributes:
-        blocks: name of a distinct block to what each of its calls adds.
-        tensors: name of a distinct block to each of the tensors that it keeps.
-        total: of the whole model.
-        symbols: by name; those with ``equal_to`` do not occur.
-        divided: sizes that ranks divide evenly in this program; where they do not, ranks pad.
-        batch_of_one: whether the example's batch is one, which other sizes of 1 may be taken for.
+        blocks: name of a distinct block to the bytes that each of its calls adds.
+        tensors: name of a distinct block to the bytes of each tensor that it saves.
+        total: bytes of the model.
+        symbols: meaning of each symbol by name; symbols with ``equal_to`` do not occur in formulas.
+        divided: sizes that are divisible by the number of ranks in this program; others are padded.
+        batch_of_one: whether the example's batch is one, which may be confused with other sizes of
+            1.
     """
 
     blocks: Mapping[str, sympy.Expr]
@@ -63,15 +65,17 @@ class ActivationFormula:
     batch_of_one: bool = False
 
     def value(self, formula: sympy.Expr, **sizes: int) -> int:
-        """Bytes of ``formula`` at the sizes of this program but for ``sizes``, by symbol.
+        """Return the bytes of ``formula`` at the sizes of this program, except ``sizes``, by
+        symbol.
 
-        A symbol that is written as others follows them.
+        A symbol that is expressed through others follows them.
 
         Raises:
-            ArgumentError: the formula does not tell at these sizes: a symbol that it does not
-                have, or that is written as others are and is given another value; a size without a
-                role that is not given, where others change; sizes that ranks do not divide; a batch
-                of one that the formula does not tell from other sizes of 1, where sizes change.
+            ArgumentError: the formula does not determine the bytes at these sizes: an unknown
+                symbol, or one that is expressed through others and gets another value; a missing
+                size without a role when others change; sizes that are not divisible by the number
+                of ranks; a batch of one that cannot be told from other sizes of 1 when sizes
+                change.
         """
         values = {
             _symbol(name): sympy.Integer(sizes.get(name, size.value))
@@ -87,7 +91,7 @@ class ActivationFormula:
         sizes: Mapping[str, int],
         values: Mapping[sympy.Symbol, sympy.Integer],
     ) -> Iterator[str]:
-        """Say what the formula does not tell at ``sizes``."""
+        """Return why the formula does not determine the bytes at ``sizes``."""
         for name, number in sizes.items():
             if name not in self.symbols:
                 yield f"there is no {name}, only {', '.join(self.symbols)}"
@@ -119,7 +123,8 @@ class ActivationFormula:
                 yield f"{expr} = {expr.xreplace(values)} is not divisible by t = {values[WORLD]}"
 
     def widths_only(self, formula: sympy.Expr) -> sympy.Expr:
-        """``formula`` without what has no width in it: row statistics, seeds, single numbers.
+        """Return ``formula`` without terms that contain no width: row statistics, seeds, single
+        numbers.
 
         These are the terms that published formulas leave out: at most linear in the tokens, with
         none of the other sizes.
@@ -159,7 +164,8 @@ class ActivationFormula:
 
 
 def tidy(formula: sympy.Expr) -> sympy.Expr:
-    """For people to read: common factors in front, which no further step of sympy may undo."""
+    """Format for reading: common factors in front, protected from further simplification by
+    sympy."""
     return sympy.factor_terms(sympy.expand(formula))
 
 
@@ -175,7 +181,7 @@ def _symbol(name: str) -> sympy.Symbol:
 
 @dataclass(frozen=True)
 class KeptStorage:
-    """A storage that the calls of a block keep at ``position`` of what they save, of one of them.
+    """A storage at ``position`` of the saved tensors of a block's calls.
 
     ``shared``: see :class:`~sp_compiler.plan.KeptTensor`.
     """
@@ -188,11 +194,11 @@ class KeptStorage:
 def activation_formula(
     compiled: CompiledProgram, memory: StepMemory, kept: Mapping[str, Sequence[KeptStorage]]
 ) -> ActivationFormula:
-    """Derive the formulas of what a step keeps.
+    """Derive the formulas of the bytes that a step saves.
 
     Args:
-        memory: of a step of ``compiled``.
-        kept: by name of the block.
+        memory: memory of a step of ``compiled``.
+        kept: saved storages by name of the block.
     """
     formulas = _Formulas(compiled, memory)
     tensors = {
@@ -215,7 +221,7 @@ def activation_formula(
 
 
 class _Formulas:
-    """Formulas of the storages that ``compiled`` keeps."""
+    """Formulas of the storages that ``compiled`` saves."""
 
     def __init__(self, compiled: CompiledProgram, memory: StepMemory) -> None:
         self.compiled, self.memory = compiled, memory
@@ -225,7 +231,7 @@ class _Formulas:
         self._known: dict[tuple[str, str], sympy.Expr] = {}
 
     def of(self, storage: Storage) -> sympy.Expr:
-        """Bytes of ``storage``, which a forward made."""
+        """Return the bytes of ``storage``, which a forward allocated."""
         _, index, name = storage.owner
         region = self.compiled.program.calls[index].region.name
         # Calls of one region share their formulas: 80 layers are not derived one by one.
@@ -245,7 +251,7 @@ class _Formulas:
         return sympy.expand(sympy.Mul(node.meta["val"].element_size(), *sizes))
 
     def terms(self) -> list[sympy.Expr]:
-        """Each storage once, those of repeated blocks times the number of layers."""
+        """Return each storage once, those of repeated blocks times the number of layers."""
         # By region and position: at one position all calls of a region keep the same, and only
         # their number multiplies it.
         counts: Counter[tuple[str, int]] = Counter()
@@ -327,7 +333,7 @@ class Names:
         return _symbol(name)
 
     def _name(self, role: Role) -> None:
-        """Give a role its letter, unless it is made of what has names already."""
+        """Give a role its letter, unless it consists of named sizes."""
         unknown = {sympy.Dummy(positive=True, integer=True): atom for atom in unknowns(role.dim)}
         unknown = {dummy: atom for dummy, atom in unknown.items() if atom not in self._written}
         if not unknown:
@@ -350,7 +356,8 @@ class Names:
         )
 
     def _relate(self) -> None:
-        """Write widths by the hidden width where the numbers allow, as published formulas do."""
+        """Express widths through the hidden width if the numbers allow, as published formulas
+        do."""
         hidden = self._sizes.get("h")
         for name, size in list(self._sizes.items()):
             letter, equal = name.rstrip("0123456789"), None

@@ -29,7 +29,7 @@ def reshaped(
     sharded: int | None = None,
     to_right: bool = True,
 ) -> list[Dim]:
-    """Dims of a view; one that has no factors of its own in the source is unknown.
+    """Return the dims of a view; a dim without separate factors in the source is unknown.
 
     Sizes alone do not say where a factor of 1 goes. What each rank has one of goes into the dim
     ``sharded``, where that is known. Of the others each new dim of size 1 takes one; those that are

@@ -1,4 +1,4 @@
-"""Roles of the unknowns of a program, by what is done with them: never by a name or a number."""
+"""Roles of the unknowns of a program, derived from their use, never from names or numbers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Role:
 
 
 def find_roles(compiled: CompiledProgram, shapes: Shapes) -> list[Role]:
-    """Dims of the whole model that have a role, in the order of :data:`MEANINGS`."""
+    """Return the dims of the model that have a role, in the order of :data:`MEANINGS`."""
     # By use, not by position: models take and return batch, sequence and width in any order.
     roles = [Role("h", dim) for dim in _handed_on(compiled, shapes)]
     for region in compiled.program.regions:
@@ -68,7 +68,7 @@ def on_all_ranks(dim: Dim) -> Dim:
 
 
 def _handed_on(compiled: CompiledProgram, shapes: Shapes) -> Iterator[Dim]:
-    """The last dim of most of what layers take from others."""
+    """Return the last dim of most values passed between layers."""
     dims: Counter[Dim] = Counter()
     for call in compiled.program.calls:
         forward = compiled.regions[call.region.name].partitioned.forward
@@ -146,7 +146,7 @@ def _core(heads: Dim, rows: Dim, width: Dim) -> Iterator[Role]:
 
 
 def _attended(softmax: Node) -> Node | None:
-    """Return what ``softmax`` is multiplied by: the values."""
+    """Return the factor that ``softmax`` is multiplied with: the values."""
     for node in reach(softmax.users, users):
         if factors := matmul_factors(node):
             return factors[1]
@@ -154,7 +154,7 @@ def _attended(softmax: Node) -> Node | None:
 
 
 def _queries(softmax: Node, params: set[Node]) -> Node | None:
-    """The first factor of the product of two activations that ``softmax`` is taken of."""
+    """Return the first factor of the product of two activations to which ``softmax`` is applied."""
     for node in reach([softmax.args[0]], operands):
         if factors := matmul_factors(node):
             return None if any(factor in params for factor in factors) else factors[0]

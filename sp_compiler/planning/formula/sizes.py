@@ -1,7 +1,8 @@
-"""Sizes of dimensions as products of unknowns, which are found to be equal as operators meet them.
+"""Sizes of dims as products of unknowns, which operators show to be equal.
 
-A compiled program has numbers for sizes. Two sizes are the same *unknown* only where an operator
-makes them so (both dims of a sum, the inner dims of a product), never because the numbers agree.
+A compiled program has numbers for sizes. Two sizes are the same *unknown* only if an operator
+requires it (both dims of a sum, the inner dims of a product), never because their numbers are
+equal.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Atom:
     Attributes:
         value: at the sizes of this program. A factor of 1 is one that could be larger: one sequence
             in a batch, the part of one rank where there are as many heads as ranks.
-        meaning: what it was found to be made of; ``None``: an unknown.
+        meaning: the factors that it was found to consist of; ``None`` for an unknown.
         hint: what to call it where it stays unknown and has no name: made by an operator that has
             a number for a size, such as half of a dim.
         in_doubt: a 1 that the graph has as a number, in a program for a batch of one: the batch, or

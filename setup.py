@@ -16,8 +16,10 @@ INFRASTRUCTURE = find_packages(
 )
 PASSES = ["sp_compiler.passes", *(f"sp_compiler.passes.{name}" for name in find_packages("passes"))]
 
+PLOT = "matplotlib>=3.8"
 TEST = [
     "hypothesis>=6.100",
+    PLOT,
     "mypy>=1.15",
     "peft>=0.15",
     "pytest>=8",
@@ -42,6 +44,7 @@ setup(
         "sp_compiler": [
             "py.typed",
             "planning/plan_page.html",
+            "grid_plan/grid_page.html",
             "graph_diff/diff_page.html",
             "command_line/presets.toml",
             "cost/profiles/*.toml",
@@ -62,6 +65,7 @@ setup(
     ],
     extras_require={
         "test": TEST,
+        "plot": [PLOT],
         "examples": ["transformers>=5.0,<6"],
         # An optional peer of the benchmarks; the others need nothing more.
         "bench": ["megatron-core==0.16.1"],

@@ -138,12 +138,6 @@ def plan(
     if not on_grid:
         why = "is of a pipeline or a grid: give --pp or --mesh, or leave it out"
         _refuse(why, microbatches=microbatches, schedule=schedule, stages_per_rank=stages_per_rank)
-    if html is not None and on_grid:
-        # The page shows one step of all layers: its bytes would be no stage's.
-        raise ArgumentError(
-            f"--html shows a model without a pipeline, and this one is planned on {grid}: give "
-            "--pp 1 and no --mesh, or leave out --html"
-        )
     result: Plan | GridPlan
     with progress("planning"):
         if on_grid:
@@ -159,7 +153,7 @@ def plan(
             )
         else:
             result = make_plan(loaded.model, loaded.example_inputs, tp=grid.tp, **request.options)
-    if html is not None and isinstance(result, Plan):
+    if html is not None:
         result.to_html(html)
     if request.json:
         typer.echo(json.dumps(_plan_data(result), indent=2))

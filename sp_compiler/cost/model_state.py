@@ -23,6 +23,7 @@ class StoredParameter:
         dtype: as text.
         trained: whether it gets a gradient.
         replicated: whether several ranks hold the same values.
+        shape: of this rank's part.
         reduced: whether its gradient is summed over the ranks after the last backward.
     """
 
@@ -32,6 +33,7 @@ class StoredParameter:
     trained: bool
     replicated: bool
     reduced: bool
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -85,5 +87,6 @@ def stored_parameters(
                 # On one rank nothing is replicated in vain.
                 placements[name].is_replicated and world_size > 1,
                 used.kind == "R" or (before is not None and before.reduced),
+                tuple(value.shape),
             )
     return sizes

@@ -9,10 +9,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from sp_compiler.base.units import bytes_text, time_text
+from sp_compiler.base.units import bytes_text, parse_bytes, time_text
+from sp_compiler.grid_plan.figures import GridFigure
 from sp_compiler.grid_plan.sizes import GridSizes
 from sp_compiler.grid_plan.stage_plan import StagePlan
 from sp_compiler.grid_plan.timeline import GridTimeline
+from sp_compiler.planning.figures import save
+from sp_compiler.planning.html import framed
 from sp_compiler.planning.plan import Plan
 from sp_compiler.planning.table_text import table
 
@@ -116,6 +119,46 @@ class GridPlan:
         the pipeline, with its actions, the kernels of the first ``kernels_of`` microbatches,
         collectives over ``tp``, messages over ``pp`` and transfers over the data axes."""
         self.timeline.to_trace(path, kernels_of=kernels_of)
+
+    def to_html(self, path: str | Path) -> None:
+        """Write a page with the course of the step on every rank of the pipeline and the tables; it
+        needs no network to be read."""
+        Path(path).write_text(self._figure.page(str(self)), encoding="utf-8")
+
+    def plot(self, path: str | Path | None = None, *, memory: int | str | None = None) -> Any:
+        """Draw memory of each rank of the pipeline, and what each does when in a step.
+
+        Needs matplotlib (``sp-compiler[plot]``).
+
+        Args:
+            path: of a file to write too; its suffix names the format (".png", ".svg", ".pdf").
+            memory: of a device, to compare with, in bytes or as "80GiB".
+
+        Returns:
+            A ``matplotlib.figure.Figure``, which a notebook shows.
+
+        Raises:
+            ArgumentError: ``memory`` is no size.
+            UnsupportedError: matplotlib is not installed.
+        """
+        figure = self._figure.draw(None if memory is None else parse_bytes("memory", memory))
+        save(figure, path)
+        return figure
+
+    def _repr_html_(self) -> str:
+        """Show the page of :meth:`to_html` in a notebook."""
+        return framed(self._figure.page(str(self)))
+
+    @property
+    def _figure(self) -> GridFigure:
+        step = f"{time_text(self.step_us)}, bubble {100 * self.bubble:.1f} %"
+        return GridFigure(
+            f"{self.microbatch.model_name} on {self.grid.gpus} devices: {self.grid}",
+            f"A step of {self.microbatches} microbatches, schedule {self.schedule}: {step}",
+            self.microbatch.hardware.name,
+            self.stages,
+            self.timeline,
+        )
 
     def __str__(self) -> str:
         plan, per_rank = self.microbatch, self.stages_per_rank

@@ -85,7 +85,13 @@ def make_plan(compiled: CompiledProgram, options: CompileOptions, model_name: st
         passes=tuple(compiled.reports),
         calls=tuple(_calls(compiled, memory, blocks)),
         parameters={
-            name: ParameterSize(size.numel, size.num_bytes, size.trained)
+            name: ParameterSize(
+                size.numel,
+                size.num_bytes,
+                size.trained,
+                size.shape,
+                str(compiled.param_placements[name]),
+            )
             for name, size in sizes.items()
         },
         timeline=memory.timeline,

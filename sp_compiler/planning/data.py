@@ -130,11 +130,19 @@ class BlockPlan:
 
 @dataclass(frozen=True)
 class ParameterSize:
-    """This rank's part of one parameter."""
+    """This rank's part of one parameter.
+
+    Attributes:
+        shape: of the part.
+        placement: "I" where every rank has it in full, "S(0)" where dim 0 is sharded; the legend of
+            ``print(plan)`` has the others.
+    """
 
     numel: int
     num_bytes: int
     trained: bool
+    shape: tuple[int, ...] = ()
+    placement: str = "I"
 
 
 @dataclass(frozen=True)

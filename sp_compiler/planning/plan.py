@@ -8,6 +8,7 @@ from typing import Any
 
 from sp_compiler.base.errors import NotCompiledError
 from sp_compiler.planning.data import PlanData
+from sp_compiler.planning.figures import draw, save
 from sp_compiler.planning.html import framed, page
 from sp_compiler.planning.placement_explanation import Explanation
 from sp_compiler.planning.report import report
@@ -48,6 +49,26 @@ class Plan(PlanData):
         """Write the simulated step for ``chrome://tracing`` or Perfetto: kernels, with
         recomputation marked, beside the collectives of the tensor-parallel group."""
         self.schedule.to_trace(path)
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """Draw memory over a step against its limit, the course of a layer, and who has which part
+        of its weights.
+
+        The limit is that of ``device_memory``, or of ``memory_budget`` on top of the state. The
+        layer is the one of which there are most. Needs matplotlib (``sp-compiler[plot]``).
+
+        Args:
+            path: of a file to write too; its suffix names the format (".png", ".svg", ".pdf").
+
+        Returns:
+            A ``matplotlib.figure.Figure``, which a notebook shows.
+
+        Raises:
+            UnsupportedError: matplotlib is not installed.
+        """
+        figure = draw(self)
+        save(figure, path)
+        return figure
 
     def _repr_html_(self) -> str:
         """Show the page of :meth:`to_html` in a notebook."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 from sp_compiler.api import plan
 from sp_compiler.cost.node_cost import Span
 from sp_compiler.cost.step_timeline import FunctionRun, StepTimeline
+from sp_compiler.grid_plan.figures import GridFigure
+from sp_compiler.grid_plan.stage_plan import StagePlan
 from sp_compiler.grid_plan.timeline import GridTimeline
 from sp_compiler.grid_plan.timetable import StageTimes, run_orders
 from sp_compiler.pipeline_parallel.schedules import FORWARD, FULL_BACKWARD, SCHEDULES
@@ -67,6 +70,44 @@ def test_two_ranks_by_hand() -> None:
     assert [each.recompute_us for each in times] == [2 * 1.0] * 2
     assert times[0].bubble_us == 5.5 + 2.75
     assert times[1].bubble_us == 3.0 + (24.75 + 4.0 - 19.5)
+
+
+def _figure() -> GridFigure:
+    def stage(activation_bytes: int) -> StagePlan:
+        return StagePlan(
+            chunks=(("layers.0",),), parameters=10, state_bytes=180, gathered_bytes=0,
+            activation_bytes=activation_bytes, working_bytes=40, in_flight=2, forward_us=3.0,
+            backward_us=5.0,
+        )  # fmt: skip
+
+    return GridFigure("Net <8>", "A step", "H100", [stage(200), stage(100)], _timeline(2))
+
+
+def test_a_page_draws_every_action_where_its_time_is() -> None:
+    text = _figure().page("a < b")
+    assert "<h1>Net &lt;8&gt;</h1>" in text
+    assert "<pre>a &lt; b</pre>" in text
+    # By rank and kind, from the left in parts of a step: F0, F1 and then B0, B1 of the first rank.
+    boxes = [re.findall(r"M([\d.]+) ", path) for path in re.findall(r' d="(.*?)"', text)]
+    by_hand = [[0, 3], [11.75, 19.75], [3.5, 11.5], [6.5, 14.5]]
+    scale = 960 / 26.75
+    assert [list(map(float, own)) for own in boxes] == [
+        [round(begin * scale, 1) for begin in own] for own in by_hand
+    ]
+
+
+def test_a_figure_draws_them_too(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="an optional extra")
+    figure = _figure().draw(limit_bytes=1024)
+    memory, course = figure.axes
+    assert [text.get_text() for text in memory.texts] == ["limit 1.00 KiB"]
+    bars = [bar.get_height() for bar in memory.patches]
+    assert bars == [180, 180, 200, 100, 40, 40]
+    boxes = [each.get_paths() for each in course.collections]
+    assert [path.vertices[:, 0].min() for own in boxes for path in own] == [
+        0, 3, 11.75, 19.75, 3.5, 11.5, 6.5, 14.5,
+    ]  # fmt: skip
+    assert [text.get_text() for text in course.texts] == [*"01010011"]
 
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "interleaved", "zero_bubble", "dualpipev"])

@@ -78,6 +78,7 @@ def forward_facts(joint: JointGraph) -> ForwardFacts:
         parents = node.all_input_nodes
         if all(parent in constants for parent in parents):
             constants.add(node)
+        # A transposed or cast weight is as good as the weight.
         passes_on = is_view(node) or is_copy(node) or placements_of(node) is not None
         if passes_on and node.args[0] in from_params:
             from_params.add(node)
@@ -97,6 +98,7 @@ def _cores(
     inside: set[Node] = set()
     contexts: set[Node] = set()
     for node in forward:
+        # A product with a weight is no part of a core, and what follows descends from none.
         if node in linears:
             continue
         factors = matmul_factors(node)

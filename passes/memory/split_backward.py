@@ -43,6 +43,7 @@ def split_backward(parts: Partitioned, input_kinds: Sequence[RefKind]) -> Partit
     of_parameters = [kind == "param" for kind in input_kinds]
     for_inputs = [None if own else grad for grad, own in zip(grads, of_parameters, strict=True)]
     for_weights = [grad if own else None for grad, own in zip(grads, of_parameters, strict=True)]
+    # All that inputs need is of the first function, also where parameters need it too.
     first = ancestors(node for node in for_inputs if node is not None)
     # A tuple cannot be handed over: its parts belong to the function that has the operator.
     first |= {node for node in graph.nodes if is_getitem(node) and node.args[0] in first}

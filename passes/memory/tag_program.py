@@ -94,6 +94,7 @@ def _tag_region(joint: JointGraph, options: SplitOptions, policy: str) -> None:
     other = POLICIES[policy].last_region if options.runs_last else ""
     if not other:
         return
+    # Tried out: whether anything is gained shows only in the backward that comes of it.
     backward = split(joint, options).step_backward
     tag_recompute(joint, other)
     if not _meet(split(joint, options).saved, backward):

@@ -48,6 +48,7 @@ def drop_zero_tangents(graph: Graph, tangents: Collection[Node], zero: Collectio
             _without_zeros(node, nothing)
             continue
         linear.add(node)
+        # Erased with what else nothing reads, once the output has no use for it.
         if all(operand in nothing for operand in moving):
             nothing.add(node)
         elif any(operand in nothing for operand in moving):
@@ -80,10 +81,11 @@ def _other_summand(node: Node, nothing: set[Node]) -> Node | None:
     first, second = call["self"], call["other"]
     if second in nothing:
         kept = first
-    elif node.target is aten.add.Tensor and call["alpha"] == 1:
+    elif node.target is aten.add.Tensor and call["alpha"] == 1:  # of "z - x" it would be -x
         kept = second
     else:
         return None
+    # The sum may broadcast or widen it, which the summand alone would not.
     value, result = kept.meta["val"], node.meta["val"]
     same = same_shape(value.shape, result.shape) and value.dtype == result.dtype
     return kept if same else None

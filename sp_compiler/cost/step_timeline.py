@@ -136,6 +136,7 @@ def step_timeline(
         own = spans[call.region.name, moment.phase]
         runs.append(FunctionRun(call.region.name, call.path, moment.phase, now_us, own))
         now_us += duration_us(own)
+    # Behind the last backward, where nothing is left to hide it under.
     reduce_us = collectives_us(list(reduction), compiled.world_size, hardware)
     if reduce_us:
         span = Span("reduce_gradients", "all_reduce", "tp", 0.0, reduce_us)
@@ -155,6 +156,7 @@ def _spans_of_functions(
             graphs["backward_weights"] = parts.split.weights
         for phase, graph in graphs.items():
             if graph is not None:
+                # Per function, for kernels are fused inside of one.
                 traffic = fused_bytes(graph) if fused else None
                 spans[name, phase] = tuple(
                     function_spans(graph, compiled.world_size, hardware, traffic)

@@ -129,6 +129,7 @@ def apply_data_parallelism(
         **options,
         "mp_policy": replace(policy, output_dtype=None, cast_forward_inputs=False),
     }
+    # The root last: FSDP2 manages there what no block before it has taken.
     apply: Any = fully_shard if SHARD_AXIS in data.names else replicate
     for path in _self_contained_blocks(root, compiled):
         apply(root.get_submodule(path), mesh=data.mesh, **inside)
@@ -155,6 +156,7 @@ def _self_contained_blocks(root: nn.Module, compiled: CompiledProgram) -> Iterab
         # Blocks on other stages of a pipeline have no parameters here.
         if not owners.get(path):
             continue
+        # Also those of a block inside another one, which are of both.
         shared = set().union(*(ids for other, ids in owners.items() if other != path))
         if owners[path] & shared:
             continue

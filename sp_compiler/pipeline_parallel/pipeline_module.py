@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -21,7 +20,7 @@ from sp_compiler.module.outputs import plain_input
 from sp_compiler.pipeline_parallel.axes import PipelineAxis
 from sp_compiler.pipeline_parallel.cutting import adamw_bytes, ends_of, gathered_adamw_bytes
 from sp_compiler.pipeline_parallel.microbatches import microbatches_of
-from sp_compiler.pipeline_parallel.ranks import StageRanks
+from sp_compiler.pipeline_parallel.ranks import StageRanks, Weigh
 from sp_compiler.pipeline_parallel.runner import Feed, StageRunner
 from sp_compiler.pipeline_parallel.schedules import Schedule
 from sp_compiler.pipeline_parallel.stage_parameters import StageParameters
@@ -33,8 +32,6 @@ from sp_compiler.runtime.kernels import compile_kernels
 from sp_compiler.runtime.reductions import reduce_gradients
 from sp_compiler.runtime.weight_gradients import accumulate
 from sp_compiler.trace.export import flatten_inputs, input_names
-
-Weigh = Callable[..., Tensor | float]
 
 
 class PipelineModule(StageParameters):
@@ -208,14 +205,15 @@ class PipelineModule(StageParameters):
             draws = any("seed" in region.input_kinds for region in compiled.program.regions)
             seeds: list[Tensor | None] = [None] * self._microbatches
             seeds = [*self._stage_ranks.seeds(self._microbatches)] if draws else seeds
-            feed = Feed(parts, seeds, self._weights(parts, structure), [])
-            whole = self._gathered
-            with contextlib.nullcontext() if whole is None else whole.gathered(reduce=train):
+            weights = self._stage_ranks.weights(self._weigh, parts, structure)
+            feed = Feed(parts, seeds, weights, [])
+            gathered = self._gathered
+            with contextlib.nullcontext() if not gathered else gathered.gathered(reduce=train):
                 self._runners[id(compiled)][1].run(feed, train=train)
                 self._reduce_partial()
                 # FSDP's own collectives wait for ever: all parts of the data have to come first.
                 self._stage_ranks.meet_over_data("ends a step")
-            return self._total(feed)
+            return self._stage_ranks.total(feed.losses)
 
     def _reduce_partial(self) -> None:
         """Sum pending gradients over the tensor-parallel ranks, once per step."""
@@ -278,31 +276,3 @@ class PipelineModule(StageParameters):
         for stage in stages:
             compile_kernels(self._state.agreement, stage.compiled)
         return StageRunner(stages, self._state, self._axis, self._schedule, self._microbatches)
-
-    def _weights(
-        self, parts: Sequence[Sequence[Any]], structure: pytree.TreeSpec
-    ) -> list[Tensor | float]:
-        if self._weigh is None:
-            return [1 / self._microbatches] * self._microbatches
-        calls = [pytree.tree_unflatten(part, structure) for part in parts]
-        weights = [
-            torch.as_tensor(self._weigh(*args, **kwargs), dtype=torch.float64)
-            for args, kwargs in calls
-        ]
-        total = torch.stack(weights).sum().to(self._state.device())
-        data = self._state.group.data
-        for name in data.names:
-            assert data.mesh is not None
-            dist.all_reduce(total, group=data.mesh.get_group(name))
-        # Gradients are averaged over the parts of the data, which would divide once more.
-        return [weight / total.to(weight) * data.size for weight in weights]
-
-    def _total(self, feed: Feed) -> Tensor:
-        """Return on every rank the sum of the weighted losses, which the last stage has."""
-        device = self._state.device()
-        # In 64 bits, for the other ranks do not know the dtype of the loss.
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        for loss in feed.losses:
-            total += loss
-        # The others add nothing.
-        return self._stage_ranks.sum_over_stages(total)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -16,6 +17,9 @@ from sp_compiler.pipeline_parallel.axes import PipelineAxis
 from sp_compiler.runtime.group import broadcast, watched_group
 from sp_compiler.runtime.program_cache import call_key
 from sp_compiler.runtime.rank_checks import RankAgreement
+
+Weigh = Callable[..., Tensor | float]
+"""Weight of a microbatch's loss, of its inputs."""
 
 
 class StageRanks:
@@ -88,6 +92,37 @@ class StageRanks:
         # Parts of the data have masks of their own, as in forward_seed.
         return [call_seed(seed, part) if part else seed for seed in seeds]
 
-    def sum_over_stages(self, value: Tensor) -> Tensor:
-        """Return the sum of what the ranks of the pipeline have."""
-        return self._axis.watched.communicator.all_reduce(value, "P", "I")
+    def weights(
+        self, weigh: Weigh | None, parts: Sequence[Sequence[Any]], structure: pytree.TreeSpec
+    ) -> list[Tensor | float]:
+        """Return the weight of each microbatch's loss.
+
+        The mean of the weighted sums over the parts of the data is the loss of the batch.
+
+        Args:
+            weigh: of a microbatch's inputs; ``None``: all weigh the same.
+            parts: flattened inputs of each microbatch.
+            structure: how they make up the arguments.
+        """
+        if weigh is None:
+            return [1 / len(parts)] * len(parts)
+        calls = [pytree.tree_unflatten(part, structure) for part in parts]
+        weights = [
+            torch.as_tensor(weigh(*args, **kwargs), dtype=torch.float64) for args, kwargs in calls
+        ]
+        total = torch.stack(weights).sum().to(self._state.device())
+        data = self._state.group.data
+        for name in data.names:
+            assert data.mesh is not None
+            dist.all_reduce(total, group=data.mesh.get_group(name))
+        # Gradients are averaged over the parts of the data, which would divide once more.
+        return [weight / total.to(weight) * data.size for weight in weights]
+
+    def total(self, losses: Iterable[Tensor]) -> Tensor:
+        """Return the sum of ``losses``, which the last stage has, on every rank of the pipeline."""
+        # In 64 bits, for the other ranks do not know the dtype of the loss.
+        total = torch.zeros((), dtype=torch.float64, device=self._state.device())
+        for loss in losses:
+            total += loss
+        # The others add nothing.
+        return self._axis.watched.communicator.all_reduce(total, "P", "I")

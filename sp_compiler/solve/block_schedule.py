@@ -140,9 +140,10 @@ def simulate(block: Block, order: Sequence[int], link_factor: float = 1.0) -> Ti
         task = block.tasks[position]
         starts_us[position] = now_us
         if block.communicates(position):
+            # One link: a collective begins when the one before has ended.
             link_free_us = max(now_us, link_free_us) + task.link_us * link_factor
             arrival_us[position] = link_free_us
-            if position not in block.wait_of:
+            if position not in block.wait_of:  # it is waited for where it starts
                 now_us = link_free_us
         elif task.waits_for is not None:
             now_us = max(now_us, arrival_us[task.waits_for])
@@ -237,6 +238,7 @@ class Memory:
         reached_bytes = self.live_bytes + task.run_bytes
         for storage in task.makes:
             self.live_bytes += sizes[storage]
+        # What it makes may die with it: a result that nothing reads.
         for storage in self._block.holders[position]:
             self._holders_left[storage] -= 1
             if not self._holders_left[storage]:

@@ -56,18 +56,18 @@ def chains(joint: JointGraph) -> list[Chain]:
     """Return all chains of ``joint``; chains that cannot be chunked are reported with the
     reason."""
     backward = joint.backward_nodes()
-    found: list[Chain] = []
+    complete: list[Chain] = []
     for node in joint.graph.nodes:
         # What an earlier chain holds is cut with that one.
-        if node in backward or not widens(node) or any(node in each.dims for each in found):
+        if node in backward or not widens(node) or any(node in each.dims for each in complete):
             continue
         chain = _Growth(joint, node, backward).chain()
         if chain is not None and chain.obstacle is not None:
             reason, at = chain.obstacle
             report_of(Pass.CHUNK).decline(at, reason)
         elif chain is not None:
-            found.append(chain)
-    return found
+            complete.append(chain)
+    return complete
 
 
 def widens(node: Node) -> bool:
@@ -174,7 +174,7 @@ class _Growth:
         self._chain.obstacle = self._chain.obstacle or (reason, node)
 
 
-_RETURNED = "the logits are returned: they must exist as a whole"
+_RETURNED = "the logits are returned: they must exist in full"
 
 
 def _numel(node: Node) -> int:

@@ -196,7 +196,7 @@ def suggest(
     parse_bytes("--memory", memory)
     loaded = request.load()
     with progress("searching"):
-        found = find_grids(
+        suggestions = find_grids(
             loaded.model,
             loaded.example_inputs,
             gpus=gpus,
@@ -206,8 +206,8 @@ def suggest(
             top=top,
             **request.options,
         )
-    typer.echo(found.to_json() if request.json else str(found))
-    if not found:
+    typer.echo(suggestions.to_json() if request.json else str(suggestions))
+    if not suggestions:
         raise Refused(f"no grid of {gpus} devices fits {memory} on each")
 
 

@@ -19,8 +19,8 @@ Calls: TypeAlias = Sequence[tuple[str, str, str]]
 
 def lines(sections: Sequence[Section], calls: Calls) -> list[Line]:
     """The differences of all graphs, then those of the calls."""
-    found = [line for section in sections for line in _section_lines(section)]
-    return [*found, *((call_line(*call), "changed") for call in calls)]
+    of_graphs = [line for section in sections for line in _section_lines(section)]
+    return [*of_graphs, *((call_line(*call), "changed") for call in calls)]
 
 
 def call_line(path: str, before: str, after: str) -> str:

@@ -185,7 +185,7 @@ _PHASES = {
 
 def _functions(part: Sequence[CallPlan], schedule: StepTimeline) -> Functions:
     """Return what each kind of action runs in a stage of these calls."""
-    found: dict[Any, StepTimeline] = {}
+    of_kind: dict[Any, StepTimeline] = {}
     for kind, phase in _PHASES.items():
         runs: list[FunctionRun] = []
         now_us = 0.0
@@ -196,8 +196,8 @@ def _functions(part: Sequence[CallPlan], schedule: StepTimeline) -> Functions:
                 runs.append(FunctionRun(call.block, call.path, phase, now_us, spans))
                 now_us += duration_us(spans)
         if runs:
-            found[kind] = StepTimeline(tuple(runs))
-    return found
+            of_kind[kind] = StepTimeline(tuple(runs))
+    return of_kind
 
 
 def _largest(traffic: Sequence[Sequence[AxisTraffic]]) -> Iterator[AxisTraffic]:

@@ -267,9 +267,9 @@ class _Search:
                 if before is None:
                     self._least_us[grid] = min(least_us, self._least_us.get(grid, least_us))
                 continue
-            found = self._planned(setting, options)
-            if found is not None and (before is None or found.step_us < before.step_us):
-                self._best[grid] = found
+            planned = self._planned(setting, options)
+            if planned is not None and (before is None or planned.step_us < before.step_us):
+                self._best[grid] = planned
         plans = sorted(self._best.values(), key=lambda plan: plan.step_us)
         kept = plans[: self._top]
         return Suggestions(tuple(kept), tuple(self._rejected(kept)), self._memory_bytes)

@@ -81,7 +81,7 @@ class GridTimeline:
 
     def rank_times(self) -> list[RankTime]:
         """Return how each rank spends the time of the step."""
-        found = []
+        times = []
         for own, data_us in self._by_rank():
             costs = [self._functions(run) for run in own]
             # Of a plan without a course of functions the actions are known, and computing alone.
@@ -89,7 +89,7 @@ class GridTimeline:
             pp_us = sum(run.message_us for run in own)
             acting_us = sum(run.end_us - run.begin_us for run in own)
             waits_us = self.step_us - self.reduction_us - acting_us - pp_us - data_us
-            found.append(
+            times.append(
                 RankTime(
                     compute_us=acting_us - tp_us,
                     recompute_us=sum(each.exposed_recompute_us for each in costs),
@@ -97,7 +97,7 @@ class GridTimeline:
                     bubble_us=waits_us,
                 )
             )
-        return found
+        return times
 
     def to_dict(self) -> list[dict[str, Any]]:
         """Plain data: the times of every rank."""

@@ -204,13 +204,13 @@ def load_pretrained(
     with Checkpoint(path) as checkpoint:
         # Names and shapes before the first tensor: what does not fit changes nothing.
         entries = _entries(inner, prefix)
-        found = _match(entries, checkpoint, prefix, base_prefix, path)
+        matched = _match(entries, checkpoint, prefix, base_prefix, path)
         # Machines may hold different files; of a mixture of their parts nothing would show.
-        samples = {f"tensor {name!r} of the files": checkpoint.sample(name) for name, _ in found}
+        samples = {f"tensor {name!r} of the files": checkpoint.sample(name) for name, _ in matched}
         facts = fingerprints(samples)
         agreement.require_equal("calls load_pretrained()", facts)
         agreement.require_equal_over_data("calls load_pretrained()", facts)
-        for stored, entry in found:
+        for stored, entry in matched:
             placement = layout.placements.get(entry.names[0], I)
             part = checkpoint.part(stored, placement, layout.group.rank, layout.group.world_size)
             if isinstance(entry.tensor, DTensor):
@@ -218,7 +218,7 @@ def load_pretrained(
             _fill(entry.tensor, part, device)
             if isinstance(entry.tensor, DTensor) and entry.tensor.device_mesh.ndim == 1:
                 make_room(entry.tensor, placement, layout.group.world_size)
-        used = {stored for stored, _ in found}
+        used = {stored for stored, _ in matched}
         unused = [name for name in checkpoint.names() if name not in used]
     make_buffers(module, device)
     return unused
@@ -246,7 +246,7 @@ class _NamedTensor:
 
 def _entries(module: nn.Module, prefix: str) -> list[_NamedTensor]:
     """Return what a checkpoint of ``module``, which the model has as ``prefix``, should hold."""
-    found: dict[int, _NamedTensor] = {}
+    by_id: dict[int, _NamedTensor] = {}
     for path, owner in module.named_modules(prefix=prefix, remove_duplicate=False):
         skipped = owner._non_persistent_buffers_set
         tensors = [*owner._parameters.items(), *owner._buffers.items()]
@@ -254,9 +254,9 @@ def _entries(module: nn.Module, prefix: str) -> list[_NamedTensor]:
             if tensor is None or name in skipped:
                 continue
             # Tied tensors are read once, whichever of their names the file has.
-            entry = found.setdefault(id(tensor), _NamedTensor(tensor, [], name in owner._buffers))
+            entry = by_id.setdefault(id(tensor), _NamedTensor(tensor, [], name in owner._buffers))
             entry.names.append(f"{path}.{name}" if path else name)
-    return list(found.values())
+    return list(by_id.values())
 
 
 def _match(
@@ -272,12 +272,12 @@ def _match(
         ArgumentError: a parameter is missing, or has another shape.
     """
     available = checkpoint.names()
-    found, missing = [], []
+    matched, missing = [], []
     for entry in entries:
         names = [name.removeprefix(f"{prefix}.") for name in entry.names] if prefix else entry.names
         stored = find_name(names, available, base_prefix)
         if stored is not None:
-            found.append((stored, entry))
+            matched.append((stored, entry))
         # A buffer that has numbers already was computed by the model's constructor.
         elif not entry.is_buffer or entry.tensor.is_meta:
             missing.append(entry.names[0])
@@ -288,14 +288,14 @@ def _match(
             "of a part of the model pass prefix='name of that part'; else rename them, or load a "
             "state dict with module.load_state_dict(...)"
         )
-    for stored, entry in found:
+    for stored, entry in matched:
         # Read from the file's header, without the tensor.
         if checkpoint.shape(stored) != tuple(entry.tensor.shape):
             raise ArgumentError(
                 f"{path}: {stored!r} has shape {checkpoint.shape(stored)}, the model's "
                 f"{entry.names[0]!r} has {tuple(entry.tensor.shape)}"
             )
-    return found
+    return matched
 
 
 @torch.no_grad()

@@ -220,11 +220,11 @@ def forward_only(stages: Sequence[Any], rank_of: Callable[[int], int], microbatc
 
 
 def _flat(actions: Sequence[_Action | None]) -> list[_Action]:
-    found: list[_Action] = []
+    flat: list[_Action] = []
     for action in actions:
         if action is not None:
-            found += action.sub_actions or [action]
-    return found
+            flat += action.sub_actions or [action]
+    return flat
 
 
 def numbers(microbatches: int) -> Tensor:

@@ -59,9 +59,9 @@ def _budget(plan: PlanData) -> Iterable[str]:
     if plan.options[name] is None:
         return
     limit = parse_bytes(name, plan.options[name])
-    whole = name == "device_memory"
-    used = 100 * (plan.total_bytes if whole else plan.activation_peak_bytes) / limit
-    title = "Device memory" if whole else "Budget"
+    of_device = name == "device_memory"
+    used = 100 * (plan.total_bytes if of_device else plan.activation_peak_bytes) / limit
+    title = "Device memory" if of_device else "Budget"
     rows = [
         (
             f"{block.num_calls} x {block.name}",

@@ -208,7 +208,7 @@ class _Signature:
         )
         # A letter that only some of several results lack makes those partial and shards the others.
         of_results = [{factor for dim in dims for factor in dim} for dims in results]
-        summed = [f for f in factors.values() if any(f not in found for found in of_results)]
+        summed = [f for f in factors.values() if any(f not in result for result in of_results)]
         # Only an operator of any number of leading dims runs on them flattened to one.
         flattens = all(tensor.has_more for tensor in self.results)
         return OpRule(
@@ -257,12 +257,12 @@ def _tensors(text: str, part: str, names: Sequence[str], what: str, op: str) -> 
         raise ArgumentError(
             f"text={text!r} has {len(items)} {what}, but {op} has {len(names)}: {', '.join(names)}"
         )
-    found = []
+    tensors = []
     for name, item in zip(names, items, strict=True):
         match = _TENSOR.match(item)
         if match is None or len(set(match[2])) < len(match[2]):
             raise ArgumentError(
                 f"text={text!r}: {item!r} for {name} is not letters, each once, perhaps after '...'"
             )
-        found.append(_Tensor(name, match[2], match[1] is not None))
-    return tuple(found)
+        tensors.append(_Tensor(name, match[2], match[1] is not None))
+    return tuple(tensors)

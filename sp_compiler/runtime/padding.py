@@ -41,8 +41,8 @@ def make_room(parameter: DTensor, placement: Placement, world_size: int) -> None
         and not placement.dim
         and not _has_room(local, placement, world_size)
     ):
-        whole = enlarged(local, 0, _padded_shape(local, placement, world_size)[0])
-        parameter._local_tensor = whole.narrow(0, 0, local.shape[0])
+        padded = enlarged(local, 0, _padded_shape(local, placement, world_size)[0])
+        parameter._local_tensor = padded.narrow(0, 0, local.shape[0])
 
 
 def padded_part(chunk: Tensor, placement: Placement, world_size: int) -> Tensor:

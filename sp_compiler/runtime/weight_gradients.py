@@ -104,12 +104,12 @@ class DelayedRunner(RegionRunner):
 
         def compute() -> list[Tensor | None]:
             with torch._C._AutoDispatchBelowADInplaceOrView():
-                found = list(code.backward_weights(self.tp, rest))  # type: ignore[attr-defined]
+                gradients = list(code.backward_weights(self.tp, rest))  # type: ignore[attr-defined]
             for index in self.padded:
-                found[index] = self.without_padding(index, found[index])
+                gradients[index] = self.without_padding(index, gradients[index])
             for index in unreached:
-                found[index] = None
-            return found
+                gradients[index] = None
+            return gradients
 
         self.weights.put(compute, self.targets)
         return [None if index in unreached else grad for index, grad in enumerate(results)]

@@ -112,9 +112,9 @@ class JointGraph:
             if grad is not None
         }
         return {
-            index: found
-            for index, found in reached.items()
-            if len(found) < len(self.tangent_outputs)
+            index: of_outputs
+            for index, of_outputs in reached.items()
+            if len(of_outputs) < len(self.tangent_outputs)
         }
 
     def copy(self) -> JointGraph:

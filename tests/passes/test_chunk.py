@@ -157,7 +157,7 @@ def _rows(node: fx.Node) -> tuple[int, ...]:
     return tuple(getattr(node.meta["val"], "shape", ()))
 
 
-RETURNED = "the logits are returned: they must exist as a whole"
+RETURNED = "the logits are returned: they must exist in full"
 MIXED = "its rows depend on each other"
 NEAR_MISSES: dict[str, tuple[Loss, list[str]]] = {
     "logits returned": (lambda x, y: (nll(x, y).mean(), x), [RETURNED]),

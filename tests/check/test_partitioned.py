@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from sp_compiler.base.errors import PlacementError
+from sp_compiler.base.placement import P, S
 from sp_compiler.check import check_partitioned
 from sp_compiler.codegen.module_text import CompiledRegion, printed_regions
 from sp_compiler.ir.forward_backward import Partitioned
@@ -77,3 +78,18 @@ def test_refuses_what_reads_a_collective_before_it_has_arrived(
         wait.replace_input_with(wait.args[0], wait.args[0].args[0])
     with pytest.raises(PlacementError):
         _check(block, parts)
+
+
+def test_refuses_a_placement_that_a_value_does_not_have(
+    regions: dict[str, CompiledRegion],
+) -> None:
+    """What is declared is printed in comments, and sizes of memory and of messages follow it."""
+    block = regions["GPT2Block"]
+    parts = copied_graphs(block.partitioned)
+    for node in parts.forward.nodes:
+        if node.op == "call_function" and node.meta.get("placement") == S(0):
+            node.meta["placement"] = P
+            with pytest.raises(PlacementError, match=f"{node.name} is declared P but is"):
+                _check(block, parts)
+            return
+    pytest.fail("no sharded value in the forward")

@@ -16,7 +16,7 @@ from sp_compiler.cost.hardware import H100
 from sp_compiler.grid_plan.build import grid_plan
 from sp_compiler.grid_plan.chain import Chain
 from sp_compiler.grid_plan.options import GridOptions
-from sp_compiler.grid_plan.sizes import GridSizes
+from sp_compiler.grid_plan.sizes import GridSizes, link_of
 from sp_compiler.grid_plan.timetable import StageTimes, finish_us
 from sp_compiler.pipeline_parallel.schedules import SCHEDULES
 from sp_compiler.planning.call_memory import CallMemory
@@ -135,6 +135,11 @@ def test_traffic_by_axis() -> None:
         "dp_replicate": "network",
         "pp": "network",
     }
+    # Two rings each: a gather and a reduce-scatter, or the two of an all-reduce.
+    for axis in ("dp_shard", "dp_replicate"):
+        link = link_of(grid, axis, 4, H100)
+        rings_us = 2 * link.latency_us + found[axis].sent_bytes / link.bytes_per_us
+        assert found[axis].time_us == pytest.approx(rings_us)
     # In front of the schedule and behind it nothing hides them.
     for axis in ("dp_shard", "dp_replicate"):
         assert found[axis].exposed_us == found[axis].time_us > 0

@@ -8,9 +8,14 @@ at all a few that compile small models through everything. A mutation is *killed
 failure of a test that passes without it, *survives* if all pass, and *times out* if the limit ends
 first, which is not counted as killed.
 
-Every outcome is kept in ``score.json``: another draw adds to it, the same draw renews it, and
-``--again`` runs what survived once more, after tests were added. What survives and is known to
-change no number is in ``survivors.toml``, with the reason.
+A process that has loaded everything is copied for each mutation, and the code of the functions that
+differ is exchanged in the copy: most take a second of CPU time. The file is written as well, for
+what starts from the disk, such as the ranks that a test spawns.
+
+Every outcome is kept in ``score.json``: another draw adds to it and the same draw renews it.
+``--kept survived timeout`` runs those with such outcomes once more, after tests were added, and
+``--wide`` all fast tests on them. Mutations that somebody chose are written there as ``untried``.
+What survives and is known to change no number is in ``survivors.toml``, with the reason.
 """
 
 from __future__ import annotations
@@ -21,9 +26,12 @@ import importlib
 import json
 import multiprocessing
 import os
+import pkgutil
+import re
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -36,14 +44,15 @@ from pathlib import Path
 import pytest
 
 from tests.mutation.mutants import ROOT, Mutant, drawn, located, modules
+from tests.mutation.swap import swap
 
 # Small models through everything, for a folder without tests.
 _CORE = ("tests/end_to_end/test_near_misses.py", "tests/verification/test_proof.py")
-# Loaded once, before the copies of this process that run tests: half a minute for each otherwise.
+# Loaded once, before the copies of this process that run tests.
 _PRELOADED = (
     *("torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp"),
     *("torch.distributed.pipelining", "torch.testing._internal.distributed.fake_pg"),
-    *("transformers", "networkx", "scipy.optimize", "spmd_types", "sympy", "rich"),
+    *("transformers", "networkx", "scipy.optimize", "spmd_types", "sympy", "rich", "hypothesis"),
 )
 _KNOWN = Path(__file__).with_name("survivors.toml")
 _SCORE = Path(__file__).with_name("score.json")
@@ -96,6 +105,23 @@ class Runner:
         self.broken: set[str] = set()
         ignore = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info")
         shutil.copytree(ROOT, tree, symlinks=True, ignore=ignore, dirs_exist_ok=True)
+        self._load()
+
+    def _load(self) -> None:
+        """Import the copy, for all that will be forked from this process."""
+        os.chdir(self.tree)
+        rest = [path for path in sys.path if Path(path or ".").resolve() != ROOT]
+        sys.path = [str(self.tree), *rest]
+        for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+            del sys.modules[name]  # of the original
+        package = importlib.import_module("sp_compiler")
+        names = [each.name for each in pkgutil.walk_packages(package.__path__, "sp_compiler.")]
+        for folder in ("tests/helpers", "tests/models"):
+            files = (self.tree / folder).glob("*.py")
+            names += [f"{folder.replace('/', '.')}.{file.stem}" for file in files]
+        for name in (*_PRELOADED, *sorted(names)):
+            if not name.endswith("__main__"):
+                importlib.import_module(name)
 
     def outcome(self, mutant: Mutant) -> str:
         """``"killed"``, ``"survived"`` or ``"timeout"``."""
@@ -105,7 +131,8 @@ class Runner:
             try:
                 _write(target, mutant.applied(source))
                 tests = tests_of(mutant.path, self.tree, wide=self.wide)
-                code, failed = self._run(tests, self.limit_s)
+                mutation = mutant.path, source, mutant.applied(source)
+                code, failed = self._run(tests, self.limit_s, mutation)
             finally:
                 _write(target, source)
             if code in (-signal.SIGKILL, -signal.SIGXCPU):
@@ -125,7 +152,9 @@ class Runner:
             (self.sound if code == 0 else self.broken).add(test)
         return bool(failed & self.sound)
 
-    def _run(self, tests: list[str], limit_s: int) -> tuple[int, set[str]]:
+    def _run(
+        self, tests: list[str], limit_s: int, mutation: tuple[str, str, str] | None = None
+    ) -> tuple[int, set[str]]:
         """The exit code (negative: the signal that ended it), and the names of what failed."""
         arguments = ["-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", *tests]
         # Plugins that torch or transformers loaded already: of the fork, not of the tests.
@@ -133,9 +162,8 @@ class Runner:
         for test in sorted(self.broken):
             arguments += ["--deselect" if "::" in test else "--ignore", test]
         receiver, sender = multiprocessing.Pipe(duplex=False)
-        # A fork, for it has everything of _PRELOADED at once.
         process = multiprocessing.get_context("fork").Process(
-            target=_run_tests, args=(self.tree, limit_s, arguments, sender)
+            target=_run_tests, args=(limit_s, arguments, mutation, sender)
         )
         process.start()
         process.join(8 * limit_s)  # of the clock, for what waits
@@ -159,21 +187,33 @@ class _Failures:
     pytest_collectreport = pytest_runtest_logreport
 
 
-def _run_tests(tree: Path, limit_s: int, arguments: list[str], sender: Connection) -> None:
+def _run_tests(
+    limit_s: int, arguments: list[str], mutation: tuple[str, str, str] | None, sender: Connection
+) -> None:
     os.setsid()
     resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s))
-    os.chdir(tree)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
-    sys.path = [str(tree), *[path for path in sys.path if Path(path or ".").resolve() != ROOT]]
-    # This package too came from the original.
-    for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
-        del sys.modules[name]
-    failures = _Failures()
-    code = pytest.main(arguments, plugins=[failures])
-    sender.send(failures.names)
-    sys.exit(int(code))
+    if mutation is None or _take(*mutation):
+        failures = _Failures()
+        code = int(pytest.main(arguments, plugins=[failures]))
+        sender.send(failures.names)
+    else:  # what is computed while a module is loaded: all is loaded anew
+        command = [sys.executable, "-m", "pytest", "-rfE", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        code = done.returncode
+        failed = re.findall(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", done.stdout, re.MULTILINE)
+        sender.send(failed)
+    sys.exit(code)
+
+
+def _take(path: str, source: str, mutated: str) -> bool:
+    """Tell whether this process has the mutation now."""
+    name = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    name = name if name.startswith("sp_compiler") else f"sp_compiler.{name}"
+    module = sys.modules.get(name)
+    return module is None or swap(str(module.__file__), source, mutated)
 
 
 def _write(path: Path, source: str) -> None:
@@ -229,8 +269,6 @@ def main() -> None:
         paths = [p for p in modules() if p.relative_to(ROOT).as_posix().startswith(only)]
         chosen = [mutant.in_lines() for mutant in drawn(options.count, options.seed, paths)]
     counts: Counter[str] = Counter()
-    for name in _PRELOADED:
-        importlib.import_module(name)
     with tempfile.TemporaryDirectory() as folder:
         runner = Runner(Path(folder).resolve(), options.limit, wide=options.wide)
         for mutant in chosen[options.start :]:

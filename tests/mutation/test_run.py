@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+from pathlib import Path
+
 import pytest
 
 from tests.mutation import run
 from tests.mutation.mutants import ROOT, drawn, modules
+from tests.mutation.swap import swap
 
 
 @pytest.mark.parametrize(
@@ -26,6 +30,32 @@ def test_a_draw_is_the_same_every_time_and_reaches_every_folder() -> None:
     assert draw == drawn(30, 1, paths[::-1])
     assert draw != drawn(30, 2, paths)
     assert {mutant.path.split("/")[1] for mutant in draw} == {"solve", "base"}
+
+
+def test_loaded_functions_take_the_code_of_a_mutation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = """
+LIMIT = 3
+
+def inside(values):
+    return [value for value in values if value < LIMIT]
+
+class Adder:
+    def __init__(self, step):
+        self.step = step
+
+    def to(self, value):
+        return value + self.step
+"""
+    path = tmp_path / "mutated_here.py"
+    path.write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("mutated_here")
+    inside, add = module.inside, module.Adder(2).to
+    assert swap(str(path), source, source.replace("< LIMIT", "<= LIMIT").replace("+", "-"))
+    assert (inside([2, 3, 4]), add(5)) == ([2, 3], 3)
+    assert not swap(str(path), source, source.replace("LIMIT = 3", "LIMIT = 4"))
 
 
 def test_known_survivors_are_still_there() -> None:

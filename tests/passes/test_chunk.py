@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from sp_compiler.base.pass_report import Pass, PassReport, reporting
 from sp_compiler.ir.text import render
 from sp_compiler.ops.communicator import Communicator, running_on
-from sp_compiler.passes.chunks.chunk import chunk
+from sp_compiler.passes.chunks.chunk import LEAST_ROWS, chunk
 from sp_compiler.passes.simplify import simplify
 from sp_compiler.trace.joint import JointGraph, trace_joint
 from tests.goldens import check_golden
@@ -78,9 +78,9 @@ def cross_entropy(**options: Any) -> Loss:
     return loss
 
 
-def joint_of(loss: Loss, wide: int = V) -> JointGraph:
-    x, w = torch.zeros(N, H).double(), torch.zeros(wide, H).double()
-    y = torch.zeros(N, dtype=torch.int64)
+def joint_of(loss: Loss, wide: int = V, rows: int = N) -> JointGraph:
+    x, w = torch.zeros(rows, H).double(), torch.zeros(wide, H).double()
+    y = torch.zeros(rows, dtype=torch.int64)
     grads = [True, True, False]
     region = region_of(Head(loss), x, w, y, kinds=["call", "param", "input"], requires_grad=grads)
     joint = trace_joint(region)
@@ -180,3 +180,10 @@ def test_a_product_that_narrows_is_no_head() -> None:
     joint = joint_of(lambda x, y: x.logsumexp(-1), wide=H)
     assert chunk(joint, 1, (2,)) == [joint]
     assert chunk(joint, 1, None) == [joint]
+
+
+def test_a_product_of_few_rows_beside_the_head_does_not_count() -> None:
+    def loss(logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return nll(logits, y).mean(), y[:2, None].double() @ torch.ones(1, V, dtype=torch.float64)
+
+    assert len(chunk(joint_of(loss, rows=2 * LEAST_ROWS), 1, None)) == 2

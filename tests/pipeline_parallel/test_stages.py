@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from sp_compiler.compiler import build
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ops.communicator import Communicator
 from sp_compiler.options import CompileOptions
-from sp_compiler.pipeline_parallel.cutting import ends_of
+from sp_compiler.pipeline_parallel.cutting import ends_of, gathered_adamw_bytes
 from sp_compiler.pipeline_parallel.microbatches import microbatches_of
 from sp_compiler.pipeline_parallel.schedules import SCHEDULES, schedule_of
 from sp_compiler.pipeline_parallel.stage_program import chain_of, loss_of, stages_of
@@ -171,6 +172,10 @@ def test_memory_moves_the_cut() -> None:
     assert ends_of(calls, sizes, [20, 1], 800) == [2, 6]
     with pytest.raises(ArgumentError, match=r"within 500 B, .* would do is 641 B"):
         ends_of(calls, sizes, [20, 1], 500)
+    # Gathered of 4 ranks: 30 bytes of values, 30 of gradients and a quarter of the 120.
+    gathered = partial(gathered_adamw_bytes, num_shards=4)
+    with pytest.raises(ArgumentError, match=r"would do is 501 B"):
+        ends_of(calls, sizes, [20, 1], 500, gathered)
     with pytest.raises(ArgumentError, match="4 layers, too few for 5 pipeline stages"):
         ends_of(calls, sizes, [1] * 5, None)
 

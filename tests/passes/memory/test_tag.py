@@ -262,6 +262,26 @@ def test_wider_casts_are_repeated_and_narrower_ones_kept() -> None:
     assert narrower.meta["recompute"] == "save"
 
 
+class _CastWeight(nn.Module):
+    """A linear that computes in bfloat16 with a weight of float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(torch.bfloat16))
+
+
+def test_a_product_with_a_cast_weight_is_linear() -> None:
+    joint = tagged(region_of(_CastWeight(), torch.randn(4, 8, dtype=torch.bfloat16)), "selective")
+    (cast,) = (n for n in forward_nodes(joint) if n.target is aten._to_copy.default)
+    assert cast.meta["recompute_reason"] == "cast of a parameter"
+    facts = forward_facts(joint)
+    assert [n.target for n in facts.linears] == [aten.linear.default]
+    assert not facts.core
+
+
 class _Loss(nn.Module):
     def forward(self, logits: Tensor, target: Tensor) -> Tensor:
         nll, _ = sp.vocab_nll(logits, target, -100, 7, 1)

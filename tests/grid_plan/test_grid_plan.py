@@ -17,6 +17,7 @@ from sp_compiler.grid_plan.build import grid_plan
 from sp_compiler.grid_plan.chain import Chain
 from sp_compiler.grid_plan.options import GridOptions
 from sp_compiler.grid_plan.sizes import GridSizes, link_of
+from sp_compiler.grid_plan.stage_plan import held_bytes
 from sp_compiler.grid_plan.timetable import StageTimes, finish_us
 from sp_compiler.pipeline_parallel.schedules import SCHEDULES
 from sp_compiler.planning.call_memory import CallMemory
@@ -114,6 +115,9 @@ def test_fsdp_shards_the_state_and_gathers_the_rest() -> None:
     first = _of(3, GridSizes(pp=3, dp_shard=4), 3).stages[0]
     assert first.state_bytes == 18 * 1100 / 4
     assert first.gathered_bytes == 2 * 2200  # parameters and gradients, until the last microbatch
+    grid = GridSizes(pp=3, dp_shard=4)
+    held = [held_bytes(size, 18, grid) for size in (_sizes(1)["w0"], _sizes(1)["norm"])]
+    assert held == [18 * 100 / 4 + 2 * 200, 16 / 4 + 16]
     alone = _of(3, GridSizes(dp_shard=4), 3).stages[0]
     assert alone.gathered_bytes == 2016 + 2 * 200 + 200  # outside of blocks, two blocks, gradients
     replicated = _of(3, GridSizes(pp=3, dp_replicate=4), 3).stages[0]

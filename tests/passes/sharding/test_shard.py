@@ -113,6 +113,20 @@ class Layers(nn.Module):
         return x
 
 
+class Penalized(nn.Module):
+    """A parameter that shards of the tokens read, and that is penalized as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = Mlp(8 * WIDTH), Mlp(8 * WIDTH)
+        self.scale = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for mlp in (self.first, self.last):
+            x = x + mlp.down(F.relu(mlp.up(mlp.norm(x) * self.scale)))
+        return x.sum() + self.scale.square().sum()
+
+
 REWRITTEN: dict[str, Any] = {
     "mlp": Mlp,
     "biased_mlp": functools.partial(Mlp, bias=True),
@@ -260,6 +274,12 @@ def on_ranks(result: Sharded, program: Program | None = None) -> CompiledProgram
 @pytest.mark.parametrize("name", REWRITTEN)
 def test_numbers(name: str, batch: int) -> None:
     found = case(REWRITTEN[name], batch)
+    parity.assert_step(found, on_ranks(sharded(found)), tolerance=1e-12)
+
+
+def test_a_parameter_read_by_shards_and_as_a_whole() -> None:
+    """Its two gradients, a partial and a full one, are added where both are full."""
+    found = case(Penalized)
     parity.assert_step(found, on_ranks(sharded(found)), tolerance=1e-12)
 
 

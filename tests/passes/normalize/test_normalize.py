@@ -80,7 +80,7 @@ def test_splits_slices_and_dims() -> None:
     def function(x: Tensor) -> tuple[Tensor, Tensor]:
         first, second = x.chunk(2, dim=2)
         third, _ = x.split(4, dim=2)
-        part = x[:, -2:, :4].softmax(1) + x[:, :, :4].sum(1, keepdim=True)
+        part = x[:, -2:, :4].softmax(1) + x[:, :, :4].sum([0, 1], keepdim=True)
         return torch.cat([first, second, third]).transpose(
             0, 1
         ), part.t() if part.ndim == 2 else part
@@ -95,7 +95,7 @@ def test_splits_slices_and_dims() -> None:
         "%7 = aten.slice.Tensor(%6, -1, 0, 4) : f64[2, 2, 4]",
         "%8 = aten.softmax.int(%7, -2) : f64[2, 2, 4]",
         "%9 = aten.slice.Tensor(%0, -1, 0, 4) : f64[2, 3, 4]",
-        "%10 = aten.sum.dim_IntList(%9, [-2], True) : f64[2, 1, 4]",
+        "%10 = aten.sum.dim_IntList(%9, [-3, -2], True) : f64[1, 1, 4]",
         "%11 = aten.add.Tensor(%8, %10) : f64[2, 2, 4]",
         "%12 = aten.cat([%2, %3, %5], -3) : f64[6, 3, 4]",
         "%13 = aten.transpose.int(%12, -3, -2) : f64[3, 6, 4]",

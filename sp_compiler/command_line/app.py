@@ -165,7 +165,8 @@ def plan(
 
 
 def _refuse(reason: str, **options: object) -> None:
-    """Raise for the first of ``options`` that was given: it would have no effect."""
+    """Raise an error for the first of ``options`` that was given, because it would have no
+    effect."""
     for name, value in options.items():
         if value is not None:
             raise ArgumentError(f"--{name.replace('_', '-')} {reason}")

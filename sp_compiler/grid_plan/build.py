@@ -43,8 +43,8 @@ def grid_plan(plan: Plan, chain: Chain, options: GridOptions) -> GridPlan:
     """Plan a step on a grid; see :func:`sp_compiler.plan`.
 
     Args:
-        plan: of one microbatch on the ranks of "tp".
-        chain: the calls of ``plan`` that are cut into stages.
+        plan: plan of one microbatch on the ranks of "tp".
+        chain: the calls of ``plan`` to divide into stages.
 
     Raises:
         ArgumentError: fewer layers than stages, or no cut within the memory.
@@ -184,7 +184,7 @@ _PHASES = {
 
 
 def _functions(part: Sequence[CallPlan], schedule: StepTimeline) -> Functions:
-    """Return what each kind of action runs in a stage of these calls."""
+    """Return the functions of each kind of action in a stage of these calls."""
     of_kind: dict[Any, StepTimeline] = {}
     for kind, phase in _PHASES.items():
         runs: list[FunctionRun] = []
@@ -201,6 +201,6 @@ def _functions(part: Sequence[CallPlan], schedule: StepTimeline) -> Functions:
 
 
 def _largest(traffic: Sequence[Sequence[AxisTraffic]]) -> Iterator[AxisTraffic]:
-    """For each axis the traffic of the rank that sends most."""
+    """Return for each axis the traffic of the rank that sends most."""
     for axes in zip(*traffic, strict=True):
         yield max(axes, key=lambda each: each.sent_bytes)

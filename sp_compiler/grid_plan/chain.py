@@ -14,14 +14,14 @@ from sp_compiler.planning.plan import Plan
 
 @dataclass(frozen=True)
 class Chain:
-    """What a cut needs to know.
+    """Data for the choice of a cut.
 
     Attributes:
-        calls: in order.
-        parameters: this rank's part of each, by name.
-        activation_bytes: what a stage sends forward if it ends in front of a call, by call.
-        gradient_bytes: what it receives in backward.
-        cuts: those that were made before, by number of stages; no memory limits them.
+        calls: calls, in order.
+        parameters: this rank's part of each parameter, by name.
+        activation_bytes: by call, the bytes that a stage sends forward if it ends before that call.
+        gradient_bytes: by call, the bytes that it then receives in backward.
+        cuts: earlier results without a memory limit, by number of stages.
     """
 
     calls: Sequence[CallPlan]
@@ -56,12 +56,12 @@ class Chain:
 
     @classmethod
     def uncut(cls, plan: Plan) -> Chain:
-        """Return the chain of a single stage, of which nothing is sent."""
+        """Return the chain of a single stage, which sends nothing."""
         nothing = [0] * len(plan.calls)
         return cls(plan.calls, plan.parameters, nothing, nothing)
 
     def ends(self, num_stages: int) -> list[int]:
-        """Return where each stage ends if no memory limits them; see :func:`ends_of`."""
+        """Return where each stage ends without a memory limit; see :func:`ends_of`."""
         if num_stages == 1:
             return [len(self.calls)]
         # Only times decide, which no size of the data axes changes: a search asks often.

@@ -73,7 +73,8 @@ def state_bytes(size: ParameterSize, bytes_per_parameter: float, dp_shard: int) 
 
 
 def held_bytes(size: ParameterSize, bytes_per_parameter: float, grid: GridSizes) -> float:
-    """Bytes of a parameter in a pipeline: its state, and what FSDP2 holds unsharded beside it."""
+    """Return the bytes of a parameter in a pipeline: its state, and its unsharded copy under
+    FSDP2."""
     # Gradients too: they are reduced behind the last microbatch, in full until then.
     gathered = size.num_bytes * (1 + size.trained) if grid.data > 1 else 0
     return state_bytes(size, bytes_per_parameter, grid.dp_shard) + gathered

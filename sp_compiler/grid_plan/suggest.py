@@ -1,8 +1,8 @@
 """Search for the fastest grid, schedule and recompute setting that fit a device's memory.
 
-Candidates are planned as :func:`sp_compiler.plan` plans them, the most promising first, but for
-those that cannot win: what stages hold on average is too much, or the time that the schedule would
-take for equal stages is that of something that was found.
+Candidates are planned as by :func:`sp_compiler.plan`, the most promising first. Candidates that
+cannot win are skipped: the average memory of their stages is too high, or the schedule's time for
+equal stages is not below that of the plans found so far.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def suggest(  # noqa: PLR0913 - all by keyword, each described below
 
 
 def _check(schedules: Sequence[str], options: Options) -> None:
-    """Raise for schedules that there are not, and for options that a search takes no account of."""
+    """Raise an error for unknown schedules, and for options that the search does not support."""
     known = [*SCHEDULES]  # a list: what cannot be hashed is unknown, too
     listed = isinstance(schedules, Sequence) and not isinstance(schedules, str)
     # Of no schedules only grids without stages would be left, and the others not even rejected.
@@ -154,7 +154,8 @@ def _check(schedules: Sequence[str], options: Options) -> None:
 
 
 def _grids(gpus: int, tp: int, num_layers: int) -> Iterator[GridSizes]:
-    """Grids of as many devices; the data axis is either sharded by FSDP2 or replicated."""
+    """Return grids of this number of devices; the data axis is either sharded by FSDP2 or
+    replicated."""
     for pp in range(1, num_layers + 1):
         if (gpus // tp) % pp == 0:
             data = gpus // tp // pp
@@ -165,7 +166,7 @@ def _grids(gpus: int, tp: int, num_layers: int) -> Iterator[GridSizes]:
 
 @dataclass(frozen=True)
 class _Setting:
-    """A compiled program by what a search asks of it; ``stages`` is ``None`` without a loss."""
+    """Data of a compiled program for the search; ``stages`` is ``None`` without a loss."""
 
     plan: Plan
     stages: Chain | None
@@ -187,7 +188,7 @@ class _Setting:
         return self.stages
 
     def least_bytes(self, options: GridOptions) -> float:
-        """What the fullest stage takes at least: what all take on average."""
+        """Return a lower bound on the bytes of the fullest stage: the average of all stages."""
         grid, chain = options.grid, self.chain(options.grid)
         per_parameter, sizes = options.bytes_per_parameter, chain.parameters
         if grid.pp == 1:
@@ -201,7 +202,7 @@ class _Setting:
         return (state + in_flight * kept_bytes(chain.calls)) / grid.pp
 
     def least_us(self, options: GridOptions) -> float:
-        """Time of a step whose stages are equal; see the papers of the schedules."""
+        """Return the time of a step with equal stages; see the papers of the schedules."""
         grid, calls = options.grid, self.chain(options.grid).calls
         microbatch_us = sum(call.step_us for call in calls) / grid.pp
         waits_us = (grid.pp - 1) * microbatch_us / options.stages()[1]
@@ -230,7 +231,7 @@ class _Search:
         self._impossible: dict[GridSizes, str] = {}
 
     def add(self, setting: _Setting, grid: GridSizes, microbatches: int, like: GridOptions) -> None:
-        """Note what may be tried of ``setting`` on ``grid``, otherwise as ``like`` says."""
+        """Add the candidates of ``setting`` on ``grid``, otherwise like ``like``."""
         if microbatches % grid.data:
             self._impossible[grid] = f"{microbatches} microbatches do not divide by {grid.data}"
             return
@@ -258,7 +259,7 @@ class _Search:
             self._candidates.append((least_us, len(self._candidates), setting, options))
 
     def run(self) -> Suggestions:
-        """Plan candidates until none that is left can be among the best."""
+        """Plan candidates until no remaining one can be among the best."""
         for least_us, _, setting, options in sorted(self._candidates, key=lambda each: each[:2]):
             grid = options.grid
             limit_us = self._limit_us()
@@ -275,12 +276,12 @@ class _Search:
         return Suggestions(tuple(kept), tuple(self._rejected(kept)), self._memory_bytes)
 
     def _limit_us(self) -> float:
-        """Time of the last plan that would be returned now."""
+        """Return the time of the last plan that would be returned now."""
         times = sorted(plan.step_us for plan in self._best.values())
         return times[self._top - 1] if len(times) >= self._top else float("inf")
 
     def _planned(self, setting: _Setting, options: GridOptions) -> GridPlan | None:
-        """Return the plan if it fits, where need be cut by memory instead of time alone."""
+        """Return the plan if it fits, with a cut that respects memory if necessary."""
         chain = setting.chain(options.grid)
         plan = grid_plan(setting.plan, chain, options)
         if plan.total_bytes > self._memory_bytes and options.grid.pp > 1:
@@ -296,7 +297,7 @@ class _Search:
         self._needed_bytes[grid] = min(num_bytes, self._needed_bytes.get(grid, num_bytes))
 
     def _rejected(self, kept: Sequence[GridPlan]) -> Iterator[Rejected]:
-        """Grids that are not among ``kept``, those that nearly are first."""
+        """Return grids that are not among ``kept``, the closest first."""
         shown = {plan.grid for plan in kept}
         # A grid may have been put off before a plan of it was found: the plan tells more.
         known_us = {grid: plan.step_us for grid, plan in self._best.items()}

@@ -1,4 +1,4 @@
-"""Grids for a model, best first, and why the others lose."""
+"""Suggested grids for a model, best first, and why the others lose."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Suggestions(Sequence[GridPlan]):
 
 
 def schedule_text(plan: GridPlan) -> str:
-    """Return the schedule as a person reads it."""
+    """Return the schedule as text."""
     if plan.grid.pp == 1:
         return "no stages"
     chunks = f" x {plan.stages_per_rank}" if plan.stages_per_rank > 1 else ""
@@ -112,7 +112,7 @@ def schedule_text(plan: GridPlan) -> str:
 
 
 def _parts_us(plan: GridPlan) -> dict[str, float]:
-    """Return the time of a step by what it goes to; the parts add up to it."""
+    """Return the time of a step by its parts, which add up to it."""
     work, ranks = plan.microbatch.work, plan.grid.pp
     # As if stages were equal: what they are not shows as time that ranks wait.
     exposed_us = {each.axis: each.exposed_us for each in plan.traffic}
@@ -129,7 +129,7 @@ def _parts_us(plan: GridPlan) -> dict[str, float]:
 
 
 def _loss(plan: GridPlan, best: GridPlan) -> str:
-    """Say what the step loses against ``best``, the largest part first."""
+    """Return what the step loses against ``best``, the largest part first, as text."""
     if plan is best:
         return ""
     own, others = _parts_us(plan), _parts_us(best)

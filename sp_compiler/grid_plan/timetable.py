@@ -1,4 +1,4 @@
-"""When each rank of a pipeline runs what, from the schedule's own order of actions."""
+"""Times of the actions of each rank of a pipeline, from the schedule's own order."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class StageTimes:
     """Time of one microbatch in one stage.
 
     Attributes:
-        receive_us: of its activations, from the stage before on another rank.
-        receive_gradient_us: of their gradients, from the stage behind.
-        split_us: of the backward's two functions, for inputs and for weights, where the program has
-            them; else each counts as half of the backward.
+        receive_us: time to receive its activations from the previous stage, if on another rank.
+        receive_gradient_us: time to receive their gradients from the next stage.
+        split_us: times of the backward's two functions, for inputs and for weights, if the program
+            has them; else each counts as half of the backward.
     """
 
     forward_us: float
@@ -43,12 +43,12 @@ class StageTimes:
 
 
 class ActionRun(NamedTuple):
-    """One action of a rank in the course of a step.
+    """One action of a rank in a step.
 
     Attributes:
-        free_us: when the rank's previous action was done.
-        sent_us: when the neighbouring stage had made what it needs; 0 if it needs nothing.
-        begin_us: when that had come, too.
+        free_us: time when the rank's previous action ended.
+        sent_us: time when the neighbouring stage had computed its input; 0 if it needs none.
+        begin_us: time when that input had arrived, too.
     """
 
     action: Action
@@ -59,22 +59,22 @@ class ActionRun(NamedTuple):
 
     @property
     def bubble_us(self) -> float:
-        """Time in which the rank waited for another to compute."""
+        """Time during which the rank waited for another to compute."""
         return max(0.0, self.sent_us - self.free_us)
 
     @property
     def message_us(self) -> float:
-        """Time in which it waited for what was on its way."""
+        """Time during which it waited for a message in flight."""
         return self.begin_us - max(self.free_us, self.sent_us)
 
 
 def run_orders(
     orders: Sequence[Sequence[Action]], times: Sequence[StageTimes]
 ) -> list[list[ActionRun]]:
-    """Follow each rank through its order.
+    """Simulate the order of each rank.
 
-    A rank starts an action when the one before is done and what it needs has come. Messages travel
-    while ranks compute.
+    A rank starts an action when the previous one has ended and its input has arrived. Messages
+    travel while ranks compute.
     """
     last_stage = len(times) - 1
     # By direction, stage and microbatch. The gradients of inputs are what the stage before waits
@@ -116,5 +116,5 @@ def run_orders(
 
 
 def finish_us(orders: Sequence[Sequence[Action]], times: Sequence[StageTimes]) -> list[float]:
-    """Return when each rank is through with its order."""
+    """Return when each rank has finished its order."""
     return [runs[-1].end_us if runs else 0.0 for runs in run_orders(orders, times)]

@@ -22,12 +22,12 @@ def traffic_of(
     ends: Sequence[int],
     options: GridOptions,
 ) -> list[list[AxisTraffic]]:
-    """Return for each rank of the pipeline its traffic over the axes of several ranks.
+    """Return the traffic of each rank of the pipeline over the axes of several ranks.
 
     Args:
-        calls: of each rank of the pipeline.
-        stages: the same ranks' plans.
-        ends: of all stages, in ``chain``.
+        calls: calls of each rank of the pipeline.
+        stages: plans of the same ranks.
+        ends: ends of all stages in ``chain``.
     """
     grid, microbatches = options.grid, options.microbatches
     links = {

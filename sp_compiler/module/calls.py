@@ -1,4 +1,4 @@
-"""Programs for the calls of a compiled module: found or compiled, and the parameters placed."""
+"""Calls of a compiled module: lookup or compilation of the program, and placement of parameters."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from sp_compiler.trace.export import input_names
 
 
 def executor_for(state: ModuleState, leaves: list[Any], structure: pytree.TreeSpec) -> Executor:
-    """The program for these flattened inputs, compiled if need be, on all ranks alike."""
+    """Return the program for these flattened inputs, compiled if necessary, on all ranks alike."""
     key = call_key(
         state.modules.values(),
         state.parameters.current(),
@@ -65,7 +65,7 @@ def executor_for(state: ModuleState, leaves: list[Any], structure: pytree.TreeSp
 
 
 def shard_over_data(state: ModuleState) -> None:
-    """Apply FSDP2 over the mesh's data-parallel axes, once, where the user left it to us.
+    """Apply FSDP2 over the mesh's data axes, once, unless the user does it.
 
     Raises:
         ArgumentError: an optimizer holds the parameters, which FSDP2 replaces.
@@ -101,10 +101,10 @@ def run(state: ModuleState, executor: Executor, leaves: list[Any]) -> Any:
 
 
 def require_data(state: ModuleState) -> None:
-    """Raise while a parameter or a buffer is on the meta device.
+    """Raise an error while a parameter or a buffer is on the meta device.
 
     Raises:
-        ArgumentError: naming the first of them.
+        ArgumentError: with the name of the first of them.
     """
     # Every call asks, and what has data keeps it.
     if state.has_data:
@@ -129,7 +129,7 @@ def require_data(state: ModuleState) -> None:
 
 
 def _compare(state: ModuleState, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Compare over the ranks, by kind and name, what was not yet, before ranks have parts of it.
+    """Compare tensors over the ranks, by kind and name, before they are sharded; each tensor once.
 
     Raises:
         RankMismatchError: naming the tensors that differ.
@@ -157,13 +157,13 @@ def _compare(state: ModuleState, tensors: Mapping[str, Mapping[str, Tensor]]) ->
 
 
 def _compare_over_data(state: ModuleState, placements: Mapping[str, Placement]) -> None:
-    """Let ranks that read different data have one model, cut in one way, before any rank has parts.
+    """Require the same model and the same placements on ranks with different data, before sharding.
 
-    They compile for themselves, perhaps for other sizes, and what they place differently would be
-    averaged all the same.
+    These ranks compile separately, perhaps for other sizes; gradients of parameters with different
+    placements would be averaged regardless.
 
     Raises:
-        RankMismatchError: naming the tensors, or the parameters whose placements differ.
+        RankMismatchError: with the tensors that differ, or the parameters whose placements differ.
     """
     if not state.group.data_boards:
         return
@@ -214,7 +214,8 @@ def _compile(
 
 
 def _refuse_optimizer_state(state: ModuleState) -> None:
-    """Raise where placing the parameters would leave an optimizer with state of other shapes."""
+    """Raise an error if placing the parameters would leave an optimizer with state of other
+    shapes."""
     for optimizer, has_state in optimizers_of(state.root.parameters()):
         if has_state:
             raise ArgumentError(
@@ -225,7 +226,7 @@ def _refuse_optimizer_state(state: ModuleState) -> None:
 
 
 def _refuse_other_parallelism(state: ModuleState) -> None:
-    """Raise where ``fully_shard`` has taken parts of parameters that are still to be placed."""
+    """Raise an error if ``fully_shard`` has sharded parameters that are not placed yet."""
     # By its class: in this very call its hooks have put unsharded parameters back for a while.
     if any(isinstance(module, FSDPModule) for module in state.root.modules()):
         raise ArgumentError(
@@ -236,7 +237,8 @@ def _refuse_other_parallelism(state: ModuleState) -> None:
 
 
 def _refuse_empty(state: ModuleState, leaves: list[Any], names: list[str]) -> None:
-    """Raise for an empty batch that would decide how parameters are sharded: not at all."""
+    """Raise an error for an empty batch as the first one, for which no parameter would be
+    sharded."""
     tensors = [(n, v) for n, v in zip(names, leaves, strict=True) if isinstance(v, Tensor)]
     if state.group.world_size == 1 or any(value.numel() for _, value in tensors):
         return
@@ -249,7 +251,7 @@ def _refuse_empty(state: ModuleState, leaves: list[Any], names: list[str]) -> No
 
 
 def _place(state: ModuleState, placements: Mapping[str, Placement]) -> None:
-    """Fix the placements of parameters that have none yet; others must stay."""
+    """Fix the placements of parameters that have none yet; others must not change."""
     fixed = dict(state.fixed or {})
     parameters = state.parameters
     # A program for another path through the model may read parameters that no other one did.

@@ -1,9 +1,9 @@
-"""What PyTorch's DTensor lacks for an ordinary training loop.
+"""Patches of PyTorch's DTensor for an ordinary training loop.
 
 ``torch.amp.GradScaler`` checks all gradients of one dtype in one operation. DTensor reduces its
-verdict over the ranks as the *first* gradient's placement says: when that one is replicated and
-others are sharded, a rank alone may skip its step, and the parameters drift apart without a word.
-Checking sharded gradients first makes the verdict the same on every rank.
+result over the ranks according to the *first* gradient's placement: if that one is replicated and
+others are sharded, a single rank may skip its step, and the parameters silently diverge. Checking
+sharded gradients first makes the result the same on every rank.
 
 ``torch.nn.utils.clip_grad_norm_`` returns a DTensor, and ``f"{norm:.3f}"`` of one is a TypeError.
 
@@ -26,7 +26,7 @@ _OPERATION = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
 def check_sharded_gradients_first() -> None:
-    """Install the order for this process; a second call changes nothing."""
+    """Install this order for the process; a second call does nothing."""
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     installed = handlers[_OPERATION]
     if isinstance(installed, _ShardedFirst):
@@ -36,7 +36,7 @@ def check_sharded_gradients_first() -> None:
 
 @functools.cache
 def format_as_numbers() -> None:
-    """Let a 0-dim DTensor be formatted as the number that it is, as a plain tensor is."""
+    """Make a 0-dim DTensor format as a number, like a plain tensor."""
     # torch internals: DTensor inherits Tensor.__format__, which formats plain tensors alone.
     as_before = DTensor.__format__
 
@@ -66,7 +66,8 @@ def _is_replicated(grad: Tensor) -> bool:
 
 
 def refuse_to_pickle(value: DTensor) -> None:
-    """Let pickling of a sharded ``value`` raise: a file of rank 0 would have a part of it only."""
+    """Make pickling of a sharded ``value`` an error: a file of rank 0 would have only a part of
+    it."""
     if any(not where.is_replicate() for where in value.placements):
         # Of the object, not of its class: copies and what checkpoint libraries make of it are free.
         value.__reduce_ex__ = _raise_partial  # type: ignore[method-assign]

@@ -57,16 +57,16 @@ class Invocation:
 
 
 class Layout:
-    """How the parameters of one compiled module are stored; shared by all modules of its tree.
+    """Storage of the parameters of one compiled module; shared by all modules of its tree.
 
     Attributes:
         group: the ranks they are stored over.
         placements: name of every placed parameter to its placement.
-        blocks: paths of the modules that are called as blocks; ``None`` before compilation.
-        attributes: (path, name) to value of what was set on the model's modules since.
-        num_hooks: how many forward pre-hooks were registered on modules; ``fully_shard`` does so.
-        calls_root: whether the whole model is called; a pipeline calls its stages.
-        deferred: gradients that wait while ``no_sync`` is on.
+        blocks: paths of the modules that run as blocks; ``None`` before compilation.
+        attributes: (path, name) to value of attributes that were set on the model's modules since.
+        num_hooks: number of forward pre-hooks registered on modules, as ``fully_shard`` does.
+        calls_root: whether the root module is called; a pipeline calls stages instead.
+        deferred: pending gradients under ``no_sync``.
     """
 
     def __init__(self, group: TensorParallelGroup) -> None:
@@ -84,11 +84,11 @@ class Layout:
 
 
 class MirrorModule(nn.Module):
-    """Stands for one module of the model: same name, same children, same parameter names.
+    """Mirror of one module of the model: same name, same children, same parameter names.
 
-    Attributes of the model's own module (``config``, ``num_heads``) are read through, and set there
-    too; its methods run on this module, which has the parameters. ``forward`` runs compiled code
-    where this is a block; anything else cannot be run alone.
+    Attributes of the model's own module (``config``, ``num_heads``) are read and set there; its
+    methods run on this module, which has the parameters. ``forward`` runs compiled code if this is
+    a block; other modules cannot be called separately.
     """
 
     def __init__(self, original: nn.Module, path: str, layout: Layout) -> None:
@@ -110,7 +110,7 @@ class MirrorModule(nn.Module):
         return outputs[0] if len(outputs) == 1 else outputs
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of any module; what waits since ``no_sync`` is dropped too."""
+        """Like that of any module; also drops gradients that ``no_sync`` left unreduced."""
         self._sp_layout.deferred.drop(self.parameters())
         super().zero_grad(set_to_none)
 
@@ -152,10 +152,10 @@ class MirrorModule(nn.Module):
         return setattr(original, name, value)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Exchange a parameter of the model.
+        """Replace a parameter of the model.
 
         Raises:
-            UnsupportedError: the model has none of this name.
+            UnsupportedError: the model has no parameter of this name.
         """
         if name not in self._parameters:
             # Such as pruning and older weight norms, which compute a weight from new parameters.
@@ -167,7 +167,7 @@ class MirrorModule(nn.Module):
         super().register_parameter(name, param)
 
     def _check_parameter(self, name: str, value: Any) -> None:
-        """Raise unless ``value`` can stand where the present parameter is."""
+        """Raise an error unless ``value`` can replace the current parameter."""
         present = self._parameters.get(name)
         if (
             isinstance(present, Tensor)
@@ -228,10 +228,10 @@ class MirrorModule(nn.Module):
         return super().register_full_backward_pre_hook(*args, **kwargs)
 
     def require_runnable_hooks(self, *, on_root: bool = False) -> None:
-        """Raise where this module holds a hook that would never run.
+        """Raise an error if this module has a hook that would never run.
 
         Args:
-            on_root: whether the module of the whole model is asked too. Not once FSDP has hooks
+            on_root: whether to check the root module too; not after FSDP has registered hooks
                 there.
         """
         if (self._sp_path or on_root) and any(getattr(self, kind) for kind in _HOOKS):
@@ -289,22 +289,22 @@ class MirrorModule(nn.Module):
 
 
 class MirrorList(MirrorModule, nn.ModuleList):
-    """Stands for a ``ModuleList``."""
+    """Mirror of a ``ModuleList``."""
 
 
 class MirrorSequential(MirrorModule, nn.Sequential):
-    """Stands for a ``Sequential``."""
+    """Mirror of a ``Sequential``."""
 
 
 class MirrorDict(MirrorModule, nn.ModuleDict):
-    """Stands for a ``ModuleDict``."""
+    """Mirror of a ``ModuleDict``."""
 
 
 class MirrorAdapter(MirrorModule):
-    """Stands for a layer of PEFT, and is one to ``isinstance``, which PEFT asks what to save.
+    """Mirror of a PEFT layer, and an instance of its class, by which PEFT finds the layers to save.
 
-    Without it the files that PEFT writes have no tensor in them. Methods that merge or switch
-    adapters would change what was compiled; they raise.
+    Without it, files written by PEFT would be empty. Methods that merge or switch adapters would
+    change compiled code; they raise errors.
     """
 
     @property  # type: ignore[misc]
@@ -336,7 +336,8 @@ def fill_mirror(root: MirrorModule, original: nn.Module, layout: Layout) -> None
 
 
 def _same_layout(present: Tensor, value: Tensor) -> bool:
-    """False for a plain tensor, or other placements on the same mesh, instead of a DTensor."""
+    """Return False if a plain tensor, or another placement on the same mesh, would replace a
+    DTensor."""
     if not isinstance(present, DTensor):
         return True
     if not isinstance(value, DTensor):
@@ -368,7 +369,8 @@ def _refuse_to_copy(module: MirrorModule, memo: dict[int, Any]) -> NoReturn:
 
 
 def _refuse_adapter_change(original: nn.Module, name: str) -> None:
-    """Raise where ``name`` is a method of PEFT; a model of the user's may have one called so."""
+    """Raise an error if ``name`` is a method of PEFT; the user's model may have a method of that
+    name."""
     home = getattr(getattr(original, name, None), "__module__", None) or ""
     if home.partition(".")[0] != "peft" and home != "transformers.integrations.peft":
         return

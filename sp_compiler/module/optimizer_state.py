@@ -1,9 +1,9 @@
 """Optimizers' state in checkpoints: laid out like the parameters of the module's ``state_dict()``.
 
-The state of a parameter whose dim has segments is placed like it: a rank has rows of each segment,
-and checkpoints want a range. ``Optimizer.state_dict()`` shows it as true chunks, and
-``load_state_dict`` takes it, or unsharded tensors, back to where the parameter is. PyTorch lets
-nobody hook into optimizers that are yet to be made, so these two methods are wrapped.
+The state of a parameter with segments is placed like the parameter: a rank has rows of each
+segment, while checkpoints need a contiguous range. ``Optimizer.state_dict()`` returns true chunks,
+and ``load_state_dict`` converts these, or unsharded tensors, back. PyTorch has no hooks for future
+optimizers, so these two methods are wrapped.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MODULES: weakref.WeakSet[MirrorModule] = weakref.WeakSet()
 
 
 def show_true_state(module: MirrorModule) -> None:
-    """Do so for every optimizer of ``module``, a compiled one over several ranks."""
+    """Enable this for every optimizer of ``module``, which is compiled for several ranks."""
     if not _MODULES:
         _wrap()
     _MODULES.add(module)
@@ -71,7 +71,7 @@ def _as_stored(
 def _converted(
     optimizer: Optimizer, state_dict: dict[str, Any], convert: Callable[..., Tensor]
 ) -> dict[str, Any]:
-    """A copy in which what is as large as its parameter went through ``convert``."""
+    """Return a copy in which tensors as large as their parameter are converted by ``convert``."""
     # Looked up anew each time: parameters are placed and moved after their optimizer is made.
     stored = {
         id(parameter): (parameter, placement, module._sp_state.group)

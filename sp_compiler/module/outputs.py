@@ -1,4 +1,4 @@
-"""Tensors that go into and come out of a compiled module."""
+"""Input and output tensors of a compiled module."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _output_spec = functools.lru_cache(maxsize=64)(tensor_spec)
 
 
 def plain_input(leaf: Any) -> Any:
-    """A user input as a plain tensor.
+    """Return a user input as a plain tensor.
 
     Raises:
-        ArgumentError: it is a DTensor of which this rank has a part only.
+        ArgumentError: a DTensor of which this rank has only a part.
     """
     if not isinstance(leaf, DTensor):
         return leaf
@@ -52,7 +52,7 @@ def user_outputs(
 ) -> Any:
     """The model's own output type; tensors that stay sharded are :class:`ShardedOutput`.
 
-    What the forward left in attributes is put into those of ``modules``, by path.
+    Values that the forward stores in attributes are stored in those of ``modules``, by path.
     """
     program = compiled.program
     leaves = [
@@ -85,22 +85,22 @@ def _output(value: Any, placement: Placement, group: TensorParallelGroup) -> Any
 
 
 class ShardedOutput(DTensor):
-    """An output of which every rank holds a part; it mixes with plain tensors.
+    """A sharded output, which mixes with plain tensors.
 
-    PyTorch's DTensor refuses plain tensors beside it. Here they stand for what they are to the
-    module too, the same full tensor on every rank::
+    PyTorch's DTensor does not mix with plain tensors. Here a plain tensor means, as for inputs of
+    the module, the same full tensor on every rank::
 
         logits                    (2, 8, 512)  Shard(2)   ShardedOutput
         logits[:, :-1]            (2, 7, 512)  Shard(2)   ShardedOutput
         logits.argmax(-1)         (2, 8)       plain, full on every rank
         logits.argmax(-1) == ids  (2, 8)       plain
 
-    A result that is not sharded is a plain tensor, partial sums are reduced at once: so it can be
-    printed, compared, and given to any library. What DTensor cannot do on parts is done on the full
-    tensor. An operation may therefore be a collective, and all ranks must do it.
+    A result that is not sharded is a plain tensor, with partial sums reduced at once, so it can be
+    printed, compared, and passed to any library. Operations that DTensor cannot run on parts run on
+    the full tensor. An operation may therefore be a collective, and all ranks must run it.
 
     Raises:
-        UnsupportedError: an operation that changes its operand and that DTensor cannot do.
+        UnsupportedError: an in-place operation that DTensor does not support.
     """
 
     # Without own attributes, so that results of DTensor's operators can be given this class.
@@ -166,8 +166,8 @@ def _result(value: DTensor) -> Tensor:
 class _ToOutput(CompiledFunction):
     """A rank's part of a global tensor as a :class:`ShardedOutput`: ``apply(part, spec)``.
 
-    In place of ``DTensor.from_local``, whose checks take longer in every forward than a layer's
-    matrix product does in a small one.
+    It replaces ``DTensor.from_local``, whose checks in every forward take longer than a matrix
+    product of a small layer.
     """
 
     @staticmethod

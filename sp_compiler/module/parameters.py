@@ -24,10 +24,10 @@ from sp_compiler.runtime.padding import stored_part
 
 
 def mesh_placement(placement: Placement) -> MeshPlacement:
-    """The DTensor placement of a stored parameter or of an output.
+    """Return the DTensor placement of a stored parameter or of an output.
 
-    A padded dim is plainly sharded: chunks of equal size but for the last ones, which are cut off
-    where the dim ends, are what DTensor makes of it too.
+    A padded dim is an ordinary shard: DTensor also makes chunks of equal size except for the last
+    ones.
     """
     if not placement.is_sharded:
         return Replicate()
@@ -39,18 +39,19 @@ def mesh_placement(placement: Placement) -> MeshPlacement:
 def tensor_spec(
     mesh: DeviceMesh, shape: torch.Size, dtype: torch.dtype, where: Placement
 ) -> DTensorSpec:
-    """Spec of a contiguous DTensor of global ``shape``."""
+    """Return the spec of a contiguous DTensor of global ``shape``."""
     stride = torch.empty(shape, dtype=dtype, device="meta").stride()
     return DTensorSpec(mesh, (mesh_placement(where),), TensorMeta(shape, stride, dtype))
 
 
 def distributed_parameter(parameter: nn.Parameter, group: TensorParallelGroup) -> nn.Parameter:
-    """``parameter`` as a replicated DTensor that takes its storage over; itself for one rank.
+    """Return ``parameter`` as a replicated DTensor that takes over its storage; itself for one
+    rank.
 
-    Attributes that the user set on the parameter are kept.
+    Attributes that the user set on the parameter are preserved.
 
     Raises:
-        ArgumentError: the parameter is a DTensor already, or has hooks that would be lost.
+        ArgumentError: the parameter is already a DTensor, or has hooks that would be lost.
     """
     if group.mesh is None:
         return parameter
@@ -80,8 +81,8 @@ def distributed_parameter(parameter: nn.Parameter, group: TensorParallelGroup) -
 def place(parameter: Tensor, placement: Placement, group: TensorParallelGroup) -> None:
     """Turn a replicated DTensor, in place, into one placed as ``placement``.
 
-    The object stays the same one, so optimizers, hooks and ties that hold it stay right; only its
-    local part and its spec are exchanged (its global shape does not change).
+    It remains the same object, so optimizers, hooks and ties that refer to it stay valid; only its
+    local part and its spec are replaced (its global shape does not change).
     """
     if group.mesh is None or not placement.is_sharded:
         return
@@ -96,10 +97,11 @@ def place(parameter: Tensor, placement: Placement, group: TensorParallelGroup) -
 
 @torch.no_grad()
 def unsharded(value: DTensor, placement: Placement, group: TensorParallelGroup) -> Tensor:
-    """The model's own tensor, of a parameter or what is laid out like it; all ranks must call it.
+    """Return the unsharded tensor of a parameter, or of a tensor placed like one; all ranks must
+    call it.
 
-    Where ``fully_shard`` cut this rank's part of the segments over another axis, no placement says
-    so, and that axis is gathered first.
+    If ``fully_shard`` has sharded this rank's part of the segments over another axis, no placement
+    expresses it, and that axis is gathered first.
     """
     if len(placement.segments) < 2 or value.device_mesh.ndim == 1:
         return value.full_tensor()
@@ -117,7 +119,7 @@ def unsharded(value: DTensor, placement: Placement, group: TensorParallelGroup) 
 
 
 def to_true_chunk(value: DTensor, placement: Placement, group: TensorParallelGroup) -> DTensor:
-    """A segmented parameter as an ordinary ``Shard(dim)`` DTensor; every rank must call it.
+    """Return a segmented parameter as an ordinary ``Shard(dim)`` DTensor; every rank must call it.
 
     Its local parts are contiguous chunks of the true tensor, so checkpoints can reshard them.
     """
@@ -128,7 +130,7 @@ def to_true_chunk(value: DTensor, placement: Placement, group: TensorParallelGro
 def from_loaded(
     value: Tensor, parameter: DTensor, placement: Placement, group: TensorParallelGroup
 ) -> Tensor:
-    """Value of a checkpoint, an unsharded tensor or a DTensor, placed like ``parameter``."""
+    """Return a checkpoint's value, an unsharded tensor or a DTensor, placed like ``parameter``."""
     if isinstance(value, DTensor):
         if value._spec.placements == parameter._spec.placements and len(placement.segments) < 2:
             return value
@@ -142,7 +144,7 @@ def from_loaded(
 def _laid_out(
     full: Tensor, placement: Placement, like: DTensor, group: TensorParallelGroup
 ) -> DTensor:
-    """``full`` placed over the axis "tp", and over other axes as ``like`` is."""
+    """Return ``full`` placed over the axis "tp", and over other axes like ``like``."""
     local = stored_part(full, placement, group.rank, group.world_size)
     local = own_part(local, like)
     names = like.device_mesh.mesh_dim_names or ()
@@ -158,10 +160,10 @@ def _laid_out(
 def _beside(
     other: MeshPlacement, placement: Placement, group: TensorParallelGroup
 ) -> MeshPlacement:
-    """The placement ``other`` of an axis of FSDP, next to an ordinary shard over "tp".
+    """Return the placement ``other`` of an FSDP axis next to an ordinary shard over "tp".
 
-    PyTorch 2.11 does not see that segments shard their dim, and says that FSDP's chunks are chunks
-    of the model's tensor. They are chunks of this rank's part, whatever its order.
+    PyTorch 2.11 does not know that segments shard their dim, and describes FSDP's chunks as chunks
+    of the model's tensor. They are chunks of this rank's part, in its own order.
     """
     is_chunk = placement.is_sharded and len(placement.segments) < 2
     if is_chunk and type(other) is Shard and other.dim == placement.dim:
@@ -170,7 +172,7 @@ def _beside(
 
 
 def own_part(part: Tensor, like: DTensor) -> Tensor:
-    """What this rank keeps of its tensor-parallel ``part`` where ``like`` has other axes too."""
+    """Return this rank's shard of its tensor-parallel ``part`` if ``like`` has other axes too."""
     if like.device_mesh.mesh_dim_names in (None, (AXIS,)):
         return part
     mesh, placements = _other_axes(like)
@@ -179,7 +181,8 @@ def own_part(part: Tensor, like: DTensor) -> Tensor:
 
 
 def _other_axes(value: DTensor) -> tuple[DeviceMesh, list[MeshPlacement]]:
-    """The axes but "tp", and how this rank's tensor-parallel part is placed over them."""
+    """Return the axes other than "tp", and the placements of this rank's tensor-parallel part over
+    them."""
     names = value.device_mesh.mesh_dim_names or ()
     others = [index for index, name in enumerate(names) if name != AXIS]
     placements = [
@@ -191,7 +194,8 @@ def _other_axes(value: DTensor) -> tuple[DeviceMesh, list[MeshPlacement]]:
 
 
 def optimizers_of(parameters: Iterable[Tensor]) -> list[tuple[Optimizer, bool]]:
-    """The living optimizers that hold one of ``parameters``, and whether they have state for it."""
+    """Return existing optimizers that hold one of ``parameters``, and whether they have state for
+    it."""
     ids = {id(parameter) for parameter in parameters}
     optimizers = []
     # Parameters do not know who holds them. type(): isinstance would ask proxies for their class.

@@ -1,4 +1,4 @@
-"""Checkpoints in safetensors files, of which every rank reads its own part."""
+"""Checkpoints in safetensors files; every rank reads its own part."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class Checkpoint:
             file), or a folder with one of them.
 
     Raises:
-        ArgumentError: there is no such file, it is damaged, or an index leads out of its folder.
+        ArgumentError: the file does not exist or is damaged, or an index refers to files outside
+            its folder.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -60,7 +61,7 @@ class Checkpoint:
         return tuple(self._slice(name).get_shape())
 
     def part(self, name: str, placement: Placement, rank: int, world_size: int) -> Tensor:
-        """Copy of what ``rank`` holds of the tensor; nothing else is read from the file."""
+        """Return a copy of ``rank``'s part of the tensor; nothing else is read from the file."""
         source = self._slice(name)
         shape = tuple(source.get_shape())
         if not placement.is_sharded:
@@ -76,7 +77,7 @@ class Checkpoint:
         return torch.cat(pieces, placement.dim)
 
     def sample(self, name: str) -> Tensor:
-        """The first row of the tensor; all of it where it has no rows."""
+        """Return the first row of the tensor; all of it if it has no rows."""
         source = self._slice(name)
         # Enough to tell two files apart, and little enough to read of every tensor.
         first: Tensor = source[0:1] if source.get_shape() else self._file(name).get_tensor(name)
@@ -96,7 +97,7 @@ class Checkpoint:
 
 @contextlib.contextmanager
 def _readable(path: Path, name: str) -> Iterator[None]:
-    """Let errors of the safetensors library say in which file, and for which tensor."""
+    """Context that adds the file and the tensor to errors of the safetensors library."""
     try:
         yield
     except (SafetensorError, OSError) as error:
@@ -109,7 +110,7 @@ def _readable(path: Path, name: str) -> Iterator[None]:
 def _own_ranges(
     size: int, placement: Placement, rank: int, world_size: int
 ) -> Iterator[tuple[int, int]]:
-    """Start and end of what ``rank`` holds of each segment of a dim of ``size``."""
+    """Return start and end of ``rank``'s part of each segment of a dim of ``size``."""
     start = 0
     for segment in placement.segments or (size,):
         # Rounded up, as placements pad: the last ranks may hold less, or nothing.
@@ -120,7 +121,7 @@ def _own_ranges(
 
 
 def _tensor_files(path: Path) -> dict[str, Path]:
-    """Tensor name to the file that holds it."""
+    """Return the file of each tensor, by name."""
     if path.is_dir():
         candidates = [path / name for name in (_INDEX, _SINGLE) if (path / name).is_file()]
         path = candidates[0] if candidates else path
@@ -136,10 +137,10 @@ def _tensor_files(path: Path) -> dict[str, Path]:
 
 
 def _weight_map(path: Path) -> dict[str, Any]:
-    """Tensor name to file name of an index.
+    """Return the file name of each tensor in an index.
 
     Raises:
-        ArgumentError: it is no index.
+        ArgumentError: it is not an index.
     """
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
@@ -155,11 +156,11 @@ def _weight_map(path: Path) -> dict[str, Any]:
 
 
 def _inside(index: Path, name: str, file: Any) -> Path:
-    """The file that ``index`` gives for the tensor ``name``.
+    """Return the file that ``index`` gives for the tensor ``name``.
 
     Raises:
-        ArgumentError: it is none, or not below the index's folder. An index comes with weights from
-            elsewhere and must not say which other files of this machine are read.
+        ArgumentError: not a file name, or outside the index's folder. An index comes with
+            downloaded weights and must not make this machine read other files.
     """
     named = isinstance(file, str) and "\0" not in file
     path = index.parent / file if named else index.parent
@@ -178,10 +179,10 @@ def _inside(index: Path, name: str, file: Any) -> Path:
 
 
 def find_name(names: Sequence[str], available: Sequence[str], prefix: str) -> str | None:
-    """Which of the ``available`` tensors is the one that the model knows under ``names``.
+    """Return which of the ``available`` tensors is the one with the model's ``names``.
 
-    Checkpoints of a model without its head lack the ``prefix`` of the inner model, or have one
-    more than the model.
+    Checkpoints of a model without its head lack the ``prefix`` of the inner model, or have a prefix
+    that the model lacks.
     """
     # The exact name first: a model may have a tensor under either spelling.
     candidates = list(names)
@@ -245,7 +246,8 @@ class _NamedTensor:
 
 
 def _entries(module: nn.Module, prefix: str) -> list[_NamedTensor]:
-    """Return what a checkpoint of ``module``, which the model has as ``prefix``, should hold."""
+    """Return the tensors that a checkpoint of ``module``, at ``prefix`` in the model, should
+    have."""
     by_id: dict[int, _NamedTensor] = {}
     for path, owner in module.named_modules(prefix=prefix, remove_duplicate=False):
         skipped = owner._non_persistent_buffers_set
@@ -266,7 +268,7 @@ def _match(
     base_prefix: str,
     path: str | Path,
 ) -> list[tuple[str, _NamedTensor]]:
-    """Name in the checkpoint and tensor to fill, all of the same shape.
+    """Return name in the checkpoint and tensor to fill, all of the same shape.
 
     Raises:
         ArgumentError: a parameter is missing, or has another shape.
@@ -318,7 +320,8 @@ def _fill(tensor: Tensor, part: Tensor, device: str) -> None:
 
 @torch.no_grad()
 def make_buffers(module: MirrorModule, device: str) -> None:
-    """Compute what no checkpoint holds, by the model's own ``_init_weights`` where it has one.
+    """Compute buffers that are in no checkpoint, with the model's own ``_init_weights`` if it has
+    one.
 
     Only modules without parameters are initialised (tables of rotary embeddings).
     """

@@ -1,13 +1,14 @@
 """DTensor placements of a dim with segments, each of which is sharded over all ranks.
 
 Of a fused q, k, v weight every rank holds its own heads of q, of k and of v. DTensor's
-``_StridedShard(dim, split_factor=n)`` says so for n equal segments; for unequal ones it has no
-placement. Its rules make new placements out of ``dim`` and ``split_factor`` alone (for a transposed
-matrix, a sum, a stack), so a class of our own would be lost at the first operation: here a negative
-``split_factor`` stands for the segments, and ``_StridedShard``'s own way to cut a tensor into
-shards, which everything that joins shards goes through too, is wrapped to know it. Equal segments
-are written so as well, for ``_StridedShard`` follows them wrongly through some views; no size is a
-multiple of a negative factor, so rules that would reshape the dim raise.
+``_StridedShard(dim, split_factor=n)`` expresses this for n equal segments; for unequal ones it has
+no placement. Its rules make new placements out of ``dim`` and ``split_factor`` alone (for a
+transposed matrix, a sum, a stack), so a custom class would be lost at the first operation. Instead,
+a negative ``split_factor`` encodes the segments, and the method of ``_StridedShard`` that splits a
+tensor into shards, which all code that joins shards uses too, is wrapped to understand it. Equal
+segments are encoded in the same way, because ``_StridedShard`` follows them wrongly through some
+views; no size is a multiple of a negative factor, so rules that would reshape the dim raise an
+error.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ _SEGMENTS: dict[int, tuple[int, ...]] = {}
 
 
 def segmented_shard(dim: int, segments: tuple[int, ...]) -> _StridedShard:
-    """Placement of ``dim`` cut into ``segments``, of each of which every rank holds one chunk."""
+    """Return the placement of ``dim`` with ``segments``, of each of which every rank holds one
+    chunk."""
     _understand_segments()
     # By content: every rank and every process must write the same placement alike.
     digest = hashlib.sha256(repr(segments).encode()).digest()
@@ -43,10 +45,12 @@ def segmented_shard(dim: int, segments: tuple[int, ...]) -> _StridedShard:
 
 
 def segments_of(placement: Placement) -> tuple[int, ...]:
-    """Segments of a placement made by :func:`segmented_shard` or out of one; ``()`` of others.
+    """Return the segments of a placement made by :func:`segmented_shard` or derived from one;
+    ``()`` for others.
 
     Raises:
-        UnsupportedError: it comes from another process, where they are known.
+        UnsupportedError: the placement comes from another process, and its segments are unknown
+            here.
     """
     if not isinstance(placement, _StridedShard):
         return ()
@@ -63,7 +67,7 @@ def segments_of(placement: Placement) -> tuple[int, ...]:
 
 @functools.cache
 def _understand_segments() -> None:
-    """Wrap ``_StridedShard`` for this process; DTensors without segments take the same way."""
+    """Wrap ``_StridedShard`` for this process; DTensors without segments behave as before."""
     split = _StridedShard._split_tensor
     gather = _StridedShard._to_replicate_tensor
     locate = _StridedShard._local_shard_size_and_offset
@@ -115,7 +119,7 @@ def _understand_segments() -> None:
 
 
 def _plan_redistributions() -> None:
-    """Let DTensor find the way to and from a placement in segments."""
+    """Let DTensor redistribute to and from a placement with segments."""
     plan = DTensorRedistributePlanner.generate_graph_based_transform_infos
 
     @functools.wraps(plan)
@@ -149,7 +153,7 @@ def _not_these_rows(placement: _StridedShard, rows: int) -> UnsupportedError:
 
 
 def _shown(show: Callable[[_StridedShard], str], form: str) -> Callable[[_StridedShard], str]:
-    """``show`` that prints segments where there are some."""
+    """Return ``show`` that also prints segments."""
 
     @functools.wraps(show)
     def shown(self: _StridedShard) -> str:

@@ -24,10 +24,10 @@ _TAKEN = "_sp_compiler_taken"
 
 
 def check_not_taken(model: nn.Module) -> None:
-    """Refuse a model that cannot be compiled (again).
+    """Raise an error for a model that cannot be compiled (again).
 
     Raises:
-        ArgumentError: no module; compiled before, or a part of it; an optimizer holds its
+        ArgumentError: not a module; it or a part of it was compiled before; an optimizer holds its
             parameters.
         UnsupportedError: a hook on a module inside the model.
     """
@@ -72,7 +72,7 @@ class Original:
     """A model whose parameters are on ``meta`` and whose forward raises.
 
     Args:
-        model: taken over; its parameters are replaced.
+        model: the model to take over; its parameters are replaced.
         mirror: the tree with the same names that holds the parameters now.
     """
 
@@ -88,7 +88,7 @@ class Original:
 
     @property
     def forward(self) -> Callable[..., Any]:
-        """The model's own forward, which is hidden while the model sleeps."""
+        """The model's own forward, which is hidden except during capture."""
         return self._own_forward or MethodType(type(self.model).forward, self.model)
 
     def check_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -108,12 +108,13 @@ class Original:
         computed_as: Mapping[int, tuple[torch.dtype, torch.device]] | None = None,
         absent_dtype: torch.dtype | None = None,
     ) -> Iterator[nn.Module]:
-        """The model as it can be captured: shapes, types, modes and buffers of ``mirror``.
+        """Context with the model ready for capture: shapes, dtypes, modes and buffers of
+        ``mirror``.
 
         Its parameters have the device but no memory: only their metadata may be read.
-        ``computed_as`` has, by ``id``, the type and the device of those that are computed with
-        in others than their own. ``absent_dtype`` is the type that other stages of a pipeline
-        compute with, where it is not that of their parameters.
+        ``computed_as`` has, by ``id``, the compute dtype and device of parameters if they differ
+        from their own. ``absent_dtype`` is the compute dtype of other stages of a pipeline, if it
+        is not that of their parameters.
         """
         model = self.model
         # Modes of its own, which the user may have set on single modules.
@@ -146,7 +147,7 @@ class Original:
             model.forward = _raise_taken
 
     def give_back(self, mirror: nn.Module) -> None:
-        """The model as it was before, with the unsharded parameters of ``mirror``."""
+        """Restore the model, with the unsharded parameters of ``mirror``."""
         self._install(mirror, _unsharded_parameter)
         del self.model.forward
         if self._own_forward is not None:
@@ -156,7 +157,8 @@ class Original:
             vars(parameter).pop(_TAKEN, None)
 
     def _install(self, mirror: nn.Module, make: Any) -> None:
-        """Replace every parameter of the model by ``make(the mirror's one)``, keeping ties."""
+        """Replace every parameter of the model by ``make(the mirror's parameter)``, preserving
+        ties."""
         made: dict[int, nn.Parameter] = {}
         for module, twin in zip(self.model.modules(), mirror.modules(), strict=True):
             for name, parameter in twin._parameters.items():
@@ -188,18 +190,19 @@ _HOOK_TABLES = (
 
 
 def move_hooks(source: nn.Module, target: nn.Module) -> None:
-    """Hooks on the whole model run on the compiled module."""
+    """Move hooks of the root module to the compiled module."""
     for table in _HOOK_TABLES:
         target.__dict__[table] = copy.copy(source.__dict__[table])
 
 
 def _plain(parameter: Tensor) -> Tensor:
-    """A meta tensor with the global shape of ``parameter``."""
+    """Return a meta tensor with the global shape of ``parameter``."""
     return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
 
 
 def _unsharded_parameter(parameter: nn.Parameter) -> Tensor:
-    """A replicated parameter as it was in the model: itself, or the tensor behind a DTensor."""
+    """Return a replicated parameter in its original form: itself, or the local tensor of a
+    DTensor."""
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
@@ -209,10 +212,10 @@ def _without_memory(
     absent_on: torch.device | None,
     absent_dtype: torch.dtype | None,
 ) -> Tensor:
-    """A tensor of the global shape on the parameter's device whose storage is freed.
+    """Return a tensor of the global shape on the parameter's device with freed storage.
 
-    ``absent_on``, ``absent_dtype``: of parameters that other stages of a pipeline hold; ``None``
-    for a dtype where it is their own.
+    ``absent_on``, ``absent_dtype``: device and dtype of parameters that other stages of a pipeline
+    hold; ``None`` for their own dtype.
     """
     local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
     dtype, device = computed_as.get(id(parameter), (parameter.dtype, local.device))
@@ -234,7 +237,7 @@ def generate(
     """Call the ``generate`` of the class of ``model`` on ``module``, without a cache.
 
     Raises:
-        UnsupportedError: the class has none, or the model has an encoder of its own.
+        UnsupportedError: the class has no such method, or the model has a separate encoder.
     """
     kind = type(model)
     own = getattr(kind, "generate", None)
@@ -259,7 +262,7 @@ def generate(
 
 
 def _call_with_few_arguments(face: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call the module without a ``return_dict`` that is the model's own default."""
+    """Call the module without ``return_dict`` if it has the model's default."""
     # Where an argument goes into **kwargs, torch.export leaves no sizes open, and the growing
     # sequence would be compiled at every length.
     own = getattr(getattr(face, "config", None), "return_dict", None)

@@ -34,14 +34,14 @@ Build = Callable[
 
 
 class ModuleState:
-    """Programs of one compiled module, and how its parameters are stored.
+    """Programs of one compiled module, and the storage of its parameters.
 
     Args:
-        root: the module that the user sees, with its tree and its parameters.
+        root: the user's module, with its tree and its parameters.
         original: the model that was taken over.
         build: compiles; see :class:`~sp_compiler.module.distributed_module.DistributedModule`.
         options: what ``build`` compiles with, by name.
-        cache_size: how many programs are kept.
+        cache_size: number of programs in the cache.
         initial_weights: "compare" or "broadcast", over the ranks, before they have parts.
 
     Attributes:
@@ -50,16 +50,16 @@ class ModuleState:
         modules, parameters, buffers: by name.
         programs: one executor for each kind of call.
         fsdp: the parameters that FSDP2 manages.
-        fsdp_options: what FSDP2 is to be applied with once parameters are placed, ``None`` where
-            that is done, or the user's affair.
-        absent_dtype: type in which other stages of a pipeline compute with their parameters;
-            ``None`` where it is their own.
+        fsdp_options: options for FSDP2 once parameters are placed; ``None`` after that, or if the
+            user applies FSDP2.
+        absent_dtype: compute dtype of other stages of a pipeline; ``None`` if it is that of their
+            parameters.
         agreement: compares the ranks' calls.
-        compared: kind and name of the tensors that the ranks were seen to have alike.
+        compared: kind and name of the tensors that were compared over the ranks.
         fixed: placements of all parameters that a program uses; ``None`` before the first one.
-        latest: the program that ran or was compiled last.
+        latest: the last program that ran or was compiled.
         latest_key: key of the last call, without decisions.
-        has_data: whether no parameter or buffer was on the meta device at the last look.
+        has_data: whether no parameter or buffer was on the meta device at the last check.
     """
 
     def __init__(
@@ -107,12 +107,12 @@ class ModuleState:
         return self.layout.deferred
 
     def reporting(self) -> contextlib.AbstractContextManager[None]:
-        """Let errors inside raise on the other ranks too."""
+        """Context whose errors raise on the other ranks too."""
         board = self.group.board
         return contextlib.nullcontext() if board is None else board.reporting()
 
     def copied(self, root: MirrorModule, memo: dict[int, Any]) -> ModuleState:
-        """State of ``root``, a deep copy of the present root: the same programs, run by its own.
+        """Return the state of ``root``, a deep copy of the current root, with the same programs.
 
         Gradients that are pending are not copied, like those in ``grad``.
         """
@@ -140,9 +140,10 @@ class ModuleState:
         *,
         gathered: bool = False,
     ) -> Executor:
-        """Runs ``compiled`` on this module: its blocks through their modules, hooks and all.
+        """Return an executor of ``compiled`` on this module, which calls blocks through their
+        modules and hooks.
 
-        ``gathered``: what FSDP manages is gathered already when the program runs.
+        ``gathered``: whether FSDP's parameters are already gathered when the program runs.
         """
 
         def call_block(
@@ -163,9 +164,10 @@ class ModuleState:
         return self.fsdp.parameters(self.layout.num_hooks)
 
     def computed_as(self) -> dict[int, tuple[torch.dtype, torch.device]]:
-        """Type and device, by ``id``, of managed parameters while their block runs.
+        """Return dtype and device, by ``id``, of managed parameters while their block runs.
 
-        At rest FSDP's mixed precision has them in another type, its offloading elsewhere.
+        Otherwise FSDP's mixed precision stores them in another dtype, and its offloading on another
+        device.
         """
         return {
             id(parameter): (compute_dtype(record, parameter.dtype), record.device)
@@ -174,7 +176,7 @@ class ModuleState:
         }
 
     def device(self) -> torch.device:
-        """Where the model computes; a model without parameters does so on the CPU."""
+        """Return the device of the model; the CPU if it has no parameters."""
         for name, parameter in self.parameters.items():
             record = self.managed().get(name)
             return local_tensor(parameter).device if record is None else record.device
@@ -194,7 +196,7 @@ class ModuleState:
         return self.latest
 
     def stored(self) -> Iterator[tuple[DTensor, Placement]]:
-        """Every distributed parameter with its placement."""
+        """Yield every distributed parameter with its placement."""
         for name, parameter in self.parameters.items():
             if isinstance(parameter, DTensor):
                 yield parameter, self.layout.placements.get(name, I)

@@ -1,4 +1,4 @@
-"""Views of the module that the user sees: its tensors by name, its forward with its signature."""
+"""Views of the user's module: its tensors by name, its forward with its signature."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class SignedForward:
-    """A method that shows, on an instance, the signature of the model's own forward.
+    """A method with the signature of the model's own forward, on instances.
 
     Tools read it to see which inputs the model takes (``inspect.signature(module.forward)``).
     """
@@ -46,12 +46,12 @@ class NamedTensors(Mapping[str, Tensor]):
         return value
 
     def current(self) -> list[Tensor]:
-        """Return all of them as they are now, in order."""
+        """Return all current ones, in order."""
         # In place of values(), which looks each up by its name: every call reads all parameters.
         return [owner[attribute] for owner, attribute in self._owners.values()]
 
     def replace(self, name: str, value: Tensor) -> None:
-        """Put another object in the place of ``name``."""
+        """Replace the object of ``name``."""
         owner, attribute = self._owners[name]
         owner[attribute] = value
 
@@ -63,7 +63,7 @@ class NamedTensors(Mapping[str, Tensor]):
 
 
 def tied_names(tensors: Mapping[str, Tensor]) -> list[list[str]]:
-    """Groups of two and more names of one tensor."""
+    """Return groups of two or more names of one tensor."""
     names: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         names.setdefault(id(tensor), []).append(name)

@@ -127,7 +127,8 @@ class Weights(MirrorModule):
 
 @torch.no_grad()
 def _full_state_dict(module: nn.Module, group: TensorParallelGroup) -> dict[str, Tensor]:
-    """Unsharded state of ``module`` on rank 0, on the CPU; ``{}`` on the others; collective."""
+    """Return the unsharded state of ``module`` on the CPU of rank 0; ``{}`` on other ranks; a
+    collective call."""
     # One rank in all, for those of other batches hold the same weights.
     keeps = group.rank == group.data.rank == 0
     made: dict[int, Any] = {}

@@ -1,4 +1,5 @@
-"""What reproduces a failed compilation: a folder with its captured graph, options and a script."""
+"""Reproduction of a failed compilation: a folder with its captured graph, its options and a
+script."""
 
 from __future__ import annotations
 
@@ -53,16 +54,17 @@ _FOR_THE_USER = (
 
 @dataclass(frozen=True)
 class FailedCompilation:
-    """Everything that a compilation depends on after its capture.
+    """Everything on which a compilation depends after its capture.
 
     Attributes:
-        name: of the model's class.
+        name: name of the model's class.
         captured: the graph as it was captured, before any pass.
-        options: of the compilation.
+        options: options of the compilation.
         fixed: placements of parameters that an earlier compilation decided.
-        verify: whether its numbers were compared, as ``compile(verify=True)`` does.
+        verify: whether its numbers were compared, as in ``compile(verify=True)``.
         inputs: leaves of the example inputs, with their values.
-        buffers: those that the graph reads, by name, with their values; parameters have none here.
+        buffers: buffers that the graph reads, by name, with their values; parameters have no values
+            here.
         rules: arguments of :func:`sp_compiler.rule` for the operators of the graph.
     """
 
@@ -79,7 +81,7 @@ class FailedCompilation:
         """Write it to ``path``.
 
         Raises:
-            Exception: of pickle, where the graph or an option is what no file can hold.
+            Exception: from pickle, if the graph or an option cannot be pickled.
         """
         # By default it refuses operators but ATen's and drops the names of the layers: its files
         # are meant for caches that other programs read.
@@ -88,7 +90,7 @@ class FailedCompilation:
 
     @classmethod
     def load(cls, path: Path) -> FailedCompilation:
-        """Read what :meth:`save` wrote; like any pickle it runs the code of whoever wrote it."""
+        """Read a file of :meth:`save`; like any pickle, it can run arbitrary code."""
         loaded = GraphPickler.loads(path.read_bytes(), FakeTensorMode())
         assert isinstance(loaded, cls)
         return loaded
@@ -104,9 +106,11 @@ def reproducible(
     *,
     verify: bool = False,
 ) -> Iterator[None]:
-    """Add a note to an error of the compiler, or of a user's pass or rule: how to reproduce it.
+    """Context that adds a note to errors of the compiler, or of a user's pass or rule: how to
+    reproduce it.
 
-    With ``SP_COMPILER_DUMP`` set, a folder there gets what is needed; else the note says so.
+    If ``SP_COMPILER_DUMP`` is set, the files are written to a folder there; else the note says how
+    to get them.
     """
     try:
         yield
@@ -133,7 +137,7 @@ def _written(
     *,
     verify: bool,
 ) -> str:
-    """Write the folder if there is to be one; return the rest of the note."""
+    """Write the folder if it is wanted; return the rest of the note."""
     root = dump_folder()
     if root is None:
         return f": run with {VARIABLE}=FOLDER in the environment, which writes a script that does"

@@ -1,4 +1,4 @@
-"""The script that reproduces a failed compilation, with the user's own definitions in it."""
+"""The script that reproduces a failed compilation, with the user's own definitions."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def script_text(error: Exception, used: Iterable[Any]) -> str:
     """Return the text of the script.
 
     Args:
-        error: what it is to raise again.
-        used: passes and operators, for which the modules that define them are imported. Of what the
-            user's own script defines a copy is made, for importing that would run it.
+        error: the error to reproduce.
+        used: passes and operators whose modules the script imports. Definitions in the user's own
+            script are copied, because importing it would run it.
     """
     names = {name: None for each in used for name in _modules_of(each)}
     future, definitions = _definitions() if _MAIN in names else ([], [])
@@ -51,7 +51,7 @@ def script_text(error: Exception, used: Iterable[Any]) -> str:
 
 
 def _modules_of(used: Any) -> Iterator[str]:
-    """Names of the modules that define a pass, or register an operator."""
+    """Return names of the modules that define a pass or register an operator."""
     if not isinstance(used, OpOverload):
         # A pass may be an object with a ``__call__``.
         name = getattr(used, "__module__", None) or type(used).__module__
@@ -76,7 +76,7 @@ def _values(module: Any) -> list[Any]:
 
 
 def _definitions() -> tuple[list[str], list[str]]:
-    """Of the script that runs: its imports from the future, then its other definitions."""
+    """Return the definitions of the running script, with ``__future__`` imports first."""
     path = getattr(sys.modules[_MAIN], "__file__", None)
     if path is None:
         return [], ["# Put the definitions of the notebook here that the graph needs."]

@@ -1,4 +1,4 @@
-"""The ranks of a pipeline: those that work on the same batch on other stages."""
+"""The ranks of a pipeline, which work on different stages of the same batch."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class PipelineAxis:
     """This process among the ranks of the axis "pp".
 
     Attributes:
-        group: of those ranks.
-        rank: in it.
+        group: process group of those ranks.
+        rank: this rank in the group.
         ranks: their numbers in the default group.
-        watched: the same ranks with a board, to compare what must be equal over the stages.
+        watched: the same ranks with a board, to compare what must be equal on all stages.
     """
 
     group: dist.ProcessGroup
@@ -42,7 +42,7 @@ class PipelineAxis:
     def subgroups(
         self, members: Iterable[frozenset[int]]
     ) -> dict[frozenset[int], dist.ProcessGroup]:
-        """Return the process groups of those sets of ranks of the axis that this rank is in."""
+        """Return the process groups of those sets of ranks of the axis that contain this rank."""
         # Ranks of other pipelines make theirs at their own time: only members synchronise.
         return {
             each: dist.new_group(

@@ -1,4 +1,4 @@
-"""Choice of the cuts: the slowest stage as fast as possible, within each stage's memory."""
+"""Choice of the cut: the slowest stage as fast as possible, within each stage's memory."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from sp_compiler.solve.pipeline_cut import fastest_cut, least_largest
 
 
 def adamw_bytes(size: ParameterSize) -> float:
-    """Bytes of a parameter, its gradient and AdamW's moments, all in the parameter's dtype."""
+    """Return the bytes of a parameter, its gradient and AdamW's moments, all in the parameter's
+    dtype."""
     return (2 + ADAMW_MOMENTS) * size.num_bytes if size.trained else size.num_bytes
 
 
 def gathered_adamw_bytes(size: ParameterSize, num_shards: int) -> float:
-    """Return the bytes of a parameter that FSDP2 shards between steps, during one.
+    """Return the bytes during a step of a parameter that FSDP2 shards between steps.
 
-    It is gathered, and so is its gradient, beside this rank's shard of what there is at rest.
+    The parameter and its gradient are unsharded, in addition to this rank's shard of parameter,
+    gradient and optimizer state.
     """
     return size.num_bytes * (1 + size.trained) + adamw_bytes(size) / num_shards
 
@@ -37,14 +39,14 @@ def ends_of(
     """Return where each stage ends in ``calls``.
 
     Args:
-        calls: those that are cut, embeddings and loss head among them.
-        sizes: of the parameters, on one rank.
-        in_flight: for each stage the most microbatches that it keeps activations of.
-        memory_bytes: what a stage may take; ``None`` for no limit.
-        state_bytes: of a parameter with its gradient and optimizer state.
+        calls: calls to divide into stages, including embeddings and loss head.
+        sizes: sizes of the parameters on one rank.
+        in_flight: for each stage, the largest number of microbatches whose activations it holds.
+        memory_bytes: limit for a stage; ``None`` for no limit.
+        state_bytes: returns the bytes of a parameter with its gradient and optimizer state.
 
     Raises:
-        ArgumentError: fewer layers than stages, or no cut whose stages have room.
+        ArgumentError: fewer layers than stages, or no cut within the limit.
     """
     num_stages, layers = len(in_flight), sum(call.path != "" for call in calls)
     # Layers, not calls: a stage with nothing but an embedding would wait for all the others.

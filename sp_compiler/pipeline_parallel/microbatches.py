@@ -1,4 +1,4 @@
-"""A batch as microbatches."""
+"""Split a batch into microbatches."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from sp_compiler.base.errors import ArgumentError, UnsupportedError
 
 
 def microbatches_of(leaves: Sequence[Any], names: Sequence[str], count: int) -> list[list[Any]]:
-    """Cut the flattened inputs of a batch into ``count`` equal parts of the first dim.
+    """Split the flattened inputs of a batch into ``count`` equal parts along the first dim.
 
-    The batch is the first dim of the first tensor. Tensors whose first dim has another size (one
-    row of position ids) and leaves that are no tensors belong to every microbatch.
+    The batch is the first dim of the first tensor. Tensors with another first dim (one row of
+    position ids), and other leaves, belong to every microbatch.
 
     Args:
-        leaves: of :func:`sp_compiler.trace.export.flatten_inputs`.
-        names: of the leaves, for messages.
-        count: of microbatches.
+        leaves: leaves from :func:`sp_compiler.trace.export.flatten_inputs`.
+        names: names of the leaves, for messages.
+        count: number of microbatches.
 
     Raises:
         ArgumentError: no tensor, or a batch that ``count`` does not divide.

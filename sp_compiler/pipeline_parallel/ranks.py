@@ -1,4 +1,4 @@
-"""What the ranks of a mesh with stages tell each other, besides activations and gradients."""
+"""Communication between the ranks of a mesh with stages, other than activations and gradients."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Weigh = Callable[..., Tensor | float]
 
 
 class StageRanks:
-    """This rank among those of all axes of the mesh.
+    """This rank and those of all axes of the mesh.
 
     Args:
-        state: of the module, with the axes "tp" and those of the data.
+        state: state of the module, with the axis "tp" and the data axes.
         axis: of the pipeline.
     """
 
@@ -43,7 +43,8 @@ class StageRanks:
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
-        """Let errors inside raise on all ranks of the mesh: each tells those of its own axes."""
+        """Context whose errors raise on all ranks of the mesh: each rank tells those along its own
+        axes."""
         groups = (self._state.group, self._axis.watched, *self._data)
         with contextlib.ExitStack() as stack:
             for group in groups:
@@ -55,8 +56,8 @@ class StageRanks:
         """Compare a call and its inputs with those of the other stages.
 
         Raises:
-            RankMismatchError: they differ: one stage would read labels of other tokens than those
-                that another one computes.
+            RankMismatchError: they differ, so that one stage would read labels of other tokens than
+                another one computes.
         """
         for group in self._data:
             # Compiling meets over the data too: a failure that all ranks shared is over.
@@ -70,9 +71,9 @@ class StageRanks:
             self._agreement.settle()  # before anything is sent
 
     def meet_over_data(self, purpose: str) -> None:
-        """Wait for the other parts of the data, with a look at whether they failed.
+        """Wait for the other parts of the data, and check whether they failed.
 
-        In front of collectives that wait for ever, such as FSDP's own.
+        Called before collectives without such a check, such as FSDP's.
         """
         for group in self._data:
             if group.board is not None and group.collectives is not None:
@@ -80,7 +81,7 @@ class StageRanks:
                 group.collectives.gather_numbers([0], purpose)()
 
     def seeds(self, count: int) -> list[Tensor]:
-        """Draw a seed for each of ``count`` microbatches, as forwards one after the other would."""
+        """Draw a seed for each of ``count`` microbatches, as consecutive forwards would."""
         # On every rank, though one rank's are used: generators stay where those of the others are.
         drawn = [draw_seed() for _ in range(count)]
         seeds = torch.stack(drawn).to(self._state.device())
@@ -100,9 +101,9 @@ class StageRanks:
         The mean of the weighted sums over the parts of the data is the loss of the batch.
 
         Args:
-            weigh: of a microbatch's inputs; ``None``: all weigh the same.
+            weigh: function from a microbatch's inputs to its weight; ``None`` for equal weights.
             parts: flattened inputs of each microbatch.
-            structure: how they make up the arguments.
+            structure: pytree structure of the arguments.
         """
         if weigh is None:
             return [1 / len(parts)] * len(parts)

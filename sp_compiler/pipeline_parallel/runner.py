@@ -24,13 +24,13 @@ _WRAPPERS = ("failed to run forward", "Failed to run stage backward")
 
 @dataclass
 class Feed:
-    """What the stages need of the microbatches of a step, by number.
+    """Data of the microbatches of a step that stages need, by number.
 
     Attributes:
         leaves: flattened inputs.
-        seeds: of random numbers.
-        weights: of the losses; they sum to 1.
-        losses: weighed ones, in the order in which they were computed; on the last stage.
+        seeds: seeds of random numbers.
+        weights: weights of the losses; they sum to 1 over all parts of the data.
+        losses: weighted losses, in order of computation; on the last stage.
     """
 
     leaves: Sequence[Sequence[Any]]
@@ -40,7 +40,8 @@ class Feed:
 
 
 class StageModule(nn.Module):
-    """What torch's stage calls: ``forward(*received, microbatch) -> sent values, or the loss``."""
+    """The module of torch's stage: ``forward(*received, microbatch) -> sent values, or the
+    loss``."""
 
     def __init__(
         self, stage: Stage, state: ModuleState, index: int, weights: WeightGradients | None
@@ -83,11 +84,11 @@ class StageRunner:
     """This rank's stages of one program, and torch's schedules of them.
 
     Args:
-        stages: of all ranks, in order.
+        stages: stages of all ranks, in order.
         state: parameters and buffers.
         axis: the ranks of the pipeline.
-        schedule: of the stages in training.
-        microbatches: of a step.
+        schedule: schedule of the stages in training.
+        microbatches: number of microbatches per step.
     """
 
     def __init__(
@@ -168,7 +169,7 @@ def _loss(loss: Tensor, microbatch: Tensor) -> Tensor:
 
 
 def _refuse_constants_on_old_torch(stages: Sequence[Stage]) -> None:
-    """Raise where torch's stages would ask a gradient of every value that they receive."""
+    """Raise an error if torch's stages would need a gradient for every value that they receive."""
     if torch.__version__ >= TorchVersion("2.12"):
         return
     for number, stage in enumerate(stages):

@@ -1,4 +1,4 @@
-"""The schedules of torch.distributed.pipelining, by the names that users give them."""
+"""The schedules of torch.distributed.pipelining, by the user's names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BACKWARD_INPUTS = _ComputationType.BACKWARD_INPUT
 
 
 class Action(NamedTuple):
-    """What a rank runs at once: one direction of one stage for one microbatch."""
+    """One action of a rank: one direction of one stage for one microbatch."""
 
     kind: _ComputationType
     stage: int
@@ -30,12 +30,12 @@ class Action(NamedTuple):
 
     @property
     def starts(self) -> bool:
-        """Return whether activations of the microbatch are kept from here on."""
+        """Return whether activations of the microbatch are held from here on."""
         return self.kind is FORWARD
 
     @property
     def ends(self) -> bool:
-        """Return whether nothing of the microbatch is kept behind it."""
+        """Return whether nothing of the microbatch is held after it."""
         return self.kind in (FULL_BACKWARD, BACKWARD_WEIGHTS)
 
 
@@ -44,11 +44,11 @@ class Schedule:
     """One of the schedules.
 
     Attributes:
-        name: the user's.
-        class_name: in ``torch.distributed.pipelining``.
-        stages_per_rank: 0 where the user chooses.
-        delays_weights: whether gradients of parameters have actions of their own.
-        is_single: whether torch's class takes one stage, not a list.
+        name: the user's name for it.
+        class_name: name of the class in ``torch.distributed.pipelining``.
+        stages_per_rank: fixed number of stages per rank; 0 if the user chooses.
+        delays_weights: whether weight gradients are separate actions.
+        is_single: whether torch's class takes one stage instead of a list.
         is_v: whether the stages go down the ranks and up again.
     """
 
@@ -70,7 +70,7 @@ class Schedule:
         return backend == "eager" or not self.delays_weights
 
     def check_backend(self, backend: str) -> None:
-        """Raise ``UnsupportedError`` where ``backend=`` cannot run this schedule."""
+        """Raise ``UnsupportedError`` if ``backend=`` cannot run this schedule."""
         if not self.runs_on(backend):
             raise UnsupportedError(
                 f'schedule={self.name!r} takes backend="eager" in this version: others make no '
@@ -78,7 +78,7 @@ class Schedule:
             )
 
     def make(self, stages: Sequence[Any], microbatches: int, loss: Callable[..., Tensor]) -> Any:
-        """Return torch's schedule of these stages of this rank."""
+        """Return torch's schedule for these stages of this rank."""
         # Gradients are not scaled behind the schedule: that would scale what the user accumulated
         # before, and a tied parameter once per stage. The losses are.
         return getattr(torch_schedules, self.class_name)(
@@ -89,7 +89,7 @@ class Schedule:
         )
 
     def orders(self, num_ranks: int, stages_per_rank: int, microbatches: int) -> list[list[Action]]:
-        """Return what each rank runs, one after the other."""
+        """Return the actions of each rank, in order."""
         if self.is_single:
             return [self._single_order(rank, num_ranks, microbatches) for rank in range(num_ranks)]
         num_stages = num_ranks * stages_per_rank
@@ -115,7 +115,7 @@ class Schedule:
         ]
 
     def _single_order(self, rank: int, num_ranks: int, microbatches: int) -> list[Action]:
-        """As torch's schedules of one stage do, which make no table."""
+        """Return the order of torch's schedules for one stage per rank, which have no table."""
         # 1F1B warms up with one forward per stage that follows; GPipe runs all of them.
         ahead = min(microbatches, microbatches if self.name == "gpipe" else num_ranks - rank)
         order = [Action(FORWARD, rank, number) for number in range(ahead)]
@@ -159,7 +159,7 @@ def schedule_of(
     """Return the schedule and how many stages each rank has.
 
     Raises:
-        ArgumentError: no such schedule, or numbers that it cannot do with.
+        ArgumentError: no such schedule, or numbers that it does not support.
         UnsupportedError: this version of torch cannot run it.
     """
     if not isinstance(name, str) or name not in SCHEDULES:
@@ -198,7 +198,7 @@ def schedule_of(
 
 
 def forward_only(stages: Sequence[Any], rank_of: Callable[[int], int], microbatches: int) -> Any:
-    """Return a schedule without backward of these stages of this rank."""
+    """Return a schedule without backward for these stages of this rank."""
     runtime = torch_schedules._PipelineScheduleRuntime(list(stages), microbatches)
     num_ranks, num_stages = stages[0].group_size, stages[0].num_stages
     table = {
@@ -228,6 +228,6 @@ def _flat(actions: Sequence[_Action | None]) -> list[_Action]:
 
 
 def numbers(microbatches: int) -> Tensor:
-    """Return what torch's schedules cut into microbatches: their numbers, from which a stage finds
-    the inputs, the seed and the weight of its loss."""
+    """Return the input that torch's schedules split into microbatches: their numbers, by which a
+    stage finds its inputs, its seed and the weight of its loss."""
     return torch.arange(microbatches)

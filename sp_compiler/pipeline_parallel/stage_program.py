@@ -7,9 +7,9 @@
     stage 1    Tables h.0 h.1                 receives hidden, sends hidden
     stage 2    Tables h.2 Epilogue            receives hidden, returns the loss
 
-A value that skips a stage (an encoder's states, a router's logits) is received and sent on by every
-stage between. What inputs alone determine is not sent: each stage that reads it calls ``Tables``,
-elementwise work at the speed of memory, which is many times that of a link.
+A value that skips a stage (an encoder's output, a router's logits) is received and sent on by every
+stage between. Values that depend on inputs alone are not sent: each stage that reads them calls
+``Tables``, which is elementwise work at memory bandwidth, many times that of a link.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Stage:
     """One stage.
 
     Attributes:
-        compiled: its calls; values that it receives are numbered behind the user's inputs.
-        num_inputs: number of the user's inputs in front of them.
-        received: values, as the full program calls them.
-        sent: the same, of the next stage.
-        received_like: tensors of the meta device like the received values, one rank's part.
-        returned_like: the same of the sent ones, of the loss on the last stage.
-        parameters: stored names of those that it uses.
-        buffers: names of those that it uses or writes.
+        compiled: its calls; received values are numbered after the user's inputs.
+        num_inputs: number of the user's inputs before them.
+        received: received values, as refs of the full program.
+        sent: values received by the next stage.
+        received_like: meta tensors like the received values, one rank's part.
+        returned_like: meta tensors like the sent values; on the last stage, like the loss.
+        parameters: stored names of the parameters that it uses.
+        buffers: names of the buffers that it uses or writes.
     """
 
     compiled: CompiledProgram
@@ -52,13 +52,13 @@ class Stage:
 
 
 def is_table(program: Program, call: Call) -> bool:
-    """Return whether inputs alone determine what ``call`` returns, and no gradient flows there."""
+    """Return whether the results of ``call`` depend on inputs alone and need no gradient."""
     fixed = all(ref.kind in ("input", "buffer", "constant", "size") for ref in call.args)
     return fixed and not any(node.meta.get("requires_grad") for node in call.region.outputs)
 
 
 def loss_of(program: Program) -> Ref:
-    """Return the loss: the first scalar of the model's outputs that has a gradient.
+    """Return the loss: the first scalar output of the model that has a gradient.
 
     Raises:
         ArgumentError: there is none.
@@ -77,7 +77,7 @@ def loss_of(program: Program) -> Ref:
 
 
 def chain_of(program: Program, loss: Ref) -> list[int]:
-    """Return the numbers of the calls that are cut into stages: those that the loss needs."""
+    """Return the numbers of the calls that are divided into stages: those that the loss needs."""
     needed = _needed(program, {loss.index})
     return [i for i in sorted(needed) if not is_table(program, program.calls[i])]
 
@@ -94,7 +94,7 @@ def _needed(program: Program, wanted: set[int]) -> set[int]:
 def stages_of(
     compiled: CompiledProgram, loss: Ref, chain: Sequence[int], ends: Sequence[int]
 ) -> list[Stage]:
-    """Cut ``compiled`` in front of ``chain[end]`` for each of ``ends`` but the last.
+    """Cut ``compiled`` before ``chain[end]`` for each of ``ends`` but the last.
 
     Raises:
         UnsupportedError: a buffer is written by one stage and read by another.
@@ -143,10 +143,11 @@ def _tables(program: Program, part: Sequence[int], written: Iterable[Ref]) -> li
 def crossing(
     program: Program, loss: Ref, stage_of: dict[int, int], num_stages: int
 ) -> list[list[Ref]]:
-    """Return what each stage receives; one entry more, empty, for what the last one sends.
+    """Return the values that each stage receives, plus an empty entry for those that the last one
+    sends.
 
     Args:
-        stage_of: by number of each call that is cut; tables are in none.
+        stage_of: stage by number of each divided call; tables are in none.
     """
     received: list[set[Ref]] = [set() for _ in range(num_stages + 1)]
     uses = [(ref, stage_of[i]) for i in stage_of for ref in program.calls[i].args]
@@ -202,7 +203,7 @@ def _stage(
 
 
 def sent_like(compiled: CompiledProgram, ref: Ref) -> Tensor:
-    """Return a tensor of the meta device like one rank's part of ``ref``."""
+    """Return a meta tensor like one rank's part of ``ref``."""
     region = compiled.program.calls[ref.index].region
     value = region.outputs[ref.output].meta["val"]
     # On meta: torch's stages make their buffers from shapes and dtypes.

@@ -1,7 +1,7 @@
 """Parameters that several stages use, such as an embedding that is also the loss head's weight.
 
-Each stage holds such a parameter and computes its own part of the gradient; the parts are summed
-over the ranks that hold it, so that all of them take the same optimizer step.
+Each stage holds such a parameter and computes its part of the gradient; the parts are summed over
+the ranks that hold it, so that all of them take the same optimizer step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class TiedParameters:
         axis: of the pipeline.
 
     Attributes:
-        holders: of those that several ranks hold.
+        holders: holders of parameters that several ranks hold.
     """
 
     def __init__(self, holders: Mapping[str, frozenset[int]], axis: PipelineAxis) -> None:
@@ -35,7 +35,7 @@ class TiedParameters:
 
     @torch.no_grad()
     def broadcast(self, parameters: Mapping[str, Tensor]) -> None:
-        """Give every holder the values of the first one; what is on meta has none."""
+        """Copy the first holder's values to all holders; parameters on meta have none."""
         for name in self._own:
             value = local_tensor(parameters[name])
             if value.is_meta:
@@ -49,7 +49,7 @@ class TiedParameters:
 
     @torch.no_grad()
     def before(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Take away what is in ``grad``: it is summed over the ranks since an earlier step."""
+        """Remove and return ``grad``, which an earlier step has already summed over the ranks."""
         earlier = {}
         for name in self._own:
             grad = parameters[name].grad
@@ -58,7 +58,8 @@ class TiedParameters:
         return earlier
 
     def after(self, parameters: Mapping[str, Tensor], earlier: Mapping[str, Tensor]) -> None:
-        """Sum the gradients of this step over the holders, and add what :meth:`before` took."""
+        """Sum the gradients of this step over the holders, and add those that :meth:`before`
+        removed."""
         for name in self._own:
             parameter = parameters[name]
             if not parameter.requires_grad:
@@ -79,8 +80,8 @@ def holders_of(
     """Return, by stored name, the pipeline ranks that hold a parameter.
 
     Args:
-        parameters: of each stage.
-        ranks: of each stage.
+        parameters: parameters of each stage.
+        ranks: rank of each stage.
     """
     holders: dict[str, set[int]] = {}
     for names, rank in zip(parameters, ranks, strict=True):

@@ -1,13 +1,13 @@
-"""Sends and receives between stages whose waits look, from time to time, whether a rank has failed.
+"""Sends and receives between stages, whose waits check periodically whether a rank has failed.
 
-Gloo's wait for a message ends with the message, or breaks the connection when its time is over. So
-a thread waits for it, while this one looks at the board of the pipeline::
+Gloo's wait for a message ends with the message, or breaks the connection at its timeout. So another
+thread waits for it, while this one checks the board of the pipeline::
 
     this thread    start receive ── look ── look ── raise: rank 1 failed: ...
     the waiter              wait for the message ··············
 
-What is sent is held by its message alone, which lets it go when it is sent: schedules wait for the
-messages of a step at its end, and would hold what each of them has sent until then.
+Only the message holds a sent tensor, and frees it once it is sent: schedules wait for all messages
+at the end of a step, and would hold all sent tensors until then.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Messages:
     """Messages of one rank to the other stages of its pipeline.
 
     Args:
-        board: of the ranks of the pipeline.
-        timeout: how long to wait for one of them.
+        board: board of the ranks of the pipeline.
+        timeout: how long to wait for a message.
     """
 
     def __init__(self, board: FailureBoard, timeout: timedelta) -> None:
@@ -45,7 +45,7 @@ class Messages:
         self._waiters: dict[tuple[bool, int], _Waiter] = {}
 
     def watch(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
-        """Have what ``ops`` start be waited for with a look at the board."""
+        """Watch the messages that ``ops`` start."""
         for op in ops:
             op.op = self._starting(op)
         return ops
@@ -76,7 +76,7 @@ class Messages:
 
         Raises:
             RankFailureError: another rank has failed or is gone.
-            RankMismatchError: it does not come in time.
+            RankMismatchError: the message does not come in time.
         """
         with contextlib.closing(_MessageWait(self.board, purpose, -1, self._timeout)) as waiting:
             while not wait.over.wait(LOOK_EVERY.total_seconds()):
@@ -87,7 +87,7 @@ class Messages:
 
 @dataclass
 class _Wait:
-    """Whether a message is there, or gone out; ``error`` says why it will not."""
+    """State of a message: complete, or failed with ``error``."""
 
     over: threading.Event = field(default_factory=threading.Event)
     error: RuntimeError | None = None
@@ -120,7 +120,7 @@ class _Waiter:
 
 
 class _Message:
-    """Stands for torch's object of a message on its way, of which schedules call ``wait`` alone."""
+    """Replaces torch's handle of a message in flight, of which schedules only call ``wait``."""
 
     def __init__(self, messages: Messages, waiter: _Waiter, work: dist.Work, purpose: str) -> None:
         self._messages = messages
@@ -130,26 +130,26 @@ class _Message:
         self._wait: _Wait | None = None
 
     def begin_wait(self) -> _Wait:
-        """Have the thread wait for it, which alone holds its tensor from here on."""
+        """Let the thread wait for it and hold its tensor."""
         if self._wait is None:
             assert self._work is not None
             self._wait, self._work = self._waiter.wait_for(self._work), None
         return self._wait
 
     def wait(self) -> None:
-        """Wait until the message is there, or gone out."""
+        """Wait until the message is received or sent."""
         self._messages.finish(self.begin_wait(), self._purpose)
 
 
 class _MessageWait(RankWait):
-    """A wait for one stage, while others may wait for other ones for as long as a message takes."""
+    """A wait for one stage; other ranks may wait for other stages meanwhile."""
 
     def look(self) -> None:
-        """Raise where this wait is in vain.
+        """Raise an error if this wait cannot succeed.
 
         Raises:
             RankFailureError: a rank has failed.
-            RankMismatchError: the time is over; it says who waits for whom.
+            RankMismatchError: timeout; the message says which rank waits for which.
         """
         self._board.raise_if_failed()
         self._publish()
@@ -165,7 +165,7 @@ class _MessageWait(RankWait):
 
 
 class WatchedStage(LeanStage):
-    """A stage whose messages are watched; ``messages`` may be ``None``."""
+    """A stage whose waits for messages are watched; ``messages`` may be ``None``."""
 
     def __init__(self, *args: Any, messages: Messages | None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

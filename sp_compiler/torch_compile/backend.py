@@ -33,20 +33,20 @@ def sp_compiler_backend(
 ) -> CompiledGraph:
     """Compile a graph that dynamo captured, at its first call.
 
-    Parameters stay the user's own, in full on every rank; the compiled graph reads its shard of
-    them and gives every one its full gradient, the same on all ranks. All ranks must call the
-    model with the same inputs. ``tp=1``, the default, gives recomputation alone.
+    Parameters remain the user's own, full on every rank; the compiled graph reads its shards and
+    gives every parameter its full gradient, the same on all ranks. All ranks must call the model
+    with the same inputs. With ``tp=1``, the default, it only recomputes activations.
 
     Args:
         module: torch-level graph with parameters and buffers as inputs.
-        example_inputs: for which dynamo captured it.
-        options: those of :func:`sp_compiler.compile`, except that outputs are always replicated
-            and that hints which match nothing in this graph are warned about and left out.
+        example_inputs: inputs for which dynamo captured it.
+        options: options of :func:`sp_compiler.compile`, except that outputs are always replicated;
+            hints that match nothing in this graph cause a warning and are ignored.
         mode: not supported.
 
     Raises:
-        ArgumentError: unknown options, values that an option does not allow, no process group of
-            the right size. torch wraps it in ``BackendCompilerFailed``.
+        ArgumentError: unknown options, invalid values, no process group of the right size. torch
+            wraps it in ``BackendCompilerFailed``.
         UnsupportedError: with ``strict``, a costly part of the graph is replicated.
     """
     if mode is not None:
@@ -67,7 +67,8 @@ def sp_compiler_backend(
 
 
 def _with_own_hints(options: CompileOptions, parameters: Parameters) -> CompileOptions:
-    """Without hints for what this graph does not have: another graph of the model may have it."""
+    """Return options without hints that match nothing in this graph; they may match in another
+    graph of the model."""
     # A graph break makes several graphs of one model, each with some of its parameters.
     missing = unmatched(options.hints, parameters)
     if missing:

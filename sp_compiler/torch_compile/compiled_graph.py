@@ -1,4 +1,4 @@
-"""A graph of ``torch.compile`` that runs sharded, called with full parameters on every rank."""
+"""A sharded graph of ``torch.compile``, called with full parameters on every rank."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ class _Compiled:
 
 
 class CompiledGraph:
-    """Called by dynamo's code in place of the graph; compiles for each new kind of inputs.
+    """Callable that replaces dynamo's graph; compiles for each new kind of inputs.
 
-    Sizes that dynamo left open are fixed here: programs have static shapes, one for each
-    combination that occurs, and the least recently used ones are dropped.
+    Sizes that dynamo left open are fixed here: programs have static shapes, one program per
+    combination, and the least recently used ones are dropped.
 
     Args:
-        graph: what dynamo captured.
-        group: where it runs.
+        graph: dynamo's graph.
+        group: the ranks that it runs on.
         build: ``build(model, example_inputs)`` compiles; outputs must be replicated.
-        cache_size: how many programs are kept.
-        options: what ``build`` compiles with, by name; every rank must have the same.
+        cache_size: number of programs in the cache.
+        options: options of ``build`` by name; every rank must have the same.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class CompiledGraph:
         self._agreement = RankAgreement(group, "graph", options)
 
     def __call__(self, *args: Any) -> Any:
-        """The graph's outputs, replicated; buffers that it changes are changed.
+        """Return the graph's outputs, replicated; update the buffers that it changes.
 
         Raises:
-            RankMismatchError: the ranks call different graphs or with inputs of different kinds.
+            RankMismatchError: the ranks call different graphs, or pass inputs of different kinds.
         """
         board = self._group.board
         with contextlib.nullcontext() if board is None else board.reporting():
@@ -106,7 +106,7 @@ class CompiledGraph:
         )
 
     def _compiled(self, bound: BoundInputs) -> _Compiled:
-        """The program for these inputs, compiled if need be, on all ranks alike."""
+        """Return the program for these inputs, compiled if necessary, on all ranks alike."""
         plain = call_key((), bound.params.values(), bound.values, self._graph.fingerprint)
         key = GraphKey(**vars(plain))
         compiled = self._programs.get(key)

@@ -1,4 +1,5 @@
-"""A graph of ``torch.compile`` as a module that can be captured like a user's model."""
+"""Conversion of a graph of ``torch.compile`` to a module that can be captured like a user's
+model."""
 
 from __future__ import annotations
 
@@ -40,14 +41,15 @@ class BoundInputs:
 
 @dataclass(frozen=True)
 class DynamoGraph:
-    """Graph that dynamo hands to a backend; parameters and buffers are among its inputs.
+    """Graph that dynamo passes to a backend; parameters and buffers are among its inputs.
 
     Attributes:
-        module: calls of torch functions and methods; ``nn_module_stack`` has dotted paths.
-        kinds: of each input, in order; a "number" is a Python float that dynamo passes as a tensor.
-        names: dotted names of parameters and buffers as in the user's model, made unique; those of
-            values are the placeholders'.
-        fingerprint: the same text for equal graphs on every rank.
+        module: graph of torch functions and methods; ``nn_module_stack`` has dotted paths.
+        kinds: kind of each input, in order; a "number" is a Python float that dynamo passes as a
+            tensor.
+        names: unique dotted names of parameters and buffers in the user's model; values have the
+            placeholders' names.
+        fingerprint: text that is the same for equal graphs on every rank.
     """
 
     module: GraphModule
@@ -76,7 +78,7 @@ class DynamoGraph:
         return cls(module, kinds, names, _fingerprint(module, kinds, names, example_inputs))
 
     def bind(self, args: Sequence[Any]) -> BoundInputs:
-        """The arguments of a call, told apart."""
+        """Return the arguments of a call by kind."""
         bound = BoundInputs({}, {}, [])
         for kind, name, arg in zip(self.kinds, self.names, args, strict=True):
             if kind == "param":
@@ -94,7 +96,8 @@ class DynamoGraph:
 
 @dataclass
 class _Seen:
-    """Findings of a run; apart, for export undoes assignments to a module's attributes."""
+    """Findings of a run; a separate object, because export undoes assignments to a module's
+    attributes."""
 
     returned_inputs: dict[int, int] = field(default_factory=dict)
 
@@ -102,7 +105,7 @@ class _Seen:
 class GraphModel(nn.Module):
     """Runs a dynamo graph node by node, so that a trace of it keeps modules and source lines.
 
-    Outputs that are an input themselves (a buffer changed in place) are returned as ``None``.
+    Outputs that are inputs themselves (a buffer changed in place) are returned as ``None``.
     """
 
     def __init__(self, graph: DynamoGraph, bound: BoundInputs) -> None:
@@ -126,7 +129,7 @@ class GraphModel(nn.Module):
 
     @property
     def returned_inputs(self) -> dict[int, int]:
-        """Position of an output that is an input to that of the input; known once it ran."""
+        """Map from positions of outputs that are inputs to these inputs; known after a run."""
         return self._sp_seen.returned_inputs
 
     def forward(self, *tensors: Tensor) -> Any:
@@ -172,7 +175,7 @@ def _submodule(root: nn.Module, path: str) -> nn.Module:
 
 
 def _source(node: Node) -> str:
-    """The expression by which dynamo found an input, such as ``L['self'].weight``."""
+    """Return dynamo's source expression of an input, such as ``L['self'].weight``."""
     source = getattr(node, "_dynamo_source", None)
     if source is None:
         return node.name

@@ -1,4 +1,4 @@
-"""Full parameters on every rank, from which a compiled program reads one rank's part."""
+"""Full parameters on every rank, of which a compiled program reads one rank's parts."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _BUCKET_BYTES = 64 << 20
 def local_parameters(
     tp: Communicator, full: Mapping[str, Tensor], placements: Mapping[str, Placement]
 ) -> dict[str, Tensor]:
-    """Every parameter as the program stores it; every rank has its full gradient.
+    """Return every parameter in the program's stored placement; every rank gets its full gradient.
 
     Args:
-        tp: this rank.
-        full: name to parameter, the same numbers on every rank.
-        placements: name to how the program stores it, ``I`` or sharded.
+        tp: this rank's communicator.
+        full: full parameters by name, equal on every rank.
+        placements: stored placements by name, ``I`` or sharded.
     """
     local = dict(full)
     # The very parameters, so that autograd accumulates into them without a node in between.
@@ -75,7 +75,7 @@ def gather_gradients(
     placements: Sequence[Placement],
     bucket_bytes: int = _BUCKET_BYTES,
 ) -> list[Tensor | None]:
-    """Full gradients from every rank's parts, one all-gather for each bucket of one dtype."""
+    """Return full gradients from all ranks' parts, with one all-gather per bucket of one dtype."""
     result: list[Tensor | None] = [None] * len(grads)
     for bucket in _buckets(grads, bucket_bytes):
         # One collective for many: the latency of each would be paid per parameter.

@@ -60,12 +60,15 @@ names in the model. At the sizes of the plan, the formulas give the planned byte
 | n, n2, ... | a size without a known role; `plan.activation_formula.symbols` has its value |
 
 Sizes that happen to be 1 in the example (one sequence in a batch, one head per rank) are tracked
-too, as part of the dim that they would be in a larger example. If a batch of one cannot be told
-from a dim that is always 1, the formula has a size without a role in its place.
-`activation_formula.value(formula, b=4, s=4096)` gives the bytes at other sizes. It raises an error
-if the formula does not determine them: if a size without a role is missing, if a width that is
-expressed through others is given another value, or if t no longer divides a size that it divided in
-the plan.
+too, as part of the dim that they would be in a larger example. If the graph for a batch of one does
+not tell it from a dim that is always 1, `plan` derives the formulas at a larger batch, and takes
+them if at a batch of one they give the bytes of this plan. That compiles the model once more, when
+the formulas are first asked for; a plan of a compiled module never does. `tells_batch` says whether
+the batch is known. `activation_formula.value(formula, b=4, s=4096)` gives the bytes at other sizes.
+It raises an error if the formula does not determine them: if a batch of one is not told, or more
+than one sequence makes the model save other tensors; if a size without a role is missing; if a
+width that is expressed through others is given another value; or if t no longer divides a size that
+it divided in the plan.
 
 If b·s is not a multiple of t, tokens are padded and the formula has `ceiling(b*s/t)`. A padded
 width or vocabulary has `ceiling(f/t)` or `ceiling(v/t)`.

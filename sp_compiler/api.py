@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal, Unpack, overload
 
 from torch import Tensor, nn
@@ -41,6 +42,7 @@ from sp_compiler.pipeline_parallel.axes import pipeline_axis
 from sp_compiler.pipeline_parallel.pipeline_module import PipelineModule
 from sp_compiler.pipeline_parallel.schedules import schedule_of
 from sp_compiler.planning.costly_fallbacks import FallbackCheck, refuse_costly
+from sp_compiler.planning.larger_batch import telling_batch
 from sp_compiler.planning.plan import Plan
 from sp_compiler.planning.planned_program import PlannedProgram
 from sp_compiler.runtime.group import RANK_TIMEOUT, device_type_of, tensor_parallel_group
@@ -389,12 +391,11 @@ def plan(  # noqa: PLR0913 - all by keyword, each described below
             split_backward=on_grid.stages()[0].delays_weights,
         )
     wishes_of(checked.hints, parameters_of(model))
-    # A plan is asked for by size, again and again: copies of every stage's graphs would be thrown
-    # away.
+    # Plans are asked for again and again: copies of every stage's graphs would be thrown away.
     compiled = build(model, args, kwargs, checked, keep="nothing")
     if checked.strict:
         refuse_costly(compiled.plan.costly_fallbacks, grid.tp)
     if on_grid is None:
-        return compiled.plan
+        return telling_batch(compiled, args, kwargs, partial(build, model, options=checked))
     chain = Chain.of(compiled, compiled.plan) if grid.pp > 1 else Chain.uncut(compiled.plan)
     return grid_plan(compiled.plan, chain, on_grid)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sp_compiler.ir.fx import placements_of
 from sp_compiler.ir.program import Program, Ref, Region
 from sp_compiler.options import CompileOptions
 from sp_compiler.passes.memory.partition import SplitOptions
@@ -28,9 +29,19 @@ def split_options(program: Program, options: CompileOptions) -> dict[str, SplitO
 
 def _runs_last(program: Program, region: Region) -> bool:
     """Whether ``region`` is called once, after all layers."""
+    calls = list(program.calls)
+    # A region that only hands on what layers stored in attributes saves nothing for its backward.
+    while calls and _hands_on(calls[-1].region):
+        calls.pop()
     # With nothing before it, it is the entire model: what it saves is what a step holds.
-    (*before, last) = program.calls
+    (*before, last) = calls or program.calls
     return last.region is region and bool(before) and all(c.region is not region for c in before)
+
+
+def _hands_on(region: Region) -> bool:
+    """Whether ``region`` computes nothing: at most it brings values to other placements."""
+    nodes = region.module.graph.nodes
+    return all(placements_of(n) is not None for n in nodes if n.op == "call_function")
 
 
 def _loss_output(program: Program, region: Region) -> int | None:

@@ -237,9 +237,10 @@ class PlanData:
 
         >>> print(plan.activation_formula)
 
-        Derived from the graph at the first access, which takes tenths of a second. At the sizes of
-        this plan the formulas give exactly :attr:`activation_bytes` and each block's
-        ``kept_bytes``.
+        Derived from the graph at the first access, which takes tenths of a second; as long as the
+        plan itself if a batch of one cannot be told from other sizes of 1, because the model is
+        then planned once more at a larger batch. At the sizes of this plan the formulas give
+        exactly :attr:`activation_bytes` and each block's ``kept_bytes``.
         """
         assert self.formula_maker is not None
         return self.formula_maker()

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher
@@ -23,6 +24,7 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.fx.experimental import proxy_tensor
 
 from sp_compiler.base.errors import PassError
 from sp_compiler.base.pass_report import Pass, report_of
@@ -157,6 +159,7 @@ def trace_joint(region: Region) -> JointGraph:
         if mode.shape_env is not None:
             # Composite operators in C++ would read open sizes, and so fix them.
             stack.enter_context(enable_python_dispatcher())
+            stack.enter_context(_powers_of_sizes())
         stack.enter_context(fx.traceback.preserve_node_meta())
         stack.enter_context(mode)
         traced = aot_export_joint_with_descriptors(stack, _Interpreted(region.module), tuple(args))
@@ -167,6 +170,24 @@ def trace_joint(region: Region) -> JointGraph:
     _drop_no_ops(joint.graph)
     _copy_provenance(joint, region)
     return joint
+
+
+@contextlib.contextmanager
+def _powers_of_sizes() -> Iterator[None]:
+    """Let the tracer make a product of sizes in which one occurs twice, as of a mean over (s, s).
+
+    A pass divides by such a number without the tracer seeing how it is made; it then makes it of
+    the sizes that it knows. sympy writes s * s as a power, which is all that the tracer lacks.
+    """
+    handlers = proxy_tensor._sympy_handlers()
+    known = dict(handlers)
+    handlers.setdefault(sympy.Pow, operator.pow)
+    try:
+        yield
+    finally:
+        # In place, for it is the tracer's own table.
+        handlers.clear()
+        handlers.update(known)
 
 
 class _Interpreted(nn.Module):

@@ -227,3 +227,23 @@ def test_products_by_einsum() -> None:
     assert whole == ["experts.router"]
     for batch, seq in (EXAMPLE, *OTHERS):
         assert_right(program, model, inputs(batch, seq))
+
+
+class _MeanOfScores(nn.Module):
+    """A loss on attention weights, divided by their number, in which the sequence occurs twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qk = nn.Linear(16, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.qk(x).unflatten(-1, (2, 4, 4)).permute(2, 0, 3, 1, 4)
+        batch, length, _ = x.shape
+        return (q @ k.mT).softmax(-1).square().sum() / (batch * length * length)
+
+
+def test_a_mean_over_two_dims_of_one_size() -> None:
+    torch.manual_seed(0)
+    model = _MeanOfScores().double()
+    program = open_program(model, {"x": tokens(*EXAMPLE)}, tp=2)
+    assert_right(program, model, {"x": tokens(3, 18)})

@@ -6,6 +6,8 @@ import functools
 import itertools
 import json
 import pickle
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +16,8 @@ import torch
 
 from sp_compiler.api import plan
 from sp_compiler.base.errors import ArgumentError
+from sp_compiler.compiler import build
+from sp_compiler.options import CompileOptions
 from sp_compiler.planning.data import BlockPlan
 from sp_compiler.planning.formula import ActivationFormula
 from sp_compiler.planning.formula.reshapes import reshaped
@@ -29,7 +33,9 @@ from sp_compiler.planning.formula.sizes import (
     unify,
     unknown,
 )
+from sp_compiler.planning.larger_batch import telling_batch
 from sp_compiler.planning.plan import Plan
+from sp_compiler.planning.planned_program import PlannedProgram
 from tests.models import architectures, zoo
 
 T = sympy.Symbol("t", positive=True, integer=True)
@@ -281,17 +287,33 @@ def test_one_kv_head_a_rank_in_a_batch_of_one() -> None:
     assert (formula.symbols["b"].value, formula.symbols["k"].value) == (1, 4)
 
 
-def test_a_batch_of_one_is_told_or_refused() -> None:
+def test_a_batch_of_one_that_is_not_told_is_derived_at_a_larger_one() -> None:
     """One head on each rank is another size of 1, which a model may hide beside the batch."""
-    formula = _plan("encoder", 4, "none", batch=1).activation_formula
-    assert formula.batch_of_one
-    block = formula.blocks["TransformerEncoderLayer"]
+    compiled, compile_at = _compiled("encoder", tp=4)
+    own, told = (
+        telling_batch(compiled, (), zoo.inputs("encoder", 1, 12), at).activation_formula
+        for at in (_raise, compile_at)
+    )
+    assert (own.tells_batch, told.tells_batch) == (False, True)
+    assert told.symbols["b"].value == 1
+    assert told.value(told.total) == own.value(own.total) == compiled.plan.activation_bytes
+    other = _plan("encoder", 4, "none", batch=3)
+    for block in other.blocks:
+        assert told.value(told.blocks[block.name], b=3) == block.kept_bytes
+    assert told.value(told.total, b=3) == other.activation_bytes
     with pytest.raises(ArgumentError, match="need a plan whose example has a batch of two"):
-        formula.value(block, b=4)
-    assert formula.value(block, b=1) == formula.value(block)
-    told = _plan("llama_gqa8", 4, "selective", batch=1).activation_formula
-    assert told.batch_of_one
-    assert told.value(told.total, b=2) > told.value(told.total)
+        own.value(own.blocks["TransformerEncoderLayer"], b=3)
+
+
+def _compiled(name: str, tp: int) -> tuple[PlannedProgram, Callable[..., PlannedProgram]]:
+    """A program for a batch of one, and what compiles the model for others."""
+    model = zoo.build(name, dropout=0.1, dtype=torch.bfloat16)
+    compile_at = partial(build, model, options=CompileOptions(tp=tp, recompute="none"))
+    return compile_at((), zoo.inputs(name, 1, 12)), compile_at
+
+
+def _raise(*_: Any, **__: Any) -> PlannedProgram:
+    raise ValueError("this model takes one sequence at a time")
 
 
 def test_a_formula_refuses_what_it_does_not_tell() -> None:
@@ -310,7 +332,7 @@ def test_a_formula_refuses_what_it_does_not_tell() -> None:
 
 def test_what_a_batch_of_one_does_not_tell_is_a_size_of_its_own() -> None:
     """ViT expands its class token to (1, 1, h): that is the batch, or a 1 that is broadcast."""
-    formula = _plan("vit", 1, "none", batch=1).activation_formula
+    formula = _compiled("vit", tp=1)[0].plan.activation_formula
     doubted = [name for name, size in formula.symbols.items() if "does not tell" in size.meaning]
     with pytest.raises(ArgumentError, match=f"{doubted[0]} is the batch, or 1 in every batch"):
         formula.value(sympy.Symbol(doubted[0], positive=True, integer=True), b=2)

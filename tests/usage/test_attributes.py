@@ -121,6 +121,21 @@ def test_attributes_can_be_set_and_copied() -> None:
     assert num_compiled(module) == 1
 
 
+class _LossAlone(Model):
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def test_nothing_of_the_head_is_recomputed_though_stored_tensors_come_behind_it() -> None:
+    """They are only handed on: backward starts with the head all the same."""
+    found = sp_compiler.plan(_LossAlone(3).double(), (inputs(2, 4), {}), tp=1, recompute="full")
+    *_, head, handed_on = found.blocks
+    assert (handed_on.name, handed_on.kept) == ("Outputs", ())
+    assert "head" in [tensor.name for tensor in head.kept]
+
+
 @pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_stored_tensors_and_their_gradients_are_right_on_every_rank(tp: int) -> None:
     report = sp_compiler.verify(model(), (inputs(2, 4), {}), tp=tp)

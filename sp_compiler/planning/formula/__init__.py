@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import sympy
@@ -15,31 +15,9 @@ from sp_compiler.base.storage import Storage
 from sp_compiler.cost.step_memory import StepMemory
 from sp_compiler.cost.step_walk import SEED_BYTES
 from sp_compiler.ir.compiled_program import CompiledProgram
-from sp_compiler.planning.formula.roles import MEANINGS, Role, find_roles
+from sp_compiler.planning.formula.names import DOUBTED, WORLD, Names, Size, symbol_of
+from sp_compiler.planning.formula.roles import find_roles
 from sp_compiler.planning.formula.shapes import follow_shapes
-from sp_compiler.planning.formula.sizes import Atom, Dim, divided, expression, size_of, unknowns
-
-_WIDTHS = "hakdefcv"
-_NO_ROLE = "n"
-WORLD = sympy.Symbol("t", positive=True, integer=True)
-
-
-@dataclass(frozen=True)
-class Size:
-    """Meaning and number of one symbol.
-
-    Attributes:
-        value: its number in this program.
-        meaning: its meaning in words.
-        equal_to: its expression in the formulas, if the numbers of this program allow: ``h/a`` for
-            the width of a head, ``4*h`` for that of a feed-forward network.
-        has_role: whether the role of the size is known, and with it the relation to other sizes.
-    """
-
-    value: int
-    meaning: str
-    equal_to: sympy.Expr | None = None
-    has_role: bool = True
 
 
 @dataclass(frozen=True)
@@ -78,7 +56,7 @@ class ActivationFormula:
                 change.
         """
         values = {
-            _symbol(name): sympy.Integer(sizes.get(name, size.value))
+            symbol_of(name): sympy.Integer(sizes.get(name, size.value))
             for name, size in self.symbols.items()
         }
         for text in self._refusals(formula, sizes, values):
@@ -105,14 +83,13 @@ class ActivationFormula:
         # At the sizes of the plan itself every formula is exact, whatever its symbols mean.
         if all(number == self.symbols[name].value for name, number in sizes.items()):
             return
-        # A tensor has one batch: b**2 is b and a size of 1 beside it, as of one head on each rank.
-        if self.batch_of_one and ("b" not in self.symbols or _degree(formula, _symbol("b")) > 1):
+        if not self._tells_batch_in(formula):
             yield (
                 "the batch of this plan is one, and not told from other sizes of 1: other sizes "
                 "need a plan whose example has a batch of two or more"
             )
         for name, size in self.symbols.items():
-            if not size.has_role and name not in sizes and _symbol(name) in formula.free_symbols:
+            if not size.has_role and name not in sizes and symbol_of(name) in formula.free_symbols:
                 yield (
                     f"{name} is {size.meaning}: give its value too, {name}={size.value} where it "
                     "stays as it is"
@@ -122,6 +99,39 @@ class ActivationFormula:
             if expr.free_symbols <= formula.free_symbols and expr.xreplace(values) % values[WORLD]:
                 yield f"{expr} = {expr.xreplace(values)} is not divisible by t = {values[WORLD]}"
 
+    @property
+    def tells_batch(self) -> bool:
+        """Whether a batch of one is told from other sizes of 1 in all formulas."""
+        doubted = any(size.meaning == DOUBTED for size in self.symbols.values())
+        formulas = (self.total, *self.blocks.values(), *itertools.chain(*self.tensors.values()))
+        return not doubted and all(map(self._tells_batch_in, formulas))
+
+    def _tells_batch_in(self, formula: sympy.Expr) -> bool:
+        # A tensor has one batch: b**2 is b and a size of 1 beside it, as of one head on each rank.
+        is_known = "b" in self.symbols and _degree(formula, symbol_of("b")) <= 1
+        return is_known or not self.batch_of_one
+
+    def at_batch_of_one(self, batch: int) -> ActivationFormula | None:
+        """Return the same formulas of a plan for one sequence; ``None``: b is not ``batch``."""
+        known = self.symbols.get("b")
+        if known is None or known.value != batch:
+            return None
+        return replace(self, symbols={**self.symbols, "b": replace(known, value=1)})
+
+    def same_bytes(self, other: ActivationFormula) -> bool:
+        """Tell whether each tensor, block and the total have the bytes of ``other``, sizes too."""
+        return self._bytes() == other._bytes()
+
+    def _bytes(self) -> dict[str, Any]:
+        values = {symbol_of(name): size.value for name, size in self.symbols.items()}
+        groups = {"": (self.total,), **self.tensors}
+        of_tensors = {
+            name: [formula.xreplace(values) for formula in formulas]
+            for name, formulas in groups.items()
+        }
+        of_blocks = {name: formula.xreplace(values) for name, formula in self.blocks.items()}
+        return {"tensors": of_tensors, "blocks": of_blocks}
+
     def widths_only(self, formula: sympy.Expr) -> sympy.Expr:
         """Return ``formula`` without terms that contain no width: row statistics, seeds, single
         numbers.
@@ -130,9 +140,9 @@ class ActivationFormula:
         none of the other sizes.
         """
         # Terms of degree 2 in s are scores of attention, which published formulas do have.
-        tokens = {_symbol("b"), _symbol("s"), WORLD}
+        tokens = {symbol_of("b"), symbol_of("s"), WORLD}
         terms = sympy.Add.make_args(sympy.expand(formula))
-        degrees = [_degree(each, _symbol("s")) for each in terms]
+        degrees = [_degree(each, symbol_of("s")) for each in terms]
         small = [
             term
             for term, degree in zip(terms, degrees, strict=True)
@@ -173,10 +183,6 @@ def _degree(formula: sympy.Expr, symbol: sympy.Symbol) -> sympy.Expr:
     """Return the degree, of 0 minus infinity."""
     # Padded tokens count as tokens.
     return sympy.degree(formula.replace(sympy.ceiling, lambda num_tokens: num_tokens), symbol)
-
-
-def _symbol(name: str) -> sympy.Symbol:
-    return sympy.Symbol(name, positive=True, integer=True)
 
 
 @dataclass(frozen=True)
@@ -274,120 +280,3 @@ class _Formulas:
             * formulas[key]
             for key, count in counts.items()
         ]
-
-
-class Names:
-    """Symbols of the unknowns."""
-
-    def __init__(self, roles: Sequence[Role], world_size: int) -> None:
-        self._written: dict[Atom, sympy.Expr] = {}
-        self._sizes: dict[str, Size] = {}
-        self._regions: dict[str, sympy.Symbol] = {}
-        self._divided: dict[sympy.Expr, None] = {}
-        if world_size > 1:
-            self._sizes["t"] = Size(world_size, "tensor-parallel ranks")
-        # Roles come in the order of their letters: a width that is made of others finds their
-        # names.
-        for role in roles:
-            self._name(role)
-        self._relate()
-
-    def expression(self, dim: Dim) -> sympy.Expr:
-        for part in divided(dim):
-            self._divided[self.expression(part)] = None
-        equal = {_symbol(n): s.equal_to for n, s in self._sizes.items() if s.equal_to is not None}
-        return expression(dim, self._atom, WORLD).xreplace(equal)
-
-    def divided(self) -> tuple[sympy.Expr, ...]:
-        """Sizes that ranks divide evenly."""
-        return tuple(self._divided)
-
-    def value(self, formula: sympy.Expr) -> int:
-        values = {_symbol(name): sympy.Integer(size.value) for name, size in self._sizes.items()}
-        return int(formula.xreplace(values))
-
-    def sizes(self, formulas: Iterable[sympy.Expr]) -> dict[str, Size]:
-        """Of the symbols in ``formulas``, and of those that were written otherwise."""
-        used = {str(symbol) for formula in formulas for symbol in formula.free_symbols}
-        return {
-            name: size
-            for name, size in self._sizes.items()
-            if name in used or size.equal_to is not None
-        }
-
-    def layers(self, region: str, calls: int, count: int) -> sympy.Expr:
-        """``count`` of a region's ``calls``, in terms of their number."""
-        # All layers, or all but the first or last, is a number of layers; any other count is not.
-        if calls == 1 or calls - count > 1:
-            return sympy.Integer(count)
-        if region not in self._regions:
-            meaning = f"layers, calls of {region}"
-            self._regions[region] = self._new("L", calls, meaning)
-        return self._regions[region] - (calls - count)
-
-    def _new(self, letter: str, value: int, meaning: str) -> sympy.Symbol:
-        taken = sum(name.rstrip("0123456789") == letter for name in self._sizes)
-        # h, h2, h3, ...
-        name = f"{letter}{taken + 1}" if taken else letter
-        self._sizes[name] = Size(value, meaning, has_role=letter != _NO_ROLE)
-        return _symbol(name)
-
-    def _name(self, role: Role) -> None:
-        """Give a role its letter, unless it consists of named sizes."""
-        unknown = {sympy.Dummy(positive=True, integer=True): atom for atom in unknowns(role.dim)}
-        unknown = {dummy: atom for dummy, atom in unknown.items() if atom not in self._written}
-        if not unknown:
-            return
-        dummies = {atom: dummy for dummy, atom in unknown.items()}
-        formula = expression(
-            role.dim, lambda atom: dummies.get(atom, self._written.get(atom)), WORLD
-        )
-        dummy, atom = next(iter(unknown.items()))
-        # Padded, or a square of the unknown: it cannot be solved for the unknown.
-        if formula.has(sympy.ceiling) or sympy.diff(formula, dummy).has(dummy):
-            return
-        # The dim gets the letter, and the unknown in it is solved for: where a dim is 3*x and is
-        # called f, x is f/3 from now on.
-        symbol = self._new(role.letter, size_of(role.dim), MEANINGS[role.letter])
-        factor = sympy.diff(formula, dummy)
-        solution = (symbol - (formula - factor * dummy).expand()) / factor
-        self._written[atom] = solution.xreplace(
-            {other: self._atom(unknown[other]) for other in solution.free_symbols & set(unknown)}
-        )
-
-    def _relate(self) -> None:
-        """Express widths through the hidden width if the numbers allow, as published formulas
-        do."""
-        hidden = self._sizes.get("h")
-        for name, size in list(self._sizes.items()):
-            letter, equal = name.rstrip("0123456789"), None
-            first, heads = self._sizes[letter], self._sizes.get("a")
-            # Each layer's weights are unknowns of their own: without this a model of equal layers
-            # would have as many widths as weights.
-            if name != letter and letter in _WIDTHS and size.value == first.value:
-                equal = first.equal_to or _symbol(letter)
-            elif hidden is None:
-                continue
-            # The width of a head, which papers write h/a.
-            elif letter == "d" and heads is not None and size.value * heads.value == hidden.value:
-                equal = _symbol("h") / _symbol("a")
-            # Feed-forward widths are multiples of the hidden one by design, others by chance.
-            elif letter == "f" and size.value % hidden.value == 0:
-                equal = size.value // hidden.value * _symbol("h")
-            if equal is not None:
-                self._sizes[name] = Size(size.value, size.meaning, equal)
-
-    def _atom(self, atom: Atom) -> sympy.Expr:
-        if atom not in self._written:
-            self._written[atom] = self._without_role(atom)
-        return self._written[atom]
-
-    def _without_role(self, atom: Atom) -> sympy.Expr:
-        # A number that the model has for a size, half of a dim for one: written by that dim.
-        if atom.hint is not None:
-            hinted = expression(atom.hint.dim, self._atom, WORLD)
-            return hinted / atom.hint.divided - atom.hint.less
-        meaning = "a size without a role"
-        if atom.in_doubt:
-            meaning = "the batch, or 1 in every batch, which a batch of one does not tell"
-        return self._new(_NO_ROLE, atom.value, meaning)

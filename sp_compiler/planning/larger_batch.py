@@ -1,0 +1,120 @@
+"""Formulas of a batch of one, which is not told from other sizes of 1: derived at a larger batch.
+
+A tensor of shape (1, 1, s, d) has two dims of 1. Which of them is the batch, and which is the one
+head that each rank has, a graph for a batch of one may not tell: both are the number 1, and
+operators take either. In a graph for a batch of two the same dims have different numbers.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from sp_compiler.base.log import LOG
+from sp_compiler.planning.formula import ActivationFormula
+from sp_compiler.planning.plan import Plan
+from sp_compiler.planning.planned_program import PlannedProgram
+
+CompileAt = Callable[..., PlannedProgram]
+
+
+def telling_batch(
+    compiled: PlannedProgram,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    compile_at: CompileAt,
+) -> Plan:
+    """Return the plan of ``compiled``, with formulas that tell a batch of one from other ones.
+
+    Where they do not by themselves, the same model is compiled once more, when they are first asked
+    for, for more sequences. The formulas of those take the place of the plan's own if at a batch of
+    one they give its bytes, tensor by tensor. Else those stay, which refuse other sizes.
+
+    Args:
+        compiled: for ``args`` and ``kwargs``.
+        args: positional arguments of the model.
+        kwargs: keyword arguments of the model.
+        compile_at: :func:`sp_compiler.compiler.build` with the model and its options.
+    """
+    plan = compiled.plan
+    if all(_first_one(leaf) is None for leaf in pytree.tree_leaves((args, kwargs))):
+        return plan
+    at = partial(compile_at, fixed=compiled.param_placements, keep="nothing")
+    return replace(plan, formula_maker=_FormulaMaker(plan, args, kwargs, at))
+
+
+class _FormulaMaker:
+    """Derives the formulas once; until then it holds the model, by way of ``compile_at``."""
+
+    def __init__(
+        self, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any], compile_at: CompileAt
+    ) -> None:
+        self._derive: Callable[[], ActivationFormula] | None
+        self._derive = partial(_derived, plan, args, kwargs, compile_at)
+        self._formula: ActivationFormula | None = None
+
+    def __call__(self) -> ActivationFormula:
+        if self._derive is not None:
+            self._formula = self._derive()
+            self._derive = None  # a model with weights may be large
+        assert self._formula is not None
+        return self._formula
+
+
+def _derived(
+    plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any], compile_at: CompileAt
+) -> ActivationFormula:
+    formula = plan.activation_formula
+    if formula.tells_batch:
+        return formula
+    # Of 1 + t sequences the tokens are divisible by t where those of one are, and padded where they
+    # are not; two sequences take less time, and mostly do.
+    for batch in dict.fromkeys((2, 1 + plan.tp)):
+        larger = partial(_repeated, count=batch)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # what there is to say of the model has been said
+                other = compile_at(*pytree.tree_map(larger, (args, kwargs))).plan
+        except Exception as error:  # whatever the model's own code raises for another batch
+            LOG.info("no formulas from a batch of %d: %s", batch, error)
+            continue
+        told = _in_order(other, plan).at_batch_of_one(batch)
+        if told is not None and told.same_bytes(formula):
+            return told
+    return formula
+
+
+def _in_order(other: Plan, plan: Plan) -> ActivationFormula:
+    """Return the formulas of ``other``, those of tensors in the order of ``plan`` where it can."""
+    formula = other.activation_formula
+    tensors = dict(formula.tensors)
+    names = {block.name: [tensor.name for tensor in block.kept] for block in plan.blocks}
+    for block in other.blocks:
+        by_name = {
+            tensor.name: text for tensor, text in zip(block.kept, tensors[block.name], strict=True)
+        }
+        # Of one sequence some copies are views, so that saved tensors may come in another order;
+        # where they are others, the comparison of their bytes says so.
+        if by_name.keys() == set(names.get(block.name, ())):
+            tensors[block.name] = tuple(by_name[name] for name in names[block.name])
+    return replace(formula, tensors=tensors)
+
+
+def _first_one(leaf: Any) -> int | None:
+    """The first dim of size 1: the batch's, unless the model gives one of its own another place."""
+    return list(leaf.shape).index(1) if isinstance(leaf, Tensor) and 1 in leaf.shape else None
+
+
+def _repeated(leaf: Any, count: int) -> Any:
+    dim = _first_one(leaf)
+    if dim is None:
+        return leaf
+    # The same numbers: masks are proven for those of the example.
+    return torch.cat([leaf.detach()] * count, dim).requires_grad_(leaf.requires_grad)

@@ -42,24 +42,28 @@ _HEAD = """# Coverage
 
 Written by `python -m benchmarks.coverage --write` from real runs; not edited by hand.
 
-Every architecture in two tiny configurations with two layers, in float64 with the model's own casts
-lifted, on 2, 4 and 8 simulated ranks, sequence parallel on, `recompute="selective"`, against the
-same captured graph on one device. *dividing*: 8 heads, 4 key/value heads (8 for 8 ranks),
-vocabulary 128, width 64. *awkward*: 4 heads, 2 key/value heads, vocabulary 131, width 48, 33
-tokens.
+Which architectures does sp_compiler shard, and are their numbers right? Each architecture runs in
+two tiny configurations with two layers, in float64 with the model's own casts lifted, on 2, 4 and 8
+simulated ranks with sequence parallelism and `recompute="selective"`, against the same captured
+graph on one device. *dividing*: 8 heads, 4 key/value heads (8 for 8 ranks), vocabulary 128, width
+64. *awkward*: 4 heads, 2 key/value heads, vocabulary 131, width 48, 33 tokens.
 
-Errors are relative to the largest number of the output or gradient, the worst of all numbers of
-ranks. Shares are of the forward's matrix-product FLOPs, of the bytes of parameters with two dims or
-more, and of the bytes kept for backward, that are sharded. Collectives are those of the layer with
-the most matrix-product FLOPs, forward + backward: `G` all-gather, `S` reduce-scatter, `R`
-all-reduce. *Replicated* counts what every rank stores or runs in full. Compile time is CPU time,
-without capture. Several numbers in a cell are for the numbers of ranks in the second column, one is
-for all of them.
+- *output error*, *gradient error*: relative to the largest number of the output or gradient; the
+  largest for all numbers of ranks.
+- *FLOPs*, *parameters*, *kept*: the sharded share of the forward's matrix-product FLOPs, of the
+  bytes of parameters with two or more dims, and of the bytes saved for backward.
+- *collectives per block*: those of the layer with the most matrix-product FLOPs, forward +
+  backward: `G` all-gather, `S` reduce-scatter, `R` all-reduce.
+- *replicated*: the number of parameters and operators that every rank stores or runs in full.
+- *compile s*: CPU seconds to compile, without capture.
+
+Several numbers in a cell belong to the numbers of ranks in the second column; a single one is the
+same for all.
 """
 _REASONS = """## What is replicated, and why
 
-Parameters that every rank stores in full and operators that every rank repeats, with n for every
-number. Where in a model they are, its plan says.
+Parameters that every rank stores in full, and operators that every rank runs in full, with n in
+place of numbers. The plan of a model shows where they are.
 """
 
 

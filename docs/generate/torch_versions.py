@@ -1,4 +1,4 @@
-"""The versions of PyTorch that the fast tests were seen green on.
+"""The versions of PyTorch that pass the fast tests.
 
 python -m docs.generate.torch_versions REPORT [--write]
 
@@ -68,9 +68,9 @@ def page() -> str:
         [
             "# Versions of PyTorch",
             "",
-            "The fast tests on each version, in an environment of its own, by",
-            "`make compat TORCH=2.11.0 WRITE=--write`. `setup.py` admits none that failed here.",
-            *([f"Admitted without such a run so far: {unseen}."] if unseen else []),
+            "Which versions of PyTorch pass the fast tests, each in a separate environment made by",
+            "`make compat TORCH=2.11.0 WRITE=--write`. `setup.py` excludes versions that failed.",
+            *([f"Allowed, but not run yet: {unseen}."] if unseen else []),
             "",
             "| torch | passed | failed | skipped | day |",
             "|---|---|---|---|---|",

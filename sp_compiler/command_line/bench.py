@@ -1,4 +1,4 @@
-"""Time and memory of a step on this machine: the model as it is beside the compiled one."""
+"""Time and memory of a step on this machine, eager and compiled."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Measured:
 
     Attributes:
         step_us: median time of forward and backward.
-        kept_bytes: what forward leaves for backward: storages beside parameters, buffers, inputs
-            and outputs.
-        peak_bytes: the most that a step allocates beside parameters and gradients; ``None`` on
-            CPUs, whose allocator does not count.
+        kept_bytes: bytes that forward saves for backward: storages other than parameters, buffers,
+            inputs and outputs.
+        peak_bytes: peak of a step without parameters and gradients; ``None`` on CPUs, whose
+            allocator has no counters.
     """
 
     step_us: float
@@ -51,8 +51,8 @@ class Bench:
     """Result of :func:`bench`.
 
     Attributes:
-        time_ratio: median over pairs of alternated steps of the time compiled to that of eager
-            torch, which is steadier than both.
+        time_ratio: median over pairs of alternated steps of compiled time over eager time, which
+            varies less than either.
     """
 
     model_name: str
@@ -100,10 +100,10 @@ def _ratio(result: Bench, name: str) -> str:
 
 @contextlib.contextmanager
 def joined_ranks(tp: int | None) -> Iterator[tuple[int, str]]:
-    """Join the other ranks that ``torchrun`` started; yields their number and this one's device.
+    """Join the other ranks that ``torchrun`` started; yield their number and this rank's device.
 
     Raises:
-        ArgumentError: there are others than ``tp`` ranks.
+        ArgumentError: the number of ranks is not ``tp``.
     """
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if tp not in (None, num_ranks):
@@ -129,7 +129,7 @@ def joined_ranks(tp: int | None) -> Iterator[tuple[int, str]]:
 def bench(
     model: nn.Module, example_inputs: ExampleInputs, tp: int, steps: int, options: Options
 ) -> Bench:
-    """Measure steps of ``model``, which is compiled, and of a copy that is not, in turns."""
+    """Measure alternating steps of ``model``, compiled, and of an eager copy."""
     # A process may run on a slower clock now than a minute ago, so the two take turns.
     device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
     args, kwargs = example_inputs
@@ -198,7 +198,7 @@ class _Run:
         return self.model(*self.args, **self.kwargs)
 
     def _wait(self) -> None:
-        """Until the device, and the other ranks, have done what they were given."""
+        """Wait until the device and the other ranks have finished their work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         if dist.is_initialized():
@@ -206,7 +206,7 @@ class _Run:
 
 
 def _loss(result: Any) -> Tensor:
-    """The model's own loss if it returns one, else the mean of what it returns."""
+    """Return the model's own loss if it has one, else the mean of its outputs."""
     leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
     reached = [leaf for leaf in leaves if leaf.requires_grad]
     if not reached:
@@ -219,7 +219,7 @@ def _loss(result: Any) -> Tensor:
 
 
 class _Storages(TorchDispatchMode):
-    """Inside, remembers every storage that an operator returns."""
+    """Mode that records every storage that an operator returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -243,7 +243,7 @@ class _Storages(TorchDispatchMode):
         return result
 
     def alive_bytes(self, excluded: Iterable[Any]) -> int:
-        """Bytes of the storages that exist still, without those of ``excluded``."""
+        """Return the bytes of the storages that still exist, without those of ``excluded``."""
         left_out = {_address(each) for each in excluded if isinstance(each, Tensor)}
         return sum(
             num_bytes

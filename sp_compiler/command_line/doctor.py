@@ -19,7 +19,7 @@ from sp_compiler.verification.verify import verify
 
 @dataclass(frozen=True)
 class Fact:
-    """One line of the report; ``ok`` is False where something has to be done."""
+    """One line of the report; ``ok`` is False if something has to be fixed."""
 
     name: str
     text: str
@@ -30,7 +30,7 @@ class Fact:
 
 
 def examine() -> list[Fact]:
-    """Look at everything; compiles a small model."""
+    """Check everything; this compiles a small model."""
     return [*_versions(), *_devices(), *_group(), _small_model()]
 
 

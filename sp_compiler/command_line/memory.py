@@ -21,7 +21,8 @@ _LARGEST = 8
 
 
 def memory_text(grid_plan: GridPlan) -> str:
-    """The stages, then the parts of the fullest one, down to the tensors of a layer."""
+    """Return the stages, then the parts of the fullest one, down to the tensors of a layer, as
+    text."""
     plan, stages = grid_plan.microbatch, grid_plan.stages
     # It decides whether the model fits; the first stages hold most microbatches.
     number, stage = max(enumerate(stages), key=lambda each: each[1].total_bytes)
@@ -52,7 +53,7 @@ def _parts(stage: StagePlan, dp_shard: int) -> Iterator[tuple[str, str, str]]:
 
 
 def _blocks(plan: Plan, stage: StagePlan) -> Iterator[str]:
-    """What one call of each block in ``stage`` keeps, the largest tensors first."""
+    """Yield the tensors that one call of each block in ``stage`` saves, the largest first."""
     paths = {path for chunk in stage.chunks for path in chunk}
     # Blocks whose layers are all on other stages have no share in this one.
     for block in plan.blocks:

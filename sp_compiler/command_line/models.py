@@ -1,4 +1,4 @@
-"""The model that a command works on, from what was typed."""
+"""Loading of the model of a command from its arguments."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TOKEN_LABELS = ("ForCausalLM", "ForMaskedLM", "LMHeadModel", "ForConditionalGen
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model with inputs, and how it is usually run."""
+    """A model with example inputs, and its usual options."""
 
     model: nn.Module
     example_inputs: ExampleInputs
@@ -54,21 +54,20 @@ def load(
     dtype: str | None = None,
     device: str = "meta",
 ) -> Loaded:
-    """Build the model that ``source`` or ``preset`` names, on ``device``.
+    """Build the model of ``source`` or ``preset`` on ``device``.
 
     Args:
         source: ``package.module:callable``, or the path of a HuggingFace ``config.json`` or of its
             folder. The callable returns the model, or the model and (args, kwargs).
         preset: a name in :func:`presets`.
-        batch: sequences of the example inputs, where the callable returns none.
-        sequence: tokens of each.
-        dtype: of the parameters, such as "bfloat16"; ``None`` leaves them as they are made.
+        batch: number of sequences in the example inputs, if the callable returns none.
+        sequence: number of tokens per sequence.
+        dtype: dtype of the parameters, such as "bfloat16"; ``None`` for the model's own.
         device: "meta" to build it without memory.
 
     Raises:
-        ArgumentError: none or both are given, what is named does not exist, sizes are given of
-            inputs that the callable returns, or a configuration's model does not fit in memory in
-            float64.
+        ArgumentError: none or both are given, the name does not exist, sizes are given although the
+            callable returns inputs, or a configuration's model does not fit in memory in float64.
         UnsupportedError: transformers is needed and not installed.
     """
     # Both at once could mean either, and a long run of the wrong model is worse than an error.
@@ -191,7 +190,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _configured(config: dict[str, Any], device: str) -> nn.Module:
-    """The model of transformers that ``config`` describes, with new weights."""
+    """Return the transformers model of ``config``, with new weights."""
     try:
         import transformers
     except ImportError as error:
@@ -231,7 +230,7 @@ def _check_memory(model: nn.Module) -> None:
 
 
 def _free_bytes() -> float:
-    """Memory that can be had without swapping, where the system tells."""
+    """Return the memory available without swapping, if the system reports it."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -241,7 +240,7 @@ def _free_bytes() -> float:
 
 
 def _example(model: nn.Module, batch: int, sequence: int, device: str) -> ExampleInputs:
-    """A batch of tokens, with labels where the model has a loss of them."""
+    """Return a batch of tokens, with labels if the model computes a loss from them."""
     parameters = inspect.signature(model.forward).parameters
     if "input_ids" not in parameters:
         raise ArgumentError(

@@ -1,4 +1,4 @@
-"""A failed compilation once more, from the folder that it left."""
+"""Repetition of a failed compilation from its folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sp_compiler.verification.verify import Step, Tensors
 
 
 def reproduce(folder: Path) -> None:
-    """Compile what is in ``folder``, and compare its numbers where that had been asked for.
+    """Compile the graph in ``folder``, and verify its numbers if the original call did.
 
     Raises:
         Exception: the error of the compilation that failed.
@@ -36,7 +36,7 @@ def reproduce(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class _SavedStep(Step):
-    """A step of a model that is elsewhere."""
+    """A step of a model that only exists as a saved graph."""
 
     failed: FailedCompilation | None = None
 

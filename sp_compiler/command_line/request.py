@@ -42,7 +42,7 @@ def _option_names() -> list[str]:
 
 @dataclass(frozen=True)
 class Request:
-    """Arguments of every command that works on a model; a field is an option of the command."""
+    """Arguments of all commands that work on a model; each field is an option of the command."""
 
     model: Annotated[
         str | None,
@@ -112,7 +112,7 @@ def _value(text: str) -> Any:
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
-    """Make a command of ``function(request, *, own options)``: typer sees all options.
+    """Make a command from ``function(request, *, own options)``, so that typer sees all options.
 
     Errors are one line and a hint, and end with :data:`BROKEN`.
     """
@@ -144,7 +144,7 @@ class Refused(Exception):
 
 @contextlib.contextmanager
 def failures(*, traceback: bool) -> Iterator[None]:
-    """Turn an error into a line, a hint and an exit code."""
+    """Context that turns an error into one line, a hint and an exit code."""
     errors = Console(file=sys.stderr, highlight=False, soft_wrap=True)
     # What compile warns of, a plan lists; and torch writes pages when it cannot capture a model.
     silence = contextlib.nullcontext() if traceback else _silence()
@@ -202,10 +202,10 @@ def _hint(error: Exception, is_cut: bool) -> str:
 
 
 def check_writable(option: str, path: Path | None) -> None:
-    """Refuse a file that cannot be written, before what is to be in it takes its time.
+    """Raise an error for a file that cannot be written, before its content is computed.
 
     Raises:
-        ArgumentError: ``path`` is a folder, is in none, or may not be written.
+        ArgumentError: ``path`` is a folder, its folder does not exist, or it is not writable.
     """
     if path is None:
         return
@@ -218,7 +218,7 @@ def check_writable(option: str, path: Path | None) -> None:
 
 @contextlib.contextmanager
 def progress(text: str) -> Iterator[None]:
-    """Say what takes its time while it does, on a terminal alone."""
+    """Context that shows a long-running step on a terminal."""
     # The process's own, for what a command runs cannot write there. A spinner in the log of a job
     # would be a thousand lines.
     terminal = Console(file=sys.__stderr__)

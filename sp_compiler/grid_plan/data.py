@@ -121,24 +121,24 @@ class GridPlan:
         self.timeline.to_trace(path, kernels_of=kernels_of)
 
     def to_html(self, path: str | Path) -> None:
-        """Write a page with the course of the step on every rank of the pipeline and the tables; it
-        needs no network to be read."""
+        """Write an HTML page with the timeline of every rank of the pipeline and the tables; it
+        works offline."""
         Path(path).write_text(self._figure.page(str(self)), encoding="utf-8")
 
     def plot(self, path: str | Path | None = None, *, memory: int | str | None = None) -> Any:
-        """Draw memory of each rank of the pipeline, and what each does when in a step.
+        """Draw the memory of each rank of the pipeline, and its timeline in a step.
 
         Needs matplotlib (``sp-compiler[plot]``).
 
         Args:
-            path: of a file to write too; its suffix names the format (".png", ".svg", ".pdf").
-            memory: of a device, to compare with, in bytes or as "80GiB".
+            path: optional file to write; its suffix determines the format (".png", ".svg", ".pdf").
+            memory: memory limit of a device to draw, in bytes or as "80GiB".
 
         Returns:
             A ``matplotlib.figure.Figure``, which a notebook shows.
 
         Raises:
-            ArgumentError: ``memory`` is no size.
+            ArgumentError: ``memory`` is not a size.
             UnsupportedError: matplotlib is not installed.
         """
         figure = self._figure.draw(None if memory is None else parse_bytes("memory", memory))

@@ -139,7 +139,7 @@ class ShardedOutput(DTensor):
 
 
 def _mutates(name: str, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a function of torch, by its name and arguments, changes what it is given."""
+    """Return whether a function of torch changes its arguments, by its name and arguments."""
     in_place = name.endswith("_") and not name.endswith("__")
     # __iadd__ and its like; of what begins alike, these three only read.
     augmented = name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")

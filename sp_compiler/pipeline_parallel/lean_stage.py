@@ -1,4 +1,4 @@
-"""A stage of torch.distributed.pipelining that holds each value only as long as it is needed.
+"""A stage of torch.distributed.pipelining that holds each value only while it is needed.
 
 With ``M`` microbatches, of which ``p`` are in flight::
 
@@ -7,9 +7,9 @@ With ``M`` microbatches, of which ``p`` are in flight::
     received gradients          M buffers, for good     from receive to backward: 1
     sent activations            forward to backward: p  until they are sent: 1
 
-The backward of what was sent starts from its place in autograd's graph, which has its shape;
-nothing reads its numbers any more. Where another call of the stage has saved them they stay, for
-that call.
+The backward of a sent value starts from its place in autograd's graph, which has its shape; nothing
+reads its numbers any more. If another call of the stage has saved the value, it lives on for that
+call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NOWHERE = torch.device("meta")
 
 
 class LeanStage(PipelineStage):
-    """A stage of torch's; arguments as of the base class."""
+    """A stage of torch; arguments as for the base class."""
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         with self._allocating_nothing():
@@ -40,7 +40,7 @@ class LeanStage(PipelineStage):
 
     @contextlib.contextmanager
     def _allocating_nothing(self) -> Iterator[None]:
-        """Make torch's buffers on the meta device: they say what memory a message will take."""
+        """Context in which torch's buffers are on the meta device: they only describe messages."""
         device, self.device = self.device, _NOWHERE
         try:
             yield
@@ -61,7 +61,7 @@ class LeanStage(PipelineStage):
     def set_local_bwd_input(
         self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int
     ) -> None:
-        """As of the base class; where no gradient flows back it is of zeros."""
+        """Like the base class's; without a gradient it is zeros."""
         super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
         infos = self.grad_recv_info[mb_index]
         for info, grad in zip(infos, next_stage_bwd_outputs, strict=True):
@@ -70,7 +70,8 @@ class LeanStage(PipelineStage):
                 info.buffer = torch.zeros_like(info.buffer, device=self.device)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """As of the base class; what will be sent is not returned, for a schedule would keep it."""
+        """Like the base class's; values to send are not returned, because a schedule would hold
+        them."""
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         _move(self.args_recv_info[fwd_chunk_id], _NOWHERE)
         ranks = self.stage_index_to_group_rank
@@ -81,14 +82,14 @@ class LeanStage(PipelineStage):
         return output
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """As of the base class; the operations alone still hold what they send."""
+        """Like the base class's; only the operations hold the values that they send."""
         ops = super().get_fwd_send_ops(fwd_chunk_id)
         if not self.is_last:
             self._let_go(fwd_chunk_id)
         return ops
 
     def _let_go(self, chunk: int) -> None:
-        """Keep of what a forward returned its place in autograd's graph alone."""
+        """Keep only the place in autograd's graph of a forward's results."""
         outputs, inputs = self.fwd_cache.pop(chunk)
         if self.has_backward:
             edges = [get_gradient_edge(out) if out.requires_grad else None for out in outputs]
@@ -102,7 +103,7 @@ class LeanStage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
-        """As of the base class, from what :meth:`_let_go` keeps."""
+        """Like the base class's, from what :meth:`_let_go` keeps."""
         edges = bwd_kwargs["stage_output"]
         if isinstance(edges, Tensor):  # the loss
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
@@ -119,7 +120,7 @@ class LeanStage(PipelineStage):
 
 
 def _taken_gradient(value: Any) -> Tensor | None:
-    """Return the gradient of an input, which from here on only who sends it holds."""
+    """Return the gradient of an input, which only its message holds from here on."""
     if not isinstance(value, Tensor):
         return None
     grad, value.grad = value.grad, None
@@ -127,7 +128,7 @@ def _taken_gradient(value: Any) -> Tensor | None:
 
 
 def _move(infos: Sequence[Any], device: torch.device) -> None:
-    """Give what is received a buffer on ``device`` without the numbers of the one that it has."""
+    """Allocate a new buffer on ``device`` for a received value, without copying the old one."""
     for info in infos:
         # The inputs of the first stage, and values without a gradient, are not received.
         buffer = getattr(info, "buffer", None)

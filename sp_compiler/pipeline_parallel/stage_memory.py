@@ -1,4 +1,4 @@
-"""Activations of one pipeline stage: what a microbatch keeps there, and the most while it runs.
+"""Activation memory of one pipeline stage: saved bytes per microbatch, and the peak while one runs.
 
 ::
 
@@ -28,9 +28,10 @@ class StageMemory:
     """Bytes of one microbatch in one stage.
 
     Attributes:
-        kept_bytes: from forward to backward, each storage once.
-        handed_bytes: from the backward for inputs to that for parameters, where there are two.
-        peak_bytes: by kind of action, the most that the microbatch has while it runs.
+        kept_bytes: bytes saved from forward to backward, each storage once.
+        handed_bytes: bytes passed from the backward for inputs to the one for parameters, if there
+            are two.
+        peak_bytes: peak of the microbatch's bytes during each kind of action.
     """
 
     kept_bytes: int
@@ -39,7 +40,7 @@ class StageMemory:
 
     @classmethod
     def of(cls, calls: Sequence[CallPlan]) -> StageMemory:
-        """Return that of a stage of ``calls``."""
+        """Return the memory of a stage of ``calls``."""
         forward = backward = inputs = 0
         # As a dict, for what several calls save (a mask, rotary tables) is there once.
         kept: dict[int, int] = {}
@@ -76,7 +77,7 @@ class StageMemory:
         )
 
     def peak_of(self, in_flight: int) -> int:
-        """Return the most with ``in_flight`` microbatches, one of which runs."""
+        """Return the peak with ``in_flight`` microbatches, one of which runs."""
         peak_bytes = max(self.peak_bytes[FORWARD], self.peak_bytes[FULL_BACKWARD])
         # What a microbatch keeps while others run.
         return (in_flight - 1) * max(self.kept_bytes, self.handed_bytes) + peak_bytes
@@ -84,12 +85,12 @@ class StageMemory:
 
 @dataclass(frozen=True)
 class RankActivations:
-    """The most that one rank of a pipeline has in a step.
+    """Peak of the activations on one rank of a pipeline in a step.
 
     Attributes:
-        in_flight: forwards whose backward is not done.
-        kept_bytes: that such forwards keep.
-        peak_bytes: with what the action that runs has beside them.
+        in_flight: number of forwards whose backward has not finished.
+        kept_bytes: bytes that these forwards save.
+        peak_bytes: bytes including those of the running action.
     """
 
     in_flight: int = 0
@@ -98,7 +99,7 @@ class RankActivations:
 
     @classmethod
     def of(cls, order: Sequence[Action], memories: Sequence[StageMemory]) -> RankActivations:
-        """Follow a rank through its ``order``; ``memories`` are of all stages."""
+        """Simulate the ``order`` of a rank; ``memories`` has all stages."""
         count = now_bytes = 0
         most = most_bytes = peak_bytes = 0
         for action in order:

@@ -51,14 +51,15 @@ class Plan(PlanData):
         self.schedule.to_trace(path)
 
     def plot(self, path: str | Path | None = None) -> Any:
-        """Draw memory over a step against its limit, the course of a layer, and who has which part
-        of its weights.
+        """Draw the memory over a step with its limit, the timeline of a layer, and which rank has
+        which part of its weights.
 
-        The limit is that of ``device_memory``, or of ``memory_budget`` on top of the state. The
-        layer is the one of which there are most. Needs matplotlib (``sp-compiler[plot]``).
+        The limit is ``device_memory``, or ``memory_budget`` plus parameters, gradients and
+        optimizer state. The layer is the most frequent one. Needs matplotlib
+        (``sp-compiler[plot]``).
 
         Args:
-            path: of a file to write too; its suffix names the format (".png", ".svg", ".pdf").
+            path: optional file to write; its suffix determines the format (".png", ".svg", ".pdf").
 
         Returns:
             A ``matplotlib.figure.Figure``, which a notebook shows.

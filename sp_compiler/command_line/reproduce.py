@@ -24,6 +24,7 @@ def reproduce(folder: Path) -> None:
         Exception: the error of the compilation that failed.
     """
     failed = FailedCompilation.load(folder / SAVED)
+    # First: sharding reads the table of rules, which has none of the user's in this process.
     for arguments, options in failed.rules:
         rule(*arguments, **options)
     step = _SavedStep.of_failed(failed)

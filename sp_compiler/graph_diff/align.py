@@ -286,17 +286,14 @@ class Alignment:
         position = {node: index for index, node in enumerate(self.after)}
         for old in self._open_before():
             # Only an operand of its users' counterparts can have the same users.
-            users = (self.forth[user] for user in old.users if user in self.forth)
+            users = {self.forth[user] for user in old.users if user in self.forth}
             nearby = {node for user in users for node in user.all_input_nodes}
             for node in sorted(nearby, key=position.__getitem__):
                 is_open = self._is_inserted(node) and node.op not in _NAMED
-                if is_open and self._same_operands(old, node) and self._same_users(old, node):
+                has_users = users == {user for user in node.users if user in self.back}
+                if is_open and has_users and self._same_operands(old, node):
                     self._match(old, node)
                     break
-
-    def _same_users(self, old: Node, new: Node) -> bool:
-        users = {self.forth[user] for user in old.users if user in self.forth}
-        return bool(users) and users == {user for user in new.users if user in self.back}
 
 
 def _value_node(nodes: list[Node]) -> Node:

@@ -103,10 +103,10 @@ def gathered_bytes(
     blocks = [
         sum(size.num_bytes for size in used_parameters(group, sizes)) for group in groups.values()
     ]
-    # With a zero in front, for a single block has no neighbour.
     if grid.dp_shard == 1:
         at_once = sum(blocks)
     else:
+        # With a zero in front, for a single block has no neighbour.
         pairs = [first + second for first, second in itertools.pairwise([0, *blocks])]
         at_once = max(pairs, default=0)
     return outside + at_once + max(blocks, default=0)

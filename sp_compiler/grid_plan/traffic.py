@@ -80,6 +80,7 @@ def _sent_by_stages(chain: Chain, ends: Sequence[int], options: GridOptions) -> 
     for stage, end in enumerate(ends[:-1]):
         # Activations go forward; their gradients come back over the same cut.
         before, behind = options.rank_of(stage), options.rank_of(stage + 1)
+        # Neighbours on one rank, as at the turn of a V, send nothing.
         if before != behind:
             sent[before] += chain.activation_bytes[end]
             sent[behind] += chain.gradient_bytes[end]

@@ -145,7 +145,6 @@ class Values:
         return value.requires_grad_(requires_grad and carries_gradient(value))
 
     def _result(self, ref: Ref) -> Any:
-        # Kept, unlike random values: masks and tables are few, and many layers read each.
         if ref.index not in self._results:
             call = self._program.calls[ref.index]
             with torch.no_grad():
@@ -356,7 +355,6 @@ def _numbers(
     with precision.entered(), NothingDropped():
         outputs = list(run(leaves))
         generator = torch.Generator().manual_seed(_SEED)
-        # Of one seed: both sides draw the same tangents in the same order.
         flowing = [
             (value, random_like(value, generator).detach().to(value.dtype))
             for value in outputs

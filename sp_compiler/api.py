@@ -26,7 +26,7 @@ from sp_compiler.grid_plan.chain import Chain
 from sp_compiler.grid_plan.data import GridPlan
 from sp_compiler.grid_plan.options import GPUS_PER_NODE, GridOptions, refuse_without_grid
 from sp_compiler.grid_plan.sizes import GridSizes, Mesh
-from sp_compiler.grid_plan.stage_plan import STATE_BYTES
+from sp_compiler.grid_plan.stage_plan import STATE_BYTES, BytesPerParameter
 from sp_compiler.ir.hints import parameters_of, wishes_of
 from sp_compiler.module.distributed_module import DistributedModule
 from sp_compiler.options import (
@@ -39,6 +39,8 @@ from sp_compiler.options import (
 )
 from sp_compiler.pass_manager.reproduction import reproducible
 from sp_compiler.pipeline_parallel.axes import pipeline_axis
+from sp_compiler.pipeline_parallel.microbatch_recompute import require_memory
+from sp_compiler.pipeline_parallel.microbatches import check_weigh
 from sp_compiler.pipeline_parallel.pipeline_module import PipelineModule
 from sp_compiler.pipeline_parallel.schedules import schedule_of
 from sp_compiler.planning.costly_fallbacks import FallbackCheck, refuse_costly
@@ -216,11 +218,7 @@ def pipeline(  # noqa: PLR0913 - all by keyword, each described below
     """
     check_model(model)
     _check(initial_weights, rank_timeout, verify=False)
-    if weigh is not None and not callable(weigh):
-        raise ArgumentError(
-            f"weigh={weigh!r}: expected a function of a microbatch's inputs that returns its "
-            "weight, or None"
-        )
+    check_weigh(weigh)
     timeout = timedelta(seconds=rank_timeout)
     axis = pipeline_axis(mesh, timeout)
     # A schedule that does not fit is refused before the model is captured, which takes longest.
@@ -231,12 +229,13 @@ def pipeline(  # noqa: PLR0913 - all by keyword, each described below
     if fsdp_options is not None:
         refuse_scalars(model)
     checked = replace(
-        CompileOptions.of(group.world_size, options),
+        CompileOptions.of(group.world_size, options, in_stages=True),
         tables_apart=True,
         split_backward=plan.delays_weights,
     )
     plan.check_backend(checked.backend)
     checked.refuse_device_memory("pipeline")
+    require_memory(checked.recompute_rest, memory)
     wishes_of(checked.hints, parameters_of(model))
     builder = _Builder(checked, FallbackCheck(checked, group.rank), verify=False)
     texts = {**checked.texts(), "initial_weights": initial_weights}
@@ -298,7 +297,8 @@ def plan(
     microbatches: int,
     schedule: str = "1f1b",
     stages_per_rank: int | None = None,
-    bytes_per_parameter: float = STATE_BYTES,
+    memory: int | str | None = None,
+    bytes_per_parameter: BytesPerParameter = STATE_BYTES,
     gpus_per_node: int = GPUS_PER_NODE,
     **options: Unpack[Options],
 ) -> GridPlan: ...
@@ -314,7 +314,8 @@ def plan(  # noqa: PLR0913 - all by keyword, each described below
     microbatches: int | None = None,
     schedule: str = "1f1b",
     stages_per_rank: int | None = None,
-    bytes_per_parameter: float = STATE_BYTES,
+    memory: int | str | None = None,
+    bytes_per_parameter: BytesPerParameter = STATE_BYTES,
     gpus_per_node: int = GPUS_PER_NODE,
     **options: Unpack[Options],
 ) -> Plan | GridPlan:
@@ -345,10 +346,11 @@ def plan(  # noqa: PLR0913 - all by keyword, each described below
         microbatches: number of microbatches per step on each rank of the data axes; needed with
             ``mesh``.
         schedule: of the stages, as for :func:`pipeline`.
-        stages_per_rank: as for :func:`pipeline`.
+        stages_per_rank, memory: as for :func:`pipeline`.
         bytes_per_parameter: bytes of a trained parameter with its gradient and optimizer state: 18
             for Adam in mixed precision with 32-bit gradients, 16 for everything in float32, 20 if a
-            16-bit gradient exists beside the 32-bit sum (arXiv 2201.11990, section 2.1).
+            16-bit gradient exists beside the 32-bit sum (arXiv 2201.11990, section 2.1);
+            ``"adamw"``: as ``torch.optim.AdamW`` keeps them, like plans without ``mesh``.
         gpus_per_node: devices per node; larger axes communicate over the network between nodes.
 
     Returns:
@@ -371,6 +373,7 @@ def plan(  # noqa: PLR0913 - all by keyword, each described below
         "microbatches": microbatches,
         "schedule": schedule,
         "stages_per_rank": stages_per_rank,
+        "memory": memory,
         "bytes_per_parameter": bytes_per_parameter,
         "gpus_per_node": gpus_per_node,
     }
@@ -379,11 +382,11 @@ def plan(  # noqa: PLR0913 - all by keyword, each described below
     args, kwargs = checked_inputs(model, example_inputs)
     # 8 ranks: what a machine usually has, between which links are fast.
     grid = GridSizes(8 if tp is None else tp) if mesh is None else GridSizes.of(mesh)
-    checked = CompileOptions.of(grid.tp, options)
+    checked = CompileOptions.of(grid.tp, options, in_stages=grid.pp > 1)
     on_grid = None
     if microbatches is not None:  # raises before the model is captured
         checked.refuse_device_memory("grid")
-        on_grid = GridOptions(grid, **of_grid)
+        on_grid = GridOptions(grid, **of_grid, recompute_rest=checked.recompute_rest)
         on_grid.stages()[0].check_backend(checked.backend)
         checked = replace(
             checked,

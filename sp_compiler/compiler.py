@@ -177,7 +177,16 @@ def compile_captured(
     # Normalizing rewrites the capture in place; a proof starts from the graph before it.
     original = captured.copy() if keep == "unsharded" else None
     program = to_program(captured, options, run)
-    compiled = Compilation(program, options, fixed=fixed, run=run).finish(options)
+    compilation = Compilation(program, options, fixed=fixed, run=run)
+    compiled, planned_rest = compilation.finish(options), None
+    if options.recompute_rest is not None:
+        of_rest = replace(options, recompute=options.recompute_rest, recompute_rest=None)
+        rest = compilation.finish(of_rest)
+        # An operator that only the second program's check refused is replicated in both: stages
+        # send the same values whichever runs.
+        if rest.replicated != compiled.replicated:
+            compiled = compilation.finish(options)
+        planned_rest = PlannedProgram.of(rest, make_plan(concretized(rest), of_rest, name))
     if program.sizes is not None:
         program.sizes.require_known()
     # The plan gives numbers of bytes and seconds: those for the example's sizes.
@@ -187,6 +196,7 @@ def compile_captured(
     at_example = Concretizer(program.sizes).program(program)
     explainer = partial(explain, at_example, options, dict(fixed), compiled.replicated)
     planned = PlannedProgram.of(compiled, replace(plan, explainer=explainer))
+    planned.rest = planned_rest
     planned.unsharded = (original, program) if original is not None else None
     return planned
 
@@ -251,6 +261,7 @@ class Compilation:
         setting = replace(
             self._options,
             recompute=options.recompute,
+            recompute_rest=options.recompute_rest,
             memory_budget=options.memory_budget,
             device_memory=options.device_memory,
             split_backward=options.split_backward,
@@ -386,14 +397,3 @@ def build_settings(
                 plan = make_plan(compiled, options, type(model).__name__)
                 programs.append(PlannedProgram.of(compiled, plan))
     return programs
-
-
-def compile_program(
-    program: Program,
-    options: CompileOptions,
-    *,
-    fixed: Mapping[str, Placement] | None = None,
-    checked: bool = True,
-) -> CompiledProgram:
-    """Run everything after outlining, for one memory setting; see :class:`Compilation`."""
-    return Compilation(program, options, fixed=fixed, checked=checked).finish(options)

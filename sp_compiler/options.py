@@ -58,6 +58,10 @@ class Options(TypedDict, total=False):
             the inputs of each block, except that the last block (the loss head), if it occurs once,
             uses ``"selective"``; ``"auto"``: per block, whatever gives the lowest estimated step
             time within ``memory_budget``.
+        recompute_rest: in pipelines, the policy of the microbatches that do not fit: each stage
+            runs as many of those in flight with ``recompute`` as ``memory`` leaves room for, and
+            the others with this, for example ``"none"`` and ``"full"`` (arXiv 2205.05198, appendix
+            C). ``None``: all microbatches have ``recompute``.
         memory_budget: with ``"auto"``, the largest allowed peak of activations on a rank, as
             :func:`sp_compiler.plan` counts it, in bytes or as "12GiB".
         device_memory: instead of ``memory_budget``, a limit for everything that a step holds on a
@@ -113,6 +117,7 @@ class Options(TypedDict, total=False):
 
     sequence_parallel: bool
     recompute: str
+    recompute_rest: str | None
     memory_budget: int | str | None
     device_memory: int | str | None
     loss_chunks: int | Literal["auto"]
@@ -171,6 +176,7 @@ class CompileOptions:
     tp: int = 1
     sequence_parallel: bool = True
     recompute: str = "selective"
+    recompute_rest: str | None = None
     memory_budget: int | str | None = None
     device_memory: int | str | None = None
     loss_chunks: int | Literal["auto"] = "auto"
@@ -189,6 +195,13 @@ class CompileOptions:
 
     def __post_init__(self) -> None:
         _check_choice("recompute", self.recompute, RECOMPUTE)
+        # Not "auto": a budget is for all microbatches alike.
+        _check_choice("recompute_rest", self.recompute_rest, (None, *RECOMPUTE[:-1]))
+        if self.recompute_rest is not None and self.recompute in ("auto", self.recompute_rest):
+            raise ArgumentError(
+                f"recompute_rest={self.recompute_rest!r} with recompute={self.recompute!r}: "
+                'expected two different policies, for example "none" and "full"; not "auto"'
+            )
         _check_choice("dropout", self.dropout, get_args(Dropout))
         _check_choice("backend", self.backend, BACKENDS)
         _check_choice("outputs", self.outputs, get_args(Outputs))
@@ -236,8 +249,14 @@ class CompileOptions:
                 parse_bytes(name, getattr(self, name))
 
     @classmethod
-    def of(cls, tp: int, options: Options) -> CompileOptions:
-        """Return the validated form of a user's ``options``."""
+    def of(cls, tp: int, options: Options, *, in_stages: bool = False) -> CompileOptions:
+        """Return the validated form of a user's ``options``; ``in_stages``: of a pipeline."""
+        rest = options.get("recompute_rest")
+        if rest is not None and not in_stages:
+            raise ArgumentError(
+                f"recompute_rest={rest!r}: only stages have several microbatches in flight; leave "
+                "it out, or use sp_compiler.pipeline, or sp_compiler.plan with a mesh that has pp"
+            )
         values: dict[str, Any] = {**options, "hints": options.get("hints") or {}}
         return cls(tp=tp, **values)
 

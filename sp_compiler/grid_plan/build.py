@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from sp_compiler.grid_plan.timeline import Functions, GridTimeline
 from sp_compiler.grid_plan.timetable import StageTimes, finish_us
 from sp_compiler.grid_plan.traffic import traffic_of
 from sp_compiler.pipeline_parallel.cutting import ends_of
+from sp_compiler.pipeline_parallel.microbatch_recompute import Parts, cut, saving_microbatches
 from sp_compiler.pipeline_parallel.schedules import (
     BACKWARD_INPUTS,
     BACKWARD_WEIGHTS,
@@ -55,22 +56,28 @@ def grid_plan(plan: Plan, chain: Chain, options: GridOptions) -> GridPlan:
     orders = _orders(schedule, grid.pp, per_rank, microbatches)
     # The search that a pipeline itself makes, so that the plan is of the cut that will run.
     ends = _ends(chain, orders, options)
-    parts = [chain.calls[start:end] for start, end in itertools.pairwise([0, *ends])]
-    memories = [StageMemory.of(part) for part in parts]
-    own: list[list[Sequence[CallPlan]]] = [[] for _ in range(grid.pp)]
-    for stage, part in enumerate(parts):
-        own[rank_of(stage)].append(part)
-    calls = [list(itertools.chain.from_iterable(each)) for each in own]
+    link = link_of(grid, "pp", options.gpus_per_node, plan.hardware)
+    most = _Program.of(chain.calls, plan, chain, ends, rank_of, link)
+    rest = chain.rest and _Program.of(chain.rest_calls, chain.rest, chain, ends, rank_of, link)
+    times = _times_of_both(most, rest, orders, chain, options) if rest else most.times
+
+    def memory_of(action: Action) -> StageMemory:
+        recomputes = rest is not None and times[action.stage].recomputes(action.microbatch)
+        return (rest if rest and recomputes else most).memories[action.stage]
+
+    own: list[list[int]] = [[] for _ in range(grid.pp)]
+    for stage in range(len(ends)):
+        own[rank_of(stage)].append(stage)
+    parts = [[most.parts[stage] for stage in each] for each in own]
+    calls = [list(itertools.chain.from_iterable(each)) for each in parts]
+    activations = [RankActivations.of(order, memory_of) for order in orders]
+    own_times = [[times[stage] for stage in each] for each in own]
     stages = [
-        _stage(chain, own[rank], RankActivations.of(orders[rank], memories), options)
-        for rank in range(grid.pp)
+        _stage(chain, *each, options) for each in zip(parts, activations, own_times, strict=True)
     ]
     if grid.pp == 1:
         stages = [_exact(plan, stages[0])]
     traffic = traffic_of(plan, chain, calls, stages, ends, options)
-    link = link_of(grid, "pp", options.gpus_per_node, plan.hardware)
-    functions = [_functions(part, plan.schedule) for part in parts]
-    times = _times(chain, ends, parts, functions, rank_of, link)
     finish = finish_us(orders, times)
     # Gradients of replicated parameters are summed over "tp" once per step, by each stage its own.
     reduction_us = collectives_us(list(plan.gradient_reduction), grid.tp, plan.hardware)
@@ -79,6 +86,7 @@ def grid_plan(plan: Plan, chain: Chain, options: GridOptions) -> GridPlan:
     exposed = [sum(a.exposed_us for a in axes if a.axis.startswith("dp")) for axes in traffic]
     # Beside the rank that computes most: a pipeline cannot be faster than that one.
     busiest_us = microbatches * max(stage.microbatch_us for stage in stages)
+    functions = most.functions, exposed, reduction_us, rest.functions if rest else ()
     return GridPlan(
         microbatch=plan,
         grid=grid,
@@ -91,7 +99,7 @@ def grid_plan(plan: Plan, chain: Chain, options: GridOptions) -> GridPlan:
         step_us=max(map(sum, zip(finish, exposed, strict=True))) + reduction_us,
         # A model of nothing but views takes no time.
         bubble=max(finish) / busiest_us - 1 if busiest_us else 0.0,
-        timeline_maker=partial(GridTimeline, orders, times, functions, exposed, reduction_us),
+        timeline_maker=partial(GridTimeline, orders, times, *functions),
     )
 
 
@@ -110,7 +118,7 @@ def _ends(chain: Chain, orders: Sequence[Sequence[Action]], options: GridOptions
     if memory_bytes is None or num_stages == 1:
         return chain.ends(num_stages)
     return ends_of(
-        chain.calls,
+        chain.rest_calls or chain.calls,
         chain.parameters,
         most_in_flight(orders, num_stages),
         memory_bytes,
@@ -118,15 +126,65 @@ def _ends(chain: Chain, orders: Sequence[Sequence[Action]], options: GridOptions
     )
 
 
+@dataclass(frozen=True)
+class _Program:
+    """One of the programs that stages run, by stage."""
+
+    parts: Parts
+    memories: Sequence[StageMemory]
+    functions: Sequence[Functions]
+    times: Sequence[StageTimes]
+
+    @classmethod
+    def of(
+        cls,
+        calls: Sequence[CallPlan],
+        plan: Plan,
+        chain: Chain,
+        ends: Sequence[int],
+        rank_of: Callable[[int], int],
+        link: Link,
+    ) -> _Program:
+        parts = cut(calls, ends)
+        functions = [_functions(part, plan.schedule) for part in parts]
+        times = _times(chain, ends, parts, functions, rank_of, link)
+        return cls(parts, [StageMemory.of(part) for part in parts], functions, times)
+
+
+def _times_of_both(
+    most: _Program,
+    rest: _Program,
+    orders: Sequence[Sequence[Action]],
+    chain: Chain,
+    options: GridOptions,
+) -> list[StageTimes]:
+    """Return the times of stages, each of which runs some microbatches by ``rest``."""
+    assert options.memory_bytes is not None
+    saving = saving_microbatches(
+        orders,
+        most.parts,
+        rest.parts,
+        chain.parameters,
+        options.memory_bytes,
+        lambda size: held_bytes(size, options.bytes_per_parameter, options.grid),
+    )
+    return [
+        replace(own, rest=other, saving=chosen)
+        for own, other, chosen in zip(most.times, rest.times, saving, strict=True)
+    ]
+
+
 def _stage(
     chain: Chain,
     parts: Sequence[Sequence[CallPlan]],
     activations: RankActivations,
+    times: Sequence[StageTimes],
     options: GridOptions,
 ) -> StagePlan:
     calls = [call for part in parts for call in part]
     used = used_parameters(calls, chain.parameters)
     per_parameter, grid = options.bytes_per_parameter, options.grid
+    means_us = [each.mean_us(options.microbatches) for each in times]
     return StagePlan(
         chunks=tuple(tuple(call.path for call in part) for part in parts),
         parameters=sum(size.numel for size in used),
@@ -135,8 +193,9 @@ def _stage(
         in_flight=activations.in_flight,
         activation_bytes=activations.kept_bytes,
         working_bytes=activations.peak_bytes - activations.kept_bytes,
-        forward_us=sum(call.forward_us for call in calls),
-        backward_us=sum(call.step_us - call.forward_us for call in calls),
+        forward_us=sum(forward_us for forward_us, _ in means_us),
+        backward_us=sum(backward_us for _, backward_us in means_us),
+        saving=tuple(len(each.saving) if each.rest else options.microbatches for each in times),
     )
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.pipeline_parallel.cutting import ends_of
 from sp_compiler.pipeline_parallel.stage_program import chain_of, crossing, loss_of, sent_like
 from sp_compiler.planning.data import CallPlan, ParameterSize
 from sp_compiler.planning.plan import Plan
+from sp_compiler.planning.planned_program import PlannedProgram
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,8 @@ class Chain:
         activation_bytes: by call, the bytes that a stage sends forward if it ends before that call.
         gradient_bytes: by call, the bytes that it then receives in backward.
         cuts: earlier results without a memory limit, by number of stages.
+        rest: plan of the program with ``recompute_rest``, if there is one.
+        rest_calls: its calls, as ``calls``.
     """
 
     calls: Sequence[CallPlan]
@@ -29,9 +31,11 @@ class Chain:
     activation_bytes: Sequence[int]
     gradient_bytes: Sequence[int]
     cuts: dict[int, list[int]] = field(default_factory=dict)
+    rest: Plan | None = None
+    rest_calls: Sequence[CallPlan] = ()
 
     @classmethod
-    def of(cls, compiled: CompiledProgram, plan: Plan) -> Chain:
+    def of(cls, compiled: PlannedProgram, plan: Plan) -> Chain:
         """Return the chain that :func:`sp_compiler.pipeline` cuts.
 
         Raises:
@@ -52,6 +56,10 @@ class Chain:
             gradient_bytes=[
                 sum(each.nbytes for each in values if each.requires_grad) for values in likes
             ],
+            rest=None if compiled.rest is None else compiled.rest.plan,
+            rest_calls=[compiled.rest.plan.calls[number] for number in numbers]
+            if compiled.rest is not None
+            else [],
         )
 
     @classmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 from sp_compiler.base.units import bytes_text, parse_bytes, time_text
 from sp_compiler.grid_plan.figures import GridFigure
 from sp_compiler.grid_plan.sizes import GridSizes
-from sp_compiler.grid_plan.stage_plan import StagePlan
+from sp_compiler.grid_plan.stage_plan import BytesPerParameter, StagePlan
 from sp_compiler.grid_plan.timeline import GridTimeline
 from sp_compiler.planning.figures import save
 from sp_compiler.planning.html import framed
@@ -50,7 +50,8 @@ class GridPlan:
         schedule: name of the pipeline's schedule, as for :func:`sp_compiler.pipeline`.
         stages_per_rank: number of stages on each rank of the pipeline.
         microbatches: number of microbatches per step on each rank of the data axes.
-        bytes_per_parameter: bytes of a trained parameter with its gradient and optimizer state.
+        bytes_per_parameter: bytes of a trained parameter with its gradient and optimizer state, or
+            "adamw".
         stages: memory and time of each rank of the pipeline, on one device.
         traffic: one entry per axis of several ranks.
         step_us: estimated time from the first forward to the last gradient, without the optimizer.
@@ -64,7 +65,7 @@ class GridPlan:
     schedule: str
     stages_per_rank: int
     microbatches: int
-    bytes_per_parameter: float
+    bytes_per_parameter: BytesPerParameter
     stages: tuple[StagePlan, ...]
     traffic: tuple[AxisTraffic, ...]
     step_us: float
@@ -171,6 +172,7 @@ class GridPlan:
             f"{100 * self.bubble:.1f} %, estimated step {time_text(self.step_us)}, MFU "
             f"{100 * self.mfu:.1f} %",
             table([_STAGE_HEAD, *map(_stage_row, range(len(self.stages)), self.stages)]),
+            *self._saving_lines(),
             self._spent_text(),
         ]
         if self.traffic:
@@ -178,6 +180,16 @@ class GridPlan:
             lines.append("Sent by one rank in a step")
             lines.append(table([head, *map(_traffic_row, self.traffic)]))
         return "\n".join(lines)
+
+    def _saving_lines(self) -> Iterator[str]:
+        options = self.microbatch.options
+        rest = options.get("recompute_rest")
+        if rest is not None:
+            saving = "; ".join(", ".join(map(str, stage.saving)) for stage in self.stages)
+            yield (
+                f"Microbatches of {self.microbatches} that each stage runs with "
+                f"recompute={options['recompute']}, the others with {rest}: {saving}"
+            )
 
     def _spent_text(self) -> str:
         times = self.timeline.rank_times()

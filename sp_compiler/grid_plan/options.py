@@ -7,8 +7,10 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from sp_compiler.base.errors import ArgumentError
+from sp_compiler.base.units import parse_bytes
 from sp_compiler.grid_plan.sizes import GridSizes
-from sp_compiler.grid_plan.stage_plan import STATE_BYTES
+from sp_compiler.grid_plan.stage_plan import STATE_BYTES, BytesPerParameter
+from sp_compiler.pipeline_parallel.microbatch_recompute import require_memory
 from sp_compiler.pipeline_parallel.schedules import Schedule, schedule_of
 
 GPUS_PER_NODE = 8
@@ -19,7 +21,7 @@ class GridOptions:
     """Arguments of :func:`sp_compiler.plan` for a grid, validated.
 
     Attributes:
-        memory_bytes: limit for each stage, as ``memory`` of :func:`sp_compiler.pipeline`; ``None``
+        memory: limit for each stage, as ``memory`` of :func:`sp_compiler.pipeline`; ``None``
             for no limit.
 
     Raises:
@@ -30,24 +32,33 @@ class GridOptions:
     microbatches: int
     schedule: str = "1f1b"
     stages_per_rank: int | None = None
-    bytes_per_parameter: float = STATE_BYTES
+    bytes_per_parameter: BytesPerParameter = STATE_BYTES
     gpus_per_node: int = GPUS_PER_NODE
-    memory_bytes: int | None = None
+    memory: int | str | None = None
+    recompute_rest: str | None = None
 
     def __post_init__(self) -> None:
+        require_memory(self.recompute_rest, self.memory)
         per_parameter = self.bytes_per_parameter
         is_number = isinstance(per_parameter, (int, float)) and not isinstance(per_parameter, bool)
         # Written so that NaN is refused, too.
-        if not is_number or not 0 < per_parameter < math.inf:
+        if per_parameter != "adamw" and (not is_number or not 0 < per_parameter < math.inf):
             raise ArgumentError(
                 f"bytes_per_parameter={per_parameter!r}: expected a finite number of bytes, more "
-                "than 0, for example 18"
+                'than 0, for example 18, or "adamw"'
             )
         # True is an int, and would be read as one GPU per node.
         per_node = self.gpus_per_node
         if isinstance(per_node, bool) or not isinstance(per_node, int) or per_node < 1:
             raise ArgumentError(f"gpus_per_node={per_node!r}: expected a positive int")
-        self.stages()  # raises
+        if self.memory is not None:
+            parse_bytes("memory", self.memory)  # raises, as the next line may
+        self.stages()
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """``memory`` as a number."""
+        return None if self.memory is None else parse_bytes("memory", self.memory)
 
     def stages(self) -> tuple[Schedule, int]:
         """Return the schedule and the number of stages per rank of the pipeline."""

@@ -5,9 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from sp_compiler.grid_plan.sizes import GridSizes
+from sp_compiler.pipeline_parallel.cutting import adamw_bytes
 from sp_compiler.planning.data import CallPlan, ParameterSize
+
+BytesPerParameter = float | Literal["adamw"]
+"""Bytes of a trained parameter with its gradient and optimizer state; "adamw": as
+``torch.optim.AdamW`` keeps them, with gradient and two moments in the parameter's own dtype."""
 
 STATE_BYTES = 18.0
 """A parameter in mixed precision with Adam: a 16-bit value, the sum of its gradient, a master copy
@@ -29,6 +35,8 @@ class StagePlan:
         working_bytes: what the peak of the step adds to them, in the call that runs then.
         forward_us: estimated time of the forward of all its chunks for one microbatch.
         backward_us: estimated time of their backward.
+        saving: number of microbatches of a step that each of its stages runs with ``recompute``; it
+            runs the others with ``recompute_rest``, and times are the mean of both.
     """
 
     chunks: tuple[tuple[str, ...], ...]
@@ -40,6 +48,7 @@ class StagePlan:
     working_bytes: int
     forward_us: float
     backward_us: float
+    saving: tuple[int, ...]
 
     @property
     def microbatch_us(self) -> float:
@@ -65,14 +74,22 @@ def used_parameters(
     return [sizes[name] for name in sorted({name for call in calls for name in call.parameters})]
 
 
-def state_bytes(size: ParameterSize, bytes_per_parameter: float, dp_shard: int) -> float:
+def state_bytes(
+    size: ParameterSize, bytes_per_parameter: BytesPerParameter, dp_shard: int
+) -> float:
     """Return the bytes per device of a parameter with its gradient and optimizer state."""
     # A frozen parameter has neither gradient nor optimizer state, only its own bytes.
-    num_bytes = size.numel * bytes_per_parameter if size.trained else size.num_bytes
+    if bytes_per_parameter == "adamw":
+        # The rule of plans without a grid, and of the limit of a pipeline's stages.
+        num_bytes = adamw_bytes(size)
+    else:
+        num_bytes = size.numel * bytes_per_parameter if size.trained else size.num_bytes
     return num_bytes / dp_shard
 
 
-def held_bytes(size: ParameterSize, bytes_per_parameter: float, grid: GridSizes) -> float:
+def held_bytes(
+    size: ParameterSize, bytes_per_parameter: BytesPerParameter, grid: GridSizes
+) -> float:
     """Return the bytes of a parameter in a pipeline: its state, and its unsharded copy under
     FSDP2."""
     # Gradients too: they are reduced behind the last microbatch, in full until then.

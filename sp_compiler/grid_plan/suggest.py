@@ -24,6 +24,7 @@ from sp_compiler.grid_plan.options import GPUS_PER_NODE, GridOptions
 from sp_compiler.grid_plan.sizes import GridSizes
 from sp_compiler.grid_plan.stage_plan import (
     STATE_BYTES,
+    BytesPerParameter,
     gathered_bytes,
     held_bytes,
     kept_bytes,
@@ -54,7 +55,7 @@ def suggest(  # noqa: PLR0913 - all by keyword, each described below
     memory: int | str,
     microbatches: int,
     schedules: Sequence[str] = ("1f1b", "interleaved", "zero_bubble"),
-    bytes_per_parameter: float = STATE_BYTES,
+    bytes_per_parameter: BytesPerParameter = STATE_BYTES,
     gpus_per_node: int = GPUS_PER_NODE,
     top: int = 5,
     **options: Unpack[Options],
@@ -285,7 +286,7 @@ class _Search:
         chain = setting.chain(options.grid)
         plan = grid_plan(setting.plan, chain, options)
         if plan.total_bytes > self._memory_bytes and options.grid.pp > 1:
-            limited = replace(options, memory_bytes=self._memory_bytes)
+            limited = replace(options, memory=self._memory_bytes)
             with contextlib.suppress(ArgumentError):  # no cut has room
                 plan = grid_plan(setting.plan, chain, limited)
         if plan.total_bytes <= self._memory_bytes:

@@ -60,6 +60,7 @@ class GridTimeline:
         functions: generated functions of every stage, by kind of action.
         data_us: per rank, exposed time of transfers over the data axes.
         reduction_us: time of the final reduction over "tp" of replicated parameters' gradients.
+        rest_functions: as ``functions``, of microbatches that recompute more, if there are any.
     """
 
     orders: Sequence[Sequence[Action]]
@@ -67,6 +68,7 @@ class GridTimeline:
     functions: Sequence[Functions]
     data_us: Sequence[float]
     reduction_us: float
+    rest_functions: Sequence[Functions] = ()
 
     @cached_property
     def runs(self) -> list[list[ActionRun]]:
@@ -163,7 +165,10 @@ class GridTimeline:
         yield from zip(self.runs, self.data_us, strict=True)
 
     def _functions(self, run: ActionRun) -> StepTimeline:
-        return self.functions[run.action.stage].get(run.action.kind, StepTimeline(()))
+        stage = run.action.stage
+        recomputes = self.times[stage].recomputes(run.action.microbatch)
+        functions = (self.rest_functions if recomputes else self.functions)[stage]
+        return functions.get(run.action.kind, StepTimeline(()))
 
 
 def _event(

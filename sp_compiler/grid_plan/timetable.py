@@ -24,6 +24,8 @@ class StageTimes:
         receive_gradient_us: time to receive their gradients from the next stage.
         split_us: times of the backward's two functions, for inputs and for weights, if the program
             has them; else each counts as half of the backward.
+        rest: times of the microbatches that are not in ``saving``, if these recompute more.
+        saving: numbers of microbatches.
     """
 
     forward_us: float
@@ -31,8 +33,26 @@ class StageTimes:
     receive_us: float = 0.0
     receive_gradient_us: float = 0.0
     split_us: tuple[float, float] | None = None
+    rest: StageTimes | None = None
+    saving: frozenset[int] = frozenset()
+
+    def recomputes(self, microbatch: int) -> bool:
+        """Tell whether ``microbatch`` takes the time of ``rest``."""
+        return self.rest is not None and microbatch not in self.saving
+
+    def mean_us(self, microbatches: int) -> tuple[float, float]:
+        """Return the times of forward and backward, the mean over ``microbatches``."""
+        if self.rest is None:
+            return self.forward_us, self.backward_us
+        part = len(self.saving) / microbatches
+        return (
+            part * self.forward_us + (1 - part) * self.rest.forward_us,
+            part * self.backward_us + (1 - part) * self.rest.backward_us,
+        )
 
     def action_us(self, action: Action) -> float:
+        if self.rest is not None and self.recomputes(action.microbatch):
+            return self.rest.action_us(action)
         if action.kind is FORWARD:
             return self.forward_us
         if action.kind is FULL_BACKWARD:

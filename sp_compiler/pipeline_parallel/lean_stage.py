@@ -82,11 +82,15 @@ class LeanStage(PipelineStage):
         return output
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Like the base class's; only the operations hold the values that they send."""
+        """Like the base class's, of dense tensors, which only the operations hold."""
         ops = super().get_fwd_send_ops(fwd_chunk_id)
         if not self.is_last:
             self._let_go(fwd_chunk_id)
-        return ops
+        return _in_order(ops)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Like the base class's, of dense tensors."""
+        return _in_order(super().get_bwd_send_ops(bwd_chunk_id))
 
     def _let_go(self, chunk: int) -> None:
         """Keep only the place in autograd's graph of a forward's results."""
@@ -125,6 +129,14 @@ def _taken_gradient(value: Any) -> Tensor | None:
         return None
     grad, value.grad = value.grad, None
     return grad
+
+
+def _in_order(ops: list[dist.P2POp]) -> list[dist.P2POp]:
+    """Have what ``ops`` send lie in order of its dims: a transposed view (T5's bias) does not."""
+    for op in ops:
+        # What is received goes into a dense buffer, element by element.
+        op.tensor = op.tensor.contiguous()
+    return ops
 
 
 def _move(infos: Sequence[Any], device: torch.device) -> None:

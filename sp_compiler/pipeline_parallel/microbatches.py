@@ -10,6 +10,15 @@ from torch import Tensor
 from sp_compiler.base.errors import ArgumentError, UnsupportedError
 
 
+def check_weigh(weigh: Any) -> None:
+    """Raise :class:`ArgumentError` unless ``weigh`` can be called, or is ``None``."""
+    if weigh is not None and not callable(weigh):
+        raise ArgumentError(
+            f"weigh={weigh!r}: expected a function of a microbatch's inputs that returns its "
+            "weight, or None"
+        )
+
+
 def microbatches_of(leaves: Sequence[Any], names: Sequence[str], count: int) -> list[list[Any]]:
     """Split the flattened inputs of a batch into ``count`` equal parts along the first dim.
 

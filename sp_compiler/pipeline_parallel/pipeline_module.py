@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,10 +20,11 @@ from sp_compiler.module.distributed_module import DistributedModule
 from sp_compiler.module.outputs import plain_input
 from sp_compiler.pipeline_parallel.axes import PipelineAxis
 from sp_compiler.pipeline_parallel.cutting import adamw_bytes, ends_of, gathered_adamw_bytes
+from sp_compiler.pipeline_parallel.microbatch_recompute import cut, saving_microbatches
 from sp_compiler.pipeline_parallel.microbatches import microbatches_of
 from sp_compiler.pipeline_parallel.ranks import StageRanks, Weigh
 from sp_compiler.pipeline_parallel.runner import Feed, StageRunner
-from sp_compiler.pipeline_parallel.schedules import Schedule
+from sp_compiler.pipeline_parallel.schedules import Schedule, most_in_flight
 from sp_compiler.pipeline_parallel.stage_parameters import StageParameters
 from sp_compiler.pipeline_parallel.stage_program import Stage, chain_of, loss_of, stages_of
 from sp_compiler.planning.data import ParameterSize
@@ -240,7 +242,9 @@ class PipelineModule(StageParameters):
         return compiled
 
     def _cut(self, compiled: CompiledProgram) -> list[Stage]:
-        program = compiled.program
+        # The runtime, which hands programs on, knows none with a plan.
+        assert isinstance(compiled, PlannedProgram)
+        program, rest = compiled.program, compiled.rest
         loss = loss_of(program)
         if program.stored and not self._ends:
             warn(
@@ -250,12 +254,12 @@ class PipelineModule(StageParameters):
             )
         chain = chain_of(program, loss)
         paths = tuple(program.calls[index].path for index in chain)
+        orders = self._schedule.orders(self._axis.size, self._stages_per_rank, self._microbatches)
         if not self._ends:
             # Cut once: parameters cannot move to another rank with every size of the inputs.
-            in_flight = self._schedule.in_flight(
-                self._axis.size, self._stages_per_rank, self._microbatches
-            )
-            plan = PlannedProgram.plan_of(compiled)
+            in_flight = most_in_flight(orders, self._num_stages)
+            # Where some microbatches recompute more, by what all of them could do.
+            plan = (rest or compiled).plan
             calls, sizes = [plan.calls[index] for index in chain], plan.parameters
             self._ends = ends_of(calls, sizes, in_flight, self._memory_bytes, self._state_bytes)
             self._paths = paths
@@ -264,7 +268,22 @@ class PipelineModule(StageParameters):
                 "these inputs, or this mode, take another way through the model than those that "
                 "it was cut for: the parameters of every stage are fixed; pad inputs to one form"
             )
-        return stages_of(compiled, loss, chain, self._ends)
+        stages = stages_of(compiled, loss, chain, self._ends)
+        if rest is None or self._memory_bytes is None:
+            return stages
+        most_parts, rest_parts = (
+            cut([each.plan.calls[index] for index in chain], self._ends)
+            for each in (compiled, rest)
+        )
+        sizes, limit = compiled.plan.parameters, self._memory_bytes
+        saving = saving_microbatches(
+            orders, most_parts, rest_parts, sizes, limit, self._state_bytes
+        )
+        rest_stages = stages_of(rest, loss, chain, self._ends)
+        return [
+            replace(stage, rest=other.compiled, saving=chosen)
+            for stage, other, chosen in zip(stages, rest_stages, saving, strict=True)
+        ]
 
     def _state_bytes(self, size: ParameterSize) -> float:
         data = self._state.group.data
@@ -274,5 +293,6 @@ class PipelineModule(StageParameters):
 
     def _runner(self, stages: Sequence[Stage]) -> StageRunner:
         for stage in stages:
-            compile_kernels(self._state.agreement, stage.compiled)
+            for compiled in filter(None, (stage.compiled, stage.rest)):
+                compile_kernels(self._state.agreement, compiled)
         return StageRunner(stages, self._state, self._axis, self._schedule, self._microbatches)

@@ -52,6 +52,9 @@ class StageModule(nn.Module):
         # The index of the stage, not of the rank: a rank may have the first stage and the last.
         self._is_first = index == 0
         self._executor = state.executor(stage.compiled, weights, gathered=True)
+        self._rest = (
+            None if stage.rest is None else state.executor(stage.rest, weights, gathered=True)
+        )
         self.feed: Feed | None = None
 
     def forward(self, *received: Tensor, microbatch: Tensor) -> Any:
@@ -60,7 +63,10 @@ class StageModule(nn.Module):
         inputs = self.feed.leaves[number][: self._stage.num_inputs]
         # torch hands the first stage the number a second time, as it receives nothing.
         values = [*inputs, *(() if self._is_first else received)]
-        run = self._executor.run(state.parameters, state.buffers, values, self.feed.seeds[number])
+        keeps_most = self._rest is None or number in self._stage.saving
+        executor = self._executor if keeps_most else self._rest
+        assert executor is not None
+        run = executor.run(state.parameters, state.buffers, values, self.feed.seeds[number])
         with torch.no_grad():
             for name, value in run.mutated_buffers.items():
                 state.buffers[name].copy_(value)

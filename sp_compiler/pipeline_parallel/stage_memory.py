@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,12 +98,14 @@ class RankActivations:
     peak_bytes: int = 0
 
     @classmethod
-    def of(cls, order: Sequence[Action], memories: Sequence[StageMemory]) -> RankActivations:
-        """Simulate the ``order`` of a rank; ``memories`` has all stages."""
+    def of(
+        cls, order: Sequence[Action], memory_of: Callable[[Action], StageMemory]
+    ) -> RankActivations:
+        """Simulate the ``order`` of a rank; ``memory_of`` returns the memory of an action's stage."""
         count = now_bytes = 0
         most = most_bytes = peak_bytes = 0
         for action in order:
-            memory = memories[action.stage]
+            memory = memory_of(action)
             before, after = {
                 FORWARD: (0, memory.kept_bytes),
                 FULL_BACKWARD: (memory.kept_bytes, 0),

@@ -39,6 +39,8 @@ class Stage:
         returned_like: meta tensors like the sent values; on the last stage, like the loss.
         parameters: stored names of the parameters that it uses.
         buffers: names of the buffers that it uses or writes.
+        rest: the same calls with ``recompute_rest``; ``None`` if all microbatches are alike.
+        saving: the microbatches that ``compiled`` runs; ``rest`` runs the others.
     """
 
     compiled: CompiledProgram
@@ -49,6 +51,8 @@ class Stage:
     returned_like: tuple[Tensor, ...]
     parameters: frozenset[str]
     buffers: frozenset[str]
+    rest: CompiledProgram | None = None
+    saving: frozenset[int] = frozenset()
 
 
 def is_table(program: Program, call: Call) -> bool:

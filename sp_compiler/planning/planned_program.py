@@ -18,9 +18,11 @@ class PlannedProgram(CompiledProgram):
 
     Attributes:
         plan: the report of :func:`sp_compiler.plan`.
+        rest: the same program with ``recompute_rest``, where stages run some microbatches with it.
     """
 
     plan: Plan = field(kw_only=True)
+    rest: PlannedProgram | None = None
 
     @classmethod
     def of(cls, compiled: CompiledProgram, plan: Plan) -> PlannedProgram:

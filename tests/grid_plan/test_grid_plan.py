@@ -47,7 +47,12 @@ def _sizes(layers: int) -> dict[str, ParameterSize]:
 
 
 def _of(
-    layers: int, grid: GridSizes, microbatches: int, calls: Any = None, **options: Any
+    layers: int,
+    grid: GridSizes,
+    microbatches: int,
+    calls: Any = None,
+    rest_calls: Any = (),
+    **options: Any,
 ) -> GridPlan:
     """A plan of layers that send 1000 bytes to each other."""
     calls = _calls(layers) if calls is None else calls
@@ -56,7 +61,7 @@ def _of(
     whole = Plan(
         model_name="Model",
         tp=grid.tp,
-        options={"recompute": "none"},
+        options={"recompute": "none", "recompute_rest": options.get("recompute_rest")},
         hardware=H100,
         parameter_bytes=0,
         replicated_parameter_bytes=0,
@@ -70,7 +75,8 @@ def _of(
         work=block.work,
     )
     sent = [1000] * len(calls)
-    chain = Chain(calls, parameters, sent, sent)
+    rest = whole if rest_calls else None
+    chain = Chain(calls, parameters, sent, sent, rest=rest, rest_calls=rest_calls)
     return grid_plan(whole, chain, GridOptions(grid, microbatches, **options))
 
 
@@ -81,6 +87,37 @@ def test_stages_of_1f1b() -> None:
     assert [stage.working_bytes for stage in found.stages] == [3, 3, 3, 50]
     assert found.stages[0].chunks == (("", "blocks.0", "blocks.1"),)
     assert found.stages[3].chunks == (("blocks.6", "blocks.7", ""),)
+
+
+def test_microbatches_that_do_not_fit_recompute() -> None:
+    """Layers that keep 10 bytes, or one and take longer; room for two that keep all of stage 0."""
+    rest = [
+        replace(call, kept=((call.kept[-1][0], 1),), step_us=call.step_us + 1)
+        if call.path
+        else call
+        for call in _calls(8)
+    ]
+    state = 18 * (1000 + 200)
+    memory = state + 2 * 27 + 2 * 9 + 3
+    most, mixed, least = (
+        _of(8, GridSizes(pp=4), 16, calls, rest_calls, **options)
+        for calls, rest_calls, options in (
+            (_calls(8), (), {}),
+            (_calls(8), rest, {"memory": memory, "recompute_rest": "full"}),
+            (rest, (), {}),
+        )
+    )
+    first, *_, last = mixed.stages
+    # Two of the four in flight at a time, and later ones in their places.
+    assert first.saving == (8,)
+    assert first.activation_bytes == 2 * 27 + 2 * 9
+    assert first.total_bytes <= memory
+    assert last.saving == (16,)
+    assert most.step_us < mixed.step_us < least.step_us
+    assert mixed.step_us == mixed.timeline.step_us
+    assert first.backward_us == (most.stages[0].backward_us + least.stages[0].backward_us) / 2
+    assert "runs with recompute=none, the others with full: 8; " in str(mixed)
+    assert "the others" not in str(most)
 
 
 @pytest.mark.parametrize(("pp", "chunks"), [(4, 1), (4, 2), (4, 3), (2, 6), (6, 2)])
@@ -109,6 +146,9 @@ def test_a_weight_of_two_stages_is_on_both() -> None:
     assert _of(3, GridSizes(), 3).stages[0].parameters == 1000 + 300 + 8
     found = _of(3, GridSizes(pp=3), 3, bytes_per_parameter=16)
     assert found.stages[0].state_bytes == 16 * 1100
+    # Parameters of 2 bytes, gradients and two moments alike.
+    found = _of(3, GridSizes(pp=3, dp_shard=2), 3, bytes_per_parameter="adamw")
+    assert [stage.state_bytes for stage in found.stages] == [4400, 400, 4400 + 8]
 
 
 def test_fsdp_shards_the_state_and_gathers_the_rest() -> None:
@@ -201,6 +241,7 @@ def test_layers_that_do_not_divide(stages: int) -> None:
         ({"pp": 2}, 2, {"bytes_per_parameter": float("inf")}, "bytes_per_parameter=inf"),
         ({"pp": 2}, 2, {"schedule": ["1f1b"]}, r"schedule=\['1f1b'\]: expected one of"),
         ({"pp": 2}, 2, {"gpus_per_node": 0}, "gpus_per_node=0"),
+        ({"pp": 2}, 2, {"recompute_rest": "full"}, "recompute_rest='full' without memory="),
     ],
 )
 def test_what_cannot_be(

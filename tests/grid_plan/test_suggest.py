@@ -111,6 +111,7 @@ def test_what_is_shown() -> None:
         ({"top": True}, "top=True"),
         ({"recompute": "auto"}, "recompute='auto' with memory_budget=None"),
         ({"bytes_per_parameter": -1}, "bytes_per_parameter=-1"),
+        ({"recompute_rest": "full"}, "recompute_rest='full': only stages"),
         ({"strict": True}, "strict=True"),
         ({"device_memory": "1GiB"}, "device_memory='1GiB': suggest takes memory="),
     ],

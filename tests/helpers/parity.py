@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sp_compiler.compiler import Compilation, compile_program
+from sp_compiler.compiler import Compilation
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.hints import Hint, wishes_of
 from sp_compiler.ir.program import Program
@@ -95,7 +95,8 @@ def backward(outputs: list[Any]) -> None:
 
 
 def compiled(found: Case, **options: Any) -> CompiledProgram:
-    return compile_program(found.program, CompileOptions(**options))
+    settings = CompileOptions(**options)
+    return Compilation(found.program, settings).finish(settings)
 
 
 def compiled_in_turn(found: Case, **options: Any) -> CompiledProgram:

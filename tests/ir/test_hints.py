@@ -12,7 +12,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 import sp_compiler
 from sp_compiler import ArgumentError
-from sp_compiler.compiler import compile_program, to_program
+from sp_compiler.compiler import Compilation, to_program
 from sp_compiler.ir.captured import Captured
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.hints import Hint, parameters_of, wishes_of
@@ -29,7 +29,7 @@ UP, DOWN = "blocks.{}.mlp.up.weight", "blocks.{}.mlp.down.weight"
 def _compiled(name: str, hints: Hints, tp: int = 2) -> CompiledProgram:
     options = CompileOptions(tp=tp, hints=hints)
     program = to_program(_capture(name), options)
-    return compile_program(program, options)
+    return Compilation(program, options).finish(options)
 
 
 def _capture(name: str) -> Captured:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import sp_compiler
 from benchmarks.measure import PeakRecorder
+from sp_compiler.pipeline_parallel.microbatch_recompute import (
+    activations,
+    most_places,
+    with_places,
+)
 from sp_compiler.pipeline_parallel.schedules import BACKWARD_INPUTS as I
 from sp_compiler.pipeline_parallel.schedules import BACKWARD_WEIGHTS as W
 from sp_compiler.pipeline_parallel.schedules import FORWARD as F
@@ -41,7 +48,7 @@ def test_a_stage_of_two_calls() -> None:
     # With the gradient of 5 that came from the next stage, which the second call's own bytes have.
     assert found.peak_bytes[B] == max(37 + 60, 17 + 5 + 50)
     order = [Action(F, 0, 0), Action(F, 0, 1), Action(B, 0, 0), Action(B, 0, 1)]
-    assert RankActivations.of(order, [found]) == RankActivations(2, 2 * 37, 37 + 97)
+    assert RankActivations.of(order, lambda _: found) == RankActivations(2, 2 * 37, 37 + 97)
 
 
 def test_a_backward_in_two() -> None:
@@ -54,7 +61,38 @@ def test_a_backward_in_two() -> None:
     assert found.peak_bytes[W] == max(12 + 13 + 9, 12 + 6)
     order = [Action(F, 0, 0), Action(I, 0, 0), Action(F, 0, 1), Action(I, 0, 1)]
     # The second backward for inputs runs while what the first one handed over still waits.
-    assert RankActivations.of(order, [found]) == RankActivations(2, 30 + 25, 25 + 60)
+    assert RankActivations.of(order, lambda _: found) == RankActivations(2, 30 + 25, 25 + 60)
+
+
+def _order(in_flight: int, count: int) -> list[Action]:
+    order = [Action(F, 0, number) for number in range(in_flight)]
+    for number in range(count):
+        order.append(Action(B, 0, number))
+        if number + in_flight < count:
+            order.append(Action(F, 0, number + in_flight))
+    return order
+
+
+def test_microbatches_take_the_places_that_are_free() -> None:
+    assert with_places(_order(4, 8), 0) == set()
+    # 0 and 1 first; 4 and 5 begin behind their backwards.
+    assert with_places(_order(4, 8), 2) == {0, 1, 4, 5}
+    assert with_places(_order(4, 8), 4) == with_places(_order(4, 8), 9) == set(range(8))
+
+
+@pytest.mark.parametrize("room", [0, 109, 110, 159, 160, 199, 200, 209, 210])
+def test_as_many_places_as_fit(room: int) -> None:
+    most = StageMemory.of([_call(((1, 60),), CallMemory(60, 20))])
+    rest = StageMemory.of([_call(((1, 10),), CallMemory(60, 80))])
+    order = _order(3, 6)
+    peaks = [
+        activations(order, most, rest, with_places(order, places)).peak_bytes for places in range(4)
+    ]
+    # Without recomputing, three take less than two and one that is recomputed.
+    assert peaks == [110, 160, 210, 200]
+    fitting = [places for places in range(4) if peaks[places] <= room]
+    expected = with_places(order, max(fitting, default=0))
+    assert most_places(order, most, rest, room) == expected
 
 
 def _peaks(cases: Sequence[tuple[str, int, str, str]]) -> list[tuple[int, int]]:
@@ -84,6 +122,57 @@ def _peaks(cases: Sequence[tuple[str, int, str, str]]) -> list[tuple[int, int]]:
     return found
 
 
+def _mixed() -> tuple[bool, int, int, tuple[int, ...], tuple[int, ...]]:
+    """Whether gradients are equal to the bit; measured, planned bytes; microbatches that save."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    rank = dist.get_rank()
+    batch = zoo.inputs("llama", batch=2 * MICROBATCHES, seq=64)
+    first = {key: value[:2] for key, value in batch.items()}
+    model = zoo.build("llama", layers=4)
+    # All in float64: a parameter, its gradient and two moments.
+    plan = functools.partial(
+        sp_compiler.plan,
+        model,
+        ((), first),
+        mesh="pp=2",
+        microbatches=MICROBATCHES,
+        bytes_per_parameter=32,
+    )
+    mixed: dict[str, Any] = {
+        "recompute": "none",
+        "recompute_rest": "full",
+        # A byte less than the first stage needs for two microbatches.
+        "memory": plan(recompute="none").stages[0].total_bytes - 1,
+    }
+    stage = plan(**mixed).stages[rank]
+    gradients: list[dict[str, Any]] = []
+    for settings in ({"recompute": "none"}, mixed):
+        pipeline = sp_compiler.pipeline(
+            zoo.build("llama", layers=4),
+            mesh=mesh,
+            example_inputs=((), batch),
+            microbatches=MICROBATCHES,
+            **settings,
+        )
+        pipeline.step(**batch)
+        gradients.append({n: p.grad.clone() for n, p in pipeline.named_parameters()})
+    with PeakRecorder() as recorder:
+        pipeline.step(**batch)
+    parameters = list(pipeline.parameters())
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    gradients_before = [grad for each in gradients for grad in each.values()]
+    outside = [*parameters, *grads, *pipeline.module.buffers(), *batch.values(), *gradients_before]
+    ((_, runner),) = pipeline._runners.values()
+    saving = tuple(len(module._stage.saving) for module in runner._local)
+    equal = all(torch.equal(gradients[0][name], grad) for name, grad in gradients[1].items())
+    planned = stage.activation_bytes + stage.working_bytes
+    return equal, recorder.peak_bytes(excluding=outside), planned, saving, stage.saving
+
+
+def _measured(cases: Sequence[tuple[str, int, str, str]]) -> tuple[Any, Any]:
+    return _peaks(cases), _mixed()
+
+
 @pytest.mark.slow
 def test_running_stages_take_the_planned_memory() -> None:
     """GPipe with full recomputation keeps little of its own: it would show each thing left over."""
@@ -92,6 +181,10 @@ def test_running_stages_take_the_planned_memory() -> None:
         ("llama", 4, "zero_bubble", "selective"),
         ("llama", 8, "dualpipev", "selective"),  # stages that outweigh messages on their way
     ]
-    for results in run_on_ranks(2, _peaks, cases):
+    for rank, (results, mixed) in enumerate(run_on_ranks(2, _measured, cases)):
         for case, (measured, planned) in zip(cases, results, strict=True):
             assert abs(measured - planned) <= 0.03 * planned, (case, measured, planned)
+        equal, measured, planned, saving, planned_saving = mixed
+        assert equal
+        assert saving == planned_saving == ((2,) if rank == 0 else (MICROBATCHES,))
+        assert abs(measured - planned) <= 0.03 * planned, (measured, planned)

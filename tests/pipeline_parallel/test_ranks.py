@@ -183,7 +183,7 @@ def test_schedules_on_two_ranks() -> None:
         ("gpt2", 4, "zero_bubble", 10, (2, 1)),
         ("gpt2", 4, "dualpipev", 3, (2, 1)),
         ("llama", 4, "interleaved", 3, (2, 1)),
-        ("t5", 2, "1f1b", 3, (2, 1)),
+        ("t5", 2, "interleaved", 3, (2, 1)),
         ("llama", 2, "gpipe", 2, (2, 1)),
     ]
     run_on_ranks(2, _schedules, cases)

@@ -183,6 +183,7 @@ def test_schedules_on_two_ranks() -> None:
         ("gpt2", 4, "zero_bubble", 10, (2, 1)),
         ("gpt2", 4, "dualpipev", 3, (2, 1)),
         ("llama", 4, "interleaved", 3, (2, 1)),
+        # Its table of relative positions is sent too, a transposed view.
         ("t5", 2, "interleaved", 3, (2, 1)),
         ("llama", 2, "gpipe", 2, (2, 1)),
     ]

@@ -101,7 +101,7 @@ class RankActivations:
     def of(
         cls, order: Sequence[Action], memory_of: Callable[[Action], StageMemory]
     ) -> RankActivations:
-        """Simulate the ``order`` of a rank; ``memory_of`` returns the memory of an action's stage."""
+        """Simulate the ``order`` of a rank; ``memory_of`` is that of an action's stage."""
         count = now_bytes = 0
         most = most_bytes = peak_bytes = 0
         for action in order:

@@ -77,7 +77,7 @@ def _figure() -> GridFigure:
         return StagePlan(
             chunks=(("layers.0",),), parameters=10, state_bytes=180, gathered_bytes=0,
             activation_bytes=activation_bytes, working_bytes=40, in_flight=2, forward_us=3.0,
-            backward_us=5.0,
+            backward_us=5.0, saving=(2,),
         )  # fmt: skip
 
     return GridFigure("Net <8>", "A step", "H100", [stage(200), stage(100)], _timeline(2))

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from sp_compiler.module.state import ModuleState
 from sp_compiler.ops.counter import call_seed, draw_seed
 from sp_compiler.pipeline_parallel.axes import PipelineAxis
-from sp_compiler.runtime.group import broadcast, watched_group
+from sp_compiler.runtime.group import broadcast, on_device, watched_group
 from sp_compiler.runtime.program_cache import call_key
 from sp_compiler.runtime.rank_checks import RankAgreement
 
@@ -83,8 +83,8 @@ class StageRanks:
     def seeds(self, count: int) -> list[Tensor]:
         """Draw a seed for each of ``count`` microbatches, as consecutive forwards would."""
         # On every rank, though one rank's are used: generators stay where those of the others are.
-        drawn = [draw_seed() for _ in range(count)]
-        seeds = torch.stack(drawn).to(self._state.device())
+        drawn = [on_device(draw_seed(), self._state.device()) for _ in range(count)]
+        seeds = torch.stack(drawn)
         if self._state.group.process_group is not None:
             broadcast(seeds, self._state.group)
         if self._axis.size > 1:

@@ -168,6 +168,15 @@ def _world_of_size(tp: int) -> int:
     return world_size
 
 
+def on_device(number: Tensor, device: torch.device) -> Tensor:
+    """Return ``number``, which has no dims, on ``device``; the host does not wait for that."""
+    if number.device.type != "cpu" or device.type == "cpu":
+        return number.to(device)
+    # A copy from the host's memory ends behind all kernels before it, and the host waits for it; an
+    # argument of a kernel is there at once.
+    return torch.full((), number.item(), dtype=number.dtype, device=device)
+
+
 def forward_seed(group: TensorParallelGroup, device: torch.device) -> Tensor:
     """Return the seed of one forward's random numbers, the same on all ranks, from rank 0's
     generator.
@@ -175,7 +184,7 @@ def forward_seed(group: TensorParallelGroup, device: torch.device) -> Tensor:
     Ranks with different data get different seeds, even if their generators have the same state:
     equal masks on different samples would be correlated noise.
     """
-    seed = draw_seed().to(device)
+    seed = on_device(draw_seed(), device)
     if group.process_group is not None:
         broadcast(seed, group)
     # Not for the first part, so that one part draws what a run without the axis draws.
@@ -185,7 +194,7 @@ def forward_seed(group: TensorParallelGroup, device: torch.device) -> Tensor:
 @torch.no_grad()
 def broadcast(value: Tensor, group: TensorParallelGroup) -> None:
     """Overwrite ``value`` on every rank with rank 0's numbers."""
-    sent = value.contiguous()
+    sent = _sendable(value, group.device_type)
     if group.collectives is not None:
         group.collectives.broadcast(sent)
     else:
@@ -197,12 +206,20 @@ def broadcast(value: Tensor, group: TensorParallelGroup) -> None:
 @torch.no_grad()
 def broadcast_over_data(value: Tensor, group: TensorParallelGroup) -> None:
     """Overwrite ``value`` with the numbers of the ranks that read the first part of the data."""
-    sent = value.contiguous()
+    if group.data.mesh is None:
+        return
+    sent = _sendable(value, group.data.mesh.device_type)
     for name in group.data.names:
-        assert group.data.mesh is not None
         dist.broadcast(sent, group=group.data.mesh.get_group(name), group_src=0)
     if sent is not value:
         value.copy_(sent)
+
+
+def _sendable(value: Tensor, device_type: str) -> Tensor:
+    """Return ``value`` as collectives of a group for ``device_type`` take it."""
+    # NCCL takes no tensors of the CPU, where offloaded parameters are.
+    sent = value if value.device.type == device_type else value.to(device_type)
+    return sent.contiguous()
 
 
 def device_type_of(module: torch.nn.Module) -> str:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from sp_compiler.base.errors import RankMismatchError
 from sp_compiler.runtime.failures.board import FailureBoard
 from sp_compiler.runtime.fingerprints import combined, fingerprint, strided
-from sp_compiler.runtime.group import TensorParallelGroup
+from sp_compiler.runtime.group import TensorParallelGroup, on_device
 from sp_compiler.runtime.program_cache import CallKey
 
 # Mistakes of data loading show at once; what begins later (a loader that drifts) is found soon.
@@ -196,15 +196,15 @@ class RankAgreement:
     def _gather_on_device(
         self, kind: _Kind, values: list[Tensor], facts: Callable[[], dict[str, str]]
     ) -> None:
-        device = self._group.device_type
+        device = torch.device(self._group.device_type)
         # full() is a kernel; a tensor made of a Python number would be copied, and waited for.
         own = torch.full((2,), kind.number, dtype=torch.int64, device=device)
         if values:
-            own[1] = combined([value.to(device) for value in values])
+            own[1] = combined([on_device(value, device) for value in values])
         everyone = self._group.communicator.all_gather(own, "S(0)", "R").view(-1, 2)
-        on_host = torch.empty_like(everyone, device="cpu", pin_memory=device != "cpu")
+        on_host = torch.empty_like(everyone, device="cpu", pin_memory=device.type != "cpu")
         on_host.copy_(everyone, non_blocking=True)
-        if device == "cpu":
+        if device.type == "cpu":
             arrived: Callable[[], bool] = lambda: True  # noqa: E731
         else:
             event = torch.Event(device)

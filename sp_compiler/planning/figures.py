@@ -39,8 +39,8 @@ def new_figure(heights: Sequence[float]) -> tuple[Figure, list[Axes]]:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UnsupportedError(
-            "figures are drawn by matplotlib, which is not installed: pip install "
-            "'sp-compiler[plot]', or use to_html(), which needs nothing"
+            "figures are drawn by matplotlib, which is not installed: pip install matplotlib, or "
+            "use to_html(), which needs nothing"
         ) from error
     # Not pyplot, which would open windows and keep every figure alive.
     figure = Figure(

@@ -32,7 +32,7 @@ def _plan(**options: Any) -> Plan:
 
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(UnsupportedError, match=r"pip install 'sp-compiler\[plot\]'"):
+    with pytest.raises(UnsupportedError, match="pip install matplotlib, or use to_html"):
         _plan(tp=1).plot()
 
 

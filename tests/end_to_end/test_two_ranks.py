@@ -47,6 +47,8 @@ def _loaded_parameters(module: Any, model: nn.Module) -> None:
     other = _model(7)
     model.load_state_dict(other.state_dict())
     module.load_state_dict(other.state_dict())
+    for name, value in module.full_state_dict().items():  # on rank 0; the other has none
+        assert torch.equal(value, other.state_dict()[name]), name
     _loss(model).backward()
     _loss(module).backward()
 

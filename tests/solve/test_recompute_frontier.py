@@ -95,6 +95,11 @@ def _small() -> JointGraph:
 
 
 def test_a_block_of_up_to_fourteen_candidates_is_solved_like_brute_force() -> None:
-    _, values = problem(_small(), 1)
+    joint = _small()
+    nodes, values = problem(joint, 1)
     assert 10 <= sum(value.can_keep for value in values) <= 14
     _assert_solved(values)
+    # What the model returns is there until backward in any case.
+    position = nodes.index(joint.outputs[0])
+    assert values[position].num_bytes > 0
+    assert problem(joint, 1, free=frozenset({0}))[1][position].num_bytes == 0

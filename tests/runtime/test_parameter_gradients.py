@@ -154,6 +154,25 @@ def test_no_two_gradients_share_memory(mesh: DeviceMesh) -> None:
     assert torch.equal(local_tensor(second.grad), before)
 
 
+class _Halves(_Sum):
+    """Its gradients are the two halves of one tensor, in either order."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        halves = grad.expand(2 * ctx.shape[0], *ctx.shape[1:]).contiguous().chunk(2)
+        results: list[Tensor | None] = [None, *(halves if ctx.scale > 0 else halves[::-1])]
+        deliver(ctx.parameters, ctx.next_functions, results, (grad,))
+        return tuple(results)
+
+
+@pytest.mark.parametrize("scale", [1.0, -1.0])
+def test_parts_of_one_gradient_are_not_copied(mesh: DeviceMesh, scale: float) -> None:
+    parameters = _parameters(mesh)
+    _Halves.apply(scale, *parameters).backward()
+    first, second = (local_tensor(parameter.grad) for parameter in parameters)
+    assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+
+
 def test_one_that_is_added_to_counts_it(mesh: DeviceMesh) -> None:
     """Autograd finds that a gradient is not any more what somebody saved for backward."""
     first, second = _parameters(mesh)

@@ -108,6 +108,19 @@ def test_output_copies_are_gone() -> None:
     assert joint.outputs[1] is joint.inputs[0]
 
 
+class Turned(nn.Module):
+    """A copy that an operator reads, which it makes contiguous."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.t().contiguous().tanh()
+
+
+def test_a_copy_with_another_layout_stays() -> None:
+    joint = trace_joint(region_of(Turned(), torch.randn(4, 3)))
+    (copied,) = (node for node in joint.graph.nodes if node.target is aten.clone.default)
+    assert copied.meta["val"].stride() == (4, 1)
+
+
 def test_frozen_inputs_get_no_gradient_and_no_product() -> None:
     module = Mlp(4)
     module.up.weight.requires_grad_(False)

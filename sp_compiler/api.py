@@ -1,4 +1,4 @@
-"""The public API: :func:`compile` and :func:`plan`."""
+"""The public API: :func:`compile`, :func:`pipeline` and :func:`plan`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,7 @@ from sp_compiler.base.errors import ArgumentError, UnsupportedError
 from sp_compiler.base.placement import Placement
 from sp_compiler.base.units import parse_bytes
 from sp_compiler.compiler import KeptGraphs, build
-from sp_compiler.grid.data_parallel import (
-    checked_options,
-    checked_stage_options,
-    refuse_scalars,
-)
+from sp_compiler.grid.data_parallel import checked_options, checked_stage_options, refuse_scalars
 from sp_compiler.grid_plan.build import grid_plan
 from sp_compiler.grid_plan.chain import Chain
 from sp_compiler.grid_plan.data import GridPlan
@@ -387,12 +383,10 @@ def plan(  # noqa: PLR0913 - all by keyword, each described below
     if microbatches is not None:  # raises before the model is captured
         checked.refuse_device_memory("grid")
         on_grid = GridOptions(grid, **of_grid, recompute_rest=checked.recompute_rest)
-        on_grid.stages()[0].check_backend(checked.backend)
-        checked = replace(
-            checked,
-            tables_apart=grid.pp > 1,
-            split_backward=on_grid.stages()[0].delays_weights,
-        )
+        scheduled = on_grid.stages()[0]
+        scheduled.check_backend(checked.backend)
+        split = scheduled.delays_weights
+        checked = replace(checked, tables_apart=grid.pp > 1, split_backward=split)
     wishes_of(checked.hints, parameters_of(model))
     # Plans are asked for again and again: copies of every stage's graphs would be thrown away.
     compiled = build(model, args, kwargs, checked, keep="nothing")

@@ -72,7 +72,7 @@ class GridFigure:
         figure, (memory, course) = new_figure((2.4, max(1.0, 0.22 * num_ranks + 0.4)))
         figure.suptitle(self.heading)
         self._draw_memory(memory, limit_bytes)
-        self._draw_course(course)
+        self._draw_course(course, figure.get_figwidth())
         return figure
 
     def page(self, text: str) -> str:
@@ -104,14 +104,14 @@ class GridFigure:
             draw_limit(axes, limit_bytes, scale)
             top = max(top, limit_bytes / scale)
         axes.set(xlabel="pipeline rank", ylabel=unit, ylim=(0, 1.16 * top))
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.locator_params(axis="x", integer=True)
         axes.set_title(f"Memory of a device, at most {bytes_text(most)}", loc="left")
         axes.legend(**BESIDE)
 
-    def _draw_course(self, axes: Axes) -> None:
+    def _draw_course(self, axes: Axes, width_inches: float) -> None:
         step_us = self.timeline.step_us
         unit_us, unit = (1e3, "ms") if step_us >= 1e3 else (1.0, "us")
-        legible_us = _LEGIBLE_INCHES / axes.get_figure().get_figwidth() * step_us
+        legible_us = _LEGIBLE_INCHES / width_inches * step_us
         used: dict[Any, None] = {}
         for rank, runs in enumerate(self.timeline.runs):
             for kind in dict.fromkeys(run.action.kind for run in runs):
@@ -132,7 +132,7 @@ class GridFigure:
         for kind in used:
             axes.bar(0, 0, color=_COLORS[kind], label=_NAMES[kind])
         axes.set(xlim=(0, step_us / unit_us), ylim=(len(self.timeline.runs) - 0.5, -0.5))
-        axes.yaxis.get_major_locator().set_params(integer=True)
+        axes.locator_params(axis="y", integer=True)
         axes.set(xlabel=f"{unit} on {self.device}, estimated", ylabel="pipeline rank")
         axes.set_title(self.course, loc="left")
         axes.legend(**BESIDE)

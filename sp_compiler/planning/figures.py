@@ -186,8 +186,10 @@ def _draw_weights(axes: Axes, parameters: Mapping[str, ParameterSize], tp: int) 
         width = max(0.02, (elements[name] / most) ** 0.5)
         placement = Placement.parse(each.placement)
         if not placement.is_sharded:
-            box = {"facecolor": "#eeeeee", "edgecolor": "#555555", "hatch": "///", "linewidth": 0.6}
-            axes.barh(row, width, height=0.7, **box)
+            axes.barh(
+                row, width, height=0.7,
+                facecolor="#eeeeee", edgecolor="#555555", hatch="///", linewidth=0.6,
+            )  # fmt: skip
         for rank, segment, count in _parts(placement, tp):
             begin, size = (segment * tp + rank) / (count * tp), 1 / (count * tp)
             # Rows below each other, columns beside each other, as a matrix is written.

@@ -104,7 +104,7 @@ def test_a_figure_draws_them_too(tmp_path: Path) -> None:
     bars = [bar.get_height() for bar in memory.patches]
     assert bars == [180, 180, 200, 100, 40, 40]
     boxes = [each.get_paths() for each in course.collections]
-    assert [path.vertices[:, 0].min() for own in boxes for path in own] == [
+    assert [path.get_extents().x0 for own in boxes for path in own] == [
         0, 3, 11.75, 19.75, 3.5, 11.5, 6.5, 14.5,
     ]  # fmt: skip
     assert [text.get_text() for text in course.texts] == [*"01010011"]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import pickle
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -39,9 +38,6 @@ from sp_compiler.planning.planned_program import PlannedProgram
 from tests.models import architectures, zoo
 
 T = sympy.Symbol("t", positive=True, integer=True)
-
-
-# Sizes.
 
 
 class _Letters:
@@ -121,10 +117,7 @@ def test_padded_rows_are_rounded_up() -> None:
     assert text(share((*unknown(3), *unknown(12)), 4)) == "w*x/t"
 
 
-# Models.
-
-
-@functools.cache
+@cache
 def _plan(name: str, tp: int, recompute: str, batch: int = 2, seq: int = 12, **sizes: Any) -> Plan:
     model = zoo.build(name, dropout=0.1, dtype=torch.bfloat16, **sizes)
     inputs = zoo.inputs(name, batch, seq)

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from sp_compiler.base.errors import PassError
 from sp_compiler.base.pass_report import Pass, report_of
-from sp_compiler.base.placement import S
+from sp_compiler.base.placement import S, Segmentation
 from sp_compiler.base.provenance import OUTSIDE, layer_of, source_line
 from sp_compiler.ir.captured import Captured
 from sp_compiler.ir.fx import (
@@ -212,7 +212,7 @@ def _on_halves(node: Node, operands: list[Value], batch_dims: dict[Value, int]) 
     if len(factors) != 1 or not all(batches):
         return None
     (factor,) = factors
-    strategy = None if factor.blocked else shard_factor(rule, factor, (), _HALVES)
+    strategy = None if factor.blocked else shard_factor(rule, factor, Segmentation(()), _HALVES)
     if strategy is None or strategy.lowering != "itself":
         return None
     # No sums over the batch, and no halves that lie strewn over a dim.

@@ -15,9 +15,11 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
+from sp_compiler.base.placement import Segmentation
 from sp_compiler.ir.fx import carries_gradient, tensor_operands
 from sp_compiler.ir.program import Call, Program, Region
 from sp_compiler.ops.registry import operator_of
+from sp_compiler.passes.sharding.units import demand_split_units, demand_units
 from sp_compiler.rules.factors import Dim, Dims, Factor, OpRule
 from sp_compiler.rules.table import is_pointwise, rule_for
 
@@ -73,7 +75,7 @@ class RegionValues:
         tokens: (value, dim) pairs that run over tokens (batch, sequence or both); never a dim of
             size 1, to which no factor leads: some values would count it among the features.
         features: (value, dim) pairs that come from a parameter's dim (heads, width, vocabulary).
-        segmentations: (value, dim) to the part sizes in which the dim is cut by a later operator.
+        segmentations: (value, dim) to the parts in which the dim is cut by another operator.
         rules: the rule of every active operator.
     """
 
@@ -82,9 +84,7 @@ class RegionValues:
     active: dict[Value, None] = field(default_factory=dict)
     tokens: dict[tuple[Value, int], None] = field(default_factory=dict)
     features: dict[tuple[Value, int], None] = field(default_factory=dict)
-    segmentations: dict[tuple[Value, int], dict[tuple[int, ...], None]] = field(
-        default_factory=dict
-    )
+    segmentations: dict[tuple[Value, int], dict[Segmentation, None]] = field(default_factory=dict)
     rules: dict[Node, OpRule | None] = field(default_factory=dict)
 
     def add_tokens(self, value: Value, num_dims: int) -> None:
@@ -256,7 +256,12 @@ def _propagate(node: Node, rule: OpRule, facts: RegionValues, world_size: int) -
                 if marks and (table is facts.features or shape_of(value)[d] != 1):
                     table[value, d] = None
     _pick_tokens(node, facts)
-    _demand(node, rule, facts, world_size, _marked(places, facts.tokens))
+    tokens = _marked(places, facts.tokens)
+    _demand(node, rule, facts, world_size, tokens)
+    features = _marked(places, facts.features)
+    demand_units(places, facts.segmentations, features - tokens, tokens, world_size)
+    if rule.split is not None:
+        demand_split_units(places, rule.split, facts.segmentations, world_size)
     return len(facts.tokens) + len(facts.features) + _count(facts) != before
 
 
@@ -299,12 +304,14 @@ def _demand(
     if rule.split is not None:
         dim, sizes = rule.split
         if all(size % world_size == 0 for size in sizes):
-            facts.segmentations.setdefault((operands[0], dim), {})[sizes] = None
+            facts.segmentations.setdefault((operands[0], dim), {})[Segmentation(sizes)] = None
     # By factor, which is the same dim before and after the operator.
-    wanted: dict[Factor, dict[tuple[int, ...], None]] = {}
+    wanted: dict[Factor, dict[Segmentation, None]] = {}
     for value, d, factors in _dims_of(results_of(node), rule.results):
         if len(factors) == 1:
-            wanted.setdefault(factors[0], {}).update(facts.segmentations.get((value, d), {}))
+            known = facts.segmentations.get((value, d), {})
+            # Units go by rules of their own.
+            wanted.setdefault(factors[0], {}).update((cut, None) for cut in known if not cut.units)
     inner: dict[str, None] = {}
     for value, d, factors in _dims_of(operands, rule.operands):
         if len(factors) == 1:
@@ -317,7 +324,7 @@ def _demand(
                 for f in factors[1:]
                 if f.size % world_size == 0 and not f.blocked and f.name not in tokens
             ]
-            parts = {parts_at(factors, factor): None for factor in cut}
+            parts = {Segmentation(parts_at(factors, factor)): None for factor in cut}
             inner.update(dict.fromkeys(factor.name for factor in cut))
         if parts:
             facts.segmentations.setdefault((value, d), {}).update(parts)

@@ -299,7 +299,9 @@ class _Question:
 def _stored_text(placement: Placement) -> str:
     """Placement as a hint, with the sizes of the parts of a fused dim."""
     text = placement_text(placement)
-    if len(placement.segments) == 1:
-        return f"{text} with padding behind {placement.segments[0]}"
     parts = ", ".join(map(str, placement.segments))
+    if placement.units:
+        return f"{text} in parts of {parts} with padding behind the {placement.units} heads of each"
+    if len(placement.segments) == 1:
+        return f"{text} with padding behind {parts}"
     return f"{text}{f' in parts of {parts}' if parts else ''}"

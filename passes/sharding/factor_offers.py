@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+from sp_compiler.base.placement import Segmentation
 from sp_compiler.passes.sharding.dim_roles import RegionValues, Value, is_elementwise, parts_at
 from sp_compiler.rules.factors import Dim, Factor, OpRule
+from sp_compiler.rules.strategies import cut_inside, padded_cut
 
 
 class FactorOffers:
@@ -50,15 +52,34 @@ class FactorOffers:
             (value, d) in features for value, d, _ in self._places(factor)
         )
 
-    def segmentations(self, factor: Factor) -> list[tuple[int, ...]]:
-        """Return the parts into which later operators split the dim, which must be a feature."""
-        if not self._may_cut(factor):
+    def segmentations(self, factor: Factor) -> list[Segmentation]:
+        """Return the parts into which other operators split the dim, which must be a feature."""
+        if self._is_fixed or factor.name in self._of_tokens:
             return []
-        segmentations: dict[tuple[int, ...], None] = {}
+        cuts: dict[Segmentation, None] = {}
         for value, d, dim in self._places(factor):
             if len(dim) == 1:
-                segmentations.update(self._facts.segmentations.get((value, d), {}))
-        return list(segmentations)
+                known = self._facts.segmentations.get((value, d), {})
+                # Units are those of the first tensor: grouped heads are one factor of two sizes.
+                scaled = [padded_cut(c, factor.size, 1, 1) if c.units else c for c in known]
+                cuts.update((cut, None) for cut in scaled if cut is not None)
+            if factor.size % self._world_size and (value, d) in self._facts.features:
+                cuts[Segmentation((factor.size,), factor.size)] = None
+        may_cut = self._may_cut(factor)
+        return [
+            cut
+            for cut in cuts
+            if (self._may_pad(factor, cut) if cut.is_padded(self._world_size) else may_cut)
+        ]
+
+    def _may_pad(self, factor: Factor, cut: Segmentation) -> bool:
+        """Return whether all fused dims that ``factor`` is in are to be cut so."""
+        fused = (place for place in self._places(factor) if len(place[2]) > 1)
+        return all(
+            cut_inside(cut, dim, [part.name for part in dim].index(factor.name))
+            in self._facts.segmentations.get((value, d), {})
+            for value, d, dim in fused
+        )
 
     def _places(self, factor: Factor) -> Iterator[tuple[Value, int, Dim]]:
         for value, item in self._dims:
@@ -79,6 +100,7 @@ class FactorOffers:
                 if part.size % self._world_size == 0 and part.name not in self._of_tokens
             ]
             outermost = len(dim) == 1 or dividing[:1] == [factor.name]
-            if not outermost and parts_at(dim, factor) not in demanded.get((value, d), {}):
+            parts = Segmentation(parts_at(dim, factor))
+            if not outermost and parts not in demanded.get((value, d), {}):
                 return False
         return True

@@ -76,7 +76,7 @@ class Prices:
             for region in self._regions
         ]
         params = [node for each in self._params for node in each]
-        # The yardstick of replicated_us(). Not parameters with more than two dims: those are stacks
+        # The yardstick of stored_us(). Not parameters with more than two dims: those are stacks
         # of matrices (experts), beside which every matrix would be small.
         matrices = [node for node in params if node.meta["val"].ndim == 2] or params
         self._largest_matrix_bytes = max((bytes_of((node, 0)) for node in matrices), default=0)
@@ -96,7 +96,10 @@ class Prices:
             wire_us = bytes_of(value) * 2 / self._hardware.link_bytes_per_us
             return wire_us * self.num_calls[i] if (source, target) == (I, R) else None
         needs_grad = bool(value[0].meta.get("requires_grad"))
-        num_bytes = self._nominal_bytes(i, value)
+        # Collectives send the padding too.
+        shards = [p for p in (source, target) if p.is_sharded]
+        parts = [self._share(value, placement) * self._world_size for placement in shards]
+        num_bytes = self._nominal_bytes(i, value) * max(parts, default=1.0)
         on = self._world_size, self._hardware
         cost = conversion_us(num_bytes, source, target, *on, needs_grad=needs_grad)
         return None if cost is None else cost * self.num_calls[i]
@@ -105,25 +108,30 @@ class Prices:
         self, i: int, node: Node, operands: list[Value], results: list[Value], strategy: Strategy
     ) -> float:
         """Price of running ``node`` by ``strategy``."""
-        moved_bytes, is_sharded = 0.0, False
-        placed = zip((*operands, *results), (*strategy.operands, *strategy.results), strict=True)
-        for value, placement in placed:
-            num_bytes = self._nominal_bytes(i, value)
-            moved_bytes += num_bytes / self._world_size if placement.is_sharded else num_bytes
-            is_sharded |= placement.is_sharded
-        # A product with any sharded operand is divided: by rows, columns or the summed dim.
-        flops = product_flops(node) * self._scale_of(i, results[0])
-        own_flops = flops / self._world_size if is_sharded else flops
+        placed = list(
+            zip((*operands, *results), (*strategy.operands, *strategy.results), strict=True)
+        )
+        shares = [self._share(value, placement) for value, placement in placed]
+        moved_bytes = sum(
+            self._nominal_bytes(i, value) * share
+            for (value, _), share in zip(placed, shares, strict=True)
+        )
+        # A product with any sharded operand is divided: by rows, columns or the summed dim, of
+        # which a rank computes its padding too.
+        cut = [share for (_, p), share in zip(placed, shares, strict=True) if p.is_sharded]
+        own_flops = product_flops(node) * self._scale_of(i, results[0]) * max(cut, default=1.0)
         cost = operator_us(own_flops, moved_bytes, self._hardware)
         return cost * self.num_calls[i]
 
-    def replicated_us(self, param: Value) -> float:
-        """Return the price of storing a parameter on every rank, which grows with the square of its
-        size."""
+    def stored_us(self, param: Value, placement: Placement) -> float:
+        """Return the price of what a rank stores of a parameter beyond its even share of it.
+
+        It grows with the square of the parameter's size.
+        """
         # The square makes a norm's weight, small beside a matrix, never worth a collective.
         num_bytes = bytes_of(param)
         share = num_bytes / self._largest_matrix_bytes
-        redundant_bytes = num_bytes * (self._world_size - 1) / self._world_size
+        redundant_bytes = num_bytes * (self._share(param, placement) - 1 / self._world_size)
         return redundant_bytes * share * _REPLICATED_CROSSINGS / self._hardware.link_bytes_per_us
 
     def saved_us(self, keys: Sequence[Key]) -> float:
@@ -131,6 +139,14 @@ class Prices:
         num_bytes = sum(self._nominal_bytes(i, value) * self.num_calls[i] for i, value in keys)
         redundant_bytes = num_bytes * (self._world_size - 1) / self._world_size
         return redundant_bytes * _KEPT_CROSSINGS / self._hardware.link_bytes_per_us
+
+    def _share(self, value: Value, placement: Placement) -> float:
+        """The part of a value that a rank has, padding included."""
+        if not placement.is_sharded:
+            return 1.0
+        padding = placement.padding(self._world_size) if placement.kind == "S" else 0
+        size = shape_of(value)[placement.dim] if padding else 1
+        return (1 + padding / size) / self._world_size
 
     def _is_fixed(self, i: int, node: Node) -> bool:
         # The first call answers for all: parameters that they read at one place are placed alike.

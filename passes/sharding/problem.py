@@ -27,6 +27,7 @@ from sp_compiler.passes.sharding.dim_roles import (
 from sp_compiler.passes.sharding.factor_offers import FactorOffers
 from sp_compiler.passes.sharding.prices import Key, Prices
 from sp_compiler.passes.sharding.reasons import why_replicated
+from sp_compiler.passes.sharding.units import split_units
 from sp_compiler.rules.padding import may_pad
 from sp_compiler.rules.strategies import Offers, Strategy, strategies
 from sp_compiler.rules.vocabulary import vocabulary_strategies
@@ -207,11 +208,17 @@ class ProblemBuilder:
     ) -> list[Strategy]:
         facts, rule, region = self.facts[i], self.facts[i].rules[node], self.regions[i]
         kinds = dict(zip(region.placeholders, region.input_kinds, strict=True))
+
+        def is_parameter(source: Node) -> bool:
+            return kinds.get(source) == "param"
+
         # Without a rule an operator runs replicated, or by a strategy for vocabularies.
-        factors = None
+        factors, units = None, list[int]()
         if rule is not None:
             around = (facts, rule, operands, results, self._unsharded, self.world_size)
             factors = FactorOffers(*around)
+            if rule.split is not None:
+                units = split_units(operands[0], rule.split, facts.segmentations)
         offers = Offers(
             self.world_size,
             lambda factor: factors is not None and factors.shardable(factor),
@@ -219,11 +226,8 @@ class ProblemBuilder:
             [facts.num_rows(value) for value in operands],
             [facts.num_rows(value) for value in results],
             self._sequence_parallel,
-            lambda factor: (
-                factors is not None
-                and may_pad(node, lambda source: kinds.get(source) == "param")
-                and factors.shardable(factor)
-            ),
+            lambda factor: rule is not None and may_pad(node, rule, factor, is_parameter),
+            split_units=units,
         )
         by_rule = strategies(rule, len(operands), len(results), offers)
         return by_rule + vocabulary_strategies(
@@ -249,10 +253,13 @@ class ProblemBuilder:
             subject = ParameterSubject(number)
             self.problem.parameters.update(dict.fromkeys(names, subject))
             keys: list[Key] = [(i, (self.regions[i].placeholders[p], 0)) for i, p in places]
-            replicated_us = self.prices.replicated_us(keys[0][1]) * len(names)
             fixed = [self._fixed[name] for name in names if name in self._fixed][:1]
             options = [
-                Option((), (placement,) * len(keys), 0.0 if placement.is_sharded else replicated_us)
+                Option(
+                    (),
+                    (placement,) * len(keys),
+                    self.prices.stored_us(keys[0][1], placement) * len(names),
+                )
                 for placement in fixed or self._allowed(names[0], keys)
             ]
             self.problem.add(subject, Vertex((), tuple(keys), options))

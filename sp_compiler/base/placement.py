@@ -10,15 +10,17 @@ import functools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
-_TEXT = re.compile(r"^(?:([RIP])|([ST])\((\d+)(?:\|([\d,]+))?\))$")
+_TEXT = re.compile(r"^(?:([RIP])|([ST])\((\d+)(?:\|([\d,]+)(?:/(\d+))?)?\))$")
 # Apart from letters, dots and the % of nodes: a module or a value may well be called "S" or "P".
-_PRINTED = re.compile(r"(?<![\w.%])(?:([RIP])(?![\w.(])|([ST])\(\d+(?:\|[\d,]+)?\))")
+_PRINTED = re.compile(r"(?<![\w.%])(?:([RIP])(?![\w.(])|([ST])\(\d+(?:\|[\d,]+(?:(/)\d+)?)?\))")
 _MEANINGS = {
     "S": (
         "S(i)",
         "sharded: each rank has its part of dim i; S(i|a,b): a part of each segment a, b of it",
     ),
+    "/": ("S(i|a/n)", "of segment a each rank has as many of n units (heads) as any, or padding"),
     "P": ("P", "partial: the value is the sum over the ranks"),
     "R": ("R", "replicated: the same on every rank, while its gradient is partial"),
     "I": ("I", "invariant: the same on every rank, and its gradient too"),
@@ -37,20 +39,24 @@ class Placement:
             (only while solving; in the rewritten graph the local tensor is ``S(0)``).
         dim: non-negative dimension for ``"S"``, number of flattened dimensions for ``"T"``.
         segments: for ``"S"``: global sizes of the parts of ``dim`` (a fused q, k, v), each of which
-            is sharded over all ranks; ``()`` when ``dim`` is one part. A single segment that is not
-            divisible by the number of ranks is padded at its end: with zeros in parameters and
+            is sharded over all ranks; ``()`` when ``dim`` is one part. A segment whose units are
+            not divisible by the number of ranks is padded at its end: with zeros in parameters and
             gradients, with arbitrary finite numbers in other values.
+        units: number of units in each segment, such as heads, none of which is split between
+            ranks; 0 if every element is a unit.
     """
 
     kind: str
     dim: int = 0
     segments: tuple[int, ...] = ()
+    units: int = 0
 
     def __str__(self) -> str:
         if self.kind in ("R", "I", "P"):
             return self.kind
         segments = "|" + ",".join(map(str, self.segments)) if self.segments else ""
-        return f"{self.kind}({self.dim}{segments})"
+        units = f"/{self.units}" if self.units else ""
+        return f"{self.kind}({self.dim}{segments}{units})"
 
     # Cached: nodes hold placements as text, which passes parse thousands of times; the number of
     # different texts of a process is small.
@@ -60,11 +66,14 @@ class Placement:
         """Invert ``str``; raises ``ValueError`` on any other text."""
         match = _TEXT.match(text)
         if match is None:
-            raise ValueError(f"not a placement: {text!r}; expected R, I, P, S(dim) or S(dim|a,b,c)")
-        plain, kind, dim, segments = match.groups()
+            raise ValueError(
+                f"not a placement: {text!r}; expected R, I, P, S(dim), S(dim|a,b,c) or S(dim|a,b/n)"
+            )
+        plain, kind, dim, segments, units = match.groups()
         if plain:
             return cls(plain)
-        return cls(kind, int(dim), tuple(map(int, segments.split(","))) if segments else ())
+        sizes = tuple(map(int, segments.split(","))) if segments else ()
+        return cls(kind, int(dim), sizes, int(units or 0))
 
     @property
     def dual(self) -> Placement:
@@ -80,23 +89,49 @@ class Placement:
         """Return whether all ranks hold the same numbers (R and I differ only in the gradient)."""
         return self.kind in ("R", "I")
 
+    @property
+    def is_in_order(self) -> bool:
+        """Return whether the ranks' parts are DTensor's own chunks of the dim, in order."""
+        return len(self.segments) < 2 and not self.units
+
+    def padded_segments(self, world_size: int) -> tuple[int, ...]:
+        """Return the sizes of the segments with their padding, over all ranks together."""
+        # Several segments without units are never padded: each of them has to divide.
+        if len(self.segments) > 1 and not self.units:
+            return self.segments
+        return tuple(
+            world_size * self.unit_size(segment) * -(-(self.units or segment) // world_size)
+            for segment in self.segments
+        )
+
+    def unit_size(self, segment: int) -> int:
+        """Return the number of elements of one unit of a segment of this size."""
+        return segment // self.units if self.units else 1
+
     def padding(self, world_size: int) -> int:
         """Return the number of padding elements of ``dim``, over all ranks together."""
-        # Several segments are never padded: local_shape() requires each of them to divide.
-        return -self.segments[0] % world_size if len(self.segments) == 1 else 0
+        return sum(self.padded_segments(world_size)) - sum(self.segments)
+
+    def true_parts(self, rank: int, world_size: int) -> list[int]:
+        """Return the number of elements of each segment that ``rank`` has, without padding."""
+        parts = []
+        for segment, padded in zip(self.segments, self.padded_segments(world_size), strict=True):
+            part = padded // world_size
+            parts.append(min(max(segment - rank * part, 0), part))
+        return parts
 
     def local_shape(self, shape: tuple[int, ...], world_size: int) -> tuple[int, ...]:
         """Return the shape of one rank's part of a global ``shape``; for "T", rows are rounded
         up."""
         if self.kind == "S":
-            size = shape[self.dim] + self.padding(world_size)
             # Each segment has to divide, not only their sum: every rank has a part of each.
-            parts = self.segments if len(self.segments) > 1 else (size,)
+            parts = self.padded_segments(world_size) or (shape[self.dim],)
             if any(part % world_size for part in parts):
                 raise ValueError(
                     f"{self} does not divide dim {self.dim} of {shape} by {world_size}"
                 )
-            return (*shape[: self.dim], size // world_size, *shape[self.dim + 1 :])
+            size = sum(parts) // world_size
+            return (*shape[: self.dim], size, *shape[self.dim + 1 :])
         if self.kind == "T":
             rows = 1
             for size in shape[: self.dim]:
@@ -112,14 +147,26 @@ class Placement:
         return (*shape[: self.dim], size, *shape[self.dim + 1 :])
 
 
+class Segmentation(NamedTuple):
+    """How a dim is cut before it is sharded, see :class:`Placement`."""
+
+    sizes: tuple[int, ...]
+    units: int = 0
+
+    def is_padded(self, world_size: int) -> bool:
+        """Tell whether the units of a segment do not divide by the number of ranks."""
+        return S(0, *self).padding(world_size) > 0
+
+
 R = Placement("R")
 I = Placement("I")  # noqa: E741 - the literature's name
 P = Placement("P")
 
 
-def S(dim: int, segments: tuple[int, ...] = ()) -> Placement:
+def S(dim: int, segments: tuple[int, ...] = (), units: int = 0) -> Placement:
     """Placement of a value sharded on ``dim``, each of ``segments`` over all ranks."""
-    return Placement("S", dim, segments)
+    # One text for one layout: a single segment whose elements are the units needs no number.
+    return Placement("S", dim, segments, 0 if segments == (units,) else units)
 
 
 def shard_of(size: int, dim: int, world_size: int) -> Placement:
@@ -133,15 +180,17 @@ def T(num_dims: int) -> Placement:
     return Placement("T", num_dims)
 
 
-def as_value(placement: Placement) -> Placement:
-    """Return the placement of the values regardless of gradients: R for I, and no single
-    segments."""
-    # R and I differ in the gradient only, and one segment says no more than how it is padded.
+def as_value(placement: Placement, world_size: int) -> Placement:
+    """Return the placement of the values regardless of gradients: R for I, padding included.
+
+    Padding counts as part of the value, so that no single segment and no units are left.
+    """
     if placement.is_replicated:
-        return R
-    if placement.kind == "S" and len(placement.segments) == 1:
-        return S(placement.dim)
-    return placement
+        return R  # R and I differ in the gradient only
+    if placement.kind != "S" or not placement.segments:
+        return placement
+    padded = placement.padded_segments(world_size)
+    return S(placement.dim, padded if len(padded) > 1 else ())
 
 
 def legend(kinds: str) -> list[str]:

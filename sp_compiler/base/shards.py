@@ -26,7 +26,7 @@ def local_part(full: Tensor, placement: Placement, rank: int, world_size: int) -
     # For its error alone: ``chunk`` would quietly make parts of several sizes.
     placement.local_shape(tuple(full.shape), world_size)
     full = padded(full, placement, world_size)
-    segments = placement.segments if len(placement.segments) > 1 else (full.shape[dim],)
+    segments = placement.padded_segments(world_size) or (full.shape[dim],)
     # Copies: a view would keep all of ``full`` alive on every rank.
     parts = [part.chunk(world_size, dim)[rank] for part in full.split(segments, dim)]
     return torch.cat(parts, dim) if len(parts) > 1 else parts[0].clone()
@@ -48,16 +48,23 @@ def join_parts(parts: Sequence[Tensor], placement: Placement) -> Tensor:
     if len(placement.segments) < 2:
         return without_padding(torch.cat(list(parts), dim), placement, len(parts))
     # A rank holds its part of every segment, so that segments are the outer loop.
-    sizes = [size // len(parts) for size in placement.segments]
+    sizes = [size // len(parts) for size in placement.padded_segments(len(parts))]
     pieces = [part.split(sizes, dim) for part in parts]
-    return torch.cat([piece[index] for index in range(len(sizes)) for piece in pieces], dim)
+    full = torch.cat([piece[index] for index in range(len(sizes)) for piece in pieces], dim)
+    return without_padding(full, placement, len(parts))
 
 
 def padded(full: Tensor, placement: Placement, world_size: int) -> Tensor:
-    """Return ``full``, with zeros appended if ``placement`` is padded."""
-    missing = placement.padding(world_size)
+    """Return ``full``, with zeros appended to each segment that ``placement`` pads."""
+    if not placement.padding(world_size):
+        return full
     dim = placement.dim
-    return enlarged(full, dim, full.shape[dim] + missing) if missing else full
+    sizes = placement.padded_segments(world_size)
+    parts = [
+        enlarged(part, dim, size)
+        for part, size in zip(full.split(placement.segments, dim), sizes, strict=True)
+    ]
+    return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
 
 
 def enlarged(x: Tensor, dim: int, size: int) -> Tensor:
@@ -68,10 +75,20 @@ def enlarged(x: Tensor, dim: int, size: int) -> Tensor:
 
 
 def without_padding(full: Tensor, placement: Placement, world_size: int) -> Tensor:
-    """Invert :func:`padded`; the result is a view."""
+    """Invert :func:`padded`; the result is a view where there is a single segment."""
     if not placement.padding(world_size):
         return full
-    return full.narrow(placement.dim, 0, placement.segments[0])
+    return first_of_each(
+        full, placement.dim, placement.padded_segments(world_size), placement.segments
+    )
+
+
+def first_of_each(x: Tensor, dim: int, sizes: Sequence[int], kept: Sequence[int]) -> Tensor:
+    """The first ``kept[i]`` elements of the part ``i`` of ``dim``, whose parts have ``sizes``."""
+    parts = [
+        part.narrow(dim, 0, count) for part, count in zip(x.split(sizes, dim), kept, strict=True)
+    ]
+    return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
 
 
 def _check_equal(first: Tensor, other: Tensor, rank: int) -> None:

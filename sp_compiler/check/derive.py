@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 from torch.utils._pytree import tree_map_only
 
 from sp_compiler.base.errors import ArgumentError
-from sp_compiler.base.placement import P, Placement, R, S, as_value
+from sp_compiler.base.placement import P, Placement, R, S, Segmentation, as_value
 from sp_compiler.check.shapes import (
     NO_SUCH_CALL,
     GlobalCall,
@@ -55,7 +55,7 @@ def derive(node: Node, operands: Sequence[Placement], world_size: int) -> list[R
         return _constant(node)
     declared = declared_strategies(node, world_size)
     if declared is not None:
-        return _matching(declared, operands, num_results)
+        return _matching(declared, operands, num_results, world_size)
     # Each rank draws numbers of its own: nothing true can be said of them.
     if draws(node):
         return []
@@ -93,11 +93,11 @@ def allowed(node: Node, operands: Sequence[Placement], world_size: int) -> list[
     """Return the strategies of ``node`` for operands of these shapes, for an error message."""
     declared = declared_strategies(node, world_size)
     if declared is not None:
-        return list(map(_valued, declared))
+        return [_valued(way, world_size) for way in declared]
     possible = [] if draws(node) else [Strategy((R,) * len(operands), (R,))]
     for shadow, _ in _shadows(node, operands, world_size):
         possible += _offered(shadow, operands, world_size)
-    return list(dict.fromkeys(map(_valued, possible)))
+    return list(dict.fromkeys(_valued(way, world_size) for way in possible))
 
 
 def _constant(node: Node) -> list[Results]:
@@ -118,7 +118,8 @@ def _sharded(node: Node, operands: Sequence[Placement], world_size: int) -> list
     local = local_shapes(node)
     confirmed: list[Results] = []
     for shadow, shapes in _shadows(node, operands, world_size):
-        for results in _matching(_offered(shadow, operands, world_size), operands, len(local)):
+        offered = _offered(shadow, operands, world_size)
+        for results in _matching(offered, operands, len(local), world_size):
             if all(
                 part is None or (shape is not None and _part(shape, placement, world_size) == part)
                 for part, shape, placement in zip(local, shapes, results, strict=True)
@@ -184,14 +185,14 @@ def _offered(shadow: Node, operands: Sequence[Placement], world_size: int) -> li
         return []
     # A claim of sharding's serves as a question here: its segments are tried, not believed. They
     # are known from nowhere else where only the result has the dim.
-    claim = shadow.meta.get("placement", R)
-    segments = list(dict.fromkeys(p.segments for p in (*operands, claim) if p.segments))
+    claim = as_value(shadow.meta.get("placement", R), world_size)
+    cuts = dict.fromkeys(Segmentation(p.segments) for p in (*operands, claim) if p.segments)
     # Everything may be sharded, and nothing is in rows: a check asks what is right, not what is
     # sensible, and of graphs in which rows have become S(0).
     offers = Offers(
         world_size=world_size,
         shardable=lambda factor: True,
-        segmentations=lambda factor: segments,
+        segmentations=lambda factor: list(cuts),
         operand_rows=(),
         result_rows=(),
         sequence_parallel=False,
@@ -217,21 +218,22 @@ def _concatenated(shadow: Node, world_size: int) -> list[Strategy]:
 
 
 def _matching(
-    offered: Sequence[Strategy], operands: Sequence[Placement], num_results: int
+    offered: Sequence[Strategy], operands: Sequence[Placement], num_results: int, world_size: int
 ) -> list[Results]:
     """Return the results of the strategies for exactly ``operands``; a placement that a rule omits
     is R."""
     results = []
-    for strategy in map(_valued, offered):
+    for strategy in (_valued(way, world_size) for way in offered):
         if strategy.operands == tuple(operands):
             padding = itertools.repeat(R, num_results - len(strategy.results))
             results.append((*strategy.results, *padding))
     return list(dict.fromkeys(results))
 
 
-def _valued(strategy: Strategy) -> Strategy:
+def _valued(strategy: Strategy, world_size: int) -> Strategy:
     """Return ``strategy`` with R in place of I: only placements of values are derived here."""
-    return Strategy(tuple(map(as_value, strategy.operands)), tuple(map(as_value, strategy.results)))
+    operands = tuple(as_value(placement, world_size) for placement in strategy.operands)
+    return Strategy(operands, tuple(as_value(result, world_size) for result in strategy.results))
 
 
 def _part(shape: Shape, placement: Placement, world_size: int) -> Shape | None:

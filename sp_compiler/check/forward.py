@@ -182,7 +182,7 @@ class _Checker:
             # A conversion says from which placement to which: that the operand is so is checked.
             source, target = pair
             self._require(node, self.values[node.args[0]], source, f"the operand of {node.name}")
-            if not self._choices(node, [as_value(source)]):
+            if not self._choices(node, [as_value(source, self.world_size)]):
                 raise PlacementError(Pass.CHECK, f"no conversion {source} -> {target}", node)
             results: Sequence[Placement] = [target]
         else:
@@ -190,7 +190,7 @@ class _Checker:
             fitting = [
                 way.results
                 for way in declared_strategies(node, self.world_size) or ()
-                if tuple(map(as_value, way.operands)) == operands
+                if tuple(as_value(p, self.world_size) for p in way.operands) == operands
             ]
             if not fitting:
                 raise PlacementError(Pass.CHECK, self._refusal(node, None), node)
@@ -219,7 +219,7 @@ class _Checker:
         if not choices:
             raise PlacementError(Pass.CHECK, self._refusal(node, None), node)
         claim = node.meta.get("placement")
-        fitting = (c for c in choices if claim is None or as_value(claim) == c[0])
+        fitting = (c for c in choices if claim is None or as_value(claim, self.world_size) == c[0])
         return next(fitting, choices[0])
 
     def _choose(self, node: Node, choices: Sequence[Results]) -> Placement:
@@ -285,7 +285,7 @@ class _Checker:
         for operand, placement in zip(tensor_operands(node), self._placements(node), strict=True):
             claim = operand.meta.get("placement", placement)
             known = claim if _without_segments(claim) == placement else placement
-            placements.append(as_value(known))
+            placements.append(as_value(known, self.world_size))
         return placements
 
     def _require(self, node: Node, x: Tensor, placement: Placement, what: str) -> None:

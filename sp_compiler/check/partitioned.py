@@ -47,14 +47,14 @@ def check_partitioned(
     report = CheckReport()
     placeholders = partitioned.forward.find_nodes(op="placeholder")
     types: Types = {
-        node: [(as_value(placement),)]
+        node: [(as_value(placement, world_size),)]
         for node, placement in zip(placeholders, region.input_placements, strict=True)
     }
     _walk(partitioned.forward, types, world_size, report)
     results = partitioned.forward.output_node().args[0]
     outputs = results[: partitioned.num_outputs]
     for index, (node, placement) in enumerate(zip(outputs, region.output_placements, strict=True)):
-        _require(node, types, placement, f"output {index} of {region.name}")
+        _require(node, types, placement, f"output {index} of {region.name}", world_size)
     # All readings of a saved value go on: which one is meant may show in backward only.
     saved = [types[node] for node in results[partitioned.num_outputs :]]
     if partitioned.backward is not None:
@@ -96,7 +96,7 @@ def _check_backward(
     tangents = placeholders[len(saved) :]
     for node, index in zip(tangents, tangent_outputs, strict=True):
         # The gradient of a replicated output is partial, of a partial one replicated.
-        types[node] = [(as_value(region.output_placements[index].dual),)]
+        types[node] = [(as_value(region.output_placements[index].dual, world_size),)]
     _walk(graph, types, world_size, report)
     grads = graph.output_node().args[0]
     # Not strict: the first of two functions also returns what it hands over.
@@ -104,7 +104,8 @@ def _check_backward(
         region.input_names, region.input_placements, grads, strict=False
     ):
         if grad is not None:
-            _require(grad, types, placement.dual, f"the gradient of {name}, which is {placement},")
+            what = f"the gradient of {name}, which is {placement},"
+            _require(grad, types, placement.dual, what, world_size)
     return types
 
 
@@ -118,7 +119,7 @@ def _walk(graph: Graph, types: Types, world_size: int, report: CheckReport) -> N
         else:
             types[node] = _derive(node, types, world_size)
         _require_arrival(node)
-        _require_claim(node, types)
+        _require_claim(node, types, world_size)
         report.checked += 1
 
 
@@ -179,12 +180,12 @@ def _refuse(
     raise PlacementError(_PASS, f"{message}; allowed: {'; '.join(ways) or 'nothing'}", node)
 
 
-def _require_claim(node: Node, types: Types) -> None:
+def _require_claim(node: Node, types: Types, world_size: int) -> None:
     """Raise an error for a value whose declared placement is not among the derived ones."""
     claim = node.meta.get("placement")
     if claim is None:
         return
-    kept = [results for results in types[node] if results[0] == as_value(claim)]
+    kept = [results for results in types[node] if results[0] == as_value(claim, world_size)]
     if not kept:
         got = " or ".join(str(results[0]) for results in types[node])
         raise PlacementError(_PASS, f"{node.name} is declared {claim} but is {got}", node)
@@ -192,9 +193,9 @@ def _require_claim(node: Node, types: Types) -> None:
     types[node] = kept
 
 
-def _require(node: Node, types: Types, placement: Placement, what: str) -> None:
+def _require(node: Node, types: Types, placement: Placement, what: str, world_size: int) -> None:
     # One reading that agrees is enough: all of them describe the same numbers.
-    wanted = as_value(placement)
+    wanted = as_value(placement, world_size)
     if all(results[0] != wanted for results in types[node]):
         got = " or ".join(str(results[0]) for results in types[node])
         expected = "replicated" if wanted == R else str(wanted)

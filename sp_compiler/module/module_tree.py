@@ -262,7 +262,7 @@ class MirrorModule(nn.Module):
             if not isinstance(parameter, DTensor):
                 continue
             placement = self._sp_layout.placement(self._sp_path, name)
-            if len(placement.segments) > 1:
+            if not placement.is_in_order:
                 chunk = to_true_chunk(parameter, placement, self._sp_layout.group)
                 destination[prefix + name] = chunk
             refuse_to_pickle(destination[prefix + name])

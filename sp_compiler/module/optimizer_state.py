@@ -56,7 +56,7 @@ def _true_chunk(
 ) -> Tensor:
     if not isinstance(value, DTensor):
         return value
-    if len(where.segments) > 1:
+    if not where.is_in_order:
         value = to_true_chunk(value, where, group)
     refuse_to_pickle(value)
     return value

@@ -16,23 +16,23 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
 
 from sp_compiler.base.errors import ArgumentError
-from sp_compiler.base.placement import I, Placement, S
+from sp_compiler.base.placement import I, Placement, shard_of
 from sp_compiler.module.dtensor_patches import refuse_to_pickle
 from sp_compiler.module.segmented_shard import segmented_shard
 from sp_compiler.runtime.group import AXIS, TensorParallelGroup
-from sp_compiler.runtime.padding import stored_part
+from sp_compiler.runtime.padding import padded_part, stored_part, stored_shape
 
 
 def mesh_placement(placement: Placement) -> MeshPlacement:
     """Return the DTensor placement of a stored parameter or of an output.
 
-    A padded dim is an ordinary shard: DTensor also makes chunks of equal size except for the last
-    ones.
+    A dim that is padded by elements is an ordinary shard: DTensor also makes chunks of equal size
+    except for the last ones. Chunks of heads are a placement of our own.
     """
     if not placement.is_sharded:
         return Replicate()
-    if len(placement.segments) > 1:
-        return segmented_shard(placement.dim, placement.segments)
+    if not placement.is_in_order:
+        return segmented_shard(placement.dim, placement.segments, placement.units)
     return Shard(placement.dim)
 
 
@@ -103,10 +103,10 @@ def unsharded(value: DTensor, placement: Placement, group: TensorParallelGroup) 
     If ``fully_shard`` has sharded this rank's part of the segments over another axis, no placement
     expresses it, and that axis is gathered first.
     """
-    if len(placement.segments) < 2 or value.device_mesh.ndim == 1:
+    if placement.is_in_order or value.device_mesh.ndim == 1:
         return value.full_tensor()
     mesh, placements = _other_axes(value)
-    shape = torch.Size(placement.local_shape(tuple(value.shape), group.world_size))
+    shape = torch.Size(stored_shape(tuple(value.shape), placement, group.rank, group.world_size))
     part = DTensor.from_local(
         value._local_tensor,
         mesh,
@@ -115,7 +115,9 @@ def unsharded(value: DTensor, placement: Placement, group: TensorParallelGroup) 
         shape=shape,
         stride=torch.empty(shape, device="meta").stride(),
     ).full_tensor()
-    return group.communicator.all_gather(part, str(placement), "I")
+    return group.communicator.all_gather(
+        padded_part(part, placement, group.world_size), str(placement), "I"
+    )
 
 
 def to_true_chunk(value: DTensor, placement: Placement, group: TensorParallelGroup) -> DTensor:
@@ -123,7 +125,8 @@ def to_true_chunk(value: DTensor, placement: Placement, group: TensorParallelGro
 
     Its local parts are contiguous chunks of the true tensor, so checkpoints can reshard them.
     """
-    return _laid_out(unsharded(value, placement, group), S(placement.dim), value, group)
+    chunks = shard_of(value.shape[placement.dim], placement.dim, group.world_size)
+    return _laid_out(unsharded(value, placement, group), chunks, value, group)
 
 
 @torch.no_grad()
@@ -132,7 +135,7 @@ def from_loaded(
 ) -> Tensor:
     """Return a checkpoint's value, an unsharded tensor or a DTensor, placed like ``parameter``."""
     if isinstance(value, DTensor):
-        if value._spec.placements == parameter._spec.placements and len(placement.segments) < 2:
+        if value._spec.placements == parameter._spec.placements and placement.is_in_order:
             return value
         value = value.full_tensor()
     if value.shape != parameter.shape:
@@ -165,7 +168,7 @@ def _beside(
     PyTorch 2.11 does not know that segments shard their dim, and describes FSDP's chunks as chunks
     of the model's tensor. They are chunks of this rank's part, in its own order.
     """
-    is_chunk = placement.is_sharded and len(placement.segments) < 2
+    is_chunk = placement.is_sharded and placement.is_in_order
     if is_chunk and type(other) is Shard and other.dim == placement.dim:
         return _StridedShard(other.dim, split_factor=group.world_size)
     return other

@@ -114,7 +114,8 @@ def _own_ranges(
     start = 0
     for segment in placement.segments or (size,):
         # Rounded up, as placements pad: the last ranks may hold less, or nothing.
-        length = -(-segment // world_size)
+        unit = placement.unit_size(segment)
+        length = -(-(segment // unit) // world_size) * unit
         first, last = rank * length, (rank + 1) * length
         yield start + min(first, segment), start + min(last, segment)
         start += segment

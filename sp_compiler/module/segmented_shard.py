@@ -18,7 +18,6 @@ import hashlib
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -26,21 +25,30 @@ from torch.distributed.tensor._redistribute import DTensorRedistributePlanner
 from torch.distributed.tensor.placement_types import Placement, Replicate, _StridedShard
 
 from sp_compiler.base.errors import UnsupportedError
+from sp_compiler.base.placement import S, Segmentation
+from sp_compiler.base.shards import enlarged
 from sp_compiler.base.strided_rules import teach_strided_rules
+from sp_compiler.runtime.padding import stored_part
 
 # Factor to segments. Its entries are facts (the factor is a hash of them), so it needs no owner.
-_SEGMENTS: dict[int, tuple[int, ...]] = {}
+_SEGMENTS: dict[int, Segmentation] = {}
 
 
-def segmented_shard(dim: int, segments: tuple[int, ...]) -> _StridedShard:
-    """Return the placement of ``dim`` with ``segments``, of each of which every rank holds one
-    chunk."""
+def segmented_shard(dim: int, segments: tuple[int, ...], units: int = 0) -> _StridedShard:
+    """Return the placement of ``dim`` with ``segments``, of each of which every rank has a chunk.
+
+    Args:
+        units: number of units in each segment, such as heads, none of which is split; the last
+            ranks may have fewer, or none. 0 if each segment is divisible.
+    """
     _understand_segments()
     # By content: every rank and every process must write the same placement alike.
-    digest = hashlib.sha256(repr(segments).encode()).digest()
+    text = repr((segments, units) if units else segments)
+    digest = hashlib.sha256(text.encode()).digest()
     # 62 bits: torch keeps it in a signed 64-bit integer.
     factor = -1 - (int.from_bytes(digest[:8], "big") >> 2)
-    assert _SEGMENTS.setdefault(factor, segments) == segments
+    whole = Segmentation(segments, units)
+    assert _SEGMENTS.setdefault(factor, whole) == whole
     return _StridedShard(dim, split_factor=factor)
 
 
@@ -52,11 +60,16 @@ def segments_of(placement: Placement) -> tuple[int, ...]:
         UnsupportedError: the placement comes from another process, and its segments are unknown
             here.
     """
+    segmentation = _segmentation_of(placement)
+    return segmentation.sizes if segmentation else ()
+
+
+def _segmentation_of(placement: Placement) -> Segmentation | None:
     if not isinstance(placement, _StridedShard):
-        return ()
+        return None
     factor = int(placement.split_factor)
     if factor > 0:
-        return ()
+        return None
     if factor not in _SEGMENTS:
         raise UnsupportedError(
             "a DTensor placed in segments by sp_compiler in another process: load checkpoints "
@@ -78,23 +91,24 @@ def _understand_segments() -> None:
     def _split_tensor(
         self: _StridedShard, tensor: Tensor, num_chunks: int, **kwargs: Any
     ) -> tuple[list[Tensor], list[int]]:
-        segments = segments_of(self)
-        if not segments:
+        if not segments_of(self):
             return split(self, tensor, num_chunks, **kwargs)
-        if sum(segments) != tensor.shape[self.dim]:
-            raise _not_these_rows(self, tensor.shape[self.dim])
-        pieces = [part.chunk(num_chunks, self.dim) for part in tensor.split(segments, self.dim)]
-        shards = [torch.cat([piece[i] for piece in pieces], self.dim) for i in range(num_chunks)]
-        return shards, [0] * num_chunks if kwargs.get("with_padding", True) else []
+        shards = _shards(self, tensor, num_chunks)
+        if not kwargs.get("with_padding", True):
+            return shards, []
+        # The first rank has the most: collectives want all to send as much.
+        rows = shards[0].shape[self.dim]
+        missing = [rows - shard.shape[self.dim] for shard in shards]
+        return [enlarged(shard, self.dim, rows) for shard in shards], missing
 
     @functools.wraps(gather)
     def _to_replicate_tensor(
         self: _StridedShard, local_tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, *args: Any
     ) -> Tensor:
-        rows = local_tensor.shape[self.dim] * mesh.size(mesh_dim)
+        rows, ranks = local_tensor.shape[self.dim], mesh.size(mesh_dim)
         # What is missing would be padded: the sizes of several axes are multiplied elsewhere.
-        if segments_of(self) and sum(segments_of(self)) != rows:
-            raise _not_these_rows(self, rows)
+        if segments_of(self) and not _has_all(self, rows, mesh.get_local_rank(mesh_dim), ranks):
+            raise _not_these_rows(self, rows * ranks)
         return gather(self, local_tensor, mesh, mesh_dim, *args)
 
     @functools.wraps(locate)
@@ -105,7 +119,7 @@ def _understand_segments() -> None:
         # Who asks for all offsets goes on with the first one, as if the rows were a range.
         if offsets != list(range(offsets[0], offsets[0] + len(offsets))):
             raise UnsupportedError(
-                f"a DTensor placed in the segments {segments_of(self)} has no range of rows on a "
+                f"a DTensor placed in the {_text(self)} has no range of rows on a "
                 "rank: save module.state_dict() and optimizer.state_dict(), which hold ranges, and "
                 "look at parameter.full_tensor()"
             )
@@ -114,8 +128,29 @@ def _understand_segments() -> None:
     _StridedShard._split_tensor = _split_tensor  # type: ignore[method-assign]
     _StridedShard._to_replicate_tensor = _to_replicate_tensor  # type: ignore[method-assign, assignment]
     _StridedShard._local_shard_size_and_offset = _local_shard_size_and_offset  # type: ignore[method-assign]
-    _StridedShard.__repr__ = _shown(_StridedShard.__repr__, "_StridedShard(dim={}, segments={})")  # type: ignore[method-assign]
-    _StridedShard.__str__ = _shown(_StridedShard.__str__, "_S({}, segments={})")  # type: ignore[method-assign]
+    _StridedShard.__repr__ = _shown(_StridedShard.__repr__, "_StridedShard(dim={}, {})")  # type: ignore[method-assign]
+    _StridedShard.__str__ = _shown(_StridedShard.__str__, "_S({}, {})")  # type: ignore[method-assign]
+
+
+def _shards(placement: _StridedShard, tensor: Tensor, world_size: int) -> list[Tensor]:
+    """The parts of all ranks, the last of which may have less."""
+    segments = _segmentation_of(placement)
+    if segments is None or sum(segments.sizes) != tensor.shape[placement.dim]:
+        raise _not_these_rows(placement, tensor.shape[placement.dim])
+    where = S(placement.dim, *segments)
+    return [stored_part(tensor, where, rank, world_size) for rank in range(world_size)]
+
+
+def _has_all(placement: _StridedShard, rows: int, rank: int, world_size: int) -> bool:
+    """Tell whether ``rows`` is what ``rank`` has of all segments."""
+    segments = _segmentation_of(placement)
+    assert segments is not None
+    if not segments.units:
+        return rows * world_size == sum(segments.sizes)
+    # Simulated ranks, which have no one number, differ in what they have.
+    if not isinstance(rank, int):
+        return True
+    return rows == sum(S(0, *segments).true_parts(rank, world_size))
 
 
 def _plan_redistributions() -> None:
@@ -146,10 +181,17 @@ def _plan_redistributions() -> None:
 
 def _not_these_rows(placement: _StridedShard, rows: int) -> UnsupportedError:
     return UnsupportedError(
-        f"dim {placement.dim} of a DTensor is placed in the segments {segments_of(placement)} but "
+        f"dim {placement.dim} of a DTensor is placed in the {_text(placement)} but "
         f"the ranks hold {rows} rows: a view changed the dim, or another mesh axis shards it too "
         "(fully_shard). Use the parameter itself, or module.full_state_dict()"
     )
+
+
+def _text(placement: Placement) -> str:
+    segments = _segmentation_of(placement)
+    assert segments is not None
+    heads = f", of {segments.units} units each," if segments.units else ""
+    return f"segments {segments.sizes}{heads}"
 
 
 def _shown(show: Callable[[_StridedShard], str], form: str) -> Callable[[_StridedShard], str]:
@@ -158,6 +200,9 @@ def _shown(show: Callable[[_StridedShard], str], form: str) -> Callable[[_Stride
     @functools.wraps(show)
     def shown(self: _StridedShard) -> str:
         segments = _SEGMENTS.get(int(self.split_factor))
-        return form.format(self.dim, segments) if segments else show(self)
+        if not segments:
+            return show(self)
+        units = f", units={segments.units}" if segments.units else ""
+        return form.format(self.dim, f"segments={segments.sizes}{units}")
 
     return shown

@@ -107,7 +107,7 @@ class Weights(MirrorModule):
         """Like that of any module; every rank must call it, to reorder fused weights."""
         state = self._sp_state
         # Without fused weights nothing has to be exchanged, and ranks may save on their own.
-        if all(len(placement.segments) < 2 for _, placement in state.stored()):
+        if all(placement.is_in_order for _, placement in state.stored()):
             return super().state_dict(*args, **kwargs)
         with state.reporting():
             state.agreement.require_equal("calls state_dict()", {})

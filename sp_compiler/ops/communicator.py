@@ -226,27 +226,26 @@ def _joined(ranks: Tensor, source: Placement, world_size: int) -> Tensor:
         ranks = ranks.unflatten(0, (world_size, -1)).movedim(0, source.dim)
         # Flattening parts of size 1 gives a view, which fused attention would misread.
         ranks = ranks.flatten(source.dim, source.dim + 1)
-        ranks = without_padding(ranks, source, world_size).contiguous()
-    return _from_rank_major(ranks, source, world_size)
+    return _from_rank_major(ranks, source, world_size).contiguous()
 
 
 def _to_rank_major(x: Tensor, placement: Placement, world_size: int) -> Tensor:
     """Reorder a segmented dim so that each rank's part is contiguous; pad it if needed."""
+    x = padded(x, placement, world_size)
     if len(placement.segments) < 2:
-        return padded(x, placement, world_size)
-    pieces = [
-        part.chunk(world_size, placement.dim) for part in x.split(placement.segments, placement.dim)
-    ]
+        return x
+    sizes = placement.padded_segments(world_size)
+    pieces = [part.chunk(world_size, placement.dim) for part in x.split(sizes, placement.dim)]
     return torch.cat([piece[rank] for rank in range(world_size) for piece in pieces], placement.dim)
 
 
 def _from_rank_major(x: Tensor, placement: Placement, world_size: int) -> Tensor:
     """Inverse of :func:`_to_rank_major`."""
-    if len(placement.segments) < 2:
-        return without_padding(x, placement, world_size)
-    sizes = [size // world_size for size in placement.segments]
-    ranks = [part.split(sizes, placement.dim) for part in x.chunk(world_size, placement.dim)]
-    return torch.cat(
-        [ranks[rank][part] for part in range(len(sizes)) for rank in range(world_size)],
-        placement.dim,
-    )
+    if len(placement.segments) > 1:
+        sizes = [size // world_size for size in placement.padded_segments(world_size)]
+        ranks = [part.split(sizes, placement.dim) for part in x.chunk(world_size, placement.dim)]
+        x = torch.cat(
+            [ranks[rank][part] for part in range(len(sizes)) for rank in range(world_size)],
+            placement.dim,
+        )
+    return without_padding(x, placement, world_size)

@@ -55,9 +55,11 @@ class Grid:
             every rank draws the same numbers.
         rank: this rank; a tensor where ranks are simulated.
         first_row: rows of the global tensor before all of these parts, where it is made in pieces.
+        padding: elements of ``dim`` over all ranks that the global tensor does not have; their
+            places are those of other elements.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - those of the operators
         self,
         shape: Sequence[int],
         device: torch.device,
@@ -67,6 +69,7 @@ class Grid:
         world_size: int,
         rank: int | Tensor,
         first_row: int = 0,
+        padding: int = 0,
     ) -> None:
         sizes = tuple(shape) or (1,)
         dim %= len(sizes)
@@ -81,7 +84,8 @@ class Grid:
             columns = columns + rank * sizes[-1]
         elif world_size > 1:
             inner = prod(sizes[dim:-1])
-            outer = torch.arange(prod(sizes[:dim]), device=device) * (inner * world_size)
+            true = inner * world_size - padding * prod(sizes[dim + 1 : -1])
+            outer = torch.arange(prod(sizes[:dim]), device=device) * true
             part = torch.arange(inner, device=device) + rank * inner
             rows = (outer.unsqueeze(1) + part).flatten()
         if first_row:

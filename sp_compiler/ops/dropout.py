@@ -19,7 +19,7 @@ _sp = torch.ops.sp_compiler
 
 
 @torch.no_grad()
-def dropout_mask(
+def dropout_mask(  # noqa: PLR0913 - those of the operator
     tp: Communicator,
     x: Tensor,
     seed: Tensor,
@@ -28,6 +28,7 @@ def dropout_mask(
     dim: int,
     world_size: int,
     first_row: int = 0,
+    padding: int = 0,
 ) -> Tensor:
     """Bool mask, shaped and laid out like ``x``: True where the element survives.
 
@@ -41,12 +42,14 @@ def dropout_mask(
         dim: the sharded dimension; ignored if ``world_size`` is 1.
         first_row: rows, of all dims but the last, before those of ``x`` in the tensor that the mask
             is one of, where that runs in pieces.
+        padding: elements of ``dim`` over all ranks that the tensor does not have, behind the others
+            (heads, where their number does not divide).
 
     Raises:
         ArgumentError: ``p`` is outside [0, 1).
     """
     mask = torch.empty_like(x, dtype=torch.bool)
-    grid = Grid(x.shape, x.device, seed, site, dim, world_size, tp.rank, first_row)
+    grid = Grid(x.shape, x.device, seed, site, dim, world_size, tp.rank, first_row, padding)
     threshold = _threshold(p)
     if not is_plain(tp.rank, x, seed):
         return mask.copy_((grid.hash_all() >= threshold).view(x.shape))
@@ -60,7 +63,7 @@ def dropout_mask(
 
 
 @torch.no_grad()
-def dropout(
+def dropout(  # noqa: PLR0913 - those of the operator
     tp: Communicator,
     x: Tensor,
     seed: Tensor,
@@ -69,13 +72,14 @@ def dropout(
     dim: int,
     world_size: int,
     first_row: int = 0,
+    padding: int = 0,
 ) -> Tensor:
     """Return ``x * dropout_mask(x, ...) * (1 / (1 - p))``, bit for bit, without a mask in memory.
 
     Arguments as for :func:`dropout_mask`. It is linear in ``x`` and its own gradient.
     """
     result = torch.empty_like(x)
-    grid = Grid(x.shape, x.device, seed, site, dim, world_size, tp.rank, first_row)
+    grid = Grid(x.shape, x.device, seed, site, dim, world_size, tp.rank, first_row, padding)
     threshold, scale = _threshold(p), 1 / (1 - p)
     if not is_plain(tp.rank, x, seed):
         survives = (grid.hash_all() >= threshold).view(x.shape)
@@ -117,7 +121,7 @@ def _save_seed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     (seed,) = ctx.saved_tensors
     # The seed makes the same mask again: nothing else is saved.
-    return _sp.dropout(grad, seed, *ctx.rest), None, None, None, None, None, None
+    return _sp.dropout(grad, seed, *ctx.rest), None, None, None, None, None, None, None
 
 
 def _type_dropout(args: Arguments, world_size: int) -> Sequence[Typing]:
@@ -154,7 +158,7 @@ def _scratch_of_mask(args: Arguments, result: Tensor) -> int:
 
 _SCHEMA = (
     "(Tensor x, Tensor seed, float p, SymInt site, SymInt dim, SymInt world_size, "
-    "SymInt first_row=0) -> Tensor"
+    "SymInt first_row=0, SymInt padding=0) -> Tensor"
 )
 DROPOUT_MASK = register(
     Operator(

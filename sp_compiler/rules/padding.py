@@ -4,17 +4,23 @@ A padded shard has zeros after the true elements in parameters and gradients, an
 other values, so nothing has to be masked: a product that sums over a padded dim has zeros on at
 least one side, and gradients of the padding are zero. The operators below preserve this; before all
 others the dim is gathered. A loss over a padded vocabulary excludes the padding itself.
+
+A padded head is computed like the others, from zeros: its scores are those of the mask, which all
+heads share, its output is finite, and the product after attention has zeros in its weight.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.fx import Node
 
-from sp_compiler.ir.fx import tensor_operands
+from sp_compiler.ir.fx import arguments, tensor_operands
+from sp_compiler.ops.dropout import DROPOUT, DROPOUT_MASK
+from sp_compiler.rules.factors import Factor, OpRule
 
 _aten = torch.ops.aten
 
@@ -33,16 +39,52 @@ POINTWISE = frozenset(
         _aten.square.default,
     }
 )
+# Finite wherever the true elements along their other dims are, with whatever mask those share.
+ROWWISE = frozenset(
+    {
+        _aten._softmax.default,
+        _aten.softmax.int,
+        _aten.embedding.default,
+        DROPOUT.overload,
+        DROPOUT_MASK.overload,
+    }
+)
+# Right where they sum over other dims than the padded one.
+SUMS = frozenset(
+    {
+        _aten.baddbmm.default,
+        _aten.bmm.default,
+        _aten.matmul.default,
+        _aten.mean.dim,
+        _aten.mm.default,
+        _aten.sum.dim_IntList,
+    }
+)
+# A mask that differs between heads would be zeros, or False, in the padding: it could forbid all of
+# a row there, and a softmax of nothing is NaN.
+_MASKED = {
+    _aten.where.ScalarOther: "condition",
+    _aten.where.ScalarSelf: "condition",
+    _aten.where.self: "condition",
+    _aten.masked_fill.Scalar: "mask",
+    _aten.scaled_dot_product_attention.default: "attn_mask",
+}
 RELABELLING = frozenset(
     {
         _aten._to_copy.default,
+        _aten.cat.default,
         _aten.clone.default,
         _aten.contiguous.default,
+        _aten.expand.default,
         _aten.permute.default,
         _aten.reshape.default,
+        _aten.select.int,
         _aten.slice.Tensor,
+        _aten.split_with_sizes.default,
+        _aten.squeeze.dim,
         _aten.t.default,
         _aten.transpose.int,
+        _aten.unbind.int,
         _aten.unsqueeze.default,
         _aten.view.default,
     }
@@ -53,19 +95,60 @@ _KEEP_ZEROS = frozenset(
 )
 
 
-def may_pad(node: Node, is_parameter: Callable[[Node], bool]) -> bool:
-    """Return whether the results of ``node`` are right with padded operands.
+def may_pad(node: Node, rule: OpRule, factor: Factor, is_parameter: Callable[[Node], bool]) -> bool:
+    """Return whether the results of ``node`` are right with operands padded along ``factor``.
 
     Args:
+        rule: of ``node``.
         is_parameter: whether a node is a parameter, which is padded with zeros.
     """
+    target = node.target
     # What is computed from a parameter need not be zero where that is: exp(0) is 1.
-    if node.target is _aten.linear.default:
+    if target is _aten.linear.default:
         return all(_is_weight(operand, is_parameter) for operand in tensor_operands(node)[1:])
-    if node.target is _aten.div.Tensor:
+    if target is _aten.div.Tensor:
         # By a tensor it might be 0 / 0 in the padding, and a NaN there spreads in backward.
         return not isinstance(node.args[1], Node) and node.args[1] != 0 and _is_finite(node)
-    return (node.target in POINTWISE and _is_finite(node)) or node.target in RELABELLING
+    if target in SUMS:
+        # A product with a weight meets its zeros; any other sum would take in the padding.
+        summed = any(factor.name == other.name for other in (*rule.contracted, *rule.averaged))
+        is_product = target in (_aten.matmul.default, _aten.mm.default)
+        weights = tensor_operands(node)[1:] if is_product else []
+        return not summed or any(_is_weight(weight, is_parameter) for weight in weights)
+    if target in (_aten.layer_norm.default, _aten.rms_norm.default):
+        # Rows of zeros have no variance: without eps they would be divided by 0.
+        return arguments(node)["eps"] != 0
+    if target is _aten.rsqrt.default:
+        return _is_positive(node.args[0])
+    if target is _aten.pow.Tensor_Scalar:
+        return node.args[1] >= 1 and _is_finite(node)
+    if target in _MASKED:
+        mask = arguments(node)[_MASKED[target]]
+        return mask is None or not _runs_over(node, rule, mask, factor)
+    return (target in POINTWISE and _is_finite(node)) or target in ROWWISE or target in RELABELLING
+
+
+def _runs_over(node: Node, rule: OpRule, mask: Node, factor: Factor) -> bool:
+    """Return whether a mask differs along ``factor``; an added bias is zero in the padding."""
+    is_added = mask.meta["val"].dtype is not torch.bool
+    if is_added and node.target is _aten.scaled_dot_product_attention.default:
+        return False
+    dims = rule.operands[tensor_operands(node).index(mask)]
+    return any(item.name == factor.name for dim in dims for item in dim)
+
+
+def _is_positive(node: Any) -> bool:
+    """Return whether it is a mean of squares plus a positive number, as in an explicit norm."""
+    if not isinstance(node, Node) or node.target is not _aten.add.Tensor:
+        return False
+    mean, eps = node.args
+    if not isinstance(mean, Node) or isinstance(eps, Node) or not eps > 0:
+        return False
+    if mean.target is not _aten.mean.dim or not isinstance(squares := mean.args[0], Node):
+        return False
+    is_even_power = squares.target is _aten.pow.Tensor_Scalar and squares.args[1] == 2
+    is_product = squares.target is _aten.mul.Tensor and squares.args[0] is squares.args[1]
+    return is_even_power or is_product or squares.target is _aten.square.default
 
 
 def _is_finite(node: Node) -> bool:

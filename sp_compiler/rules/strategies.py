@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from sp_compiler.base.placement import I, P, Placement, R, S, T
-from sp_compiler.rules.factors import Dims, Factor, OpRule, Rows
+from sp_compiler.base.placement import I, P, Placement, R, S, Segmentation, T
+from sp_compiler.rules.factors import Dim, Dims, Factor, OpRule, Rows
 
 
 @dataclass(frozen=True)
@@ -34,19 +35,21 @@ class Offers:
     Attributes:
         world_size: number of ranks.
         shardable: whether a factor may be sharded as a feature (heads, width, vocabulary).
-        segmentations: the part sizes, if any, into which a later operator splits a factor's dim.
+        segmentations: the segments, if any, into which a later operator splits a factor's dim.
         may_pad: whether a factor that is not divisible may be sharded with padding.
+        split_units: numbers of units, not divisible, in each part of a split.
         num_rows: number of leading token dims of operand / result ``i``; 0 if it has no rows form.
         sequence_parallel: whether values may be sharded by rows at all.
     """
 
     world_size: int
     shardable: Callable[[Factor], bool]
-    segmentations: Callable[[Factor], Sequence[tuple[int, ...]]]
+    segmentations: Callable[[Factor], Sequence[Segmentation]]
     operand_rows: Sequence[int]
     result_rows: Sequence[int]
     sequence_parallel: bool = True
     may_pad: Callable[[Factor], bool] = lambda factor: False
+    split_units: Sequence[int] = ()
 
 
 def strategies(
@@ -69,23 +72,31 @@ def strategies(
         for chosen in rule.linear
     ]
     for factor in _factors(rule):
-        # An operator that counts its place in the global tensor would count wrong in segments.
-        parts = () if rule.placed else tuple(offers.segmentations(factor))
-        odd = factor.size > 1 and factor.size % offers.world_size
-        if odd and not rule.placed and offers.may_pad(factor):
-            parts = (*parts, (factor.size,))  # one segment that does not divide: a padded shard
-        for segments in (*([()] if offers.shardable(factor) else []), *parts):
-            candidate = shard_factor(rule, factor, segments, offers.world_size)
+        for cut in _cuts(rule, factor, offers):
+            candidate = shard_factor(rule, factor, cut, offers.world_size)
             offered += [candidate] if candidate else []
     if rule.split is not None:
         dim, sizes = rule.split
         if all(size % offers.world_size == 0 for size in sizes):
             offered.append(Strategy((S(dim, sizes),), (S(dim),) * num_results))
+        for units in offers.split_units:
+            parts = tuple(S(dim, (size,), units) for size in sizes)
+            offered.append(Strategy((S(dim, sizes, units),), parts))
     if offers.sequence_parallel:
         candidate = _shard_rows(rule, offers)
         offered += [candidate] if candidate else []
     # Without repeats, and in one order on every rank, in contrast to a set.
     return list(dict.fromkeys(offered))
+
+
+def _cuts(rule: OpRule, factor: Factor, offers: Offers) -> list[Segmentation]:
+    """Return the ways to cut ``factor`` into what the ranks share; no sizes: as one part."""
+    cuts = [Segmentation(())] if offers.shardable(factor) else []
+    # An operator that counts its place in the global tensor would count wrong in segments; behind
+    # a single one there is padding, of which it is told.
+    cuts += [cut for cut in offers.segmentations(factor) if not rule.placed or len(cut.sizes) == 1]
+    may_pad = factor.size > 1 and offers.may_pad(factor)
+    return [cut for cut in cuts if may_pad or not cut.is_padded(offers.world_size)]
 
 
 def _factors(rule: OpRule) -> list[Factor]:
@@ -99,15 +110,15 @@ def _factors(rule: OpRule) -> list[Factor]:
 
 
 def shard_factor(
-    rule: OpRule, factor: Factor, segments: tuple[int, ...], world_size: int
+    rule: OpRule, factor: Factor, cut: Segmentation, world_size: int
 ) -> Strategy | None:
     """Return the strategy with ``factor`` sharded over ``world_size`` ranks, or ``None``.
 
     Args:
-        segments: sizes of the segments, each of which is sharded; () if the dim is one part.
+        cut: segments of the factor, each of which is sharded; no sizes if it is one part.
     """
-    operands = [_placement_of(dims, factor, segments, world_size) for dims in rule.operands]
-    results = [_placement_of(dims, factor, segments, world_size) for dims in rule.results]
+    operands = [_placement_of(dims, factor, cut, world_size) for dims in rule.operands]
+    results = [_placement_of(dims, factor, cut, world_size) for dims in rule.results]
     if None in operands or None in results:
         return None
     # A result without the factor holds one rank's share of a sum, or, for any other operator, is
@@ -117,11 +128,12 @@ def shard_factor(
         results = [P if placement == R else placement for placement in results]
     elif R in results:
         return None
-    # One cut serves all: S(0) of one tensor is not the rows of S(0|4,4) of another.
+    # One cut serves all: S(0) of one tensor is not the rows of S(0|4,4) of another. Units are
+    # scaled with the dim that they are in.
     cuts = {p.segments for p in (*operands, *results) if p is not None and p.kind == "S"}
-    if segments and len(cuts) != 1:
+    if cut.sizes and not cut.is_padded(world_size) and len(cuts) != 1:
         return None
-    if factor.size == world_size and all(placement == R for placement in operands):
+    if -(-factor.size // world_size) == 1 and all(placement == R for placement in operands):
         # A dim that only the result has, cut to size 1: nothing in the traced graph would show the
         # sum over it that its gradient needs.
         return None
@@ -130,7 +142,7 @@ def shard_factor(
 
 
 def _placement_of(
-    dims: Dims, factor: Factor, segments: tuple[int, ...], world_size: int
+    dims: Dims, factor: Factor, cut: Segmentation, world_size: int
 ) -> Placement | None:
     """Placement of a tensor when ``factor`` is sharded; R without it, ``None`` if impossible."""
     for position, dim in enumerate(dims):
@@ -138,21 +150,41 @@ def _placement_of(
         if factor.name not in names:
             continue
         index = names.index(factor.name)
-        outer, size = 1, 1
-        for item in dim[:index]:
-            outer *= item.size
-        for item in dim:
-            size *= item.size
-        if segments:
-            # A single segment that does not divide is padded; of several none can be.
-            divides = len(segments) == 1 or not any(s % world_size for s in segments)
-            fits = len(dim) == 1 and sum(segments) == size and divides
-            return S(position, segments) if fits else None
+        if cut.is_padded(world_size):
+            whole = cut_inside(cut, dim, index)
+            return None if whole is None else S(position, *whole)
+        if cut.sizes:
+            divides = not any(size % world_size for size in cut.sizes)
+            fits = len(dim) == 1 and sum(cut.sizes) == dim[0].size and divides
+            return S(position, cut.sizes) if fits else None
         if dim[index].size % world_size:
             return None
         # Behind an outer factor each of its rows is cut: as many segments, all of one size.
-        return S(position, (size // outer,) * outer if outer > 1 else ())
+        outer, size = (math.prod(item.size for item in part) for part in (dim[:index], dim[index:]))
+        return S(position, (size,) * outer if outer > 1 else ())
     return R
+
+
+def cut_inside(cut: Segmentation, dim: Dim, position: int) -> Segmentation | None:
+    """Return how a padded ``cut`` of the factor at ``position`` cuts its ``dim``."""
+    outer, inner = (
+        math.prod(item.size for item in items) for items in (dim[:position], dim[position + 1 :])
+    )
+    return padded_cut(cut, dim[position].size, outer, inner)
+
+
+def padded_cut(cut: Segmentation, size: int, outer: int, inner: int) -> Segmentation | None:
+    """Return how a padded ``cut`` of a factor cuts a dim (outer factor inner), or ``None``.
+
+    Args:
+        size: of the factor in this dim. Heads of queries and of grouped keys are one factor of two
+            sizes: the units, groups of heads, are the same.
+    """
+    total, units = sum(cut.sizes), cut.units or cut.sizes[0]
+    # In front of several segments a factor would repeat them in turn: nothing asks for that.
+    if (len(cut.sizes) > 1 and outer > 1) or any(s * size % (total * units) for s in cut.sizes):
+        return None
+    return Segmentation(tuple(s * size // total * inner for s in cut.sizes) * outer, units)
 
 
 def _shard_rows(rule: OpRule, offers: Offers) -> Strategy | None:

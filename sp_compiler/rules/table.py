@@ -107,6 +107,9 @@ def local_call(
         if argument.name not in row.local_arguments or argument.name not in call.arguments:
             continue
         value = row.local_arguments[argument.name](call)
+        # A default stays unwritten. Only of numbers that cannot be open.
+        if type(value) is int and value == call.arguments[argument.name]:
+            continue
         if argument.kwarg_only or argument.name in kwargs:
             kwargs[argument.name] = value
             continue

@@ -34,6 +34,7 @@ TOLERANCE = 1e-10
 Run = Callable[[Communicator, list[Any], list[Any]], tuple[list[Any], list[Any]]]
 """Outputs and gradients of a sharded region from its inputs and tangents."""
 Step = Callable[[Region, int], Run]
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.matmul.default)
 
 
 def check(whole: Whole, strategy: Strategy, world_size: int, step: Step | None = None) -> None:
@@ -46,10 +47,8 @@ def check(whole: Whole, strategy: Strategy, world_size: int, step: Step | None =
     prepare = _traced_step if whole.call.is_traced else _lowered_step
     run = prepare(whole, strategy, world_size, step)
     generator = torch.Generator().manual_seed(2)
-    # Weights have zeros in their padding, other operands anything.
-    is_linear = whole.call.target is torch.ops.aten.linear.default
     inputs = [
-        scatter(x, placement, world_size, generator, zeros=is_linear and position > 0)
+        scatter(x, placement, world_size, generator, zeros=_is_zero(whole, position, placement))
         for position, (x, placement) in enumerate(zip(whole.inputs, strategy.operands, strict=True))
     ]
     tangents = [
@@ -148,7 +147,7 @@ def _local_sizes(
 
 def _check_derived(node: Node, strategy: Strategy, world_size: int) -> None:
     operands, results = (
-        tuple(as_value(local_placement(placement)) for placement in placements)
+        tuple(as_value(local_placement(placement), world_size) for placement in placements)
         for placements in (strategy.operands, strategy.results)
     )
     found = [derived[: len(results)] for derived in derive(node, operands, world_size)]
@@ -196,6 +195,13 @@ def compiled_step(region: Region, world_size: int) -> Run:
         return list(outputs), grads
 
     return run
+
+
+def _is_zero(whole: Whole, position: int, placement: Placement) -> bool:
+    """Weights have zeros in their padding, other operands anything."""
+    if whole.call.target in _PRODUCTS:  # the dim that is summed, where it may be padded
+        return position == 1 and placement.dim == whole.inputs[1].dim() - 2
+    return whole.call.target is torch.ops.aten.linear.default and position > 0
 
 
 def scatter(

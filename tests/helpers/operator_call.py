@@ -14,6 +14,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from sp_compiler.base.placement import Segmentation
 from sp_compiler.ir.fx import tensor_operands
 from sp_compiler.ir.op_traits import FUSED_ATTENTION
 from sp_compiler.ir.program import RefKind, Region
@@ -141,7 +142,10 @@ def offered(whole: Whole, world_size: int) -> list[Strategy]:
             lambda factor: _cuts(factor, world_size),
             operand_rows,
             result_rows,
-            may_pad=lambda factor: may_pad(node, lambda operand: operand.op == "placeholder"),
+            may_pad=lambda factor: (
+                rule is not None
+                and may_pad(node, rule, factor, lambda operand: operand.op == "placeholder")
+            ),
         )
         found += strategies(rule, num_operands, num_results, offers)
     found += vocabulary_strategies(node, world_size, lambda dim: True)
@@ -177,12 +181,14 @@ def _leading(dims: Dims, count: int) -> list[Factor]:
     return [factor for dim in dims[:count] for factor in dim]
 
 
-def _cuts(factor: Factor, world_size: int) -> Sequence[tuple[int, ...]]:
-    """Two equal segments and two unequal ones."""
-    cuts = [(factor.size // 2, factor.size // 2), (factor.size // 3, 2 * (factor.size // 3))]
-    return [
-        cut for cut in cuts if sum(cut) == factor.size and all(n % world_size == 0 for n in cut)
-    ]
+def _cuts(factor: Factor, world_size: int) -> Sequence[Segmentation]:
+    """Two equal segments and two unequal ones; elements, pairs and three units with padding."""
+    size = factor.size
+    cuts = [(size // 2, size // 2), (size // 3, 2 * (size // 3))]
+    even = [cut for cut in cuts if sum(cut) == size and all(n % world_size == 0 for n in cut)]
+    counts = [count for count in (size, size // 2, 3) if count and count % world_size]
+    padded = [Segmentation((size,), count) for count in counts if not size % count]
+    return [*map(Segmentation, even), *padded]
 
 
 def gradients(

@@ -145,12 +145,14 @@ def _gradients(
 def _assert_declared(case: Case, parts: Sequence[Tensor], world_size: int) -> None:
     """The checks accept the placements, and the fake has the shapes of one rank's result."""
     node = node_of(case.operator, [_part(x) for x in parts], case.rest)
-    typing = (tuple(map(as_value, case.operands)), tuple(map(as_value, case.results)))
+
+    def valued(placements: Sequence[Placement]) -> tuple[Placement, ...]:
+        return tuple(as_value(placement, world_size) for placement in placements)
+
+    typing = (valued(case.operands), valued(case.results))
     ways = declared_strategies(node, world_size)
     assert ways is not None
-    declared = [
-        (tuple(map(as_value, way.operands)), tuple(map(as_value, way.results))) for way in ways
-    ]
+    declared = [(valued(way.operands), valued(way.results)) for way in ways]
     assert typing in declared
     with simulated_ranks(world_size) as tp, running_on(tp):
         results = _results(case.operator.overload(*parts, *case.rest))

@@ -22,6 +22,7 @@ from sp_compiler.ops.registry import operator_of
 from sp_compiler.planning.formula.reshapes import reshaped
 from sp_compiler.planning.formula.sizes import (
     Dim,
+    cut_inner,
     gathered,
     is_in_doubt,
     joined,
@@ -60,11 +61,28 @@ def unsharded(shape: Shape, placement: Placement, world_size: int) -> Shape:
 def one_ranks_part(shape: Shape, placement: Placement, world_size: int) -> Shape:
     if placement.kind != "S":
         return shape
+    if placement.units:
+        return tuple(
+            _shared_units(dim, placement, world_size) if position == placement.dim else dim
+            for position, dim in enumerate(shape)
+        )
     count = len(placement.segments) if len(set(placement.segments)) == 1 else 1
     return tuple(
         share(dim, world_size, count) if position == placement.dim else dim
         for position, dim in enumerate(shape)
     )
+
+
+def _shared_units(dim: Dim, placement: Any, world_size: int) -> Dim:
+    """One rank's part of a dim of which no unit (head) is cut."""
+    parts = []
+    for segment in parts_of(dim, placement.segments):
+        cut = cut_inner(segment, placement.unit_size(size_of(segment)))
+        # Another split of the same dim may have given it other factors.
+        if cut is None:
+            return unknown(sum(placement.padded_segments(world_size)) // world_size)
+        parts.append((*share(cut[0], world_size), *cut[1]))
+    return joined(parts)
 
 
 def results_of(node: Node, known: dict[str, list[Shape]]) -> list[Shape]:

@@ -131,7 +131,7 @@ def gathered(dim: Dim, world_size: int, padding: int = 0) -> Dim:
         if isinstance(atom.meaning, Share):
             return (*factors[:position], *atom.meaning.full, *factors[position + 1 :])
     first, *rest = factors
-    full = Atom(first.value * world_size - padding)
+    full = Atom(first.value * world_size - padding // size_of(tuple(rest)))
     if first.meaning is None:
         first.meaning = Share((full,), world_size)
     return (full, *rest)

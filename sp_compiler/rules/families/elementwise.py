@@ -75,6 +75,10 @@ def _placed_dim(call: LocalCall) -> int:
     return placement.dim if placement.is_sharded else call.arguments["dim"]
 
 
+def _placed_padding(call: LocalCall) -> int:
+    return call.results[0].padding(call.world_size)
+
+
 def _placed_ranks(call: LocalCall) -> int:
     return call.world_size if call.results[0].is_sharded else call.arguments["world_size"]
 
@@ -82,7 +86,11 @@ def _placed_ranks(call: LocalCall) -> int:
 @rule(
     "sp_compiler::dropout",
     "sp_compiler::dropout_mask",
-    local_arguments={"dim": _placed_dim, "world_size": _placed_ranks},
+    local_arguments={
+        "dim": _placed_dim,
+        "world_size": _placed_ranks,
+        "padding": _placed_padding,
+    },
 )
 def _dropout(node: Node) -> OpRule:
     (shape,) = result_shapes(node)

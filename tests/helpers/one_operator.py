@@ -223,9 +223,14 @@ def scatter(
         x = torch.cat([x, torch.zeros_like(padding) if zeros else padding])
         placement = local_placement(placement)
     if placement.padding(world_size) and not zeros:
-        padding = x.narrow(placement.dim, 0, 1)
-        padding = padding.repeat_interleave(placement.padding(world_size), placement.dim)
-        x, placement = torch.cat([x, padding], placement.dim), S(placement.dim)
+        dim, sizes = placement.dim, placement.padded_segments(world_size)
+        padded = [
+            torch.cat(
+                [part, part.narrow(dim, 0, 1).repeat_interleave(size - part.size(dim), dim)], dim
+            )
+            for part, size in zip(x.split(placement.segments, dim), sizes, strict=True)
+        ]
+        x, placement = torch.cat(padded, dim), S(dim, sizes if len(sizes) > 1 else ())
     return LocalTensor(
         {rank: local_part(x, placement, rank, world_size) for rank in range(world_size)}
     )

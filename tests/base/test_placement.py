@@ -14,6 +14,7 @@ from sp_compiler.base.placement import legend_of
         ("%x = convert(%y, 'I', 'S(1|128,64)', 2) : f32[2] @ S(1|128,64)", ["S(i)", "I"]),
         ("all-gather of relu (T(2) to R), 8.7 us", ["R", "T(n)"]),
         ("placement none -> I", ["I"]),
+        ("weight (128, 96) f32 S(1|96/3), P", ["S(i)", "S(i|a/n)", "P"]),
         ("Shard(0) and Replicate()", []),
         ("%R = layers.P.up(%S, I(2)) in model.R", []),
         ("", []),

@@ -114,6 +114,9 @@ def test_heads_are_padded(tp: int) -> None:
 def test_a_fused_projection_is_padded_part_by_part(fused: str) -> None:
     program = _assert_padded(_case(_Attention(3, fused=fused, p=0.2)), 2, "qkv out")
     assert program.param_placements["body.qkv.weight"] == S(0, (12, 12, 12), 3)
+    header, body = program.code.split("\nclass ", 1)
+    assert "S(0|12,12,12/3)" in body
+    assert "S(i|a/n)" in header
 
 
 @pytest.mark.parametrize("fused", ["split", pytest.param("", marks=pytest.mark.slow)])

@@ -89,6 +89,18 @@ RELABELLING = frozenset(
         _aten.view.default,
     }
 )
+# A value is infinite behind these where an operand is; behind all others it is finite.
+_PASSES_INFINITY = frozenset(
+    {
+        *(POINTWISE - {_aten.sigmoid.default, _aten.tanh.default}),
+        *RELABELLING,
+        _aten.div.Tensor,
+        _aten.masked_fill.Scalar,
+        _aten.where.ScalarOther,
+        _aten.where.ScalarSelf,
+        _aten.where.self,
+    }
+)
 # What a weight may go through on its way to a product: zeros stay zeros.
 _KEEP_ZEROS = frozenset(
     {_aten._to_copy.default, _aten.permute.default, _aten.t.default, _aten.transpose.int}
@@ -115,13 +127,17 @@ def may_pad(node: Node, rule: OpRule, factor: Factor, is_parameter: Callable[[No
         is_product = target in (_aten.matmul.default, _aten.mm.default)
         weights = tensor_operands(node)[1:] if is_product else []
         return not summed or any(_is_weight(weight, is_parameter) for weight in weights)
-    if target in (_aten.layer_norm.default, _aten.rms_norm.default):
-        # Rows of zeros have no variance: without eps they would be divided by 0.
-        return arguments(node)["eps"] != 0
-    if target is _aten.rsqrt.default:
-        return _is_positive(node.args[0])
+    if target in (_aten.layer_norm.default, _aten.rms_norm.default, _aten.rsqrt.default):
+        return _carries_rows_of_zeros(node)
     if target is _aten.pow.Tensor_Scalar:
-        return node.args[1] >= 1 and _is_finite(node)
+        # The base may be negative in the padding though it never is in the true elements.
+        exponent = node.args[1]
+        return exponent >= 1 and float(exponent).is_integer()
+    if target is _aten.mul.Tensor:
+        # A mask of -inf times what is zero in the padding would be NaN there.
+        operands = tensor_operands(node)
+        infinite = len(operands) > 1 and any(_may_be_infinite(x, is_parameter) for x in operands)
+        return not infinite and _is_finite(node)
     if target in _MASKED:
         mask = arguments(node)[_MASKED[target]]
         return mask is None or not _runs_over(node, rule, mask, factor)
@@ -137,18 +153,59 @@ def _runs_over(node: Node, rule: OpRule, mask: Node, factor: Factor) -> bool:
     return any(item.name == factor.name for dim in dims for item in dim)
 
 
+def _carries_rows_of_zeros(norm: Node) -> bool:
+    """Return whether a norm, or the root in an explicit one, is finite where all is zero."""
+    if norm.target is _aten.rsqrt.default:
+        return _is_positive(norm.args[0])
+    # Rows of zeros have no variance: without eps they would be divided by 0. Norms compute in
+    # float32 at least; no eps means that of the dtype.
+    values = norm.args[0]
+    assert isinstance(values, Node)
+    dtype = torch.promote_types(values.meta["val"].dtype, torch.float32)
+    eps = arguments(norm)["eps"]
+    return eps is None or _is_enough(eps, dtype)
+
+
 def _is_positive(node: Any) -> bool:
     """Return whether it is a mean of squares plus a positive number, as in an explicit norm."""
     if not isinstance(node, Node) or node.target is not _aten.add.Tensor:
         return False
     mean, eps = node.args
-    if not isinstance(mean, Node) or isinstance(eps, Node) or not eps > 0:
+    if not isinstance(mean, Node) or isinstance(eps, Node) or node.kwargs.get("alpha", 1) != 1:
+        return False
+    if not _is_enough(eps, node.meta["val"].dtype):
         return False
     if mean.target is not _aten.mean.dim or not isinstance(squares := mean.args[0], Node):
         return False
     is_even_power = squares.target is _aten.pow.Tensor_Scalar and squares.args[1] == 2
     is_product = squares.target is _aten.mul.Tensor and squares.args[0] is squares.args[1]
     return is_even_power or is_product or squares.target is _aten.square.default
+
+
+def _is_enough(eps: float, dtype: torch.dtype) -> bool:
+    """Return whether ``eps`` keeps a norm of zeros finite in ``dtype``, and its gradient."""
+    return eps > 0 and eps**-1.5 < torch.finfo(dtype).max
+
+
+def _may_be_infinite(node: Node, is_parameter: Callable[[Node], bool]) -> bool:
+    """Return whether a mask may have put an infinity into a value: chosen by it, or added.
+
+    What is added may come from outside of the region, where nobody knows its numbers.
+    """
+    seen: set[tuple[Node, bool]] = set()
+    pending = [(node, False)]
+    while pending:
+        value, is_added = pending.pop()
+        if (value, is_added) in seen:
+            continue
+        seen.add((value, is_added))
+        from_outside = value.op == "placeholder" and not is_parameter(value)
+        if (is_added and from_outside) or not _is_finite(value):
+            return True
+        if value.target in _PASSES_INFINITY:
+            added = is_added or value.target in (_aten.add.Tensor, _aten.sub.Tensor)
+            pending += [(operand, added) for operand in tensor_operands(value)]
+    return False
 
 
 def _is_finite(node: Node) -> bool:

@@ -144,6 +144,16 @@ def _softmax(q: Tensor, k: Tensor, bias: Tensor | float = 0.0, dim: int = -1) ->
     return (q @ k.transpose(-1, -2) + bias).softmax(dim)
 
 
+def _energy(q: Tensor) -> Tensor:
+    """Positive for every query: (batch, heads, queries, 1)."""
+    return q.square().mean(-1, keepdim=True)
+
+
+def _later(q: Tensor) -> Tensor:
+    """Keys that a query must not see: bool (queries, keys)."""
+    return torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
+
+
 def _slopes(q: Tensor) -> Tensor:
     """A bias for each head, as ALiBi has: (heads, 1, keys)."""
     heads, keys = q.shape[1], q.shape[2]
@@ -164,6 +174,9 @@ _PADDED: dict[str, Callable[..., Tensor]] = {
     "biased": lambda q, k, v: _softmax(q, k, _slopes(q)) @ v,
     "normed": lambda q, k, v: _softmax(_rms(q, 1e-6), F.layer_norm(k, k.shape[-1:])) @ v,
     "value shifted": lambda q, k, v: _softmax(q, k) @ (v + 1),
+    "scaled, then masked": lambda q, k, v: (
+        ((q @ k.transpose(-1, -2)) * _energy(q)).masked_fill(_later(q), -math.inf).softmax(-1) @ v
+    ),
 }
 # Where a head of zeros would change the others, or be NaN.
 _NOT_PADDED: dict[str, Callable[..., Tensor]] = {
@@ -178,6 +191,16 @@ _NOT_PADDED: dict[str, Callable[..., Tensor]] = {
         torch.where(_own_masks(q), q @ k.transpose(-1, -2), -math.inf).softmax(-1) @ v
     ),
     "fused, masks of heads": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, _own_masks(q)),
+    "eps subtracted": lambda q, k, v: (
+        _softmax(q * torch.add(_energy(q), 1e-12, alpha=-1).rsqrt(), k) @ v
+    ),
+    "power of a difference": lambda q, k, v: _softmax(q * (_energy(q) - 1e-12).pow(1.5), k) @ v,
+    "masked, then scaled": lambda q, k, v: (
+        ((q @ k.transpose(-1, -2)).masked_fill(_later(q), -math.inf) * _energy(q.detach())).softmax(
+            -1
+        )
+        @ v
+    ),
     "division": lambda q, k, v: _softmax(q / q.abs().sum(-1, keepdim=True), k) @ v,
 }
 

@@ -291,7 +291,7 @@ def _three() -> dict[str, Any]:
 def test_ranks_that_fit_nothing_in_the_model(expected: dict[str, Any]) -> None:
     for found in run_on_ranks(3, _three):
         assert_same_training(found["training"], expected)
-        assert any("no dim divides by 3" in line for line in found["fallbacks"])
+        assert not found["fallbacks"]  # heads, columns and words are padded
 
 
 SCRIPT = """

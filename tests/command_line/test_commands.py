@@ -307,7 +307,7 @@ def _completed(text: str) -> list[str]:
 def test_completion_knows_commands_presets_and_options_of_compile() -> None:
     assert _completed("sp-compiler be") == ["bench"]
     assert _completed("sp-compiler plan --preset llama-3-8") == ["llama-3-8b"]
-    assert _completed("sp-compiler plan -o rec") == ["recompute="]
+    assert _completed("sp-compiler plan -o rec") == ["recompute=", "recompute_rest="]
 
 
 @pytest.mark.slow

@@ -1,12 +1,13 @@
 """Ten steps of AdamW on every grid of 2, 4 and 8 processes, with every schedule, beside one device.
 
-    python -m benchmarks.grid_cells [--ranks 2 4 8] [--models llama ...] [--minutes 30]
+    python -m benchmarks.grid_cells [--ranks 2 4 8] [--models llama ...] [--minutes 30] [--write]
     python -m benchmarks.grid_cells --table
 
 A cell is a model on a grid with a schedule: gloo processes in float64, each part of the data with
 batches of its own, gradients clipped. Losses, norms and parameters are compared with those of the
-same steps on one device. What was measured is kept, and a later run does the cells that are missing
-and those that failed; ``--table`` prints what there is.
+same steps on one device. What was measured is kept in ``--folder``, or with ``--write`` in the
+results of the repository, and a later run does the cells that are missing there and those that
+failed; ``--table`` prints what there is.
 """
 
 from __future__ import annotations
@@ -323,19 +324,20 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=(2, 4, 8))
     parser.add_argument("--models", nargs="+", default=list(MODELS), help="the begin of a name")
     parser.add_argument("--minutes", type=float, default=60.0)
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--folder", type=Path, default=Path("grid_cells"), help="one device's runs")
+    parser.add_argument("--write", action="store_true", help="keep cells in the repository")
+    parser.add_argument("--folder", type=Path, default=Path("grid_cells"), help="of this run")
     parser.add_argument("--table", action="store_true")
     asked = parser.parse_args()
+    results = RESULTS if asked.write else asked.folder / RESULTS.name
     if asked.table:
-        print(table(asked.results))
+        print(table(results if results.exists() else RESULTS))
         return
     end = time.time() + 60 * asked.minutes
     asked.folder.mkdir(parents=True, exist_ok=True)
     begins = tuple(name.lower() for name in asked.models)
     models = [name for name in MODELS if name.lower().startswith(begins)]
     for num_ranks in asked.ranks:
-        run(num_ranks, models, asked.results, asked.folder, end)
+        run(num_ranks, models, results, asked.folder, end)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from sp_compiler.ir.fx import arguments, tensor_operands
+from sp_compiler.ir.fx import arguments, shape_of, tensor_operands
 from sp_compiler.ops.dropout import DROPOUT, DROPOUT_MASK
 from sp_compiler.rules.factors import Factor, OpRule
 
@@ -188,23 +188,29 @@ def _is_enough(eps: float, dtype: torch.dtype) -> bool:
 
 
 def _may_be_infinite(node: Node, is_parameter: Callable[[Node], bool]) -> bool:
-    """Return whether a mask may have put an infinity into a value: chosen by it, or added.
+    """Return whether a mask may have put an infinity into a padded value: chosen by it, or added.
 
-    What is added may come from outside of the region, where nobody knows its numbers.
+    Nobody knows the numbers that come from outside of the region. They reach the padding where an
+    element of them meets several of the result; what is as large as the result, such as the
+    probabilities of a soft target, is padded with zeros itself.
     """
-    seen: set[tuple[Node, bool]] = set()
-    pending = [(node, False)]
+    seen: set[tuple[Node, bool, bool]] = set()
+    pending = [(node, False, False)]
     while pending:
-        value, is_added = pending.pop()
-        if (value, is_added) in seen:
+        value, is_added, is_broadcast = item = pending.pop()
+        if item in seen:
             continue
-        seen.add((value, is_added))
+        seen.add(item)
         from_outside = value.op == "placeholder" and not is_parameter(value)
-        if (is_added and from_outside) or not _is_finite(value):
+        if (is_added and is_broadcast and from_outside) or not _is_finite(value):
             return True
         if value.target in _PASSES_INFINITY:
             added = is_added or value.target in (_aten.add.Tensor, _aten.sub.Tensor)
-            pending += [(operand, added) for operand in tensor_operands(value)]
+            elements = math.prod(shape_of(value))
+            pending += [
+                (operand, added, is_broadcast or math.prod(shape_of(operand)) < elements)
+                for operand in tensor_operands(value)
+            ]
     return False
 
 

@@ -16,6 +16,9 @@ from sp_compiler.codegen.expressions import first_alone
 from sp_compiler.codegen.nesting import is_unpacked
 from sp_compiler.ir.op_traits import base, is_started
 
+UNUSED = "_"
+"""Name of a result that nothing reads, beside others of its statement."""
+
 
 class Lifetimes:
     """The names of one function.
@@ -95,11 +98,12 @@ class Lifetimes:
             # A name bound anew holds the new value: the old one has been freed with that.
             bound.update((self.names[node], node) for node in named if not is_started(node))
             dead = [name for name, node in bound.items() if last[base(node)] is statement]
-            if has_unused_part(statement):
-                dead.insert(0, "_")
-            for name in dead:
-                if name == "_" or base(bound.pop(name)) not in kept:
-                    deaths.setdefault(statement, []).append(name)
+            freed = [name for name in dead if base(bound.pop(name)) not in kept]
+            # Deleted as well: a result that nothing reads would live as long as the others.
+            if UNUSED in assigned(statement, self.names):
+                freed.insert(0, UNUSED)
+            if freed:
+                deaths[statement] = freed
         return deaths
 
 
@@ -110,10 +114,14 @@ def targets(statement: Node) -> list[Node]:
     return sorted(statement.users, key=lambda part: int(part.args[1]))
 
 
-def has_unused_part(statement: Node) -> bool:
-    """Return whether one of several results is unpacked into ``_``."""
-    several = is_unpacked(statement) and not first_alone(statement)
-    return several and len(statement.users) < len(statement.meta["val"])
+def assigned(statement: Node, names: Mapping[Node, str]) -> list[str]:
+    """Return the names that a statement assigns, with ``UNUSED`` for results that nothing reads."""
+    if not is_unpacked(statement):
+        return [names[statement]]
+    if first_alone(statement):
+        return [names[part] for part in targets(statement)]
+    parts = {int(part.args[1]): names[part] for part in statement.users}
+    return [parts.get(index, UNUSED) for index in range(len(statement.meta["val"]))]
 
 
 def _first_free(wishes: Sequence[str], taken: Collection[str]) -> str:

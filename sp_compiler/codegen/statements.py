@@ -11,7 +11,7 @@ from sp_compiler.base.provenance import module_path
 from sp_compiler.base.python_text import comment
 from sp_compiler.codegen.descriptions import describe
 from sp_compiler.codegen.expressions import Printer, first_alone
-from sp_compiler.codegen.lifetimes import Lifetimes, has_unused_part, targets
+from sp_compiler.codegen.lifetimes import Lifetimes, assigned
 from sp_compiler.codegen.nesting import Nesting, is_unpacked
 from sp_compiler.ir.fx import placements_of
 from sp_compiler.ir.op_traits import base, is_collective, is_identity, is_started, is_view, is_wait
@@ -88,9 +88,7 @@ class Body:
                     node, "recomputed" if again and not all(recomputed) else ""
                 )
                 left -= allocates[place]
-                rebound = {self.printer.names[target] for target in targets(node)}
-                if has_unused_part(node):
-                    rebound.add("_")
+                rebound = assigned(node, self.printer.names)
                 dead = [name for name in dead if name not in rebound]
                 # What dies where nothing is allocated any more dies with the function.
                 dead += self._deaths.get(node, []) if left else []
@@ -159,14 +157,9 @@ class Body:
         return f"<== {note}" if not is_started(node) else f"==> {note}"
 
     def _target(self, node: Node) -> str:
-        names = self.printer.names
-        if not is_unpacked(node):
-            return names[node]
-        parts = {int(part.args[1]): names[part] for part in node.users}
-        if first_alone(node):
-            return parts[0]
-        unpacked = [parts.get(index, "_") for index in range(len(node.meta["val"]))]
-        return ", ".join(unpacked) + ("," if len(unpacked) == 1 else "")
+        names = assigned(node, self.printer.names)
+        of_one = len(names) == 1 and is_unpacked(node) and not first_alone(node)
+        return ", ".join(names) + ("," if of_one else "")
 
 
 def _without_small_recomputations(

@@ -7,22 +7,21 @@ import copy
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sp_compiler.api import compile as compile_model
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.units import bytes_text, time_text
 from sp_compiler.options import ExampleInputs, Options
 from sp_compiler.planning.table_text import table
+from sp_compiler.runtime.recorder import Recorder
 
 _WARM_UP = 2  # the first step compiles, the second meets what the first one allocated
 _SEED = 0
@@ -177,11 +176,12 @@ class _Run:
         return (time.perf_counter() - start) * 1e6
 
     def kept_bytes(self) -> int:
-        with _Storages() as storages:
+        with Recorder() as recorder:
             result = self._forward()
-        excluded = [*self.model.parameters(), *self.model.buffers()]
-        excluded += pytree.tree_leaves((self.args, self.kwargs, result))
-        kept = storages.alive_bytes(excluded)
+        seen = pytree.tree_leaves((self.args, self.kwargs, result))
+        tensors = [leaf for leaf in seen if isinstance(leaf, Tensor)]
+        outside = [*self.model.parameters(), *self.model.buffers(), *tensors]
+        kept = recorder.alive_bytes(excluding=outside)
         _loss(result).backward()  # ranks that leave a step in its middle would wait for each other
         return kept
 
@@ -216,42 +216,3 @@ def _loss(result: Any) -> Tensor:
         )
     losses = [leaf for leaf in reached if leaf.dim() == 0]
     return losses[0] if losses else torch.stack([leaf.float().mean() for leaf in reached]).sum()
-
-
-class _Storages(TorchDispatchMode):
-    """Mode that records every storage that an operator returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if not all(kind in (Tensor, nn.Parameter) for kind in types):
-            return NotImplemented  # DTensors: what they consist of comes here next
-        result = func(*args, **(kwargs or {}))
-        for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                storage = leaf.untyped_storage()
-                # A later storage may get the address of one that is gone.
-                self._made[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
-        return result
-
-    def alive_bytes(self, excluded: Iterable[Any]) -> int:
-        """Return the bytes of the storages that still exist, without those of ``excluded``."""
-        left_out = {_address(each) for each in excluded if isinstance(each, Tensor)}
-        return sum(
-            num_bytes
-            for address, (storage, num_bytes) in self._made.items()
-            if address not in left_out and not storage.expired()
-        )
-
-
-def _address(tensor: Tensor) -> int:
-    local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
-    return (tensor if local is None else local()).untyped_storage().data_ptr()

@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.measure import Recorder, StepReport, alternate, observe_step, ratio
+from benchmarks.measure import StepReport, alternate, observe_step, ratio
 from benchmarks.models import Block, GPTConfig, PlainGPT
 from benchmarks.peers import dtensor
 from benchmarks.peers.megatron_style import MegatronStyleGPT
+from sp_compiler.runtime.recorder import Recorder
 from tests.helpers.ranks import run_on_ranks
 
 

@@ -40,7 +40,18 @@ ids = torch.randint(0, 64, (2, 8))
 example_inputs = ((), {"input_ids": ids, "labels": ids})
 path = Path(os.environ["DOCS_PATH"])
 """
-_GROUP = "torch.distributed.init_process_group()\n"
+_GROUP = "import torch\ntorch.distributed.init_process_group()\n"
+_SMALLER = {
+    'AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("gpt2"))': (
+        "copy.deepcopy(original)"
+    ),
+    "50257": "64",
+    # Four processes instead of eight.
+    '(2, 2, 2), mesh_dim_names=("dp_shard", "pp", "tp")': (
+        '(2, 2, 1), mesh_dim_names=("dp_shard", "pp", "tp")'
+    ),
+}
+"""What the page about pipelines prints, and what is run instead: a small model, fewer ranks."""
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
@@ -73,18 +84,19 @@ def test_commands_of_make_exist() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("page", "preamble", "num_ranks"),
+    ("pages", "num_ranks"),
     [
-        ("README.md", "", 2),
-        ("docs/usage.md", _GROUP, 2),
-        ("docs/graph-diff.md", _GROUP, 2),
-        ("docs/grids.md", _GROUP, 4),
+        # Pages with as many ranks share processes, whose start takes longer than most pages.
+        (("README.md", "docs/usage.md", "docs/memory.md", "docs/graph-diff.md"), 2),
+        (("docs/grids.md", "docs/pipeline.md"), 4),
     ],
-    ids=["readme", "usage", "graph-diff", "grids"],
+    ids=["two-ranks", "four-ranks"],
 )
-def test_code_runs_on_ranks(page: str, preamble: str, num_ranks: int, tmp_path: Path) -> None:
+def test_code_runs_on_ranks(pages: tuple[str, ...], num_ranks: int, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
-    program.write_text(script(ROOT / page, _ON_RANKS + preamble), encoding="utf-8")
+    own_group = _GROUP if "README.md" not in pages else ""
+    parts = [f"# {page}\n{_ON_RANKS}{_script(page)}" for page in pages]
+    program.write_text("\n".join([own_group, *parts]), encoding="utf-8")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     environment = {
         **os.environ,
@@ -100,3 +112,16 @@ def test_code_runs_on_ranks(page: str, preamble: str, num_ranks: int, tmp_path: 
         text=True,
     )
     assert result.returncode == 0, result.stderr[-3000:]
+
+
+def _script(page: str) -> str:
+    if page != "docs/pipeline.md":
+        return script(ROOT / page, "")
+    # Its blocks are alternatives: each takes over a model, which only one pipeline can have.
+    again = "\nmodel = copy.deepcopy(original)\n"
+    again += "optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-4)\n"
+    text = again.join(block.text for block in blocks(ROOT / page) if block.language == "python")
+    for printed, run in _SMALLER.items():
+        assert printed in text
+        text = text.replace(printed, run)
+    return text

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, Node
 
-from benchmarks.measure import Recorder
 from benchmarks.models import GPTConfig, PlainGPT
 from sp_compiler.api import plan
 from sp_compiler.base.errors import ArgumentError
@@ -28,6 +27,7 @@ from sp_compiler.options import CompileOptions
 from sp_compiler.planning.build import make_plan
 from sp_compiler.planning.plan import Plan
 from sp_compiler.runtime.executor import Executor
+from sp_compiler.runtime.recorder import Recorder
 from tests.helpers.graph_builder import GraphBuilder
 from tests.helpers.parity import SEED, case, compiled, compiled_in_turn
 from tests.helpers.ranks import run_on_ranks

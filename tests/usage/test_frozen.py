@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import sp_compiler
-from benchmarks.measure import Recorder
 from sp_compiler.module.distributed_module import DistributedModule
+from sp_compiler.runtime.recorder import Recorder
 from tests.helpers.users import (
     assert_same_gradients,
     batch,

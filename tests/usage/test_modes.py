@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.measure import Recorder
 from sp_compiler import UnsupportedError
+from sp_compiler.runtime.recorder import Recorder
 from tests.helpers.users import (
     assert_same_gradients,
     batch,

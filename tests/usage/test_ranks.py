@@ -17,8 +17,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import sp_compiler
-from benchmarks.measure import Recorder
 from sp_compiler import UnsupportedError
+from sp_compiler.runtime.recorder import Recorder
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.two_ranks import (
     assert_same_gradients,

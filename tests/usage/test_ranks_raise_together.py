@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import sp_compiler
-from benchmarks.measure import Recorder
 from sp_compiler import RankFailureError, RankMismatchError
+from sp_compiler.runtime.recorder import Recorder
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.users import Net, batch, net
 from tests.models import zoo

@@ -12,7 +12,6 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.measure import Recorder
 from sp_compiler.api import plan
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.units import parse_bytes
@@ -24,6 +23,7 @@ from sp_compiler.options import CompileOptions
 from sp_compiler.planning.build import make_plan
 from sp_compiler.planning.plan import Plan
 from sp_compiler.runtime.executor import Executor
+from sp_compiler.runtime.recorder import Recorder
 from sp_compiler.verification.verify import verify
 from tests.helpers import parity
 from tests.models import zoo

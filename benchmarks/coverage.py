@@ -36,7 +36,7 @@ _ROOT = Path(__file__).parents[1]
 FLOORS = _ROOT / "tests" / "end_to_end" / "coverage_floors.json"
 PAGE = _ROOT / "docs" / "coverage.md"
 Floors = dict[str, dict[str, dict[str, dict[str, Any]]]]
-"""What was measured, by architecture, configuration and number of ranks."""
+"""Measurements, by architecture, configuration and number of ranks."""
 _KINDS = {"all_gather": "G", "reduce_scatter": "S", "all_reduce": "R"}
 _HEAD = """# Coverage
 
@@ -108,12 +108,12 @@ def _replicated(plan: Plan) -> list[str]:
 
 
 def _subject(fallback: str) -> str:
-    """What a fallback is about, without sizes and reasons."""
+    """The subject of a fallback, without sizes and reasons."""
     return re.sub(r" (and \d+ more like it )?(is|runs) replicated.*", "", fallback)
 
 
 def _reason(fallback: str) -> str:
-    """What kind of thing is replicated and why: without places, with n for every number."""
+    """The kind of value that is replicated and why: without places, with n for every number."""
     what, _, why = fallback.partition(": ")
     kind = what.split()[0].removesuffix(".default")
     why = re.sub(r"(could not be proven|time than it saves memory).*", r"\1", why)
@@ -198,7 +198,7 @@ def _reasons(floors: Floors) -> Iterable[str]:
 
 
 def load() -> Floors:
-    """What was kept of earlier runs."""
+    """Stored results of earlier runs."""
     return json.loads(FLOORS.read_text()) if FLOORS.exists() else {}
 
 

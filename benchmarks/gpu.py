@@ -1,4 +1,4 @@
-"""What an accelerator says: memory against plans, numbers against the CPU, times against peers.
+"""Measurements on an accelerator: memory against plans, numbers against the CPU, times of peers.
 
     python -m benchmarks.gpu [--device cuda] [--only memory numbers slices] [--small] [--write]
 
@@ -227,7 +227,7 @@ def _gpt_steps(config: GPTConfig, ids: Tensor, recompute: str) -> dict[str, Step
 
 
 def _llama_steps(device: str, recompute: str, *, small: bool) -> dict[str, Step]:
-    """A layer of Llama-3-70B, of which there is no hand-written part of a rank."""
+    """A layer of Llama-3-70B; no part of a rank is written by hand for it."""
     sizes = (
         {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8}
         if small

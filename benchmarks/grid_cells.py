@@ -214,7 +214,7 @@ def measured(cell: Cell, folder: Path) -> dict[str, float]:
 
 
 def _outcome(cell: Cell, folder: Path) -> dict[str, Any]:
-    """What all ranks found: the largest errors, or why there are none."""
+    """Results of all ranks: the largest errors, or why there are none."""
     outcome: dict[str, Any]
     try:
         outcome = measured(cell, folder)
@@ -290,7 +290,7 @@ def run(num_ranks: int, models: Sequence[str], results: Path, folder: Path, end:
 
 
 def table(results: Path) -> str:
-    """What was measured: per model the largest of the three differences, by grid and schedule."""
+    """Stored measurements: per model the largest of the three differences, by grid and schedule."""
     known, lines, reasons = _read(results), [], []
     for model in MODELS:
         rows = []

@@ -81,7 +81,7 @@ class Record:
 
     @property
     def passes(self) -> bool:
-        """Whether the numbers are those of eager code, as far as float32 has them.
+        """Return whether the numbers are those of eager code, as far as float32 has them.
 
         A model may amplify rounding: where eager code is farther than the tolerance from float64,
         so may the two be from each other.

@@ -51,7 +51,7 @@ _START_S = 3.0
 
 @dataclass(frozen=True)
 class Disturbance:
-    """What happens to one rank in one life of the processes.
+    """Failure of one rank in one life of the processes.
 
     Attributes:
         phase: of a step, or the start.

@@ -66,7 +66,7 @@ class Row:
 
     @property
     def speed_up(self) -> float:
-        """How many times faster ours is."""
+        """Return the speed-up of ours."""
         return self.on_demand_us / self.ours_us
 
 

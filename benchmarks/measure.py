@@ -1,4 +1,4 @@
-"""What the benchmarks and the demo measure: kept bytes, collectives, alternated step times."""
+"""Measurements of the benchmarks and the demo: saved bytes, collectives, alternated step times."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class PeakRecorder(Recorder):
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one training step did.
+    """Memory and communication of one training step.
 
     Args:
         kept_bytes: storages alive after forward, once each, without parameters, buffers, inputs

@@ -106,7 +106,7 @@ PRESETS: Mapping[str, GPTConfig] = MappingProxyType(
 
 
 class GPTOutput(NamedTuple):
-    """What :class:`PlainGPT` returns when it is given labels."""
+    """Output of :class:`PlainGPT` when it is given labels."""
 
     loss: Tensor
     logits: Tensor

@@ -1,4 +1,4 @@
-"""How the activation-recomputation paper ran its models, and the times that it prints.
+"""Settings of the activation-recomputation paper's runs, and the times that it prints.
 
 Source: Korthikanti et al., arXiv 2205.05198: table 2 (settings), tables 3 and 5 (runs).
 """
@@ -45,7 +45,7 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Reported:
-    """What tables 3 and 5 print of one model.
+    """Row of tables 3 and 5 for one model.
 
     Attributes:
         seconds: of a step with sequence parallelism and selective recomputation.

@@ -59,7 +59,7 @@ class Piece:
 
 @cache
 def pieces(name: str) -> tuple[Piece, ...]:
-    """Return the calls of the model ``name``, of which two layers are compiled."""
+    """Return the calls of the model ``name``; two of its layers are compiled."""
     setup = PAPER_SETUPS[name]
     with torch.device("meta"):
         model = PlainGPT(replace(setup.model, num_layers=2)).bfloat16()

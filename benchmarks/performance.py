@@ -1,4 +1,4 @@
-"""What was measured, as a page: renders ``benchmarks/results/*.json`` as ``docs/performance.md``.
+"""Measurements as a page: renders ``benchmarks/results/*.json`` as ``docs/performance.md``.
 
     python -m benchmarks.performance [--write]
 
@@ -43,7 +43,7 @@ is mostly Python overhead.""",
 
 
 def machine() -> str:
-    """Where a result was measured, in words."""
+    """Return the machine that a result was measured on, in words."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     return (
         f"{device}, {os.cpu_count()} cores, {torch.get_num_threads()} thread per rank, "

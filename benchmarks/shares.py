@@ -1,4 +1,4 @@
-"""What share of a model the compiler shards: matrix products, parameters, kept activations."""
+"""Shares of a model that the compiler shards: matrix products, parameters, saved activations."""
 
 from __future__ import annotations
 

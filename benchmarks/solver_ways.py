@@ -92,7 +92,7 @@ def placement_cases(
 
 
 class _Grabbed(Exception):
-    """What a plan under a budget would have solved."""
+    """Problems that a plan under a budget would have solved."""
 
 
 def budget_problem_of(model: nn.Module, kwargs: dict[str, Any], tp: int) -> list[CallSplits]:

@@ -19,7 +19,7 @@ import sp_compiler
 
 
 class Places:
-    """Where every rank is, for those that waited for another one in vain.
+    """Places of all ranks, for those that waited for another one in vain.
 
     Args:
         store: of all ranks.

@@ -274,7 +274,7 @@ class Trainer:
         return float(value / dist.get_world_size())
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds; ranks have the same random numbers in the same places."""
+        """Contents of a checkpoint; ranks have the same random numbers in the same places."""
         return {
             "model": self.module.state_dict(),
             "optimizer": get_optimizer_state_dict(self._tree(), self.optimizer, options=_FLAT),

@@ -254,7 +254,7 @@ def time_table(trainers: dict[int, Trainer]) -> Table:
 
 
 def collectives_table(model: Any, report: StepReport) -> Table:
-    """What was sent in one step; the broadcast is the dropout seed's."""
+    """Table of the messages of one step; the broadcast is the dropout seed's."""
     table = Table("kind", "planned", "forward", "backward", "MiB", title="collectives, tp=2")
     planned = {item.kind.replace("_", "-"): item.count for item in model.plan.collectives}
     for kind in sorted(report.wire_bytes):

@@ -61,7 +61,7 @@ def _view_of_view(node: Node) -> Node | None:
     if node.target not in _RESHAPES or node.args[0].target not in _RESHAPES:
         return None
     # The check of placements derives the result of each view: it could not follow one step that
-    # changes the dim of which the shard is a part.
+    # changes the dim that the shard is a part of.
     if node.meta.get("relabels") or node.args[0].meta.get("relabels"):
         report_of(Pass.SIMPLIFY).decline(node, "the views change what the shard is a part of")
         return None

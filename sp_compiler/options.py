@@ -318,7 +318,7 @@ _INSTEAD = {
     "backend": "torch.compile keeps the parameters unsharded on every rank, which is not counted; "
     "give a memory_budget for the activations, or use sp_compiler.compile",
 }
-"""What to use instead of ``device_memory``."""
+"""Advice: alternatives to ``device_memory``."""
 
 
 def pass_name(user_pass: UserPass) -> str:

@@ -1,4 +1,4 @@
-"""What only a GPU can tell; without one every test here is skipped, and says so."""
+"""Tests that need a GPU; without one all are skipped, and say so."""
 
 from __future__ import annotations
 

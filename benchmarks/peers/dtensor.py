@@ -1,6 +1,6 @@
 """The plain GPT parallelised with DTensor's ``parallelize_module``: TP, or TP with SP.
 
-What a user of torch's own API would write today for this model: one plan of column-wise and
+Code as a user of torch's own API would write it for this model: one plan of column-wise and
 row-wise linears, vocab-parallel embedding and loss and, with sequence parallelism, norms and the
 residual stream on shards of the sequence. The model must have separate query, key and value
 linears: DTensor cannot shard a fused one by heads. Dropouts run on local tensors and draw from

@@ -38,7 +38,7 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 
 
 def is_installed() -> bool:
-    """Whether Megatron-Core can be timed here."""
+    """Return whether Megatron-Core can be timed here."""
     try:
         return importlib.metadata.version("megatron-core") == VERSION
     except importlib.metadata.PackageNotFoundError:

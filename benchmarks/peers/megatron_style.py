@@ -1,6 +1,6 @@
 """The plain GPT with hand-written tensor and sequence parallelism, after Megatron-LM.
 
-What an expert would write today: plain local tensors, no DTensor, column- and row-parallel linears,
+Code as an expert would write it: plain local tensors, no DTensor, column- and row-parallel linears,
 vocab-parallel embedding and loss, replicated gradients reduced in one flat all-reduce. It loads the
 weights of a :class:`benchmarks.models.PlainGPT`, so both can be compared number by number.
 
@@ -76,7 +76,7 @@ class RankStream:
 
 @dataclass(frozen=True)
 class Parallel:
-    """How a model is run: its group, whether tokens are sharded, what is recomputed."""
+    """Settings of a run: its group, whether tokens are sharded, what is recomputed."""
 
     group: ProcessGroup
     sequence_parallel: bool

@@ -77,7 +77,7 @@ training step in float64 without dropout on two simulated ranks, against the unc
 
 @dataclass(frozen=True)
 class Record:
-    """What became of one model.
+    """Outcome for one model.
 
     Attributes:
         version: of the package.
@@ -173,7 +173,7 @@ def prepared(entry: Entry) -> tuple[nn.Module, dict[str, Any], str]:
 
 
 def _casts(case: parity.Case) -> bool:
-    """Whether the model makes floating numbers of less than float64."""
+    """Return whether the model makes floating numbers of less than float64."""
     values = (
         node.meta.get("val")
         for call in case.program.calls
@@ -186,7 +186,7 @@ def _casts(case: parity.Case) -> bool:
 
 
 def load() -> dict[str, dict[str, Record]]:
-    """What was kept, by package and model."""
+    """Stored outcomes, by package and model."""
     kept = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     return {
         package: {name: Record(**record) for name, record in models.items()}

@@ -14,7 +14,7 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Entry:
-    """How to build and call a model.
+    """Recipe to build and call a model.
 
     Attributes:
         package: distribution to install.

@@ -65,7 +65,7 @@ def _class(name: str, cls: type) -> Iterator[str]:
 
 
 def _is_ours(cls: type, member: str) -> bool:
-    """Whether a class of ours defines the member and says what it is."""
+    """Return whether a class of ours defines the member and says what it is."""
     owner = next(base for base in cls.__mro__ if member in vars(base))
     value = vars(owner)[member]
     documented = bool(getattr(value, "__doc__", None)) and (

@@ -80,7 +80,7 @@ _ABOUT = {
     "views and gradients; the check derives theirs.",
     "joint": "Forward and backward in one graph. The gradient of each conversion is another one: "
     "of the all-gather a reduce-scatter, of the reduce-scatter an all-gather.",
-    "simplify": "What differentiation left behind goes: views of views, copies, equal results.",
+    "simplify": "Leftovers of differentiation go: views of views, copies, equal results.",
     "tag": "The policy reads the joint graph, and its tags are written back to the sharded block, "
     'which is shown. `recompute="selective"` saves the results of matrix products, of attention '
     "and of reductions over ranks, and recomputes the rest; of a gathered value only the shard is "
@@ -105,7 +105,7 @@ def page() -> str:
         parts.append(f"## {name}\n\n{about}\n\n```\n{text}\n```\n")
     code = printed_regions(compiled)[Block.__name__].source.strip()
     about = textwrap.fill(
-        "What runs, and what `module.code` shows: a class for the block, plain PyTorch. "
+        "The code that runs, and that `module.code` shows: a class for the block, plain PyTorch. "
         "`norm_weight` is stored as `I` and read as `R`: its gradient here is this rank's part of "
         "a sum, which the runtime all-reduces together with those of all such parameters.",
         100,

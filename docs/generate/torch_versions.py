@@ -50,7 +50,7 @@ def admitted() -> SpecifierSet:
 
 
 def not_seen_green() -> list[str]:
-    """Minor versions that ``setup.py`` admits and of which no run without a failure is kept."""
+    """Minor versions that ``setup.py`` admits and that have no stored run without a failure."""
     green = {Version(version).minor for version, run in load().items() if not run.failed}
     allowed = admitted()
     minors = [minor for minor in range(100) if f"2.{minor}.0" in allowed]

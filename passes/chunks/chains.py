@@ -10,7 +10,7 @@
     grad_x = mm(grad_logits, w)         (n, h)
 
 No operator is hard-coded: a chain is a product with more columns than its factor, all values of its
-size that depend on it, and their readers, of which forward may read only one number per row.
+size that depend on it, and their readers; forward may read only one number per row of them.
 """
 
 from __future__ import annotations

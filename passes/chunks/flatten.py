@@ -59,7 +59,7 @@ def flatten_rows(graph: Graph, products: Collection[Node]) -> None:
 
 
 def _rows_of(node: Node) -> tuple[int, ...] | None:
-    """Return the shape of the rows (b * s, v) of which ``node`` is a view (b, s, v)."""
+    """Return the shape of the rows (b * s, v) that ``node`` is a view (b, s, v) of."""
     if node.target not in _VIEWS:
         return None
     rows, shape = shape_of(node.args[0]), shape_of(node)
@@ -70,7 +70,7 @@ def _rows_of(node: Node) -> tuple[int, ...] | None:
 
 
 def _sums_tokens(node: Node) -> bool:
-    """Whether ``node`` sums over all tokens, as the gradient of a bias (v,) does."""
+    """Return whether ``node`` sums over all tokens, as the gradient of a bias (v,) does."""
     if not is_call(node, aten.sum.dim_IntList):
         return False
     bound = arguments(node)

@@ -28,7 +28,7 @@ def split_options(program: Program, options: CompileOptions) -> dict[str, SplitO
 
 
 def _runs_last(program: Program, region: Region) -> bool:
-    """Whether ``region`` is called once, after all layers."""
+    """Return whether ``region`` is called once, after all layers."""
     calls = list(program.calls)
     # A region that only hands on what layers stored in attributes saves nothing for its backward.
     while calls and _hands_on(calls[-1].region):
@@ -39,7 +39,7 @@ def _runs_last(program: Program, region: Region) -> bool:
 
 
 def _hands_on(region: Region) -> bool:
-    """Whether ``region`` computes nothing: at most it brings values to other placements."""
+    """Return whether ``region`` computes nothing: at most it brings values to other placements."""
     nodes = region.module.graph.nodes
     return all(placements_of(n) is not None for n in nodes if n.op == "call_function")
 

@@ -16,8 +16,8 @@ from sp_compiler.ir.fx import arguments
 from sp_compiler.rules.table import has_rule
 
 _DIM_ARGUMENTS = ("dim", "dim0", "dim1", "dims")
-# The dim of these counts the dims of the result: it has more than the operand, of which ``cat``
-# takes empty ones with a single dim.
+# The dim of these counts the dims of the result: it has more than the operand, or, for ``cat``,
+# than an empty operand with a single dim.
 _OF_RESULT = (
     torch.ops.aten.unsqueeze.default,
     torch.ops.aten.stack.default,

@@ -103,7 +103,7 @@ def demand_split_units(
 def split_units(
     source: tuple[Node, int], split: tuple[int, tuple[int, ...]], segmentations: Segmentations
 ) -> list[int]:
-    """Return the numbers of units, none of which divides, in each of the parts of a split."""
+    """Return the numbers of undivided units in each of the parts of a split."""
     dim, sizes = split
     known = segmentations.get((source, dim), {})
     return [cut.units for cut in known if cut.units and cut.sizes == sizes]

@@ -38,11 +38,11 @@ class Placement:
             dimensions flattened to rows, padded to a multiple of the world size, rows sharded
             (only while solving; in the rewritten graph the local tensor is ``S(0)``).
         dim: non-negative dimension for ``"S"``, number of flattened dimensions for ``"T"``.
-        segments: for ``"S"``: global sizes of the parts of ``dim`` (a fused q, k, v), each of which
-            is sharded over all ranks; ``()`` when ``dim`` is one part. A segment whose units are
+        segments: for ``"S"``: global sizes of the parts of ``dim`` (a fused q, k, v), each
+            sharded over all ranks; ``()`` when ``dim`` is one part. A segment whose units are
             not divisible by the number of ranks is padded at its end: with zeros in parameters and
             gradients, with arbitrary finite numbers in other values.
-        units: number of units in each segment, such as heads, none of which is split between
+        units: number of units in each segment, such as heads, which are not split between
             ranks; 0 if every element is a unit.
     """
 
@@ -148,7 +148,7 @@ class Placement:
 
 
 class Segmentation(NamedTuple):
-    """How a dim is cut before it is sharded, see :class:`Placement`."""
+    """Cut of a dim before it is sharded, see :class:`Placement`."""
 
     sizes: tuple[int, ...]
     units: int = 0

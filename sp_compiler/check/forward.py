@@ -118,7 +118,7 @@ class _Checker:
             if not _is_unreadable(error):
                 raise PlacementError(Pass.CHECK, self._refusal(node, error), node) from error
             self._derive(node, str(error.__cause__ or error).strip().splitlines()[0])
-        # Failures inside the checker itself. Before RuntimeError, of which NotImplementedError is a
+        # Failures inside the checker itself. Before RuntimeError: NotImplementedError is a
         # subclass.
         except (AssertionError, NotImplementedError, TypeError) as error:
             self._derive(node, f"spmd_types cannot type {node.target}: {error}")
@@ -210,7 +210,7 @@ class _Checker:
         self.report.trusted.append((node, reason))
 
     def _choices(self, node: Node, operands: Sequence[Placement]) -> list[Results]:
-        # The derivation runs operators without data, none of which the checker may see.
+        # The derivation runs operators without data, which the checker may not see.
         with spmd.no_typecheck():
             return derive(node, operands, self.world_size)
 

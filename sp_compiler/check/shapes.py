@@ -44,7 +44,7 @@ def local_shapes(node: Node) -> list[Shape | None]:
 
 @dataclass(frozen=True)
 class GlobalCall:
-    """An unsharded call of which one rank's call may be a part.
+    """An unsharded call that one rank's call may be a part of.
 
     Attributes:
         args, kwargs: arguments of the node, with the sizes of the unsharded call.
@@ -59,7 +59,7 @@ class GlobalCall:
 def global_calls(
     node: Node, operands: Sequence[Any], placements: Sequence[Placement], world_size: int
 ) -> Iterator[GlobalCall]:
-    """Yield every call on unsharded tensors of which ``node`` can be one rank's.
+    """Yield every call on unsharded tensors that ``node`` can be one rank's part of.
 
     Args:
         operands: values of the operand nodes: meta tensors of the global shape, or other values.
@@ -144,7 +144,7 @@ def _scaled(shape: Shape, world_size: int) -> Iterator[Shape]:
 def _reshaped(
     node: Node, operands: Sequence[Any], placements: Sequence[Placement], world_size: int
 ) -> Iterator[list[Shape | None]]:
-    """Shapes of which one rank's result may be a part, on any dim: the rule selects the right
+    """Shapes that one rank's result may be a part of, on any dim: the rule selects the right
     one."""
     (local,) = local_shapes(node)
     assert local is not None

@@ -104,7 +104,7 @@ class Printer:
         return literal(value)
 
     def _receiver(self, value: Any) -> str:
-        """What a method is called of."""
+        """Text of an object whose method is called."""
         text, printed = self.value(value), self._printed(value)
         return f"({text})" if printed in self.nested and _is_infix(printed) else text
 

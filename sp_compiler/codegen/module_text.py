@@ -63,11 +63,11 @@ Split = Callable[[str, str, Callable[[str, Sequence[str], str], list[str]]], lis
 _WITH_SPLIT = (
     " `tp` is the group of ranks.\n",
     """
-backward_inputs and backward_weights are the same in two functions, of which the first hands over
+backward_inputs and backward_weights are the same in two functions; the first hands over
 what the second needs: gradients of parameters may wait. `tp` is the group of ranks.
 """,
 )
-"""What the header says more for a schedule that delays gradients of parameters."""
+"""Addition to the header for a schedule that delays gradients of parameters."""
 
 
 @dataclass(frozen=True)

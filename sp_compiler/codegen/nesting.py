@@ -48,7 +48,7 @@ _PURE_NAMESPACES = ("aten", "sp_compiler")
 
 
 class Nesting:
-    """Statements of a function, some of which are nested in others.
+    """Statements of a function, some nested in others.
 
     Args:
         graph: a forward or backward.

@@ -243,7 +243,7 @@ def _wrapped(target: str, expression: str) -> list[str]:
 
 
 def _closed_last(expression: str) -> int | None:
-    """Where the parenthesis opens that the last character closes; ``None``: it closes none."""
+    """Return where the parenthesis opens that the last character closes, else ``None``."""
     opened: list[int] = []
     last = None
     for token in _TOKENS.finditer(expression):

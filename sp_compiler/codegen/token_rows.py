@@ -68,7 +68,7 @@ def _skip_view(node: Node) -> None:
 
 
 def _rows(node: Node) -> torch.Size | None:
-    """Return the shape of the rows of which all operands of ``node`` are views, else ``None``."""
+    """Return the shape of the rows that all operands of ``node`` are views of, else ``None``."""
     tags = getattr(node.target, "tags", ())
     value = node.meta.get("val")
     # Numbers that are drawn depend on the shape in which they are drawn.

@@ -67,7 +67,7 @@ Examples:
 
 - `sp-compiler suggest --preset mt-nlg-530b --gpus 280 --memory 75GiB --microbatches 280`
 """
-_DIFF_HELP = """What the compiler does to a model, or how two models differ.
+_DIFF_HELP = """Changes that the compiler makes to a model, or differences between two models.
 
 Examples:
 

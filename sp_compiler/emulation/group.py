@@ -67,7 +67,7 @@ def emulated_group(
         The clock; times by phase are dictionaries with "forward" and "backward".
 
     Raises:
-        ArgumentError: a default process group exists, of which there can be only one; or an invalid
+        ArgumentError: a default process group exists, and there can be only one; or an invalid
             argument.
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 2:

@@ -10,7 +10,7 @@ from sp_compiler.base.units import bytes_text
 from sp_compiler.ops.registry import Collective
 
 Fate = Literal["unchanged", "changed", "inserted", "removed"]
-"""What happened to a node on the way from the first graph to the second."""
+"""Fate of a node on the way from the first graph to the second."""
 Kind = Literal[
     "unchanged",
     "replaced",
@@ -22,8 +22,8 @@ Kind = Literal[
     "collective",
     "removed",
 ]
-"""What a reader filters by: a changed node has one for each property that changed, an inserted
-collective is apart from other inserted nodes."""
+"""Kinds that a reader filters by: a changed node has one for each property that changed; inserted
+collectives are apart from other inserted nodes."""
 KINDS: tuple[Kind, ...] = Kind.__args__  # type: ignore[attr-defined]
 Field = Literal["target", "args", "value", "dtype", "shape", "placement", "recompute", "order"]
 

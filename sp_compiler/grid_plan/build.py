@@ -158,7 +158,7 @@ def _times_of_both(
     chain: Chain,
     options: GridOptions,
 ) -> list[StageTimes]:
-    """Return the times of stages, each of which runs some microbatches by ``rest``."""
+    """Return the times of stages that run some microbatches by ``rest``."""
     assert options.memory_bytes is not None
     saving = saving_microbatches(
         orders,

@@ -50,7 +50,7 @@ _LEGIBLE_INCHES = 0.17  # and in the figure
 
 @dataclass(frozen=True)
 class GridFigure:
-    """What is drawn of a plan on a grid.
+    """Data that is drawn of a plan on a grid.
 
     Attributes:
         heading: model and grid.

@@ -25,7 +25,7 @@ class StagePlan:
     """Memory and time of one rank of a pipeline, on one device.
 
     Attributes:
-        chunks: layers of each of its stages, of which interleaved schedules have several.
+        chunks: layers of each of its stages; interleaved schedules have several.
         parameters: number of elements before FSDP shards them; a parameter that several ranks of
             the pipeline use counts on each.
         state_bytes: parameters, gradients and optimizer state, sharded over ``dp_shard``.

@@ -34,7 +34,7 @@ _ROWS = ("compute", "tp", "pp activations", "pp gradients", "dp")
 
 @dataclass(frozen=True)
 class RankTime:
-    """How one rank of a pipeline spends a step; all but ``recompute_us`` add up to it.
+    """Times of one rank of a pipeline in a step; all but ``recompute_us`` add up to it.
 
     Attributes:
         compute_us: time in which kernels run.

@@ -71,7 +71,7 @@ class Fused:
 
     @property
     def is_traced(self) -> bool:
-        """Whether there is a graph to compile."""
+        """Return whether there is a graph to compile."""
         return self._traced is not None
 
     def run_as_written(self, reason: str) -> None:

@@ -62,7 +62,7 @@ class Traced:
 
 
 def trace(function: Callable[..., Any], tp: Communicator, arguments: Sequence[Any]) -> Traced:
-    """Trace ``function(tp, *arguments)`` with fake tensors, one of which is the rank.
+    """Trace ``function(tp, *arguments)`` with fake tensors, one of them the rank.
 
     The graph has no mutation and none of our custom operators, whose kernels are traced through.
     """
@@ -117,7 +117,7 @@ def compile_graph(traced: Traced) -> Callable[[list[Any]], Sequence[Any]]:
 
 
 def _arrangement(fake: Any) -> Callable[[Tensor], Tensor] | None:
-    """What gives a tensor the order of dims in memory that ``fake`` has, by a copy if need be."""
+    """Return what puts the dims of a tensor in ``fake``'s order in memory, by a copy if need be."""
     if not isinstance(fake, Tensor):
         return None
     if fake.is_contiguous():

@@ -56,7 +56,7 @@ class LossPart:
 
 @dataclass(frozen=True)
 class SplitBackward:
-    """The backward of an ordinary training step as two functions, the second of which may be
+    """The backward of an ordinary training step as two functions; the second may be
     delayed.
 
     Attributes:

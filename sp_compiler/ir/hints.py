@@ -73,7 +73,7 @@ class Wish:
 
     @property
     def allowed(self) -> tuple[bool, ...]:
-        """Whether it may be replicated, then whether it may be sharded on each dim."""
+        """Return whether it may be replicated, then whether it may be sharded on each dim."""
         return tuple(map(self.allows, (I, *map(S, range(self.rank)))))
 
     def __str__(self) -> str:

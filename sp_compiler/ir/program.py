@@ -162,7 +162,7 @@ class Program:
 
     def last_uses(self) -> list[list[int]]:
         """For each call, the calls whose outputs it uses last."""
-        # By call and not by output, as the runtime frees them. A call of which one output is
+        # By call and not by output, as the runtime frees them. A call with one output
         # returned keeps all of them to the end.
         returned = (*self.outputs, *self.mutated_buffers.values())
         returned_calls = {r.index for r in returned if isinstance(r, Ref) and r.kind == "call"}

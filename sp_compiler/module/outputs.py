@@ -32,7 +32,7 @@ def plain_input(leaf: Any) -> Any:
     """Return a user input as a plain tensor.
 
     Raises:
-        ArgumentError: a DTensor of which this rank has only a part.
+        ArgumentError: a DTensor that this rank has only a part of.
     """
     if not isinstance(leaf, DTensor):
         return leaf
@@ -150,7 +150,7 @@ def _mutates(name: str, kwargs: Mapping[str, Any]) -> bool:
 def _replicated(leaf: Any, mesh: DeviceMesh) -> Any:
     if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor):
         return leaf
-    # Its gradient is summed over the ranks, each of which has that of its part of the output.
+    # Its gradient is summed over the ranks: each has that of its part of the output.
     return DTensor.from_local(leaf, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 

@@ -1,4 +1,4 @@
-"""DTensor placements of a dim with segments, each of which is sharded over all ranks.
+"""DTensor placements of a dim with segments, each sharded over all ranks.
 
 Of a fused q, k, v weight every rank holds its own heads of q, of k and of v. DTensor's
 ``_StridedShard(dim, split_factor=n)`` expresses this for n equal segments; for unequal ones it has
@@ -35,10 +35,10 @@ _SEGMENTS: dict[int, Segmentation] = {}
 
 
 def segmented_shard(dim: int, segments: tuple[int, ...], units: int = 0) -> _StridedShard:
-    """Return the placement of ``dim`` with ``segments``, of each of which every rank has a chunk.
+    """Return the placement of ``dim`` with ``segments``: every rank has a chunk of each.
 
     Args:
-        units: number of units in each segment, such as heads, none of which is split; the last
+        units: number of units in each segment, such as heads, which are not split; the last
             ranks may have fewer, or none. 0 if each segment is divisible.
     """
     _understand_segments()
@@ -133,7 +133,7 @@ def _understand_segments() -> None:
 
 
 def _shards(placement: _StridedShard, tensor: Tensor, world_size: int) -> list[Tensor]:
-    """The parts of all ranks, the last of which may have less."""
+    """The parts of all ranks; the last may be smaller."""
     segments = _segmentation_of(placement)
     if segments is None or sum(segments.sizes) != tensor.shape[placement.dim]:
         raise _not_these_rows(placement, tensor.shape[placement.dim])

@@ -37,7 +37,7 @@ def _type_write(args: Arguments, world_size: int) -> Sequence[Typing]:
 
 
 def _type_product(args: Arguments, world_size: int) -> Sequence[Typing]:
-    """Those of the product; a sum of equally placed values is placed as they are."""
+    """Return the product's placements; a sum of equally placed values is placed as they are."""
     return [
         ((R, R, R), (R,)),
         ((S(0), S(0), R), (S(0),)),

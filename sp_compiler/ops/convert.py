@@ -34,7 +34,7 @@ LINK_CROSSINGS = {
 
 @dataclass(frozen=True)
 class Conversion:
-    """How a value placed one way becomes the same value placed another way.
+    """Change of a value's placement: the same value, placed another way.
 
     Attributes:
         method: method of the communicator; "" if the tensors of all ranks stay the same.

@@ -51,8 +51,8 @@ class Grid:
         seed: 0-dim int64.
         site: number of this draw among those that share ``seed``.
         dim: the sharded dimension; ignored if ``world_size`` is 1.
-        world_size: over how many ranks ``dim`` is sharded; 1 for a replicated tensor, of which
-            every rank draws the same numbers.
+        world_size: over how many ranks ``dim`` is sharded; 1 for a replicated tensor: every
+            rank draws the same numbers.
         rank: this rank; a tensor where ranks are simulated.
         first_row: rows of the global tensor before all of these parts, where it is made in pieces.
         padding: elements of ``dim`` over all ranks that the global tensor does not have; their
@@ -79,8 +79,8 @@ class Grid:
         self.num_columns = sizes[-1]
         if world_size > 1 and dim == len(sizes) - 1:
             self.num_columns *= world_size
-            # Places in the global tensor, of which the hash is taken: no two ranks draw alike, and
-            # each draws what one rank alone would draw there.
+            # Places in the global tensor, which are hashed: no two ranks draw alike, and each
+            # draws what one rank alone would draw there.
             columns = columns + rank * sizes[-1]
         elif world_size > 1:
             inner = prod(sizes[dim:-1])

@@ -35,7 +35,7 @@ def dropout_mask(  # noqa: PLR0913 - those of the operator
     Args:
         tp: whose rank it is.
         x: one rank's part of a tensor that is sharded on ``dim`` over ``world_size`` ranks; 1 for a
-            replicated one, of which every rank drops the same elements.
+            replicated one: every rank drops the same elements.
         seed: 0-dim int64.
         p: probability of dropping an element, in [0, 1), met to 2^-32.
         site: number of this dropout among those that share ``seed``.

@@ -114,8 +114,7 @@ class Operator:
 
     @cached_property
     def takes_world_size(self) -> bool:
-        """Whether each call passes the number of ranks to the kernel; otherwise it is the group's
-        size."""
+        """Return whether calls pass the number of ranks to the kernel; else it is the group's size."""
         return "world_size" in inspect.signature(self.kernel).parameters
 
     def method_arguments(self, args: Sequence[Any]) -> Sequence[Any]:

@@ -35,7 +35,7 @@ def uniform(
         tp: whose rank it is.
         seed: 0-dim int64.
         size: of one rank's part of a tensor that is sharded on ``dim`` over ``world_size`` ranks;
-            1 for a replicated one, of which every rank draws the same numbers.
+            1 for a replicated one: every rank draws the same numbers.
         dtype: a floating type.
         site: number of this draw among those that share ``seed``.
         dim: the sharded dimension; ignored if ``world_size`` is 1.

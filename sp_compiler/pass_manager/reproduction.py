@@ -39,7 +39,7 @@ from sp_compiler.trace.export import capture, flatten_inputs
 
 SAVED = "failed.pickle"
 NOTE = "To reproduce this error"
-"""How the note begins that a failed compilation adds to its error."""
+"""Beginning of the note that a failed compilation adds to its error."""
 
 # Told by their message alone: the user changes an argument or the model.
 _FOR_THE_USER = (

@@ -1,6 +1,6 @@
 """A stage of torch.distributed.pipelining that holds each value only while it is needed.
 
-With ``M`` microbatches, of which ``p`` are in flight::
+With ``M`` microbatches, ``p`` of them in flight::
 
                                 torch's stage           this one
     received activations        M buffers, for good     from receive to backward: p

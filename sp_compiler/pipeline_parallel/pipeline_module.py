@@ -177,7 +177,7 @@ class PipelineModule(StageParameters):
 
     @property
     def code(self) -> str:
-        """The generated Python of the full program, of which each stage runs a part."""
+        """The generated Python of the full program; each stage runs a part of it."""
         return self.module.code
 
     def _flat(

@@ -63,7 +63,7 @@ class StageRanks:
             # Compiling meets over the data too: a failure that all ranks shared is over.
             if group.board is not None:
                 group.board.require_usable(group.timeout)
-        # Without parameters, of which every stage has others, and without attributes, some of
+        # Without parameters, which differ between stages, and without attributes, some of
         # which FSDP sets on the modules that it manages.
         key = call_key(self._state.modules.values(), (), leaves, structure)
         self._agreement.begin_call(key, leaves, lambda: names, compiled=True)

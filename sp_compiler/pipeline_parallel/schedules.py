@@ -66,7 +66,7 @@ class Schedule:
 
     def runs_on(self, backend: str) -> bool:
         """Return whether ``backend=`` can run this schedule."""
-        # Inductor compiles a backward as one function, of which no part can wait.
+        # Inductor compiles a backward as one function: no part of it can wait.
         return backend == "eager" or not self.delays_weights
 
     def check_backend(self, backend: str) -> None:

@@ -77,7 +77,7 @@ class StageMemory:
         )
 
     def peak_of(self, in_flight: int) -> int:
-        """Return the peak with ``in_flight`` microbatches, one of which runs."""
+        """Return the peak with ``in_flight`` microbatches, one of them running."""
         peak_bytes = max(self.peak_bytes[FORWARD], self.peak_bytes[FULL_BACKWARD])
         # What a microbatch keeps while others run.
         return (in_flight - 1) * max(self.kept_bytes, self.handed_bytes) + peak_bytes

@@ -128,7 +128,7 @@ class StageParameters:
             if rank != self._axis.rank
         )
         self._state.parameters = NamedTensors(self._state.modules, "_parameters")
-        # Programs are found by what the parameters are, of which there are fewer now.
+        # Programs are found by their parameters, and there are fewer of these now.
         self._state.programs = self._state.programs.rekeyed(
             lambda key: replace(key, parameters=tuple(key.parameters[i] for i in kept))
         )
@@ -148,7 +148,7 @@ class StageParameters:
         self._state.layout.calls_root = True
         apply_data_parallelism(self.module, compiled, data, options)
         self._state.layout.calls_root = False
-        # Programs are compiled of the full model, of which FSDP knows this rank's part only.
+        # Programs are compiled of the full model; FSDP knows only this rank's part of it.
         policy = options.get("mp_policy")
         self._state.absent_dtype = None if policy is None else policy.param_dtype
         self._gathered = GatheredParameters(self.module)

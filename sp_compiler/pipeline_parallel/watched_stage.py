@@ -120,7 +120,7 @@ class _Waiter:
 
 
 class _Message:
-    """Replaces torch's handle of a message in flight, of which schedules only call ``wait``."""
+    """Replaces torch's handle of a message in flight; schedules call only its ``wait``."""
 
     def __init__(self, messages: Messages, waiter: _Waiter, work: dist.Work, purpose: str) -> None:
         self._messages = messages

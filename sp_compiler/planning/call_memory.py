@@ -16,7 +16,7 @@ from sp_compiler.ir.op_traits import base
 
 @dataclass(frozen=True)
 class CallMemory:
-    """What a call takes and makes in each function of its own.
+    """Arguments and results of a call in each of its functions.
 
     Gradients of parameters count: from the second microbatch on they are made beside their sum.
 

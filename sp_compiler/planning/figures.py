@@ -128,7 +128,7 @@ def draw_limit(axes: Axes, num_bytes: float, scale: float) -> None:
 
 
 def _limit_bytes(plan: PlanData) -> float | None:
-    """What the options allow a rank in all."""
+    """Memory that the options allow a rank in all."""
     device, budget = plan.options["device_memory"], plan.options["memory_budget"]
     if device is not None:
         return parse_bytes("device_memory", device)
@@ -140,7 +140,7 @@ def _limit_bytes(plan: PlanData) -> float | None:
 
 
 def _draw_course(axes: Axes, plan: PlanData, block: BlockPlan) -> None:
-    """What the device and its link do in one layer, forward and then backward."""
+    """Course of one layer on the device and its link, forward and then backward."""
     # One rank has no link.
     rows = {"tp": "link", "compute": "device"} if plan.tp > 1 else {"compute": "device"}
     begin_us = 0.0

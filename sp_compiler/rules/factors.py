@@ -36,7 +36,7 @@ Dim = tuple[Factor, ...]
 Dims = tuple[Dim, ...]
 
 Rows = Literal["leading", "broadcast", "relabel", "fixed"]
-"""Which leading dims of an operand and of a result may be flattened together.
+"""Leading dims of an operand and of a result that may be flattened together.
 
 ``leading``: the same number of both. ``broadcast``: all but the same number of trailing ones.
 ``relabel``: any, for only the shape changes. ``fixed``: a single one, which stays as it is: the

@@ -93,7 +93,7 @@ def _cuts(rule: OpRule, factor: Factor, offers: Offers) -> list[Segmentation]:
     """Return the ways to cut ``factor`` into what the ranks share; no sizes: as one part."""
     cuts = [Segmentation(())] if offers.shardable(factor) else []
     # An operator that counts its place in the global tensor would count wrong in segments; behind
-    # a single one there is padding, of which it is told.
+    # a single one there is padding, which it is told of.
     cuts += [cut for cut in offers.segmentations(factor) if not rule.placed or len(cut.sizes) == 1]
     may_pad = factor.size > 1 and offers.may_pad(factor)
     return [cut for cut in cuts if may_pad or not cut.is_padded(offers.world_size)]
@@ -115,7 +115,7 @@ def shard_factor(
     """Return the strategy with ``factor`` sharded over ``world_size`` ranks, or ``None``.
 
     Args:
-        cut: segments of the factor, each of which is sharded; no sizes if it is one part.
+        cut: segments of the factor, each sharded; no sizes if it is one part.
     """
     operands = [_placement_of(dims, factor, cut, world_size) for dims in rule.operands]
     results = [_placement_of(dims, factor, cut, world_size) for dims in rule.results]

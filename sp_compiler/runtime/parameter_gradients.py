@@ -187,7 +187,7 @@ def _accumulated(node: Any, grad: DTensor, backward: int) -> bool:
         parameter.grad = grad
     else:
         present._local_tensor.add_(grad._local_tensor)
-        torch.autograd.graph.increment_version(present)  # of which the part knows nothing
+        torch.autograd.graph.increment_version(present)  # the part has a counter of its own
     return True
 
 

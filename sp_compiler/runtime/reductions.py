@@ -42,7 +42,7 @@ class DeferredGradients:
 
     @property
     def waits(self) -> bool:
-        """Whether gradients of some backward are missing in ``grad``."""
+        """Return whether gradients of some backward are missing in ``grad``."""
         return bool(self.pending) or self.others_wait()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DeferredGradients:

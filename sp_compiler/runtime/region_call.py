@@ -234,7 +234,7 @@ def _unsharded(grad: Any) -> Tensor:
 
 
 def _distinct(outputs: Sequence[Any], seen: set[int]) -> tuple[Any, ...]:
-    """Return outputs as distinct objects, none of which is in ``seen``, the ids of parameters'
+    """Return outputs as distinct objects that are not in ``seen``, the ids of parameters'
     parts.
 
     Autograd writes one history into each object that a function returns.

@@ -97,7 +97,7 @@ def solve_integer_program(
 
 
 def _search(columns: list[float], rows: _Rows, num_binary: int) -> Any:
-    """Result of the integer program, of which ``columns`` are the costs, the first ones choices."""
+    """Result of the integer program; ``columns`` are the costs, the first ones choices."""
     # Flows are integral by themselves once the options are.
     integrality = np.zeros(len(columns))
     integrality[:num_binary] = 1

@@ -92,7 +92,7 @@ def cheapest(values: Sequence[ForwardValue], limit_bytes: int) -> Choice | None:
 def frontier(values: Sequence[ForwardValue], steps: int = _STEPS) -> list[Choice]:
     """Return Pareto-optimal choices, from the smallest to the fastest.
 
-    All corners of the convex hull of (bytes, time), of which the best mixtures over many equal
+    All corners of the convex hull of (bytes, time), from which the best mixtures over many equal
     blocks consist, and the cheapest below each of ``steps`` evenly spaced limits.
     """
     program = _SavingProgram(values)

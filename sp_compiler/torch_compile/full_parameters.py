@@ -1,4 +1,4 @@
-"""Full parameters on every rank, of which a compiled program reads one rank's parts."""
+"""Full parameters on every rank; a compiled program reads one rank's parts of them."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class Changed:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is a number, text or ``None``, before and after."""
+        """Return whether it is a number, text or ``None``, before and after."""
         values = (None if self.before is None else self.before.value, self.after.value)
         return all(value is None or isinstance(value, _PLAIN) for value in values)
 

@@ -92,7 +92,7 @@ class JointGraph:
 
     @property
     def differentiable(self) -> tuple[bool, ...]:
-        """Whether a gradient flows through each output."""
+        """Return whether a gradient flows through each output."""
         return tuple(index in self.tangent_outputs for index in range(self.num_outputs))
 
     def reached_from(self) -> dict[int, frozenset[int]]:

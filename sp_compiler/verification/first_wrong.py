@@ -22,7 +22,7 @@ from sp_compiler.ir.program import Region
 from sp_compiler.verification.report import output_errors
 
 Values = Mapping[str, Any]
-"""What each node of a graph computed, by its name."""
+"""Results of the nodes of a graph, by name."""
 Joined = Callable[[Tensor, Placement, Tensor], Tensor]
 """Of the ranks' parts, their placement and the true value: the full value, shaped as that."""
 

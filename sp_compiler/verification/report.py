@@ -71,7 +71,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every comparison is within its tolerance."""
+        """Return whether every comparison is within its tolerance."""
         return all(row.ok for row in self.table)
 
     @property

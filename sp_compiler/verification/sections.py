@@ -95,7 +95,7 @@ class Values:
         return ref.kind == "param" or (isinstance(value, Tensor) and value.is_meta)
 
     def identity(self, ref: Ref) -> object:
-        """What must be equal for one proof to serve two refs: of random ones only their kind."""
+        """Return what two refs must share for one proof to serve both: if random, only the kind."""
         if ref.kind == "seed":  # all calls draw from one in a proof
             return ref.kind
         if ref.kind == "size":
@@ -282,7 +282,7 @@ class Sections:
         return GraphModule(self.captured.module, graph), sources
 
     def _key(self, section: Section, values: Values) -> str:
-        """Text that is equal for sections of which one proves the other."""
+        """Text that is equal for sections that prove each other."""
         numbers = {ref: number for number, ref in enumerate(section.leaves)}
         leaves = [values.identity(ref) for ref in section.leaves]
         graph = section.captured.graph

@@ -1,4 +1,4 @@
-"""What placements in a text mean is said below it."""
+"""Placements in a text are explained below it."""
 
 from __future__ import annotations
 

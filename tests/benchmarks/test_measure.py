@@ -1,4 +1,4 @@
-"""What the benchmarks measure: kept bytes, collectives, ratios."""
+"""Measurements of the benchmarks: saved bytes, collectives, ratios."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a block of the paper's models keeps for backward, against the paper's own formulas.
+"""Bytes that a block of the paper's models saves for backward, against the paper's formulas.
 
 Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
 arXiv 2205.05198, table 2. Shapes only: nothing of this size is computed.

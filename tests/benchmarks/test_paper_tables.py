@@ -1,4 +1,4 @@
-"""What the compiler's graphs say of the paper's 22B model, beside what the paper says."""
+"""Figures from the compiler's graphs of the paper's 22B model, beside the paper's own."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_refuses_what_reads_a_collective_before_it_has_arrived(
 def test_refuses_a_placement_that_a_value_does_not_have(
     regions: dict[str, CompiledRegion],
 ) -> None:
-    """What is declared is printed in comments, and sizes of memory and of messages follow it."""
+    """Declarations are printed in comments; sizes of memory and of messages follow them."""
     block = regions["GPT2Block"]
     parts = copied_graphs(block.partitioned)
     for node in parts.forward.nodes:

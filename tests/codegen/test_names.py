@@ -1,4 +1,4 @@
-"""What generated code calls values: after the user's own source, else their module or operator."""
+"""Names of values in generated code: from the user's own source, else their module or operator."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ X = torch.randn(4, 6)
 
 
 def names_of(region: Region) -> dict[str, str]:
-    """What each value would be called best."""
+    """The best name of each value."""
     joint = differentiate(region)
     names = ValueNames(joint)
     nodes = [node for node in joint.graph.nodes if node.op != "output"]

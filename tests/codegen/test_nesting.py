@@ -1,4 +1,4 @@
-"""What stands inside an expression, what does not, and that neither kernels nor memory change."""
+"""Nesting of expressions: its limits, and that neither kernels nor memory change."""
 
 from __future__ import annotations
 

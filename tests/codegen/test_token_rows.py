@@ -73,7 +73,7 @@ class OtherRows(nn.Module):
 
 
 class Transposed(nn.Module):
-    """What is no longer in the order of its elements has another layout."""
+    """A tensor that is not in the order of its elements has another layout."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(x.sin().t().reshape(2, 2, 6)).reshape(4, 6).cos()

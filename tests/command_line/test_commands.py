@@ -298,7 +298,7 @@ def test_presets_name_classes_of_transformers() -> None:
 
 
 def _completed(text: str) -> list[str]:
-    """What a shell offers for the last word of ``text``."""
+    """Words that a shell offers for the last word of ``text``."""
     words = {"COMP_WORDS": text, "COMP_CWORD": str(len(text.split(" ")) - 1)}
     environment = {"_SP_COMPILER_COMPLETE": "complete_bash", **words}
     return CliRunner().invoke(app, prog_name="sp-compiler", env=environment).stdout.split()

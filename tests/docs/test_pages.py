@@ -51,7 +51,7 @@ _SMALLER = {
         '(2, 2, 1), mesh_dim_names=("dp_shard", "pp", "tp")'
     ),
 }
-"""What the page about pipelines prints, and what is run instead: a small model, fewer ranks."""
+"""Text of the page about pipelines, and its replacement: a small model, fewer ranks."""
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)

@@ -1,4 +1,4 @@
-"""What the page of PyTorch's versions says was seen, and setup.py admits nothing that failed."""
+"""The page of PyTorch's versions has only runs that were seen; setup.py admits none that failed."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def test_transfers_take_turns_and_early_waits_move_the_clock() -> None:
     with sp_compiler.emulated_group(4, gb_per_s=1.0, latency_us=5.0) as clock:
         group, part = _collectives(), torch.ones(250)
         clock.reset()
-        # A gather of 4000 bytes to all, of which 3000 cross the link at 1000 bytes a us; the
+        # A gather of 4000 bytes to all: 3000 cross the link at 1000 bytes a us; the
         # all-reduce of 1000 bytes behind it sends 1500.
         first, second = group.all_gather(part, 4), group.all_reduce(part, "sum")
         clock.advance(6.0)
@@ -117,7 +117,7 @@ def test_what_is_refused() -> None:
 
 
 def _config(hidden_size: int) -> GPTConfig:
-    # Layers of which the head is a small part, as in a model: it is estimated as one kernel, and is
+    # The head is a small part of all layers, as in a model: it is estimated as one kernel, and is
     # several.
     return GPTConfig(
         vocab_size=2 * hidden_size, num_positions=64, hidden_size=hidden_size, num_layers=2,

@@ -1,4 +1,4 @@
-"""How often ranks talk, from the graphs that run and from what is run, and on which layout.
+"""Collectives of the graphs that run and of their run, and their layout.
 
 Where numbers of tokens divide, a block of two sublayers costs two all-gathers and two
 reduce-scatters forward, and backward their duals and two gathers of what was kept as a shard.
@@ -245,7 +245,7 @@ def test_padded_rows_make_no_nan(tp: int) -> None:
 
 
 def _print_tables() -> None:
-    """What belongs into ``collective_counts.py``."""
+    """Contents of ``collective_counts.py``."""
     tables: dict[str, dict[str, Any]] = {
         "SEQUENCE_PARALLEL": {name: _counts(_compiled(name)) for name in zoo.names()},
         "RECOMPUTED": {

@@ -55,7 +55,7 @@ def test_twenty_lengths_compile_twice() -> None:
 
 
 def test_what_runs_under_collectives_is_decided_by_the_example() -> None:
-    """What is in memory at once depends on the sizes; no other call has to agree about it."""
+    """Peak memory depends on the sizes; no other call has to agree about it."""
     comparisons = []
     for overlap in (True, False):
         kwargs = {"x": users.batch(2, 12)}
@@ -202,7 +202,7 @@ def test_a_size_of_one_is_a_program_of_its_own() -> None:
 
 
 class DataDependent(users.Net):
-    """What it does with an open size nobody can say."""
+    """An operator whose effect on an open size is unknown."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         sizes = torch.tensor([float(size) for size in map(int, x.shape[:2])], dtype=x.dtype)

@@ -66,7 +66,7 @@ def _full(value: Tensor) -> Tensor:
 
 
 def _gradients(module: Any) -> Local:
-    """Gradients in parts, each of which is this rank's cut of what a user sees as the gradient."""
+    """Gradients in parts: each is this rank's part of the gradient that a user sees."""
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     placements, parts = module._sp_state.layout.placements, {}
     for name, parameter in module.named_parameters():
@@ -147,7 +147,7 @@ def _logits(module: Any, name: str) -> tuple[Tensor, Any]:
 
 
 def _twice() -> bool:
-    """Whether two runs with dropout are the same bit for bit."""
+    """Return whether two runs with dropout are the same bit for bit."""
     torch.use_deterministic_algorithms(True)
     runs = []
     for _ in range(2):

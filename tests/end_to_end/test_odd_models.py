@@ -308,7 +308,7 @@ _KINDS = (
 
 
 def _in_turn() -> list[Any]:
-    """Every kind in every setting, of which two in turn are fast tests."""
+    """Every kind in every setting; two in turn are fast tests."""
     cases = []
     for number, kind in enumerate(_KINDS):
         for place, options in enumerate(_OPTIONS):

@@ -79,7 +79,7 @@ def _case() -> parity.Case:
     ],
 )
 def test_every_number_of_ranks_and_recompute(tp: int, recompute: str) -> None:
-    """What is recomputed would differ from what forward used, were it drawn again."""
+    """Recomputed random numbers would differ from forward's, were they drawn again."""
     parity.assert_parity(_case(), tp=tp, recompute=recompute)
 
 

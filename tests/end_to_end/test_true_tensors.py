@@ -1,4 +1,4 @@
-"""What a user reaches of every architecture's parameters and gradients is the model's own tensor.
+"""Parameters and gradients that a user reaches are the model's own tensors, in every architecture.
 
 A DTensor is right or wrong by its shape and placement, so each kind that sharding gives a parameter
 of any architecture, for 2, 3 and 4 ranks, is looked at once, on simulated ranks with torch's own

@@ -63,7 +63,7 @@ def _run(script: Path) -> str:
 
 
 def _assert_shown(script: Path, output: str) -> None:
-    """Whether the script prints the lines of its page, numbers aside."""
+    """Return whether the script prints the lines of its page, numbers aside."""
     printed = set(map(_without_numbers, output.splitlines()))
     shown = [block.text for block in blocks(_PAGES[script]) if block.language == "text"]
     lines = [line for line in "".join(shown).splitlines() if line.strip() != "..."]

@@ -1,4 +1,4 @@
-"""How a comparison is shown: kinds, totals, folds, unified text, columns, the page."""
+"""Views of a comparison: kinds, totals, folds, unified text, columns, the page."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def test_search_and_filter_in_a_browser(result: GraphDiff, tmp_path: Path) -> No
 
 
 def _shown(address: str) -> str:
-    """What the page says of how many nodes fit; fails if the browser's console has an error."""
+    """Return the page's text about how many nodes fit; fails if the console has an error."""
     command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
     run = subprocess.run(
         [*command, "--enable-logging=stderr", address], capture_output=True, text=True, timeout=60

@@ -19,7 +19,7 @@ from tests.helpers.users import batch, net
 
 @pytest.fixture(autouse=True)
 def _eight_ranks() -> Iterator[None]:
-    """A default group of eight, of which this process plays the sixth."""
+    """A default group of eight ranks; this process plays the sixth."""
     dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=8)
     yield
     dist.destroy_process_group()

@@ -105,8 +105,8 @@ def test_gpt2_with_dropout_and_accumulation_on_two_by_two_by_two() -> None:
         assert ("dp_shard", "allreduce") not in counts
         # Without a fourth for the accumulated gradients: HSDP sums over the axis once a group.
         assert counts["dp_replicate", "allreduce"] == 3
-        # Two of the loss, its maxima, and sums with targets; norms and biases together, of which
-        # this rank's shards alone.
+        # Two of the loss, its maxima, and sums with targets; norms and biases together, this
+        # rank's shards alone.
         assert counts["tp", "allreduce"] == 3
         assert result["reduced"] == 3 * result["tokens"] + result["replicated"]
 

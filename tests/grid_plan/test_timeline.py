@@ -20,7 +20,7 @@ from sp_compiler.grid_plan.timetable import StageTimes, run_orders
 from sp_compiler.pipeline_parallel.schedules import FORWARD, FULL_BACKWARD, SCHEDULES
 from tests.models import zoo
 
-# A forward of 2 us and a reduction of 1 that nothing hides; a backward of 5, of which 1 gathers
+# A forward of 2 us and a reduction of 1 that nothing hides; a backward of 5, where 1 gathers
 # while 0.5 recomputes.
 _FORWARD = (Span("mm", "mm", "compute", 0.0, 2.0), Span("sum", "reduce_scatter", "tp", 2.0, 3.0))
 _BACKWARD = (

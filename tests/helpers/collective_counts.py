@@ -3,7 +3,7 @@
 Region to (forward, backward). AG: all-gather, RS: reduce-scatter, AR: all-reduce, VL: a loss over a
 sharded vocabulary, which all-reduces two small vectors inside.
 
-What differs from two all-gathers and two reduce-scatters a block, 1 RS before the blocks, 1 AG and
+Differences from two all-gathers and two reduce-scatters a block, 1 RS before the blocks, 1 AG and
 the loss behind them, and from their duals and re-gathers backward:
 
 * ``*_logits``: the logits themselves are gathered, as nothing but them is returned;

@@ -42,7 +42,7 @@ class Call:
 
     @property
     def is_traced(self) -> bool:
-        """Whether only differentiation makes such calls, on one rank's parts: never lowered."""
+        """Return whether only differentiation makes such calls, on one rank: never lowered."""
         return "backward" in self.target.__name__ or self.target in FUSED_ATTENTION
 
     def on(self, tensors: Sequence[Any], **sizes: Any) -> Call:
@@ -160,7 +160,7 @@ def offered(whole: Whole, world_size: int) -> list[Strategy]:
 
 
 def _row_counts(rule: OpRule | None) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """How many leading dims of operands and results may be tokens: those of the same factors."""
+    """Number of leading dims of operands and results that may be tokens: of the same factors."""
     if rule is None:
         yield (), ()
         return

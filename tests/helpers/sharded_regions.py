@@ -114,7 +114,7 @@ def mlp_block(sequence_parallel: bool) -> Region:
 
 
 def edges(sequence_parallel: bool) -> Region:
-    """What surrounds the blocks: whole values are cut into rows (or columns) and joined again."""
+    """Surroundings of the blocks: global values are cut into rows (or columns) and joined again."""
     dim = 0 if sequence_parallel else 1
 
     def forward(x: Tensor, weight: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ def conversions(graph: Graph) -> list[Node]:
 
 
 def is_identity(node: Node) -> bool:
-    """Whether the conversion changes no number on any rank."""
+    """Return whether the conversion changes no number on any rank."""
     source, target = placements_of(node)  # type: ignore[misc]
     return bool(source.is_replicated and target.is_replicated)
 

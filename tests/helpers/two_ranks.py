@@ -35,7 +35,7 @@ def eager(name: str = "plain", **fields: Any) -> Any:
 
 
 def logits(one: Any, ids: Tensor) -> Tensor:
-    """What the plain model returns without labels."""
+    """Result of the plain model without labels."""
     output = one(ids)
     return output if isinstance(output, Tensor) else output[0]
 
@@ -78,7 +78,7 @@ def run_checks(checks: Sequence[Callable[[], Any]]) -> dict[str, Any]:
 
 
 def result(ranks: list[dict[str, Any]], name: str) -> list[Any]:
-    """What the check returned on each rank."""
+    """Results of the check, by rank."""
     found = [results[name] for results in ranks]
     for value in found:
         if isinstance(value, AssertionError):

@@ -91,5 +91,5 @@ def assert_same_gradients(first: nn.Module, second: nn.Module, rtol: float = 1e-
 
 
 def num_compiled(module: Any) -> int:
-    """How many programs the module keeps."""
+    """Return the number of programs that the module keeps."""
     return len(module._sp_state.programs)

@@ -39,7 +39,7 @@ def cache(tmp_path: Path) -> Iterator[Path]:
 
 
 def _on_rank(result: Fused, rank: int, *arguments: Any) -> tuple[Any, Any]:
-    """What is compiled and what the function says, on this rank."""
+    """Return the compiled result and the function's own, on this rank."""
     tp = Communicator(None, rank, 2)
     return result(tp, *arguments), result._function(tp, *arguments)
 

@@ -21,7 +21,7 @@ _STACK = {"L['self']": ("", "M"), "L['self'].up": ("up", "Linear")}
 
 
 def _relu_of_product() -> tuple[Graph, Node, Node]:
-    """``relu(x * w)``, of which ``w`` alone requires a gradient."""
+    """``relu(x * w)``, where ``w`` alone requires a gradient."""
     graph, mode = Graph(), FakeTensorMode()
     for name in ("x", "w"):
         node = graph.placeholder(name)

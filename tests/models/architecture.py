@@ -51,7 +51,7 @@ def size(configuration: str, ranks: int) -> Size:
 
 @dataclass(frozen=True)
 class Architecture:
-    """How to build and call one model.
+    """Recipe to build and call one model.
 
     Attributes:
         make: from a size to the model, not yet randomised.
@@ -86,7 +86,7 @@ def hf_config(config_class: str, dropout: float, /, **fields: Any) -> Any:
 
 
 def common_fields(size: Size) -> Kwargs:
-    """What most configurations call their sizes; the others ignore it."""
+    """Sizes by the names that most configurations use; the others ignore them."""
     return {
         "vocab_size": size.vocab, "hidden_size": size.hidden, "intermediate_size": size.ffn,
         "num_hidden_layers": LAYERS, "num_attention_heads": size.heads,

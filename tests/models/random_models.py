@@ -27,7 +27,7 @@ class Step:
 
 @dataclass
 class Recipe:
-    """What a model does to its input (batch, sequence, width)."""
+    """Operations of a model on its input (batch, sequence, width)."""
 
     batch: int
     seq: int
@@ -168,7 +168,7 @@ def _result(step: Step, shapes: list[Shape]) -> Shape | None:
 
 @dataclass(frozen=True)
 class _Drawn:
-    """What is drawn for every step, whether its operator uses it or not.
+    """Random choices of every step, whether its operator uses them or not.
 
     Attributes:
         index: the value that the step works on, and its ``shape``.

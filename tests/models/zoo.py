@@ -84,7 +84,7 @@ def _ids(batch: int, seq: int, generator: torch.Generator) -> Tensor:
 
 
 def _labels(batch: int, seq: int, generator: torch.Generator) -> Tensor:
-    """Random targets of which some are ignored."""
+    """Random targets, some of them ignored."""
     labels = _ids(batch, seq, generator)
     return labels.masked_fill(torch.rand((batch, seq), generator=generator) < 0.2, -100)
 
@@ -283,7 +283,7 @@ class LoraLinear(nn.Module):
 
 
 class LoraBlock(nn.Module):
-    """Pre-norm attention and MLP of which only the low-rank corrections are trained."""
+    """Pre-norm attention and MLP; only the low-rank corrections are trained."""
 
     def __init__(self, rank: int, dropout: float) -> None:
         super().__init__()

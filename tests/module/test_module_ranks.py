@@ -34,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
 def _many_things() -> dict[str, Any]:
-    """What is cheap to do in one pair of processes; each entry is checked by one test below."""
+    """All that is cheap to do in one pair of processes; each entry is checked by one test below."""
     result: dict[str, Any] = {"train": train(2), "foreach": train(2, foreach=True)}
     for check in (
         _parameters,

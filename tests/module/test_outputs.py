@@ -1,4 +1,4 @@
-"""Outputs of which every rank holds a part."""
+"""Outputs that are sharded over the ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pretrained sentence encoder on two ranks, each of which reads its part of the weights."""
+"""A pretrained sentence encoder on two ranks; each reads its part of the weights."""
 
 from __future__ import annotations
 

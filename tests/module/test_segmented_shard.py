@@ -56,7 +56,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[DeviceMesh]:
 
 
 def test_strided_shards_of_others_are_split_as_before() -> None:
-    """Those that FSDP makes of a sharded dim have no segments: every second part, two by two."""
+    """FSDP's placements of a sharded dim have no segments: every second part, two by two."""
     segmented_shard(0, (2, 4, 2))  # from now on torch's own splits go past ours
     shard = _StridedShard(0, split_factor=2)
     assert not segments_of(shard)

@@ -1,4 +1,4 @@
-"""How many of a fixed draw of mutations the fast tests kill.
+"""Share of a fixed draw of mutations that the fast tests kill.
 
     python -m tests.mutation.run --count 60 [--seed 0] [--limit 90] [--only passes/normalize ...]
 
@@ -15,7 +15,7 @@ what starts from the disk, such as the ranks that a test spawns.
 Every outcome is kept in ``score.json``: another draw adds to it and the same draw renews it.
 ``--kept survived timeout`` runs those with such outcomes once more, after tests were added, and
 ``--wide`` all fast tests on them. Mutations that somebody chose are written there as ``untried``.
-What survives and is known to change no number is in ``survivors.toml``, with the reason.
+Survivors that are known to change no number are in ``survivors.toml``, with the reason.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Runner:
                 return "killed"
 
     def _pass_without(self, failed: set[str]) -> bool:
-        """Whether the mutation is why tests failed; those that fail anyway are remembered."""
+        """Return whether tests fail by the mutation; those that fail anyway are remembered."""
         for test in failed - self.sound:
             # Passing may take longer than failing did; a limit that ends it says nothing.
             code, _ = self._run([test], 5 * self.limit_s)

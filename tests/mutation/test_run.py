@@ -1,4 +1,4 @@
-"""Which tests the runner of mutations takes, and what it is told to expect."""
+"""Tests that the runner of mutations takes, and what it is told to expect."""
 
 from __future__ import annotations
 

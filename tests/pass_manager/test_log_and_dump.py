@@ -1,4 +1,4 @@
-"""What the environment asks for: a line per pass on stderr, all that was made as files."""
+"""Log and dump, asked for in the environment: a line per pass on stderr, all results as files."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ OWN = {1}  # grad_w, of the two results below
 def linear_backward(width: int = 60) -> Graph:
     """Gather the tangent; gradients of the weight and the input; scatter; go on.
 
-    What comes first takes ``width`` columns: the peak, if there are many.
+    The first part takes ``width`` columns: the peak, if there are many.
     """
     b = Builder()
     x, w, p = b.input("x", 8, 4), b.input("w", 6, 4), b.input("p", width, 6)
@@ -198,7 +198,7 @@ def test_what_is_sent_exists_until_it_has_arrived() -> None:
 
 
 def test_memory_comes_first() -> None:
-    """Where deferring would raise the peak, the weight's gradient stays where it was."""
+    """The weight's gradient stays where it was if deferring it would raise the peak."""
     for width in range(1, 80):
         graph = linear_backward(width)
         found, before = overlapped(graph, OWN), backward_peak_bytes(graph, OWN)
@@ -237,7 +237,7 @@ def test_effects_keep_their_order(effect: str) -> None:
 
 @pytest.mark.parametrize("columns", [1, 40])
 def test_what_is_sent_does_not_raise_the_peak(columns: int) -> None:
-    """Where ``again`` is the peak, the gather has to arrive before it."""
+    """The gather has to arrive before ``again`` if that is the peak."""
     b = Builder()
     g, x, w = b.input("g", 4, 4), b.input("x", 8, columns), b.input("w", columns, 4)
     scaled = b.call(aten.mul.Tensor, g, 2.0, name="scaled")

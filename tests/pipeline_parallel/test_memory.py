@@ -123,7 +123,7 @@ def _peaks(cases: Sequence[tuple[str, int, str, str]]) -> list[tuple[int, int]]:
 
 
 def _mixed() -> tuple[bool, int, int, tuple[int, ...], tuple[int, ...]]:
-    """Whether gradients are equal to the bit; measured, planned bytes; microbatches that save."""
+    """Return if gradients equal to the bit; measured, planned bytes; saving microbatches."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
     rank = dist.get_rank()
     batch = zoo.inputs("llama", batch=2 * MICROBATCHES, seq=64)

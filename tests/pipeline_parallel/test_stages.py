@@ -119,7 +119,7 @@ def _stages(model: nn.Module, x: torch.Tensor, end: int) -> tuple[CompiledProgra
 
 @pytest.mark.parametrize("end", [1, 2])
 def test_a_stage_writes_the_buffers_of_its_layers(end: int) -> None:
-    """Running statistics, and counts of batches, of which one is a table: no input is in it."""
+    """Running statistics, and counts of batches, one of them a table: no input is in it."""
     model = _Normalized().double()
     x = torch.randn(6, 8, dtype=torch.float64)
     compiled, stages = _stages(model, x, end)

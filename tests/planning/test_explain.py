@@ -191,7 +191,7 @@ def test_copies_of_a_plan(llama: Plan) -> None:
 
 
 def test_memory_is_not_told_as_a_time(llama: Plan) -> None:
-    """Its price, of which a matrix has seconds, is for the solver alone."""
+    """Its price, which is seconds for a matrix, is for the solver alone."""
     text = str(llama.explain("lm_head"))
     assert "Replicate() would cost more memory on every rank" in text
     assert text.count("\nPlacements\n") == 1

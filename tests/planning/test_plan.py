@@ -288,7 +288,7 @@ def test_models_on_the_meta_device() -> None:
 
 
 def test_peak_of_one_function() -> None:
-    """Where ``y`` and ``z`` overlap: a dies with y, y with z, what is returned never."""
+    """Lives of overlapping ``y`` and ``z``: a dies with y, y with z, a result never."""
     mode = FakeTensorMode()
     graph = Graph()
     x = graph.placeholder("x")

@@ -49,7 +49,7 @@ class _Layer(nn.Module):
 
 
 class _Again(nn.Module):
-    """Two layers alike of which one runs twice."""
+    """Two equal layers, one of which runs twice."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -216,7 +216,7 @@ def test_cores_of_padded_heads(name: str) -> None:
 
 @pytest.mark.parametrize("name", _slow_but("norm without eps", _NOT_PADDED))
 def test_heads_that_zeros_would_disturb(name: str) -> None:
-    """What is padded around such an operator is gathered, without the padding, in front of it."""
+    """A padded operand of such an operator is gathered, without the padding, in front of it."""
     parity.assert_parity(_case(_Attention(3, core=_NOT_PADDED[name])), tp=2)
 
 

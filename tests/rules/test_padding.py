@@ -102,7 +102,7 @@ def test_ranks_that_have_padding_alone(vocabulary: int, recompute: str) -> None:
 
 
 def test_logits_far_below_the_padding() -> None:
-    """What the padding holds is no class, however much larger it is than all logits."""
+    """The padding is no class, however much larger it is than all logits."""
     model = _model(tied=False, capped=False)
     with torch.no_grad():
         model.head.bias.sub_(3000)

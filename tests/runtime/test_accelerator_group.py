@@ -65,7 +65,7 @@ def test_weights_of_rank_0_wherever_they_are(device: str, sent: list[Tensor]) ->
 
 
 def test_numbers_of_inputs_are_gathered_on_the_device() -> None:
-    """Those of inputs on the CPU too, such as lengths."""
+    """Also numbers of inputs on the CPU, such as lengths."""
     gathered: list[Tensor] = []
 
     class _Sent(Exception):

@@ -1,4 +1,4 @@
-"""What counts as the failure of a rank."""
+"""Errors that count as the failure of a rank."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from sp_compiler.solve.list_schedule import list_schedule
 
 
 def random_block(seed: int, num_nodes: int) -> Block:
-    """Kernels and collectives, each of which reads up to two earlier results."""
+    """Kernels and collectives that each read up to two earlier results."""
     draw = random.Random(seed)
     tasks: list[Task] = []
     result_of: list[int] = []  # by storage, the task behind which it can be read
@@ -145,7 +145,7 @@ def test_collectives_that_take_no_time_are_waited_for() -> None:
 
 
 def test_kernels_far_behind_wait_until_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is on its way holds what it sends, also beside the kernel that may fall no further."""
+    """A collective under way holds its operand, also beside the kernel that may move no further."""
     monkeypatch.setattr("sp_compiler.solve.list_schedule._REACH", 8)
     for seed in range(20):
         block = random_block(seed, 25)

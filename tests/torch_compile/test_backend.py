@@ -54,7 +54,7 @@ def _fresh_dynamo() -> Iterator[None]:
 
 @pytest.fixture
 def programs(monkeypatch: pytest.MonkeyPatch) -> list[CompiledProgram]:
-    """What the backend compiled, in order."""
+    """Graphs that the backend compiled, in order."""
     made: list[CompiledProgram] = []
     original = sp_compiler.torch_compile.backend.build
 

@@ -96,7 +96,7 @@ def test_zoo_on_two_ranks(names: list[str]) -> None:
 
 
 def _net_on_ranks() -> dict[str, Any]:
-    """What is cheap to do in one pair of processes; each entry is checked by one test below."""
+    """All that is cheap to do in one pair of processes; each entry is checked by one test below."""
     warnings.simplefilter("ignore")
     rank, ids = dist.get_rank(), random_ids()
     model, expected = counting_net(), counting_net()

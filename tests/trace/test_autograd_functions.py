@@ -68,7 +68,7 @@ class SumOfRow(Function):
 
 
 class ScaledNorm(Function):
-    """Two results, of which one is a statistic; operands of several shapes."""
+    """Two results, one of them a statistic; operands of several shapes."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:

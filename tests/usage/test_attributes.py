@@ -1,4 +1,4 @@
-"""What a forward stores on ``self`` is there after a call, as after one of the model itself."""
+"""Attributes that a forward stores on ``self`` are there after a call, as with the model itself."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_parameters_that_a_loss_does_not_reach_have_no_gradient() -> None:
 
 
 def _routed() -> Any:
-    """A model with a gate of which only ``aux_loss`` depends, in one region with all the rest."""
+    """A model with a gate that only ``aux_loss`` reads, in one region with all the rest."""
 
     class Routed(nn.Module):
         def __init__(self) -> None:

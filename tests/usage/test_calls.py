@@ -1,4 +1,4 @@
-"""How a module may be called, and when it compiles again."""
+"""Calls that a module accepts, and when it compiles again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong in a user's hands: the class of the error, and what its text must say."""
+"""Mistakes of users: the class of the error, and what its text must say."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def test_no_process_group() -> None:
 
 @pytest.fixture
 def four_ranks() -> Any:
-    """A default group of four, of which this process plays one."""
+    """A default group of four ranks; this process plays one."""
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     yield
     torch.distributed.destroy_process_group()

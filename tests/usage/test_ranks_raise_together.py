@@ -276,7 +276,7 @@ def _broadcast() -> bool:
 
 
 def _recovering() -> int:
-    """Where nothing was sent yet the ranks can go on, as often as they like."""
+    """The ranks can go on if nothing was sent yet, as often as they like."""
     module = sp_compiler.compile(net(), tp=2)
     rank = dist.get_rank()
     for _ in range(3):

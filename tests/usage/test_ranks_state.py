@@ -69,7 +69,7 @@ def _state() -> Any:
 
 
 def _optimizers() -> Any:
-    """Those that the README calls exact: as on one device."""
+    """Results that the README calls exact: as on one device."""
     kinds: dict[str, Any] = {
         "SGD": {"momentum": 0.9, "nesterov": True},
         "AdamW": {"amsgrad": True},

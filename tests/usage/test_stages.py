@@ -1,4 +1,4 @@
-"""What a compiled module shows of how it was made: stages, their differences, code."""
+"""Stages, differences and code that a compiled module shows."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_capture_against_final_shows_the_local_shapes(program: CompiledProgram) 
 
 
 def test_capture_against_final_shows_the_recompute_tags(program: CompiledProgram) -> None:
-    """What is kept: products of matrices, the attention's result, what collectives reduced."""
+    """Saved are products of matrices, the attention's result and reduced values."""
     tags = {
         name: Counter(tag for entry in section.entries for tag in _tags(entry))
         for name, section in _sections(program).items()
@@ -131,7 +131,7 @@ def test_capture_against_final_shows_the_recompute_tags(program: CompiledProgram
     for name in ("Prologue", "GPT2Block"):
         nodes = program.stages["final"].graphs[name].nodes
         assert tags[name] == Counter(n.meta["recompute"] for n in nodes if "recompute" in n.meta)
-    # The loss became several operators, some of which are kept.
+    # The loss became several operators; the results of some are saved.
     assert tags["Epilogue"]["save + recompute"] == 1
     kept = {e.op for e in _sections(program)["GPT2Block"].entries if "save" in _tags(e)}
     assert kept == {

@@ -1,4 +1,4 @@
-"""How a training loop calls a module, through the public API."""
+"""Calls of a training loop, through the public API."""
 
 from __future__ import annotations
 

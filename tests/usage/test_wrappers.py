@@ -1,4 +1,4 @@
-"""What people put around a compiled module: it works, or an error says what to do."""
+"""Wrappers that people put around a compiled module: they work, or an error says what to do."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _by_wrapper(module: nn.Module, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("call", [_by_checkpoint, _by_wrapper])
 def test_the_first_call_may_be_inside_a_checkpoint(call: Callable[..., Tensor]) -> None:
-    """What the compilation saves is not counted; the caller's hooks are there again afterwards."""
+    """Tensors that the compilation saves are not counted; the caller's hooks are back after it."""
     module, model = compiled(), net()
     for one in (module, model):
         call(one, batch().requires_grad_()).backward()
@@ -109,7 +109,7 @@ def test_no_memory_while_the_model_is_prepared() -> None:
 
 @pytest.fixture
 def two_ranks() -> Any:
-    """A default group of two, of which this process plays one."""
+    """A default group of two ranks; this process plays one."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield
     dist.destroy_process_group()

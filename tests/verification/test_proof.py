@@ -124,7 +124,7 @@ def test_a_users_rule_is_compared_at_its_first_use() -> None:
 
 
 def test_a_rule_is_proven_by_a_use_that_shards() -> None:
-    """Where every rank computes all of it the numbers say nothing of the rule."""
+    """A replicated call says nothing about its rule."""
     sp_compiler.rule(twice, "...h -> ...h", whole="h")
     _prove_rules(Between(twice))
     assert "proof_test::twice" in UNPROVEN
@@ -149,7 +149,7 @@ class Rooted(nn.Module):
 def test_parameters_of_which_not_every_number_will_do(
     monkeypatch: pytest.MonkeyPatch, broken: bool
 ) -> None:
-    """What is not a number on both sides would be equal to anything."""
+    """A NaN on both sides would be equal to anything."""
     if broken:
         monkeypatch.setitem(expressions.INFIX, aten.add.Tensor, "-")
     args = (torch.randn(2, 8, 16),)
@@ -159,7 +159,7 @@ def test_parameters_of_which_not_every_number_will_do(
 
 
 def test_layers_that_are_equal_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a proof costs does not grow with the depth of the model."""
+    """The cost of a proof does not grow with the depth of the model."""
     rows: list[list[Any]] = []
     original = proof.check_sections
 

@@ -154,7 +154,7 @@ def _without(dropped: Callable[[Placement, Placement], bool]) -> Callable[..., N
 
 
 def _sharded_at_any_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the typing refuses is not run whole instead."""
+    """A value that the typing refuses is not run replicated instead."""
     monkeypatch.setattr(pipeline, "refused_operator", lambda *_: None)
 
 

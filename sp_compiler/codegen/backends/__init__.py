@@ -22,7 +22,7 @@ from sp_compiler.ir.compiled_program import Kernel
 
 @dataclass(frozen=True)
 class LoadedProgram:
-    """What runs.
+    """Functions that run.
 
     Attributes:
         source: text for users; it is the code that runs if the backend runs text.

@@ -101,7 +101,7 @@ class ActivationFormula:
 
     @property
     def tells_batch(self) -> bool:
-        """Whether a batch of one is told from other sizes of 1 in all formulas."""
+        """Return whether a batch of one is told from other sizes of 1 in all formulas."""
         doubted = any(size.meaning == DOUBTED for size in self.symbols.values())
         formulas = (self.total, *self.blocks.values(), *itertools.chain(*self.tensors.values()))
         return not doubted and all(map(self._tells_batch_in, formulas))

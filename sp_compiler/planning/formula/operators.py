@@ -74,7 +74,7 @@ def one_ranks_part(shape: Shape, placement: Placement, world_size: int) -> Shape
 
 
 def _shared_units(dim: Dim, placement: Any, world_size: int) -> Dim:
-    """One rank's part of a dim of which no unit (head) is cut."""
+    """One rank's part of a dim whose units (heads) are not cut."""
     parts = []
     for segment in parts_of(dim, placement.segments):
         cut = cut_inner(segment, placement.unit_size(size_of(segment)))

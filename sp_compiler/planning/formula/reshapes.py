@@ -84,7 +84,7 @@ def _ones_taken(
 
 
 def _cut_segments(atom: Atom, shape: Sequence[int]) -> None:
-    """Where a view takes the segments of a sharded dim apart, ranks divide the inner factor."""
+    """Divide the inner factor among ranks where a view takes a sharded dim's segments apart."""
     if isinstance(atom.meaning, Share) and atom.meaning.segments > 1:
         count = atom.meaning.segments
         if (count, atom.value // count) in itertools.pairwise(shape):

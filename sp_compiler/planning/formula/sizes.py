@@ -54,7 +54,7 @@ class Product:
 
 @dataclass(frozen=True, eq=False)
 class Sum:
-    """Parts put together, the last of which may be padding."""
+    """Concatenated parts; the last may be padding."""
 
     parts: tuple[Dim, ...]
 
@@ -63,7 +63,7 @@ class Sum:
 class Share:
     """One rank's part of ``full``, rounded up where ``full`` is a sum that ends in padding.
 
-    ``segments``: number of equal segments of ``full``, each of which ranks divide.
+    ``segments``: number of equal segments of ``full``, each divided among the ranks.
     """
 
     full: Dim
@@ -181,7 +181,7 @@ def _unify_inner(lefts: list[Atom], rights: list[Atom]) -> bool:
 
 
 def _is_single(factors: Sequence[Atom]) -> bool:
-    """Whether the next factor is the only element that each rank has."""
+    """Return whether the next factor is the only element that each rank has."""
     return bool(factors) and factors[-1].value == 1 and isinstance(factors[-1].meaning, Share)
 
 
@@ -334,7 +334,7 @@ def _atom_expression(atom: Atom, symbol: Symbols, world_size: sympy.Expr) -> sym
 
 
 def divided(dim: Dim) -> list[Dim]:
-    """Return the dims of which :func:`expression` takes it that ranks divide them evenly."""
+    """Return the dims that :func:`expression` assumes to divide evenly among the ranks."""
     result: list[Dim] = []
     resolved(dim)  # writes shares as products, where that can be done
     for atom in dim:

@@ -122,7 +122,7 @@ def _grouped_mm(node: Node) -> OpRule | None:
 
 @rule("transformers::grouped_mm_fallback_backward")
 def _grouped_mm_backward(node: Node) -> OpRule:
-    """Results: the gradients of rows and weights, one of which is partial if a dim is sharded."""
+    """Results: the gradients of rows and weights; one is partial if a dim is sharded."""
     rows, weight, _, _ = operand_shapes(node)
     # Cut outputs make the gradient of the rows partial, cut inputs shard both results.
     inner, out = Factor("k", rows[1]), Factor("n", weight[2])

@@ -50,7 +50,7 @@ def reshape(node: Node) -> OpRule | None:
 
 
 def _moves_a_row_dim(call: LocalCall) -> bool:
-    """Whether a row dim of size 1 is moved, which a part in rows form does not have."""
+    """Return whether a row dim of size 1 is moved, which a part in rows form does not have."""
     placement = call.results[0]
     if placement.kind != "T":
         return False

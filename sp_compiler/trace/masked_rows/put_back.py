@@ -71,7 +71,7 @@ class PutBack:
         if not same or rows.dim != 0 or right != len(shape_of(base)) - len(axes):
             raise Declined("they go back to other places")
         if not accumulate and len(axes) < len(shape_of(mask)) and not _chooses_once(mask, axes):
-            raise Declined("one row may be written several times, of which one stays")
+            raise Declined("one row may be written several times, and only one write stays")
         if accumulate:
             result = self._values.call(_aten.add.Tensor, base, self._summed(value, axes, right))
         else:

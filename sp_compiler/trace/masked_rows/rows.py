@@ -116,7 +116,7 @@ class RowValues:
         return self.call(_aten.reshape.default, rows.node, shape)
 
     def hit(self, mask: Node, axes: tuple[int, ...], right: int) -> Node:
-        """Where the mask selects anything, with the dims of ``axes``, and ``right`` of size 1."""
+        """Places that the mask selects, with the dims of ``axes``, and ``right`` of size 1."""
         # Each call of a module makes its own: one that another layer made would be an input that
         # this layer has and that one has not, and equal layers would compile as different blocks.
         module_call = str(self.node.meta.get("nn_module_stack"))

@@ -136,7 +136,7 @@ def test_dropout_is_exact_at_every_budget(name: str, tp: int) -> None:
 
 
 class _Dropouts(nn.Module):
-    """Where torch's partitioner draws new masks: dropout between pointwise operators.
+    """Case in which torch's partitioner draws new masks: dropout between pointwise operators.
 
     With ``activation_memory_budget`` 0.2 torch 2.13 has gradients off by 144 % here.
     """

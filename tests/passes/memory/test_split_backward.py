@@ -99,7 +99,7 @@ def test_gradients_of_weights_come_when_they_are_taken(compiled: CompiledProgram
         backward(weights)
     assert all(parameter.grad is None for parameter in params.values())
     weights.take()()
-    weights.take()()  # of which nothing is left
+    weights.take()()  # nothing is left of them
     for name, grad in expected.items():
         torch.testing.assert_close(params[name].grad, None if grad is None else 2 * grad)
 

@@ -1,4 +1,4 @@
-"""What each policy keeps: exact bytes of the paper's block, and where the tags stop."""
+"""Tensors that each policy saves: exact bytes of the paper's block, and where the tags stop."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def test_a_gradient_of_nothing_is_none() -> None:
 
 
 class Head(nn.Module):
-    """A loss, and logits of which a temperature plays no part in it."""
+    """A loss, and logits divided by a temperature, which the loss does not depend on."""
 
     def __init__(self) -> None:
         super().__init__()

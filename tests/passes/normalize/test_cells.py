@@ -30,7 +30,7 @@ class _Model(nn.Module):
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_values_and_gradients(bias: bool) -> None:
-    """Those of eager on one device, and of ranks that have some of the gates and outputs."""
+    """Numbers of eager on one device, and of ranks that have some of the gates and outputs."""
     torch.manual_seed(0)
     model = _Model(bias=bias).double()
     x = torch.randn(3, 2, 8, dtype=torch.float64)

@@ -244,7 +244,7 @@ def test_einsum_of_unusual_operands(equation: str, shapes: list[tuple[int, ...]]
 
 
 def test_einsum_along_a_path() -> None:
-    """Which a user chooses, or a package that finds cheap ones."""
+    """The path is a user's, or that of a package that finds cheap ones."""
     x, y, z = (randn(*shape, grad=True) for shape in ((2, 3), (3, 4), (4, 5)))
     product = torch.ops.aten.einsum.default
     function = lambda *args: product("ab,bc,cd->ad", args, path=[1, 2, 0, 1])  # noqa: E731

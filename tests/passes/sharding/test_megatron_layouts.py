@@ -164,7 +164,7 @@ class EinsumAttention(nn.Module):
 
 
 class EinsumMLP(nn.Module):
-    """Weights of which one is stored as it is used and one transposed."""
+    """Two weights, one stored as it is used and one transposed."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -109,7 +109,7 @@ def compile(
     group = tensor_parallel_group(tp, mesh, device_type_of(model), timedelta(seconds=rank_timeout))
     checked = CompileOptions.of(group.world_size, options)
     wishes_of(checked.hints, parameters_of(model))  # raises before anything is taken over
-    if group.data.names:
+    if group.data.names:  # the limit does not count what FSDP2 gathers
         checked.refuse_device_memory("data")
     fsdp_options = checked_options(fsdp, group.data, group.world_size)
     if fsdp_options is not None:
@@ -117,6 +117,7 @@ def compile(
     # Checked before the model is taken over, like every other argument.
     example = None if example_inputs is None else checked_inputs(model, example_inputs)
     texts = {**checked.texts(), "initial_weights": initial_weights}
+    # One check for all sizes: a fallback is warned of once.
     builder = _Builder(checked, FallbackCheck(checked, group.rank), verify)
     result = DistributedModule(
         model, group, builder, options=texts, initial_weights=initial_weights, fsdp=fsdp_options
@@ -143,7 +144,7 @@ def _check(initial_weights: str, rank_timeout: float, verify: bool) -> None:
         raise ArgumentError(
             f"initial_weights={initial_weights!r}: expected 'compare' or 'broadcast'"
         )
-    if not isinstance(rank_timeout, (int, float)) or not rank_timeout > 0:
+    if not isinstance(rank_timeout, (int, float)) or not rank_timeout > 0:  # NaN is refused, too
         raise ArgumentError(f"rank_timeout={rank_timeout!r}: expected a positive number of seconds")
     if not isinstance(verify, bool):
         raise ArgumentError(f"verify={verify!r}: expected True or False")
@@ -226,7 +227,7 @@ def pipeline(  # noqa: PLR0913 - all by keyword, each described below
         refuse_scalars(model)
     checked = replace(
         CompileOptions.of(group.world_size, options, in_stages=True),
-        tables_apart=True,
+        tables_apart=True,  # every stage computes masks and rotary tables by itself
         split_backward=plan.delays_weights,
     )
     plan.check_backend(checked.backend)
@@ -392,7 +393,7 @@ def plan(  # noqa: PLR0913 - all by keyword, each described below
     compiled = build(model, args, kwargs, checked, keep="nothing")
     if checked.strict:
         refuse_costly(compiled.plan.costly_fallbacks, grid.tp)
-    if on_grid is None:
+    if on_grid is None:  # at batch 1 its formulas need a second batch, built on demand
         return telling_batch(compiled, args, kwargs, partial(build, model, options=checked))
     chain = Chain.of(compiled, compiled.plan) if grid.pp > 1 else Chain.uncut(compiled.plan)
     return grid_plan(compiled.plan, chain, on_grid)

@@ -257,6 +257,7 @@ class CompileOptions:
                 f"recompute_rest={rest!r}: only stages have several microbatches in flight; leave "
                 "it out, or use sp_compiler.pipeline, or sp_compiler.plan with a mesh that has pp"
             )
+        # Every reader asks a mapping, also where no hint was given.
         values: dict[str, Any] = {**options, "hints": options.get("hints") or {}}
         return cls(tp=tp, **values)
 

@@ -208,6 +208,7 @@ def suggest(
             **request.options,
         )
     typer.echo(suggestions.to_json() if request.json else str(suggestions))
+    # After the table: it says what each grid would need.
     if not suggestions:
         raise Refused(f"no grid of {gpus} devices fits {memory} on each")
 
@@ -269,6 +270,7 @@ def verify(request: Request) -> None:
             loaded.model, loaded.example_inputs, tp=request.tp or 2, **request.options
         )
     typer.echo(report.to_json() if request.json else str(report))
+    # Without a line of its own: the report has said what is wrong.
     if not report.ok:
         raise typer.Exit(FAILED)
 

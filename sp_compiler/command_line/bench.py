@@ -112,6 +112,7 @@ def joined_ranks(tp: int | None) -> Iterator[tuple[int, str]]:
         )
     device = "cpu"
     if torch.cuda.is_available():
+        # Before the group is made: NCCL would take the first device on every rank.
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
         torch.cuda.set_device(device)
     # All ranks must have the same model and inputs.
@@ -132,6 +133,7 @@ def bench(
     # A process may run on a slower clock now than a minute ago, so the two take turns.
     device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
     args, kwargs = example_inputs
+    # A copy, for compiling takes the model's parameters over.
     contenders = {"eager": copy.deepcopy(model), "compiled": compile_model(model, tp=tp, **options)}
     runs = {name: _Run(each, args, kwargs, device) for name, each in contenders.items()}
     for _ in range(_WARM_UP):
@@ -214,5 +216,6 @@ def _loss(result: Any) -> Tensor:
             "nothing that the model returns depends on its parameters: there is no backward to "
             "measure; is it in eval mode, or frozen?"
         )
+    # In float32, in which a mean over many logits keeps its digits.
     losses = [leaf for leaf in reached if leaf.dim() == 0]
     return losses[0] if losses else torch.stack([leaf.float().mean() for leaf in reached]).sum()

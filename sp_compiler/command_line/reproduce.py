@@ -28,6 +28,7 @@ def reproduce(folder: Path) -> None:
     for arguments, options in failed.rules:
         rule(*arguments, **options)
     step = _SavedStep.of_failed(failed)
+    # A copy, as passes rewrite it and the comparison reads it afterwards.
     captured, run = step.capture(), PassRunner()
     compiled = compile_captured(
         captured, failed.options, failed.name, failed.fixed, "unsharded", run

@@ -75,12 +75,14 @@ def grid_plan(plan: Plan, chain: Chain, options: GridOptions) -> GridPlan:
     stages = [
         _stage(chain, *each, options) for each in zip(parts, activations, own_times, strict=True)
     ]
+    # The sum of stages is an upper bound: without stages the plan has walked the step itself.
     if grid.pp == 1:
         stages = [_exact(plan, stages[0])]
     traffic = traffic_of(plan, chain, calls, stages, ends, options)
     finish = finish_us(orders, times)
     # Gradients of replicated parameters are summed over "tp" once per step, by each stage its own.
     reduction_us = collectives_us(list(plan.gradient_reduction), grid.tp, plan.hardware)
+    # As if each stage had the same share: norms and biases are in every layer alike.
     reduction_us /= grid.pp
     # Traffic over "tp" is in the times of the calls already, that over "pp" in the timetable.
     exposed = [sum(a.exposed_us for a in axes if a.axis.startswith("dp")) for axes in traffic]
@@ -118,6 +120,7 @@ def _ends(chain: Chain, orders: Sequence[Sequence[Action]], options: GridOptions
     if memory_bytes is None or num_stages == 1:
         return chain.ends(num_stages)
     return ends_of(
+        # The least that a stage can need: with all microbatches recomputed by ``recompute_rest``.
         chain.rest_calls or chain.calls,
         chain.parameters,
         most_in_flight(orders, num_stages),
@@ -224,6 +227,7 @@ def _times(
         times.append(
             StageTimes(
                 forward_us,
+                # By difference: a call knows its step and its forward, and collectives are in both.
                 sum(call.step_us for call in parts[stage]) - forward_us,
                 link.send_us(chain.activation_bytes[start]) if has_before else 0.0,
                 link.send_us(chain.gradient_bytes[end]) if has_behind else 0.0,
@@ -248,6 +252,7 @@ def _functions(part: Sequence[CallPlan], schedule: StepTimeline) -> Functions:
     for kind, phase in _PHASES.items():
         runs: list[FunctionRun] = []
         now_us = 0.0
+        # Backward runs the calls of a stage from the last to the first.
         for call in part if kind is FORWARD else reversed(part):
             # A call without gradients has no backward.
             spans = schedule.functions.get((call.block, phase))

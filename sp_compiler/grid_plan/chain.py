@@ -65,6 +65,7 @@ class Chain:
     @classmethod
     def uncut(cls, plan: Plan) -> Chain:
         """Return the chain of a single stage, which sends nothing."""
+        # All calls, with those that a pipeline repeats: a single stage runs each once.
         nothing = [0] * len(plan.calls)
         return cls(plan.calls, plan.parameters, nothing, nothing)
 

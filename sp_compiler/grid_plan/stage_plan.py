@@ -121,6 +121,7 @@ def gathered_bytes(
         sum(size.num_bytes for size in used_parameters(group, sizes)) for group in groups.values()
     ]
     if grid.dp_shard == 1:
+        # Copies live from forward to backward, so all of them are there at the peak.
         at_once = sum(blocks)
     else:
         # With a zero in front, for a single block has no neighbour.

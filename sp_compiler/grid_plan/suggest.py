@@ -104,6 +104,7 @@ def suggest(  # noqa: PLR0913 - all by keyword, each described below
     # Not "auto", which needs a budget: what a stage has left for activations depends on the cut.
     every = [name for name in RECOMPUTE if name != "auto"]
     policies = [options["recompute"]] if "recompute" in options else every
+    # Nodes are divided evenly: a group across two nodes would send over the network.
     widths = [tp for tp in range(1, gpus_per_node + 1) if gpus_per_node % tp == gpus % tp == 0]
     backend = options.get("backend", "eager")
     runnable = [name for name in schedules if SCHEDULES[name].runs_on(backend)]
@@ -161,6 +162,7 @@ def _grids(gpus: int, tp: int, num_layers: int) -> Iterator[GridSizes]:
         if (gpus // tp) % pp == 0:
             data = gpus // tp // pp
             yield GridSizes(tp, pp, dp_shard=data)
+            # Both at once (HSDP) is not tried: it lies between the two in memory and in time.
             if data > 1:
                 yield GridSizes(tp, pp, dp_replicate=data)
 
@@ -250,6 +252,7 @@ class _Search:
             except ArgumentError as error:  # too few microbatches, or some left over
                 self._impossible[grid] = str(error)
                 continue
+            # Silently: the grid itself may do, with fewer stages per rank.
             if grid.pp * options.stages()[1] > setting.num_layers and grid.pp > 1:
                 continue
             needed = setting.least_bytes(options)
@@ -285,6 +288,7 @@ class _Search:
         """Return the plan if it fits, with a cut that respects memory if necessary."""
         chain = setting.chain(options.grid)
         plan = grid_plan(setting.plan, chain, options)
+        # First without a limit: that cut is made once for all sizes of the data axes.
         if plan.total_bytes > self._memory_bytes and options.grid.pp > 1:
             limited = replace(options, memory=self._memory_bytes)
             with contextlib.suppress(ArgumentError):  # no cut has room

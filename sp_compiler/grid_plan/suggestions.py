@@ -105,6 +105,7 @@ class Suggestions(Sequence[GridPlan]):
 
 def schedule_text(plan: GridPlan) -> str:
     """Return the schedule as text."""
+    # The default would be named otherwise, and read as a choice that the search made.
     if plan.grid.pp == 1:
         return "no stages"
     chunks = f" x {plan.stages_per_rank}" if plan.stages_per_rank > 1 else ""
@@ -125,6 +126,7 @@ def _parts_us(plan: GridPlan) -> dict[str, float]:
             time_us for axis, time_us in exposed_us.items() if axis.startswith("dp")
         ),
     }
+    # By difference, so that the parts add up: uneven stages, messages and the bubble are in it.
     return {**parts, "waiting in the pipeline": plan.step_us - sum(parts.values())}
 
 

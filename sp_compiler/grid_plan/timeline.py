@@ -78,6 +78,7 @@ class GridTimeline:
     @property
     def step_us(self) -> float:
         """Time from the first forward to the last gradient."""
+        # The reduction over "tp" is behind all: it is one for the gradients of all microbatches.
         ends = (own[-1].end_us + data_us for own, data_us in self._by_rank())
         return max(ends) + self.reduction_us
 
@@ -90,6 +91,7 @@ class GridTimeline:
             tp_us = sum(sum(each.exposed_us.values()) for each in costs)
             pp_us = sum(run.message_us for run in own)
             acting_us = sum(run.end_us - run.begin_us for run in own)
+            # What is left: a rank waits in front of its schedule, within it, and behind it.
             waits_us = self.step_us - self.reduction_us - acting_us - pp_us - data_us
             times.append(
                 RankTime(
@@ -131,6 +133,7 @@ class GridTimeline:
             if data_us:
                 begin_us = own[-1].end_us
                 events.append(_event(rank, "dp", "gather and reduce", begin_us, data_us))
+        # The unit on the screen; times are in microseconds. In ms short kernels would read as 0.
         trace = {"traceEvents": events, "displayTimeUnit": "ns"}
         Path(path).write_text(json.dumps(trace), encoding="utf-8")
 
@@ -168,6 +171,7 @@ class GridTimeline:
         stage = run.action.stage
         recomputes = self.times[stage].recomputes(run.action.microbatch)
         functions = (self.rest_functions if recomputes else self.functions)[stage]
+        # A stage of frozen layers alone has no backward, and yet takes its turn in the schedule.
         return functions.get(run.action.kind, StepTimeline(()))
 
 

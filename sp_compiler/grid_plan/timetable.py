@@ -131,6 +131,7 @@ def run_orders(
                 done_us[made] = end_us
                 if made in waiting:
                     runnable.append(waiting.pop(made))
+    # A cycle between ranks would leave actions that nothing wakes.
     assert list(map(len, runs)) == list(map(len, orders)), "the schedule waits for itself"
     return runs
 

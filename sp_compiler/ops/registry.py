@@ -114,7 +114,7 @@ class Operator:
 
     @cached_property
     def takes_world_size(self) -> bool:
-        """Return whether calls pass the number of ranks to the kernel; else it is the group's size."""
+        """Return whether calls pass the number of ranks; else it is the size of the group."""
         return "world_size" in inspect.signature(self.kernel).parameters
 
     def method_arguments(self, args: Sequence[Any]) -> Sequence[Any]:

@@ -10,7 +10,6 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -44,7 +43,7 @@ _SEED = 7
 def check_blocks(
     program: Program,
     variants: Mapping[str, CompiledProgram],
-    call_inputs: Callable[[int, Spread], Sequence[Any]],
+    call_data: Callable[[int, Spread], BlockData],
     *,
     floors: bool = True,
     operators: Set[str] | None = None,
@@ -54,28 +53,41 @@ def check_blocks(
     Args:
         program: of full tensors.
         variants: the compiled program with the code to run, by pass.
-        call_inputs: inputs of a call of ``program``; only shape and dtype of inputs with gradients
-            are used.
+        call_data: returns what a call of ``program`` is given.
         floors: whether to measure the noise floor of each block.
         operators: compare only blocks with one of these operators, by schema name.
     """
     for region in program.regions:
         used = set(map(schema_name, region.module.graph.nodes))
-        if operators is not None and not operators & used:
-            continue
-        # The first of them stands for all: they have the same graph, and random parameters.
-        index = next(i for i, call in enumerate(program.calls) if call.region is region)
-        block = _Block.of(region, partial(call_inputs, index), floors)
-        for stage, compiled in variants.items():
-            # Sharding may put calls behind the others.
-            pairs = zip(program.calls, compiled.program.calls, strict=False)
-            ways = {split.region.name: None for call, split in pairs if call.region is region}
-            for name in ways:
-                yield block.compare(stage, name, compiled)
+        if operators is None or operators & used:
+            yield from Block.of(program, region, call_data, floors).rows(program, variants)
 
 
 @dataclass(frozen=True)
-class _Block:
+class BlockData:
+    """The inputs of one unsharded region, and a float64 tangent per output."""
+
+    inputs: Sequence[Any]
+    tangents: Sequence[Tensor]
+
+    @classmethod
+    def random(cls, region: Region, given: Sequence[Any], spread: Spread) -> BlockData:
+        """Return ``given`` inputs with random numbers where a gradient flows to."""
+        generator = torch.Generator().manual_seed(_SEED)
+        inputs = [
+            # Values without gradients (masks, positions, tables) are real ones: random masks would
+            # leave rows with nothing to attend to.
+            random_like(value, generator, spread=spread) if node.meta["requires_grad"] else value
+            for node, value in zip(region.placeholders, given, strict=True)
+        ]
+        # Not ones: a sum over ones hides rows that were swapped, and a loss hides what has no
+        # effect on it.
+        tangents = [random_like(node.meta["val"], generator).detach() for node in region.outputs]
+        return cls(inputs, tangents)
+
+
+@dataclass(frozen=True)
+class Block:
     """Inputs and tangents of one unsharded region, and its results.
 
     Attributes:
@@ -89,38 +101,33 @@ class _Block:
     reference: Reference
 
     @classmethod
-    def of(cls, region: Region, given: Callable[[Spread], Sequence[Any]], floors: bool) -> _Block:
+    def of(
+        cls,
+        program: Program,
+        region: Region,
+        call_data: Callable[[int, Spread], BlockData],
+        floors: bool,
+    ) -> Block:
+        """Run ``region`` unsharded; arguments as for :func:`check_blocks`."""
+        # The first of them stands for all: they have the same graph, and random parameters.
+        index = next(i for i, call in enumerate(program.calls) if call.region is region)
         for spread in SPREADS:
-            block = cls._of(region, given(spread), floors, spread)
+            block = cls._of(region, call_data(index, spread), floors)
             if block.reference.true.is_defined:
                 break
         return block
 
     @classmethod
-    def _of(cls, region: Region, given: Sequence[Any], floors: bool, spread: Spread) -> _Block:
-        generator = torch.Generator().manual_seed(_SEED)
-        inputs = [
-            # Values without gradients (masks, positions, tables) are real ones: random masks would
-            # leave rows with nothing to attend to.
-            random_like(value, generator, spread=spread)
-            if node.meta["requires_grad"]
-            else _plain(value)
-            for node, value in zip(region.placeholders, given, strict=True)
-        ]
-        # Not ones: a sum over ones hides rows that were swapped, and a loss hides what has no
-        # effect on it.
-        tangents = [random_like(node.meta["val"], generator).detach() for node in region.outputs]
-        types = [_dtype(node) for node in region.placeholders]
+    def _of(cls, region: Region, data: BlockData, floors: bool) -> Block:
+        inputs = list(map(_plain, data.inputs))
 
         def run(precision: Precision) -> Numbers:
-            leaves = [
-                _in(precision, value, dtype) for value, dtype in zip(inputs, types, strict=True)
-            ]
+            leaves = _leaves(region, _all_in(precision, region, inputs))
             with precision.entered():
                 outputs = list(run_graph(region.module, leaves))
                 pairs = [
                     (value, tangent.to(value.dtype))
-                    for value, tangent in zip(outputs, tangents, strict=True)
+                    for value, tangent in zip(outputs, data.tangents, strict=True)
                     if value.requires_grad
                 ]
                 if pairs:
@@ -131,7 +138,18 @@ class _Block:
             }
             return Numbers([value.detach() for value in outputs], grads)
 
-        return cls(region, list(map(_plain, inputs)), tangents, Reference.of(run, floors=floors))
+        return cls(region, inputs, list(data.tangents), Reference.of(run, floors=floors))
+
+    def rows(
+        self, program: Program, variants: Mapping[str, CompiledProgram]
+    ) -> Iterator[Comparison]:
+        """Compare with the region in all its splits after each pass."""
+        for stage, compiled in variants.items():
+            # Sharding may put calls behind the others.
+            pairs = zip(program.calls, compiled.program.calls, strict=False)
+            ways = {split.region.name: None for call, split in pairs if call.region is self.region}
+            for name in ways:
+                yield self.compare(stage, name, compiled)
 
     def compare(self, stage: str, name: str, compiled: CompiledProgram) -> Comparison:
         """Compare with the region ``name`` of a compiled program on simulated ranks."""
@@ -152,12 +170,7 @@ class _Block:
         region, world_size = compiled.regions[name].region, compiled.world_size
         precision = self.reference.precision
         expected: dict[str, Any] = {}
-        leaves = self._leaves(
-            [
-                _in(precision, value, _dtype(node))
-                for value, node in zip(self.inputs, self.region.placeholders, strict=True)
-            ]
-        )
+        leaves = _leaves(self.region, _all_in(precision, self.region, self.inputs))
         with precision.entered():
             results = run_graph(self.region.module, leaves, computed=expected)
             tangents = [
@@ -168,7 +181,7 @@ class _Block:
         actual: dict[str, Any] = {}
         inputs, full_tangents = self._given(region, world_size)
         with simulated_ranks(world_size) as tp, precision.entered(), torch.enable_grad():
-            parts = self._leaves(_scattered(inputs, region.input_placements, world_size))
+            parts = _leaves(self.region, _scattered(inputs, region.input_placements, world_size))
             outputs = run_graph(region.module, parts, tp, actual)
             duals = [placement.dual for placement in region.output_placements]
             grads = gradients_of(actual, outputs, _scattered(full_tangents, duals, world_size))
@@ -185,12 +198,6 @@ class _Block:
                         return f"what is returned of {operator_text(node)}"
                 wrong = first_wrong_gradient(region, grads, true_grads, *limits)
         return "" if wrong is None else f"backward of {operator_text(wrong)}"
-
-    def _leaves(self, values: Sequence[Any]) -> list[Any]:
-        return [
-            value.requires_grad_(node.meta["requires_grad"]) if isinstance(value, Tensor) else value
-            for value, node in zip(values, self.region.placeholders, strict=True)
-        ]
 
     def _given(self, region: Region, world_size: int) -> tuple[list[Any], list[Tensor]]:
         """Full inputs and tangents as the sharded ``region`` knows them."""
@@ -282,13 +289,26 @@ def _dtype(node: Node) -> torch.dtype | None:
     return value.dtype if isinstance(value, Tensor) else None
 
 
+def _leaves(region: Region, values: Sequence[Any]) -> list[Any]:
+    return [
+        value.requires_grad_(node.meta["requires_grad"]) if isinstance(value, Tensor) else value
+        for value, node in zip(values, region.placeholders, strict=True)
+    ]
+
+
+def _all_in(precision: Precision, region: Region, values: Sequence[Any]) -> list[Any]:
+    return [
+        _in(precision, value, _dtype(node))
+        for value, node in zip(values, region.placeholders, strict=True)
+    ]
+
+
 def _in(precision: Precision, value: Any, dtype: torch.dtype | None) -> Any:
-    """A leaf for an input of type ``dtype``."""
+    """Return a copy of an input of type ``dtype``."""
     if not isinstance(value, Tensor) or dtype is None:
         return value
-    # A copy: leaves of several runs must not share gradients, nor see each other's writes.
-    copy = value.detach().clone().to(precision.dtype(dtype))
-    return copy.requires_grad_(value.requires_grad)
+    # Leaves of several runs must not share gradients, nor see each other's writes.
+    return value.detach().to(precision.dtype(dtype), copy=True)
 
 
 def _rows(

@@ -38,7 +38,7 @@ class Precision:
         """Return a copy of ``value`` as a leaf with its own gradient."""
         if not isinstance(value, Tensor):
             return value
-        copy = value.detach().clone().to(self.dtype(value.dtype))
+        copy = value.detach().to(self.dtype(value.dtype), copy=True)
         return copy.requires_grad_(value.requires_grad)
 
 
@@ -57,7 +57,7 @@ class Numbers:
     def is_defined(self) -> bool:
         """Return whether no number is NaN: NaN on both sides of a comparison proves nothing."""
         tensors = [*self.outputs, *self.grads.values()]
-        return not any(bool(t.isnan().any()) for t in tensors if isinstance(t, Tensor))
+        return not any(_has_nan(t) for t in tensors if isinstance(t, Tensor))
 
     def errors(self, true: Numbers) -> dict[str, float]:
         """Return relative errors by output and gradient."""
@@ -132,6 +132,11 @@ class Reference:
         return Comparison(
             stage, subject, error, self.tolerance, noise=self.noise, rounding=self.rounding, **texts
         )
+
+
+def _has_nan(tensor: Tensor) -> bool:
+    # A sum makes no copy; it is NaN or infinite for other reasons too, so only finite ones say all.
+    return not bool(tensor.sum().isfinite()) and bool(tensor.isnan().any())
 
 
 def unit_tangent(output: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ run in the same way.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -174,6 +174,86 @@ _REVERSED: dict[Any, Callable[..., tuple[Any, ...]]] = {
         *rest,
     ),
 }
+
+
+class Remembered(TorchDispatchMode):
+    """Mode that computes an operator once for the same operands.
+
+    Graphs that are compared have most operators in common: what no pass rewrote reads the same
+    tensors, so that its result is taken from the other graph. Enter it outside of all other modes,
+    where it sees what kernels get.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._results: dict[Any, tuple[Any, Any]] = {}
+        self._written: set[int] = set()
+        self._num_bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        operands = pytree.tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in operands if isinstance(leaf, Tensor)]
+        if func._schema.is_mutable:
+            # Whatever shares memory with an operand may have changed, and is computed every time.
+            self._written.update(map(_memory, tensors))
+            return func(*args, **kwargs)
+        if (
+            # Operators of a user may return something else the second time.
+            func.namespace not in ("aten", "sp_compiler")
+            or func.is_view
+            or _draws(func, args, kwargs)
+            or not self._written.isdisjoint(map(_memory, tensors))
+        ):
+            return func(*args, **kwargs)
+        # Some results take the default dtype, which differs between two precisions.
+        key = (func, torch.get_default_dtype(), *map(_operand_key, operands))
+        # With the operands, so that no other tensor can get their addresses.
+        _, result = self._results.get(key, (None, None))
+        if result is not None and self._written.isdisjoint(
+            _memory(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)
+        ):
+            return pytree.tree_map_only(Tensor, Tensor.detach, result)
+        result = func(*args, **kwargs)
+        self._num_bytes += sum(
+            leaf.nbytes for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)
+        )
+        if self._num_bytes < _REMEMBERED_BYTES:
+            # Other tensors of the same memory: autograd writes its own records to those returned.
+            detached = pytree.tree_map_only(Tensor, Tensor.detach, (operands, result))
+            self._results[key] = detached
+        return result
+
+
+_REMEMBERED_BYTES = 4 << 30
+"""Beyond it a block costs more time, for memory is the scarcer."""
+
+
+def _draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    names = [argument.name for argument in func._schema.arguments]
+    if "dropout_p" not in names:
+        return True
+    # Fused attention is tagged for its dropout, which seldom is on.
+    position = names.index("dropout_p")
+    given = args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)
+    return bool(given != 0.0)
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _operand_key(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        bits = value.is_conj(), value.is_neg()
+        layout = value.storage_offset(), value.shape, value.stride()
+        return _memory(value), layout, value.dtype, bits
+    # 1, 1.0 and True are equal.
+    return type(value), value
 
 
 class NothingDropped(TorchDispatchMode):

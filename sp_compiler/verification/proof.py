@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,15 +23,16 @@ from sp_compiler.compiler import to_program
 from sp_compiler.ir.captured import Captured
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.concretize import Concretizer, concretized
-from sp_compiler.ir.program import Program
+from sp_compiler.ir.program import Program, Ref
 from sp_compiler.options import CompileOptions
 from sp_compiler.rules.custom import UNPROVEN
 from sp_compiler.rules.registry import schema_name
-from sp_compiler.verification.blocks import check_blocks
+from sp_compiler.verification.blocks import Block, BlockData, check_blocks
 from sp_compiler.verification.judge import Reference
-from sp_compiler.verification.random_values import SPREADS, Spread, random_like
+from sp_compiler.verification.precision import Remembered
+from sp_compiler.verification.random_values import SPREADS, Spread, Values, random_like
 from sp_compiler.verification.report import Comparison, VerifyReport
-from sp_compiler.verification.sections import Values, check_sections
+from sp_compiler.verification.sections import Sections, check_sections, check_wiring
 from sp_compiler.verification.variants import variants_by_pass
 from sp_compiler.verification.verify import (
     Step,
@@ -138,10 +139,21 @@ def _quick_rows(
     """Compare the capture with the outlined program, and that with the generated code."""
     at_example = Concretizer(program.sizes).program(program)
     values_of = _values_of(step.tensors, at_example)
-    return [
-        *check_sections(captured, program, at_example, values_of),
-        *_block_rows(step, at_example, {Pass.CODEGEN: concretized(compiled)}, floors=False),
-    ]
+    variants: dict[str, CompiledProgram] = {Pass.CODEGEN: concretized(compiled)}
+    sections = Sections(captured, program, at_example)
+    distinct = list(sections.distinct(values_of(SPREADS[0])))
+    rows = list(check_wiring(sections))
+    for region in at_example.regions:
+        of_region = [each for each in distinct if at_example.calls[each.call].region is region]
+        # Unsharded graphs of one region have most operators in common: those run once.
+        with Remembered():
+            rows += check_sections(sections, of_region, values_of)
+            data = partial(_call_data, at_example, values_of)
+            block = Block.of(at_example, region, data, floors=False)
+        rows += block.rows(at_example, variants)
+        for spread in SPREADS:
+            values_of(spread).forget()  # one region's weights at a time
+    return rows
 
 
 @_quietly()
@@ -171,29 +183,28 @@ def _thorough_rows(
         return rows
     variants = variants_by_pass(concretized(compiled))
     at_example = Concretizer(program.sizes).program(program)
-    return [*rows, *_block_rows(step, at_example, variants, floors=True, operators=operators)]
+    data = partial(_call_data, at_example, _values_of(step.tensors, at_example))
+    return [*rows, *check_blocks(at_example, variants, data, operators=operators)]
 
 
-def _block_rows(
-    step: Step,
-    program: Program,
-    variants: Mapping[str, CompiledProgram],
-    *,
-    floors: bool,
-    operators: Set[str] | None = None,
-) -> Iterator[Comparison]:
-    values_of = _values_of(step.tensors, program)
-
-    def call_inputs(index: int, spread: Spread) -> list[Any]:
-        call, values = program.calls[index], values_of(spread)
-        # What a gradient flows to is drawn by the comparison itself, from the fake's form; the rest
-        # has the numbers of a real step, such as a causal mask.
-        return [
-            node.meta["val"] if node.meta["requires_grad"] else values.of(ref)
-            for node, ref in zip(call.region.placeholders, call.args, strict=True)
-        ]
-
-    yield from check_blocks(program, variants, call_inputs, floors=floors, operators=operators)
+def _call_data(
+    program: Program, values_of: Callable[[Spread], Values], index: int, spread: Spread
+) -> BlockData:
+    """Return what call ``index`` is given: random numbers, or those of a real step, such as a
+    causal mask."""
+    call, values = program.calls[index], values_of(spread)
+    tangents = [
+        values.tangent(Ref("call", index=index, output=output), node.meta["val"])
+        for output, node in enumerate(call.region.outputs)
+    ]
+    inputs = [
+        # An example's own number may be zero, which would hide what it is multiplied with.
+        values.random(ref, node.meta["val"])
+        if node.meta["requires_grad"] and not values.is_random(ref)
+        else values.of(ref)
+        for node, ref in zip(call.region.placeholders, call.args, strict=True)
+    ]
+    return BlockData(inputs, tangents)
 
 
 def _values_of(tensors: Tensors, program: Program) -> Callable[[Spread], Values]:

@@ -1,20 +1,30 @@
-"""Random values for parameters that have no values yet."""
+"""Random values for parameters that have no values yet, and for what depends on them."""
 
 from __future__ import annotations
 
+import hashlib
 import math
-from typing import Literal
+import zlib
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from sp_compiler.ir.fx import carries_gradient
+from sp_compiler.ir.fx import ancestors, carries_gradient
+from sp_compiler.ir.program import Program, Ref, Region
+from sp_compiler.verification.interpret import run_graph
 from sp_compiler.verification.precision import widest
 
 Spread = Literal["any sign", "positive", "fraction"]
 SPREADS: tuple[Spread, ...] = ("any sign", "positive", "fraction")
 """In the order to try them: roots and logarithms of parameters need the second or the third, and a
 comparison of what is not a number on both sides would prove nothing."""
+_SEED = 20260
+# A large table repeats its first numbers, for drawing all of them costs more than products with
+# them. A prime, so that parts of it on two ranks, or rows of a width in use, are not equal.
+_PERIOD = 262_139
 
 
 def random_like(
@@ -31,11 +41,159 @@ def random_like(
     if not carries_gradient(value):
         return torch.zeros(shape, dtype=value.dtype, device=device)
     # On the CPU, whatever the device: generators of two devices draw different numbers.
-    noise = torch.randn(shape, generator=generator, dtype=widest(value.dtype))
+    size = math.prod(shape)
+    noise = torch.randn(min(size, _PERIOD), generator=generator, dtype=widest(value.dtype))
     if spread != "any sign" and not noise.is_complex():
         noise = noise.abs()
     if spread == "fraction" and not noise.is_complex():
         noise = noise / (1 + noise)
     # The fan-in of a weight, at most 64, for narrow results of wide tables would vanish.
     scale = 1 / math.sqrt(min(shape[-1], 64)) if len(shape) == 2 else 1.0
-    return (noise * scale).to(device).requires_grad_()
+    noise = (noise * scale).repeat(-(-size // _PERIOD))[:size].reshape(shape)
+    return noise.to(device).requires_grad_()
+
+
+class Values:
+    """The value of every ref of a program at the example's sizes, computed on demand.
+
+    Values that depend on a parameter are random, so that no layer has to run before another; others
+    (masks, positions, rotary tables) are those that the program computes, because passes may rely
+    on them.
+
+    Random ones are kept until :meth:`forget`, so that all comparisons of a block get the very same
+    tensors.
+
+    Args:
+        program: at the example's sizes.
+        params: for shapes, dtypes and which require gradients; random where they have no memory.
+        buffers: likewise.
+        inputs: flattened user inputs.
+        spread: of random numbers.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        params: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        inputs: Sequence[Any],
+        spread: Spread,
+    ) -> None:
+        self._program = program
+        self._named = {"param": params, "buffer": buffers, "constant": program.constants}
+        self._inputs = inputs
+        self._spread = spread
+        self._results: dict[int, tuple[Any, ...]] = {}
+        self._kept: dict[tuple[str, Ref], Tensor] = {}
+
+    def forget(self) -> None:
+        """Free the random values and tangents, which are drawn again, equal, when asked for."""
+        self._kept.clear()
+
+    def of(self, ref: Ref) -> Any:
+        """Return the value of ``ref``."""
+        if ref.kind == "seed":
+            return torch.tensor(_SEED)
+        if ref.kind == "size":
+            return int(self._inputs[ref.index].shape[ref.output])
+        if ref.kind == "call":
+            node = self._program.calls[ref.index].region.outputs[ref.output]
+            value = node.meta["val"]
+            # Integers that depend on parameters, as an expert's index, are computed: random ones
+            # would be out of range.
+            if self.is_random(ref) and carries_gradient(value):
+                return self._random(ref, value, bool(node.meta.get("requires_grad")))
+            return self._result(ref)
+        value = self._source(ref)
+        return self._random(ref, value, value.requires_grad) if self.is_random(ref) else value
+
+    def random(self, ref: Ref, like: Tensor) -> Tensor:
+        """Return random numbers for ``ref``, shaped as ``like``."""
+        return self._drawn("value", ref, like, like.dtype)
+
+    def tangent(self, ref: Ref, like: Tensor) -> Tensor:
+        """Return the float64 tangent of the output ``ref`` of a call, shaped as ``like``."""
+        return self._drawn("tangent", ref, like)
+
+    def is_random(self, ref: Ref) -> bool:
+        """Return whether ``ref`` depends on a parameter or on a tensor without memory."""
+        if ref.kind == "call":
+            return self._dependent[ref]
+        if ref.kind in ("seed", "size"):
+            return False
+        value = self._source(ref)
+        return ref.kind == "param" or (isinstance(value, Tensor) and value.is_meta)
+
+    def identity(self, ref: Ref) -> object:
+        """Return what two refs must share for one proof to serve both: if random, only the kind."""
+        if ref.kind == "seed":  # all calls draw from one in a proof
+            return ref.kind
+        if ref.kind == "size":
+            return ref
+        if ref.kind == "call":
+            node = self._program.calls[ref.index].region.outputs[ref.output]
+            like, requires_grad = node.meta["val"], bool(node.meta.get("requires_grad"))
+        else:
+            like = self._source(ref)
+            requires_grad = isinstance(like, Tensor) and like.requires_grad
+        if isinstance(like, Tensor) and self.is_random(ref) and carries_gradient(like):
+            # Equal layers have different weights; a proof on random ones holds for all.
+            return tuple(like.shape), like.dtype, requires_grad
+        if ref.kind in ("buffer", "constant") and not like.is_meta:
+            # Each layer may have a table of its own, which is the same in all of them.
+            content = like.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+            return like.shape, like.dtype, hashlib.sha256(content).hexdigest()
+        return ref
+
+    def _source(self, ref: Ref) -> Any:
+        if ref.kind == "input":
+            return self._inputs[ref.index]
+        return self._named[ref.kind][ref.name]
+
+    @cached_property
+    def _dependent(self) -> dict[Ref, bool]:
+        reaching: dict[int, list[set[int]]] = {}
+        dependent: dict[Ref, bool] = {}
+        for index, call in enumerate(self._program.calls):
+            if id(call.region) not in reaching:
+                reaching[id(call.region)] = _reaching_inputs(call.region)
+            for output, positions in enumerate(reaching[id(call.region)]):
+                known = (
+                    dependent[arg] if arg.kind == "call" else self.is_random(arg)
+                    for arg in (call.args[position] for position in positions)
+                )
+                dependent[Ref("call", index=index, output=output)] = any(known)
+        return dependent
+
+    def _random(self, ref: Ref, like: Tensor, requires_grad: bool) -> Tensor:
+        value = self.random(ref, like).detach()
+        return value.requires_grad_(requires_grad and carries_gradient(value))
+
+    def _drawn(self, kind: str, ref: Ref, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        if (kind, ref) not in self._kept:
+            # By name, so that neither the order of use nor the process changes the numbers.
+            text = repr((kind, ref.kind, ref.name, ref.index, ref.output))
+            generator = torch.Generator().manual_seed(zlib.crc32(text.encode()))
+            # A meta tensor says nothing of the device it will have.
+            device = torch.device("cpu") if like.is_meta else like.device
+            spread: Spread = self._spread if kind == "value" else "any sign"
+            drawn = random_like(like, generator, device, spread).detach()
+            self._kept[kind, ref] = drawn.to(dtype or drawn.dtype)
+        return self._kept[kind, ref]
+
+    def _result(self, ref: Ref) -> Any:
+        if ref.index not in self._results:
+            call = self._program.calls[ref.index]
+            with torch.no_grad():
+                args = [self.of(arg) for arg in call.args]
+                self._results[ref.index] = run_graph(call.region.module, args)
+        return self._results[ref.index][ref.output]
+
+
+def _reaching_inputs(region: Region) -> list[set[int]]:
+    """Return for each output the positions of the placeholders that it depends on."""
+    positions = {node: index for index, node in enumerate(region.placeholders)}
+    return [
+        {positions[node] for node in ancestors([output]) & positions.keys()}
+        for output in region.outputs
+    ]

@@ -13,11 +13,9 @@ by node are compared once: wrongly merged layers differ there.
 
 from __future__ import annotations
 
-import hashlib
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,139 +25,14 @@ from torch.fx.node import map_arg
 
 from sp_compiler.base.pass_report import Pass
 from sp_compiler.ir.captured import Captured
-from sp_compiler.ir.fx import ancestors, carries_gradient
+from sp_compiler.ir.fx import ancestors
 from sp_compiler.ir.program import Program, Ref, Region
 from sp_compiler.ops.uniform import UNIFORM
 from sp_compiler.verification.interpret import run_graph
 from sp_compiler.verification.judge import TOLERANCE, Numbers, Precision, Reference
 from sp_compiler.verification.precision import NothingDropped
-from sp_compiler.verification.random_values import SPREADS, Spread, random_like
+from sp_compiler.verification.random_values import SPREADS, Spread, Values
 from sp_compiler.verification.report import Comparison
-
-_SEED = 20260
-
-
-class Values:
-    """The value of every ref of a program at the example's sizes, computed on demand.
-
-    Values that depend on a parameter are random, so that no layer has to run before another; others
-    (masks, positions, rotary tables) are those that the program computes, because passes may rely
-    on them.
-
-    Args:
-        program: at the example's sizes.
-        params: for shapes, dtypes and which require gradients; random where they have no memory.
-        buffers: likewise.
-        inputs: flattened user inputs.
-        spread: of random numbers.
-    """
-
-    def __init__(
-        self,
-        program: Program,
-        params: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
-        inputs: Sequence[Any],
-        spread: Spread,
-    ) -> None:
-        self._program = program
-        self._named = {"param": params, "buffer": buffers, "constant": program.constants}
-        self._inputs = inputs
-        self._spread = spread
-        self._results: dict[int, tuple[Any, ...]] = {}
-
-    def of(self, ref: Ref) -> Any:
-        """Return the value; random ones are made anew each time, equal, so that none is kept."""
-        if ref.kind == "seed":
-            return torch.tensor(_SEED)
-        if ref.kind == "size":
-            return int(self._inputs[ref.index].shape[ref.output])
-        if ref.kind == "call":
-            node = self._program.calls[ref.index].region.outputs[ref.output]
-            value = node.meta["val"]
-            # Integers that depend on parameters, as an expert's index, are computed: random ones
-            # would be out of range.
-            if self.is_random(ref) and carries_gradient(value):
-                return self._random(ref, value, bool(node.meta.get("requires_grad")))
-            return self._result(ref)
-        value = self._source(ref)
-        return self._random(ref, value, value.requires_grad) if self.is_random(ref) else value
-
-    def is_random(self, ref: Ref) -> bool:
-        """Return whether ``ref`` depends on a parameter or on a tensor without memory."""
-        if ref.kind == "call":
-            return self._dependent[ref]
-        if ref.kind in ("seed", "size"):
-            return False
-        value = self._source(ref)
-        return ref.kind == "param" or (isinstance(value, Tensor) and value.is_meta)
-
-    def identity(self, ref: Ref) -> object:
-        """Return what two refs must share for one proof to serve both: if random, only the kind."""
-        if ref.kind == "seed":  # all calls draw from one in a proof
-            return ref.kind
-        if ref.kind == "size":
-            return ref
-        if ref.kind == "call":
-            node = self._program.calls[ref.index].region.outputs[ref.output]
-            like, requires_grad = node.meta["val"], bool(node.meta.get("requires_grad"))
-        else:
-            like = self._source(ref)
-            requires_grad = isinstance(like, Tensor) and like.requires_grad
-        if isinstance(like, Tensor) and self.is_random(ref) and carries_gradient(like):
-            # Equal layers have different weights; a proof on random ones holds for all.
-            return tuple(like.shape), like.dtype, requires_grad
-        if ref.kind in ("buffer", "constant") and not like.is_meta:
-            # Each layer may have a table of its own, which is the same in all of them.
-            content = like.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-            return like.shape, like.dtype, hashlib.sha256(content).hexdigest()
-        return ref
-
-    def _source(self, ref: Ref) -> Any:
-        if ref.kind == "input":
-            return self._inputs[ref.index]
-        return self._named[ref.kind][ref.name]
-
-    @cached_property
-    def _dependent(self) -> dict[Ref, bool]:
-        reaching: dict[int, list[set[int]]] = {}
-        dependent: dict[Ref, bool] = {}
-        for index, call in enumerate(self._program.calls):
-            if id(call.region) not in reaching:
-                reaching[id(call.region)] = _reaching_inputs(call.region)
-            for output, positions in enumerate(reaching[id(call.region)]):
-                known = (
-                    dependent[arg] if arg.kind == "call" else self.is_random(arg)
-                    for arg in (call.args[position] for position in positions)
-                )
-                dependent[Ref("call", index=index, output=output)] = any(known)
-        return dependent
-
-    def _random(self, ref: Ref, like: Tensor, requires_grad: bool) -> Tensor:
-        # By name, so that neither the order of use nor the process changes the numbers.
-        seed = zlib.crc32(repr((ref.kind, ref.name, ref.index, ref.output)).encode())
-        generator = torch.Generator().manual_seed(seed)
-        # A meta tensor says nothing of the device it will have.
-        device = torch.device("cpu") if like.is_meta else like.device
-        value = random_like(like, generator, device, self._spread).detach().to(like.dtype)
-        return value.requires_grad_(requires_grad and carries_gradient(value))
-
-    def _result(self, ref: Ref) -> Any:
-        if ref.index not in self._results:
-            call = self._program.calls[ref.index]
-            with torch.no_grad():
-                args = [self.of(arg) for arg in call.args]
-                self._results[ref.index] = run_graph(call.region.module, args)
-        return self._results[ref.index][ref.output]
-
-
-def _reaching_inputs(region: Region) -> list[set[int]]:
-    """Return for each output the positions of the placeholders that it depends on."""
-    positions = {node: index for index, node in enumerate(region.placeholders)}
-    return [
-        {positions[node] for node in ancestors([output]) & positions.keys()}
-        for output in region.outputs
-    ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -313,22 +186,13 @@ class Sections:
 
     def compare(self, section: Section, values_of: Callable[[Spread], Values]) -> Comparison:
         """Compare the two sides of ``section``, on the first spread that gives numbers."""
-        captured = partial(run_graph, section.captured)
         for spread in SPREADS:
-            given = {ref: values_of(spread).of(ref) for ref in section.leaves}
-
-            def of_capture(precision: Precision, given: Mapping[Ref, Any] = given) -> Numbers:
-                return _numbers(
-                    lambda leaves: captured([leaves[ref] for ref in section.sources]),
-                    given,
-                    precision,
-                )
-
+            values = values_of(spread)
+            of_capture = partial(_numbers, _run_captured, section, values)
             reference = Reference.of(of_capture, floors=False)
             if reference.true.is_defined:
                 break
-        of_program = partial(self._run_calls, section)
-        numbers = _numbers(of_program, given, reference.precision)
+        numbers = _numbers(self._run_calls, section, values, reference.precision)
         name = self.program.calls[section.call].region.name
         return reference.compare(Pass.OUTLINE, name, numbers)
 
@@ -346,18 +210,22 @@ class Sections:
         return [results[ref.index][ref.output] for ref in section.outputs]
 
 
+def _run_captured(section: Section, leaves: Mapping[Ref, Any]) -> Sequence[Any]:
+    return run_graph(section.captured, [leaves[ref] for ref in section.sources])
+
+
 def _numbers(
-    run: Callable[[Mapping[Ref, Any]], Sequence[Any]],
-    given: Mapping[Ref, Any],
+    run: Callable[[Section, Mapping[Ref, Any]], Sequence[Any]],
+    section: Section,
+    values: Values,
     precision: Precision,
 ) -> Numbers:
-    leaves = {ref: precision.leaf(value) for ref, value in given.items()}
+    leaves = {ref: precision.leaf(values.of(ref)) for ref in section.leaves}
     with precision.entered(), NothingDropped():
-        outputs = list(run(leaves))
-        generator = torch.Generator().manual_seed(_SEED)
+        outputs = list(run(section, leaves))
         flowing = [
-            (value, random_like(value, generator).detach().to(value.dtype))
-            for value in outputs
+            (value, values.tangent(ref, value).to(value.dtype))
+            for ref, value in zip(section.outputs, outputs, strict=True)
             if isinstance(value, Tensor) and value.requires_grad
         ]
         if flowing:
@@ -370,26 +238,25 @@ def _numbers(
     return Numbers([value.detach() for value in outputs], grads)
 
 
-def check_sections(
-    captured: Captured,
-    program: Program,
-    at_example: Program,
-    values_of: Callable[[Spread], Values],
-) -> Iterator[Comparison]:
-    """Compare each distinct call with the part of the capture from which it was made.
-
-    Args:
-        captured: before any pass rewrote it.
-        program: that the passes before sharding made of it.
-        at_example: ``program`` at the example's sizes.
-        values_of: returns the values for a spread of random numbers.
-    """
-    sections = Sections(captured, program, at_example)
+def check_wiring(sections: Sections) -> Iterator[Comparison]:
+    """Return a comparison that failed if the program returns other values than the capture."""
     if not sections.wired:
         message = "the program returns other values than the capture"
         yield Comparison(Pass.OUTLINE, "model", float("inf"), TOLERANCE, message=message)
-    for section in sections.distinct(values_of(SPREADS[0])):
-        regions = [program.calls[index].region for index in section.calls]
+
+
+def check_sections(
+    sections: Sections, distinct: Sequence[Section], values_of: Callable[[Spread], Values]
+) -> Iterator[Comparison]:
+    """Compare each of the ``distinct`` sections with the part of the capture that it came from.
+
+    Args:
+        sections: of the capture and the program.
+        distinct: those to compare.
+        values_of: returns the values for a spread of random numbers.
+    """
+    for section in distinct:
+        regions = [sections.program.calls[index].region for index in section.calls]
         # Numbers that are drawn differ between the two.
         if not any(draws_uniform(region) for region in regions):
             yield sections.compare(section, values_of)

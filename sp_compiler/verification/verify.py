@@ -32,7 +32,7 @@ from sp_compiler.pass_manager.runner import PassRunner
 from sp_compiler.passes.normalize.random_numbers import draw_by_counter
 from sp_compiler.trace.environment import without_cache
 from sp_compiler.trace.export import capture, flatten_inputs
-from sp_compiler.verification.blocks import check_blocks
+from sp_compiler.verification.blocks import BlockData, check_blocks
 from sp_compiler.verification.judge import Numbers, Precision, Reference, backward
 from sp_compiler.verification.precision import NothingDropped
 from sp_compiler.verification.reference import run_captured, run_program
@@ -272,7 +272,13 @@ def _after_sharding(step: Step, options: CompileOptions, run: PassRunner) -> Ite
     variants = variants_by_pass(compiled)
     for stage, variant in variants.items():
         yield _simulated(stage, variant, step, true)
-    yield from check_blocks(program, variants, lambda index, _: call_inputs[index])
+    yield from check_blocks(
+        program,
+        variants,
+        lambda index, spread: BlockData.random(
+            program.calls[index].region, call_inputs[index], spread
+        ),
+    )
 
 
 def _simulated(stage: str, compiled: CompiledProgram, step: Step, true: Reference) -> Comparison:

@@ -15,7 +15,7 @@ from sp_compiler import VerifyReport, compiler, verify
 from sp_compiler.base.placement import P
 from sp_compiler.passes.sharding.rewrite import RegionLowering
 from sp_compiler.verification import simulate
-from sp_compiler.verification.precision import NothingDropped, OtherRounding, in_float64
+from sp_compiler.verification.precision import NothingDropped, OtherRounding, Remembered, in_float64
 
 aten = torch.ops.aten
 
@@ -241,3 +241,28 @@ def test_modes() -> None:
     assert 0 < (moved - y @ y).abs().max() < 1e-4
     with NothingDropped():
         assert torch.equal(F.dropout(x, 0.5), 2 * x)
+
+
+def test_what_two_graphs_have_in_common_is_computed_once() -> None:
+    x, w = torch.randn(4, 4), torch.randn(4, 4, requires_grad=True)
+
+    def results(scale: float) -> tuple[Tensor, Tensor]:
+        leaf = w.detach().requires_grad_()
+        y = scale * (x @ leaf)
+        y = F.scaled_dot_product_attention(x[None, None], x[None, None], y[None, None])
+        (grad,) = torch.autograd.grad(y.sum(), leaf)
+        return y, grad
+
+    alone = results(2.0)
+    with Remembered():
+        first, again, other = results(2.0), results(2.0), results(4.0)
+        assert torch.equal(other[1], first[1] * 2)
+        # Written in place: what was computed of it before is another thing now.
+        product = x @ x
+        x.add_(1)
+        assert not torch.equal(x @ x, product)
+        draws = torch.bernoulli(x.sigmoid()), torch.bernoulli(x.sigmoid())
+    for each, same, true in zip(first, again, alone, strict=True):
+        assert torch.equal(each, true)
+        assert same.data_ptr() == each.data_ptr()
+    assert not torch.equal(*draws)

@@ -129,6 +129,8 @@ def test_refuses_what_the_contract_of_the_region_does_not_say(sequence_parallel:
     for text in {"R", "I", "P", "S(0)", "S(1)"} - {str(region.output_placements[0])}:
         changed = replace(region, output_placements=(Placement.parse(text),))
         assert check(changed), f"missed an output that should be {text}"
+        # Also R for I, and the reverse: the final check takes both for the same numbers.
+        assert refuses(check_forward, changed, WORLD), f"forward check missed an output {text}"
 
 
 def test_forward_check_needs_no_process_group_and_minds_none() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import Tensor
 
 from sp_compiler.base.errors import PlacementError
 from sp_compiler.base.placement import P, S
@@ -14,7 +16,15 @@ from sp_compiler.ir.forward_backward import Partitioned
 from sp_compiler.ir.op_traits import is_wait
 from sp_compiler.ir.rewriting import copy_graph
 from tests.helpers import parity
-from tests.helpers.sharded_regions import WORLD, conversions, copied_graphs, drop, is_identity
+from tests.helpers.compiled_region import compile_region
+from tests.helpers.sharded_regions import (
+    WORLD,
+    conversions,
+    copied_graphs,
+    drop,
+    is_identity,
+    sharded,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -93,3 +103,20 @@ def test_refuses_a_placement_that_a_value_does_not_have(
                 _check(block, parts)
             return
     pytest.fail("no sharded value in the forward")
+
+
+def test_a_value_read_twice_has_one_placement() -> None:
+    """Ones are a shard as well as replicated, but not both in one product with themselves."""
+
+    def product(x: Tensor) -> Tensor:
+        ones = torch.ones(4, 4, dtype=x.dtype)
+        return x + torch.matmul(ones, ones)
+
+    right = sharded(product, {"x": ((4, 4), "R")}, "R", "Product")
+    compiled = compile_region(right, recompute="none")
+    parts, tangents = compiled.partitioned, compiled.joint.tangent_outputs
+    check_partitioned(right, parts, tangents, WORLD)
+    # As if ones of (8, 4), sharded by rows, had been multiplied by ones of (4, 4).
+    wrong = replace(right, input_placements=(S(0),), output_placements=(S(0),))
+    with pytest.raises(PlacementError):
+        check_partitioned(wrong, parts, tangents, WORLD)

@@ -7,18 +7,23 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from sp_compiler import GridPlan, Plan
 from sp_compiler.api import plan
 from sp_compiler.base.errors import ArgumentError, UnsupportedError
 from sp_compiler.command_line.models import load
+from sp_compiler.compiler import build
 from sp_compiler.cost.hardware import H100
 from sp_compiler.grid_plan.build import grid_plan
 from sp_compiler.grid_plan.chain import Chain
 from sp_compiler.grid_plan.options import GridOptions
 from sp_compiler.grid_plan.sizes import GridSizes, link_of
 from sp_compiler.grid_plan.stage_plan import held_bytes
+from sp_compiler.grid_plan.suggest import _Setting
 from sp_compiler.grid_plan.timetable import StageTimes, finish_us
+from sp_compiler.options import CompileOptions
 from sp_compiler.pipeline_parallel.schedules import SCHEDULES
 from sp_compiler.planning.call_memory import CallMemory
 from sp_compiler.planning.data import BlockPlan, CallPlan, ParameterSize, Work
@@ -56,6 +61,13 @@ def _of(
 ) -> GridPlan:
     """A plan of layers that send 1000 bytes to each other."""
     calls = _calls(layers) if calls is None else calls
+    whole, chain = _program(layers, grid, calls, rest_calls, **options)
+    return grid_plan(whole, chain, GridOptions(grid, microbatches, **options))
+
+
+def _program(
+    layers: int, grid: GridSizes, calls: Any, rest_calls: Any = (), **options: Any
+) -> tuple[Plan, Chain]:
     block = BlockPlan("Block", ("",), (), (), (), Work(model_flops=10), 1.0)
     parameters = _sizes(layers)
     whole = Plan(
@@ -76,8 +88,7 @@ def _of(
     )
     sent = [1000] * len(calls)
     rest = whole if rest_calls else None
-    chain = Chain(calls, parameters, sent, sent, rest=rest, rest_calls=rest_calls)
-    return grid_plan(whole, chain, GridOptions(grid, microbatches, **options))
+    return whole, Chain(calls, parameters, sent, sent, rest=rest, rest_calls=rest_calls)
 
 
 def test_stages_of_1f1b() -> None:
@@ -127,6 +138,56 @@ def test_the_bubble_of_equal_stages_is_the_papers(pp: int, chunks: int) -> None:
     times = [StageTimes(1.0, 2.0)] * (pp * chunks)
     took = finish_us(SCHEDULES[name].orders(pp, chunks, 4 * pp), times)
     assert max(took) == 4 * pp * chunks * 3.0 * (1 + (pp - 1) / (chunks * 4 * pp))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble", "dualpipev"])
+@pytest.mark.parametrize("pp", [1, 2, 4])
+def test_no_plan_is_below_the_bounds_by_which_a_search_skips_it(schedule: str, pp: int) -> None:
+    """Of equal stages, whose messages take no time beside milliseconds of computation."""
+    grid = GridSizes(pp=pp)
+    calls = [
+        replace(call, step_us=3e3 * bool(call.path), forward_us=1e3 * bool(call.path))
+        for call in _calls(8)
+    ]
+    whole, chain = _program(8, grid, calls)
+    whole = replace(whole, calls=tuple(calls), parameters=dict(chain.parameters))
+    options = GridOptions(grid, 16, schedule if pp > 1 else "1f1b")
+    planned = grid_plan(whole, chain, options)
+    setting = _Setting(whole, chain, SCHEDULES[schedule].delays_weights)
+    assert setting.least_us(options) <= planned.step_us * (1 + 1e-9)
+    assert setting.least_bytes(options) <= planned.total_bytes
+
+
+class _Block(nn.Module):
+    """Passes on, beside its result, which units were positive in all blocks so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, positive: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.linear(x)
+        return x + y, positive & (y > 0)
+
+
+class _Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        positive = x > 0
+        for block in self.blocks:
+            x, positive = block(x, positive)
+        return {"loss": (x * positive).pow(2).mean()}
+
+
+def test_values_without_gradient_do_not_come_back() -> None:
+    compiled = build(_Counting(), (torch.randn(4, 8),), {}, CompileOptions(tables_apart=True))
+    chain = Chain.of(compiled, compiled.plan)
+    # Numbers in float32, flags in one byte.
+    assert chain.gradient_bytes[-1] == 4 * 8 * 4
+    assert chain.activation_bytes[-1] == 4 * 8 * (4 + 1)
 
 
 def test_zero_bubble_waits_less_and_messages_take_time() -> None:

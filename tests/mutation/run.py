@@ -8,22 +8,16 @@ at all a few that compile small models through everything. A mutation is *killed
 failure of a test that passes without it, *survives* if all pass, and *times out* if the limit ends
 first, which is not counted as killed.
 
-A process that has loaded everything is copied for each mutation, and the code of the functions that
-differ is exchanged in the copy: most take a second of CPU time. The file is written as well, for
-what starts from the disk, such as the ranks that a test spawns.
+A process that has loaded everything is copied for each mutation, and functions that differ get new
+code in the copy. The file is written as well, for what starts from the disk, such as spawned ranks.
 
-Every outcome is kept in ``score.json``: another draw adds to it and the same draw renews it.
-``--kept survived timeout`` runs those with such outcomes once more, after tests were added, and
-``--wide`` all fast tests on them. Mutations that somebody chose are written there as ``untried``.
-Survivors that are known to change no number are in ``survivors.toml``, with the reason.
+Every outcome is kept in ``score.json``; ``README.md`` says how to go on with those.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import importlib
-import json
 import multiprocessing
 import os
 import pkgutil
@@ -35,15 +29,13 @@ import subprocess
 import sys
 import tempfile
 import time
-import tomllib
-from collections import Counter
-from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
-from tests.mutation.mutants import ROOT, Mutant, drawn, located, modules
+from tests.mutation import score
+from tests.mutation.mutants import ROOT, Mutant, drawn, modules
 from tests.mutation.swap import swap
 
 # Small models through everything, for a folder without tests.
@@ -54,8 +46,6 @@ _PRELOADED = (
     *("torch.distributed.pipelining", "torch.testing._internal.distributed.fake_pg"),
     *("transformers", "networkx", "scipy.optimize", "spmd_types", "sympy", "rich", "hypothesis"),
 )
-_KNOWN = Path(__file__).with_name("survivors.toml")
-_SCORE = Path(__file__).with_name("score.json")
 
 
 def tests_of(path: str, tree: Path, *, wide: bool) -> list[str]:
@@ -223,33 +213,6 @@ def _write(path: Path, source: str) -> None:
     os.utime(path, (stamp, stamp))
 
 
-def known_survivors() -> dict[tuple[str, str, str], str]:
-    """(path, before, after) to the reason why no test can see it."""
-    entries = tomllib.loads(_KNOWN.read_text(encoding="utf-8")).get("survivor", [])
-    return {(e["path"], e["before"], e["after"]): e["reason"] for e in entries}
-
-
-def kept(outcomes: Sequence[str]) -> list[Mutant]:
-    """Mutations of the kept score with one of ``outcomes``, of all folders in turn.
-
-    Where the code has changed since, there is nothing left to mutate: those are left out.
-    """
-    score = json.loads(_SCORE.read_text(encoding="utf-8"))
-    entries = [(e["path"], e["before"], e["after"]) for e in score if e["outcome"] in outcomes]
-    entries.sort(key=lambda entry: hashlib.sha256("\n".join(entry).encode()).digest())
-    return [mutant for entry in entries if (mutant := located(*entry)) is not None]
-
-
-def keep(mutant: Mutant, outcome: str) -> None:
-    """Write one outcome to the score, in an order that does not depend on the draw's."""
-    score = json.loads(_SCORE.read_text(encoding="utf-8"))
-    entry = {"path": mutant.path, "before": mutant.before, "after": mutant.after}
-    score = [other for other in score if other.items() & entry.items() != entry.items()]
-    score.append({**entry, "outcome": outcome})
-    score.sort(key=lambda other: (other["path"], other["before"], other["after"]))
-    _SCORE.write_text(json.dumps(score, indent=1) + "\n", encoding="utf-8")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--count", type=int, default=60)
@@ -261,29 +224,26 @@ def main() -> None:
     parser.add_argument("--wide", action="store_true", help="all fast tests behind those")
     options = parser.parse_args()
     os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
-    known = known_survivors()
+    known = score.known_survivors()
     only = tuple(options.only)
     if options.kept:
-        chosen = [mutant for mutant in kept(options.kept) if mutant.path.startswith(only)]
+        chosen = [mutant for mutant in score.kept(options.kept) if mutant.path.startswith(only)]
     else:
         paths = [p for p in modules() if p.relative_to(ROOT).as_posix().startswith(only)]
         chosen = [mutant.in_lines() for mutant in drawn(options.count, options.seed, paths)]
-    counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
         runner = Runner(Path(folder).resolve(), options.limit, wide=options.wide)
         for mutant in chosen[options.start :]:
             outcome = runner.outcome(mutant)
             if outcome != "killed" and (mutant.path, mutant.before, mutant.after) in known:
                 outcome = "known"
-            counts[outcome] += 1
-            keep(mutant, outcome)
+            score.keep(mutant, outcome)
             print(f"{outcome:8}  {mutant}", flush=True)
-    total = counts.total() - counts["known"]
     for test in sorted(runner.broken):
         print(f"left out, for it fails without a mutation: {test}")
-    print(f"{counts['killed']} of {total} killed: {dict(counts)}")
-    tally = Counter(entry["outcome"] for entry in json.loads(_SCORE.read_text(encoding="utf-8")))
-    print(f"{tally['killed']} of {tally.total() - tally['known']} in {_SCORE.name}: {dict(tally)}")
+    kept = score.tally()
+    judged = kept["killed"] + kept["survived"] + kept["timeout"]
+    print(f"{kept['killed']} of {judged} killed in {score.SCORE.name}: {dict(kept)}")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutation import run
+from tests.mutation import run, score
 from tests.mutation.mutants import ROOT, drawn, modules
 from tests.mutation.swap import swap
 
@@ -59,6 +59,6 @@ class Adder:
 
 
 def test_known_survivors_are_still_there() -> None:
-    for (path, before, _), reason in run.known_survivors().items():
+    for (path, before, _), reason in score.known_survivors().items():
         assert before in (ROOT / path).read_text(encoding="utf-8")
         assert reason

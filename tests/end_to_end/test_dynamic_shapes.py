@@ -29,7 +29,7 @@ from tests.passes.sharding import test_megatron_layouts as test_layouts
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "tp"), [("gpt2", 2), ("gpt2", 4), ("llama", 2), ("bert", 2)])
+@pytest.mark.parametrize(("name", "tp"), [("gpt2", 4), ("llama", 2), ("bert", 2)])
 def test_one_program_serves_other_sizes(name: str, tp: int) -> None:
     program = open_program(zoo.build(name, dropout=0.1), zoo.inputs(name, *EXAMPLE), tp=tp)
     for batch, seq in (EXAMPLE, *OTHERS):
@@ -40,8 +40,8 @@ def test_one_program_serves_other_sizes(name: str, tp: int) -> None:
 @pytest.mark.slow
 def test_a_model_with_two_stacks() -> None:
     name = "t5"
-    program = open_program(zoo.build(name, dropout=0.1), zoo.inputs(name, *EXAMPLE), tp=4)
-    for batch, seq in ((3, 17), (2, 16), (5, 7)):
+    program = open_program(zoo.build(name, dropout=0.1), zoo.inputs(name, *EXAMPLE), tp=2)
+    for batch, seq in ((3, 17), (2, 16)):
         assert_right(program, zoo.build(name, dropout=0.1), zoo.inputs(name, batch, seq))
 
 
@@ -49,9 +49,8 @@ def test_a_model_with_two_stacks() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"recompute": "none", "sequence_parallel": False},
-        {"recompute": "attention", "dropout": "stored"},
-        {"recompute": "full", "outputs": "replicate"},
+        {"recompute": "none", "sequence_parallel": False, "outputs": "replicate"},
+        {"recompute": "full", "dropout": "stored"},
     ],
 )
 def test_every_option(options: dict[str, Any]) -> None:

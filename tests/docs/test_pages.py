@@ -42,16 +42,20 @@ path = Path(os.environ["DOCS_PATH"])
 """
 _GROUP = "import torch\ntorch.distributed.init_process_group()\n"
 _SMALLER = {
-    'AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("gpt2"))': (
-        "copy.deepcopy(original)"
-    ),
-    "50257": "64",
-    # Four processes instead of eight.
-    '(2, 2, 2), mesh_dim_names=("dp_shard", "pp", "tp")': (
-        '(2, 2, 1), mesh_dim_names=("dp_shard", "pp", "tp")'
-    ),
+    "docs/pipeline.md": {
+        'AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("gpt2"))': (
+            "copy.deepcopy(original)"
+        ),
+        "50257": "64",
+        # Four processes instead of eight.
+        '(2, 2, 2), mesh_dim_names=("dp_shard", "pp", "tp")': (
+            '(2, 2, 1), mesh_dim_names=("dp_shard", "pp", "tp")'
+        ),
+    },
+    # Each of the four processes searches.
+    "docs/grids.md": {"gpus=8,": "gpus=2,"},
 }
-"""Text of the page about pipelines, and its replacement: a small model, fewer ranks."""
+"""Page to its texts that run smaller than they are printed, with their replacements."""
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
@@ -115,13 +119,13 @@ def test_code_runs_on_ranks(pages: tuple[str, ...], num_ranks: int, tmp_path: Pa
 
 
 def _script(page: str) -> str:
-    if page != "docs/pipeline.md":
-        return script(ROOT / page, "")
-    # Its blocks are alternatives: each takes over a model, which only one pipeline can have.
-    again = "\nmodel = copy.deepcopy(original)\n"
-    again += "optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-4)\n"
-    text = again.join(block.text for block in blocks(ROOT / page) if block.language == "python")
-    for printed, run in _SMALLER.items():
+    text = script(ROOT / page, "")
+    if page == "docs/pipeline.md":
+        # Its blocks are alternatives: each takes over a model, which only one pipeline can have.
+        again = "\nmodel = copy.deepcopy(original)\n"
+        again += "optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-4)\n"
+        text = again.join(b.text for b in blocks(ROOT / page) if b.language == "python")
+    for printed, run in _SMALLER.get(page, {}).items():
         assert printed in text
         text = text.replace(printed, run)
     return text

@@ -31,14 +31,9 @@ _EVERYTHING = [
 # tests like the rest.
 _FAST = [
     ("bloom", "dividing"),  # batch and heads in one dim, ALiBi
-    ("codegen", "awkward"),  # qkv in groups of heads
     ("phi3", "dividing"),  # fused gate_up
-    ("gemma3_text", "awkward"),  # q/k norms, post-norms, sliding windows
     ("gpt_oss", "dividing"),  # experts with biases, interleaved gates, attention sinks
     ("llama4_text", "dividing"),  # complex rotary embedding
-    ("gpt_bigcode", "awkward"),  # one head of keys and values
-    ("deberta_v2", "dividing"),  # relative positions by gather
-    ("albert", "awkward"),  # one layer used twice
     ("whisper", "awkward"),  # convolutional embedding
     ("siglip", "awkward"),  # two towers, attention pooling
     ("torch_TransformerDecoder", "dividing"),  # given masks and memory

@@ -308,12 +308,12 @@ _KINDS = (
 
 
 def _in_turn() -> list[Any]:
-    """Every kind in every setting; two in turn are fast tests."""
+    """Every kind in every setting; one in turn is a fast test."""
     cases = []
     for number, kind in enumerate(_KINDS):
         for place, options in enumerate(_OPTIONS):
             label = f"{kind.__name__}-tp{options['tp']}"
-            marks = () if place % 2 == number % 2 else pytest.mark.slow
+            marks = () if place == number % len(_OPTIONS) else pytest.mark.slow
             cases.append(pytest.param(kind, options, id=label, marks=marks))
     return cases
 

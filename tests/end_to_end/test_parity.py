@@ -50,14 +50,14 @@ _ALL_SETTINGS = ("gpt2", "llama")
 def _cases(settings: dict[str, list[Setting]], fast: int | None = None) -> list[Any]:
     """Test parameters by model and size, so that neighbours share a capture.
 
-    Of each model but the plain GPT the first ``fast`` settings are fast tests.
+    The first ``fast`` settings of each model are fast tests, and four of the plain GPT.
     """
     return [
         pytest.param(
             name,
             *setting,
             id=_label(name, *setting),
-            marks=() if name == "plain" or setting in rows[:fast] else pytest.mark.slow,
+            marks=() if setting in rows[: 4 if name == "plain" else fast] else pytest.mark.slow,
         )
         for name, rows in settings.items()
         for setting in sorted(rows)
@@ -177,10 +177,7 @@ def test_gradient_of_inputs_embeds(
         parity.assert_parity(found, _TIGHT, tp=tp, sequence_parallel=sequence_parallel)
 
 
-_FAST = ("llama", "plain")
-_SLOW_OTHERS = [
-    pytest.param(name, marks=() if name in _FAST else pytest.mark.slow) for name in zoo.names()
-]
+_SLOW_OTHERS = zoo.cases("llama", "plain")
 
 
 def _against_eager(name: str, dtype: torch.dtype, **options: Any) -> tuple[Step, Step]:

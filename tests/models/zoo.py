@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import Tensor, nn
@@ -27,6 +28,11 @@ _INPUTS: dict[str, Callable[..., Kwargs]] = {}
 def names() -> list[str]:
     """Every model of the zoo, in a fixed order."""
     return list(_BUILDERS)
+
+
+def cases(*fast: str) -> list[Any]:
+    """Test parameters of every model: slow tests, but for those that are named."""
+    return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in names()]
 
 
 def build(

@@ -127,6 +127,7 @@ def _heard() -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_compile_warns_once_on_rank_0() -> None:
     first, second = run_on_ranks(2, _heard)
     assert second["texts"] == []

@@ -172,12 +172,13 @@ OTHER_SIZES = [
         {"hidden_size": 48, "num_heads": 6, "layers": 3},
         {"h": 48, "a": 6, "L": 3},
     ),
-    (
+    pytest.param(
         "llama_gqa8",
         2,
         "none",
         {"intermediate_size": 104, "num_key_value_heads": 2},
         {"f": 104, "k": 2},
+        marks=pytest.mark.slow,
     ),
     ("bert", 2, "selective", {}, {}),
 ]
@@ -219,15 +220,17 @@ COINCIDENCES = {
     "sequence = heads, batch of one": (1, 1, 4),
 }
 OTHER_BATCH, OTHER_SEQ = 4, 24
-FAST = [
-    ("llama_gqa8", "batch of one, one kv head a rank"),
-    ("plain", "batch * sequence = hidden"),
-]
 # Each model takes its turn with one coincidence: all pairs would take a quarter of an hour.
 IN_TURN = list(zip(zoo.names(), itertools.cycle(COINCIDENCES), strict=False))
 
 
-@pytest.mark.parametrize(("name", "coincidence"), FAST)
+@pytest.mark.parametrize(
+    ("name", "coincidence"),
+    [
+        pytest.param("llama_gqa8", "batch of one, one kv head a rank", marks=pytest.mark.slow),
+        ("plain", "batch * sequence = hidden"),
+    ],
+)
 def test_coincident_sizes_are_told_apart(name: str, coincidence: str) -> None:
     assert _told_apart(name, *COINCIDENCES[coincidence]), "the formulas refuse all blocks"
 
@@ -337,13 +340,7 @@ def test_a_batch_of_one_is_a_batch() -> None:
     assert formula.value(formula.blocks["Block"], b=2) == other.block("Block").kept_bytes
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in ("plain", "gpt2", "llama") else pytest.mark.slow)
-        for name in zoo.names()
-    ],
-)
+@pytest.mark.parametrize("name", zoo.cases("plain", "gpt2", "llama"))
 def test_every_model_has_an_exact_formula(name: str) -> None:
     """Settings take turns over the models; of some all of them run among the slow tests."""
     turn = zoo.names().index(name)

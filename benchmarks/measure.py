@@ -136,4 +136,4 @@ def alternate(
 def ratio(times: Mapping[str, list[float]], name: str, base: str) -> float:
     """Median over rounds of ``name``'s time in units of ``base``'s."""
     pairs = zip(times[name], times[base], strict=True)
-    return statistics.median(mine / other for mine, other in pairs)
+    return statistics.median(actual / other for actual, other in pairs)

@@ -110,8 +110,8 @@ def test_what_is_captured_is_the_model(name: str) -> None:
             model.set_experts_implementation("eager")  # grouped products know no float64
         outputs = pytree.tree_leaves(model(**inputs))
         parity.backward(outputs)
-    for mine, true in zip(found.outputs, outputs, strict=True):
-        torch.testing.assert_close(mine, true, rtol=1e-4, atol=1e-4)
+    for actual, true in zip(found.outputs, outputs, strict=True):
+        torch.testing.assert_close(actual, true, rtol=1e-4, atol=1e-4)
     expected = {key: value.grad for key, value in model.named_parameters()}
     assert parity.gradient_error(found.grads, expected, floor=1e-2) < 1e-3
 

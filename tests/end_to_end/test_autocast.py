@@ -74,7 +74,7 @@ def test_as_in_eager(name: str, around: bool, inside: bool | None, tp: int) -> N
         options = CompileOptions(tp=tp, outputs="replicate")
         compiled = build(model, (x,), {}, options)
         step = simulate_step(compiled, dict(model.named_parameters()), {}, [x], SEED)
-    for mine, true in zip(step.outputs, expected, strict=True):
-        assert mine.dtype == true.dtype
+    for actual, true in zip(step.outputs, expected, strict=True):
+        assert actual.dtype == true.dtype
         tolerance = 1e-5 if around and true.dtype == torch.float32 else 2e-2
-        torch.testing.assert_close(mine, true, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(actual, true, rtol=tolerance, atol=tolerance)

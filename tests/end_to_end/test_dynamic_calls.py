@@ -225,8 +225,8 @@ def _lengths_on_ranks() -> dict[str, Any]:
         loss.backward()
         model(users.batch(3, seq))["loss"].backward()
     errors = [
-        float((mine.grad.full_tensor() - true.grad).abs().max() / true.grad.abs().max())
-        for mine, true in zip(module.parameters(), model.parameters(), strict=True)
+        float((actual.grad.full_tensor() - true.grad).abs().max() / true.grad.abs().max())
+        for actual, true in zip(module.parameters(), model.parameters(), strict=True)
     ]
     return {"programs": users.num_compiled(module), "error": max(errors), "code": module.code}
 

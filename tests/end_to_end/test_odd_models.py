@@ -271,8 +271,8 @@ def _assert_like_eager(kind: Callable[[], nn.Module], x: Tensor, **options: Any)
     tangents = [torch.randn(o.shape, generator=generator, dtype=o.dtype) for o in outputs]
     torch.autograd.backward(outputs, tangents)
     step = _simulated(model, x, tangents, **options)
-    for mine, true in zip(step.outputs, outputs, strict=True):
-        torch.testing.assert_close(mine, true.detach(), rtol=1e-10, atol=1e-10)
+    for actual, true in zip(step.outputs, outputs, strict=True):
+        torch.testing.assert_close(actual, true.detach(), rtol=1e-10, atol=1e-10)
     expected = {name: value.grad for name, value in eager.named_parameters()}
     grads = step.grads
     if x.requires_grad:

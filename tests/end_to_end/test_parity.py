@@ -206,29 +206,29 @@ def _eager(model: nn.Module, kwargs: dict[str, Any]) -> Step:
     return first.detach(), {name: value.grad for name, value in model.named_parameters()}
 
 
-def _error(mine: Step, true: Step, floor: float) -> float:
+def _error(actual: Step, true: Step, floor: float) -> float:
     scale = float(true[0].abs().max())
-    first = float((mine[0] - true[0]).abs().max()) / scale
-    return max(first, parity.gradient_error(mine[1], true[1], floor))
+    first = float((actual[0] - true[0]).abs().max()) / scale
+    return max(first, parity.gradient_error(actual[1], true[1], floor))
 
 
 @pytest.mark.parametrize("name", _SLOW_OTHERS)
 def test_against_eager_in_float64(name: str) -> None:
     """Without lifted casts: a loss that a model computes in float32 stays so."""
-    mine, eager = _against_eager(name, torch.float64, tp=2)
-    assert _error(mine, eager, 1e-5) < 1e-6
+    actual, eager = _against_eager(name, torch.float64, tp=2)
+    assert _error(actual, eager, 1e-5) < 1e-6
 
 
 @pytest.mark.parametrize("name", _SLOW_OTHERS)
 def test_against_eager_in_float32(name: str) -> None:
-    mine, eager = _against_eager(name, torch.float32, tp=4, recompute="full")
-    assert _error(mine, eager, 1e-2) < 1e-5
+    actual, eager = _against_eager(name, torch.float32, tp=4, recompute="full")
+    assert _error(actual, eager, 1e-2) < 1e-5
 
 
 @pytest.mark.parametrize("name", _SLOW_OTHERS)
 def test_bfloat16(name: str) -> None:
     """As near to the same parameters in float64 as the model itself is in bfloat16."""
-    mine, eager = _against_eager(name, torch.bfloat16, tp=2)
+    actual, eager = _against_eager(name, torch.bfloat16, tp=2)
     model = zoo.build(name, dtype=torch.bfloat16).double()
     true = _eager(model, _inputs(name, torch.float64))
-    assert _error(mine, true, 0.1) < 2 * _error(eager, true, 0.1) + 0.02
+    assert _error(actual, true, 0.1) < 2 * _error(eager, true, 0.1) + 0.02

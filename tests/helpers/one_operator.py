@@ -62,13 +62,13 @@ def check(whole: Whole, strategy: Strategy, world_size: int, step: Step | None =
     true = (*whole.outputs, *whole.grads)
     kept = (*results, *(placement.dual for placement in strategy.operands))
     shapes = [tuple(x.shape) for x in (*whole.outputs, *whole.inputs)]
-    for mine, expected, placement, shape in zip(
+    for actual, expected, placement, shape in zip(
         (*outputs, *grads), true, kept, shapes, strict=True
     ):
         if expected is None:
-            assert mine is None or not join(mine, placement, shape).any()
+            assert actual is None or not join(actual, placement, shape).any()
             continue
-        found = torch.zeros_like(expected) if mine is None else join(mine, placement, shape)
+        found = torch.zeros_like(expected) if actual is None else join(actual, placement, shape)
         torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
 
 

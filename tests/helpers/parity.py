@@ -143,11 +143,11 @@ def gradient_error(
 def output_error(step: SimulatedStep, found: Case) -> float:
     """The worst relative difference of any output."""
     worst = 0.0
-    for mine, true in zip(step.outputs, found.outputs, strict=True):
+    for actual, true in zip(step.outputs, found.outputs, strict=True):
         if isinstance(true, Tensor) and true.is_floating_point():
-            assert mine.isfinite().all(), "an output is not finite"
+            assert actual.isfinite().all(), "an output is not finite"
             scale = float(true.abs().max()) or 1.0
-            worst = max(worst, float((mine - true).abs().max()) / scale)
+            worst = max(worst, float((actual - true).abs().max()) / scale)
     return worst
 
 
@@ -163,7 +163,7 @@ def assert_step(found: Case, program: CompiledProgram, tolerance: float = 1e-10)
     step = simulate(found, program)
     assert output_error(step, found) < tolerance
     assert gradient_error(step.grads, found.grads) < tolerance
-    for mine, true in zip(step.input_grads, found.input_grads, strict=True):
+    for actual, true in zip(step.input_grads, found.input_grads, strict=True):
         if true is not None:
-            assert mine is not None
-            assert float((mine - true).abs().max()) < tolerance * float(true.abs().max())
+            assert actual is not None
+            assert float((actual - true).abs().max()) < tolerance * float(true.abs().max())

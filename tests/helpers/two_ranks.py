@@ -41,8 +41,8 @@ def logits(one: Any, ids: Tensor) -> Tensor:
 
 
 def assert_same_gradients(module: nn.Module, model: nn.Module, rtol: float = 1e-9) -> None:
-    mine = {name: full(grad) for name, grad in gradients(module).items()}
-    torch.testing.assert_close(mine, gradients(model), rtol=rtol, atol=rtol)
+    actual = {name: full(grad) for name, grad in gradients(module).items()}
+    torch.testing.assert_close(actual, gradients(model), rtol=rtol, atol=rtol)
 
 
 def train(module: Any, steps: int = 3) -> dict[str, Any]:

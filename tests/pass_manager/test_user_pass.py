@@ -337,5 +337,5 @@ def test_passes_that_are_none() -> None:
 
 
 def test_ranks_compare_their_passes() -> None:
-    mine, theirs = CompileOptions(passes=[gelu_by_erf]), CompileOptions()
-    assert mine.texts()["passes"] != theirs.texts()["passes"]
+    own, theirs = CompileOptions(passes=[gelu_by_erf]), CompileOptions()
+    assert own.texts()["passes"] != theirs.texts()["passes"]

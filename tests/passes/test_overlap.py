@@ -159,8 +159,10 @@ def unchanged() -> dict[str, Graph]:
     found["all of it is sent"] = b.output(b.call(aten.exp.default, b.scatter(second, "part")))
     b = Builder()
     x = b.input("x", 8, 4)
-    mine = b.call(convert, x, "R", "S(0)", WORLD, name="mine")  # no communication
-    found["nothing is sent"] = b.output(b.call(aten.exp.default, x), b.call(aten.exp.default, mine))
+    local = b.call(convert, x, "R", "S(0)", WORLD, name="mine")  # no communication
+    found["nothing is sent"] = b.output(
+        b.call(aten.exp.default, x), b.call(aten.exp.default, local)
+    )
     return found
 
 

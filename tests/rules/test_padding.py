@@ -351,9 +351,9 @@ def test_padded_logits_are_dtensors_of_the_vocabulary(ranks: list[dict[str, Any]
     logits = model(**_inputs(7))["logits"]
     logits.square().mean().backward()
     for found in ranks:
-        placements, mine, grad = found["logits"]
+        placements, actual, grad = found["logits"]
         assert placements == (Shard(2),)
-        torch.testing.assert_close(mine, logits.detach(), rtol=1e-7, atol=1e-9)
+        torch.testing.assert_close(actual, logits.detach(), rtol=1e-7, atol=1e-9)
         torch.testing.assert_close(grad, model.head.bias.grad, rtol=1e-6, atol=1e-9)
 
 

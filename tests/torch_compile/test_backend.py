@@ -202,8 +202,8 @@ def test_autocast() -> None:
     assert loss.dtype is true.dtype
     torch.testing.assert_close(loss, true, rtol=1e-3, atol=1e-3)
     assert abs((full - expected(ids, ids)).item()) < 1e-6 < abs((full - loss).item())
-    for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=0.05, atol=5e-3)
+    for actual, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, theirs.grad, rtol=0.05, atol=5e-3)
 
 
 def test_parameter_changed_between_forward_and_backward_is_noticed() -> None:

@@ -92,10 +92,10 @@ def _with_another_trace(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, kwargs = zoo.build(name, dropout=0.1), zoo.inputs(name)
     traced = _count_traces(monkeypatch)
-    mine = _listing(model, **kwargs)
+    actual = _listing(model, **kwargs)
     assert not traced
     _with_another_trace(monkeypatch)
-    assert mine == _listing(model, **kwargs)
+    assert actual == _listing(model, **kwargs)
     assert traced
 
 
@@ -103,10 +103,10 @@ def test_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_functions(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = _Of(FUNCTIONS[case]), torch.randn(8, 8)
     traced = _count_traces(monkeypatch)
-    mine = _listing(model, x)
+    actual = _listing(model, x)
     assert not traced
     _with_another_trace(monkeypatch)
-    assert mine == _listing(model, x)
+    assert actual == _listing(model, x)
 
 
 @pytest.mark.parametrize("case", WRITING)

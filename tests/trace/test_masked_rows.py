@@ -292,9 +292,9 @@ def _by_slot(experts: nn.ModuleList, x: Tensor, w: Tensor, chosen: Tensor) -> Te
 def _selected(experts: nn.ModuleList, x: Tensor, w: Tensor, chosen: Tensor) -> Tensor:
     y = torch.zeros_like(x)
     for number, expert in enumerate(experts):
-        mine = chosen == number
-        t = mine.any(-1).nonzero().squeeze(-1)
-        rows = expert(x.index_select(0, t)) * (w * mine).sum(-1)[t].unsqueeze(-1)
+        routed = chosen == number
+        t = routed.any(-1).nonzero().squeeze(-1)
+        rows = expert(x.index_select(0, t)) * (w * routed).sum(-1)[t].unsqueeze(-1)
         y = y.index_add(0, t, rows)
     return y
 

@@ -125,10 +125,10 @@ def test_structures_and_python_values_are_part_of_the_key() -> None:
         ((inputs, batch(seed=3), batch(seed=4)), {}),
     ]
     for args, kwargs in calls:
-        mine, true = module(*args, **kwargs), model(*args, **kwargs)
-        assert (mine["kind"], mine["none"]) == (true["kind"], None)
-        torch.testing.assert_close(mine["x"], true["x"], rtol=1e-12, atol=0)
-        torch.testing.assert_close(mine["again"], true["again"], rtol=1e-12, atol=0)
+        actual, true = module(*args, **kwargs), model(*args, **kwargs)
+        assert (actual["kind"], actual["none"]) == (true["kind"], None)
+        torch.testing.assert_close(actual["x"], true["x"], rtol=1e-12, atol=0)
+        torch.testing.assert_close(actual["again"], true["again"], rtol=1e-12, atol=0)
     assert num_compiled(module) in (5, 6)  # whether dicts are ordered is up to pytree
 
 
@@ -167,9 +167,9 @@ def test_a_tensor_may_be_passed_twice() -> None:
     for one in (module, model):
         one(ids, labels=ids).loss.backward()
     other = ids.roll(1)
-    mine, true = (one(ids, labels=other) for one in (module, model))
-    torch.testing.assert_close(mine.loss, true.loss, rtol=1e-6, atol=0)
-    assert type(mine) is type(true)
+    actual, true = (one(ids, labels=other) for one in (module, model))
+    torch.testing.assert_close(actual.loss, true.loss, rtol=1e-6, atol=0)
+    assert type(actual) is type(true)
     assert num_compiled(module) == 1
     for name, grad in gradients(model).items():
         torch.testing.assert_close(gradients(module)[name], grad, rtol=1e-5, atol=1e-7)

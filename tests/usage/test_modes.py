@@ -90,14 +90,14 @@ def test_autocast_is_that_of_eager() -> None:
     x = batch(dtype=torch.float32)
     for enabled in (True, False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            mine, true = module(x), model(x)
-        assert {key: value.dtype for key, value in mine.items()} == {
+            actual, true = module(x), model(x)
+        assert {key: value.dtype for key, value in actual.items()} == {
             key: value.dtype for key, value in true.items()
         }
-        torch.testing.assert_close(mine, true)
+        torch.testing.assert_close(actual, true)
         module.zero_grad()
         model.zero_grad()
-        mine["loss"].backward()
+        actual["loss"].backward()
         true["loss"].backward()
         tolerance = 1e-2 if enabled else 1e-5
         torch.testing.assert_close(
@@ -132,11 +132,11 @@ def test_autocast_inside_of_the_model() -> None:
 def test_dtypes(dtype: torch.dtype, tolerance: float) -> None:
     module, model = compiled(lambda: net(dtype=dtype)), net(dtype=dtype)
     x = batch(dtype=dtype)
-    mine, true = module(x), model(x)
-    mine["loss"].backward()
+    actual, true = module(x), model(x)
+    actual["loss"].backward()
     true["loss"].backward()
-    assert mine["loss"].dtype is dtype
-    torch.testing.assert_close(mine, true, rtol=tolerance, atol=tolerance)
+    assert actual["loss"].dtype is dtype
+    torch.testing.assert_close(actual, true, rtol=tolerance, atol=tolerance)
     assert all(p.grad.dtype is dtype for p in module.parameters())
     assert_same_gradients(module, model, tolerance)
 

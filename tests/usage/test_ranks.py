@@ -85,8 +85,8 @@ def _gradients_in_many_ways() -> Any:
         )
         for one in (module, model)
     ]
-    for mine, true in zip(*found, strict=True):
-        torch.testing.assert_close(full(mine), true, rtol=1e-9, atol=1e-12)
+    for actual, true in zip(*found, strict=True):
+        torch.testing.assert_close(full(actual), true, rtol=1e-9, atol=1e-12)
     assert not gradients(module)
     loss = logits(module, ids).square().mean()
     (grad,) = torch.autograd.grad(loss, [module.get_parameter(names[0])], create_graph=True)
@@ -161,9 +161,9 @@ def _modes() -> Any:
     module, model = compiled(dropout=0.3), eager()
     inputs = zoo.inputs("plain")
     module.eval()
-    mine, true = (zoo.loss_of(one(**inputs)) for one in (module, model))
-    torch.testing.assert_close(mine, true, rtol=1e-10, atol=0)
-    del mine  # torch exchanges DTensors for others of another type only while no graph holds them
+    actual, true = (zoo.loss_of(one(**inputs)) for one in (module, model))
+    torch.testing.assert_close(actual, true, rtol=1e-10, atol=0)
+    del actual  # torch exchanges DTensors for others of another type only while no graph holds them
     with torch.no_grad():
         with Recorder() as recorder:
             out = module(**inputs)

@@ -136,8 +136,8 @@ def _indices_out_of_range() -> None:
         with pytest.raises(IndexError, match=rf"a loss over {zoo.VOCAB} classes"):
             module(ids, labels=wrong)
     ignored = torch.where(ids == ids[0, 0], -100, ids)
-    mine, true = (one(ids, labels=ignored).loss for one in (module, eager("gpt2")))
-    torch.testing.assert_close(full(mine), true, rtol=1e-6, atol=0)  # of logits in float32
+    actual, true = (one(ids, labels=ignored).loss for one in (module, eager("gpt2")))
+    torch.testing.assert_close(full(actual), true, rtol=1e-6, atol=0)  # of logits in float32
 
 
 def _hooks() -> Any:

@@ -191,9 +191,9 @@ def _replace_data(one: Any) -> None:
 def test_parameters_changed_in_place(pair: tuple[Any, nn.Module], change: Any) -> None:
     for one in pair:
         change(one)
-    mine, true = (one(batch())["loss"] for one in pair)
-    torch.testing.assert_close(mine, true, rtol=1e-12, atol=0)
-    mine.backward()
+    actual, true = (one(batch())["loss"] for one in pair)
+    torch.testing.assert_close(actual, true, rtol=1e-12, atol=0)
+    actual.backward()
     true.backward()
     assert_same_gradients(*pair)
 

@@ -54,8 +54,8 @@ def test_uses_of_a_zero(name: str) -> None:
     assert left == expected
     assert [node.name for node in graph.find_nodes(op="placeholder")] == ["x_1", "g_1"]
     found = GraphModule(nn.Module(), graph)(X, GIVEN)
-    for mine, true in zip(found, function(X, GIVEN, ZERO), strict=True):
-        torch.testing.assert_close(ZERO if mine is None else mine, true, rtol=0, atol=0)
+    for actual, true in zip(found, function(X, GIVEN, ZERO), strict=True):
+        torch.testing.assert_close(ZERO if actual is None else actual, true, rtol=0, atol=0)
 
 
 def test_a_gradient_of_nothing_is_none() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
-from torch.utils._pytree import tree_map_only
+from torch.fx.node import map_arg
 
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.placement import P, Placement, R, S, Segmentation, as_value
@@ -159,7 +159,7 @@ def _shadow(node: Node, values: Sequence[Any], call: GlobalCall) -> Node:
         new.meta["val"] = next(operands)
         return new
 
-    args, kwargs = tree_map_only(Node, placeholder, (call.args, call.kwargs))
+    args, kwargs = map_arg((call.args, call.kwargs), placeholder)
 
     value = node.meta["val"]
     locals_ = value if isinstance(value, (tuple, list)) else [value]

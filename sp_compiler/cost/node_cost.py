@@ -10,7 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from sp_compiler.cost.hardware import H100, Hardware, collective_us, kernel_us
@@ -63,7 +64,7 @@ def node_flops(node: Node) -> tuple[int, int]:
     operator recomputes internally: the backward of fused attention multiplies queries and keys
     again.
     """
-    args, kwargs = tree_map_only(Node, lambda arg: arg.meta["val"], (node.args, node.kwargs))
+    args, kwargs = map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
     return operator_flops(node.target, args, kwargs, node.meta["val"])
 
 

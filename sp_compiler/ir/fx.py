@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.fx import Graph, Node
-from torch.utils._pytree import tree_iter
+from torch.fx.node import map_arg
 
 from sp_compiler.base.placement import Placement
 from sp_compiler.ops.convert import CONVERT
@@ -36,7 +36,10 @@ def carries_gradient(value: Tensor) -> bool:
 
 def tensor_operands(node: Node) -> list[Node]:
     """Nodes among the arguments in order, repeats included (``x * x`` has two)."""
-    return [leaf for leaf in tree_iter((node.args, node.kwargs)) if isinstance(leaf, Node)]
+    operands: list[Node] = []
+    # FX's own walk, in C++, takes a tenth of pytree's time.
+    map_arg((node.args, node.kwargs), operands.append)
+    return operands
 
 
 def is_call(node: object, *targets: Any) -> bool:

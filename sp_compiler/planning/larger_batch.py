@@ -13,11 +13,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from sp_compiler.base.log import LOG
+from sp_compiler.planning.data import KeptTensor
 from sp_compiler.planning.formula import ActivationFormula
 from sp_compiler.planning.plan import Plan
 from sp_compiler.planning.planned_program import PlannedProgram
@@ -85,26 +87,48 @@ def _derived(
         except Exception as error:  # whatever the model's own code raises for another batch
             LOG.info("no formulas from a batch of %d: %s", batch, error)
             continue
-        told = _in_order(other, plan).at_batch_of_one(batch)
-        if told is not None and told.same_bytes(formula):
-            return told
+        told = other.activation_formula.at_batch_of_one(batch)
+        if told is not None:
+            told = _in_order(told, other, plan)
+            if told.same_bytes(formula):
+                return told
     return formula
 
 
-def _in_order(other: Plan, plan: Plan) -> ActivationFormula:
-    """Return the formulas of ``other``, those of tensors in the order of ``plan`` where it can."""
-    formula = other.activation_formula
-    tensors = dict(formula.tensors)
-    names = {block.name: [tensor.name for tensor in block.kept] for block in plan.blocks}
+def _in_order(told: ActivationFormula, other: Plan, plan: Plan) -> ActivationFormula:
+    """Return ``told``, made of ``other``, those of tensors in the order of ``plan`` where it can.
+
+    Of one sequence some copies are views, so that saved tensors may come in another order, or under
+    the names of what they are views of. Where they are other tensors, the comparison of their bytes
+    says so.
+    """
+    tensors = dict(told.tensors)
+    kept = {block.name: block.kept for block in plan.blocks}
     for block in other.blocks:
-        by_name = {
-            tensor.name: text for tensor, text in zip(block.kept, tensors[block.name], strict=True)
-        }
-        # Of one sequence some copies are views, so that saved tensors may come in another order;
-        # where they are others, the comparison of their bytes says so.
-        if by_name.keys() == set(names.get(block.name, ())):
-            tensors[block.name] = tuple(by_name[name] for name in names[block.name])
-    return replace(formula, tensors=tensors)
+        given = dict(zip((tensor.name for tensor in block.kept), tensors[block.name], strict=True))
+        ordered = _matched(given, kept.get(block.name, ()), told)
+        if len(ordered) == len(given):
+            tensors[block.name] = ordered
+    return replace(told, tensors=tensors)
+
+
+def _matched(
+    given: Mapping[str, sympy.Expr], kept: Sequence[KeptTensor], told: ActivationFormula
+) -> tuple[sympy.Expr, ...]:
+    """Return the formulas of ``kept`` tensors, by name or by bytes, up to one that is not known."""
+    names = {tensor.name for tensor in kept}
+    renamed = {name: formula for name, formula in given.items() if name not in names}
+    result = []
+    for tensor in kept:
+        formula = given.get(tensor.name)
+        if formula is None:
+            fits = [name for name, each in renamed.items() if told.value(each) == tensor.num_bytes]
+            # Two formulas of as many bytes at a batch of one: which is whose is not known.
+            if len({renamed[name] for name in fits}) != 1:
+                break
+            formula = renamed.pop(fits[0])
+        result.append(formula)
+    return tuple(result)
 
 
 def _first_one(leaf: Any) -> int | None:

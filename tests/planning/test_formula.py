@@ -208,6 +208,19 @@ def test_a_padded_width_is_rounded_up() -> None:
     assert formula.value(formula.total, f=105) == other.activation_bytes
 
 
+@pytest.mark.parametrize("batch", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_padded_rows_of_a_program_are_rounded_up(batch: int) -> None:
+    """17 tokens of an image on 2 ranks; four images need no padding."""
+    formula = _plan("vit", 2, "none", batch).activation_formula
+    layer = formula.blocks["ViTLayer"]
+    assert layer.has(sympy.ceiling)
+    other = next(b for b in _plan("vit", 2, "none", 4).blocks if b.name == "ViTLayer")
+    assert formula.value(layer, b=4) == other.kept_bytes
+    # Widths of queries and values are one size, and listed once.
+    assert "d" in formula.symbols
+    assert "d2" not in formula.symbols
+
+
 # Coincident sizes: (ranks, batch, sequence) at which a formula is derived, each with what else is
 # the same number in the zoo's models, which have 4 or 8 heads, 2 or 4 of them of keys and values.
 COINCIDENCES = {

@@ -74,8 +74,14 @@ class Names:
         return {
             name: size
             for name, size in self._sizes.items()
-            if name in used or size.equal_to is not None
+            if name in used or (size.equal_to is not None and not self._repeats(name))
         }
+
+    def _repeats(self, name: str) -> bool:
+        """Return whether the first size of the same letter is written in the same way: widths of
+        queries and of values."""
+        letter, equal = name.rstrip("0123456789"), self._sizes[name].equal_to
+        return name != letter and equal == (self._sizes[letter].equal_to or symbol_of(letter))
 
     def layers(self, region: str, calls: int, count: int) -> sympy.Expr:
         """``count`` of a region's ``calls``, in terms of their number."""

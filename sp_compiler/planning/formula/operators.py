@@ -19,6 +19,7 @@ from sp_compiler.ir.fx import arguments, placements_of, tensor_operands
 from sp_compiler.ir.op_traits import FUSED_ATTENTION
 from sp_compiler.ops.convert import CONVERT
 from sp_compiler.ops.registry import operator_of
+from sp_compiler.ops.rows import CUT_ROWS, PAD_ROWS
 from sp_compiler.planning.formula.reshapes import reshaped
 from sp_compiler.planning.formula.sizes import (
     Dim,
@@ -253,6 +254,19 @@ def _padded(node: Node, operands: Sequence[Shape]) -> list[Shape]:
     return [tuple(shape)]
 
 
+def _padded_rows(node: Node, operands: Sequence[Shape]) -> list[Shape]:
+    (shape,) = operands
+    missing = node.meta["val"].shape[0] - size_of(shape[0])
+    return [(joined([shape[0], unknown(missing)]), *shape[1:]) if missing else shape]
+
+
+def _cut_rows(node: Node, operands: Sequence[Shape]) -> list[Shape]:
+    (shape,), rows = operands, node.meta["val"].shape[0]
+    padding = size_of(shape[0]) - rows
+    # Not merely a slice: what it reads was padded, even where nothing else says so.
+    return [(parts_of(shape[0], [rows, padding])[0], *shape[1:]) if padding else shape]
+
+
 def _attention(node: Node, operands: Sequence[Shape]) -> list[Shape]:
     """Context (b, a, s, d) and row statistics (b, a, s)."""
     query, key, value = operands[:3]
@@ -282,4 +296,6 @@ _SPECIAL: dict[Any, Special] = {
     aten.slice.Tensor: _slice,
     aten.cat.default: _cat,
     aten.constant_pad_nd.default: _padded,
+    PAD_ROWS.overload: _padded_rows,
+    CUT_ROWS.overload: _cut_rows,
 }

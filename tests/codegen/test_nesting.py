@@ -45,6 +45,22 @@ def test_values_with_one_use_become_one_expression() -> None:
     ]
 
 
+class Made(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.ones(6)
+
+
+def test_only_defaults_are_left_out() -> None:
+    region = region_of(Made(), X)
+    (made,) = region.module.graph.find_nodes(op="call_function", target=torch.ops.aten.ones.default)
+    made.update_kwarg("layout", torch.strided)
+    for pinned in (None, False, True):
+        made.update_kwarg("pin_memory", pinned)
+        source = compile_region(region, recompute="none").source
+        assert ("pin_memory=True" in source) is bool(pinned)
+        assert "layout" not in source
+
+
 class Twice(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = x + 1.0

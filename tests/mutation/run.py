@@ -61,19 +61,18 @@ def tests_of(path: str, tree: Path, *, wide: bool) -> list[str]:
     files = sorted((tree / "tests").rglob("test_*.py"))
     # One file may test the modules of a folder, as tests/trace/test_masked_rows.py does.
     stems = {f"test_{part}" for part in name.parts[1:]}
-    named = [file for file in files if folder.is_relative_to(file.parent.relative_to(tree))]
-    named = [file for file in named if file.stem in stems]
+    above = {tree / folder, *(tree / folder).parents}
+    named = [file for file in files if file.parent in above and file.stem in stems]
     importers = [file for file in files if dotted in file.read_text(encoding="utf-8")]
     if not named:  # a part of its folder, which is tested as one
         importers += [file for file in files if file.parent == tree / folder]
-    chosen = [file.relative_to(tree).as_posix() for file in (*named, *importers)]
-    chosen = list(dict.fromkeys(chosen)) or list(_CORE)
+    rest = [file.relative_to(tree).as_posix() for file in files]
+    chosen = [file.relative_to(tree).as_posix() for file in (*named, *importers)] or list(_CORE)
     if wide:
-        rest = [file.relative_to(tree).as_posix() for file in files]
         near = (f"{folder.as_posix()}/", "tests/end_to_end/", "tests/usage/")
         rest.sort(key=lambda file: [not file.startswith(each) for each in near])
-        chosen = list(dict.fromkeys([*chosen, *rest]))
-    return chosen
+        chosen += rest
+    return list(dict.fromkeys(chosen))
 
 
 class Runner:
@@ -122,6 +121,7 @@ class Runner:
                 _write(target, mutant.applied(source))
                 tests = tests_of(mutant.path, self.tree, wide=self.wide)
                 mutation = mutant.path, source, mutant.applied(source)
+                tests = [*score.first(mutant), *tests]
                 code, failed = self._run(tests, self.limit_s, mutation)
             finally:
                 _write(target, source)
@@ -193,8 +193,7 @@ def _run_tests(
         command = [sys.executable, "-m", "pytest", "-rfE", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         code = done.returncode
-        failed = re.findall(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", done.stdout, re.MULTILINE)
-        sender.send(failed)
+        sender.send(re.findall(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", done.stdout, re.MULTILINE))
     sys.exit(code)
 
 
@@ -216,7 +215,6 @@ def _write(path: Path, source: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--count", type=int, default=60)
-    parser.add_argument("--start", type=int, default=0, help="go on from this one of the draw")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=int, default=90, help="CPU seconds for the tests of one")
     parser.add_argument("--only", nargs="*", default=[""], help="modules whose path starts so")
@@ -233,7 +231,7 @@ def main() -> None:
         chosen = [mutant.in_lines() for mutant in drawn(options.count, options.seed, paths)]
     with tempfile.TemporaryDirectory() as folder:
         runner = Runner(Path(folder).resolve(), options.limit, wide=options.wide)
-        for mutant in chosen[options.start :]:
+        for mutant in chosen:
             outcome = runner.outcome(mutant)
             if outcome != "killed" and (mutant.path, mutant.before, mutant.after) in known:
                 outcome = "known"
@@ -241,9 +239,7 @@ def main() -> None:
             print(f"{outcome:8}  {mutant}", flush=True)
     for test in sorted(runner.broken):
         print(f"left out, for it fails without a mutation: {test}")
-    kept = score.tally()
-    judged = kept["killed"] + kept["survived"] + kept["timeout"]
-    print(f"{kept['killed']} of {judged} killed in {score.SCORE.name}: {dict(kept)}")
+    print(score.summary())
 
 
 if __name__ == "__main__":

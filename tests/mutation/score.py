@@ -8,6 +8,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.mutation.mutants import Mutant, located
 
@@ -26,22 +27,38 @@ def kept(outcomes: Sequence[str]) -> list[Mutant]:
 
     Where the code has changed since, there is nothing left to mutate: those are left out.
     """
-    score = json.loads(SCORE.read_text(encoding="utf-8"))
-    entries = [(e["path"], e["before"], e["after"]) for e in score if e["outcome"] in outcomes]
+    entries = [(e["path"], e["before"], e["after"]) for e in _entries() if e["outcome"] in outcomes]
     entries.sort(key=lambda entry: hashlib.sha256("\n".join(entry).encode()).digest())
     return [mutant for entry in entries if (mutant := located(*entry)) is not None]
 
 
+def first(mutant: Mutant) -> list[str]:
+    """Test files of other modules that are known to see it: ``tests`` of its entry."""
+    entries = (entry for entry in _entries() if entry.items() >= _identity(mutant).items())
+    return [file for entry in entries for file in entry.get("tests", ())]
+
+
 def keep(mutant: Mutant, outcome: str) -> None:
     """Write one outcome to the score, in an order that does not depend on the draw's."""
-    score = json.loads(SCORE.read_text(encoding="utf-8"))
-    entry = {"path": mutant.path, "before": mutant.before, "after": mutant.after}
-    score = [other for other in score if other.items() & entry.items() != entry.items()]
-    score.append({**entry, "outcome": outcome})
-    score.sort(key=lambda other: (other["path"], other["before"], other["after"]))
-    SCORE.write_text(json.dumps(score, indent=1) + "\n", encoding="utf-8")
+    entries, identity = _entries(), _identity(mutant)
+    before = next((entry for entry in entries if entry.items() >= identity.items()), identity)
+    entries = [entry for entry in entries if entry is not before]
+    entries.append({**before, "outcome": outcome})
+    entries.sort(key=lambda entry: (entry["path"], entry["before"], entry["after"]))
+    SCORE.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
 
 
-def tally() -> Counter[str]:
-    """Number of mutations of the kept score by outcome."""
-    return Counter(entry["outcome"] for entry in json.loads(SCORE.read_text(encoding="utf-8")))
+def _entries() -> list[dict[str, Any]]:
+    entries: list[dict[str, Any]] = json.loads(SCORE.read_text(encoding="utf-8"))
+    return entries
+
+
+def _identity(mutant: Mutant) -> dict[str, Any]:
+    return {"path": mutant.path, "before": mutant.before, "after": mutant.after}
+
+
+def summary() -> str:
+    """How many of those that were tried, and that can be noticed, were killed."""
+    outcomes = Counter(entry["outcome"] for entry in _entries())
+    judged = outcomes["killed"] + outcomes["survived"] + outcomes["timeout"]
+    return f"{outcomes['killed']} of {judged} killed in {SCORE.name}: {dict(outcomes)}"

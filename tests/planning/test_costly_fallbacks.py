@@ -81,7 +81,10 @@ def test_the_plan_lists_it_and_strict_refuses_it() -> None:
 def test_parameters_that_no_rank_count_divides() -> None:
     model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
     result = sp_compiler.plan(model, ((torch.randn(4, 3, 5),), {}), tp=2)
-    assert [item.module for item in result.costly_fallbacks[1:]] == ["0", "1"]  # their products
+    products = result.costly_fallbacks[1:]
+    assert [item.module for item in products] == ["0", "1"]
+    # Of those of one rank: every rank computes all of them.
+    assert [item.share for item in products] == ["50.0% of the matrix FLOPs"] * 2
     costly = result.costly_fallbacks[0]
     assert costly.module == "0.weight and 1 more like it"
     assert "no dim divides by 2" in costly.reason

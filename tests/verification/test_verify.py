@@ -266,6 +266,20 @@ def test_errors_far_above_rounding_are_found(
     assert report.first_bad_pass == (None if ok else "shard")
 
 
+@pytest.mark.parametrize(("factor", "ok"), [(1 + 1e-8, False), (1 + 1e-13, True)])
+def test_gradients_of_inputs_are_compared_too(
+    factor: float, ok: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def scaled(*args: Any, **options: Any) -> SimulatedStep:
+        step = simulate_step(*args, **options)
+        return replace(step, input_grads=[grad * factor for grad in step.input_grads])
+
+    monkeypatch.setattr(verification, "simulate_step", scaled)
+    model, x = nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 8)), torch.randn(2, 4, 8)
+    report = verify(model, ((x.requires_grad_(),), {}), tp=2)
+    assert report.ok is ok, str(report)
+
+
 def test_report_is_data_too() -> None:
     report = _verify("plain")
     data = json.loads(report.to_json())

@@ -8,24 +8,29 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import sp_compiler
 from sp_compiler.module.outputs import ShardedOutput
 
 
 @pytest.fixture
-def logits() -> Iterator[DTensor]:
+def mesh() -> Iterator[DeviceMesh]:
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-        value = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(1)])
-        value.__class__ = ShardedOutput
-        yield value
+        yield init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     finally:
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def logits(mesh: DeviceMesh) -> DTensor:
+    value = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(1)])
+    value.__class__ = ShardedOutput
+    return value
 
 
 @pytest.mark.parametrize(
@@ -44,3 +49,24 @@ def test_what_a_single_rank_may_raise_is_not_tried_on_full_tensors(
     with pytest.raises(error):
         ShardedOutput.__torch_function__(operation, (ShardedOutput,), (logits,))
     assert shapes == [(2, 6)] * calls
+
+
+class _WithScale(nn.Module):
+    """Returns a parameter beside its result, as a model with a learned temperature may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+        self.scale = nn.Parameter(torch.arange(8.0))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.down(self.up(x)) * self.scale, self.scale
+
+
+def test_a_replicated_parameter_that_is_returned_is_a_plain_tensor(mesh: DeviceMesh) -> None:
+    """As all other outputs that are replicated: it meets them in a loss."""
+    module = sp_compiler.compile(_WithScale(), mesh=mesh)
+    result, scale = module(torch.randn(2, 4, 8))
+    assert type(result) is type(scale) is Tensor
+    assert scale.requires_grad
+    assert torch.equal(scale, torch.arange(8.0))

@@ -122,3 +122,28 @@ def test_swaps_move_through_token_wise_operators_alone(
     captured = normalized(function, *args)
     expected = function(*args)
     torch.testing.assert_close(outputs(captured, *args)[0], expected, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("equation", "left", "right"),
+    [
+        ("ij,jk->ik", (3, 4), (4, 5)),
+        ("ij,jk->ki", (3, 4), (4, 5)),
+        ("bij,bjk->bki", (2, 3, 4), (2, 4, 5)),
+        ("bsd,hd->hbs", (2, 3, 4), (5, 4)),
+        ("hd,bsd->bsh", (5, 4), (2, 3, 4)),
+    ],
+)
+def test_no_dims_move_behind_the_product_of_an_einsum(
+    equation: str, left: tuple[int, ...], right: tuple[int, ...]
+) -> None:
+    x, y = randn(*left), randn(*right)
+    captured = normalized(lambda x, y: torch.einsum(equation, x, y), x, y)
+    nodes = [node.target for node in captured.module.graph.nodes if node.op == "call_function"]
+    (product,) = (
+        place
+        for place, target in enumerate(nodes)
+        if target in (aten.matmul.default, aten.linear.default)
+    )
+    assert {*nodes[product + 1 :]} <= {aten.reshape.default}
+    torch.testing.assert_close(outputs(captured, x, y)[0], torch.einsum(equation, x, y))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._sympy.value_ranges import ValueRanges
 
 import sp_compiler
 from sp_compiler.runtime.program_cache import ProgramCache, call_key
@@ -199,6 +200,11 @@ def test_a_size_of_one_is_a_program_of_its_own() -> None:
     assert users.num_compiled(module) == 4
     sizes, leaves = opened.program.sizes, [users.batch(1, 7), None]
     assert sizes.rejection(leaves[: len(sizes.fixed)]) == "size0 is 1, not in 2..int_oo"
+    # As a comparison with a constant narrows it, without a guard.
+    sizes.env.var_to_range[sizes.open[0].symbol] = ValueRanges(2, 8)
+    for size, rejection in ((8, None), (9, "size0 is 9, not in 2..8")):
+        leaves = [users.batch(size, 7), None]
+        assert sizes.rejection(leaves[: len(sizes.fixed)]) == rejection
 
 
 class DataDependent(users.Net):

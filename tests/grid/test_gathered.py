@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from sp_compiler.grid.fully_sharded import FullySharded
 from sp_compiler.grid.gathered import GatheredParameters
 
 
@@ -43,3 +44,19 @@ def test_gradients_of_microbatches_add_up_and_a_failed_step_leaves_none() -> Non
     _step(model, x.split(2))
     gradients = [parameter.grad.full_tensor() for parameter in model.parameters()]
     torch.testing.assert_close(gradients, list(expected))
+
+
+@pytest.mark.parametrize("reduce_dtype", [torch.bfloat16, torch.float32])
+def test_gradients_that_wait_are_unreduced_in_whatever_dtype(reduce_dtype: torch.dtype) -> None:
+    """In another one than they are computed in, FSDP keeps them apart from the parameter."""
+    model = nn.Linear(3, 2)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    wrapped = fully_shard(model, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+    wrapped.set_requires_gradient_sync(False)
+    managed = FullySharded({"": model}, list)
+    assert set(managed.parameters(1)) == {"weight", "bias"}
+    assert not managed.has_unreduced()
+    model(torch.ones(4, 3)).sum().backward()
+    assert managed.has_unreduced()
+    managed.drop_unreduced()
+    assert not managed.has_unreduced()

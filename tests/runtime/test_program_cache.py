@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from sp_compiler.runtime import program_cache
 from sp_compiler.runtime.program_cache import CallKey, Constant, ProgramCache, call_key
 from sp_compiler.trace.export import flatten_inputs
 
@@ -107,3 +109,31 @@ def test_ranks_agree_about_sets_and_devices() -> None:
     one, other = (Constant(torch.device("cpu", index)) for index in (0, 1))
     assert one.text == other.text
     assert one != other
+
+
+class _Short:
+    """Open sizes that fit at most five rows."""
+
+    def rejection(self, leaves: Any) -> str | None:
+        return None if leaves[0].shape[0] <= 5 else "too long"
+
+
+def test_what_a_forward_reads_is_looked_up_only_at_sizes_that_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At others the program that reads it is not valid: it may read past the end."""
+    read = []
+
+    def hold(_: Any, leaves: list[Any], __: Any) -> bool:
+        read.append(len(leaves[0]))
+        return True
+
+    monkeypatch.setattr(program_cache, "hold", hold)
+    rows = [torch.zeros(length, 3) for length in (2, 4, 6)]
+    keys = [_key(x) for x in rows]
+    cache = ProgramCache[int](size=4)
+    decision: Any = "x[4, 0] > 0"
+    cache.put(replace(keys[0], decisions=(decision,)), 0, _Short(), [decision])  # type: ignore[arg-type]
+    found = [cache.decided(key, [x], {}) for key, x in zip(keys, rows, strict=True)]
+    assert [key.decisions for key in found] == [(decision,), (decision,), ()]
+    assert read == [2, 4]

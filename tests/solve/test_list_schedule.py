@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import networkx
 import pytest
 
 from benchmarks.exact_schedule import exact_schedule
@@ -12,6 +13,7 @@ from sp_compiler.solve.block_schedule import (
     Task,
     is_valid,
     least_us,
+    most_beside,
     peak_bytes,
     simulate,
 )
@@ -107,6 +109,21 @@ def test_no_order_is_shorter_than_the_bound() -> None:
     for seed in range(40):
         block = random_block(seed, 5)
         assert least_us(block) <= brute_force_us(block, limits(block)[1])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_kernels_beside_a_collective_neither_lead_to_it_nor_follow_from_it(seed: int) -> None:
+    block = random_block(seed, 12)
+    graph = networkx.DiGraph()
+    graph.add_nodes_from(range(len(block.tasks)))
+    for position, task in enumerate(block.tasks):
+        graph.add_edges_from((needed, position) for needed in task.needs)
+    shares = [0.0]
+    for start, wait in block.wait_of.items():
+        ordered = networkx.ancestors(graph, start) | networkx.descendants(graph, wait)
+        free = [task.time_us for i, task in enumerate(block.tasks) if i not in ordered]
+        shares.append(sum(free) / block.tasks[start].link_us)
+    assert most_beside(block) == pytest.approx(max(shares))
 
 
 def test_the_same_block_gets_the_same_order() -> None:

@@ -282,6 +282,12 @@ def test_gradients_are_gathered_in_buckets() -> None:
     full = gather_gradients(
         tp, [first, None, second, double], [S(1), S(0), S(0, (4, 4)), S(0)], bucket_bytes=40
     )
+    # Beside each other, numbers of two dtypes would all get the wider one.
+    assert [grad.dtype for grad in full if grad is not None] == [first.dtype] * 2 + [double.dtype]
+    mixed = gather_gradients(tp, [first[0], double], [S(0), S(0)], bucket_bytes=400)
+    assert [grad.dtype for grad in mixed if grad is not None] == [first.dtype, double.dtype]
+    assert tp.gathered[2:] == [3, 2]
+    del tp.gathered[2:]
     assert full[1] is None
     torch.testing.assert_close(full[0], torch.cat([first, -first], 1))
     torch.testing.assert_close(

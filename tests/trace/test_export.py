@@ -28,6 +28,16 @@ def run(captured: Captured, model: nn.Module, *args: Any, **kwargs: Any) -> Refe
     return run_captured(captured, dict(model.named_parameters()), buffers, leaves)
 
 
+def test_inputs_that_were_made_for_inference() -> None:
+    """Autograd records nothing of them, but the graph is for any input of their kind."""
+    model = nn.Linear(3, 2)
+    with torch.inference_mode():
+        x = torch.randn(4, 3)
+    captured = capture(model, (x,), {})
+    x = x.clone()
+    assert torch.equal(run(captured, model, x).outputs[0], model(x))
+
+
 def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor | None]:
     model.zero_grad(set_to_none=True)
     loss.backward()

@@ -272,7 +272,8 @@ def test_gradients_of_inputs_are_compared_too(
 ) -> None:
     def scaled(*args: Any, **options: Any) -> SimulatedStep:
         step = simulate_step(*args, **options)
-        return replace(step, input_grads=[grad * factor for grad in step.input_grads])
+        grads = [None if grad is None else grad * factor for grad in step.input_grads]
+        return replace(step, input_grads=grads)
 
     monkeypatch.setattr(verification, "simulate_step", scaled)
     model, x = nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 8)), torch.randn(2, 4, 8)

@@ -77,6 +77,25 @@ def test_lifted_casts_leave_float64_alone(name: str) -> None:
     assert largest_error(model, expected, loss) < 1e-5
 
 
+class _Scaled(nn.Module):
+    """Multiplies by a tensor that is no buffer, which is a constant of the graph."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3).double()
+        self.scale = torch.tensor([0.5, 1.0, 2.0], dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scale
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_constants_are_lifted_too(dtype: torch.dtype) -> None:
+    x = torch.randn(2, 3, dtype=torch.float64)
+    captured = capture(_Scaled(dtype), (x,), {}, lift_casts=True)
+    assert [constant.dtype for constant in captured.constants.values()] == [torch.float64]
+
+
 def test_float32_model_is_not_lifted() -> None:
     model, kwargs = zoo.build("llama", dtype=torch.bfloat16), zoo.inputs("llama")
     captured = capture(model, (), kwargs, lift_casts=True)

@@ -8,13 +8,14 @@
 #   make format      let ruff rewrite what it can
 #   make bench       step time and compile time, beside hand-written peers; WRITE=--write keeps them
 #   make docs        renew the pages that are generated from the code
+#   make site        build docs/ as a site that needs no network: open site/index.html
 #   make goldens     renew the texts that tests compare with; read the difference
 #   make clean       remove .venv and everything that was built
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow compat lint format bench docs goldens clean
+.PHONY: help install demo test test-slow compat lint format bench docs site goldens clean
 
 PYTHON ?= $(firstword $(shell command -v python3.11) $(shell command -v python3.12) python3)
 VENV := .venv
@@ -78,9 +79,14 @@ bench: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python -W ignore -m docs.generate --write
 
+site: export NO_MKDOCS_2_WARNING := 1
+site: $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	PYTHONPATH=. $(BIN)/mkdocs build --quiet --strict
+
 goldens: $(STAMP)
 	REWRITE_GOLDENS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not slow' \
 	  tests/goldens tests/passes
 
 clean:
-	rm -rf $(VENV) .compat build dist demo-output *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .compat build dist site demo-output *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

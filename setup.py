@@ -66,6 +66,7 @@ setup(
     extras_require={
         "test": TEST,
         "plot": [PLOT],
+        "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6"],
         "examples": ["transformers>=5.0,<6"],
         # An optional peer of the benchmarks; the others need nothing more.
         "bench": ["megatron-core==0.16.1"],

@@ -160,10 +160,20 @@ class Communicator:
 
     def shard(self, x: Tensor, src: str, dst: str) -> Tensor:
         """R or I -> S(dim): a copy of this rank's part, so that ``x`` can be freed."""
-        target = Placement.parse(dst)
         # A view would keep the global tensor in memory, from which only this part is needed.
-        part = self._rank_slice(_to_rank_major(x, target, self.world_size), target.dim)
+        part = self.part_of(x, Placement.parse(dst))
         return part.clone(memory_format=torch.contiguous_format)
+
+    def part_of(self, x: Tensor, target: Placement) -> Tensor:
+        """Return this rank's part of a global tensor: a view of it, unless ``target`` has several
+        segments or padding."""
+        full = padded(x, target, self.world_size)
+        segments = target.padded_segments(self.world_size) or (full.shape[target.dim],)
+        parts = [self._rank_slice(each, target.dim) for each in full.split(segments, target.dim)]
+        if len(parts) > 1:
+            return torch.cat(parts, target.dim)
+        # A view of the padded copy would keep all of it.
+        return parts[0] if full is x else parts[0].clone()
 
     def zero_pad_to_partial(self, x: Tensor, src: str, dst: str) -> Tensor:
         """S(dim) -> P: this rank's part in place, zeros elsewhere (the gradient of R -> S)."""

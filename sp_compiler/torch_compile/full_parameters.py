@@ -36,7 +36,7 @@ def local_parameters(
     # Without a node for autograd: frozen parameters need no gathering.
     for name in sharded:
         if not full[name].requires_grad:
-            local[name] = tp.shard(full[name], "I", str(placements[name]))
+            local[name] = tp.part_of(full[name], placements[name])
     if trained:
         where = tuple(placements[name] for name in trained)
         parts = ShardParameters.apply(tp, where, *[full[name] for name in trained])
@@ -47,7 +47,8 @@ def local_parameters(
 class ShardParameters(torch.autograd.Function):
     """I to S for many parameters: this rank's part; backward gathers their gradients.
 
-    ``apply(tp, placements, *parameters)``. Parts are views unless a dim has segments.
+    ``apply(tp, placements, *parameters)``. Parts are views of the full parameters, which stay in
+    memory anyway; those of fused or padded parameters are copies.
     """
 
     @staticmethod
@@ -58,7 +59,7 @@ class ShardParameters(torch.autograd.Function):
         # A parameter that a call does not use keeps ``None`` for its gradient, as in eager.
         ctx.set_materialize_grads(False)
         return tuple(
-            tp.shard(parameter.detach(), "I", str(placement))
+            tp.part_of(parameter.detach(), placement)
             for parameter, placement in zip(parameters, placements, strict=True)
         )
 

@@ -17,8 +17,10 @@ from torch._dynamo.utils import counters
 import sp_compiler
 import sp_compiler.torch_compile.backend
 from sp_compiler.base.errors import ArgumentError, UnsupportedError
-from sp_compiler.base.placement import S
+from sp_compiler.base.placement import Placement, S
+from sp_compiler.base.shards import local_part
 from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.ops.communicator import Communicator
 from sp_compiler.torch_compile.backend import sp_compiler_backend
 from sp_compiler.torch_compile.dynamo_graph import dotted_path
 from sp_compiler.torch_compile.full_parameters import gather_gradients
@@ -272,6 +274,19 @@ class _Ranks:
         assert (src, dst) == ("S(0)", "I")
         self.gathered.append(x.numel())
         return torch.cat([x, -x])
+
+
+@pytest.mark.parametrize("placement", [S(0), S(1), S(0, (4, 8)), S(1, (5,))], ids=str)
+def test_parts_of_parameters_keep_no_copy_of_all(placement: Placement) -> None:
+    world_size, width = 2, 5 if placement.segments == (5,) else 6
+    full = torch.arange(12.0 * width).view(12, width)
+    for rank in range(world_size):
+        part = Communicator(None, rank, world_size).part_of(full, placement)
+        torch.testing.assert_close(part, local_part(full, placement, rank, world_size))
+        storage = part.untyped_storage()
+        is_view = storage.data_ptr() == full.untyped_storage().data_ptr()
+        assert is_view or storage.nbytes() == part.nbytes
+        assert is_view == (len(placement.segments) < 2 and not placement.padding(world_size))
 
 
 def test_gradients_are_gathered_in_buckets() -> None:

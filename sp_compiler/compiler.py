@@ -54,7 +54,8 @@ from sp_compiler.pass_manager.fallback import fallback_note, refused_operator
 from sp_compiler.pass_manager.reproduction import reproducible
 from sp_compiler.pass_manager.runner import PassRunner, running_passes
 from sp_compiler.pass_manager.user_pass import run_user_pass
-from sp_compiler.passes.chunks.chunk import OpenRowsError, chunk
+from sp_compiler.passes.chunks.chunk import chunk
+from sp_compiler.passes.chunks.counts import OpenRowsError
 from sp_compiler.passes.half_batches import half_batches, halves_pay
 from sp_compiler.passes.memory.budget import candidates_of, tag_under_budget
 from sp_compiler.passes.memory.overlap_room import overlap_room_bytes
@@ -116,8 +117,9 @@ def build(
     limited = options.budget_bytes is not None or options.device_bytes is not None
     if not open_dims or limited or options.half_batches:
         return compile_with(options, open_dims=False)
-    unchunked = replace(options, loss_chunks=1)
-    may_chunk = options.loss_chunks != "auto" or POLICIES[options.recompute].chunks_losses
+    unchunked = replace(options, loss_chunks=1, attention_chunks=1)
+    is_asked = (options.loss_chunks, options.attention_chunks) != ("auto", "auto")
+    may_chunk = is_asked or POLICIES[options.recompute].chunks_rows
     try:
         # What torch.export and its shape guards can leave open is known only after trying.
         return compile_with(options if may_chunk else unchunked, open_dims=True)
@@ -303,8 +305,8 @@ class Compilation:
             joints[name] = run.once(Pass.JOINT, trace_joint, region, region=name)
             run.once(Pass.SIMPLIFY, simplify, joints[name].graph, region=name)
             # A graph per number of chunks; tag takes one, for policies decide what a chunk saves.
-            counts = options.chunk_counts
-            chunked[name] = run.once(Pass.CHUNK, chunk, joints[name], tp, counts, region=name)
+            counts = options.loss_chunk_counts, options.attention_chunk_counts
+            chunked[name] = run.once(Pass.CHUNK, chunk, joints[name], tp, *counts, region=name)
         # From here on per memory setting: a policy writes tags, the partitioner acts on them.
         splits = split_options(program, options)
         # All regions in one run: a memory budget is for the entire step.

@@ -38,6 +38,7 @@ BACKENDS = (*_files_in(_ROOT / "codegen" / "backends", first="eager"),)
 """Values of ``backend``: the name of a backend's file."""
 Dropout = Literal["regenerate", "stored"]
 Outputs = Literal["replicate", "shard", "auto"]
+_CHUNKS = ("loss_chunks", "attention_chunks")
 
 UserPass = Callable[[GraphModule], PassReport | int | None]
 """A pass of the user; see ``passes`` of :class:`Options`."""
@@ -73,6 +74,10 @@ class Options(TypedDict, total=False):
             recomputed in backward, so that they never all exist at once; for models that do not
             return logits. ``"auto"``: chunks of at least 1024 rows, at most 16, if they lower the
             peak of a step by at least 5 %; no chunks with ``recompute="none"``.
+        attention_chunks: number of chunks of queries in which attention with dropout computes its
+            scores, probabilities and masks, and recomputes them in backward, so that all pairs of a
+            query and a key never exist at once. ``"auto"``: chunks of at least 256 queries, at most
+            16, by the same rule.
         dropout: ``"regenerate"`` masks in backward, or save them (``"stored"``).
         overlap: during the collectives of a block, run its operators that do not depend on them:
             weight gradients, recomputation, independent branches, the other half batch.
@@ -121,6 +126,7 @@ class Options(TypedDict, total=False):
     memory_budget: int | str | None
     device_memory: int | str | None
     loss_chunks: int | Literal["auto"]
+    attention_chunks: int | Literal["auto"]
     dropout: Dropout
     overlap: bool
     half_batches: bool | Literal["auto"]
@@ -180,6 +186,7 @@ class CompileOptions:
     memory_budget: int | str | None = None
     device_memory: int | str | None = None
     loss_chunks: int | Literal["auto"] = "auto"
+    attention_chunks: int | Literal["auto"] = "auto"
     dropout: Dropout = "regenerate"
     overlap: bool = True
     half_batches: bool | Literal["auto"] = False
@@ -210,13 +217,13 @@ class CompileOptions:
             _check_choice(name, getattr(self, name), (True, False))
         # Before anything is compiled: a wrong option is the user's, a PassError later would be
         # ours.
-        for name in ("tp", "nominal_tokens", "loss_chunks"):
+        for name in ("tp", "nominal_tokens", *_CHUNKS):
             value = getattr(self, name)
-            if name == "loss_chunks" and value == "auto":
+            if name in _CHUNKS and value == "auto":
                 continue
             # True is an int, and would pass for one rank.
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                auto = ' or "auto"' if name == "loss_chunks" else ""
+                auto = ' or "auto"' if name in _CHUNKS else ""
                 raise ArgumentError(f"{name}={value!r}: expected a positive int{auto}")
         # The way that a frozen dataclass leaves to put its own fields in normal form.
         object.__setattr__(self, "hints", checked_hints(self.hints))
@@ -284,9 +291,14 @@ class CompileOptions:
         return hardware_of(self.hardware)
 
     @property
-    def chunk_counts(self) -> tuple[int, ...] | None:
+    def loss_chunk_counts(self) -> tuple[int, ...] | None:
         """Allowed numbers of chunks of a loss head; ``None`` to choose by the peak."""
         return None if self.loss_chunks == "auto" else (self.loss_chunks,)
+
+    @property
+    def attention_chunk_counts(self) -> tuple[int, ...] | None:
+        """Allowed numbers of chunks of attention; ``None`` to choose by the peak."""
+        return None if self.attention_chunks == "auto" else (self.attention_chunks,)
 
     @property
     def budget_bytes(self) -> int | None:

@@ -1,4 +1,6 @@
-"""Find all values as large as the logits: from their product to one number per row, and back.
+"""Find what is large between two products: the logits of a loss head, the scores of attention.
+
+A loss head is cut from its product to one number per row, and back.
 
 ::
 
@@ -9,8 +11,16 @@
     grad_w = mm(t(grad_logits), x)      (v, h)
     grad_x = mm(grad_logits, w)         (n, h)
 
+Attention with dropout, which no fused kernel computes with our masks, is cut from the scores of the
+queries to their context::
+
+    scores = bmm(q, k)                  (b, s, l)    b: samples times heads
+    probs = dropout(softmax(scores))    (b, s, l)
+    context = bmm(probs, v)             (b, s, d)
+
 No operator is hard-coded: a chain is a product with more columns than its factor, all values of its
-size that depend on it, and their readers; forward may read only one number per row of them.
+size that depend on it, and their readers; forward may read only one number per row of them, or of
+attention what is at most half as large.
 """
 
 from __future__ import annotations
@@ -18,17 +28,31 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
+import torch
 from torch import Tensor
 from torch.fx import Node
 
 from sp_compiler.base.pass_report import Pass, report_of
-from sp_compiler.ir.fx import ancestors, descendants, is_getitem, tensor_operands
+from sp_compiler.ir.fx import (
+    ancestors,
+    descendants,
+    is_call,
+    is_getitem,
+    shape_of,
+    tensor_operands,
+)
 from sp_compiler.ir.op_traits import is_collective, matmul_factors
 from sp_compiler.ir.symbolic import example_number
 from sp_compiler.ops.registry import operator_of
-from sp_compiler.passes.chunks.row_rules import RowDims, row_dims
+from sp_compiler.passes.chunks.row_rules import DROPOUTS, RowDims, row_dims
 from sp_compiler.trace.joint import JointGraph
+
+Kind = Literal["loss", "attention"]
+"""What a chain computes. The product of a loss head is (rows, classes), that of attention (samples
+times heads, queries, keys)."""
+_NUM_DIMS = {"loss": 2, "attention": 3}
 
 
 @dataclass
@@ -36,11 +60,11 @@ class Chain:
     """Nodes that can run a chunk of rows at a time.
 
     Attributes:
-        product: the node that computes the logits (n, v).
+        product: the node that computes the logits (n, v), or the scores (b, s, l).
         dims: the dims of rows of every node, in graph order.
         forward: nodes that forward runs.
         backward: nodes that backward runs in addition to recomputed ones.
-        large: nodes of the size of the logits, which are not read outside.
+        large: nodes as large as the product, which are not read outside.
         obstacle: why it cannot be chunked, and the node; ``None`` if it can.
     """
 
@@ -51,15 +75,26 @@ class Chain:
     large: set[Node] = field(default_factory=set)
     obstacle: tuple[str, Node] | None = None
 
+    @property
+    def kind(self) -> Kind:
+        return "attention" if self.product.meta["val"].dim() == 3 else "loss"
 
-def chains(joint: JointGraph) -> list[Chain]:
-    """Return all chains of ``joint``; chains that cannot be chunked are reported with the
-    reason."""
+    @property
+    def num_rows(self) -> int:
+        """Rows of the product: tokens of a loss head, queries of attention."""
+        return shape_of(self.product)[-2]
+
+
+def chains(joint: JointGraph, kind: Kind = "loss") -> list[Chain]:
+    """Return all chains of ``joint`` of this kind; chains that cannot be chunked are reported with
+    the reason."""
     backward = joint.backward_nodes()
     complete: list[Chain] = []
     for node in joint.graph.nodes:
         # What an earlier chain holds is cut with that one.
-        if node in backward or not widens(node) or any(node in each.dims for each in complete):
+        if node in backward or not widens(node, kind):
+            continue
+        if any(node in each.dims for each in complete):
             continue
         chain = _Growth(joint, node, backward).chain()
         if chain is not None and chain.obstacle is not None:
@@ -70,10 +105,11 @@ def chains(joint: JointGraph) -> list[Chain]:
     return complete
 
 
-def widens(node: Node) -> bool:
-    """Return whether the rows of ``node`` are longer than those of its operands."""
+def widens(node: Node, kind: Kind = "loss") -> bool:
+    """Return whether ``node`` is a product as chains of this kind begin with: of rows that are
+    longer than those of its operands."""
     factors = matmul_factors(node) if node.op == "call_function" else None
-    if factors is None or node.meta["val"].dim() != 2:
+    if factors is None or node.meta["val"].dim() != _NUM_DIMS[kind]:
         return False
     # Example numbers: comparing open sizes would record which way it went.
     columns, depth = node.meta["val"].shape[-1], factors[0].meta["val"].shape[-1]
@@ -86,24 +122,36 @@ class _Growth:
     def __init__(self, joint: JointGraph, product: Node, backward: set[Node]) -> None:
         self._order = {node: place for place, node in enumerate(joint.graph.nodes)}
         self._backward = backward
-        self._known: dict[Node, int] = {product: 0}
+        self._rows_dim = product.meta["val"].dim() - 2
+        self._known: dict[Node, int] = {product: self._rows_dim}
         self._chain = Chain(product)
+        self._dependent = descendants([product])
         self._size = _numel(product)
-        self._num_rows = example_number(product.meta["val"].shape[0])
 
     def chain(self) -> Chain | None:
-        """Return the chain; ``None`` if forward reads more of it than one number per row."""
+        """Return the chain; ``None`` if forward reads too much of it for chunks to gain anything,
+        or if it is a product of three dims that is not of attention with dropout."""
         chain = self._chain
         self._grow([chain.product])
-        results = [node for node in self._parts()[0] if self._is_result(node)]
-        if not results or any(_numel(node) > self._num_rows for node in results):
+        forward = self._parts()[0]
+        results = [node for node in forward if self._is_result(node)]
+        most = example_number(chain.num_rows)
+        if chain.kind == "attention":
+            # Without dropout attention is fused, or the model's own way to write it; and products
+            # of experts have three dims too.
+            if not all(self._runs_on_scores(*targets) for targets in _OF_ATTENTION):
+                return None
+            if chain.obstacle is not None:
+                return chain  # which may have ended it before its results
+            most = self._size // 2
+        if not results or any(_numel(node) > most for node in results):
             return None
         for part in (0, 1):
             self._close(self._parts()[part])
         chain.forward, chain.backward = self._parts()
         chain.large = {node for node in self._known if self._is_large(node)}
         placement = chain.product.meta.get("placement")
-        if placement is not None and placement.is_sharded and placement.dim == 0:
+        if placement is not None and placement.is_sharded and placement.dim == self._rows_dim:
             self._refuse("its rows are sharded over the ranks", chain.product)
         return chain
 
@@ -126,7 +174,7 @@ class _Growth:
             # Towards the operands only along what is large: rows of hidden states are read as they
             # are, a slice per chunk.
             for operand, dim in zip(tensor_operands(node), dims.operands, strict=True):
-                if dim is not None and self._is_large(operand):
+                if dim is not None and self._is_large(operand) and self._is_made(operand):
                     self._known.setdefault(operand, dim)
                     queue.append(operand)
             if len(dims.results) == 1 and dims.results[0] is not None:
@@ -169,12 +217,24 @@ class _Growth:
     def _is_large(self, node: Node) -> bool:
         return isinstance(node.meta["val"], Tensor) and _numel(node) >= self._size
 
+    def _runs_on_scores(self, *targets: object) -> bool:
+        """Return whether one of ``targets`` runs in forward on scores of this product."""
+        size = shape_of(self._chain.product)[1:]
+        later = self._dependent - self._backward
+        return any(is_call(node, *targets) and shape_of(node)[-2:] == size for node in later)
+
+    def _is_made(self, node: Node) -> bool:
+        """Return whether ``node`` is computed from the product, or in backward. Others, as large
+        masks and targets, exist anyway, and are read in slices."""
+        return node in self._backward or node in self._dependent
+
     def _refuse(self, reason: str, node: Node) -> None:
         # The first reason is nearest to the product; others mostly follow from it.
         self._chain.obstacle = self._chain.obstacle or (reason, node)
 
 
 _RETURNED = "the logits are returned: they must exist in full"
+_OF_ATTENTION = ((torch.ops.aten._softmax.default,), DROPOUTS)
 
 
 def _numel(node: Node) -> int:

@@ -1,4 +1,4 @@
-"""Run a loss head one chunk of rows at a time, so that the logits never all exist at once.
+"""Run a loss head, or attention, one chunk of rows at a time: logits and scores never all exist.
 
 ::
 
@@ -12,9 +12,23 @@
     grad_x = mm(grad, w)                 ->          grad_w += mm(t(grad_i), x_i)
                                                      grad_x[rows of i] = mm(grad_i, w)
 
+Attention with dropout is explicit, for a fused kernel would draw other masks. Its rows are queries,
+of which each chunk computes the scores, probabilities and context against all keys::
+
+    scores = bmm(q, k)                           for each chunk i of the queries:
+    probs = dropout(softmax(scores), ...)            scores_i = bmm(q_i, k)
+    context = bmm(probs, v)              ->          probs_i = dropout(softmax(scores_i), ..., i)
+                                                     context_i = bmm(probs_i, v)
+                                                 context = cat(context_i)
+
+Backward recomputes the probabilities of a chunk whatever the policy, draws its masks again by the
+places of its elements, and sums the gradients of keys and values. What is as large as the scores is
+divided by the number of chunks; q, k and v are saved as by any policy that recomputes attention.
+
 Mutates a copy of the joint graph. Reads ``meta["val"]`` and the sharding rules; writes
 ``meta["chunk"]``, which the tags follow: ``"part"`` on forward nodes of one chunk, which backward
-recomputes, ``"joined"`` on the concatenation of all chunks, which is saved.
+recomputes, ``"joined"`` on the concatenation of all chunks: saved if it is of a loss head, and of
+attention as the policy decides about a context.
 
 Gradients are computed in backward, from recomputed logits. Cut cross-entropy (arXiv 2411.09009)
 does so too; Liger-Kernel (arXiv 2410.10989) computes them in forward, while the logits exist, and
@@ -28,7 +42,7 @@ scale. The logsumexp of each row is saved, so no collective is repeated.
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -36,7 +50,6 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.base.pass_report import Pass, report_of
 from sp_compiler.base.placement import R, S
 from sp_compiler.ir.fx import (
@@ -49,104 +62,60 @@ from sp_compiler.ir.fx import (
     shape_of,
     tensor_operands,
 )
-from sp_compiler.ir.op_traits import base
 from sp_compiler.ir.rewriting import fake_value, make_like
-from sp_compiler.ir.symbolic import is_open
 from sp_compiler.ops.accumulate import ADD_PRODUCT, WRITE_ROWS
-from sp_compiler.ops.registry import operator_of
-from sp_compiler.ops.vocabulary import VOCAB_NLL
-from sp_compiler.ops.vocabulary_losses import VOCAB_LOGSUMEXP, VOCAB_SMOOTHED_NLL
-from sp_compiler.passes.chunks.chains import Chain, chains, widens
-from sp_compiler.passes.chunks.flatten import flatten_rows
-from sp_compiler.passes.chunks.row_losses import losses_by_row
+from sp_compiler.passes.chunks.chains import Chain, Kind, chains
+from sp_compiler.passes.chunks.counts import counts_of_attention, counts_of_losses
+from sp_compiler.passes.chunks.row_rules import DROPOUTS
 from sp_compiler.rules.registry import LocalCall, result_shapes
 from sp_compiler.rules.table import local_call
 from sp_compiler.trace.joint import JointGraph
 
 aten = torch.ops.aten
 
-_LOSSES = (VOCAB_NLL, VOCAB_SMOOTHED_NLL, VOCAB_LOGSUMEXP)
-_UNSHARDED_LOSSES = (aten.nll_loss_forward.default, aten._log_softmax.default)
 
-MOST_CHUNKS = 16
-"""More would make the generated text long, and what is left of the logits small beside the rest."""
-LEAST_ROWS = 1024
-"""Rows of a chunk, where their number is chosen: a product of fewer runs below its full speed."""
-
-
-class OpenRowsError(UnsupportedError):
-    """The number of rows of a loss head that may have to be chunked is open."""
-
-
-def chunk(joint: JointGraph, world_size: int, counts: Sequence[int] | None) -> list[JointGraph]:
-    """Return copies of ``joint`` with its loss heads in different numbers of chunks, the fewest
-    first.
+def chunk(
+    joint: JointGraph,
+    world_size: int,
+    loss_counts: Sequence[int] | None,
+    attention_counts: Sequence[int] | None = (1,),
+) -> list[JointGraph]:
+    """Return copies of ``joint`` with its loss heads and attention in different numbers of chunks,
+    the fewest first.
 
     Args:
         joint: simplified, not tagged yet; not modified.
         world_size: number of ranks.
-        counts: numbers of chunks; ``None`` for powers of two with enough rows per chunk.
+        loss_counts: numbers of chunks of loss heads; ``None`` for powers of two with enough rows
+            per chunk.
+        attention_counts: the same of attention with dropout.
 
     Raises:
-        OpenRowsError: the number of rows of a loss head is open.
+        OpenRowsError: the number of rows is open.
     """
-    if counts == (1,):
-        return [joint]
-    ways = [joint] if counts is None else []
-    if _has_open_rows(joint, counts):
-        raise OpenRowsError(
-            "a loss head in chunks of rows needs to know their number; loss_chunks=1 leaves it open"
-        )
-    num_rows = [shape_of(product)[0] for product in _products(joint)]
-    # Looked at first: most blocks are not long enough, and to find chains takes a copy.
-    least_rows = 2 * LEAST_ROWS if counts is None else 1
-    if any(map(is_open, num_rows)) or max(num_rows, default=0) < least_rows:
-        return [joint]
-    # A copy, for the joint graph as it is stays the way without chunks.
-    rows = joint.copy()
-    products = _products(rows)
-    flatten_rows(rows.graph, products)
-    losses_by_row(rows.graph)
-    longest = max((shape_of(each.product)[0] for each in chains(rows)), default=0)
-    most = min(MOST_CHUNKS, longest // LEAST_ROWS)
-    for count in counts or [2**power for power in range(1, most.bit_length())]:
-        if longest:
-            ways.append(_in_chunks(rows, min(count, longest), world_size))
-    return ways or [joint]
-
-
-def _products(joint: JointGraph) -> list[Node]:
-    """Return products of the forward whose rows are longer than their operands'."""
-    backward = joint.backward_nodes()
-    return [node for node in joint.graph.nodes if node not in backward and widens(node)]
-
-
-def _has_open_rows(joint: JointGraph, counts: Sequence[int] | None) -> bool:
-    """Return whether the number of rows of a loss head that may be chunked is open."""
-    returned = {base(node) for node in joint.outputs}
-    for node in joint.graph.nodes:
-        over_vocabulary = operator_of(node.target) in _LOSSES
-        if not over_vocabulary and not is_call(node, *_UNSHARDED_LOSSES):
+    of_losses, rows = counts_of_losses(joint, loss_counts)
+    of_attention = counts_of_attention(joint, attention_counts)
+    ways = []
+    for num_losses, num_attention in itertools.product(of_losses, of_attention):
+        if num_losses == num_attention == 1:
+            ways.append(joint)
             continue
-        logits = node.args[0]
-        placement = logits.meta.get("placement")
-        if placement is not None and placement.is_sharded and placement.dim == 0:
-            continue  # rows of ranks are not cut, and leave sizes open
-        num_rows, classes = math.prod(shape_of(logits)[:-1]), shape_of(logits)[-1]
-        # The comparison is recorded: a longer call gets a program of its own, maybe in chunks.
-        is_long = counts is not None or num_rows >= 2 * LEAST_ROWS
-        # Returned logits stay whole, and leave sizes open.
-        wide = [x for x in ancestors([logits]) & returned if shape_of(x)[-1:] == (classes,)]
-        if is_open(num_rows) and is_long and not wide:
-            return True
-    return False
+        # Tokens are flattened where losses are cut alone: elsewhere the graph stays as it is.
+        base_graph = rows if num_losses > 1 else joint
+        counts: dict[Kind, int] = {"loss": num_losses, "attention": num_attention}
+        ways.append(_in_chunks(base_graph, counts, world_size))
+    return ways
 
 
-def _in_chunks(joint: JointGraph, count: int, world_size: int) -> JointGraph:
+def _in_chunks(joint: JointGraph, counts: Mapping[Kind, int], world_size: int) -> JointGraph:
     copy = joint.copy()
-    for chain in chains(copy):
-        _Rewrite(copy.graph, chain, count, world_size).run()
-        report_of(Pass.CHUNK).rewrote(kind=f"in {count} chunks")
+    for kind, count in counts.items():
+        for chain in chains(copy, kind) if count > 1 else ():
+            # Of several attentions in a block, one may have fewer queries.
+            own = min(count, chain.num_rows)
+            _Rewrite(copy.graph, chain, own, world_size).run()
+            what = "attention " if kind == "attention" else ""
+            report_of(Pass.CHUNK).rewrote(kind=f"{what}in {own} chunks")
     copy.graph.lint()
     return copy
 
@@ -158,7 +127,7 @@ class _Rewrite:
         self._graph = graph
         self._chain = chain
         self._world_size = world_size
-        num_rows = chain.product.meta["val"].shape[0]
+        num_rows = chain.num_rows
         # Rows that the count does not divide are spread: chunks differ by one row at most.
         self._bounds = [num_rows * index // count for index in range(count + 1)]
         # By chunk: copies of nodes, and rows of what all chunks read, which are sliced once.
@@ -208,14 +177,26 @@ class _Rewrite:
         return totals
 
     def _join_backward(self, members: Sequence[Node]) -> dict[Node, Node]:
-        """Each chunk is written into the results at once, so that it is freed before the next."""
+        """Each chunk of a loss head is written into the results at once, so that it is freed before
+        the next."""
         totals: dict[Node, Node] = {}
+        # Parts of a rank's heads are segments of the dim, which no tensor of zeros can be said to
+        # have. To join the parts in the end takes no memory at the peak: nothing of a chunk is left
+        # by then, and its scores are larger than the gradient of all queries.
+        joins = self._chain.kind == "attention"
         results = self._results(members)
+        # Where a policy recomputes the context too, the same probabilities for both would have to
+        # wait, of all chunks, until the gradient of the context is there.
+        needed = ancestors(members) if joins else set()
+        again = [node for node in self._chain.forward if node in needed]
         for index, part in enumerate(self._parts):
+            for node in again:
+                self._copy(node, index)
             for node in members:
                 (dim,) = self._chain.dims[node].results[:1]
                 is_product = dim is None and is_call(node, aten.mm.default)
-                if node in results and (is_product or dim is not None) and not index:
+                written = is_product or (dim is not None and not joins)
+                if node in results and written and not index:
                     # Of zeros, not of the first chunk: all chunks read alike then.
                     like = tensor_operands(node)[0]
                     size = (part.get(like, like), list(shape_of(node)))
@@ -228,14 +209,21 @@ class _Rewrite:
                     totals[node] = part[node] = total
                     continue
                 self._copy(node, index)
-                if node in results and dim is not None:
+                if node not in results or (joins and dim is not None):
+                    continue
+                if dim is not None:
                     # In place, as "cat" would hold the parts beside the result.
                     args = (totals[node], part[node], dim, self._bounds[index])
                     total = self._call(node, WRITE_ROWS.overload, (*args, self._world_size))
                     totals[node] = total
-                elif node in results:
+                else:
                     parts = [*([totals[node]] if index else []), part[node]]
                     totals[node] = self._sum(node, parts)
+        for node in results:
+            if node not in totals:
+                (dim,) = self._chain.dims[node].results
+                parts = [part[node] for part in self._parts]
+                totals[node] = self._call(node, aten.cat.default, (parts, dim))
         return totals
 
     def _results(self, members: Sequence[Node]) -> list[Node]:
@@ -255,7 +243,11 @@ class _Rewrite:
         new = dict(zip(tensor_operands(node), operands, strict=True))
         args, kwargs = map_arg((node.args, node.kwargs), new.__getitem__)
         target = node.target
-        if not is_getitem(node):
+        if is_call(node, *DROPOUTS):
+            # Not as on one of several ranks, which the rules would say of it.
+            places = {"first_query": self._bounds[index], "num_queries": self._bounds[-1]}
+            args = tuple((map_arg(arguments(node), new.__getitem__) | places).values())
+        elif not is_getitem(node):
             rows = self._bounds[index + 1] - self._bounds[index]
             shapes = [
                 tuple(rows if at == dim else size for at, size in enumerate(shape))

@@ -13,6 +13,7 @@ import torch
 from torch.fx import Node
 
 from sp_compiler.ir.fx import arguments, is_call, placements_of, shape_of, tensor_operands
+from sp_compiler.ops.dropout import DROPOUT, DROPOUT_MASK
 from sp_compiler.ops.registry import operator_of
 from sp_compiler.rules.factors import Dims, Factor, OpRule, numbered, private
 from sp_compiler.rules.registry import dims_by_name, operand_shapes, result_shapes
@@ -20,6 +21,7 @@ from sp_compiler.rules.table import rule_for
 
 aten = torch.ops.aten
 _LOSSES = (aten.nll_loss_forward.default, aten.nll_loss_backward.default)
+DROPOUTS = (DROPOUT.overload, DROPOUT_MASK.overload)
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ def row_dims(node: Node, known: Mapping[Node, int]) -> RowDims | None:
         node: a call whose result is a tensor or several.
         known: the dim of rows of operands, or of ``node`` itself if it has one result.
     """
-    rule = factors_of(node)
+    rule = _of_dropout(node) if is_call(node, *DROPOUTS) else factors_of(node)
     if rule is None or rule.placed:
         return None
     operands = tensor_operands(node)
@@ -115,6 +117,18 @@ def _of_loss(node: Node) -> OpRule | None:
     if is_call(node, aten.nll_loss_backward.default):
         return OpRule(operands, (logits,), rows="fixed")
     return OpRule(operands, (logits[:1], ()), contracted=logits[0], rows="fixed")
+
+
+def _of_dropout(node: Node) -> OpRule | None:
+    """Return the factors of dropout between attention's products, whose queries can be chunked."""
+    bound, (shape,) = arguments(node), result_shapes(node)
+    queries = len(shape) - 2
+    is_sharded = bound["world_size"] > 1 and bound["dim"] % max(1, len(shape)) == queries
+    # It counts the places of one dim that is cut, and of that once: by ranks, or in chunks.
+    if len(shape) < 3 or is_sharded or bound["num_queries"]:
+        return None
+    dims = numbered(shape, [dim for dim in range(len(shape)) if dim != queries])
+    return OpRule((dims, ()), (dims,))
 
 
 def _lettered(letters: str, shape: Sequence[int]) -> Dims:

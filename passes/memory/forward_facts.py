@@ -103,7 +103,8 @@ def _cores(
             continue
         factors = matmul_factors(node)
         descends = any(parent in inside for parent in node.all_input_nodes)
-        if factors and descends:
+        is_joined = node.meta.get("chunk") == "joined"
+        if (factors and descends) or (is_joined and contexts.issuperset(node.all_input_nodes)):
             contexts.add(node)
         elif descends or (factors and all(factor in activations for factor in factors)):
             inside.add(node)

@@ -1,4 +1,4 @@
-"""Choose into how many chunks of rows a loss head is cut, by the peak of the step."""
+"""Choose into how many chunks of rows a loss head or attention is cut, by the peak of the step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from sp_compiler.solve.memory_budget import peak_bytes
 from sp_compiler.trace.joint import JointGraph
 
 _WORTH = 0.05
-"""Share of the peak for which the logits are multiplied again, which takes about 2 % of a step."""
+"""Share of the peak for which the logits are multiplied again, which takes about 2 % of a step; the
+scores of attention are recomputed anyway."""
 _NEAR = 0.01
 """Share of the peak for which no further chunks are made."""
 

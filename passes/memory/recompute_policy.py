@@ -25,10 +25,10 @@ class RecomputePolicy:
         last_region: name of the policy that replaces this one in the region that runs last, if
             everything that it saves would exist at the same time anyway: backward starts there, so
             values that were not saved are recomputed at once. "" if there is none.
-        chunks_losses: whether logits may be recomputed, so that a loss head can run in chunks.
+        chunks_rows: whether logits and attention may be recomputed, so that they can run in chunks.
     """
 
     decide: Callable[[Node, ForwardFacts], Tag]
     saved_sbh: float
     last_region: str = ""
-    chunks_losses: bool = True
+    chunks_rows: bool = True

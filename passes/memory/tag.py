@@ -109,7 +109,8 @@ def _always(node: Node, facts: ForwardFacts) -> Tag | None:
         return "recompute", "constant"
     if has_inner_communication(node):
         return "save", "its collectives are not repeated"
-    if "chunk" in node.meta:
+    # The context of all chunks is to a policy what it is of attention in one.
+    if "chunk" in node.meta and not (node.meta["chunk"] == "joined" and node in facts.contexts):
         return _CHUNKS[node.meta["chunk"]]
     if is_identity(node):
         return "recompute", "the same tensor under another placement"

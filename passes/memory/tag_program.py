@@ -79,7 +79,7 @@ def tag_program(
         world_size: number of tensor-parallel ranks.
     """
     # The first has no chunks, unless they are asked for.
-    count = None if POLICIES[policy].chunks_losses else 1
+    count = None if POLICIES[policy].chunks_rows else 1
     tagged = {name: [each.copy() for each in ways[:count]] for name, ways in joints.items()}
     for name, chunked in tagged.items():
         for joint in chunked:

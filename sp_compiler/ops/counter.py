@@ -57,6 +57,8 @@ class Grid:
         first_row: rows of the global tensor before all of these parts, where it is made in pieces.
         padding: elements of ``dim`` over all ranks that the global tensor does not have; their
             places are those of other elements.
+        first_query: first row of dim -2 in this part, which holds some of the rank's.
+        num_queries: rows of dim -2 that the rank's tensor has; 0 if the part is all of it.
     """
 
     def __init__(  # noqa: PLR0913 - those of the operators
@@ -70,12 +72,25 @@ class Grid:
         rank: int | Tensor,
         first_row: int = 0,
         padding: int = 0,
+        first_query: int = 0,
+        num_queries: int = 0,
     ) -> None:
         sizes = tuple(shape) or (1,)
         dim %= len(sizes)
         self.device = device
         self.shape = _flat(sizes)
-        rows, columns = (torch.arange(size, device=device) for size in self.shape)
+        queries = torch.arange(sizes[-2], device=device) + first_query if num_queries else None
+        if num_queries:  # from here on the sizes of the rank's tensor, which places count by
+            sizes = (*sizes[:-2], num_queries, sizes[-1])
+
+        def rows_of(count: int) -> Tensor:
+            """The first ``count`` rows of the rank's tensor that are in the part."""
+            if queries is None:
+                return torch.arange(count, device=device)
+            first = torch.arange(count // num_queries, device=device) * num_queries
+            return (first.unsqueeze(1) + queries).flatten()
+
+        rows, columns = rows_of(prod(sizes[:-1])), torch.arange(sizes[-1], device=device)
         self.num_columns = sizes[-1]
         if world_size > 1 and dim == len(sizes) - 1:
             self.num_columns *= world_size
@@ -86,7 +101,7 @@ class Grid:
             inner = prod(sizes[dim:-1])
             true = inner * world_size - padding * prod(sizes[dim + 1 : -1])
             outer = torch.arange(prod(sizes[:dim]), device=device) * true
-            part = torch.arange(inner, device=device) + rank * inner
+            part = rows_of(inner) + rank * inner
             rows = (outer.unsqueeze(1) + part).flatten()
         if first_row:
             rows = rows + first_row

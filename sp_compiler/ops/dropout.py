@@ -29,6 +29,8 @@ def dropout_mask(  # noqa: PLR0913 - those of the operator
     world_size: int,
     first_row: int = 0,
     padding: int = 0,
+    first_query: int = 0,
+    num_queries: int = 0,
 ) -> Tensor:
     """Bool mask, shaped and laid out like ``x``: True where the element survives.
 
@@ -44,12 +46,16 @@ def dropout_mask(  # noqa: PLR0913 - those of the operator
             is one of, where that runs in pieces.
         padding: elements of ``dim`` over all ranks that the tensor does not have, behind the others
             (heads, where their number does not divide).
+        first_query: first row of dim -2 in ``x``, where that is a chunk of such rows (queries of
+            attention); ``dim`` is another one then.
+        num_queries: rows of dim -2 in all chunks together; 0 if ``x`` is no chunk.
 
     Raises:
         ArgumentError: ``p`` is outside [0, 1).
     """
     mask = torch.empty_like(x, dtype=torch.bool)
-    grid = Grid(x.shape, x.device, seed, site, dim, world_size, tp.rank, first_row, padding)
+    place = site, dim, world_size, tp.rank, first_row, padding, first_query, num_queries
+    grid = Grid(x.shape, x.device, seed, *place)
     threshold = _threshold(p)
     if not is_plain(tp.rank, x, seed):
         return mask.copy_((grid.hash_all() >= threshold).view(x.shape))
@@ -73,13 +79,16 @@ def dropout(  # noqa: PLR0913 - those of the operator
     world_size: int,
     first_row: int = 0,
     padding: int = 0,
+    first_query: int = 0,
+    num_queries: int = 0,
 ) -> Tensor:
     """Return ``x * dropout_mask(x, ...) * (1 / (1 - p))``, bit for bit, without a mask in memory.
 
     Arguments as for :func:`dropout_mask`. It is linear in ``x`` and its own gradient.
     """
     result = torch.empty_like(x)
-    grid = Grid(x.shape, x.device, seed, site, dim, world_size, tp.rank, first_row, padding)
+    place = site, dim, world_size, tp.rank, first_row, padding, first_query, num_queries
+    grid = Grid(x.shape, x.device, seed, *place)
     threshold, scale = _threshold(p), 1 / (1 - p)
     if not is_plain(tp.rank, x, seed):
         survives = (grid.hash_all() >= threshold).view(x.shape)
@@ -121,7 +130,7 @@ def _save_seed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     (seed,) = ctx.saved_tensors
     # The seed makes the same mask again: nothing else is saved.
-    return _sp.dropout(grad, seed, *ctx.rest), None, None, None, None, None, None, None
+    return _sp.dropout(grad, seed, *ctx.rest), None, *(None for _ in ctx.rest)
 
 
 def _type_dropout(args: Arguments, world_size: int) -> Sequence[Typing]:
@@ -158,7 +167,7 @@ def _scratch_of_mask(args: Arguments, result: Tensor) -> int:
 
 _SCHEMA = (
     "(Tensor x, Tensor seed, float p, SymInt site, SymInt dim, SymInt world_size, "
-    "SymInt first_row=0, SymInt padding=0) -> Tensor"
+    "SymInt first_row=0, SymInt padding=0, SymInt first_query=0, SymInt num_queries=0) -> Tensor"
 )
 DROPOUT_MASK = register(
     Operator(

@@ -69,6 +69,22 @@ def test_shards_put_together_equal_the_whole(dtype: torch.dtype, dim: int, world
     assert torch.equal(torch.cat(values, dim), x * mask * (1 / 0.7))
 
 
+@pytest.mark.parametrize(("dim", "padding"), [(0, 0), (1, 0), (1, 1), (3, 0)])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_chunks_of_queries_put_together_equal_the_whole(
+    dim: int, padding: int, world_size: int
+) -> None:
+    x = torch.randn(2, 4, 6, 8, generator=torch.Generator().manual_seed(0))
+    for rank, part in enumerate(x.chunk(world_size, dim)):
+        place = SEED, 0.3, 5, dim, world_size, 7, padding * (world_size - 1)
+        tp = Communicator(None, rank, world_size)
+        for draw in (module.dropout_mask, module.dropout):
+            chunks = [
+                draw(tp, part[:, :, first:end], *place, first, 6) for first, end in ((0, 4), (4, 6))
+            ]
+            assert torch.equal(torch.cat(chunks, 2), draw(tp, part, *place))
+
+
 @pytest.mark.parametrize("dim", [0, 1, 2])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_simulated_ranks_get_the_bits_of_real_ones(dim: int, world_size: int) -> None:

@@ -1,4 +1,4 @@
-"""Loss heads in chunks of rows: the graph, near-misses, numbers, bytes of the plan."""
+"""Loss heads and attention in chunks of rows: the graph, near-misses, numbers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from sp_compiler.base.pass_report import Pass, PassReport, reporting
+from sp_compiler.ir.program import RefKind
 from sp_compiler.ir.text import render
 from sp_compiler.ops.communicator import Communicator, running_on
-from sp_compiler.passes.chunks.chunk import LEAST_ROWS, chunk
+from sp_compiler.passes.chunks.chunk import chunk
+from sp_compiler.passes.chunks.counts import LEAST_QUERIES, LEAST_ROWS
 from sp_compiler.passes.simplify import simplify
 from sp_compiler.trace.joint import JointGraph, trace_joint
 from tests.goldens import check_golden
@@ -187,3 +189,152 @@ def test_a_product_of_few_rows_beside_the_head_does_not_count() -> None:
         return nll(logits, y).mean(), y[:2, None].double() @ torch.ones(1, V, dtype=torch.float64)
 
     assert len(chunk(joint_of(loss, rows=2 * LEAST_ROWS), 1, None)) == 2
+
+
+B, A, S, D = 2, 2, 7, 3
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Any]
+
+
+class Attention(nn.Module):
+    """Explicit attention: ``attend(scores, v, mask, seed)`` of heads that share keys in pairs."""
+
+    def __init__(self, attend: Attend) -> None:
+        super().__init__()
+        self.attend = attend
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, seed: Tensor) -> Any:
+        k, v = (x.expand(B, A, *x.shape[2:]) for x in (k, v))
+        result = self.attend(q @ k.transpose(-2, -1) * 0.5, v, mask, seed)
+        return result if isinstance(result, tuple) else (result,)
+
+
+def dropped(scores: Tensor, seed: Tensor) -> Tensor:
+    return _sp.dropout(scores.softmax(-1), seed, 0.25, 3, 1, 1)  # type: ignore[no-any-return]
+
+
+def forbidden(scores: Tensor, v: Tensor, mask: Tensor, seed: Tensor) -> Tensor:
+    """A mask of booleans, whose first sample forbids all of a row."""
+    seen = mask > -1
+    probabilities = scores.masked_fill(~seen, -1e300).softmax(-1).masked_fill(~seen, 0)
+    return _sp.dropout(probabilities, seed, 0.25, 3, 1, 1) @ v  # type: ignore[no-any-return]
+
+
+def causal(scores: Tensor, v: Tensor, mask: Tensor, seed: Tensor) -> Tensor:
+    seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    return dropped(scores.masked_fill(~seen, -torch.inf), seed) @ v
+
+
+def stored(scores: Tensor, v: Tensor, mask: Tensor, seed: Tensor) -> Tensor:
+    probabilities = scores.softmax(-1)
+    kept = _sp.dropout_mask(probabilities, seed, 0.25, 3, 1, 1)
+    return torch.ops.aten.native_dropout_backward(probabilities, kept, 4 / 3) @ v
+
+
+ATTENTION: dict[str, Attend] = {
+    "causal": causal,
+    "booleans": forbidden,
+    # Its gradient, of a bias for all samples, is a sum of all scores but those over the queries.
+    "added": lambda scores, v, mask, seed: dropped(scores + mask[:1], seed) @ v,
+    "stored masks": stored,
+    "half batch": lambda scores, v, mask, seed: (
+        _sp.dropout(scores.softmax(-1), seed, 0.25, 3, 1, 1, 40, 0) @ v
+    ),
+}
+
+
+def attention_joint(attend: Attend, queries: int = S) -> JointGraph:
+    shapes = (B, A, queries, D), (B, 1, queries, D), (B, 1, queries, D), (B, 1, queries, queries)
+    given = [*(torch.zeros(shape).double() for shape in shapes), torch.tensor(5)]
+    kinds: list[RefKind] = ["call", "call", "call", "call", "seed"]
+    region = region_of(Attention(attend), *given, kinds=kinds, requires_grad=[True] * 4 + [False])
+    joint = trace_joint(region)
+    simplify(joint.graph)
+    return joint
+
+
+def run_attention(joint: JointGraph) -> Any:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (B, A, S, D), (B, 1, S, D), (B, 1, S, D), (B, 1, S, S), (B, A, S, D)
+    q, k, v, mask, tangent = (
+        torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes
+    )
+    mask[0, 0, 2] = -2
+    with running_on(Communicator(None, 0, 1)):
+        return fx.GraphModule({}, joint.graph)(q, k, v, mask, torch.tensor(5), tangent)
+
+
+def in_chunks(joint: JointGraph, count: int) -> tuple[JointGraph, PassReport]:
+    before = render(joint.graph)
+    with reporting(PassReport(Pass.CHUNK)) as report:
+        (result,) = chunk(joint, 1, (1,), (count,))
+    assert render(joint.graph) == before
+    result.graph.lint()
+    return result, report
+
+
+def test_the_graph_has_a_copy_of_attention_for_each_chunk() -> None:
+    result, report = in_chunks(attention_joint(causal), 2)
+    text = render(result.graph)
+    check_golden("chunk/attention.txt", text)
+    assert report.kinds == {"attention in 2 chunks": 1}
+    assert render(in_chunks(result, 2)[0].graph) == text
+
+
+@pytest.mark.parametrize("count", [2, 3, 7])
+@pytest.mark.parametrize("name", ATTENTION)
+def test_chunks_of_queries_give_the_same_numbers(name: str, count: int) -> None:
+    joint = attention_joint(ATTENTION[name])
+    result, report = in_chunks(joint, count)
+    assert report.kinds == {f"attention in {count} chunks": 1}, report.declined
+    # A mask for each sample remains, and the gradient of an added one, without a dim of heads.
+    shapes = [_rows(n) for n in result.graph.nodes if n.op == "call_function"]
+    pairs = [x for x in shapes if x[-2:] == (S, S) and torch.Size(x).numel() > B * S * S]
+    assert not pairs, "scores of all queries"
+    for got, expected in zip(run_attention(result), run_attention(joint), strict=True):
+        if expected is not None:
+            torch.testing.assert_close(got, expected, rtol=1e-15, atol=1e-15)
+
+
+def test_masks_of_chunks_are_those_of_the_whole() -> None:
+    """Without first query, the chunks would draw alike, and the comparison above would fail."""
+    joint = attention_joint(causal)
+    result, _ = in_chunks(joint, 2)
+    for node in result.graph.find_nodes(op="call_function", target=_sp.dropout.default):
+        node.args = (*node.args[:8], 0, 0)
+    expected, got = (run_attention(each)[0] for each in (joint, result))
+    assert not torch.allclose(got, expected)
+
+
+NO_ATTENTION: dict[str, tuple[Attend, list[str]]] = {
+    "no dropout": (lambda scores, v, mask, seed: scores.softmax(-1) @ v, []),
+    "no softmax": (
+        lambda scores, v, mask, seed: _sp.dropout(scores.relu(), seed, 0.25, 3, 1, 1) @ v,
+        [],
+    ),
+    "queries sharded over ranks": (
+        lambda scores, v, mask, seed: _sp.dropout(scores.softmax(-1), seed, 0.25, 3, 2, 2) @ v,
+        [MIXED],
+    ),
+    "softmax over queries": (
+        lambda scores, v, mask, seed: _sp.dropout(scores.softmax(-2), seed, 0.25, 3, 1, 1) @ v,
+        [MIXED],
+    ),
+    "probabilities returned": (
+        lambda scores, v, mask, seed: (dropped(scores, seed) @ v, scores.softmax(-1)),
+        [RETURNED],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NO_ATTENTION)
+def test_what_is_no_attention_with_dropout_stays(name: str) -> None:
+    attend, reasons = NO_ATTENTION[name]
+    joint = attention_joint(attend)
+    result, report = in_chunks(joint, 2)
+    assert render(result.graph) == render(joint.graph)
+    assert [each.reason for each in report.declined] == reasons
+
+
+def test_short_attention_is_not_cut_unless_asked() -> None:
+    for queries, ways in ((2 * LEAST_QUERIES - 1, 1), (2 * LEAST_QUERIES, 2)):
+        assert len(chunk(attention_joint(causal, queries), 1, None, None)) == ways

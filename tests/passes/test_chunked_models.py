@@ -1,4 +1,5 @@
-"""Models with a loss head in chunks: numbers, bytes of the plan, sizes that stay open."""
+"""Models with a loss head or attention in chunks: numbers, bytes of the plan, sizes that stay
+open."""
 
 from __future__ import annotations
 
@@ -134,10 +135,12 @@ def test_a_budget_chooses_chunks() -> None:
         sp_compiler.plan(model, ((ids,), {}), tp=2, loss_chunks=1, **options)
 
 
+@pytest.mark.parametrize("name", ["loss_chunks", "attention_chunks"])
 @pytest.mark.parametrize("value", [0, True, "many"])
-def test_a_wrong_number_of_chunks_is_refused(value: Any) -> None:
-    with pytest.raises(sp_compiler.ArgumentError, match=r'loss_chunks=.*positive int or "auto"'):
-        sp_compiler.plan(nn.Linear(2, 2), ((torch.zeros(1, 2),), {}), tp=1, loss_chunks=value)
+def test_a_wrong_number_of_chunks_is_refused(name: str, value: Any) -> None:
+    options: Any = {name: value}
+    with pytest.raises(sp_compiler.ArgumentError, match=rf'{name}=.*positive int or "auto"'):
+        sp_compiler.plan(nn.Linear(2, 2), ((torch.zeros(1, 2),), {}), tp=1, **options)
 
 
 def test_one_device_does_not_leave_the_rows_of_a_head_open() -> None:
@@ -172,6 +175,65 @@ def test_sizes_stay_open_where_nothing_is_cut(
     assert any("every size" in str(each.message) for each in caught) == falls_back
 
 
+class Attention(nn.Module):
+    """Causal attention with dropout, of ``heads`` in pairs that share keys if ``heads`` is even."""
+
+    def __init__(self, heads: int, width: int = 24) -> None:
+        super().__init__()
+        self.heads, self.kv = heads, heads // 2 if heads % 2 == 0 else heads
+        self.q, self.o = nn.Linear(width, width), nn.Linear(width, width)
+        self.k, self.v = (nn.Linear(width, self.kv * width // heads) for _ in range(2))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = (
+            proj(x).unflatten(-1, (heads, -1)).transpose(1, 2)
+            for proj, heads in ((self.q, self.heads), (self.k, self.kv), (self.v, self.kv))
+        )
+        grouped = {"enable_gqa": True} if self.kv < self.heads else {}
+        causal = mask is None
+        context = F.scaled_dot_product_attention(q, k, v, mask, 0.25, causal, **grouped)
+        return self.o(context.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("heads", "tp", "recompute"),
+    [
+        (4, 2, "selective"),
+        *(
+            pytest.param(heads, tp, recompute, marks=pytest.mark.slow)
+            for heads, tp, recompute in ((3, 2, "full"), (3, 2, "none"), (4, 1, "attention"))
+        ),
+    ],
+)
+def test_attention_is_proven_on_simulated_ranks(heads: int, tp: int, recompute: str) -> None:
+    x = torch.randn(2, 9, 24, dtype=torch.float64, requires_grad=True)
+    options: Any = {"tp": tp, "recompute": recompute, "attention_chunks": 4}
+    report = sp_compiler.verify(Attention(heads).double(), ((x,), {}), **options)
+    assert report.ok, report
+    assert report.worst < 1e-10
+
+
+@pytest.mark.parametrize(
+    "recompute", ["selective", *(pytest.param(n, marks=pytest.mark.slow) for n in ("full", "none"))]
+)
+def test_the_plan_chooses_chunks_of_attention_by_the_peak(recompute: str) -> None:
+    model, x = Attention(4).to("meta"), torch.zeros(2, 1024, 24, device="meta", requires_grad=True)
+    one, auto = (
+        sp_compiler.plan(model, ((x,), {}), tp=1, recompute=recompute, attention_chunks=count)
+        for count in (1, "auto")
+    )
+    scores = 2 * 4 * 1024 * 1024 * 4
+    assert one.activation_peak_bytes > 3 * scores
+    assert auto.work.model_flops == one.work.model_flops
+    if recompute == "none":  # nothing is recomputed where that is asked for
+        assert auto.activation_peak_bytes == one.activation_peak_bytes
+        return
+    assert auto.activation_peak_bytes < 1.2 * scores
+    more = auto.work.hardware_flops - one.work.hardware_flops
+    # What backward recomputes anyway; of "full", which recomputes the context, once more.
+    assert more == (2 * 2 * 1024 * 1024 * 24 if recompute == "full" else 0)
+
+
 def _train() -> list[Tensor]:
     ids, results = _inputs(512), []
     for chunks in (1, 3):
@@ -181,6 +243,11 @@ def _train() -> list[Tensor]:
             loss = module(ids[:, :length])
             loss.backward()
         results += [loss.detach(), *(p.grad.full_tensor() for p in module.parameters())]
+        # Three heads of two ranks: one of them is padding.
+        module = sp_compiler.compile(Attention(3).double(), tp=2, attention_chunks=chunks)
+        output = module(torch.linspace(-1, 1, 2 * 7 * 24).double().view(2, 7, 24))
+        output.square().sum().backward()
+        results += [output.detach(), *(p.grad.full_tensor() for p in module.parameters())]
     return results
 
 

@@ -22,4 +22,4 @@ def decide(node: Node, facts: ForwardFacts) -> Tag:
 
 
 # The attention core is 4as/h: 64 for the 96 heads, 2048 tokens and hidden size 12288 of GPT-3.
-POLICY = RecomputePolicy(decide, saved_sbh=32 + 64, chunks_losses=False)
+POLICY = RecomputePolicy(decide, saved_sbh=32 + 64, chunks_rows=False)

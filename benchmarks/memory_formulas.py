@@ -103,9 +103,10 @@ class LossOnly(torch.nn.Module):
 
 `loss_chunks="auto"`, the default, uses chunks if they lower the peak of a step by at least 5 %: of
 2, 4, 8 and 16 chunks, of at least 1,024 rows each, the fewest whose peak is within 1 % of the
-lowest. Under a memory budget it uses as many as the budget needs. `recompute="none"` saves the
-logits instead. The price is one more product with the vocabulary weight. Planned activations at the
-peak, for Llama-3-8B on 8 ranks, 8,192 tokens, bf16, H100:
+lowest. Numbers that lengthen the step by a larger share than they lower its peak are left out.
+Under a memory budget it uses as many as the budget needs. `recompute="none"` saves the logits
+instead. The price is one more product with the vocabulary weight. Planned activations at the peak,
+for Llama-3-8B on 8 ranks, 8,192 tokens, bf16, H100:
 
 | recompute | 1 chunk | "auto" | compute |
 |---|---|---|---|

@@ -26,7 +26,7 @@ def fewest_chunks(
     world_size: int,
 ) -> dict[str, JointGraph]:
     """Return the joint graph of each region with the fewest chunks whose peak is close to the
-    lowest.
+    lowest, of those that lower the peak by a larger share than they lengthen the step.
 
     Args:
         program: sharded.
@@ -43,11 +43,24 @@ def fewest_chunks(
         differentiable = {name: each[0].differentiable for name, each in joints.items()}
         calls = budget_problem(program, ways, differentiable, world_size)
         for name, each in ways.items():
-            peaks = [
-                peak_bytes(calls, [(chosen | {name: way})[c.region.name] for c in program.calls])
+            picks = [
+                [(chosen | {name: way})[call.region.name] for call in program.calls]
                 for way in range(len(each))
             ]
-            if peaks[0] - min(peaks) >= _WORTH * peaks[0]:
-                near = min(peaks) + _NEAR * peaks[0]
-                chosen[name] = next(way for way, peak in enumerate(peaks) if peak <= near)
+            peaks = [peak_bytes(calls, pick) for pick in picks]
+            times = [
+                sum(call.splits[way].time_us for call, way in zip(calls, pick, strict=True))
+                for pick in picks
+            ]
+            # Kernels of small chunks take longer to start than to run: many layers, of which only
+            # one is at the peak, would all be slower.
+            pays = [
+                way
+                for way, (peak, time_us) in enumerate(zip(peaks, times, strict=True))
+                if 1 - peak / peaks[0] >= time_us / times[0] - 1
+            ]
+            lowest = min(peaks[way] for way in pays)
+            if peaks[0] - lowest >= _WORTH * peaks[0]:
+                near = lowest + _NEAR * peaks[0]
+                chosen[name] = next(way for way in pays if peaks[way] <= near)
     return {name: joints[name][way] for name, way in chosen.items()}

@@ -16,6 +16,7 @@ from sp_compiler.module.calls import executor_for, require_data, run, shard_over
 from sp_compiler.module.dtensor_patches import (
     check_sharded_gradients_first,
     format_as_numbers,
+    step_local_parts,
 )
 from sp_compiler.module.inspection import Inspection
 from sp_compiler.module.module_tree import Layout, fill_mirror
@@ -86,6 +87,7 @@ class DistributedModule(Inspection, Weights):
         if group.mesh is not None:
             check_sharded_gradients_first()
             format_as_numbers()
+            step_local_parts()
         layout = Layout(group)
         super().__init__(model, "", layout)
         fill_mirror(self, model, layout)

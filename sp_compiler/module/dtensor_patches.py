@@ -5,6 +5,11 @@ result over the ranks according to the *first* gradient's placement: if that one
 others are sharded, a single rank may skip its step, and the parameters silently diverge. Checking
 sharded gradients first makes the result the same on every rank.
 
+A fused optimizer step is one kernel over lists of parameters, gradients and moments, element by
+element. DTensor derives the placement of each of them anew at every step, which takes longer than
+the step of a small model, and refuses lists of several meshes. Where a parameter's gradient and
+moments are placed as it is, the step of its local parts is the step of the parameter.
+
 ``torch.nn.utils.clip_grad_norm_`` returns a DTensor, and ``f"{norm:.3f}"`` of one is a TypeError.
 
 ``torch.save`` writes the part of one rank without a word.
@@ -13,7 +18,7 @@ sharded gradients first makes the result the same on every rank.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, cast
 
 import torch
@@ -22,6 +27,11 @@ from torch.distributed.tensor import DTensor
 
 from sp_compiler.base.errors import UnsupportedError
 
+_FUSED_STEPS = tuple(
+    getattr(getattr(torch.ops.aten, name), overload)
+    for name in ("_fused_adam_", "_fused_adamw_", "_fused_sgd_")
+    for overload in ("default", "tensor_lr")  # the learning rate: a number, or a tensor
+)
 _OPERATION = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
@@ -32,6 +42,14 @@ def check_sharded_gradients_first() -> None:
     if isinstance(installed, _ShardedFirst):
         return
     handlers[_OPERATION] = _ShardedFirst(installed)
+
+
+@functools.cache
+def step_local_parts() -> None:
+    """Make fused optimizers step on the local parts of DTensors, for the process."""
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    for operation in _FUSED_STEPS:
+        handlers[operation] = _step_local_parts
 
 
 @functools.cache
@@ -63,6 +81,56 @@ class _ShardedFirst:
 
 def _is_replicated(grad: Tensor) -> bool:
     return isinstance(grad, DTensor) and all(where.is_replicate() for where in grad.placements)
+
+
+@torch.no_grad()
+def _step_local_parts(
+    operation: Any, args: Sequence[Sequence[Tensor]], kwargs: Mapping[str, Any]
+) -> None:
+    """Run ``operation(parameters, gradients, moments, ..., state_steps)`` on this rank's parts."""
+    names = [argument.name for argument in operation._schema.arguments]
+    lists = [
+        # A list of moments that the optimizer does not use is empty.
+        [_part_for_step(name, x, like) for x, like in zip(tensors, args[0], strict=bool(tensors))]
+        for name, tensors in zip(names, args, strict=False)
+    ]
+    # Learning rate, scale of gradients and whether one is infinite: a number on every rank.
+    numbers = {name: _full(value) for name, value in kwargs.items()}
+    operation(*lists, **numbers)
+
+
+def _part_for_step(name: str, x: Tensor, parameter: Tensor) -> Tensor:
+    """Return the part of ``x``, an element of the list ``name``, that belongs to this rank's part
+    of ``parameter``.
+
+    Raises:
+        UnsupportedError: ``x`` is placed otherwise, and must be written in place.
+    """
+    if name == "state_steps":
+        return cast("Tensor", _full(x))
+    if not isinstance(x, DTensor) and not isinstance(parameter, DTensor):
+        return x
+    if isinstance(x, DTensor) and isinstance(parameter, DTensor):
+        same_mesh = x.device_mesh == parameter.device_mesh
+        if same_mesh and x.placements == parameter.placements:
+            return x.to_local()
+        if same_mesh and name == "grads":
+            # Whoever made it, such as a hook: the step reads it, and it is freed with the step.
+            return x.redistribute(placements=parameter.placements).to_local()
+    raise UnsupportedError(
+        f"fused optimizer step: {name!r} of a parameter of shape {tuple(parameter.shape)} is "
+        f"{_where(x)}, the parameter {_where(parameter)}; expected the same. State of an earlier "
+        "run goes in with optimizer.load_state_dict, which places it like its parameter; "
+        "fused=False steps on any placement"
+    )
+
+
+def _full(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _where(x: Tensor) -> str:
+    return f"placed {x.placements} on {x.device_mesh}" if isinstance(x, DTensor) else "no DTensor"
 
 
 def refuse_to_pickle(value: DTensor) -> None:

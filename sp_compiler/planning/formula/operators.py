@@ -177,8 +177,10 @@ def _unsqueezed(node: Node, operands: Sequence[Shape]) -> list[Shape]:
 
 
 def _view(node: Node, operands: Sequence[Shape]) -> list[Shape]:
-    # For a product by batches whatever is left of rows and columns is one dim.
-    batches = any(user.target is aten.bmm.default for user in node.users)
+    # For a product by batches, or for its chunks of rows, whatever is left of rows and columns is
+    # one dim.
+    readers = [node, *(user for user in node.users if user.target is aten.slice.Tensor)]
+    batches = any(user.target is aten.bmm.default for each in readers for user in each.users)
     placement = node.meta.get("placement")
     sharded = placement.dim if placement is not None and placement.kind == "S" else None
     shape = node.meta["val"].shape
@@ -280,7 +282,7 @@ def _attention(node: Node, operands: Sequence[Shape]) -> list[Shape]:
     return [(*query[:3], value[3]), query[:3]]
 
 
-VIEWS = (aten.view.default, aten._unsafe_view.default)
+VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 Special = Callable[[Node, Sequence[Shape]], list[Shape]]
 # What the sharding rules do not say: a rule has no dims of 1, no sums of parts and no padding, and
 # leaves out what it cannot shard.

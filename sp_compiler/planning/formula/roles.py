@@ -17,7 +17,15 @@ from sp_compiler.ir.op_traits import FUSED_ATTENTION, is_copy, is_view, matmul_f
 from sp_compiler.ir.program import Region
 from sp_compiler.ops.vocabulary import VOCAB_NLL
 from sp_compiler.planning.formula.shapes import Shape, Shapes
-from sp_compiler.planning.formula.sizes import Atom, Dim, Share, resolved, size_of, unknowns
+from sp_compiler.planning.formula.sizes import (
+    Atom,
+    Dim,
+    Share,
+    resolved,
+    size_of,
+    uncut,
+    unknowns,
+)
 
 aten = torch.ops.aten
 _SOFTMAX = (aten._softmax.default, aten._safe_softmax.default)
@@ -101,7 +109,9 @@ def _of_region(compiled: CompiledProgram, region: Region, shapes: Shapes) -> Ite
             (scores,) = operands
             # Written out as products of batches, heads stand in one dim with the batch.
             heads = scores[1:-2] if len(scores) > 3 else (resolved(scores[0])[1:],)
-            yield from _core(tuple(chain.from_iterable(heads)), *shape(queries)[-2:])
+            rows, width = shape(queries)[-2:]
+            # A chunk of queries has their role for all of them.
+            yield from _core(tuple(chain.from_iterable(heads)), uncut(rows), width)
             if (attended := _attended(node)) is not None:
                 yield Role("d", shape(attended)[-1])
         elif node.target in _LOSS:

@@ -28,12 +28,14 @@ class Atom:
             a number for a size, such as half of a dim.
         in_doubt: a 1 that the graph has as a number, in a program for a batch of one: the batch, or
             a dim that is 1 in every batch and is broadcast.
+        cut: the dim that it is a slice of, and where that begins.
     """
 
     value: int
     meaning: Meaning | None = None
     hint: Hint | None = None
     in_doubt: bool = False
+    cut: tuple[Dim, int] | None = None
 
 
 Dim = tuple[Atom, ...]
@@ -218,6 +220,9 @@ def _equate(atom: Atom, dim: Dim) -> None:
             other.hint = None if _depends(atom.hint.dim, other) else atom.hint
         elif other.hint.divided == atom.hint.divided and other.hint.less == atom.hint.less:
             unify(atom.hint.dim, other.hint.dim)
+    # Kept with the unknown that stands for both.
+    if atom.cut is not None and not rest and other.meaning is None and other.cut is None:
+        other.cut = None if _depends(atom.cut[0], other) else atom.cut
 
 
 def _depends(dim: Iterable[Atom], atom: Atom) -> bool:
@@ -292,7 +297,29 @@ def joined(parts: Sequence[Dim]) -> Dim:
     """The dim that ``parts`` put together make."""
     if len(parts) == 1:
         return parts[0]
+    if (source := _cut_from(parts)) is not None:
+        return source
     return (Atom(sum(map(size_of, parts)), Sum(tuple(parts))),)
+
+
+def uncut(dim: Dim) -> Dim:
+    """Return the dim that ``dim`` is a slice of, or itself."""
+    factors = resolved(dim)
+    return factors[0].cut[0] if len(factors) == 1 and factors[0].cut is not None else dim
+
+
+def _cut_from(parts: Sequence[Dim]) -> Dim | None:
+    """The dim that ``parts``, as those of chunks, are all slices of, in order; ``None`` if there
+    is none."""
+    source: Dim | None = None
+    position = 0
+    for part in parts:
+        cut = part_factors[0].cut if len(part_factors := resolved(part)) == 1 else None
+        if cut is None or cut[1] != position or resolved(source or cut[0]) != resolved(cut[0]):
+            return None
+        source = cut[0]
+        position += size_of(part)
+    return source if source is not None and position == size_of(source) else None
 
 
 def sliced(dim: Dim, start: int, size: int) -> Dim:
@@ -305,10 +332,15 @@ def sliced(dim: Dim, start: int, size: int) -> Dim:
         ends = [0, *itertools.accumulate(map(size_of, parts))]
         if start in ends and start + size in ends:
             return joined(parts[ends.index(start) : ends.index(start + size)])
+    hint = None
     if size_of(dim) - size == 1:
-        return unknown(size, Hint(dim, less=1))
-    is_fraction = size_of(dim) % size == 0
-    return unknown(size, Hint(dim, size_of(dim) // size) if is_fraction else None)
+        hint = Hint(dim, less=1)
+    elif size_of(dim) % size == 0:
+        hint = Hint(dim, size_of(dim) // size)
+    part = unknown(size, hint)
+    for atom in part:
+        atom.cut = dim, start
+    return part
 
 
 Symbols = Callable[[Atom], sympy.Expr]

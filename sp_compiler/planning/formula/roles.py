@@ -110,8 +110,10 @@ def _of_region(compiled: CompiledProgram, region: Region, shapes: Shapes) -> Ite
             # Written out as products of batches, heads stand in one dim with the batch.
             heads = scores[1:-2] if len(scores) > 3 else (resolved(scores[0])[1:],)
             rows, width = shape(queries)[-2:]
-            # A chunk of queries has their role for all of them.
-            yield from _core(tuple(chain.from_iterable(heads)), uncut(rows), width)
+            # Of a chunk of queries all of them have the role; other slices, such as one of a table
+            # of positions, are the sequence themselves.
+            rows = uncut(rows) if node.meta.get("chunk") == "part" else rows
+            yield from _core(tuple(chain.from_iterable(heads)), rows, width)
             if (attended := _attended(node)) is not None:
                 yield Role("d", shape(attended)[-1])
         elif node.target in _LOSS:

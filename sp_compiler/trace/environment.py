@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from sp_compiler.base.autocast import explicit_einsum
@@ -164,7 +165,9 @@ def without_cache(model: nn.Module, *, asked: bool) -> Iterator[None]:
         config = getattr(module, "config", None)
         if getattr(config, "use_cache", False) is True:
             configs[id(config)] = config
-    if configs or asked:
+    # By rank 0 alone, for every rank has the same configuration. Other warnings are of the module
+    # that a rank captures, which may be a stage that rank 0 does not have.
+    if (configs or asked) and not (dist.is_initialized() and dist.get_rank()):
         _warn_once(model, "use_cache=True is ignored: a compiled model keeps no cache")
     for config in configs.values():
         config.use_cache = False

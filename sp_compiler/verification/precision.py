@@ -209,7 +209,7 @@ class Remembered(TorchDispatchMode):
         ):
             return func(*args, **kwargs)
         # Some results take the default dtype, which differs between two precisions.
-        key = (func, torch.get_default_dtype(), *map(_operand_key, operands))
+        key = func, torch.get_default_dtype(), _operand_key(args), _operand_key(kwargs)
         # With the operands, so that no other tensor can get their addresses.
         _, result = self._results.get(key, (None, None))
         if result is not None and self._written.isdisjoint(
@@ -249,11 +249,14 @@ def _memory(tensor: Tensor) -> int:
 
 def _operand_key(value: Any) -> Any:
     if isinstance(value, Tensor):
-        bits = value.is_conj(), value.is_neg()
         layout = value.storage_offset(), value.shape, value.stride()
-        return _memory(value), layout, value.dtype, bits
-    # 1, 1.0 and True are equal.
-    return type(value), value
+        return _memory(value), layout, value.dtype, (value.is_conj(), value.is_neg())
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_operand_key, value))
+    if isinstance(value, dict):
+        return tuple((name, _operand_key(each)) for name, each in value.items())
+    # 1, 1.0 and True are equal, and so are zeros of both signs.
+    return type(value), repr(value) if isinstance(value, float) else value
 
 
 class NothingDropped(TorchDispatchMode):

@@ -261,6 +261,9 @@ def test_what_two_graphs_have_in_common_is_computed_once() -> None:
         product = x @ x
         x.add_(1)
         assert not torch.equal(x @ x, product)
+        # Lists and signs of zero are part of what is asked for.
+        assert x.sum((0,), keepdim=True).shape != x.sum((0, 1)).shape
+        assert torch.equal(torch.mul(w, -0.0).signbit(), ~torch.mul(w, 0.0).signbit())
         draws = torch.bernoulli(x.sigmoid()), torch.bernoulli(x.sigmoid())
     for each, same, true in zip(first, again, alone, strict=True):
         assert torch.equal(each, true)

@@ -160,7 +160,7 @@ class Trainer:
             {"params": vectors, "weight_decay": 0.0},
         ]
         self.optimizer = torch.optim.AdamW(
-            groups, lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay
+            groups, lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
         )
 
     def _compiled(self) -> Any:

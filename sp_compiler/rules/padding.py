@@ -158,12 +158,11 @@ def _carries_rows_of_zeros(norm: Node) -> bool:
     if norm.target is _aten.rsqrt.default:
         return _is_positive(norm.args[0])
     # Rows of zeros have no variance: without eps they would be divided by 0. Norms compute in
-    # float32 at least; no eps means that of the dtype.
+    # float32 at least.
     values = norm.args[0]
     assert isinstance(values, Node)
     dtype = torch.promote_types(values.meta["val"].dtype, torch.float32)
-    eps = arguments(norm)["eps"]
-    return eps is None or _is_enough(eps, dtype)
+    return _is_enough(arguments(norm)["eps"], dtype)
 
 
 def _is_positive(node: Any) -> bool:

@@ -13,6 +13,7 @@ from torch.export import ExportedProgram
 from torch.fx import Graph
 
 from sp_compiler.base.errors import UnsupportedError
+from sp_compiler.ir.fx import arguments, calls
 from sp_compiler.ir.rewriting import fake_mode_of
 from sp_compiler.trace.attribute_changes import (
     Changes,
@@ -91,6 +92,7 @@ class ExportRun:
                 )
                 text = str(exported.graph)
                 _unfreeze(exported.graph_module.graph)
+                _write_eps(exported.graph_module.graph)
                 exported = functionalize(exported)
             except Exception as error:  # user code and export may raise anything
                 raise capture_error(self.model, error, reads) from error
@@ -119,6 +121,22 @@ def _unfreeze(graph: Graph) -> None:
     env = getattr(fake_mode_of(graph), "shape_env", None)
     if env is not None:
         env.frozen = False
+
+
+def _write_eps(graph: Graph) -> None:
+    """Give norms without ``eps`` the number that their kernels take for operands of this dtype."""
+    # Otherwise the graph would be another function in float64, in which it is verified.
+    for node in calls(graph, torch.ops.aten.rms_norm.default):
+        values, shape, weight, eps = arguments(node).values()
+        if eps is None:
+            node.args = values, shape, weight, default_eps(values.meta["val"].dtype)
+            node.kwargs = {}
+
+
+def default_eps(dtype: torch.dtype) -> float:
+    """``eps`` of ``torch.nn.functional.rms_norm`` where none is given; halves are computed in
+    float32."""
+    return min(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
 
 
 def refuse_text(leaves: Iterable[Any]) -> None:

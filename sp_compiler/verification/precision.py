@@ -10,15 +10,18 @@ run in the same way.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sp_compiler.ops.uniform import UNIFORM
+from sp_compiler.trace.exporting import default_eps
 
 _aten = torch.ops.aten
 _WIDE = {torch.complex32: torch.complex128, torch.complex64: torch.complex128}
@@ -110,6 +113,35 @@ def _grouped_mm(
 
 
 _KERNELS: dict[str, Callable[..., Any]] = {"aten::_grouped_mm": _grouped_mm}
+
+
+class DefaultEps(TorchFunctionMode):
+    """Mode that gives ``rms_norm`` without ``eps`` that of a model's ``dtypes``.
+
+    The default of what it computes in would be another number: 1.2e-7 in float32, 2.2e-16 in
+    float64.
+    """
+
+    def __init__(self, dtypes: Iterable[torch.dtype]) -> None:
+        super().__init__()
+        self._eps = min(map(default_eps, (torch.float32, *dtypes)))
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func not in (F.rms_norm, torch.rms_norm):
+            return func(*args, **(kwargs or {}))
+        values, shape, weight, eps = _arguments_of_norm(*args, **(kwargs or {}))
+        return func(values, shape, weight, self._eps if eps is None else eps)
+
+
+def _arguments_of_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> tuple[Tensor, Sequence[int], Tensor | None, float | None]:
+    return input, normalized_shape, weight, eps
 
 
 class OtherRounding(TorchDispatchMode):

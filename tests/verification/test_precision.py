@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from sp_compiler import VerifyReport, compiler, verify
 from sp_compiler.base.placement import P
+from sp_compiler.options import CompileOptions
 from sp_compiler.passes.sharding.rewrite import RegionLowering
 from sp_compiler.verification import simulate
 from sp_compiler.verification.precision import NothingDropped, OtherRounding, Remembered, in_float64
@@ -187,6 +188,30 @@ def test_a_wrong_mask(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     report = verify(model, inputs)
     assert report.first_bad_pass == "normalize"
     assert list(_bad(report))
+
+
+class Norms(nn.Module):
+    """Norms without eps: of a module, of the function, and one without a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.RMSNorm(16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(self.norm(x)) * 1e-3
+        x = F.rms_norm(x, (16,), self.norm.weight)
+        return torch.rms_norm(x * 1e-3, (16,)).square().mean() + x.sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_default_eps_is_that_of_the_models_dtype(dtype: torch.dtype) -> None:
+    """Beside rows this small it is a large number, and another one in float64."""
+    torch.manual_seed(0)
+    model, x = Norms().to(dtype), torch.randn(4, 8, 16, dtype=dtype) * 1e-3
+    report = verify(model, ((x,), {}), tp=2)
+    assert report.ok, str(report)
+    program = compiler.build(model, (x,), {}, CompileOptions(tp=2))
+    assert "1.1920928955078125e-07" in program.code
 
 
 def test_errors_of_imaginary_parts_count(monkeypatch: pytest.MonkeyPatch) -> None:

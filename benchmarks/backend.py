@@ -29,7 +29,7 @@ from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
 import sp_compiler
-from benchmarks.performance import RESULTS, machine, markdown_table
+from benchmarks.performance import RESULTS, keep_architecture, markdown_table
 from sp_compiler.compiler import build
 from sp_compiler.options import CompileOptions
 from sp_compiler.runtime.recorder import Recorder
@@ -323,15 +323,6 @@ def page(results: Mapping[str, Any]) -> str:
     return "\n".join([_HEAD, f"{verdict} {about}\n", markdown_table(head, rows)])
 
 
-def _keep(name: str, tp: int, record: Record) -> None:
-    """Write the record and the page that shows it: a test compares the two."""
-    results = json.loads(FILE.read_text()) if FILE.exists() else {"architectures": {}}
-    results["machine"] = machine()
-    results["architectures"].setdefault(name, {})[str(tp)] = asdict(record)
-    FILE.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
-    PAGE.write_text(page(results))
-
-
 def main() -> None:
     """Measure, print, and keep the results if asked to."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -357,7 +348,7 @@ def main() -> None:
                 record = measure(name, tp)
             print("ok  " if record.passes else "FAIL", name, tp, asdict(record), flush=True)
             if options.write:
-                _keep(name, tp, record)
+                keep_architecture(FILE, PAGE, page, name, tp, asdict(record))
 
 
 if __name__ == "__main__":

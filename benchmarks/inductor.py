@@ -26,7 +26,7 @@ import transformers
 from torch import Tensor
 from torch._inductor import config
 
-from benchmarks.performance import RESULTS, machine, markdown_table
+from benchmarks.performance import RESULTS, keep_architecture, markdown_table
 from sp_compiler.inductor.fused import Fused
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ops.communicator import Communicator
@@ -246,15 +246,6 @@ def page(results: Mapping[str, Any]) -> str:
     return "\n".join(parts)
 
 
-def _keep(name: str, tp: int, record: Record) -> None:
-    """Write the record and the page that shows it: a test compares the two."""
-    results = json.loads(FILE.read_text()) if FILE.exists() else {"architectures": {}}
-    results["machine"] = machine()
-    results["architectures"].setdefault(name, {})[str(tp)] = asdict(record)
-    FILE.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
-    PAGE.write_text(page(results))
-
-
 def main() -> None:
     """Measure the named architectures, or all."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -282,7 +273,7 @@ def main() -> None:
             with config.patch(compile_threads=1):
                 record = measure(found, exact, tp)
             if options.write:
-                _keep(name, tp, record)
+                keep_architecture(FILE, PAGE, page, name, tp, asdict(record))
             print("ok  " if record.passes else "FAIL", name, tp, asdict(record), flush=True)
 
 

@@ -11,7 +11,7 @@ import argparse
 import json
 import os
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,23 @@ def keep(name: str, run: str, rows: Iterable[Mapping[str, Any]], **settings: Any
     """
     save(RESULTS / f"{name}.json", run, rows, **settings)
     PAGE.write_text(page(load("step_time"), load("compile_time")))
+
+
+def keep_architecture(
+    results_path: Path,
+    page_path: Path,
+    page_of: Callable[[dict[str, Any]], str],
+    name: str,
+    ranks: int,
+    record: Mapping[str, Any],
+) -> None:
+    """Write the record of an architecture and the page that shows it: a test compares the two."""
+    empty: dict[str, Any] = {"architectures": {}}
+    results = json.loads(results_path.read_text()) if results_path.exists() else empty
+    results["machine"] = machine()
+    results["architectures"].setdefault(name, {})[str(ranks)] = dict(record)
+    results_path.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+    page_path.write_text(page_of(results))
 
 
 def main() -> None:

@@ -106,7 +106,7 @@ def test_random_models(recipe: Recipe, seed: int, tp: int, sequence_parallel: bo
 
 
 @pytest.mark.slow
-@settings(_CALM, max_examples=40)
+@settings(_CALM, max_examples=25)
 @given(recipes(16), *_SETTING)
 def test_many_random_models(recipe: Recipe, seed: int, tp: int, sequence_parallel: bool) -> None:
     check(recipe, seed, tp, sequence_parallel)

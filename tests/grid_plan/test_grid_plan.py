@@ -27,6 +27,7 @@ from sp_compiler.options import CompileOptions
 from sp_compiler.pipeline_parallel.schedules import SCHEDULES
 from sp_compiler.planning.call_memory import CallMemory
 from sp_compiler.planning.data import BlockPlan, CallPlan, ParameterSize, Work
+from tests.helpers.torch_versions import NEEDS_V_SCHEDULES
 from tests.models import zoo
 
 
@@ -140,7 +141,15 @@ def test_the_bubble_of_equal_stages_is_the_papers(pp: int, chunks: int) -> None:
     assert max(took) == 4 * pp * chunks * 3.0 * (1 + (pp - 1) / (chunks * 4 * pp))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble", "dualpipev"])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        "1f1b",
+        "interleaved",
+        "zero_bubble",
+        pytest.param("dualpipev", marks=NEEDS_V_SCHEDULES),
+    ],
+)
 @pytest.mark.parametrize("pp", [1, 2, 4])
 def test_no_plan_is_below_the_bounds_by_which_a_search_skips_it(schedule: str, pp: int) -> None:
     """Of equal stages, whose messages take no time beside milliseconds of computation."""

@@ -46,7 +46,7 @@ FILE = RESULTS / "backend.json"
 PAGE = Path(__file__).parents[1] / "docs" / "backend.md"
 NAMES = (
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi", "phi3", "gpt2", "gpt_neox",
-    "gptj", "opt", "bloom", "falcon", "mixtral", "bert", "roberta", "deberta", "t5", "vit",
+    "gptj", "opt", "bloom", "falcon", "mixtral", "bert", "roberta", "deberta_v2", "t5", "vit",
 )  # fmt: skip
 RANKS = (1, 2, 4)
 SIMULATED = 4

@@ -22,14 +22,8 @@ class PeakRecorder(Recorder):
         super().__init__()
         self._moments: list[list[int]] = []
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+    def __torch_dispatch__(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().__torch_dispatch__(*args, **kwargs)
         self._moments.append(self._now())
         return result
 

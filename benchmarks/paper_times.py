@@ -128,8 +128,12 @@ def compiled(name: str, setting: str, *, overlap: bool = False) -> PlannedProgra
         ids = torch.zeros(setup.micro_batch, setup.sequence_length, dtype=torch.long)
     # Only a schedule with costs depends on the rates: the fit itself compiles without one.
     hardware = with_rates(fitted_rates()) if overlap else A100
-    options: Any = {**SETTINGS[setting].options, "hardware": hardware, "overlap": overlap}
-    options["attention_chunks"] = 1  # as published: scores of all queries at once
+    options: Any = {
+        **SETTINGS[setting].options,
+        "hardware": hardware,
+        "overlap": overlap,
+        "attention_chunks": 1,  # as published: scores of all queries at once
+    }
     in_stages = setup.pipeline_parallel > 1
     checked = replace(CompileOptions.of(TP, options), tables_apart=in_stages)
     return build(model, (), {"input_ids": ids, "labels": ids}, checked, keep="nothing")

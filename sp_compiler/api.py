@@ -25,14 +25,7 @@ from sp_compiler.grid_plan.sizes import GridSizes, Mesh
 from sp_compiler.grid_plan.stage_plan import STATE_BYTES, BytesPerParameter
 from sp_compiler.ir.hints import parameters_of, wishes_of
 from sp_compiler.module.distributed_module import DistributedModule
-from sp_compiler.options import (
-    CompileOptions,
-    ExampleInputs,
-    Options,
-    check_model,
-    checked_inputs,
-    with_options,
-)
+from sp_compiler.options import CompileOptions, Options, with_options
 from sp_compiler.pass_manager.reproduction import reproducible
 from sp_compiler.pipeline_parallel.axes import pipeline_axis
 from sp_compiler.pipeline_parallel.microbatch_recompute import require_memory
@@ -44,6 +37,7 @@ from sp_compiler.planning.larger_batch import telling_batch
 from sp_compiler.planning.plan import Plan
 from sp_compiler.planning.planned_program import PlannedProgram
 from sp_compiler.runtime.group import RANK_TIMEOUT, device_type_of, tensor_parallel_group
+from sp_compiler.trace.arguments import ExampleInputs, check_model, checked_inputs
 from sp_compiler.verification.proof import prove, prove_rules
 from sp_compiler.verification.verify import Step
 

@@ -118,8 +118,7 @@ def build(
     if not open_dims or limited or options.half_batches:
         return compile_with(options, open_dims=False)
     unchunked = replace(options, loss_chunks=1, attention_chunks=1)
-    is_asked = (options.loss_chunks, options.attention_chunks) != ("auto", "auto")
-    may_chunk = is_asked or POLICIES[options.recompute].chunks_rows
+    may_chunk = any(options.chunk_counts) or POLICIES[options.recompute].chunks_rows
     try:
         # What torch.export and its shape guards can leave open is known only after trying.
         return compile_with(options if may_chunk else unchunked, open_dims=True)
@@ -305,8 +304,8 @@ class Compilation:
             joints[name] = run.once(Pass.JOINT, trace_joint, region, region=name)
             run.once(Pass.SIMPLIFY, simplify, joints[name].graph, region=name)
             # A graph per number of chunks; tag takes one, for policies decide what a chunk saves.
-            counts = options.loss_chunk_counts, options.attention_chunk_counts
-            chunked[name] = run.once(Pass.CHUNK, chunk, joints[name], tp, *counts, region=name)
+            to_chunk = joints[name], tp, *options.chunk_counts
+            chunked[name] = run.once(Pass.CHUNK, chunk, *to_chunk, region=name)
         # From here on per memory setting: a policy writes tags, the partitioner acts on them.
         splits = split_options(program, options)
         # All regions in one run: a memory budget is for the entire step.

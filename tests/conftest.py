@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from tests.helpers.fake_group import fake_mesh
 
 pytest.register_assert_rewrite("tests.helpers.parity")
 
@@ -22,3 +26,10 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """Two ranks along "tp", of which this process plays the first."""
+    with fake_mesh(2) as two_ranks:
+        yield two_ranks

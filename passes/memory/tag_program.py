@@ -16,7 +16,7 @@ from sp_compiler.base.pass_report import Pass, report_of
 from sp_compiler.ir.forward_backward import SavedTensor
 from sp_compiler.ir.op_traits import base, has_inner_communication
 from sp_compiler.ir.program import Program
-from sp_compiler.passes.memory.loss_chunks import fewest_chunks
+from sp_compiler.passes.memory.fewest_chunks import fewest_chunks
 from sp_compiler.passes.memory.partition import SplitOptions, split
 from sp_compiler.passes.memory.tag import POLICIES, tag_recompute
 from sp_compiler.trace.joint import JointGraph

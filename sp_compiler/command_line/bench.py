@@ -19,9 +19,10 @@ from torch.utils import _pytree as pytree
 from sp_compiler.api import compile as compile_model
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.units import bytes_text, time_text
-from sp_compiler.options import ExampleInputs, Options
+from sp_compiler.options import Options
 from sp_compiler.planning.table_text import table
 from sp_compiler.runtime.recorder import Recorder
+from sp_compiler.trace.arguments import ExampleInputs
 
 _WARM_UP = 2  # the first step compiles, the second meets what the first one allocated
 _SEED = 0

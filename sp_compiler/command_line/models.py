@@ -19,7 +19,7 @@ from torch import nn
 
 from sp_compiler.base.errors import ArgumentError, UnsupportedError
 from sp_compiler.base.units import bytes_text
-from sp_compiler.options import ExampleInputs
+from sp_compiler.trace.arguments import ExampleInputs
 
 BATCH, SEQUENCE = 1, 1024
 """Sizes of the example inputs, unless the model has fewer positions."""

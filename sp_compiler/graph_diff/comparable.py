@@ -13,7 +13,8 @@ from sp_compiler.base.errors import ArgumentError
 from sp_compiler.compiler import to_program
 from sp_compiler.ir.program import Program
 from sp_compiler.ir.snapshot import Snapshot, Stages
-from sp_compiler.options import CompileOptions, ExampleInputs, checked_inputs
+from sp_compiler.options import CompileOptions
+from sp_compiler.trace.arguments import ExampleInputs, checked_inputs
 from sp_compiler.trace.export import capture
 
 EXPECTED = (

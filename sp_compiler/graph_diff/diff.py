@@ -26,7 +26,7 @@ from sp_compiler.graph_diff.totals import totals
 from sp_compiler.ir.program import Program
 from sp_compiler.ir.snapshot import FORWARD, Snapshot, Stages, region_of
 from sp_compiler.ir.text import meta_text, render_arguments, render_dtype, render_target
-from sp_compiler.options import ExampleInputs
+from sp_compiler.trace.arguments import ExampleInputs
 
 Comparable: TypeAlias = (
     nn.Module | Graph | GraphModule | ExportedProgram | Program | Snapshot | Stages

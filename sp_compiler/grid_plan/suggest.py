@@ -32,16 +32,10 @@ from sp_compiler.grid_plan.stage_plan import (
 )
 from sp_compiler.grid_plan.suggestions import Rejected, Suggestions
 from sp_compiler.ir.hints import parameters_of, wishes_of
-from sp_compiler.options import (
-    RECOMPUTE,
-    CompileOptions,
-    ExampleInputs,
-    Options,
-    checked_inputs,
-    with_options,
-)
+from sp_compiler.options import RECOMPUTE, CompileOptions, Options, with_options
 from sp_compiler.pipeline_parallel.schedules import SCHEDULES
 from sp_compiler.planning.plan import Plan
+from sp_compiler.trace.arguments import ExampleInputs, checked_inputs
 
 _CHUNKS = (2, 3, 4)  # of a rank, where the schedule interleaves
 

@@ -14,9 +14,9 @@ from sp_compiler.ir.snapshot import Snapshot
 from sp_compiler.module.calls import executor_for
 from sp_compiler.module.outputs import plain_input
 from sp_compiler.module.state import ModuleState
-from sp_compiler.options import ExampleInputs
 from sp_compiler.planning.plan import Plan
 from sp_compiler.planning.planned_program import PlannedProgram
+from sp_compiler.trace.arguments import ExampleInputs
 from sp_compiler.trace.export import flatten_inputs
 from sp_compiler.verification.edited import check_edited
 

@@ -21,15 +21,10 @@ from sp_compiler.compiler import Compilation, to_program
 from sp_compiler.ir.captured import Captured
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.program import Program
-from sp_compiler.options import (
-    CompileOptions,
-    ExampleInputs,
-    Options,
-    checked_inputs,
-    with_options,
-)
+from sp_compiler.options import CompileOptions, Options, with_options
 from sp_compiler.pass_manager.runner import PassRunner
 from sp_compiler.passes.normalize.random_numbers import draw_by_counter
+from sp_compiler.trace.arguments import ExampleInputs, checked_inputs
 from sp_compiler.trace.environment import without_cache
 from sp_compiler.trace.export import capture, flatten_inputs
 from sp_compiler.verification.blocks import BlockData, check_blocks

@@ -21,6 +21,7 @@ from sp_compiler.passes.outline import outline
 from sp_compiler.passes.sharding.shard import shard
 from sp_compiler.trace.export import capture
 from tests.helpers.compiled_region import compile_region
+from tests.helpers.fake_group import fake_group
 from tests.helpers.sharded_regions import (
     BLOCKS,
     WORLD,
@@ -138,16 +139,11 @@ def test_forward_check_needs_no_process_group_and_minds_none() -> None:
     assert not torch.distributed.is_initialized()
     check_forward(region, WORLD)
     assert not torch.distributed.is_initialized()
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    torch.distributed.init_process_group("fake", rank=1, world_size=3, store=FakeStore())
-    try:
+    with fake_group(3, rank=1):
         group = torch.distributed.group.WORLD
         check_forward(region, WORLD)
         assert torch.distributed.group.WORLD is group
         assert torch.distributed.get_world_size() == 3
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 # Real models.

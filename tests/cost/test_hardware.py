@@ -20,7 +20,8 @@ from sp_compiler.cost.hardware import (
     kernel_us,
     profile_names,
 )
-from sp_compiler.options import CompileOptions, ExampleInputs
+from sp_compiler.options import CompileOptions
+from sp_compiler.trace.arguments import ExampleInputs
 
 
 @pytest.mark.parametrize("name", profile_names())

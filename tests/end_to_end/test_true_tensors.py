@@ -13,12 +13,10 @@ from typing import Any, cast
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from sp_compiler import UnsupportedError
 from sp_compiler.base.placement import Placement
@@ -26,6 +24,7 @@ from sp_compiler.module.parameters import mesh_placement, tensor_spec
 from sp_compiler.options import CompileOptions
 from sp_compiler.passes.sharding.shard import shard
 from sp_compiler.runtime.padding import stored_part
+from tests.helpers.fake_group import fake_group
 from tests.models import architectures
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -46,13 +45,9 @@ def test_parameters_and_gradients_are_true(name: str) -> None:
 def _check_kind(shape: tuple[int, ...], where: Placement, ranks: int) -> None:
     generator = torch.Generator().manual_seed(0)
     value, grad, other = torch.randn(3, *shape, dtype=torch.float64, generator=generator)
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    try:
-        with LocalTensorMode(ranks):
-            mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
-            _check_dtensors(value, grad, other, where, mesh)
-    finally:
-        dist.destroy_process_group()
+    with fake_group(ranks), LocalTensorMode(ranks):
+        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
+        _check_dtensors(value, grad, other, where, mesh)
 
 
 def _check_dtensors(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_compiler.graph_diff.diff import diff
-from sp_compiler.options import ExampleInputs
+from sp_compiler.trace.arguments import ExampleInputs
 
 
 class _Scaled(torch.autograd.Function):

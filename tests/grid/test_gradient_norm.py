@@ -8,10 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import sp_compiler
 from sp_compiler import ArgumentError
@@ -59,18 +58,13 @@ def test_a_small_norm_is_left_alone() -> None:
     ids=["replicated", "shard", "strided", "segments"],
 )
 def test_every_kind_of_shard_counts_the_other_ranks_parts(
-    placement: Placement, parts: int, monkeypatch: pytest.MonkeyPatch
+    placement: Placement, parts: int, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
-        # The other rank has the same numbers.
-        monkeypatch.setattr(dist, "all_reduce", lambda numbers, *_, **__: numbers.mul_(2))
-        mesh = init_device_mesh("cpu", (2,))
-        weight = nn.Parameter(DTensor.from_local(torch.ones(4, 3), mesh, [placement]))
-        weight.grad = DTensor.from_local(torch.ones(4, 3), mesh, [placement])
-        norm = sp_compiler.clip_grad_norm_(nn.ParameterList([weight]), 1.0)
-    finally:
-        dist.destroy_process_group()
+    # The other rank has the same numbers.
+    monkeypatch.setattr(dist, "all_reduce", lambda numbers, *_, **__: numbers.mul_(2))
+    weight = nn.Parameter(DTensor.from_local(torch.ones(4, 3), mesh, [placement]))
+    weight.grad = DTensor.from_local(torch.ones(4, 3), mesh, [placement])
+    norm = sp_compiler.clip_grad_norm_(nn.ParameterList([weight]), 1.0)
     torch.testing.assert_close(norm, torch.tensor(12.0 * parts).sqrt())
 
 

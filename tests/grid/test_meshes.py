@@ -7,22 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import sp_compiler
 from sp_compiler import ArgumentError, UnsupportedError
+from tests.helpers.fake_group import fake_group
 from tests.helpers.users import batch, net
 
 
 @pytest.fixture(autouse=True)
 def _eight_ranks() -> Iterator[None]:
-    """A default group of eight ranks; this process plays the sixth."""
-    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=8)
-    yield
-    dist.destroy_process_group()
+    with fake_group(8, rank=5):
+        yield
 
 
 def _mesh(**axes: int) -> Any:

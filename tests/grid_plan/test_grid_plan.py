@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_compiler import GridPlan, Plan
-from sp_compiler.api import plan
-from sp_compiler.base.errors import ArgumentError, UnsupportedError
-from sp_compiler.command_line.models import load
+from sp_compiler.base.errors import ArgumentError
 from sp_compiler.compiler import build
 from sp_compiler.cost.hardware import H100
 from sp_compiler.grid_plan.build import grid_plan
@@ -28,7 +25,6 @@ from sp_compiler.pipeline_parallel.schedules import SCHEDULES
 from sp_compiler.planning.call_memory import CallMemory
 from sp_compiler.planning.data import BlockPlan, CallPlan, ParameterSize, Work
 from tests.helpers.torch_versions import NEEDS_V_SCHEDULES
-from tests.models import zoo
 
 
 def _calls(layers: int) -> list[CallPlan]:
@@ -331,101 +327,3 @@ def test_grids_as_users_write_them() -> None:
             GridSizes.of(wrong)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="tp=0: expected a positive integer"):
         GridSizes.of("tp=0")
-
-
-@pytest.fixture(scope="module")
-def model_and_inputs() -> tuple[Any, Any]:
-    return zoo.build("gpt2", layers=4), ((), zoo.inputs("gpt2"))
-
-
-def test_one_device_is_the_plan_of_the_model(model_and_inputs: tuple[Any, Any]) -> None:
-    whole = plan(*model_and_inputs, tp=2)
-    found = plan(*model_and_inputs, mesh={"tp": 2}, microbatches=3)
-    (stage,) = found.stages
-    assert found.microbatch == replace(whole, passes=found.microbatch.passes)
-    assert stage.activation_bytes == whole.activation_bytes
-    assert stage.activation_bytes + stage.working_bytes == whole.activation_peak_bytes
-    trained = sum(size.numel for size in whole.parameters.values())
-    assert stage.state_bytes == 18 * trained
-    assert sum(size.num_bytes for size in whole.parameters.values()) == whole.parameter_bytes
-    # But for one all-reduce, which is once per step.
-    assert found.step_us == pytest.approx(3 * whole.step_us, rel=0.15)
-
-
-def test_stages_of_a_model(model_and_inputs: tuple[Any, Any]) -> None:
-    split = plan(*model_and_inputs, mesh="2x2", microbatches=4)
-    first, last = split.stages
-    assert first.chunks[0] + last.chunks[0] == (
-        "",
-        *(f"transformer.h.{number}" for number in range(4)),
-        "",
-    )
-    parameters = split.microbatch.parameters
-    tied = parameters["transformer.wte.weight"].numel
-    assert first.parameters + last.parameters == tied + sum(p.numel for p in parameters.values())
-    data = json.loads(split.to_json())
-    assert data["stages"][0]["total_bytes"] == first.total_bytes
-    assert data["grid"]["gpus"] == 4
-    assert "2 pipeline stages, schedule 1f1b, 4 microbatches; bubble" in str(split)
-    for each, stage in zip(split.timeline.rank_times(), split.stages, strict=True):
-        exposed_us = each.exposed_us["tp"] - split.timeline.reduction_us
-        assert each.compute_us + exposed_us == pytest.approx(4 * stage.microbatch_us)
-        assert each.recompute_us <= each.compute_us
-    # The embedding and the head are on either end: the slower rank waits less.
-    assert "Rank 1 of the pipeline, which computes most: computes" in str(split)
-    hidden = next(t for t in split.microbatch.blocks[1].kept if t.name == "hidden")
-    (pp,) = (each for each in split.traffic if each.axis == "pp")
-    assert pp.sent_bytes == 4 * hidden.num_bytes  # one rank's part of the tokens, per microbatch
-
-
-def test_arguments_that_do_not_fit_each_other(model_and_inputs: tuple[Any, Any]) -> None:
-    with pytest.raises(ArgumentError, match="its size of tp from mesh"):
-        plan(*model_and_inputs, tp=2, mesh="2x2", microbatches=4)  # type: ignore[call-overload]
-    with pytest.raises(ArgumentError, match="a grid takes microbatches="):
-        plan(*model_and_inputs, mesh="2x2")  # type: ignore[call-overload]
-    with pytest.raises(ArgumentError, match="microbatches=4 without mesh="):
-        plan(*model_and_inputs, microbatches=4)  # type: ignore[call-overload]
-    for name, value in (("schedule", "gpipe"), ("stages_per_rank", 2), ("gpus_per_node", 4)):
-        with pytest.raises(ArgumentError, match=f"{name}={value!r} without mesh="):
-            plan(*model_and_inputs, tp=2, **{name: value})  # type: ignore[call-overload]
-    late = {"schedule": "zero_bubble", "backend": "inductor"}
-    with pytest.raises(UnsupportedError, match="schedule='zero_bubble' takes backend=\"eager\""):
-        plan(*model_and_inputs, mesh="2x2", microbatches=4, **late)  # type: ignore[call-overload]
-    with pytest.raises(ArgumentError, match="returns no loss"):
-        plan(zoo.build("gpt2_logits"), ((), zoo.inputs("gpt2_logits")), mesh="1x2", microbatches=2)
-
-
-@pytest.mark.slow
-def test_mt_nlg_530b_takes_the_papers_memory() -> None:
-    """Figures of arXiv 2201.11990, section 2, and of arXiv 2205.05198, sections 4 and 5."""
-    loaded = load(None, "mt-nlg-530b")
-    inputs = (loaded.model, loaded.example_inputs)
-    layers, hidden, tokens, vocabulary, tp, pp = 105, 20480, 2048, 51200, 8, 35
-    found = plan(
-        *inputs,
-        mesh="8x35x8",
-        microbatches=280,
-        bytes_per_parameter=20,
-        recompute="attention",
-        dropout="stored",
-    )
-    assert found.grid.gpus == 2240
-    # 20 bytes per parameter, more than 10 TB in one copy of the model.
-    extra = 1 + 13 / (12 * hidden) + (vocabulary + tokens) / (12 * layers * hidden)
-    parameters = 12 * layers * hidden**2 * extra
-    state = tp * sum(stage.state_bytes for stage in found.stages)
-    assert state == pytest.approx(20 * parameters, rel=0.02)
-    assert state > 10e12
-    # 34 s b h / t per layer, for L layers on the first stage; and its embedding's dropout mask.
-    unit = tokens * hidden / tp
-    assert [stage.in_flight for stage in found.stages] == list(range(pp, 0, -1))
-    first = found.stages[0].activation_bytes
-    assert first == pytest.approx((34 * layers + pp) * unit, rel=0.02)
-
-    # With three chunks per stage (1 + (p - 1) / (3 p)) times as many layers.
-    options = {"schedule": "interleaved", "stages_per_rank": 3, "recompute": "full"}
-    deep = plan(*inputs, mesh="8x35x8", microbatches=280, **options)  # type: ignore[call-overload]
-    assert deep.stages[0].in_flight == layers * (1 + (pp - 1) / (3 * pp))
-    # The inputs of all layers: 8.8 GB per microbatch over the ranks of tp.
-    (block,) = (each for each in deep.microbatch.blocks if each.num_calls > 1)
-    assert tp * block.num_calls * block.kept_bytes == pytest.approx(8.8e9, rel=0.02)

@@ -7,25 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.module.dtensor_patches import step_local_parts
 from sp_compiler.module.segmented_shard import segmented_shard
+from tests.helpers.fake_group import fake_group
 
 
 @pytest.fixture(autouse=True)
 def group() -> Iterator[None]:
-    """Rank 1 of 4, whose collectives do nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
-    step_local_parts()
-    yield
-    dist.destroy_process_group()
+    with fake_group(4, rank=1):
+        step_local_parts()
+        yield
 
 
 def _meshes() -> tuple[DeviceMesh, DeviceMesh]:

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import sp_compiler
 from sp_compiler.module.outputs import ShardedOutput
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    try:
-        yield init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.fixture

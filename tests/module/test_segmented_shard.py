@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -18,13 +17,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from sp_compiler import UnsupportedError
 from sp_compiler.base.placement import Placement, S
 from sp_compiler.module.parameters import mesh_placement, tensor_spec
 from sp_compiler.module.segmented_shard import segmented_shard, segments_of
 from sp_compiler.runtime.padding import stored_part
+from tests.helpers.fake_group import fake_group
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -47,12 +46,8 @@ _SHAPE = (12, 6)
 def ranks(request: pytest.FixtureRequest) -> Iterator[DeviceMesh]:
     """A mesh of ``request.param`` simulated ranks."""
     size: int = request.param
-    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
-    try:
-        with LocalTensorMode(size):
-            yield init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
-    finally:
-        dist.destroy_process_group()
+    with fake_group(size), LocalTensorMode(size):
+        yield init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
 
 
 def test_strided_shards_of_others_are_split_as_before() -> None:

@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import sp_compiler
 from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.runtime.parameter_gradients import deliver, local_tensor, parameter_edges
 from tests.helpers import users
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield DeviceMesh("cpu", [0, 1])
-    dist.destroy_process_group()
 
 
 def _one_of_two(test: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import sp_compiler
 from sp_compiler import (
@@ -21,6 +20,7 @@ from sp_compiler import (
     SPCompilerError,
     UnsupportedError,
 )
+from tests.helpers.fake_group import fake_group
 from tests.helpers.users import Net, batch, compiled, gradients, net, prepared
 
 
@@ -251,11 +251,9 @@ def test_no_process_group() -> None:
 
 
 @pytest.fixture
-def four_ranks() -> Any:
-    """A default group of four ranks; this process plays one."""
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    yield
-    torch.distributed.destroy_process_group()
+def four_ranks() -> Iterator[None]:
+    with fake_group(4):
+        yield
 
 
 @pytest.mark.usefixtures("four_ranks")

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 import sp_compiler
 from sp_compiler import ArgumentError, UnsupportedError
+from tests.helpers.fake_group import fake_group
 from tests.helpers.users import assert_same_gradients, batch, compiled, net, prepared
 
 # Variables that torchrun sets.
@@ -108,11 +107,9 @@ def test_no_memory_while_the_model_is_prepared() -> None:
 
 
 @pytest.fixture
-def two_ranks() -> Any:
-    """A default group of two ranks; this process plays one."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield
-    dist.destroy_process_group()
+def two_ranks() -> Iterator[None]:
+    with fake_group(2):
+        yield
 
 
 @pytest.mark.usefixtures("two_ranks")

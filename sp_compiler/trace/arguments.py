@@ -1,0 +1,66 @@
+"""A model and its example inputs as a user passes them, checked before they are exported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+from sp_compiler.base.errors import ArgumentError
+
+ExampleInputs = tuple[tuple[Any, ...], Mapping[str, Any]]
+"""Positional and keyword arguments of a call of the model."""
+
+_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)
+
+
+def check_model(model: Any) -> None:
+    """Raise :class:`ArgumentError` unless ``model`` is a module that nothing else parallelises."""
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"model={type(model).__name__}: expected a torch.nn.Module")
+    over_data = (
+        "over more ranks pass compile a mesh with an axis dp_replicate (as DistributedDataParallel "
+        "does) or dp_shard (as FSDP does) beside tp"
+    )
+    for name, module in model.named_modules():
+        where = f"model.{name}" if name else "model"
+        if isinstance(module, _WRAPPERS):
+            raise ArgumentError(
+                f"{where} is wrapped in {type(module).__name__}: compile the model inside it, "
+                f"{where}.module; {over_data}"
+            )
+        # FSDP2 changes the class of the module itself. One that is compiled here tells more below.
+        if isinstance(module, FSDPModule) and not hasattr(module, "_sp_layout"):
+            raise ArgumentError(
+                f"fully_shard or replicate was applied to {where}: compile the model without it; "
+                f"{over_data}"
+            )
+        # Of torch.compile's wrapper, whose class is private.
+        if isinstance(getattr(module, "_orig_mod", None), nn.Module):
+            raise ArgumentError(
+                f"{where} is wrapped by torch.compile: compile the model inside it, "
+                f"{where}._orig_mod, or use torch.compile(..., backend='sp_compiler') alone"
+            )
+
+
+def checked_inputs(model: Any, example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return ``example_inputs`` if they are valid.
+
+    Raises:
+        ArgumentError: ``model`` is not a module, or the inputs are not (args, kwargs).
+    """
+    check_model(model)
+    if (
+        not isinstance(example_inputs, tuple)
+        or len(example_inputs) != 2
+        or not isinstance(example_inputs[0], (tuple, list))
+        or not isinstance(example_inputs[1], Mapping)
+    ):
+        raise ArgumentError(
+            "example_inputs: expected (args, kwargs), a tuple of a tuple and a dict, such as "
+            f"((), {{'input_ids': ids}}); got {type(example_inputs).__name__}"
+        )
+    # Copies, for a caller may go on to change its own.
+    return tuple(example_inputs[0]), dict(example_inputs[1])

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import random
+from bisect import insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -70,12 +71,13 @@ def list_schedule(block: Block, limit_bytes: int) -> list[int]:
     given = list(range(len(block.tasks)))
     limit_bytes = max(limit_bytes, peak_bytes(block, given))
     best = _scored(block, given, _Wishes((0.0,) * len(given)))
+    fitting = _Fitting(given)
     for ranks in (_in_given_order(block), _by_longest_path(block), _by_next_collective(block)):
         wishes = _Wishes(ranks)
         # The first walk starts collectives as soon as their operands are there, the others as late
         # as the walk before them shows to do.
         for _ in range(_TIMED_WALKS):
-            walked = _walked(block, limit_bytes, wishes, given)
+            walked = _walked(block, limit_bytes, wishes, fitting)
             best = min(best, walked, key=lambda scored: scored.cost_us)
             latest_us = _latest_starts(block, walked.order)
             if latest_us == wishes.latest_us:
@@ -130,7 +132,23 @@ def _scored(block: Block, order: list[int], wishes: _Wishes) -> _Scored:
     return _Scored(order, wishes, time_us, time_us + _SLOW_WEIGHT * slow_us)
 
 
-def _walked(block: Block, limit_bytes: int, wishes: _Wishes, fitting: Sequence[int]) -> _Scored:
+class _Fitting:
+    """An order that is known to fit, to which a walk can return at any time.
+
+    Attributes:
+        order: its tasks.
+        place: index in ``order``, by task.
+        can_run: whether a task can run after a set of others (one bit each), as far as that was
+            asked: most walks meet the sets of the walks before.
+    """
+
+    def __init__(self, order: Sequence[int]) -> None:
+        self.order = order
+        self.place = {position: place for place, position in enumerate(order)}
+        self.can_run: dict[tuple[int, int], bool] = {}
+
+
+def _walked(block: Block, limit_bytes: int, wishes: _Wishes, fitting: _Fitting) -> _Scored:
     return _scored(block, _Walk(block, limit_bytes, wishes, fitting).order(), wishes)
 
 
@@ -145,7 +163,7 @@ def _climb(block: Block, limit_bytes: int, best: _Scored) -> _Scored:
     # the same in all versions of Python.
     draw = random.Random(0).random
     tasks, starts = len(block.tasks), list(block.wait_of)
-    failures = 0
+    fitting, failures = _Fitting(best.order), 0
     for _ in range(_TASKS_WALKED // max(1, tasks)):
         if best.time_us <= bound_us or failures >= _PATIENCE:
             break
@@ -156,8 +174,10 @@ def _climb(block: Block, limit_bytes: int, best: _Scored) -> _Scored:
             start = starts[int(draw() * len(starts))]
             latest_us[start] = draw() * best.time_us if draw() < 0.5 else 0.0
         changed = _Wishes(tuple(ranks), latest_us)
-        walked = _walked(block, limit_bytes, changed, best.order)
-        failures = 0 if walked.cost_us < best.cost_us else failures + 1
+        walked = _walked(block, limit_bytes, changed, fitting)
+        failures += 1
+        if walked.cost_us < best.cost_us:
+            fitting, failures = _Fitting(walked.order), 0
         # Also one that is as good: from there other changes lead on.
         best = walked if walked.cost_us <= best.cost_us else best
     return best
@@ -221,57 +241,55 @@ class _Walk:
         fitting: an order below ``limit_bytes``.
     """
 
-    def __init__(
-        self, block: Block, limit_bytes: int, wishes: _Wishes, fitting: Sequence[int]
-    ) -> None:
+    def __init__(self, block: Block, limit_bytes: int, wishes: _Wishes, fitting: _Fitting) -> None:
         self._block, self._limit_bytes, self._wishes = block, limit_bytes, wishes
         self._fitting = fitting
-        self._place = {position: place for place, position in enumerate(fitting)}
         self._memory = Memory(block)
         # Often all that the block ever makes fits at once, beside a head with a large vocabulary.
         most_bytes = sum(block.storage_bytes) + max(task.run_bytes for task in block.tasks)
         self._all_fit = most_bytes <= limit_bytes
         self._needs_left = [len(dict.fromkeys(task.needs)) for task in block.tasks]
-        self._ready = [i for i, left in enumerate(self._needs_left) if not left]
-        self._done = [False] * len(block.tasks)
+        # What is ready, each list in order of preference: kernels by rank, starts by latest start,
+        # waits by arrival.
+        self._kernels: list[tuple[float, int]] = []
+        self._starts: list[tuple[float, int]] = []
+        self._waits: list[tuple[float, int]] = []
+        self._done = 0  # a set, one bit per task
         self._first_left, self._last_done = 0, -1  # places in ``fitting``
         self._now_us = self._link_free_us = 0.0
         self._arrival_us: dict[int, float] = {}
         self._under_way: dict[int, None] = {}  # starts; a set with an order
         self._order: list[int] = []
+        for position, left in enumerate(self._needs_left):
+            if not left:
+                self._add_ready(position)
 
     def order(self) -> list[int]:
         """Walk once."""
-        while len(self._order) < len(self._done):
+        while len(self._order) < len(self._block.tasks):
             self._run(self._next())
         return self._order
 
     def _next(self) -> int:
-        starts_of = self._block.starts_of
-        arrivals = [(self._arrival_us[starts_of[i]], i) for i in self._ready if i in starts_of]
-        if arrivals and min(arrivals)[0] <= self._now_us:
-            return min(arrivals)[1]  # costs nothing, and what was sent may go
+        arrival_us, wait = self._waits[0] if self._waits else (math.inf, -1)
+        if arrival_us <= self._now_us:
+            return wait  # costs nothing, and what was sent may go
+        oldest = self._fitting.order[self._first_left]
         behind = self._last_done - self._first_left >= _REACH
-        oldest = self._fitting[self._first_left]
-        if behind and oldest not in starts_of:
+        if behind and oldest not in self._block.starts_of:
             # What is on its way may have to arrive first, for until then what was sent is alive.
-            return oldest if self._fits(oldest) else min(arrivals)[1]
-        kernels = [i for i in self._ready if i not in starts_of and not self._is_start(i)]
-        kernels.sort(key=lambda i: (self._wishes.ranks[i], i))
-        kernel = next(filter(self._fits, kernels), None)
+            return oldest if self._fits(oldest) else wait
+        kernel = next((kernel for _, kernel in self._kernels if self._fits(kernel)), None)
         start = self._start_before(kernel)
         if start is not None:
             return start
         # A wait that ranks before the kernel: so long a kernel would delay what follows the wait.
         ranks = self._wishes.ranks
-        if kernel is not None and all(ranks[kernel] < ranks[wait] for _, wait in arrivals):
+        if kernel is not None and all(ranks[kernel] < ranks[wait] for _, wait in self._waits):
             return kernel
         # Nothing to do meanwhile, or nothing that fits: the clock goes on to the next arrival. With
         # nothing under way, the next of the order that fits does fit.
-        return min(arrivals)[1] if arrivals else oldest
-
-    def _is_start(self, position: int) -> bool:
-        return position in self._block.wait_of
+        return wait if self._waits else oldest
 
     def _start_before(self, kernel: int | None) -> int | None:
         """Return the collective that has to start now, if the next kernel is ``kernel``."""
@@ -280,11 +298,8 @@ class _Walk:
             ends_us += self._block.tasks[kernel].time_us
             if self._link_free_us > ends_us:
                 return None  # it would only queue, before one that may become more urgent
-        starts = [i for i in self._ready if self._is_start(i)]
-        starts.sort(key=lambda i: (self._wishes.latest_us.get(i, 0.0), i))
-        for start in starts:
-            due = kernel is None or self._wishes.latest_us.get(start, 0.0) < ends_us
-            if due and self._fits(start):
+        for latest_us, start in self._starts:
+            if (kernel is None or latest_us < ends_us) and self._fits(start):
                 return start
         return None
 
@@ -292,6 +307,12 @@ class _Walk:
         """Return whether after ``position`` the rest can run in the order that fits."""
         if self._all_fit:
             return True
+        key = self._done, position
+        if key not in self._fitting.can_run:
+            self._fitting.can_run[key] = self._returns_after(position)
+        return self._fitting.can_run[key]
+
+    def _returns_after(self, position: int) -> bool:
         memory = self._memory.copy()
         if memory.run(position) > self._limit_bytes:
             return False
@@ -301,9 +322,9 @@ class _Walk:
         for wait in waits:
             memory.run(wait)
         # Behind the last task that has run everything is as in that order.
-        last = max(self._last_done, self._place[position])
-        for later in self._fitting[self._first_left : last + 1]:
-            left = not self._done[later] and later != position and later not in waits
+        last = max(self._last_done, self._fitting.place[position])
+        for later in self._fitting.order[self._first_left : last + 1]:
+            left = not self._done >> later & 1 and later != position and later not in waits
             if left and memory.run(later) > self._limit_bytes:
                 return False
         return True
@@ -313,7 +334,7 @@ class _Walk:
         if self._block.communicates(position):
             self._link_free_us = max(self._now_us, self._link_free_us) + task.link_us
             self._arrival_us[position] = self._link_free_us
-            if self._is_start(position):
+            if position in self._block.wait_of:
                 self._under_way[position] = None
             else:
                 self._now_us = self._link_free_us
@@ -323,12 +344,26 @@ class _Walk:
         self._now_us += task.time_us
         self._memory.run(position)
         self._order.append(position)
-        self._done[position] = True
-        self._last_done = max(self._last_done, self._place[position])
-        while self._first_left < len(self._done) and self._done[self._fitting[self._first_left]]:
+        self._done |= 1 << position
+        self._last_done = max(self._last_done, self._fitting.place[position])
+        order = self._fitting.order
+        while self._first_left < len(order) and self._done >> order[self._first_left] & 1:
             self._first_left += 1
-        self._ready.remove(position)
+        ready, key = self._place_ready(position)
+        ready.remove((key, position))
         for user in self._block.users[position]:
             self._needs_left[user] -= 1
             if not self._needs_left[user]:
-                self._ready.append(user)
+                self._add_ready(user)
+
+    def _place_ready(self, position: int) -> tuple[list[tuple[float, int]], float]:
+        """Return the list that has a task while it is ready, and its key there."""
+        if position in self._block.starts_of:
+            return self._waits, self._arrival_us[self._block.starts_of[position]]
+        if position in self._block.wait_of:
+            return self._starts, self._wishes.latest_us.get(position, 0.0)
+        return self._kernels, self._wishes.ranks[position]
+
+    def _add_ready(self, position: int) -> None:
+        ready, key = self._place_ready(position)
+        insort(ready, (key, position))

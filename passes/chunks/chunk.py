@@ -44,6 +44,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -108,7 +109,8 @@ def chunk(
 
 
 def _in_chunks(joint: JointGraph, counts: Mapping[Kind, int], world_size: int) -> JointGraph:
-    copy = joint.copy()
+    named = ", ".join(f"{kind} in {count} chunks" for kind, count in counts.items() if count > 1)
+    copy = replace(joint.copy(), chunks=named)
     for kind, count in counts.items():
         for chain in chains(copy, kind) if count > 1 else ():
             # Of several attentions in a block, one may have fewer queries.

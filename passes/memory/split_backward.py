@@ -21,12 +21,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from sp_compiler.base.pass_report import Pass, report_of
 from sp_compiler.ir.forward_backward import Partitioned, SplitBackward
 from sp_compiler.ir.fx import ancestors, is_getitem
 from sp_compiler.ir.program import RefKind
+from sp_compiler.ir.rewriting import subgraph
 
 
 def split_backward(parts: Partitioned, input_kinds: Sequence[RefKind]) -> Partitioned:
@@ -53,26 +54,10 @@ def split_backward(parts: Partitioned, input_kinds: Sequence[RefKind]) -> Partit
     # In graph order, so that the text is the same on all ranks.
     handed = [node for node in graph.nodes if node in read and node not in second]
     report_of(Pass.SPLIT_BACKWARD).rewrote(len(second), kind="delayed")
-    inputs = _copy(
-        graph,
+    inputs = subgraph(
         graph.find_nodes(op="placeholder"),
         [node for node in graph.nodes if node in first and node.op == "call_function"],
         [*for_inputs, *handed],
     )
-    weights = _copy(graph, handed, second, for_weights)
+    weights = subgraph(handed, second, for_weights)
     return replace(parts, split=SplitBackward(inputs, weights))
-
-
-def _copy(
-    source: Graph, inputs: Sequence[Node], calls: Sequence[Node], results: Sequence[Node | None]
-) -> Graph:
-    graph = Graph()
-    copies: dict[Node, Node] = {}
-    for node in inputs:
-        copies[node] = graph.placeholder(node.name)
-        copies[node].meta = dict(node.meta)
-    for node in calls:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(tuple(None if node is None else copies[node] for node in results))
-    graph.lint()
-    return graph

@@ -9,7 +9,15 @@ from torch.utils import _pytree as pytree
 from sp_compiler.cost.node_cost import merged, node_collectives, node_flops, product_flops
 from sp_compiler.graph_diff.data import Totals
 from sp_compiler.ir.concretize import Concretizer
-from sp_compiler.ir.snapshot import BACKWARD, LOSS_BACKWARD, Snapshot, region_of
+from sp_compiler.ir.snapshot import (
+    BACKWARD,
+    BACKWARD_INPUTS,
+    BACKWARD_WEIGHTS,
+    IN_CHUNKS,
+    LOSS_BACKWARD,
+    Snapshot,
+    region_of,
+)
 from sp_compiler.ir.symbolic import NotSymbolic, is_open
 from sp_compiler.ops.registry import Collective
 
@@ -18,13 +26,19 @@ _NO_WORK = ("placeholder", "get_attr", "output")
 
 def totals(stage: Snapshot) -> Totals:
     """Sum up ``stage``, each graph as often as layers use it."""
-    num_nodes = 0
+    num_nodes, counted = 0, set[str]()
     flops: int | None = 0
     collectives: list[Collective] = []
     for name, graph in stage.graphs.items():
-        # A step runs one backward: the one from the loss alone, where there is one.
+        # A step runs one backward: the one from the loss alone, where there is one. Of several
+        # numbers of chunks it runs one, too.
         if name.endswith(BACKWARD) and f"{region_of(name)}{LOSS_BACKWARD}" in stage.graphs:
             continue
+        if name.endswith((BACKWARD_INPUTS, BACKWARD_WEIGHTS)):
+            continue
+        if IN_CHUNKS in name and region_of(name) in counted:
+            continue
+        counted.add(region_of(name))
         count = max(1, len(stage.paths(name)))
         calls = _sized_calls(graph)
         num_nodes += count * sum(node.op not in _NO_WORK for node in graph.nodes)

@@ -15,7 +15,7 @@ meta key            what the makers write
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -176,6 +176,22 @@ def copy_graph(graph: Graph) -> Graph:
         twin.meta = dict(node.meta)
         copies[node] = twin
     return copy
+
+
+def subgraph(
+    inputs: Sequence[Node], calls: Sequence[Node], results: Sequence[Node | None]
+) -> Graph:
+    """Return a graph of copies of ``calls``, in this order, with ``inputs`` as its placeholders."""
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    for node in inputs:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    for node in calls:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(None if node is None else copies[node] for node in results))
+    graph.lint()
+    return graph
 
 
 def copy_call(graph: Graph, node: Node, args: Any, kwargs: Any, name: str) -> Node:

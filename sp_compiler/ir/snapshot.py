@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 # Behind the name of the region, in names of graphs.
 FORWARD, BACKWARD, LOSS_BACKWARD = ".forward", ".backward", ".loss_backward"
+BACKWARD_INPUTS, BACKWARD_WEIGHTS = ".backward_inputs", ".backward_weights"
+# Between the name of the region and what was cut into chunks.
+IN_CHUNKS = ", "
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,8 @@ class Snapshot:
         name: name of the pass.
         graphs: region name to graph. After the partition a region has two graphs, named
             ``"Block.forward"`` and ``"Block.backward"``, and a third, ``"Block.loss_backward"``, if
-            it has the model's loss.
+            it has the model's loss; with a delayed part of backward two more. After the chunks it
+            has one for each number of chunks, such as ``"Epilogue, loss in 4 chunks"``.
         calls: (path of the layer in the model, region name) in execution order.
         wiring: each call with its arguments as text, in the same order; optional.
         kept: region name to the bytes that one call saves for its backward, after the partition.
@@ -97,9 +101,16 @@ class Snapshot:
         if not self.calls:  # before the model was cut into regions
             return self
         calls = list(zip(names, self.calls, strict=False))
+        graphs_of: dict[str, dict[str, Graph]] = {}
+        for name, graph in self.graphs.items():
+            graphs_of.setdefault(region_of(name), {})[name] = graph
         return replace(
             self,
-            graphs={new: self.graphs[old] for new, (_, old) in calls},
+            graphs={
+                f"{new}{name.removeprefix(old)}": graph
+                for new, (_, old) in calls
+                for name, graph in graphs_of[old].items()
+            },
             calls=[(path, new) for new, (path, _) in calls],
             kept={new: self.kept[old] for new, (_, old) in calls if old in self.kept},
             wiring=[
@@ -136,9 +147,9 @@ def program_calls(program: Program) -> list[tuple[str, str]]:
 
 def region_of(graph_name: str) -> str:
     """``"Block"`` for ``"Block"``, ``"Block.forward"``, ``"Block.backward"`` and so on."""
-    for suffix in (FORWARD, LOSS_BACKWARD, BACKWARD):
+    for suffix in (FORWARD, LOSS_BACKWARD, BACKWARD, BACKWARD_INPUTS, BACKWARD_WEIGHTS):
         graph_name = graph_name.removesuffix(suffix)
-    return graph_name
+    return graph_name.partition(IN_CHUNKS)[0]
 
 
 def _attributes(node: Node) -> dict[str, Any]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from torch._dynamo import config as dynamo_config
+from torch.fx import Graph
 
 from sp_compiler.base.errors import PlacementError
 from sp_compiler.base.log import LOG
@@ -131,7 +132,7 @@ class PassRunner:
             final: the same with the final names of regions, see :meth:`Snapshot.renamed`.
         """
         names = [name for _, name in program_calls(final)]
-        shared = _merged(self._shared.values(), sharded)
+        shared = _completed(_merged(self._shared.values(), sharded))
         renamed = {name: stage.renamed(names) for name, stage in shared.items()}
         return Stages(renamed | _merged(self._own, final))
 
@@ -204,3 +205,18 @@ def _merged(records: Iterable[_Record], program: Program) -> dict[str, Snapshot]
             stage = replace(stage, calls=calls)
         merged[stage.name] = stage
     return merged
+
+
+def _completed(stages: Mapping[str, Snapshot]) -> dict[str, Snapshot]:
+    """Add the graphs of regions that a pass left as they were."""
+    result: dict[str, Snapshot] = {}
+    earlier: dict[str, Graph] = {}
+    for name, stage in stages.items():
+        regions = set(map(region_of, stage.graphs))
+        if regions < set(map(region_of, earlier)):
+            rest = {
+                each: graph for each, graph in earlier.items() if region_of(each) not in regions
+            }
+            stage = replace(stage, graphs={**rest, **stage.graphs})
+        result[name], earlier = stage, stage.graphs
+    return result

@@ -10,7 +10,16 @@ from torch.fx import Graph
 from sp_compiler.ir.captured import Captured
 from sp_compiler.ir.forward_backward import Partitioned
 from sp_compiler.ir.program import Program, Region
-from sp_compiler.ir.snapshot import BACKWARD, FORWARD, LOSS_BACKWARD, Snapshot, copy_graph
+from sp_compiler.ir.snapshot import (
+    BACKWARD,
+    BACKWARD_INPUTS,
+    BACKWARD_WEIGHTS,
+    FORWARD,
+    IN_CHUNKS,
+    LOSS_BACKWARD,
+    Snapshot,
+    copy_graph,
+)
 from sp_compiler.passes.memory.tag_program import TaggedProgram
 from sp_compiler.passes.sharding.shard import Sharded
 from sp_compiler.trace.joint import JointGraph
@@ -55,6 +64,15 @@ def _(subject: JointGraph, region: str = "") -> dict[str, Graph]:
     return {region: subject.graph}
 
 
+@graphs_of.register(list)
+def _(subject: list[Any], region: str = "") -> dict[str, Graph]:
+    # Numbers of chunks to choose from. One alone, and in no chunks, is the graph that was there.
+    ways = [way for way in subject if isinstance(way, JointGraph)]
+    if len(ways) == 1:
+        return {region: ways[0].graph} if ways[0].chunks else {}
+    return {IN_CHUNKS.join(filter(None, (region, way.chunks))): way.graph for way in ways}
+
+
 @graphs_of.register
 def _(subject: Partitioned, region: str = "") -> dict[str, Graph]:
     # All backwards are shown: which of them runs is known at the call.
@@ -63,6 +81,9 @@ def _(subject: Partitioned, region: str = "") -> dict[str, Graph]:
         graphs[f"{region}{BACKWARD}"] = subject.backward
     if subject.loss is not None:
         graphs[f"{region}{LOSS_BACKWARD}"] = subject.loss.backward
+    if subject.split is not None:
+        graphs[f"{region}{BACKWARD_INPUTS}"] = subject.split.inputs
+        graphs[f"{region}{BACKWARD_WEIGHTS}"] = subject.split.weights
     return graphs
 
 

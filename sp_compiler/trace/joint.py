@@ -60,6 +60,7 @@ class JointGraph:
         tangent_outputs: index of the region output that each tangent belongs to.
         input_kinds: :data:`~sp_compiler.ir.program.RefKind` of each input.
         region: name of the region, for errors.
+        chunks: what runs in chunks of rows, such as "loss in 4 chunks"; "" for nothing.
     """
 
     graph: fx.Graph
@@ -68,6 +69,7 @@ class JointGraph:
     tangent_outputs: tuple[int, ...]
     input_kinds: tuple[str, ...]
     region: str
+    chunks: str = ""
 
     @property
     def placeholders(self) -> list[fx.Node]:

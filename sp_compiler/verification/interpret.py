@@ -150,6 +150,41 @@ class PartitionedCode:
         assert self._parts.loss is not None
         return _gradients(self._parts.loss.backward, tp, saved, tangent)
 
+    def backward_inputs(
+        self, tp: Communicator, saved: Any, *tangents: Tensor
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        assert self._parts.split is not None
+        graph = self._parts.split.inputs
+        results = _gradients(graph, tp, saved, *tangents)
+        # Behind the gradients comes what the second function needs.
+        num_handed = len(self._parts.split.weights.find_nodes(op="placeholder"))
+        end = len(results) - num_handed
+        return results[:end], results[end:]
+
+    def backward_weights(self, tp: Communicator, handed: Sequence[Any]) -> tuple[Any, ...]:
+        assert self._parts.split is not None
+        return _gradients(self._parts.split.weights, tp, handed)
+
+
+class SplitCode:
+    """A code whose backward of a step is run as the two functions of a pipeline that delays
+    gradients of parameters.
+
+    Attributes:
+        forward: that of the code.
+    """
+
+    def __init__(self, code: Any) -> None:
+        self._code = code
+        self.forward = code.forward
+
+    def backward(self, tp: Communicator, saved: Any, *tangents: Tensor) -> tuple[Any, ...]:
+        of_inputs, handed = self._code.backward_inputs(tp, saved, *tangents)
+        of_weights = self._code.backward_weights(tp, handed)
+        # Each input has its gradient from one of the two.
+        pairs = zip(of_inputs, of_weights, strict=True)
+        return tuple(second if first is None else first for first, second in pairs)
+
 
 def _gradients(graph: Graph, tp: Communicator, saved: Any, *tangents: Tensor) -> tuple[Any, ...]:
     module = GraphModule(nn.Module(), graph)

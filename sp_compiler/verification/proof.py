@@ -181,7 +181,7 @@ def _thorough_rows(
         program = to_program(captured, options)
     if program is None:
         return rows
-    variants = variants_by_pass(concretized(compiled))
+    variants = variants_by_pass(concretized(compiled), joint=operators is None)
     at_example = Concretizer(program.sizes).program(program)
     data = partial(_call_data, at_example, _values_of(step.tensors, at_example))
     return [*rows, *check_blocks(at_example, variants, data, operators=operators)]

@@ -2,45 +2,134 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
+
+from torch.fx import Graph
 
 from sp_compiler.base.pass_report import Pass
-from sp_compiler.codegen.module_text import printed_regions
+from sp_compiler.codegen.module_text import CompiledRegion, printed_regions
 from sp_compiler.ir.compiled_program import CompiledProgram, LossBackward, RegionCode
-from sp_compiler.ir.forward_backward import Partitioned
-from sp_compiler.passes.memory.partition import partition
-from sp_compiler.verification.interpret import PartitionedCode, ShardedCode
+from sp_compiler.ir.concretize import Concretizer
+from sp_compiler.ir.forward_backward import Partitioned, SplitBackward
+from sp_compiler.ir.rewriting import subgraph
+from sp_compiler.ir.snapshot import (
+    BACKWARD,
+    BACKWARD_INPUTS,
+    BACKWARD_WEIGHTS,
+    FORWARD,
+    IN_CHUNKS,
+    LOSS_BACKWARD,
+    Snapshot,
+)
+from sp_compiler.trace.joint import JointGraph
+from sp_compiler.verification.interpret import PartitionedCode, ShardedCode, SplitCode
+
+_JOINT = (Pass.JOINT, Pass.SIMPLIFY, Pass.CHUNK)
+_DIVIDED = (Pass.PARTITION, Pass.SPLIT_BACKWARD, Pass.OVERLAP)
 
 
-def variants_by_pass(compiled: CompiledProgram) -> dict[str, CompiledProgram]:
-    """Return the program after each pass, by name of the pass: only the code of its regions
-    differs."""
-    regions = printed_regions(compiled).values()
-    sharded: dict[str, RegionCode] = {
-        item.region.name: ShardedCode(item.region, item.differentiable) for item in regions
+def variants_by_pass(
+    compiled: CompiledProgram, *, joint: bool = False
+) -> dict[str, CompiledProgram]:
+    """Return the program after each pass from sharding on, by name of the pass: only the code of
+    its regions differs.
+
+    The code is the graphs that the pass left in ``compiled.stages``: another run of the pass would
+    show what it does now.
+
+    Args:
+        compiled: at the example's sizes.
+        joint: whether to include the passes between sharding and the partition, which need no look
+            while the partition's result is right.
+    """
+    regions, stages = printed_regions(compiled), compiled.stages
+    # Sharding leaves a forward alone, and autograd finds the backward: a wrong joint graph cannot
+    # hide in both.
+    sharded = {
+        name: ShardedCode(item.region, item.differentiable) for name, item in regions.items()
     }
     variants: dict[str, CompiledProgram] = {
-        # Sharding leaves a forward alone, and autograd finds the backward: a wrong joint graph
-        # cannot hide in both.
-        Pass.SHARD: replace(compiled, codes=sharded, loss_backwards={})
+        Pass.SHARD: replace(compiled, codes=dict(sharded), loss_backwards={})
     }
-    if Pass.OVERLAP in compiled.stages:
-        losses = {name: loss.output for name, loss in compiled.loss_backwards.items()}
-        # Partitioned once more, for the overlap pass reorders the graphs in place.
-        parts = [partition(item.joint, losses.get(item.region.name)) for item in regions]
-        variants[Pass.PARTITION] = _split(compiled, parts)
-    # Without a schedule of its own the partition is what the code was made of.
-    last = Pass.OVERLAP if Pass.OVERLAP in compiled.stages else Pass.PARTITION
-    variants[last] = _split(compiled, [item.partitioned for item in regions])
-    return {**variants, Pass.CODEGEN: compiled}
+    for each in [each for each in _JOINT if joint and each in stages]:
+        joints = {name: _joint_after(item, stages[each]) for name, item in regions.items()}
+        variants[each] = _of_joints(compiled, joints)
+    if joint:  # the stage of this pass is the sharded program
+        joints = {name: _at_example(item.joint, item.joint.graph) for name, item in regions.items()}
+        variants[Pass.TAG] = _of_joints(compiled, joints)
+    for each in [each for each in _DIVIDED if each in stages]:
+        parts = {name: _parts_after(item, stages[each]) for name, item in regions.items()}
+        codes = {name: PartitionedCode(part) for name, part in parts.items()}
+        variants[each] = _divided(compiled, codes, parts)
+    parts = {name: item.partitioned for name, item in regions.items()}
+    return {**variants, Pass.CODEGEN: _divided(compiled, compiled.codes, parts)}
 
 
-def _split(compiled: CompiledProgram, parts: Sequence[Partitioned]) -> CompiledProgram:
-    """Return the program with these forwards and backwards, one per region."""
-    codes = dict(zip(compiled.regions, map(PartitionedCode, parts), strict=True))
+def _of_joints(compiled: CompiledProgram, joints: Mapping[str, JointGraph]) -> CompiledProgram:
+    codes = {name: PartitionedCode(_saving_all(joint)) for name, joint in joints.items()}
+    return replace(compiled, codes=dict(codes), loss_backwards={})
+
+
+def _divided(
+    compiled: CompiledProgram, codes: Mapping[str, Any], parts: Mapping[str, Partitioned]
+) -> CompiledProgram:
+    """Return the program with ``codes``; the backward of a step runs in two where ``parts`` do."""
+    whole: dict[str, RegionCode] = dict(codes)
     from_loss = {
         name: LossBackward(loss.output, codes[name].loss_backward)
         for name, loss in compiled.loss_backwards.items()
     }
-    return replace(compiled, codes=dict(codes), loss_backwards=from_loss)
+    for name in [name for name, part in parts.items() if part.split is not None]:
+        in_two = SplitCode(codes[name])
+        if name in from_loss:
+            from_loss[name] = replace(from_loss[name], run=in_two.backward)
+        else:
+            whole[name] = in_two
+    return replace(compiled, codes=whole, loss_backwards=from_loss)
+
+
+def _joint_after(item: CompiledRegion, stage: Snapshot) -> JointGraph:
+    name = item.region.name
+    in_chunks = IN_CHUNKS.join(filter(None, (name, item.joint.chunks)))
+    return _at_example(item.joint, stage.graphs.get(in_chunks) or stage.graphs[name])
+
+
+def _at_example(joint: JointGraph, graph: Graph) -> JointGraph:
+    return replace(joint, graph=Concretizer(None).copied(graph))
+
+
+def _parts_after(item: CompiledRegion, stage: Snapshot) -> Partitioned:
+    parts, example = item.partitioned, Concretizer(None)
+
+    def graph(suffix: str) -> Graph:
+        return example.copied(stage.graphs[f"{item.region.name}{suffix}"])
+
+    loss, split = parts.loss, parts.split
+    return replace(
+        parts,
+        forward=graph(FORWARD),
+        backward=None if parts.backward is None else graph(BACKWARD),
+        loss=None if loss is None else replace(loss, backward=graph(LOSS_BACKWARD)),
+        split=None
+        if split is None or f"{item.region.name}{BACKWARD_INPUTS}" not in stage.graphs
+        else SplitBackward(graph(BACKWARD_INPUTS), graph(BACKWARD_WEIGHTS)),
+    )
+
+
+def _saving_all(joint: JointGraph) -> Partitioned:
+    """Divide ``joint`` without the partitioner: backward gets all that it reads of the forward."""
+    backward = joint.backward_nodes()
+    read = {node for each in backward for node in each.all_input_nodes}.union(joint.grads)
+    first = [
+        node for node in joint.graph.nodes if node.op == "call_function" and node not in backward
+    ]
+    saved = [node for node in (*joint.inputs, *first) if node in read]
+    second = [node for node in joint.graph.nodes if node in backward and node.op == "call_function"]
+    return Partitioned(
+        subgraph(joint.inputs, first, [*joint.outputs, *saved]),
+        subgraph([*saved, *joint.tangents], second, joint.grads),
+        (),
+        len(joint.outputs),
+    )

@@ -232,11 +232,11 @@ def test_a_broken_simplification_is_found(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(pipeline, "simplify", broken)
     report = _verify("plain")
-    assert report.first_bad_pass == "partition"
+    assert report.first_bad_pass == "simplify"
     bad = {(row.stage, row.subject) for row in report.table if not row.ok}
     assert bad == {
         (stage, subject)
-        for stage in ("partition", "overlap", "codegen")
+        for stage in ("simplify", "tag", "partition", "overlap", "codegen")
         for subject in ("model", "Block")
     }
     (worst,) = [r for r in report.table if (r.stage, r.subject) == ("codegen", "Block")]

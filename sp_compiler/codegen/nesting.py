@@ -113,10 +113,12 @@ class Nesting:
 
     def _nest(self, user: Node, inside: Sequence[Node]) -> bool:
         self.nested.update(inside)
-        after = self._moved(self.statement_of(user), inside)
         # A number is shorter than its name.
         is_number = all(node.target is aten.scalar_tensor.default for node in inside)
-        if after is None or not (is_number or self._fits(user)):
+        after = None
+        if is_number or self._fits(user):
+            after = self._moved(self.statement_of(user), inside)
+        if after is None:
             self.nested.difference_update(inside)
             return False
         self.statements = after

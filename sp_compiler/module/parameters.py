@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import cast
 
 import torch
@@ -199,6 +199,10 @@ def _other_axes(value: DTensor) -> tuple[DeviceMesh, list[MeshPlacement]]:
 def optimizers_of(parameters: Iterable[Tensor]) -> list[tuple[Optimizer, bool]]:
     """Return existing optimizers that hold one of ``parameters``, and whether they have state for
     it."""
+    # A scan of all objects takes a tenth of a second, and most models are compiled before there is
+    # any optimizer: the first one of a class has torch wrap and mark the ``step`` of the class.
+    if not any(hasattr(kind.step, "hooked") for kind in _with_subclasses(Optimizer)):
+        return []
     ids = {id(parameter) for parameter in parameters}
     optimizers = []
     # Parameters do not know who holds them. By type: isinstance would ask proxies for their class.
@@ -219,3 +223,9 @@ def optimizers_of(parameters: Iterable[Tensor]) -> list[tuple[Optimizer, bool]]:
                 (candidate, any(candidate.state.get(parameter) for parameter in held))
             )
     return optimizers
+
+
+def _with_subclasses(kind: type[Optimizer]) -> Iterator[type[Optimizer]]:
+    yield kind
+    for subclass in kind.__subclasses__():
+        yield from _with_subclasses(subclass)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -74,6 +75,28 @@ def test_optimizers_made_too_early_are_refused() -> None:
     optimizer.step()
     with pytest.raises(ArgumentError, match="AdamW has state"):
         module(handmade_input())
+
+
+@pytest.mark.parametrize("restored", [False, True], ids=["made", "restored"])
+def test_the_first_optimizer_of_a_class_marks_it(restored: bool) -> None:
+    """Without a mark nothing is searched for optimizers."""
+
+    class Own(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return closure
+
+    model = handmade_model()
+    state = pickle.loads(pickle.dumps(torch.optim.SGD(model.parameters()).__getstate__()))
+    assert not hasattr(Own.step, "hooked")
+    early = Own.__new__(Own)
+    if restored:
+        early.__setstate__(state)
+        early.param_groups[0]["params"] = list(model.parameters())
+    else:
+        early.__init__(model.parameters())  # type: ignore[misc]
+    assert hasattr(Own.step, "hooked")
+    with pytest.raises(ArgumentError, match=r"Own.*after sp_compiler\.compile"):
+        DistributedModule(model, tensor_parallel_group(1), Builder(1))
 
 
 def test_hooks_inside_the_original_are_refused() -> None:

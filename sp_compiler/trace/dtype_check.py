@@ -32,6 +32,7 @@ _ALIKE = {
     _aten.binary_cross_entropy.default: ("self", "target"),
 }
 _CLASSES = (_aten.cross_entropy_loss.default, _aten.nll_loss_nd.default, _aten.nll_loss.default)
+_INDICES = (torch.int64, torch.int32)
 _HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -70,6 +71,10 @@ def _wrong(node: Node) -> str:
         if target.is_floating_point() or target.dtype in (torch.int64, torch.uint8):
             return ""
         return f"takes classes of int64 or uint8, and its target is {_name(target)}"
+    if node.target is _aten.embedding.default:
+        # From torch 2.13 on fake tensors reject them too.
+        indices = _value(arguments(node)["indices"])
+        return "" if indices.dtype in _INDICES else f"takes int64 or int32, not {_name(indices)}"
     operands = {
         name: value
         for name in _ALIKE.get(node.target, ())

@@ -9,3 +9,6 @@ from torch.torch_version import TorchVersion
 NEEDS_V_SCHEDULES = pytest.mark.skipif(
     torch.__version__ < TorchVersion("2.12"), reason="schedules in V need torch 2.12"
 )
+
+# In float64 attention's log-sum-exp has eight bytes; fakes of these say four, and so does a plan.
+FAKES_HALVE_LOG_SUM_EXP = torch.__version__ < TorchVersion("2.13")

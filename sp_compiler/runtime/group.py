@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.emulation.group import BACKEND
@@ -223,11 +224,13 @@ def _sendable(value: Tensor, device_type: str) -> Tensor:
 
 
 def device_type_of(module: torch.nn.Module) -> str:
-    """Return the device type of the parameters; if they are on meta, the accelerator's or else the
-    CPU's."""
+    """Return the device type of the parameters; if they are on meta, that of their mesh, or else
+    the accelerator's or the CPU's."""
     for parameter in module.parameters():
         if not parameter.is_meta:
             return parameter.device.type
+        if isinstance(parameter, DTensor):
+            return parameter.device_mesh.device_type
     # A model on meta is loaded to where it will run.
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator.type if accelerator is not None else "cpu"

@@ -23,6 +23,7 @@ from sp_compiler.base.warn import LIBRARY_FOLDERS, warn
 from sp_compiler.trace.attribute_changes import Settled
 from sp_compiler.trace.autograd_functions import FunctionCall, recorded_functions
 from sp_compiler.trace.decisions import Reads
+from sp_compiler.trace.tracer_patches import buffer_hooks_restored, fix_states_of_lstms
 
 _HOOKS = (
     "_forward_hooks",
@@ -92,6 +93,7 @@ def export_context(model: nn.Module, *, use_cache: bool = False) -> Iterator[lis
     The root's own hooks run in the caller's module; gradients are recorded regardless of the
     caller's grad mode; autocast does not change.
     """
+    fix_states_of_lstms()
     with contextlib.ExitStack() as stack:
         # A first call under no_grad must capture the same graph as one in training.
         stack.enter_context(torch.inference_mode(False))
@@ -104,6 +106,7 @@ def export_context(model: nn.Module, *, use_cache: bool = False) -> Iterator[lis
         stack.enter_context(_without_tensor_hooks())
         stack.enter_context(_integers_drawn_by_randint())
         stack.enter_context(_without_torch_warnings())
+        stack.enter_context(buffer_hooks_restored())
         if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
             message = "gradient checkpointing set on the model is ignored"
             _warn_once(model, f"{message}: recompute= of sp_compiler governs")

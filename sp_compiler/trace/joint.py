@@ -1,18 +1,17 @@
 """The joint forward and backward graph of a region.
 
-With effects.py the only file that touches PyTorch's private ahead-of-time autograd;
-``tests/trace/test_joint.py`` tests the behavior that it relies on (torch 2.11 to 2.13).
+With effects.py and tracer_patches.py the only file that touches PyTorch's private ahead-of-time
+autograd; ``tests/trace/test_joint.py`` tests the behavior that it relies on.
 """
 
 from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import sympy
 import torch
 from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher
@@ -24,7 +23,6 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses import FakeTensor, FakeTensorMode
-from torch.fx.experimental import proxy_tensor
 
 from sp_compiler.base.errors import PassError
 from sp_compiler.base.pass_report import Pass, report_of
@@ -35,6 +33,7 @@ from sp_compiler.ir.program import Region
 from sp_compiler.ir.rewriting import copy_graph, erase_dead
 from sp_compiler.ir.symbolic import inline_sizes, same_shape
 from sp_compiler.trace.effects import drop_effects, let_factorizations_raise
+from sp_compiler.trace.tracer_patches import fix_states_of_lstms, powers_of_sizes
 
 aten = torch.ops.aten
 
@@ -152,6 +151,7 @@ def trace_joint(region: Region) -> JointGraph:
     Raises:
         PassError: a placeholder without ``meta["val"]``.
     """
+    fix_states_of_lstms()
     values = [node.meta.get("val") for node in region.placeholders]
     sizes = [value for value in values if isinstance(value, torch.SymInt)]
     # Where sizes are open, the record of what was compared with them.
@@ -161,7 +161,7 @@ def trace_joint(region: Region) -> JointGraph:
         if mode.shape_env is not None:
             # Composite operators in C++ would read open sizes, and so fix them.
             stack.enter_context(enable_python_dispatcher())
-            stack.enter_context(_powers_of_sizes())
+            stack.enter_context(powers_of_sizes())
         stack.enter_context(fx.traceback.preserve_node_meta())
         stack.enter_context(mode)
         traced = aot_export_joint_with_descriptors(stack, _Interpreted(region.module), tuple(args))
@@ -172,24 +172,6 @@ def trace_joint(region: Region) -> JointGraph:
     _drop_no_ops(joint.graph)
     _copy_provenance(joint, region)
     return joint
-
-
-@contextlib.contextmanager
-def _powers_of_sizes() -> Iterator[None]:
-    """Let the tracer make a product of sizes in which one occurs twice, as of a mean over (s, s).
-
-    A pass divides by such a number without the tracer seeing how it is made; it then makes it of
-    the sizes that it knows. sympy writes s * s as a power, which is all that the tracer lacks.
-    """
-    handlers = proxy_tensor._sympy_handlers()
-    known = dict(handlers)
-    handlers.setdefault(sympy.Pow, operator.pow)
-    try:
-        yield
-    finally:
-        # In place, for it is the tracer's own table.
-        handlers.clear()
-        handlers.update(known)
 
 
 class _Interpreted(nn.Module):

@@ -112,6 +112,13 @@ def test_what_depends_on_data_is_named_with_its_line(kind: type[nn.Module], line
     assert "module: inner" in str(caught.value)
 
 
+def test_a_failed_capture_leaves_no_hook_behind() -> None:
+    """On assignments to buffers of any module, which ``torch.compile`` would break a graph at."""
+    with pytest.raises(CaptureError):
+        compiled(Branching)(torch.ones(2, 8))
+    assert not nn.modules.module._global_buffer_registration_hooks
+
+
 def test_mistakes_of_the_model_are_shown_with_their_line() -> None:
     module = compiled(lambda: Outer(Failing()))
     with pytest.raises(CaptureError, match="my mistake") as caught:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -76,3 +77,29 @@ def test_what_one_layer_hands_to_the_next_is_dropped() -> None:
     torch.testing.assert_close(first[1][0], second[1][0])  # the first layer has none
     module.eval()
     torch.testing.assert_close(module(batch(3, 5)), _model("rnn", 0.5).eval()(batch(3, 5)))
+
+
+class _FromStates(nn.Module):
+    """Reads the last states in the block that made them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.linear = nn.LSTM(8, 6, bidirectional=True), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs, (hidden, cell) = self.lstm(x)
+        return outputs.sum(0) + torch.cat([*self.linear(hidden), *cell]).view(2, -1, 12).sum(0)
+
+
+def test_states_keep_their_shape() -> None:
+    """Those of an LSTM, for any number of sequences, one among them."""
+    torch.manual_seed(0)
+    model = _FromStates().double()
+    module = compiled(lambda: copy.deepcopy(model))
+    for seq, num_sequences in ((4, 3), (5, 2), (4, 1)):
+        x = torch.randn(seq, num_sequences, 8, dtype=torch.float64)
+        found, expected = module(x), model(x)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        for one in (found, expected):
+            one.square().sum().backward()
+    torch.testing.assert_close(gradients(module), gradients(model), rtol=1e-10, atol=1e-12)

@@ -1,0 +1,71 @@
+"""Patches of what PyTorch's tracers lack or do wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch._decomp import decompositions
+from torch.fx.experimental import proxy_tensor
+from torch.torch_version import TorchVersion
+
+
+@contextlib.contextmanager
+def powers_of_sizes() -> Iterator[None]:
+    """Let the tracer make a product of sizes in which one occurs twice, as of a mean over (s, s).
+
+    A pass divides by such a number without the tracer seeing how it is made; it then makes it of
+    the sizes that it knows. sympy writes s * s as a power, which is all that the tracer lacks.
+    """
+    handlers = proxy_tensor._sympy_handlers()
+    known = dict(handlers)
+    handlers.setdefault(sympy.Pow, operator.pow)
+    try:
+        yield
+    finally:
+        # In place, for it is the tracer's own table.
+        handlers.clear()
+        handlers.update(known)
+
+
+@functools.cache
+def fix_states_of_lstms() -> None:
+    """Give the last states of a decomposed LSTM the shape of its first ones, in this process.
+
+    Up to PyTorch 2.12 the decomposition of a layer squeezes the batch instead of the dim that it
+    has put before it, so that (batch, hidden) comes back as (1, batch, hidden). It runs wherever
+    the sizes of a graph are open, in captures, passes and traces.
+    """
+    if TorchVersion(torch.__version__) >= "2.13":
+        return
+    original = decompositions.one_layer_lstm
+
+    def one_layer(x: Tensor, states: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+        outputs, last = original(x, states, *args, **kwargs)
+        return outputs, tuple(
+            state.reshape(first.shape) for first, state in zip(states, last, strict=True)
+        )
+
+    decompositions.one_layer_lstm = one_layer
+
+
+@contextlib.contextmanager
+def buffer_hooks_restored() -> Iterator[None]:
+    """Drop the hook on assignments to buffers that an export leaves behind when it fails.
+
+    Up to PyTorch 2.12 it stays for the rest of the process, on all modules, and ``torch.compile``
+    breaks its graph at every assignment.
+    """
+    hooks = torch.nn.modules.module._global_buffer_registration_hooks
+    known = dict(hooks)
+    try:
+        yield
+    finally:
+        hooks.clear()
+        hooks.update(known)

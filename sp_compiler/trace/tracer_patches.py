@@ -52,7 +52,7 @@ def fix_states_of_lstms() -> None:
             state.reshape(first.shape) for first, state in zip(states, last, strict=True)
         )
 
-    decompositions.one_layer_lstm = one_layer
+    decompositions.one_layer_lstm = one_layer  # type: ignore[assignment]  # its arguments pass through
 
 
 @contextlib.contextmanager

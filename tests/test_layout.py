@@ -9,6 +9,7 @@ import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import networkx as nx
 import pytest
@@ -48,6 +49,10 @@ LAYERS = (
     "__main__",
 )
 MAX_MODULES = 14  # of one folder
+MAX_LINES = 400  # of one module, tests included
+# Without docstrings: what is long there is the list of options, each of which needs its words.
+MAX_LINES_OF = {ast.ClassDef: 250, ast.FunctionDef: 60}
+FOLDERS = ("sp_compiler", "passes", "tests", "benchmarks", "docs", "examples")
 
 
 def _modules(folder: str, package: str) -> dict[str, Path]:
@@ -114,6 +119,27 @@ def test_folders_stay_small() -> None:
     folders = [path.parent for path in MODULES.values() if path.name != "__init__.py"]
     crowded = {str(f.relative_to(ROOT)): folders.count(f) for f in folders}
     assert max(crowded.values()) <= MAX_MODULES, crowded
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_modules_classes_and_functions_stay_short(folder: str) -> None:
+    for path in _modules(folder, folder).values():
+        text = path.read_text(encoding="utf-8")
+        assert text.count("\n") <= MAX_LINES, path
+        for node in ast.walk(ast.parse(text)):
+            if type(node) in MAX_LINES_OF:
+                lines = _lines(node) - sum(_docstring_lines(each) for each in ast.walk(node))
+                assert lines <= MAX_LINES_OF[type(node)], f"{path}:{node.lineno}: {lines} lines"
+
+
+def _docstring_lines(node: ast.AST) -> int:
+    if isinstance(node, ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+        return _lines(node.body[0])
+    return 0
+
+
+def _lines(node: Any) -> int:
+    return int(node.end_lineno - node.lineno + 1)
 
 
 def test_the_public_face_shows_what_a_user_may_use() -> None:

@@ -261,7 +261,7 @@ class Trainer:
     def _evaluated(self, ids: Tensor) -> Tensor:
         if self.args.pp > 1:
             with self._autocast():
-                loss: Tensor = self.module.eval(input_ids=ids, labels=ids)
+                loss: Tensor = self.module.eval_loss(input_ids=ids, labels=ids)
             return loss
         self.module.eval()
         loss = self._loss(ids)

@@ -99,7 +99,7 @@ def compile(
             first use.
     """
     check_model(model)
-    _check(initial_weights, rank_timeout, verify)
+    _check(initial_weights, rank_timeout, verify=verify)
     group = tensor_parallel_group(tp, mesh, device_type_of(model), timedelta(seconds=rank_timeout))
     checked = CompileOptions.of(group.world_size, options)
     wishes_of(checked.hints, parameters_of(model))  # raises before anything is taken over
@@ -133,15 +133,16 @@ def _given_back_on_failure(module: DistributedModule) -> Iterator[None]:
         raise
 
 
-def _check(initial_weights: str, rank_timeout: float, verify: bool) -> None:
+def _check(initial_weights: str, rank_timeout: float, **switches: bool) -> None:
     if initial_weights not in ("compare", "broadcast"):
         raise ArgumentError(
             f"initial_weights={initial_weights!r}: expected 'compare' or 'broadcast'"
         )
     if not isinstance(rank_timeout, (int, float)) or not rank_timeout > 0:  # NaN is refused, too
         raise ArgumentError(f"rank_timeout={rank_timeout!r}: expected a positive number of seconds")
-    if not isinstance(verify, bool):
-        raise ArgumentError(f"verify={verify!r}: expected True or False")
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise ArgumentError(f"{name}={value!r}: expected True or False")
 
 
 @with_options
@@ -155,6 +156,7 @@ def pipeline(  # noqa: PLR0913 - all by keyword, each described below
     stages_per_rank: int | None = None,
     memory: int | str | None = None,
     weigh: Callable[..., Tensor | float] | None = None,
+    return_outputs: bool = False,
     initial_weights: Literal["compare", "broadcast"] = "compare",
     rank_timeout: float = RANK_TIMEOUT.total_seconds(),
     fsdp: bool | Mapping[str, Any] = True,
@@ -196,6 +198,9 @@ def pipeline(  # noqa: PLR0913 - all by keyword, each described below
             for example the number of labelled tokens; ``None`` weights all microbatches equally.
             Weights are normalised over the data axes too, so that the mean of the losses of all
             parts is the loss of the full batch.
+        return_outputs: whether a step returns the model's outputs, as
+            :meth:`PipelineModule.eval` does, instead of its loss alone. Logits are then kept for
+            the whole batch, and the loss head is not computed in chunks.
         initial_weights, rank_timeout: as for :func:`compile`.
         fsdp: options of PyTorch's FSDP2, which is applied over the data axes: ``mp_policy`` and
             ``shard_placement_fn``. The parameters of a stage are gathered at the start of a step
@@ -208,7 +213,7 @@ def pipeline(  # noqa: PLR0913 - all by keyword, each described below
         UnsupportedError: a mesh axis with an unknown name; and as for :func:`compile`.
     """
     check_model(model)
-    _check(initial_weights, rank_timeout, verify=False)
+    _check(initial_weights, rank_timeout, return_outputs=return_outputs)
     check_weigh(weigh)
     timeout = timedelta(seconds=rank_timeout)
     axis = pipeline_axis(mesh, timeout)
@@ -229,13 +234,19 @@ def pipeline(  # noqa: PLR0913 - all by keyword, each described below
     require_memory(checked.recompute_rest, memory)
     wishes_of(checked.hints, parameters_of(model))
     builder = _Builder(checked, FallbackCheck(checked, group.rank), verify=False)
-    texts = {**checked.texts(), "initial_weights": initial_weights}
+    texts = {
+        **checked.texts(), "initial_weights": initial_weights, "return_outputs": str(return_outputs)
+    }  # fmt: skip
     module = DistributedModule(
         model, group, builder, options=texts, initial_weights=initial_weights
     )
     # In bytes from here on, so that one unit reaches the search for a cut.
     limit = None if memory is None else parse_bytes("memory", memory)
-    result = PipelineModule(module, axis, plan, per_rank, microbatches, weigh, limit, fsdp_options)
+    result = PipelineModule(
+        module, axis, plan, per_rank, microbatches, weigh, limit, fsdp_options,
+        build_loss=replace(builder, options=replace(checked, loss_only=True)),
+        return_outputs=return_outputs,
+    )  # fmt: skip
     with _given_back_on_failure(module):
         result.prepare(*args, **kwargs)
     return result
@@ -381,7 +392,8 @@ def plan(  # noqa: PLR0913 - all by keyword, each described below
         scheduled = on_grid.stages()[0]
         scheduled.check_backend(checked.backend)
         split = scheduled.delays_weights
-        checked = replace(checked, tables_apart=grid.pp > 1, split_backward=split)
+        staged = grid.pp > 1
+        checked = replace(checked, loss_only=staged, tables_apart=staged, split_backward=split)
     wishes_of(checked.hints, parameters_of(model))
     # Plans are asked for again and again: copies of every stage's graphs would be thrown away.
     compiled = build(model, args, kwargs, checked, keep="nothing")

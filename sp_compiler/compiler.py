@@ -3,11 +3,12 @@
 ::
 
     full model        export, normalize, user passes,
-                      (half_batches), outline                     ``build``, ``to_program``
+                      (loss_only, half_batches), outline          ``build``, ``to_program``
     one rank's part   shard, check                                ``Compilation._run_passes``
     each region       joint, simplify, chunk, tag, partition,
                       (split_backward), overlap, check, codegen
 
+- loss_only: without the outputs that a step of a pipeline does not return;
 - half_batches: layers on two halves of the batch, for overlap in forward;
 - outline: the graph as calls of distinct regions, equal layers sharing one;
 - shard: a placement for every value, and collectives between placements that differ;
@@ -57,6 +58,7 @@ from sp_compiler.pass_manager.user_pass import run_user_pass
 from sp_compiler.passes.chunks.chunk import chunk
 from sp_compiler.passes.chunks.counts import OpenRowsError
 from sp_compiler.passes.half_batches import half_batches, halves_pay
+from sp_compiler.passes.loss_only import loss_only
 from sp_compiler.passes.memory.budget import candidates_of, tag_under_budget
 from sp_compiler.passes.memory.overlap_room import overlap_room_bytes
 from sp_compiler.passes.memory.partition import partition
@@ -214,6 +216,8 @@ def to_program(
     # that layers rewritten alike still share a region.
     for user_pass in options.passes:
         run.once(pass_name(user_pass), run_user_pass, captured, user_pass, options.dropout)
+    if options.loss_only:
+        run.once(Pass.LOSS_ONLY, loss_only, captured)
     # One rank has no collectives to hide.
     if options.half_batches and options.tp > 1:
         run.once(Pass.HALF_BATCHES, half_batches, captured)
@@ -384,16 +388,22 @@ def build_settings(
 ) -> list[PlannedProgram]:
     """Compile ``model`` for each of ``settings``.
 
-    They may differ only in ``tp``, ``recompute`` and ``split_backward``. The model is captured
-    once, which takes most of the time, and sharded once per run of equal ``tp``.
+    They may differ only in ``tp``, ``loss_only``, ``recompute`` and ``split_backward``. The model
+    is captured once, which takes most of the time, and sharded once per run of equal ``tp`` and
+    ``loss_only``.
     """
     programs: list[PlannedProgram] = []
     with running_passes(open_dims=False):
-        program = to_program(capture(model, args, kwargs), settings[0])
-        for _, group in itertools.groupby(settings, key=lambda options: options.tp):
-            same_tp = list(group)
-            compilation = Compilation(program, same_tp[0])
-            for options in same_tp:
+        captured = capture(model, args, kwargs)
+        outlined = {
+            options.loss_only: to_program(captured.copy(), options)
+            for options in {options.loss_only: options for options in settings}.values()
+        }
+        for _, group in itertools.groupby(settings, key=lambda each: (each.tp, each.loss_only)):
+            sharded_alike = list(group)
+            first = sharded_alike[0]
+            compilation = Compilation(outlined[first.loss_only], first)
+            for options in sharded_alike:
                 compiled = compilation.finish(options)
                 plan = make_plan(compiled, options, type(model).__name__)
                 programs.append(PlannedProgram.of(compiled, plan))

@@ -167,6 +167,7 @@ class CompileOptions:
     pipelines.
 
     Attributes:
+        loss_only: see :mod:`sp_compiler.passes.loss_only`.
         tables_apart: see :func:`sp_compiler.passes.outline.outline`.
         split_backward: see :mod:`sp_compiler.passes.memory.split_backward`.
 
@@ -192,6 +193,7 @@ class CompileOptions:
     passes: Sequence[UserPass] = ()
     strict: bool = False
     hardware: str | Path | Hardware = "h100"
+    loss_only: bool = False
     tables_apart: bool = False
     split_backward: bool = False
 

@@ -29,6 +29,7 @@ class Pass(StrEnum):
 
     EXPORT = "export"
     NORMALIZE = "normalize"
+    LOSS_ONLY = "loss_only"
     HALF_BATCHES = "half_batches"
     OUTLINE = "outline"
     SHARD = "shard"

@@ -47,7 +47,7 @@ class Chain:
         numbers = chain_of(compiled.program, loss)
         # Each call as a stage of its own: what crosses into it.
         position_of = {number: position for position, number in enumerate(numbers)}
-        received = crossing(compiled.program, loss, position_of, len(numbers))
+        received = crossing(compiled.program, [loss], position_of, len(numbers))
         likes = [[sent_like(compiled, ref) for ref in refs] for refs in received[: len(numbers)]]
         return cls(
             calls=[plan.calls[number] for number in numbers],

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Unpack
 
 from torch import nn
@@ -104,18 +104,20 @@ def suggest(  # noqa: PLR0913 - all by keyword, each described below
     runnable = [name for name in schedules if SCHEDULES[name].runs_on(backend)]
     if not runnable:
         SCHEDULES[schedules[0]].check_backend(backend)  # raises, with the reason
-    # One stage needs no schedule: its backward is one function.
-    splits = {False, *(SCHEDULES[name].delays_weights for name in runnable)}
+    splits = {SCHEDULES[name].delays_weights for name in runnable}
+    # One stage returns what the model returns and needs no schedule: its backward is one function.
+    forms = [(False, False), *((True, split) for split in sorted(splits))]
     settings = [
         # As pipeline compiles it, so that what inputs alone determine is in no stage.
         replace(
             CompileOptions.of(tp, {**options, "recompute": recompute}),
             tables_apart=True,
+            loss_only=loss_only,
             split_backward=split_backward,
         )
         for tp in widths
+        for loss_only, split_backward in forms
         for recompute in policies
-        for split_backward in sorted(splits)
     ]
     # Raise before the model is captured.
     settings[0].refuse_device_memory("suggest")
@@ -123,13 +125,17 @@ def suggest(  # noqa: PLR0913 - all by keyword, each described below
     search = _Search(memory_bytes, top, runnable)
     programs = build_settings(model, args, kwargs, settings)
     for compile_options, compiled in zip(settings, programs, strict=True):
-        try:
-            chain = Chain.of(compiled, compiled.plan)
-        except ArgumentError:  # without a loss there are no stages
-            chain = None
-        setting = _Setting(compiled.plan, chain, compile_options.split_backward)
+        chain = Chain.uncut(compiled.plan)
+        if compile_options.loss_only:
+            try:
+                chain = Chain.of(compiled, compiled.plan)
+            except ArgumentError:  # without a loss there are no stages
+                continue
+        setting = _Setting(compiled.plan, chain, compile_options)
         for grid in _grids(gpus, compiled.plan.tp, setting.num_layers):
-            search.add(setting, grid, microbatches, checked)
+            # With one stage, and with several.
+            if compile_options.loss_only == (grid.pp > 1):
+                search.add(setting, grid, microbatches, checked)
     return search.run()
 
 
@@ -163,30 +169,20 @@ def _grids(gpus: int, tp: int, num_layers: int) -> Iterator[GridSizes]:
 
 @dataclass(frozen=True)
 class _Setting:
-    """Data of a compiled program for the search; ``stages`` is ``None`` without a loss."""
+    """Data of a compiled program for the search; of one stage, or of several."""
 
     plan: Plan
-    stages: Chain | None
-    split_backward: bool
-    uncut: Chain = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "uncut", Chain.uncut(self.plan))
+    chain: Chain
+    options: CompileOptions
 
     @property
     def num_layers(self) -> int:
-        # A model without layers is one stage, as one without a loss.
-        return max(1, sum(call.path != "" for call in self.stages.calls)) if self.stages else 1
-
-    def chain(self, grid: GridSizes) -> Chain:
-        if grid.pp == 1:
-            return self.uncut
-        assert self.stages is not None  # no grid of several stages is made without them
-        return self.stages
+        # A model without layers is one stage.
+        return max(1, sum(call.path != "" for call in self.chain.calls))
 
     def least_bytes(self, options: GridOptions) -> float:
         """Return a lower bound on the bytes of the fullest stage: the average of all stages."""
-        grid, chain = options.grid, self.chain(options.grid)
+        grid, chain = options.grid, self.chain
         per_parameter, sizes = options.bytes_per_parameter, chain.parameters
         if grid.pp == 1:
             shards = grid.dp_shard
@@ -200,7 +196,7 @@ class _Setting:
 
     def least_us(self, options: GridOptions) -> float:
         """Return the time of a step with equal stages; see the papers of the schedules."""
-        grid, calls = options.grid, self.chain(options.grid).calls
+        grid, calls = options.grid, self.chain.calls
         microbatch_us = sum(call.step_us for call in calls) / grid.pp
         waits_us = (grid.pp - 1) * microbatch_us / options.stages()[1]
         if options.stages()[0].delays_weights:
@@ -233,7 +229,7 @@ class _Search:
             self._impossible[grid] = f"{microbatches} microbatches do not divide by {grid.data}"
             return
         for schedule, per_rank in self._schedules if grid.pp > 1 else [("1f1b", None)]:
-            if SCHEDULES[schedule].delays_weights != setting.split_backward:
+            if SCHEDULES[schedule].delays_weights != setting.options.split_backward:
                 continue
             try:
                 options = replace(
@@ -280,13 +276,12 @@ class _Search:
 
     def _planned(self, setting: _Setting, options: GridOptions) -> GridPlan | None:
         """Return the plan if it fits, with a cut that respects memory if necessary."""
-        chain = setting.chain(options.grid)
-        plan = grid_plan(setting.plan, chain, options)
+        plan = grid_plan(setting.plan, setting.chain, options)
         # First without a limit: that cut is made once for all sizes of the data axes.
         if plan.total_bytes > self._memory_bytes and options.grid.pp > 1:
             limited = replace(options, memory=self._memory_bytes)
             with contextlib.suppress(ArgumentError):  # no cut has room
-                plan = grid_plan(setting.plan, chain, limited)
+                plan = grid_plan(setting.plan, setting.chain, limited)
         if plan.total_bytes <= self._memory_bytes:
             return plan
         self._note_memory(options.grid, plan.total_bytes)

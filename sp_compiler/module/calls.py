@@ -38,6 +38,7 @@ def executor_for(state: ModuleState, leaves: list[Any], structure: pytree.TreeSp
         structure,
         state.layout.attributes,
         {owner: dtype for owner, (dtype, _) in state.computed_as().items()},
+        loss_only=state.loss_only,
     )
     # The object itself, which knows its hash: most calls are like the one before.
     key = state.latest_key = state.latest_key if key == state.latest_key else key

@@ -56,7 +56,7 @@ def user_outputs(
     """
     program = compiled.program
     leaves = [
-        _output(value, compiled.placement(ref), group) if isinstance(ref, Ref) else value
+        user_output(value, compiled.placement(ref), group) if isinstance(ref, Ref) else value
         for value, ref in zip(run.outputs, program.outputs, strict=True)
     ]
     num_returned = program.out_spec.num_leaves
@@ -74,7 +74,8 @@ def user_outputs(
     return pytree.tree_unflatten(leaves[:num_returned], program.out_spec)
 
 
-def _output(value: Any, placement: Placement, group: TensorParallelGroup) -> Any:
+def user_output(value: Any, placement: Placement, group: TensorParallelGroup) -> Any:
+    """Return one output of a program for the user; :class:`ShardedOutput` if it stays sharded."""
     if isinstance(value, DTensor):  # the model returns a parameter
         return value if placement.is_sharded else value.to_local()
     if group.mesh is None or not placement.is_sharded:

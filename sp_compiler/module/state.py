@@ -54,6 +54,7 @@ class ModuleState:
             user applies FSDP2.
         absent_dtype: compute dtype of other stages of a pipeline; ``None`` if it is that of their
             parameters.
+        loss_only: whether the next call is for the loss alone; ``build`` compiles accordingly.
         agreement: compares the ranks' calls.
         compared: kind and name of the tensors that were compared over the ranks.
         fixed: placements of all parameters that a program uses; ``None`` before the first one.
@@ -88,6 +89,7 @@ class ModuleState:
         self.programs = ProgramCache[Executor](cache_size)
         self.fsdp_options: Mapping[str, Any] | None = None
         self.absent_dtype: torch.dtype | None = None
+        self.loss_only = False
         communicator = self.group.communicator
         self.fsdp = FullySharded(self.modules, lambda grads: reduce_gradients(communicator, grads))
         self.deferred.others_wait = self.fsdp.has_unreduced

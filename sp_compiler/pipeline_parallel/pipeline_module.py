@@ -18,10 +18,16 @@ from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.module.calls import executor_for, require_data
 from sp_compiler.module.distributed_module import DistributedModule
 from sp_compiler.module.outputs import plain_input
+from sp_compiler.module.state import Build
 from sp_compiler.pipeline_parallel.axes import PipelineAxis
 from sp_compiler.pipeline_parallel.cutting import adamw_bytes, ends_of, gathered_adamw_bytes
 from sp_compiler.pipeline_parallel.microbatch_recompute import cut, saving_microbatches
-from sp_compiler.pipeline_parallel.microbatches import microbatches_of
+from sp_compiler.pipeline_parallel.microbatches import (
+    joined_outputs,
+    microbatches_of,
+    rows_of,
+    user_outputs,
+)
 from sp_compiler.pipeline_parallel.ranks import StageRanks, Weigh
 from sp_compiler.pipeline_parallel.runner import Feed, StageRunner
 from sp_compiler.pipeline_parallel.schedules import Schedule, most_in_flight
@@ -54,9 +60,11 @@ class PipelineModule(StageParameters):
             equal weights.
         memory_bytes: limit for a stage; ``None`` for no limit.
         fsdp: options of FSDP2 over the data axes; ``None`` if there are no data axes.
+        build_loss: compiles like the module, for the loss alone.
+        return_outputs: whether a step returns the model's outputs.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what sp_compiler.pipeline has checked
         self,
         module: DistributedModule,
         axis: PipelineAxis,
@@ -66,6 +74,9 @@ class PipelineModule(StageParameters):
         weigh: Weigh | None = None,
         memory_bytes: int | None = None,
         fsdp: Mapping[str, Any] | None = None,
+        *,
+        build_loss: Build,
+        return_outputs: bool = False,
     ) -> None:
         super().__init__(module, axis)
         self._schedule = schedule
@@ -81,6 +92,10 @@ class PipelineModule(StageParameters):
         self._stage_ranks = StageRanks(self._state, axis)
         # Every compilation goes through the cut, also those that a call of another size asks for.
         self._build, self._state.build = self._state.build, self._build_to_cut
+        self._build_loss = build_loss
+        self._return_outputs = return_outputs
+        self._state.loss_only = not return_outputs
+        self._held: list[frozenset[str]] = []
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Compile for this batch, cut into stages, and drop the parameters of other ranks."""
@@ -92,13 +107,14 @@ class PipelineModule(StageParameters):
             compiled = executor_for(self._state, first, structure).compiled
             stages = self._cut(compiled)
             ranks = [self._schedule.rank_of(i, self._axis.size) for i in range(len(stages))]
+            self._held = [stage.parameters for stage in stages]
             # Before FSDP2 is applied: what other ranks hold must not be gathered here.
             self._keep_own(stages, ranks)
             if self._fsdp is not None:
                 self._shard_over_data(compiled, self._fsdp)
             self._runners[id(compiled)] = compiled, self._runner(stages)
 
-    def step(self, *args: Any, **kwargs: Any) -> Tensor:
+    def step(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward and backward of a batch; return its loss on every rank.
 
         Gradients are added to existing ones; call the optimizer yourself. Along data axes,
@@ -110,7 +126,8 @@ class PipelineModule(StageParameters):
                 "tp".
 
         Returns:
-            The weighted mean of the microbatches' losses, a 0-dim tensor without a graph.
+            The weighted mean of the microbatches' losses, a 0-dim tensor without a graph. With
+            ``sp_compiler.pipeline(..., return_outputs=True)`` the model's outputs, as :meth:`eval`.
 
         Raises:
             ArgumentError: the number of microbatches does not divide the batch, or the model does
@@ -121,7 +138,8 @@ class PipelineModule(StageParameters):
         """
         if not torch.is_grad_enabled():
             raise UnsupportedError(
-                "step() computes gradients and was called under no_grad; use eval(...) for the loss"
+                "step() computes gradients and was called under no_grad; use eval(...) or "
+                "eval_loss(...)"
             )
         parameters = self._state.parameters
         # Summed over the holders already: summed once more it would count as often as there are
@@ -131,34 +149,58 @@ class PipelineModule(StageParameters):
         # Microbatches add up on each rank; one reduction follows them.
         deferred.enabled = True
         try:
-            loss = self._run(args, kwargs, train=True)
+            result = self._run(args, kwargs, train=True, loss_only=not self._return_outputs)
         finally:
             deferred.enabled = False
             deferred.pending.clear()  # what a step that failed left is part of no later one
         # Behind the step: torch's schedules run stages at different times, and holders must meet.
         self._ties.after(parameters, earlier)
-        return loss
+        return result
 
-    def eval(self, *args: Any, **kwargs: Any) -> Tensor:
+    def eval(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the model's outputs for a batch in evaluation mode, without gradients.
+
+        Args:
+            args, kwargs: as for :meth:`step`.
+
+        Returns:
+            What the model's forward returns. On every rank it has the loss, the weighted mean of
+            the microbatches' losses; other tensors only on ranks of the last stage, and ``None``
+            elsewhere. Those of the microbatches are joined along their first dim; scalars are
+            averaged like the loss.
+
+        Raises:
+            ArgumentError: no batch (this method does not switch the mode); and as for
+                :meth:`step`.
+            UnsupportedError: an output has no batch as its first dim, or needs parameters that the
+                loss does not; and as for :meth:`step`.
+        """
+        return self._evaluate(args, kwargs, loss_only=False)
+
+    def eval_loss(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the loss of a batch in evaluation mode, without gradients, on every rank.
+
+        Takes less memory than :meth:`eval`, which holds all logits of the batch.
 
         Args:
             args, kwargs: as for :meth:`step`.
 
         Raises:
-            ArgumentError: no batch (this method does not switch the mode); and as for
-                :meth:`step`.
+            ArgumentError, UnsupportedError: as for :meth:`step`.
         """
+        return self._evaluate(args, kwargs, loss_only=True)
+
+    def _evaluate(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, loss_only: bool) -> Any:
         if not args and not kwargs:
             raise ArgumentError(
-                "eval(...) takes a batch and returns its loss; a pipeline has no modes to switch: "
-                "step(...) trains, eval(...) evaluates"
+                "eval(...) takes a batch and returns the model's outputs; a pipeline has no modes "
+                "to switch: step(...) trains, eval(...) evaluates"
             )
         # By module, for a model may have frozen norms in evaluation mode.
         modes = [(module, module.training) for module in self.module.modules()]
         self.module.eval()
         try:
-            return self._run(args, kwargs, train=False)
+            return self._run(args, kwargs, train=False, loss_only=loss_only)
         finally:
             # Not train(): parts of the model may be in evaluation mode for good.
             for module, mode in modes:
@@ -187,10 +229,13 @@ class PipelineModule(StageParameters):
         names = input_names(self.module, args, kwargs)
         return [plain_input(leaf) for leaf in leaves], structure, names
 
-    def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, train: bool) -> Tensor:
+    def _run(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], *, train: bool, loss_only: bool
+    ) -> Any:
         leaves, structure, names = self._flat(args, kwargs)
         parts = microbatches_of(leaves, names, self._microbatches)
         state = self._state
+        state.loss_only = loss_only
         with self._stage_ranks.reporting():
             if self._trained != tuple(p.requires_grad for p in self.parameters()):
                 raise UnsupportedError(
@@ -208,14 +253,19 @@ class PipelineModule(StageParameters):
             seeds: list[Tensor | None] = [None] * self._microbatches
             seeds = [*self._stage_ranks.seeds(self._microbatches)] if draws else seeds
             weights = self._stage_ranks.weights(self._weigh, parts, structure)
-            feed = Feed(parts, seeds, weights, [])
+            feed = Feed(parts, seeds, weights)
             gathered = self._gathered
             with contextlib.nullcontext() if not gathered else gathered.gathered(reduce=train):
                 self._runners[id(compiled)][1].run(feed, train=train)
                 self._reduce_partial()
                 # FSDP's own collectives wait for ever: all parts of the data have to come first.
                 self._stage_ranks.meet_over_data("ends a step")
-            return self._stage_ranks.total(feed.losses)
+            # First, because what cannot be joined raises, here and on the ranks that wait.
+            outputs = joined_outputs(
+                compiled, state.group, feed.outputs, weights, rows_of(parts[0])
+            )
+            loss = self._stage_ranks.total(feed.losses)
+            return loss if loss_only else user_outputs(compiled, loss, outputs)
 
     def _reduce_partial(self) -> None:
         """Sum pending gradients over the tensor-parallel ranks, once per step."""
@@ -236,7 +286,8 @@ class PipelineModule(StageParameters):
         open_dims: bool,
     ) -> CompiledProgram:
         # Buffers that stages receive into have one size: none is left open.
-        compiled = self._build(model, args, kwargs, fixed, False)
+        build = self._build_loss if self._state.loss_only else self._build
+        compiled = build(model, args, kwargs, fixed, False)
         # A program that cannot be cut is refused while the model can still be given back.
         self._cut(compiled)
         return compiled
@@ -269,6 +320,7 @@ class PipelineModule(StageParameters):
                 "it was cut for: the parameters of every stage are fixed; pad inputs to one form"
             )
         stages = stages_of(compiled, loss, chain, self._ends)
+        self._require_held(stages)
         if rest is None or self._memory_bytes is None:
             return stages
         most_parts, rest_parts = (
@@ -284,6 +336,17 @@ class PipelineModule(StageParameters):
             replace(stage, rest=other.compiled, saving=chosen)
             for stage, other, chosen in zip(stages, rest_stages, saving, strict=True)
         ]
+
+    def _require_held(self, stages: Sequence[Stage]) -> None:
+        for stage, held in zip(
+            stages, self._held or [each.parameters for each in stages], strict=True
+        ):
+            if missing := sorted(stage.parameters - held):
+                raise UnsupportedError(
+                    f"an output of the model needs {missing[:3]}, which the loss does not need and "
+                    "no stage holds: use eval_loss(...), or sp_compiler.pipeline(..., "
+                    "return_outputs=True)"
+                )
 
     def _state_bytes(self, size: ParameterSize) -> float:
         data = self._state.group.data

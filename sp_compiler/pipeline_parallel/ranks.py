@@ -65,7 +65,9 @@ class StageRanks:
                 group.board.require_usable(group.timeout)
         # Without parameters, which differ between stages, and without attributes, some of
         # which FSDP sets on the modules that it manages.
-        key = call_key(self._state.modules.values(), (), leaves, structure)
+        key = call_key(
+            self._state.modules.values(), (), leaves, structure, loss_only=self._state.loss_only
+        )
         self._agreement.begin_call(key, leaves, lambda: names, compiled=True)
         if self._agreement.every_call:
             self._agreement.settle()  # before anything is sent

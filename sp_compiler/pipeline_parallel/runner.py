@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,12 +31,14 @@ class Feed:
         seeds: seeds of random numbers.
         weights: weights of the losses; they sum to 1 over all parts of the data.
         losses: weighted losses, in order of computation; on the last stage.
+        outputs: what the model returns beside its loss, by microbatch; on the last stage.
     """
 
     leaves: Sequence[Sequence[Any]]
     seeds: Sequence[Tensor | None]
     weights: Sequence[Tensor | float]
-    losses: list[Tensor]
+    losses: list[Tensor] = field(default_factory=list)
+    outputs: dict[int, list[Any]] = field(default_factory=dict)
 
 
 class StageModule(nn.Module):
@@ -71,7 +73,9 @@ class StageModule(nn.Module):
             for name, value in run.mutated_buffers.items():
                 state.buffers[name].copy_(value)
         if self._stage.sent:
-            return tuple(run.outputs)
+            # What a later stage only returns is not sent as something that has a gradient.
+            likes = zip(run.outputs, self._stage.returned_like, strict=True)
+            return tuple(value if like.requires_grad else value.detach() for value, like in likes)
         # Weighed in here: to torch all microbatches weigh the same.
         weight = self.feed.weights[number]
         loss = run.outputs[0]
@@ -83,6 +87,7 @@ class StageModule(nn.Module):
             loss = loss * weight
         # Summed up behind the step: to read a number now would wait for the device.
         self.feed.losses.append(loss.detach())
+        self.feed.outputs[number] = [value.detach() for value in run.outputs[1:]]
         return loss
 
 

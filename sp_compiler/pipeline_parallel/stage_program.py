@@ -31,7 +31,8 @@ class Stage:
     """One stage.
 
     Attributes:
-        compiled: its calls; received values are numbered after the user's inputs.
+        compiled: its calls; received values are numbered after the user's inputs. It returns the
+            values of ``sent``; on the last stage the loss, then :func:`returned_refs`.
         num_inputs: number of the user's inputs before them.
         received: received values, as refs of the full program.
         sent: values received by the next stage.
@@ -80,6 +81,13 @@ def loss_of(program: Program) -> Ref:
     )
 
 
+def returned_refs(program: Program) -> list[Ref]:
+    """Return the sources of the model's outputs other than its loss, each once."""
+    leaves = program.outputs[: program.out_spec.num_leaves]
+    refs = dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, Ref))
+    return [ref for ref in refs if ref != loss_of(program)]
+
+
 def chain_of(program: Program, loss: Ref) -> list[int]:
     """Return the numbers of the calls that are divided into stages: those that the loss needs."""
     needed = _needed(program, {loss.index})
@@ -107,16 +115,19 @@ def stages_of(
     starts = [0, *ends[:-1]]
     parts = [list(chain[start:end]) for start, end in zip(starts, ends, strict=True)]
     stage_of = {index: stage for stage, part in enumerate(parts) for index in part}
-    # What nothing but a buffer needs stands behind the loss in the program (the running mean of a
-    # batch norm), and belongs to the stage that has what it reads.
-    writers = _needed(program, {ref.index for ref in program.mutated_buffers.values()})
-    for index in sorted(writers - set(chain)):
+    # Without what the loss does not need: to the rest no gradient flows.
+    flowing = crossing(program, [loss], stage_of, len(parts))
+    # What the loss does not need (the running mean of a batch norm, a second head) belongs to the
+    # stage that has what it reads.
+    returned = [loss, *returned_refs(program)]
+    others = [ref for ref in (*program.mutated_buffers.values(), *returned) if ref.kind == "call"]
+    for index in sorted(_needed(program, {ref.index for ref in others}) - set(chain)):
         call = program.calls[index]
         if not is_table(program, call):
             read = [ref.index for ref in call.args if ref.kind == "call"]
             stage_of[index] = max((stage_of[i] for i in read if i in stage_of), default=0)
             parts[stage_of[index]].append(index)
-    received = crossing(program, loss, stage_of, len(parts))
+    received = crossing(program, returned, stage_of, len(parts))
     # A counter that is a table is made on several stages, and written by the first.
     written = [
         {
@@ -126,36 +137,40 @@ def stages_of(
         }
         for i in range(len(parts))
     ]
-    parts = [
-        [*_tables(program, part, written[stage].values()), *part]
-        for stage, part in enumerate(parts)
-    ]
+    kept = [list(each.values()) for each in written]
+    kept[-1] += returned
+    parts = [[*_tables(program, part, kept[stage]), *part] for stage, part in enumerate(parts)]
     _refuse_shared_buffers(program, parts, written)
+    messages = [
+        {ref: sent_like(compiled, ref, flows=ref in flowing[stage]) for ref in refs}
+        for stage, refs in enumerate(received)
+    ]
     return [
-        _stage(compiled, part, received[stage], received[stage + 1], loss, written[stage])
+        _stage(compiled, part, messages[stage], messages[stage + 1], returned, written[stage])
         for stage, part in enumerate(parts)
     ]
 
 
-def _tables(program: Program, part: Sequence[int], written: Iterable[Ref]) -> list[int]:
-    """Return the numbers of the tables that a stage reads, or writes into a buffer."""
-    refs = [*written, *(ref for index in part for ref in program.calls[index].args)]
+def _tables(program: Program, part: Sequence[int], kept: Iterable[Ref]) -> list[int]:
+    """Return the numbers of the tables that a stage reads, returns or writes into a buffer."""
+    refs = [*kept, *(ref for index in part for ref in program.calls[index].args)]
     read = {ref.index for ref in refs if ref.kind == "call"}
     return [i for i in sorted(read) if is_table(program, program.calls[i])]
 
 
 def crossing(
-    program: Program, loss: Ref, stage_of: dict[int, int], num_stages: int
+    program: Program, returned: Sequence[Ref], stage_of: dict[int, int], num_stages: int
 ) -> list[list[Ref]]:
     """Return the values that each stage receives, plus an empty entry for those that the last one
     sends.
 
     Args:
+        returned: values that the last stage returns.
         stage_of: stage by number of each divided call; tables are in none.
     """
     received: list[set[Ref]] = [set() for _ in range(num_stages + 1)]
     uses = [(ref, stage_of[i]) for i in stage_of for ref in program.calls[i].args]
-    for ref, user in [*uses, (loss, num_stages - 1)]:
+    for ref, user in [*uses, *((ref, num_stages - 1) for ref in returned)]:
         if ref.kind == "call" and ref.index in stage_of:
             # Through every stage between: schedules send to neighbours only.
             for stage in range(stage_of[ref.index] + 1, user + 1):
@@ -167,9 +182,9 @@ def crossing(
 def _stage(
     compiled: CompiledProgram,
     part: Sequence[int],
-    received: Sequence[Ref],
-    sent: Sequence[Ref],
-    loss: Ref,
+    received: Mapping[Ref, Tensor],
+    sent: Mapping[Ref, Tensor],
+    returned: Sequence[Ref],
     written: Mapping[str, Ref],
 ) -> Stage:
     program = compiled.program
@@ -190,29 +205,31 @@ def _stage(
         replace(program.calls[index], args=tuple(map(moved, program.calls[index].args)))
         for index in part
     ]
-    outputs = [moved(ref) for ref in (sent or [loss])]
+    results = list(sent or returned)
+    outputs = [moved(ref) for ref in results]
     buffers = {name: moved(ref) for name, ref in written.items()}
     cut = replace(program, calls=calls, outputs=outputs, mutated_buffers=buffers)
-    args = [ref for call in calls for ref in call.args]
+    args = [*outputs, *(ref for call in calls for ref in call.args)]
     return Stage(
         replace(compiled, program=cut),
         num_inputs,
         tuple(received),
         tuple(sent),
-        tuple(sent_like(compiled, ref) for ref in received),
-        tuple(sent_like(compiled, ref) for ref in sent or [loss]),
+        tuple(received.values()),
+        tuple(sent.values()) or (sent_like(compiled, returned[0]),),
         frozenset(compiled.param_name(ref.name) for ref in args if ref.kind == "param"),
         frozenset(ref.name for ref in args if ref.kind == "buffer") | frozenset(written),
     )
 
 
-def sent_like(compiled: CompiledProgram, ref: Ref) -> Tensor:
-    """Return a meta tensor like one rank's part of ``ref``."""
+def sent_like(compiled: CompiledProgram, ref: Ref, *, flows: bool = True) -> Tensor:
+    """Return a meta tensor like one rank's part of ``ref``, whose gradient is needed if it
+    ``flows``."""
     region = compiled.program.calls[ref.index].region
     value = region.outputs[ref.output].meta["val"]
     # On meta: torch's stages make their buffers from shapes and dtypes.
     like = torch.empty(tuple(map(int, value.shape)), dtype=value.dtype, device="meta")
-    return like.requires_grad_(compiled.differentiable[region.name][ref.output])
+    return like.requires_grad_(flows and compiled.differentiable[region.name][ref.output])
 
 
 def _refuse_shared_buffers(

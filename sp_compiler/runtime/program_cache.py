@@ -84,6 +84,7 @@ class CallKey:
         structure: pytree structure of the arguments.
         attributes: (module path, name) and value of attributes that the user set on the model's
             modules.
+        loss_only: whether the program returns nothing but the loss, as a step of a pipeline does.
         decisions: numbers that the forward reads from its inputs and buffers, with their lines.
 
     Grad mode is not part of it: a program is compiled with its backward, which is not recorded
@@ -96,6 +97,7 @@ class CallKey:
     leaves: tuple[Any, ...]
     structure: Any
     attributes: tuple[tuple[tuple[str, str], Constant], ...] = ()
+    loss_only: bool = False
     decisions: tuple[str, ...] = ()
 
     def __hash__(self) -> int:
@@ -131,6 +133,7 @@ class CallKey:
             self.leaves,
             str(self.structure),
             self.attributes,
+            self.loss_only,
             self.decisions,
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()
@@ -143,6 +146,7 @@ class CallKey:
             "modules in training mode": _indices(self.training),
             "dtype and requires_grad of parameters": str(list(self.parameters)),
             "attributes": str(dict(self.attributes)),
+            "returns the loss only": str(self.loss_only),
             "decisions": str(list(self.decisions)),
         }
 
@@ -160,6 +164,8 @@ def call_key(
     structure: Any,
     attributes: Mapping[tuple[str, str], Constant] | None = None,
     dtypes: Mapping[int, torch.dtype] | None = None,
+    *,
+    loss_only: bool = False,
 ) -> CallKey:
     """Return the key of a call with these flattened inputs, in the current mode.
 
@@ -178,6 +184,7 @@ def call_key(
         tuple([_leaf(leaf) for leaf in leaves]),
         structure,
         tuple((attributes or {}).items()),
+        loss_only,
     )
 
 

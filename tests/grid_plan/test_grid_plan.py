@@ -158,7 +158,8 @@ def test_no_plan_is_below_the_bounds_by_which_a_search_skips_it(schedule: str, p
     whole = replace(whole, calls=tuple(calls), parameters=dict(chain.parameters))
     options = GridOptions(grid, 16, schedule if pp > 1 else "1f1b")
     planned = grid_plan(whole, chain, options)
-    setting = _Setting(whole, chain, SCHEDULES[schedule].delays_weights)
+    asked = CompileOptions(split_backward=SCHEDULES[schedule].delays_weights)
+    setting = _Setting(whole, chain, asked)
     assert setting.least_us(options) <= planned.step_us * (1 + 1e-9)
     assert setting.least_bytes(options) <= planned.total_bytes
 

@@ -23,10 +23,12 @@ _ARGUMENTS: dict[str, Any] = {"gpus": 8, "microbatches": 8, "gpus_per_node": 2}
 def _every_plan(model: Any, inputs: Any) -> dict[GridSizes, list[GridPlan]]:
     """Plans of 8 devices with two policies, by grid."""
     settings = [
-        CompileOptions(tp=tp, recompute=recompute, tables_apart=True, split_backward=split)
+        CompileOptions(
+            tp=tp, recompute=recompute, tables_apart=True, loss_only=staged, split_backward=split
+        )
         for tp in (1, 2)
+        for staged, split in ((False, False), (True, False), (True, True))
         for recompute in ("none", "full")
-        for split in (False, True)
     ]
     plans: dict[GridSizes, list[GridPlan]] = {}
     for setting, compiled in zip(
@@ -35,7 +37,7 @@ def _every_plan(model: Any, inputs: Any) -> dict[GridSizes, list[GridPlan]]:
         schedules = (("1f1b", None), ("interleaved", 2))
         if setting.split_backward:
             schedules = (("zero_bubble", None),)
-        for pp in (1, 2, 4):
+        for pp in (2, 4) if setting.loss_only else (1,):
             tp = compiled.plan.tp
             uncut = Chain.uncut(compiled.plan)
             chain = Chain.of(compiled, compiled.plan) if pp > 1 else uncut

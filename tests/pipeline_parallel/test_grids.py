@@ -106,7 +106,7 @@ def _calls() -> None:
             loss = pipeline.step(**own)
         dist.all_reduce(loss)
         torch.testing.assert_close(loss / 4, expected.double(), rtol=1e-9, atol=1e-9)
-        evaluated = pipeline.eval(**own)
+        evaluated = pipeline.eval_loss(**own)
         dist.all_reduce(evaluated)
         torch.testing.assert_close(evaluated, loss)
     # A block and the rest, whatever the number of microbatches; and both ends of the step, to which

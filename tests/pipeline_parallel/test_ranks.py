@@ -140,9 +140,9 @@ def _two_stages() -> None:
 def _check_calls(pipeline: sp_compiler.PipelineModule) -> None:
     """Evaluation, accumulation, and calls that cannot be."""
     batch = _batch("gpt2")
-    first = pipeline.eval(**batch)
-    assert first == pipeline.eval(**batch)
-    with pytest.raises(ArgumentError, match="takes a batch and returns its loss"):
+    first = pipeline.eval_loss(**batch)
+    assert first == pipeline.eval_loss(**batch)
+    with pytest.raises(ArgumentError, match="takes a batch and returns the model's outputs"):
         pipeline.eval()
     with pytest.raises(ArgumentError, match="input_ids has a batch of 6"):
         pipeline.step(**{name: value[:6] for name, value in batch.items()})
@@ -239,13 +239,13 @@ def _saved(folder: str) -> None:
     with _LIFTED:
         pipeline, _, _ = _train("gpt2", 2, "1f1b", 1, (2, 1))
     dcp.save(pipeline.state_dict(), checkpoint_id=folder)
-    loss = pipeline.eval(**_batch("gpt2"))
+    loss = pipeline.eval(**_batch("gpt2")).loss
     for parameter in pipeline.parameters():
         parameter.data.zero_()
     state = pipeline.state_dict()
     dcp.load(state, checkpoint_id=folder)
     pipeline.load_state_dict(state)
-    assert pipeline.eval(**_batch("gpt2")) == loss
+    assert pipeline.eval_loss(**_batch("gpt2")) == loss
     with pytest.raises(ArgumentError, match="which a stage of this rank holds"):
         pipeline.load_state_dict({})
     # On one device the whole model comes out of the same files.

@@ -1,0 +1,52 @@
+"""Keep only the loss of a model that also returns other values.
+
+::
+
+    return (loss, logits, hidden)    ->    return (loss, None, None)
+
+A step of a pipeline returns its loss alone. Without this pass the last stage would keep the logits
+of each microbatch in flight as outputs, and could not compute the loss head in chunks.
+"""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from sp_compiler.base.pass_report import Pass, report_of
+from sp_compiler.ir.captured import Captured
+from sp_compiler.ir.fx import output_node
+from sp_compiler.ir.rewriting import erase_dead
+
+
+def loss_node(captured: Captured) -> Node | None:
+    """Return the loss: the first scalar output of the model that has a gradient; ``None`` without
+    one."""
+    for leaf in captured.outputs[: captured.out_spec.num_leaves]:
+        if isinstance(leaf, Node) and leaf.meta["val"].dim() == 0 and leaf.meta["requires_grad"]:
+            return leaf
+    return None
+
+
+def loss_only(captured: Captured) -> None:
+    """Replace the outputs of ``captured`` other than its loss by ``None``, in place.
+
+    What forward stores in attributes is dropped too; buffers are still written. A model without a
+    loss stays as it is.
+    """
+    loss = loss_node(captured)
+    if loss is None:
+        return
+    output = output_node(captured.module.graph)
+    returned = list(output.args[0])
+    kept = returned.index(loss)
+    others = [
+        position
+        for position, leaf in enumerate(captured.outputs)
+        if isinstance(leaf, Node) and position != kept
+    ]
+    for position in others:
+        returned[position] = None
+    output.args = (tuple(returned),)
+    report_of(Pass.LOSS_ONLY).rewrote(len(others), kind="output that no step returns")
+    erase_dead(captured.module.graph)
+    captured.drop_unused_placeholders()

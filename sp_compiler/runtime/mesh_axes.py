@@ -18,6 +18,7 @@ from sp_compiler.base.errors import ArgumentError, UnsupportedError
 
 AXIS = "tp"
 PIPELINE_AXIS = "pp"
+EXPERT_AXIS = "ep"
 REPLICATE_AXIS, SHARD_AXIS = DATA_AXES = ("dp_replicate", "dp_shard")
 AXES = (PIPELINE_AXIS, *DATA_AXES, AXIS)
 
@@ -150,6 +151,13 @@ def refuse_unknown_axes(mesh: DeviceMesh) -> None:
     unknown = [name for name in mesh.mesh_dim_names or () if name not in AXES]
     # One rank on an unknown axis does no harm: nothing is to be reduced over it.
     others = [name for name in unknown if mesh[name].size() > 1]
+    if EXPERT_AXIS in others:
+        raise UnsupportedError(
+            f"the mesh has the axis {_sizes_text(mesh, [EXPERT_AXIS])}: experts are not divided "
+            f'over ranks with different batches yet. The ranks of "{AXIS}" divide the width of '
+            f'each expert, and "{SHARD_AXIS}" shards the parameters of experts like all others: '
+            "add these ranks to one of the two"
+        )
     if others:
         # Gradients over an axis of unknown meaning would be reduced by nobody, silently.
         raise UnsupportedError(

@@ -50,6 +50,7 @@ def test_the_part_of_the_data(axes: dict[str, int], expected: tuple[int, int]) -
         ({"dp_shard": 8}, ArgumentError, r"one of them must be named \"tp\".*of size 1"),
         ({"dp_shard": 2, "dp_replicate": 2, "tp": 2}, ArgumentError, "must come before"),
         ({"dp": 4, "tp": 2}, UnsupportedError, r"\"dp\" of 4 ranks.*dp_shard.*fully_shard"),
+        ({"ep": 4, "tp": 2}, UnsupportedError, r"\"ep\" of 4 ranks: experts are not divided"),
         ({"pp": 4, "tp": 2}, UnsupportedError, r"4 ranks on its axis \"pp\".*mesh\['tp'\]"),
     ],
 )

@@ -24,7 +24,7 @@ import torch
 from benchmarks.models import PAPER_SETUPS, PlainGPT
 from benchmarks.performance import markdown_table
 from sp_compiler.base.units import time_text
-from sp_compiler.compiler import build_settings
+from sp_compiler.grid_plan.settings import build_settings
 from sp_compiler.grid_plan.stage_plan import STATE_BYTES
 from sp_compiler.options import CompileOptions
 from sp_compiler.planning.data import CallPlan

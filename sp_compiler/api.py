@@ -108,7 +108,6 @@ def compile(
     fsdp_options = checked_options(fsdp, group.data, group.world_size)
     if fsdp_options is not None:
         refuse_scalars(model)
-    # Checked before the model is taken over, like every other argument.
     example = None if example_inputs is None else checked_inputs(model, example_inputs)
     texts = {**checked.texts(), "initial_weights": initial_weights}
     # One check for all sizes: a fallback is warned of once.
@@ -198,9 +197,8 @@ def pipeline(  # noqa: PLR0913 - all by keyword, each described below
             for example the number of labelled tokens; ``None`` weights all microbatches equally.
             Weights are normalised over the data axes too, so that the mean of the losses of all
             parts is the loss of the full batch.
-        return_outputs: whether a step returns the model's outputs, as
-            :meth:`PipelineModule.eval` does, instead of its loss alone. Logits are then kept for
-            the whole batch, and the loss head is not computed in chunks.
+        return_outputs: whether a step returns the model's outputs, as :meth:`PipelineModule.eval`
+            does, and holds the logits of the batch, instead of its loss alone.
         initial_weights, rank_timeout: as for :func:`compile`.
         fsdp: options of PyTorch's FSDP2, which is applied over the data axes: ``mp_policy`` and
             ``shard_placement_fn``. The parameters of a stage are gathered at the start of a step
@@ -234,13 +232,10 @@ def pipeline(  # noqa: PLR0913 - all by keyword, each described below
     require_memory(checked.recompute_rest, memory)
     wishes_of(checked.hints, parameters_of(model))
     builder = _Builder(checked, FallbackCheck(checked, group.rank), verify=False)
-    texts = {
-        **checked.texts(), "initial_weights": initial_weights, "return_outputs": str(return_outputs)
-    }  # fmt: skip
+    texts = {**checked.texts(), "initial_weights": initial_weights}
     module = DistributedModule(
         model, group, builder, options=texts, initial_weights=initial_weights
     )
-    # In bytes from here on, so that one unit reaches the search for a cut.
     limit = None if memory is None else parse_bytes("memory", memory)
     result = PipelineModule(
         module, axis, plan, per_rank, microbatches, weigh, limit, fsdp_options,

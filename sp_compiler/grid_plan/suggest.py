@@ -16,11 +16,11 @@ from torch import nn
 
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.units import bytes_text, parse_bytes, time_text
-from sp_compiler.compiler import build_settings
 from sp_compiler.grid_plan.build import grid_plan
 from sp_compiler.grid_plan.chain import Chain
 from sp_compiler.grid_plan.data import GridPlan
 from sp_compiler.grid_plan.options import GPUS_PER_NODE, GridOptions
+from sp_compiler.grid_plan.settings import build_settings
 from sp_compiler.grid_plan.sizes import GridSizes
 from sp_compiler.grid_plan.stage_plan import (
     STATE_BYTES,
@@ -104,21 +104,7 @@ def suggest(  # noqa: PLR0913 - all by keyword, each described below
     runnable = [name for name in schedules if SCHEDULES[name].runs_on(backend)]
     if not runnable:
         SCHEDULES[schedules[0]].check_backend(backend)  # raises, with the reason
-    splits = {SCHEDULES[name].delays_weights for name in runnable}
-    # One stage returns what the model returns and needs no schedule: its backward is one function.
-    forms = [(False, False), *((True, split) for split in sorted(splits))]
-    settings = [
-        # As pipeline compiles it, so that what inputs alone determine is in no stage.
-        replace(
-            CompileOptions.of(tp, {**options, "recompute": recompute}),
-            tables_apart=True,
-            loss_only=loss_only,
-            split_backward=split_backward,
-        )
-        for tp in widths
-        for loss_only, split_backward in forms
-        for recompute in policies
-    ]
+    settings = _settings(widths, policies, runnable, options)
     # Raise before the model is captured.
     settings[0].refuse_device_memory("suggest")
     wishes_of(settings[0].hints, parameters_of(model))
@@ -137,6 +123,27 @@ def suggest(  # noqa: PLR0913 - all by keyword, each described below
             if compile_options.loss_only == (grid.pp > 1):
                 search.add(setting, grid, microbatches, checked)
     return search.run()
+
+
+def _settings(
+    widths: Sequence[int], policies: Sequence[str], schedules: Sequence[str], options: Options
+) -> list[CompileOptions]:
+    """Return every form of the model that a grid may need, those of equal ``tp`` in a row."""
+    splits = {SCHEDULES[name].delays_weights for name in schedules}
+    # One stage returns what the model returns and needs no schedule: its backward is one function.
+    forms = [(False, False), *((True, split) for split in sorted(splits))]
+    return [
+        # As pipeline compiles it, so that what inputs alone determine is in no stage.
+        replace(
+            CompileOptions.of(tp, {**options, "recompute": recompute}),
+            tables_apart=True,
+            loss_only=loss_only,
+            split_backward=split_backward,
+        )
+        for tp in widths
+        for loss_only, split_backward in forms
+        for recompute in policies
+    ]
 
 
 def _check(schedules: Sequence[str], options: Options) -> None:

@@ -9,10 +9,10 @@ import pytest
 
 from sp_compiler import ArgumentError, GridPlan, suggest
 from sp_compiler.command_line.models import load
-from sp_compiler.compiler import build_settings
 from sp_compiler.grid_plan.build import grid_plan
 from sp_compiler.grid_plan.chain import Chain
 from sp_compiler.grid_plan.options import GridOptions
+from sp_compiler.grid_plan.settings import build_settings
 from sp_compiler.grid_plan.sizes import GridSizes
 from sp_compiler.options import CompileOptions
 from tests.models import zoo

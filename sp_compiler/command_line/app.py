@@ -334,7 +334,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="JSON for a program to read.")] = False,
     traceback: Annotated[bool, typer.Option("--traceback", help="Python's own errors.")] = False,
 ) -> None:
-    with failures(traceback=traceback), progress("compiling a small model"):
+    with failures("doctor", traceback=traceback), progress("compiling a small model"):
         facts = examine()
     if as_json:
         typer.echo(json.dumps([vars(fact) for fact in facts], indent=2))

@@ -19,7 +19,7 @@ from torch import nn
 
 from sp_compiler.base.errors import ArgumentError, UnsupportedError
 from sp_compiler.base.units import bytes_text
-from sp_compiler.trace.arguments import ExampleInputs
+from sp_compiler.trace.arguments import ExampleInputs, checked_inputs
 
 BATCH, SEQUENCE = 1, 1024
 """Sizes of the example inputs, unless the model has fewer positions."""
@@ -97,6 +97,8 @@ def load(
             f"{source} returned a {type(model).__name__}: expected a torch.nn.Module, or a tuple "
             "of one and (args, kwargs)"
         )
+    if inputs is not None:
+        inputs = checked_inputs(model, inputs)
     # After the callable, which need not know of the option.
     model = model if to_dtype is None else model.to(to_dtype)
     # Models with learned positions end at their last one.

@@ -129,7 +129,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def run(**values: Any) -> None:
         request = Request(**{name: values.pop(name) for name in hints})
-        with failures(traceback=request.traceback):
+        with failures(function.__name__, traceback=request.traceback):
             function(request, **values)
 
     keyword = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
@@ -143,8 +143,8 @@ class Refused(Exception):
 
 
 @contextlib.contextmanager
-def failures(*, traceback: bool) -> Iterator[None]:
-    """Context that turns an error into one line, a hint and an exit code."""
+def failures(name: str, *, traceback: bool) -> Iterator[None]:
+    """Context that turns an error of a command into one line, a hint and an exit code."""
     errors = Console(file=sys.stderr, highlight=False, soft_wrap=True)
     # What compile warns of, a plan lists; and torch writes pages when it cannot capture a model.
     silence = contextlib.nullcontext() if traceback else _silence()
@@ -168,7 +168,7 @@ def failures(*, traceback: bool) -> Iterator[None]:
         shown = " ".join(line.strip() for line in lines[:num_shown])
         is_cut = len(lines) > 1 and not traceback
         errors.print(f"[bold red]error:[/] {escape(kind + shown)}")
-        errors.print(f"[bold]hint:[/] {escape(_hint(error, is_cut))}")
+        errors.print(f"[bold]hint:[/] {escape(_hint(name, error, is_cut))}")
         for note in getattr(error, "__notes__", ()):
             errors.print(f"[bold]note:[/] {escape(note)}")
         raise typer.Exit(USAGE if isinstance(error, ArgumentError) else BROKEN) from error
@@ -187,9 +187,9 @@ def _silence() -> Iterator[None]:
         yield
 
 
-def _hint(error: Exception, is_cut: bool) -> str:
+def _hint(name: str, error: Exception, is_cut: bool) -> str:
     if isinstance(error, ArgumentError):
-        return "sp-compiler COMMAND --help has the arguments and examples"
+        return f"sp-compiler {name} --help has the arguments and examples"
     # The commands build on the meta device, which the user did not ask for.
     if isinstance(error, CaptureError) and "on the meta device" in str(error):
         return "make these inputs with device='cpu'; --traceback shows the rest"

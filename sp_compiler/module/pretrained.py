@@ -321,21 +321,23 @@ def _fill(tensor: Tensor, part: Tensor, device: str) -> None:
 
 @torch.no_grad()
 def make_buffers(module: MirrorModule, device: str) -> None:
-    """Compute buffers that are in no checkpoint, with the model's own ``_init_weights`` if it has
-    one.
+    """Compute buffers that are in no checkpoint, with the ``_init_weights`` of the model, or of the
+    part of it that has one.
 
     Only modules without parameters are initialised (tables of rotary embeddings).
     """
-    initialise = getattr(module._sp_original, "_init_weights", None)
-    if initialise is None:
-        return
-    for mirror in module.modules():
+    initialisers: dict[str, Any] = {"": getattr(module._sp_original, "_init_weights", None)}
+    for path, mirror in module.named_modules():
+        own = getattr(getattr(mirror, "_sp_original", None), "_init_weights", None)
+        initialise = initialisers[path] = initialisers[path.rpartition(".")[0]] or own
         missing = {
             name: value
             for name, value in mirror._buffers.items()
             if value is not None and value.is_meta
         }
         if not missing or mirror._parameters or not isinstance(mirror, MirrorModule):
+            continue
+        if initialise is None:
             continue
         original = mirror._sp_original
         # The model's own code writes into its own module; the mirror takes the result.

@@ -27,6 +27,7 @@ from sp_compiler.trace.autograd_functions import FunctionCall
 from sp_compiler.trace.decisions import Reads, recorded_reads
 from sp_compiler.trace.environment import capture_error, export_context, warn_of_attributes
 from sp_compiler.trace.functionalize import functionalize
+from sp_compiler.trace.partly_meta import all_on_meta
 
 # What torch prints of a tensor without numbers.
 _TRACED = re.compile(r"\b(Fake|Functional)Tensor\(")
@@ -78,6 +79,7 @@ class ExportRun:
             CaptureError, UnsupportedError: see :func:`sp_compiler.trace.export.capture`.
         """
         with (
+            all_on_meta(self.model),
             export_context(self.model, use_cache=self.use_cache) as functions,
             watched_state(self.model) as changes,
             recorded_reads(self.model, self.leaves) as reads,

@@ -35,6 +35,10 @@ def without_inputs() -> nn.Module:
     return Mlp(nn.ReLU())
 
 
+def with_a_tensor() -> Any:
+    return nn.Linear(8, 8), torch.zeros(2, 8)
+
+
 def number() -> int:
     """No model."""
     return 3

@@ -135,6 +135,7 @@ def test_doctor_lists_what_is_needed_and_tries_a_model() -> None:
         (["plan", "nowhere:make"], "no module 'nowhere'"),
         (["plan", f"{_MODELS}:nothing"], "has no callable 'nothing'; it has"),
         (["plan", f"{_MODELS}:number"], "returned a int: expected a torch.nn.Module"),
+        (["plan", f"{_MODELS}:with_a_tensor"], "expected (args, kwargs)"),
         (["plan", f"{_MODELS}:without_inputs"], "Mlp.forward takes x and no input_ids"),
         (["plan", "missing.json"], "no file missing.json"),
         (["plan", "setup.py"], "setup.py is no JSON: a function in a Python file is given as"),
@@ -175,7 +176,7 @@ def test_what_is_typed_wrong(arguments: list[str], message: str) -> None:
     error, hint = result.stderr.strip().splitlines()
     assert error.startswith("error: ")
     assert message in error
-    assert hint.startswith("hint: ")
+    assert hint.startswith(f"hint: sp-compiler {arguments[0]} --help")
     assert "Traceback" not in result.output
 
 

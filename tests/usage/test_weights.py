@@ -157,6 +157,24 @@ def test_a_part_of_the_model_from_a_checkpoint(tmp_path: Path) -> None:
         module.load_pretrained(tmp_path / "0")
 
 
+def test_an_encoder_on_meta_inside_of_a_wrapper_with_weights_of_its_own(tmp_path: Path) -> None:
+    pretrained, model = zoo.build("bert", dtype=torch.float32), _Classifier()
+    zoo.randomise(pretrained, 3)
+    pretrained.save_pretrained(tmp_path)  # type: ignore[operator]
+    half = copy.deepcopy(model)
+    half.encoder.to("meta")
+    ids = zoo.inputs("bert")["input_ids"]
+    module: Any = sp_compiler.compile(half, tp=1, example_inputs=((ids,), {}))
+    with pytest.raises(ArgumentError, match=r"have no data \(encoder\."):
+        module(ids)
+    module.load_pretrained(tmp_path, prefix="encoder")
+    model.encoder.load_state_dict(pretrained.bert.state_dict())
+    for each in (module, model):
+        each(ids).backward()
+    torch.testing.assert_close(module(ids), model(ids))
+    assert_same_gradients(module, model)
+
+
 def test_checkpoints_that_do_not_fit(tmp_path: Path) -> None:
     module = compiled()
     with pytest.raises(ArgumentError, match=r"model\.safetensors"):

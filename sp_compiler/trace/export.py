@@ -103,7 +103,7 @@ def capture(
     """
     check_capturable(model)
     leaves, in_spec = flatten_inputs(args, kwargs)
-    leaves = _as_examples(leaves, model)
+    leaves = _as_examples(leaves, model, open_dims)
     example_args, example_kwargs = pytree.tree_unflatten(leaves, in_spec)
     # An argument overrides the config: export_context switches off the config's alone.
     use_cache = example_kwargs.get("use_cache") is True
@@ -195,7 +195,7 @@ def _add_sizes(captured: Captured, leaves: Sequence[Any]) -> None:
     captured.sizes = sizes if refs else None
 
 
-def _as_examples(leaves: list[Any], model: nn.Module) -> list[Any]:
+def _as_examples(leaves: list[Any], model: nn.Module, open_dims: bool) -> list[Any]:
     """Return leaves for export: fresh tensors, on the meta device if the model is there.
 
     They are never the caller's own tensors: export leaves marks on these, and reads the ``grad`` of
@@ -216,6 +216,8 @@ def _as_examples(leaves: list[Any], model: nn.Module) -> list[Any]:
             with torch.inference_mode(False):
                 example = leaf.detach() if is_new else leaf.detach().clone()
                 example = example.to("meta") if meta else example
+                # The stride of a slice, as ids[:, :-1], would be an open size that is of no dim.
+                example = example.contiguous() if open_dims and is_strided else example
                 leaf = example.requires_grad_(leaf.requires_grad)
         examples.append(leaf)
     return examples

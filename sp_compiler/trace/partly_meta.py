@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -19,7 +20,7 @@ def all_on_meta(model: nn.Module) -> Iterator[None]:
     if len(on_meta) < 2:
         yield
         return
-    tables = [
+    tables: list[dict[str, Any]] = [
         table for module in model.modules() for table in (module._parameters, module._buffers)
     ]
     before = [dict(table) for table in tables]

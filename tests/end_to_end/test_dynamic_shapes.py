@@ -241,6 +241,29 @@ class _MeanOfScores(nn.Module):
         return (q @ k.mT).softmax(-1).square().sum() / (batch * length * length)
 
 
+def test_inputs_that_are_slices() -> None:
+    """Their strides are sizes of nothing that the program knows."""
+
+    class Mlp(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+            return self.down(self.up(x).relu() * scale).flatten(0, 1)
+
+    def inputs(batch: int, seq: int) -> dict[str, Tensor]:
+        x = torch.randn(batch, 40, 8, dtype=torch.float64)
+        scale = torch.rand(16, 40, dtype=torch.float64, requires_grad=True)
+        return {"x": x[:, :seq], "scale": scale[:, 0]}
+
+    torch.manual_seed(0)
+    model = Mlp().double()
+    program = open_program(model, inputs(*EXAMPLE), tp=2)
+    for batch, seq in OTHERS[:2]:
+        assert_right(program, model, inputs(batch, seq))
+
+
 def test_a_mean_over_two_dims_of_one_size() -> None:
     torch.manual_seed(0)
     model = _MeanOfScores().double()

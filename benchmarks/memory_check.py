@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import argparse
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -33,6 +35,7 @@ from sp_compiler.base.units import bytes_text
 from sp_compiler.cost.step_memory import step_memory
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ops.communicator import Communicator
+from sp_compiler.ops.host_memory import HostTrip
 from sp_compiler.runtime.executor import Executor
 from tests.helpers import parity
 from tests.models import architectures, zoo
@@ -78,7 +81,7 @@ def measure(found: parity.Case, program: CompiledProgram) -> tuple[int, int]:
     inputs = [value for value in found.inputs if isinstance(value, Tensor)]
     constants = program.program.constants
     outside = [*params.values(), *found.buffers.values(), *constants.values(), *inputs]
-    with PeakRecorder() as recorder:
+    with PeakRecorder() as recorder, _only_device(recorder):
         run = Executor(program, Communicator(group, 0, world_size)).run(
             params, found.buffers, found.inputs, parity.SEED
         )
@@ -88,6 +91,20 @@ def measure(found: parity.Case, program: CompiledProgram) -> tuple[int, int]:
         parity.backward(outputs)
     grads = [value.grad for value in params.values() if value.grad is not None]
     return kept, recorder.peak_bytes(excluding=[*outside, *grads])
+
+
+@contextmanager
+def _only_device(recorder: PeakRecorder) -> Iterator[None]:
+    """Leave out copies in the memory of the host, which on a CPU is the device's."""
+    leave = HostTrip.leave
+
+    def watched(trip: HostTrip, saved: Sequence[Any]) -> list[Any]:
+        kept = leave(trip, saved)
+        recorder.leave_out(kept[position] for position in trip.positions)
+        return kept
+
+    with mock.patch.object(HostTrip, "leave", watched):
+        yield
 
 
 def rows(name: str, tp: int) -> Iterator[Row]:

@@ -58,13 +58,13 @@ from sp_compiler.passes.chunks.chunk import chunk
 from sp_compiler.passes.chunks.counts import OpenRowsError
 from sp_compiler.passes.half_batches import half_batches, halves_pay
 from sp_compiler.passes.loss_only import loss_only
-from sp_compiler.passes.memory.budget import candidates_of, tag_under_budget
+from sp_compiler.passes.memory.budget import candidates_of, tag_under_budget, with_offloads
 from sp_compiler.passes.memory.overlap_room import overlap_room_bytes
-from sp_compiler.passes.memory.partition import partition
+from sp_compiler.passes.memory.partition import SplitOptions, partition
 from sp_compiler.passes.memory.split_backward import split_backward
 from sp_compiler.passes.memory.split_options import split_options
 from sp_compiler.passes.memory.tag import POLICIES
-from sp_compiler.passes.memory.tag_program import tag_program
+from sp_compiler.passes.memory.tag_program import TaggedProgram, tag_program
 from sp_compiler.passes.normalize import normalize
 from sp_compiler.passes.outline import outline
 from sp_compiler.passes.overlap import overlap_collectives
@@ -268,6 +268,7 @@ class Compilation:
             recompute_rest=options.recompute_rest,
             memory_budget=options.memory_budget,
             device_memory=options.device_memory,
+            offload=options.offload,
             split_backward=options.split_backward,
         )
         while True:
@@ -311,13 +312,7 @@ class Compilation:
             chunked[name] = run.once(Pass.CHUNK, chunk, *to_chunk, region=name)
         # From here on per memory setting: a policy writes tags, the partitioner acts on them.
         splits = split_options(program, options)
-        # All regions in one run: a memory budget is for the entire step.
-        if options.budget_bytes is None:
-            tagged = run(Pass.TAG, tag_program, program, chunked, splits, options.recompute, tp)
-        else:
-            candidates = run.once(Pass.TAG, candidates_of, program, chunked, splits, tp)
-            within = options.budget_bytes, state_bytes
-            tagged = run(Pass.TAG, tag_under_budget, program, candidates, tp, *within)
+        tagged = self._tag(program, chunked, splits, options, state_bytes)
         # Under a budget a region may become several that save differently; ``origins`` has the
         # sharded region of each.
         partitioned: dict[str, Partitioned] = {}
@@ -344,6 +339,25 @@ class Compilation:
         # All regions at once: they are classes of one module, with one list of bound operators.
         loaded = run(Pass.CODEGEN, compile_regions, regions, options.backend)
         return self._compiled(sharded, tagged.program, regions, loaded)
+
+    def _tag(
+        self,
+        program: Program,
+        joints: Mapping[str, Sequence[JointGraph]],
+        splits: Mapping[str, SplitOptions],
+        options: CompileOptions,
+        state_bytes: int,
+    ) -> TaggedProgram:
+        """Tag all regions in one run: a memory budget is for the entire step."""
+        run, tp = self._run, options.tp
+        if options.budget_bytes is None:
+            return run(Pass.TAG, tag_program, program, joints, splits, options.recompute, tp)
+        candidates = run.once(Pass.TAG, candidates_of, program, joints, splits, tp)
+        if options.offload:
+            to_send = candidates, program, joints, splits, tp
+            candidates = run.once(Pass.TAG, with_offloads, *to_send)
+        within = options.budget_bytes, state_bytes
+        return run(Pass.TAG, tag_under_budget, program, candidates, tp, *within)
 
     def _compiled(
         self,

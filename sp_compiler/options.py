@@ -65,6 +65,10 @@ class Options(TypedDict, total=False):
             activations, in bytes or as "80GiB". With ``"auto"``, activations get what the rest
             leaves; otherwise a step that needs more raises an error. Leave room for what no plan
             counts: the device context, communication buffers, fragmentation.
+        offload: with ``"auto"``, whether saved tensors may also be copied to the host's memory
+            while the next layer runs, and fetched while its backward runs: as many as the link to
+            the host carries in that time. Of these tensors the device holds two layers' at most.
+            Not in pipelines.
         loss_chunks: number of chunks of rows in which logits are computed, turned into losses, and
             recomputed in backward, so that they never all exist at once; for models that do not
             return logits. ``"auto"``: chunks of at least 1024 rows, at most 16, if they lower the
@@ -120,6 +124,7 @@ class Options(TypedDict, total=False):
     recompute_rest: str | None
     memory_budget: int | str | None
     device_memory: int | str | None
+    offload: bool
     loss_chunks: int | Literal["auto"]
     attention_chunks: int | Literal["auto"]
     dropout: Dropout
@@ -181,6 +186,7 @@ class CompileOptions:
     recompute_rest: str | None = None
     memory_budget: int | str | None = None
     device_memory: int | str | None = None
+    offload: bool = False
     loss_chunks: int | Literal["auto"] = "auto"
     attention_chunks: int | Literal["auto"] = "auto"
     dropout: Dropout = "regenerate"
@@ -210,7 +216,7 @@ class CompileOptions:
         _check_choice("backend", self.backend, BACKENDS)
         _check_choice("outputs", self.outputs, get_args(Outputs))
         _check_choice("half_batches", self.half_batches, (True, False, "auto"))
-        for name in ("sequence_parallel", "overlap", "strict"):
+        for name in ("sequence_parallel", "offload", "overlap", "strict"):
             _check_choice(name, getattr(self, name), (True, False))
         # Before anything is compiled: a wrong option is the user's, a PassError later would be
         # ours.
@@ -227,6 +233,7 @@ class CompileOptions:
         object.__setattr__(self, "hardware", hardware_of(self.hardware))
         object.__setattr__(self, "passes", _checked_passes(self.passes))
         self._check_memory()
+        self._check_offload()
         if self.tables_apart and self.half_batches:
             raise ArgumentError(
                 f"half_batches={self.half_batches!r}: pipelines, and what suggest() compares, run "
@@ -251,6 +258,18 @@ class CompileOptions:
         for name in ("memory_budget", "device_memory"):
             if getattr(self, name) is not None:
                 parse_bytes(name, getattr(self, name))
+
+    def _check_offload(self) -> None:
+        if self.offload and self.recompute != "auto":
+            raise ArgumentError(
+                f"offload=True with recompute={self.recompute!r}: a budget decides what goes to "
+                'the host; take recompute="auto" with a memory_budget such as "12GiB"'
+            )
+        if self.offload and (self.tables_apart or self.split_backward):
+            raise ArgumentError(
+                "offload=True: pipelines, and what suggest() compares, keep the activations of "
+                "their microbatches on the device; leave it out"
+            )
 
     @classmethod
     def of(cls, tp: int, options: Options, *, in_stages: bool = False) -> CompileOptions:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from benchmarks import gpu
+from tests.helpers import host_memory
 
 pytestmark = [
     pytest.mark.slow,
@@ -21,6 +22,14 @@ def test_plans_of_memory_hold() -> None:
         assert row.peak_allocated is not None
         # Workspaces of libraries come on top, and none of the operators' own is missing.
         assert row.peak_allocated >= row.peak_with_gradients, row
+
+
+def test_tensors_on_the_host_change_no_bit() -> None:
+    """Copies on a stream of their own, there and back, against a step that keeps everything."""
+    kept, offloaded = (host_memory.step("cuda", offload) for offload in (False, True))
+    assert kept.keys() == offloaded.keys()
+    for name, grad in kept.items():
+        assert torch.equal(grad, offloaded[name]), name
 
 
 def test_numbers_are_those_of_the_cpu() -> None:

@@ -14,6 +14,7 @@ larger peaks in backward come first, because fewer bytes are saved by earlier ca
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -24,7 +25,7 @@ from sp_compiler.base.units import UNITS, bytes_text
 from sp_compiler.cost.budget_problem import budget_problem
 from sp_compiler.ir.program import Call, Program, Ref, Region
 from sp_compiler.ir.rewriting import copy_graph
-from sp_compiler.passes.memory.candidates import Candidate, candidates
+from sp_compiler.passes.memory.candidates import Candidate, candidates, offloads
 from sp_compiler.passes.memory.partition import SplitOptions
 from sp_compiler.passes.memory.tag import write_tags
 from sp_compiler.passes.memory.tag_program import TaggedProgram
@@ -57,21 +58,72 @@ def candidates_of(
         options: what is wanted of each region, by name.
         world_size: number of tensor-parallel ranks.
     """
-    # What the model returns lives through backward anyway: to save it is free.
-    returned: dict[str, set[int]] = {name: set() for name in joints}
-    for ref in program.outputs:
-        if isinstance(ref, Ref) and ref.kind == "call":
-            returned[program.calls[ref.index].region.name].add(ref.output)
+    free = _free_outputs(program)
     return {
         name: [
             way
             for joint in chunked
-            for way in candidates(
-                joint, world_size, options=options[name], free=frozenset(returned[name])
-            )
+            for way in candidates(joint, world_size, options=options[name], free=free[name])
         ]
         for name, chunked in joints.items()
     }
+
+
+def with_offloads(
+    ways: Candidates,
+    program: Program,
+    joints: Mapping[str, Sequence[JointGraph]],
+    options: Mapping[str, SplitOptions],
+    world_size: int,
+) -> Candidates:
+    """Return ``ways`` of :func:`candidates_of`, and behind them others that send saved tensors to
+    the host."""
+    free = _free_outputs(program)
+    # Behind the last call nothing runs while something could go to the host.
+    before_last = {call.region.name for call in program.calls[:-1]}
+    return {
+        name: [
+            *ways[name],
+            *(
+                way
+                for joint in (chunked if name in before_last else ())
+                for way in offloads(
+                    joint,
+                    world_size,
+                    options=options[name],
+                    free=free[name],
+                    own_inputs=_own_inputs(program, name),
+                    num_calls=sum(call.region.name == name for call in program.calls),
+                )
+            ),
+        ]
+        for name, chunked in joints.items()
+    }
+
+
+def _free_outputs(program: Program) -> dict[str, frozenset[int]]:
+    """Return the outputs of each region that are free to save.
+
+    What the model returns lives through backward anyway.
+    """
+    free: dict[str, set[int]] = {region.name: set() for region in program.regions}
+    for ref in program.outputs:
+        if isinstance(ref, Ref) and ref.kind == "call":
+            free[program.calls[ref.index].region.name].add(ref.output)
+    return {name: frozenset(outputs) for name, outputs in free.items()}
+
+
+def _own_inputs(program: Program, name: str) -> frozenset[int]:
+    """Return the inputs of the region ``name`` that in each of its calls only that call reads."""
+    reads = Counter(ref for call in program.calls for ref in call.args if ref.kind == "call")
+    returned = (*program.outputs, *program.mutated_buffers.values())
+    reads.update(ref for ref in returned if isinstance(ref, Ref))
+    own = [
+        {index for index, ref in enumerate(call.args) if ref.kind == "call" and reads[ref] == 1}
+        for call in program.calls
+        if call.region.name == name
+    ]
+    return frozenset(set.intersection(*own))
 
 
 def tag_under_budget(

@@ -1,19 +1,22 @@
 """Candidate splits of one region: from the one that saves least to the fastest.
 
 They do not depend on a budget. They are the choices of :mod:`sp_compiler.solve.recompute_frontier`
-and of the named policies, each partitioned and measured.
+and of the named policies, each partitioned and measured. :func:`offloads` are more choices, which
+send values to the host: as many as the link carries while an equal block runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 from torch.fx import Node
 
 from sp_compiler.base.units import time_text
 from sp_compiler.cost.hardware import H100, Hardware
+from sp_compiler.cost.host_transfers import beside_us, transfers_us
 from sp_compiler.cost.memory import backward_peak_bytes, function_peak_bytes
 from sp_compiler.cost.node_cost import (
     collectives_us,
@@ -28,7 +31,7 @@ from sp_compiler.ir.op_traits import base, has_inner_communication
 from sp_compiler.passes.memory.partition import SplitOptions, split
 from sp_compiler.passes.memory.recompute_policy import Tag
 from sp_compiler.passes.memory.tag import POLICIES, tag_recompute, tags_of, write_tags
-from sp_compiler.solve.recompute_frontier import ForwardValue, frontier
+from sp_compiler.solve.recompute_frontier import Choice, ForwardValue, frontier
 from sp_compiler.trace.joint import JointGraph
 
 
@@ -40,7 +43,8 @@ class Candidate:
         joint: the graph that is split.
         tags: tag of every forward node.
         partitioned: forward and backward by these tags.
-        time_us: estimated time of its forward and backward.
+        time_us: estimated time of its forward and backward, with what copies to the host and back
+            add between equal blocks.
         forward_peak_bytes: peak of the forward, without its arguments.
         backward_peak_bytes: peak of the backward, without its arguments.
     """
@@ -67,18 +71,64 @@ def candidates(
         options: what the program wants of each of them.
         free: outputs of the region that live until backward anyway because the model returns them.
     """
-    distinct: dict[tuple[str, ...], Candidate] = {}
-    for tags in (
-        # The frontier first: where a policy saves the same, the reasons in time are the better
-        # ones.
-        *_solved(joint, world_size, free, options.hardware),
-        *(_policy_tags(joint, policy) for policy in POLICIES),
-    ):
+    nodes, values = problem(joint, world_size, free, options.hardware)
+    # The frontier first: where a policy saves the same, the reasons in time are the better ones.
+    solved = [_tags(nodes, values, choice) for choice in frontier(values)]
+    named = [_policy_tags(joint, policy) for policy in POLICIES]
+    return _distinct(joint, [*solved, *named], world_size, options)
+
+
+def offloads(
+    joint: JointGraph,
+    world_size: int,
+    *,
+    options: SplitOptions,
+    free: frozenset[int],
+    own_inputs: frozenset[int],
+    num_calls: int,
+) -> list[Candidate]:
+    """Return candidates that send something to the host, as :func:`candidates` does.
+
+    Args:
+        own_inputs: inputs that die with each call of the region, which may be sent to the host.
+        num_calls: calls of the region: of what they all send, the device holds two calls' at once.
+    """
+    nodes, values = problem(joint, world_size, free, options.hardware)
+    sendable = _sendable(joint, nodes, values, free, own_inputs, num_calls, options.hardware)
+    choices = frontier(sendable, host_us=_forward_us(nodes, values))
+    tags = [_tags(nodes, values, choice) for choice in choices if choice.sent]
+    return _undominated(_distinct(joint, tags, world_size, options))
+
+
+def _undominated(ways: Sequence[Candidate]) -> list[Candidate]:
+    """Return the candidates than which no other is as good in every respect."""
+    costs = [
+        (
+            *(way.time_us, way.partitioned.kept_bytes, way.partitioned.sent_bytes),
+            *(way.forward_peak_bytes, way.backward_peak_bytes),
+        )
+        for way in ways
+    ]
+
+    def beats(other: int, index: int) -> bool:
+        pairs = list(zip(costs[other], costs[index], strict=True))
+        # Of equal ones the first stays.
+        return all(a <= b for a, b in pairs) and (costs[other] != costs[index] or other < index)
+
+    count = range(len(ways))
+    return [way for i, way in enumerate(ways) if not any(beats(j, i) for j in count if j != i)]
+
+
+def _distinct(
+    joint: JointGraph, choices: Sequence[dict[Node, Tag]], world_size: int, options: SplitOptions
+) -> list[Candidate]:
+    distinct: dict[tuple[tuple[str, bool], ...], Candidate] = {}
+    for tags in choices:
         # Cut and measured, not estimated: views, shared storages and the schedule change what tags
         # promise.
         write_tags(joint, tags)
         way = measured(joint, tags, world_size, options)
-        names = tuple(sorted(tensor.name for tensor in way.partitioned.saved))
+        names = tuple(sorted((tensor.name, tensor.on_host) for tensor in way.partitioned.saved))
         # What one saves decides the rest: of equal ones the first has the better reasons.
         distinct.setdefault(names, way)
     return sorted(distinct.values(), key=lambda each: (each.partitioned.kept_bytes, each.time_us))
@@ -95,30 +145,67 @@ def measured(
     """Return the candidate for ``joint`` with its current ``tags``."""
     parts = split(joint, options)
     graph, hardware = parts.step_backward, options.hardware
-    time_us, peak_bytes = elapsed_us(parts.forward, world_size, hardware), 0
+    forward_us, backward_us, peak_bytes = elapsed_us(parts.forward, world_size, hardware), 0.0, 0
     if graph is not None:
-        time_us += elapsed_us(graph, world_size, hardware)
+        backward_us = elapsed_us(graph, world_size, hardware)
         peak_bytes = backward_peak_bytes(graph, options.own_parameters)
+    time_us = forward_us + backward_us + beside_us(parts.sent_bytes, hardware)
+    # Each way takes place while the equal call after, or before, runs.
+    link_us = transfers_us(parts, hardware)
+    time_us += max(0.0, link_us - forward_us) + max(0.0, link_us - backward_us)
     return Candidate(joint, tags, parts, time_us, function_peak_bytes(parts.forward), peak_bytes)
 
 
-def _solved(
-    joint: JointGraph, world_size: int, free: frozenset[int], hardware: Hardware
-) -> list[dict[Node, Tag]]:
-    nodes, values = problem(joint, world_size, free, hardware)
-    tags = []
-    for choice in frontier(values):
-        kept = {nodes[index] for index in choice.kept}
-        chosen: dict[Node, Tag] = {}
-        for node, value in zip(nodes, values, strict=True):
-            # To rerun an operator that communicates inside would repeat its collectives.
-            if node in kept or has_inner_communication(node):
-                price = time_text(value.time_us)
-                chosen[node] = ("save", f"worth its memory: {price} to recompute")
-            else:
-                chosen[node] = ("recompute", "cheaper than its memory")
-        tags.append({node: tag for node, tag in chosen.items() if node.op == "call_function"})
-    return tags
+def _tags(nodes: Sequence[Node], values: Sequence[ForwardValue], choice: Choice) -> dict[Node, Tag]:
+    chosen: dict[Node, Tag] = {}
+    for index, (node, value) in enumerate(zip(nodes, values, strict=True)):
+        price = time_text(value.time_us)
+        if index in choice.sent:
+            chosen[node] = ("offload", "copied to the host while the next layer runs")
+        elif node.op != "call_function":
+            continue
+        # To rerun an operator that communicates inside would repeat its collectives.
+        elif index in choice.kept or has_inner_communication(node):
+            chosen[node] = ("save", f"worth its memory: {price} to recompute")
+        else:
+            chosen[node] = ("recompute", "cheaper than its memory")
+    return chosen
+
+
+def _forward_us(nodes: Sequence[Node], values: Sequence[ForwardValue]) -> float:
+    """Time of a forward in which nothing overlaps."""
+    pairs = zip(nodes, values, strict=True)
+    return sum(value.time_us for node, value in pairs if node.op == "call_function")
+
+
+def _sendable(
+    joint: JointGraph,
+    nodes: Sequence[Node],
+    values: Sequence[ForwardValue],
+    free: frozenset[int],
+    own_inputs: frozenset[int],
+    num_calls: int,
+    hardware: Hardware,
+) -> list[ForwardValue]:
+    """Return ``values`` with those marked that can be sent to the host."""
+    inputs = {joint.inputs[index] for index in own_inputs}
+    returned = {base(joint.outputs[index]) for index in free}
+    return [
+        replace(
+            value,
+            can_send=True,
+            sent_bytes=math.ceil(2 * value.num_bytes / num_calls),
+            send_us=hardware.host.transfer_us(value.num_bytes),
+            beside_us=beside_us(value.num_bytes, hardware),
+        )
+        # Also of the inputs: what the model returns is on the device until backward anyway.
+        if value.can_keep
+        and value.num_bytes
+        and node not in returned
+        and (node.op == "call_function" or node in inputs)
+        else value
+        for node, value in zip(nodes, values, strict=True)
+    ]
 
 
 def _forward_values(joint: JointGraph) -> list[Node]:

@@ -98,9 +98,9 @@ def _saved_nodes(joint: JointGraph, grads: Sequence[Node], backward: set[Node]) 
     for node in joint.graph.nodes:
         if node.op != "call_function" or node in backward:
             continue
-        if node.meta.get("recompute") not in ("save", "recompute"):
+        if node.meta.get("recompute") not in ("save", "offload", "recompute"):
             raise PassError(Pass.PARTITION, 'a forward node needs meta["recompute"]', node)
-        if node.meta["recompute"] == "save":
+        if node.meta["recompute"] != "recompute":
             # The base of a view: what is saved is the storage, and the view is made again.
             ends.add(base(node))
     # Only what backward reaches: a tag says what may be saved, not what is needed.
@@ -177,4 +177,5 @@ def _record(node: Node, kind: str) -> SavedTensor:
         line=source_line(node),
         op="" if node.op == "placeholder" else source.target.__name__.partition(".")[0],
         reason=node.meta.get("recompute_reason", "input of the region"),
+        on_host=node.meta.get("recompute") == "offload",
     )

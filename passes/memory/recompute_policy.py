@@ -10,8 +10,8 @@ from torch.fx import Node
 
 from sp_compiler.passes.memory.forward_facts import ForwardFacts
 
-Tag = tuple[Literal["save", "recompute"], str]
-"""Fate of a node, and why in a few words."""
+Tag = tuple[Literal["save", "offload", "recompute"], str]
+"""Fate of a node, and why in a few words; policies do not offload."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 ``meta["recompute"]`` is ``"save"`` (saved if backward needs it) or ``"recompute"`` (recomputed from
 what is saved); ``meta["recompute_reason"]`` is the reason in a few words. The partitioner acts on
-the tags.
+the tags. Under a budget, ``"offload"`` saves a value in the host's memory, and inputs of the region
+may have this tag too.
 
 Under every policy, views, gathered values, constants, casts of parameters and identity conversions
 are recomputed, and results of operators that communicate internally are saved. The rest is decided
@@ -63,6 +64,7 @@ def tag_recompute(joint: JointGraph, policy: str) -> None:
     backward = joint.backward_nodes()
     for node in joint.graph.nodes:
         if node.op != "call_function" or node in backward:
+            node.meta.pop("recompute", None)  # of another setting
             continue
         if is_part(node):  # of several results; it goes where its operator goes
             source = node.args[0].meta
@@ -97,7 +99,9 @@ def tags_of(joint: JointGraph) -> dict[Node, Tag]:
 
 
 def write_tags(joint: JointGraph, tags: Mapping[Node, Tag]) -> None:
-    """Put ``tags`` on the nodes of ``joint``."""
+    """Put ``tags`` on the nodes of ``joint``, and remove all others."""
+    for node in joint.graph.nodes:
+        node.meta.pop("recompute", None)
     for node, tag in tags.items():
         node.meta["recompute"], node.meta["recompute_reason"] = tag
 

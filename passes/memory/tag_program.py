@@ -52,7 +52,7 @@ class TaggedProgram:
                 if has_inner_communication(node):
                     report.decline(node, "recomputed, it would communicate again")
                 # An operator that became several is saved if one of them is.
-                if tags.get(source) != "save":
+                if tags.get(source, "recompute") == "recompute" or tag == "save":
                     tags[source] = tag
             for node in region.module.graph.nodes:
                 node.meta.pop("recompute", None)  # of another setting

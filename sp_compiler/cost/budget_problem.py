@@ -7,14 +7,14 @@ the plan's to the byte.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from sp_compiler.base.storage import Storage
-from sp_compiler.cost.step_walk import Holders, StepWalk
+from sp_compiler.cost.step_walk import CallStorages, Holders, StepWalk
 from sp_compiler.ir.forward_backward import Partitioned
 from sp_compiler.ir.program import Program
-from sp_compiler.solve.memory_budget import CallSplits, Shared, Split
+from sp_compiler.solve.memory_budget import CallSplits, Sent, Shared, Split
 
 
 class RegionSplit(Protocol):
@@ -42,7 +42,7 @@ def budget_problem(
 
     Args:
         program: sharded.
-        splits: by region name.
+        splits: by region name; those that send something to the host come last.
         differentiable: by region name, for each output whether a gradient flows through it.
         world_size: number of tensor-parallel ranks.
     """
@@ -55,6 +55,7 @@ def budget_problem(
     idle = set(calls) - {e.call for e in events if e.kind == "run" and e.phase == "backward"}
     before: list[set[Shared]] = [set() for _ in calls]
     after: list[set[Shared]] = [set() for _ in calls]
+    behind: list[set[Shared]] = [set() for _ in calls]
     inside: list[set[Shared]] = [set() for _ in calls]
     holders = Holders()
     for event in events:
@@ -65,7 +66,7 @@ def budget_problem(
             holders.apply(event)
             # The peak may lie behind a function, when all of its results have come to life.
             if event.kind == "hold":
-                after[event.call].add(holders.live())
+                (after if event.phase == "forward" else behind)[event.call].add(holders.live())
     # Several calls may save one of these (a mask, a rotary table): the solver has to know it by
     # its identity to count it once. All else that a call saves is its own, and a number will do.
     made = {storage for call in walk.storages for storage in call.outputs if storage is not None}
@@ -74,26 +75,30 @@ def budget_problem(
             (_idle(splits[call.region.name][0]),)
             if index in idle
             else tuple(
-                _split(split, filter(None, walk.storages_of(index, split.partitioned).saved), made)
+                _split(split, walk.storages_of(index, split.partitioned), made)
                 for split in splits[call.region.name]
+                # Behind the last call nothing runs while something could go to the host.
+                if not split.partitioned.sent_bytes or index < calls[-1]
             ),
             frozenset(before[index]),
             frozenset(after[index]),
             frozenset(inside[index]),
+            frozenset(behind[index]),
         )
         for index, call in enumerate(program.calls)
     ]
 
 
-def _split(split: RegionSplit, saved: Iterable[Storage], made: set[Storage]) -> Split:
+def _split(split: RegionSplit, storages: CallStorages, made: set[Storage]) -> Split:
     """Sizes of a call split like this; ``made`` are results of calls, which others may save."""
-    storages = set(saved)
+    saved, sent = (set(filter(None, each)) for each in (storages.saved, storages.sent))
     return Split(
         time_us=split.time_us,
-        own_bytes=sum(storage.num_bytes for storage in storages - made),
-        shared=frozenset(storages & made),
+        own_bytes=sum(storage.num_bytes for storage in saved - made),
+        shared=frozenset(saved & made),
         forward_bytes=split.forward_peak_bytes,
         backward_bytes=split.backward_peak_bytes,
+        sent=Sent(sum(storage.num_bytes for storage in sent - made), frozenset(sent & made)),
     )
 
 

@@ -188,14 +188,15 @@ class Span:
     Attributes:
         name: name of its node.
         operator: the operator that it runs.
-        stream: "compute", or "tp" for the link of the tensor-parallel group.
+        stream: "compute", "tp" for the link of the tensor-parallel group, or "host" for that to
+            the host.
         begin_us: time since the start of the function.
         recomputed: whether it repeats a computation of the forward.
     """
 
     name: str
     operator: str
-    stream: Literal["compute", "tp"]
+    stream: Literal["compute", "tp", "host"]
     begin_us: float
     end_us: float
     recomputed: bool = False

@@ -44,11 +44,13 @@ class StepMemory:
 
     Attributes:
         kept: every (call, saved tensor) whose storage a call allocates, in order of the calls.
+        sent: likewise those that are sent to the host.
         returned: storages of the model's outputs.
         timeline: bytes during each call, in the order of the step.
     """
 
     kept: tuple[Kept, ...]
+    sent: tuple[Kept, ...]
     returned: frozenset[Storage]
     timeline: tuple[Moment, ...]
 
@@ -62,6 +64,11 @@ class StepMemory:
         """Bytes live between forward and backward: each storage once, without returned ones."""
         storages = {item.storage for item in self.kept} - self.returned
         return sum(storage.num_bytes for storage in storages)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes in the host's memory between forward and backward."""
+        return sum(item.storage.num_bytes for item in self.sent)
 
 
 def step_memory(compiled: CompiledProgram) -> StepMemory:
@@ -107,13 +114,16 @@ def memory_of_split(
         if event.kind == "hold":  # more may live after a function than while it ran
             last = timeline[-1]
             timeline[-1] = replace(last, num_bytes=max(last.num_bytes, holders.live_bytes))
-    kept = tuple(
-        Kept(index, position, storage)
-        for index, made in enumerate(walk.storages)
-        for position, storage in enumerate(made.saved)
-        if storage is not None
+    kept, sent = (
+        tuple(
+            Kept(index, position, storage)
+            for index, storages in enumerate(calls)
+            for position, storage in enumerate(storages)
+            if storage is not None
+        )
+        for calls in ([c.saved for c in walk.storages], [c.sent for c in walk.storages])
     )
-    return StepMemory(kept, walk.returned, tuple(timeline))
+    return StepMemory(kept, sent, walk.returned, tuple(timeline))
 
 
 def functions_room_bytes(

@@ -2,7 +2,8 @@
 
 The order of kernels, starts and waits is that of the generated functions; the order of functions is
 that of the step: calls forward, then backward in reverse, then the reduction of replicated
-parameters' gradients.
+parameters' gradients. Copies to the host and back run beside them
+(:mod:`sp_compiler.cost.host_transfers`).
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from typing import Any
 
 from sp_compiler.cost.fused_kernels import fused_bytes
 from sp_compiler.cost.hardware import Hardware
+from sp_compiler.cost.host_transfers import HostLink
 from sp_compiler.cost.node_cost import Span, collectives_us, function_spans
 from sp_compiler.cost.step_memory import Moment
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ops.registry import Collective
 
-_STREAMS = ("compute", "tp")
+_STREAMS = ("compute", "tp", "host")
 
 
 @dataclass(frozen=True)
@@ -51,10 +53,14 @@ class StepTimeline:
     Attributes:
         runs: runs of functions, in order.
         functions: spans of the function of a block, by its name and the phase.
+        transfers: copies to the host and back, by the functions whose tensors they are.
+        host_wait_us: time during which the device only waits for these copies.
     """
 
     runs: tuple[FunctionRun, ...]
     functions: Mapping[tuple[str, str], tuple[Span, ...]] = field(default_factory=dict)
+    transfers: tuple[FunctionRun, ...] = ()
+    host_wait_us: float = 0.0
 
     @property
     def step_us(self) -> float:
@@ -76,8 +82,8 @@ class StepTimeline:
         return sum(map(_exposed_recompute_us, (run.spans for run in self.runs)))
 
     def spans(self) -> Iterator[tuple[FunctionRun, Span]]:
-        """Every kernel and collective, with times from the beginning of the step."""
-        for run in self.runs:
+        """Every kernel, collective and copy, with times from the beginning of the step."""
+        for run in (*self.runs, *self.transfers):
             for span in run.spans:
                 begin_us, end_us = (run.begin_us + each for each in (span.begin_us, span.end_us))
                 yield run, replace(span, begin_us=begin_us, end_us=end_us)
@@ -88,6 +94,7 @@ class StepTimeline:
             "step_us": self.step_us,
             "exposed_us": self.exposed_us,
             "exposed_recompute_us": self.exposed_recompute_us,
+            "host_wait_us": self.host_wait_us,
         }
 
     def to_trace(self, path: str | Path) -> None:
@@ -95,6 +102,7 @@ class StepTimeline:
         events: list[dict[str, Any]] = [
             {"ph": "M", "name": "thread_name", "pid": 0, "tid": tid, "args": {"name": name}}
             for tid, name in enumerate(_STREAMS)
+            if name != "host" or self.transfers
         ]
         for run, span in self.spans():
             events.append(
@@ -130,18 +138,31 @@ def step_timeline(
         fused: whether neighbouring elementwise operators are fused.
     """
     spans = _spans_of_functions(compiled, hardware, fused=fused)
-    runs, now_us = [], 0.0
+    runs, now_us, waited_us = [], 0.0, 0.0
+    link = HostLink(compiled, hardware)
     for moment in order:
         call = compiled.program.calls[moment.call]
         own = spans[call.region.name, moment.phase]
-        runs.append(FunctionRun(call.region.name, call.path, moment.phase, now_us, own))
-        now_us += duration_us(own)
+        ready_us = now_us
+        if moment.phase == "backward":
+            ready_us = max(now_us, link.fetched_us(moment.call, now_us))
+        runs.append(FunctionRun(call.region.name, call.path, moment.phase, ready_us, own))
+        waited_us += ready_us - now_us
+        now_us = end_us = ready_us + duration_us(own)
+        if moment.phase == "forward":
+            now_us = max(end_us, link.left_us(moment.call, end_us))
+            waited_us += now_us - end_us
     # Behind the last backward, where nothing is left to hide it under.
     reduce_us = collectives_us(list(reduction), compiled.world_size, hardware)
     if reduce_us:
         span = Span("reduce_gradients", "all_reduce", "tp", 0.0, reduce_us)
         runs.append(FunctionRun("", "", "backward", now_us, (span,)))
-    return StepTimeline(tuple(runs), spans)
+    transfers = tuple(
+        FunctionRun(call.region.name, call.path, phase, begin_us, copies)
+        for index, phase, begin_us, copies in link.transfers
+        for call in (compiled.program.calls[index],)
+    )
+    return StepTimeline(tuple(runs), spans, transfers, waited_us)
 
 
 def _spans_of_functions(
@@ -165,9 +186,9 @@ def _spans_of_functions(
 
 
 def category_of(span: Span) -> str:
-    """Return "communication", "recompute" or "compute"."""
-    if span.stream == "tp":
-        return "communication"
+    """Return "communication", "offload", "recompute" or "compute"."""
+    if span.stream != "compute":
+        return "communication" if span.stream == "tp" else "offload"
     return "recompute" if span.recomputed else "compute"
 
 

@@ -3,14 +3,16 @@
 Parameters, their gradients, buffers, constants and the user's inputs are not activations and do not
 count. The model's outputs do, and so do temporary gradients: a part of the gradient of a parameter
 that several calls use, until it is added to the others, and gradients of replicated parameters,
-until they are reduced together.
+until they are reduced together. What a call sends to the host leaves the device when the next call
+has run, and is fetched when the backward of the next call begins: for that long it is copied
+(:mod:`sp_compiler.ops.host_memory`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -73,10 +75,18 @@ class Holders:
 
 @dataclass
 class CallStorages:
-    """Storages of one call, ``None`` for values that are not activations."""
+    """Storages of one call, ``None`` for values that are not activations.
+
+    Attributes:
+        saved: on the device, ``None`` also for what is sent to the host.
+        sent: on the device until they have left, ``None`` for the others; ``fetched``: their copies
+            in backward.
+    """
 
     outputs: list[Storage | None] = field(default_factory=list)
     saved: list[Storage | None] = field(default_factory=list)
+    sent: list[Storage | None] = field(default_factory=list)
+    fetched: list[Storage | None] = field(default_factory=list)
 
 
 class StepWalk:
@@ -112,6 +122,7 @@ class StepWalk:
         )
         self._partial: dict[str, Storage] = {}
         self._replicated: dict[str, Tensor] = {}
+        self._fetched: set[int] = set()  # calls
 
     def events(self) -> Iterator[Event]:
         """Walk once; fills ``storages`` and ``returned``."""
@@ -124,6 +135,9 @@ class StepWalk:
             # Two holders: an output that is saved too lives until neither needs it.
             yield self._hold(made.outputs)
             yield self._hold(made.saved, saved=True)
+            yield self._hold(made.sent)
+            if index:
+                yield self._release(self.storages[index - 1].sent)
             # Behind the call: what it read for the last time lived while it ran.
             for done in dead[index]:
                 yield self._release(self.storages[done].outputs)
@@ -151,7 +165,19 @@ class StepWalk:
                 arguments[node] = Storage(("forward", index, node.name), SEED_BYTES)
         results = parts.forward.output_node().args[0]
         storages = [_resolve(node, arguments, ("forward", index)) for node in results]
-        return CallStorages(storages[: parts.num_outputs], storages[parts.num_outputs :])
+        saved = storages[parts.num_outputs :]
+        sent = [
+            storage if tensor.on_host else None
+            for storage, tensor in zip(saved, parts.saved, strict=True)
+        ]
+        return CallStorages(
+            outputs=storages[: parts.num_outputs],
+            saved=[None if away else storage for storage, away in zip(saved, sent, strict=True)],
+            sent=sent,
+            fetched=[
+                away and replace(away, owner=("fetched", index, str(away.owner))) for away in sent
+            ],
+        )
 
     def _storage(self, ref: Ref) -> Storage | None:
         return self.storages[ref.index].outputs[ref.output] if ref.kind == "call" else None
@@ -181,9 +207,11 @@ class StepWalk:
                 zeros = Storage(("backward", index, str(ref)), tensor_bytes(self._value(ref)))
                 tangents[position] = zeros
                 yield self._hold([zeros])
+        yield from self._fetch(index)
         yield self._run("backward", index)
         names = graph.find_nodes(op="placeholder")
-        known = dict(zip(names, [*made.saved, *tangents], strict=True))
+        held = [here or back for here, back in zip(made.saved, made.fetched, strict=True)]
+        known = dict(zip(names, [*held, *tangents], strict=True))
         grads = graph.output_node().args[0]
         for grad, ref, placement in zip(
             grads, call.args, call.region.input_placements, strict=True
@@ -199,6 +227,15 @@ class StepWalk:
         # Only now: the backward runs with all that it was given alive.
         yield self._release(tangents)
         yield self._release(made.saved, saved=True)
+        yield self._release(made.fetched)
+
+    def _fetch(self, index: int) -> Iterator[Event]:
+        """Hold what call ``index`` sent to the host and, on its way while this runs, what the call
+        before it did."""
+        for each in (index, index - 1):
+            if each >= 0 and each not in self._fetched:
+                self._fetched.add(each)
+                yield self._hold(self.storages[each].fetched)
 
     def _accumulate(self, ref: Ref, storage: Storage) -> Iterator[Event]:
         """Add a second gradient of one value to the first."""

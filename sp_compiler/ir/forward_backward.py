@@ -22,6 +22,7 @@ class SavedTensor:
         line: of the user's model, as "file.py:12 code", "" where unknown.
         op: operator that computes it ("linear"), "" for inputs.
         reason: why it is saved.
+        on_host: whether it is sent to the host after forward, and fetched for backward.
     """
 
     name: str
@@ -33,6 +34,7 @@ class SavedTensor:
     line: str
     op: str
     reason: str
+    on_host: bool = False
 
     @property
     def is_activation(self) -> bool:
@@ -103,12 +105,17 @@ class Partitioned:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that one call saves for its backward.
+        """Bytes that one call saves on the device for its backward.
 
         A value that several calls read (a mask, a rotary table) counts in each of them; a sum over
         a program must count it once.
         """
-        return sum(tensor.num_bytes for tensor in self.saved if tensor.is_activation)
+        return sum(t.num_bytes for t in self.saved if t.is_activation and not t.on_host)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that one call sends to the host."""
+        return sum(tensor.num_bytes for tensor in self.saved if tensor.on_host)
 
 
 @dataclass(frozen=True)

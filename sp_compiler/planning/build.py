@@ -37,6 +37,7 @@ from sp_compiler.planning.data import (
     CallPlan,
     KeptTensor,
     ParameterSize,
+    Policy,
     Shared,
     Work,
 )
@@ -51,11 +52,14 @@ def make_plan(compiled: CompiledProgram, options: CompileOptions, model_name: st
     # Memory is a matter of the whole step (calls share storages, outputs outlive them), time one of
     # each function: so one walk for the one, sums over distinct blocks for the other.
     memory, device = step_memory(compiled), options.device
-    kept = {region.name: _kept(compiled, region, memory) for region in compiled.program.regions}
+    kept, sent = (
+        {region.name: _kept(compiled, region, memory, items) for region in compiled.program.regions}
+        for items in (memory.kept, memory.sent)
+    )
     # Inductor makes one kernel of what any other backend runs operator by operator.
     fused = options.backend == "inductor"
     blocks = tuple(
-        _block(compiled, region, kept[region.name], device, fused=fused)
+        _block(compiled, region, kept[region.name], sent[region.name], device, fused=fused)
         for region in compiled.program.regions
     )
     sizes = stored_parameters(compiled.program, compiled.param_placements, compiled.world_size)
@@ -75,6 +79,7 @@ def make_plan(compiled: CompiledProgram, options: CompileOptions, model_name: st
         optimizer_bytes=state.optimizer_bytes,
         activation_bytes=memory.kept_bytes,
         activation_peak_bytes=memory.peak_bytes,
+        host_bytes=memory.host_bytes,
         returned_bytes=sum(storage.num_bytes for storage in memory.returned),
         blocks=blocks,
         gradient_reduction=bucket,
@@ -108,6 +113,7 @@ def _block(
     compiled: CompiledProgram,
     region: Region,
     kept: Sequence[KeptStorage],
+    sent: Sequence[KeptStorage],
     device: Hardware,
     *,
     fused: bool,
@@ -115,6 +121,10 @@ def _block(
     parts = compiled.regions[region.name].partitioned
     gathered = _gathered_again(parts)
     names = compiled.value_names.get(region.name, {})
+    tensors, away = (
+        tuple(_tensor(parts.saved[item.position], item, gathered, names) for item in items)
+        for items in (kept, sent)
+    )
     forward_work = work = _work(parts.forward, compiled.world_size, device, fused=fused)
     backward: tuple[Collective, ...] = ()
     if parts.step_backward is not None:
@@ -123,7 +133,8 @@ def _block(
     return BlockPlan(
         name=region.name,
         paths=tuple(compiled.program.paths(region)),
-        kept=tuple(_tensor(parts.saved[item.position], item, gathered, names) for item in kept),
+        kept=tensors,
+        sent=away,
         forward=_collectives(parts.forward),
         backward=backward,
         work=work,
@@ -131,14 +142,16 @@ def _block(
     )
 
 
-def _kept(compiled: CompiledProgram, region: Region, memory: StepMemory) -> list[KeptStorage]:
-    """Return the tensors that each call of ``region`` saves, by position; if calls differ, the
-    last's."""
+def _kept(
+    compiled: CompiledProgram, region: Region, memory: StepMemory, saved: Sequence[Kept]
+) -> list[KeptStorage]:
+    """Return the tensors of ``saved`` that each call of ``region`` saves, by position; if calls
+    differ, the last's."""
     holders: dict[Storage, int] = {}
     for item in memory.kept:
         holders[item.storage] = holders.get(item.storage, 0) + 1
     by_position: dict[int, list[Kept]] = {}
-    for item in memory.kept:
+    for item in saved:
         if compiled.program.calls[item.call].region is region:
             by_position.setdefault(item.position, []).append(item)
     storages = []
@@ -147,7 +160,7 @@ def _kept(compiled: CompiledProgram, region: Region, memory: StepMemory) -> list
         # `all`: where only one call returns its tensor, the others still pay for theirs.
         if all(item.storage in memory.returned for item in items):
             shared = "returned"
-        elif all(holders[item.storage] > 1 for item in items):
+        elif all(holders.get(item.storage, 0) > 1 for item in items):
             shared = "shared"
         storages.append(KeptStorage(position, items[-1].storage, shared))
     return storages
@@ -178,6 +191,7 @@ def _tensor(
     saved: SavedTensor, kept: KeptStorage, gathered: Collection[str], names: Mapping[str, str]
 ) -> KeptTensor:
     reason = "to draw the same dropout masks again" if saved.kind == "seed" else saved.reason
+    policy: Policy = "keep the shard" if saved.name in gathered else "keep"
     return KeptTensor(
         name=names.get(saved.name, saved.name),
         module=saved.module,
@@ -186,7 +200,7 @@ def _tensor(
         shape=saved.shape,
         dtype=str(saved.dtype).removeprefix("torch."),
         num_bytes=SEED_BYTES if saved.kind == "seed" else kept.storage.num_bytes,
-        policy="keep the shard" if saved.name in gathered else "keep",
+        policy="offload" if saved.on_host else policy,
         reason=reason,
         shared=kept.shared,
     )

@@ -20,7 +20,7 @@ from sp_compiler.planning.formula import ActivationFormula
 from sp_compiler.planning.placement_explanation import Explanation
 
 Shared = Literal["", "shared", "returned"]
-Policy = Literal["keep", "keep the shard"]
+Policy = Literal["keep", "keep the shard", "offload"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ class KeptTensor:
         line: source line in the user's model, as "file.py:12 code".
         dtype: name of the dtype, such as "bfloat16".
         num_bytes: bytes of its storage on one rank.
-        policy: whether backward uses it as it is, or gathers it from all ranks again.
+        policy: whether backward uses it as it is, gathers it from all ranks again, or fetches it
+            from the host (and may gather it then).
         reason: why it is saved.
         shared: "shared" if several calls save the same storage, "returned" if it is an output of
             the model and therefore not counted, else "".
@@ -101,11 +102,12 @@ class BlockPlan:
     Attributes:
         name: name of its class in the generated code.
         paths: layer of each call, "" for code outside of layers.
-        kept: tensors that a call saves for its backward.
+        kept: tensors that a call saves on the device for its backward.
         forward: collectives of the forward, one entry per kind.
         backward: collectives of the backward, with repeated gathers.
         work: arithmetic and time of forward and backward.
         forward_us: estimated time of the forward, a part of ``work.step_us``.
+        sent: tensors that a call saves in the host's memory.
     """
 
     name: str
@@ -115,6 +117,7 @@ class BlockPlan:
     backward: tuple[Collective, ...]
     work: Work
     forward_us: float
+    sent: tuple[KeptTensor, ...] = ()
 
     @property
     def num_calls(self) -> int:
@@ -199,7 +202,8 @@ class PlanData:
         calls: calls of blocks, in the order of the forward.
         parameters: this rank's part of each parameter, by name.
         timeline: peak of bytes during each call, forward and backward.
-        schedule: times at which kernels and collectives run in a step.
+        schedule: times at which kernels, collectives and copies run in a step.
+        host_bytes: bytes of activations in the host's memory between forward and backward.
         formula_maker: derives :attr:`activation_formula` at its first use.
     """
 
@@ -227,6 +231,7 @@ class PlanData:
     parameters: dict[str, ParameterSize] = field(default_factory=dict)
     timeline: tuple[Moment, ...] = ()
     schedule: StepTimeline = field(default=StepTimeline(()), repr=False)
+    host_bytes: int = 0
     formula_maker: Callable[[], ActivationFormula] | None = field(
         default=None, repr=False, compare=False
     )
@@ -272,7 +277,7 @@ class PlanData:
     @property
     def step_us(self) -> float:
         """Estimated time of forward and backward."""
-        return self.work.step_us
+        return self.work.step_us + self.schedule.host_wait_us
 
     @property
     def mfu(self) -> float:

@@ -87,6 +87,6 @@ def _tensors(plan: PlanData) -> Iterator[tuple[BlockPlan, list[tuple[KeptTensor,
     all."""
     most = max((tensor.num_bytes for block in plan.blocks for tensor in block.kept), default=1)
     for block in plan.blocks:
-        ordered = sorted(block.kept, key=lambda tensor: -tensor.num_bytes)
+        ordered = sorted((*block.kept, *block.sent), key=lambda tensor: -tensor.num_bytes)
         if ordered:
             yield block, [(tensor, 100 * tensor.num_bytes / most) for tensor in ordered]

@@ -40,12 +40,14 @@ def report(plan: PlanData) -> str:
 def _memory(plan: PlanData) -> list[tuple[str, str, str]]:
     replicated = f"{bytes_text(plan.replicated_parameter_bytes)} of them on every rank"
     calls = sum(block.num_calls for block in plan.blocks)
+    away = f"of activations; {time_text(plan.schedule.host_wait_us)} of a step wait for copies"
     rows = [
         ("parameters", plan.parameter_bytes, replicated if plan.tp > 1 else ""),
         ("gradients", plan.gradient_bytes, ""),
         ("optimizer", plan.optimizer_bytes, "AdamW, two moments in the parameters' dtypes"),
         ("activations kept", plan.activation_bytes, f"between forward and backward, {calls} calls"),
         ("activation peak", plan.activation_peak_bytes, "with temporaries and their gradients"),
+        *([("on the host", plan.host_bytes, away)] if plan.host_bytes else []),
         # Not added to the total: outputs are a part of the peak already.
         ("returned", plan.returned_bytes, "outputs of the model, in the peak"),
         ("total", plan.total_bytes, "parameters, gradients, optimizer, activation peak"),
@@ -119,7 +121,7 @@ def _block(block: BlockPlan) -> str:
             text = "; ".join(f"{item.kind} {_collective_text(item)}" for item in collectives)
             lines.append(f"  {name}: {text}")
     # Modules of the first layer stand for those of all: the block's paths are above.
-    rows = table((_tensor(tensor, block.paths[0]) for tensor in block.kept), "    ")
+    rows = table((_tensor(tensor, block.paths[0]) for tensor in (*block.kept, *block.sent)), "    ")
     return "\n".join([*lines, rows] if rows else lines)
 
 

@@ -22,9 +22,10 @@ from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.program import Call, Ref, Region
 from sp_compiler.ops.communicator import Communicator
 from sp_compiler.ops.counter import call_seed
+from sp_compiler.ops.host_memory import HostTrip
 from sp_compiler.runtime.parameter_gradients import mark_reduced_by_hooks
 from sp_compiler.runtime.reductions import DeferredGradients, ReplicateParameters
-from sp_compiler.runtime.region_call import RegionRunner
+from sp_compiler.runtime.region_call import OffloadingRunner, RegionRunner
 from sp_compiler.runtime.weight_gradients import DelayedRunner, WeightGradients, WeightTarget
 
 Invoke = Callable[..., tuple[Any, ...]]
@@ -97,6 +98,7 @@ class Executor:
         # What depends on the program alone is found once, not in every step.
         self._replicated = _parameters_used_as_r(compiled)
         self._arguments = [_Arguments(compiled, call) for call in compiled.program.calls]
+        self._sent = _sent_to_host(compiled)
         self._last_use = compiled.program.last_uses()
         self.needs_seed = any("seed" in region.input_kinds for region in compiled.program.regions)
 
@@ -134,7 +136,10 @@ class Executor:
         frame.managed = self._managed()
         frame.replicated = self._replicate(params, frame.managed)
         for index, call in enumerate(program.calls):
+            trip_before = frame.trip
             frame.results[index] = self._call(frame, index, call)
+            if trip_before is not None:
+                trip_before.left()
             # As early as eager code would: a frame that keeps all outputs keeps all activations.
             for dead in self._last_use[index]:
                 frame.results[dead] = ()
@@ -169,7 +174,13 @@ class Executor:
                     mark_reduced_by_hooks(owner)
                 owners.append(owner)
                 inputs[position] = replicated.get(name, owner) if is_replicated else owner
-            chosen = self._delayed(runner, arguments, owners) if self._delays else runner
+            chosen = runner
+            if self._delays:
+                chosen = self._delayed(runner, arguments, owners)
+            elif self._sent and torch.is_grad_enabled():
+                # One also for a call that sends nothing: it fetches for the call before it.
+                frame.trip = HostTrip(self._sent.get(call.region.name, ()), frame.trip)
+                chosen = OffloadingRunner(**vars(runner), trip=frame.trip)
             made.extend(chosen(inputs, owners))
             return tuple(made)
 
@@ -237,6 +248,7 @@ class _RunState:
         self.compiled = compiled
         self.replicated: dict[str, Tensor] = {}
         self.managed: Collection[str] = ()
+        self.trip: HostTrip | None = None  # of the last call
         self.results: dict[int, tuple[Any, ...]] = {}
 
     def value(self, ref: Ref) -> Any:
@@ -296,6 +308,15 @@ def _parameters_used_as_r(compiled: CompiledProgram) -> tuple[str, ...]:
                     f"it as {placement}; only I used as R is converted outside of a region"
                 )
     return tuple(names)
+
+
+def _sent_to_host(compiled: CompiledProgram) -> dict[str, tuple[int, ...]]:
+    """Return positions of the saved tensors that go to the host, by region that has some."""
+    sent = {
+        name: tuple(i for i, tensor in enumerate(split.partitioned.saved) if tensor.on_host)
+        for name, split in compiled.regions.items()
+    }
+    return {name: positions for name, positions in sent.items() if positions}
 
 
 def _partial_gradients(region: Region) -> frozenset[int]:

@@ -45,6 +45,7 @@ class Recorder(TorchDispatchMode):
         self.wire_bytes: Counter[str] = Counter()
         self._made: list[tuple[StorageWeakRef, int, int]] = []
         self._alive: dict[int, int] = {}
+        self._left_out: set[int] = set()
 
     def __torch_dispatch__(
         self,
@@ -73,6 +74,10 @@ class Recorder(TorchDispatchMode):
             time.sleep(_GLOO_LETS_GO_S)
         return self._bytes(self._now(), self._numbers(excluding))
 
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """Never count the storages of ``tensors``, which exist."""
+        self._left_out |= self._numbers(tensors)
+
     def _remember(self, tensor: Tensor) -> None:
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.device.type == "meta":
             return  # fake, or a wrapper of a tensor that was seen already
@@ -97,6 +102,7 @@ class Recorder(TorchDispatchMode):
         return {number for number in self._now() if self._made[number][1] in pointers}
 
     def _bytes(self, numbers: Iterable[int], left_out: set[int]) -> int:
+        left_out = left_out | self._left_out
         return sum(self._made[number][2] for number in numbers if number not in left_out)
 
 

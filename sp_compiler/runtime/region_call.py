@@ -16,6 +16,7 @@ from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.base.placement import Placement
 from sp_compiler.ir.compiled_program import LossBackward, RegionCode
 from sp_compiler.ops.communicator import Communicator
+from sp_compiler.ops.host_memory import HostTrip
 from sp_compiler.runtime.padding import padded_part, without_rank_padding
 from sp_compiler.runtime.parameter_gradients import (
     CompiledFunction,
@@ -87,6 +88,10 @@ class RegionRunner:
         with self._guard(torch._C._AutoDispatchBelowAutograd):
             return self.code.forward(self.tp, *operands)
 
+    def put_away(self, saved: Sequence[Any]) -> Sequence[Any]:
+        """Return what autograd saves for what the forward saved."""
+        return saved
+
     def operands(self, inputs: Sequence[Any]) -> list[Any]:
         """This rank's part of each input, padding included."""
         # Inlined, like the reading of _local_tensor everywhere below: with a small kernel behind
@@ -157,6 +162,23 @@ class RegionRunner:
         return without_rank_padding(grad, self.padded[index], self.tp.rank, self.tp.world_size)
 
 
+@dataclass(frozen=True)
+class OffloadingRunner(RegionRunner):
+    """Runs one call of a region in a program that sends saved tensors to the host."""
+
+    trip: HostTrip = field(kw_only=True)
+
+    def put_away(self, saved: Sequence[Any]) -> Sequence[Any]:
+        """As of the base class, with tensors on the host."""
+        return self.trip.leave(saved)
+
+    def run_backward(
+        self, saved: Sequence[Any], grads: Sequence[Tensor | None], metas: Sequence[Any]
+    ) -> list[Tensor | None]:
+        """As of the base class."""
+        return super().run_backward(self.trip.fetch(saved), grads, metas)
+
+
 class RegionFunction(CompiledFunction):
     """Call of a region: ``apply(runner, owners, *inputs) -> outputs``."""
 
@@ -165,7 +187,8 @@ class RegionFunction(CompiledFunction):
         ctx: Any, runner: RegionRunner, owners: Sequence[Tensor], *inputs: Any
     ) -> tuple[Any, ...]:
         locals_ = runner.operands(inputs)
-        outputs, saved = runner.forward(locals_)
+        outputs, made = runner.forward(locals_)
+        saved = runner.put_away(made)
         ctx.runner = runner
         # Gradients that nobody asks for stay None and cost nothing.
         ctx.set_materialize_grads(False)

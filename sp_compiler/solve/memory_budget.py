@@ -2,9 +2,10 @@
 
 Calls run forward in order, then backward in the opposite order: the backward of call ``i`` runs
 while everything saved by calls up to ``i`` is live, its forward while everything saved by earlier
-calls is. A dynamic program over the calls tracks the bytes saved so far. It drops partial solutions
-that another dominates in bytes and cost, and those that, by a lower bound, end worse than a known
-solution.
+calls is. What a call sends to the host is live until the next call's forward has run, and again
+from the start of the next call's backward. A dynamic program over the calls tracks the bytes saved
+so far, and what the last call sent. It drops partial solutions that another dominates in bytes and
+cost, and those that, by a lower bound, end worse than a known solution.
 
 A 0/1 program of calls x splits (``python -m benchmarks.solver_ways``) finds the same time and, one
 limit of GPT-3 aside that it gave up after a minute with a gap of 2e-4, proves it. But HiGHS does
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,29 @@ import numpy as np
 from sp_compiler.base.storage import Storage
 
 Shared = frozenset[Storage]
+_Key = tuple[Shared, "Sent"]
 _BEAM = 32  # labels per step of the guess that the exact search starts from
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Storages that a call sends to the host.
+
+    Attributes:
+        own_bytes: bytes of those that are on the device only for this call.
+        shared: those that are some call's results.
+    """
+
+    own_bytes: int = 0
+    shared: Shared = field(default_factory=frozenset)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all of them, which is what backward fetches."""
+        return self.own_bytes + sum(storage.num_bytes for storage in self.shared)
+
+
+NOTHING_SENT = Sent()
 
 
 @dataclass(frozen=True)
@@ -38,6 +61,7 @@ class Split:
         shared: saved storages that are some call's results, which others may save or use.
         forward_bytes: peak of the forward, beside its arguments.
         backward_bytes: the same of the backward.
+        sent: what goes to the host.
     """
 
     time_us: float
@@ -45,6 +69,7 @@ class Split:
     shared: Shared
     forward_bytes: int
     backward_bytes: int
+    sent: Sent = NOTHING_SENT
 
 
 @dataclass(frozen=True)
@@ -54,14 +79,16 @@ class CallSplits:
     Attributes:
         splits: the choices.
         before: sets of storages that are live when the forward runs, apart from what is saved.
-        after: likewise at moments from then on until the backward has run.
+        after: likewise at moments when its results have come to life.
         inside: likewise at moments when the backward runs.
+        behind: likewise at moments when the results of the backward have come to life.
     """
 
     splits: tuple[Split, ...]
     before: frozenset[Shared]
     after: frozenset[Shared]
     inside: frozenset[Shared]
+    behind: frozenset[Shared]
 
 
 def cheapest(calls: Sequence[CallSplits], limit_bytes: int) -> list[int] | None:
@@ -103,13 +130,14 @@ def needs(calls: Sequence[CallSplits], picks: Sequence[int]) -> Iterable[tuple[i
     """(bytes kept up to and by it, live bytes) of each call at its worst moment."""
     # One number for what calls save for themselves; results that several may save count once,
     # which takes a set.
-    own, shared = 0, Shared()
+    own, shared, sent = 0, Shared(), NOTHING_SENT
     for call, pick in zip(calls, picks, strict=True):
         split = call.splits[pick]
-        before = own + _before(call, split, shared)
+        before = own + _before(call, split, shared, sent)
         own, shared = own + split.own_bytes, shared | split.shared
         kept = own + sum(storage.num_bytes for storage in shared)
-        yield kept, max(before, own + _after(call, split, shared))
+        yield kept, max(before, own + _after(call, split, shared, sent))
+        sent = split.sent
 
 
 def _us(calls: Sequence[CallSplits], picks: Sequence[int]) -> int:
@@ -121,13 +149,20 @@ def _units(time_us: float) -> int:
     return round(time_us * 1e6)
 
 
-def _before(call: CallSplits, split: Split, shared: Shared) -> int:
-    return split.forward_bytes + _most(call.before, shared)
+def _before(call: CallSplits, split: Split, shared: Shared, sent: Sent) -> int:
+    """Bytes while the forward runs; ``sent``: by the call before, like below."""
+    return split.forward_bytes + sent.own_bytes + _most(call.before, shared | sent.shared)
 
 
-def _after(call: CallSplits, split: Split, shared: Shared) -> int:
-    inside = split.backward_bytes + _most(call.inside, shared) if call.inside else 0
-    return max(inside, _most(call.after, shared))
+def _after(call: CallSplits, split: Split, shared: Shared, sent: Sent) -> int:
+    """Bytes from the end of the forward until the backward has run."""
+    leaving = sent.own_bytes + split.sent.own_bytes
+    after = leaving + _most(call.after, shared | sent.shared | split.sent.shared)
+    # Fetched are copies: whether what was sent is live elsewhere does not matter.
+    fetched = sent.num_bytes + split.sent.num_bytes
+    inside = split.backward_bytes + fetched + _most(call.inside, shared) if call.inside else 0
+    behind = fetched + _most(call.behind, shared) if call.behind else 0
+    return max(after, inside, behind)
 
 
 def _most(live: Iterable[Shared], shared: Shared) -> int:
@@ -171,8 +206,9 @@ class _Search:
 
     def run(self) -> list[int] | None:
         start = _Labels(np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros((1, 3), np.int64))
-        # By the shared storages saved so far, on which depends how much a later call adds.
-        labels = {Shared(): start}
+        # By the shared storages saved so far, on which depends how much a later call adds, and by
+        # what the last call sent.
+        labels = {(Shared(), NOTHING_SENT): start}
         for index in range(len(self.calls)):
             labels = self._step(index, labels)
             self.history.append(list(labels.values()))
@@ -186,16 +222,17 @@ class _Search:
             picks.append(int(pick))
         return picks[::-1]
 
-    def _step(self, index: int, labels: dict[Shared, _Labels]) -> dict[Shared, _Labels]:
+    def _step(self, index: int, labels: dict[_Key, _Labels]) -> dict[_Key, _Labels]:
         """Extend ``labels``, which end before call ``index``, by each of its splits."""
-        extended: dict[Shared, list[_Labels]] = {}
+        extended: dict[_Key, list[_Labels]] = {}
         call = self.calls[index]
-        for number, (shared, label) in enumerate(labels.items()):
+        for number, ((shared, sent), label) in enumerate(labels.items()):
             for pick, split in enumerate(call.splits):
                 joint = shared | split.shared
                 own = label.own + split.own_bytes
                 need = np.maximum(
-                    label.own + _before(call, split, shared), own + _after(call, split, joint)
+                    label.own + _before(call, split, shared, sent),
+                    own + _after(call, split, joint, sent),
                 )
                 # A storage that no later call can save or see becomes a number like the call's
                 # own: its identity no longer matters, and labels that differ in it can be compared.
@@ -218,10 +255,9 @@ class _Search:
                 )
                 if len(rows):
                     label_rows = _Labels(own[rows], cost[rows], came)
-                    extended.setdefault(joint - settled, []).append(label_rows)
+                    extended.setdefault((joint - settled, split.sent), []).append(label_rows)
         return {
-            shared: self._narrowed(index + 1, _undominated(each))
-            for shared, each in extended.items()
+            key: self._narrowed(index + 1, _undominated(each)) for key, each in extended.items()
         }
 
     def _narrowed(self, index: int, labels: _Labels) -> _Labels:
@@ -259,14 +295,14 @@ class _Search:
         """For each call the least bytes that it and the following need beside those kept before."""
         # Backwards, each split with the best that can follow it; shared storages count as free,
         # for a call before may have saved them.
-        none = Shared()
+        none, nothing = Shared(), NOTHING_SENT
         rest = [0]
         for index in reversed(range(len(self.calls))):
             call = self.calls[index]
             least = min(
                 max(
-                    _before(call, split, none),
-                    split.own_bytes + _after(call, split, none),
+                    _before(call, split, none, nothing),
+                    split.own_bytes + _after(call, split, none, nothing),
                     split.own_bytes + self._for_itself(index, split) + rest[-1],
                 )
                 for split in call.splits
@@ -331,9 +367,12 @@ def _lifetimes(calls: Sequence[CallSplits]) -> tuple[dict[Storage, int], dict[St
             *call.before,
             *call.after,
             *call.inside,
+            *call.behind,
             *(split.shared for split in call.splits),
         ):
             last.update(dict.fromkeys(live, index))
+        for split in call.splits:  # live until the next call has run
+            last.update(dict.fromkeys(split.sent.shared, index + 1))
     return first, last
 
 

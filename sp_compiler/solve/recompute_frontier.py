@@ -1,7 +1,8 @@
 """Choice of the saved tensors as a 0/1 linear program on plain data; knows no graph, no operator.
 
-Every value of a forward is saved, or recomputed when backward needs it, or neither. A recomputed
-value needs each of its parents saved or recomputed. Solved by HiGHS through
+Every value of a forward is saved, or sent to the host and fetched in backward, or recomputed when
+backward needs it, or none of these. A recomputed value needs each of its parents saved, sent or
+recomputed. The link to the host carries what fits into a given time. Solved by HiGHS through
 ``scipy.optimize.milp``.
 
 Without a limit in bytes the program is a minimum cut. networkx finds the same corners of the
@@ -38,6 +39,10 @@ class ForwardValue:
         needed: whether backward reads it.
         can_keep: whether it may be saved; a view may not, its base may.
         can_repeat: whether it may be recomputed.
+        can_send: whether it may be sent to the host.
+        sent_bytes: bytes that count if it is sent, because it is on the device until it has left.
+        send_us: time of the copy to the host, on the link.
+        beside_us: time by which the copies there and back delay the kernels beside them.
     """
 
     parents: tuple[int, ...]
@@ -46,20 +51,28 @@ class ForwardValue:
     needed: bool = False
     can_keep: bool = True
     can_repeat: bool = True
+    can_send: bool = False
+    sent_bytes: int = 0
+    send_us: float = 0.0
+    beside_us: float = 0.0
 
 
 @dataclass(frozen=True)
 class Choice:
-    """``kept``: positions of the saved values, no more than backward needs."""
+    """``kept`` and ``sent``: positions of the values that are saved, and of those that are sent to
+    the host, no more than backward needs."""
 
     kept: frozenset[int]
     num_bytes: int
     time_us: float
+    sent: frozenset[int] = frozenset()
 
 
-def evaluate(values: Sequence[ForwardValue], kept: frozenset[int]) -> Choice | None:
-    """Return the cost of saving ``kept``; ``None`` if a value that cannot be recomputed would have
-    to be."""
+def evaluate(
+    values: Sequence[ForwardValue], kept: frozenset[int], sent: frozenset[int] = frozenset()
+) -> Choice | None:
+    """Return the cost of saving ``kept`` and sending ``sent``; ``None`` if a value that cannot be
+    recomputed would have to be."""
     used: set[int] = set()
     repeated: set[int] = set()
     # From what backward reads: a kept value that the walk does not meet is not worth its bytes.
@@ -68,34 +81,45 @@ def evaluate(values: Sequence[ForwardValue], kept: frozenset[int]) -> Choice | N
         index = stack.pop()
         if index in used or index in repeated:
             continue
-        if index in kept:
+        if index in kept or index in sent:
             used.add(index)
             continue
         if not values[index].can_repeat:
             return None
         repeated.add(index)
         stack.extend(values[index].parents)
-    num_bytes = sum(values[index].num_bytes for index in used)
+    kept, sent = frozenset(used & kept), frozenset(used & sent - kept)
+    num_bytes = sum(values[index].num_bytes for index in kept)
+    num_bytes += sum(values[index].sent_bytes for index in sent)
     # Sorted: a sum of floats depends on the order, and every rank has to come to the same time.
     time_us = sum(values[index].time_us for index in sorted(repeated))
-    return Choice(frozenset(used), num_bytes, time_us)
+    time_us += sum(values[index].beside_us for index in sorted(sent))
+    return Choice(kept, num_bytes, time_us, sent)
 
 
-def cheapest(values: Sequence[ForwardValue], limit_bytes: int) -> Choice | None:
+def cheapest(
+    values: Sequence[ForwardValue], limit_bytes: int, host_us: float = 0.0
+) -> Choice | None:
     """Return the choice of least time that saves at most ``limit_bytes``, then of least bytes.
 
-    ``None`` where nothing fits.
+    ``None`` where nothing fits. ``host_us``: as for :func:`frontier`.
     """
-    return _SavingProgram(values).solve(limit_bytes=limit_bytes)
+    return _SavingProgram(values, host_us).solve(limit_bytes=limit_bytes)
 
 
-def frontier(values: Sequence[ForwardValue], steps: int = _STEPS) -> list[Choice]:
+def frontier(
+    values: Sequence[ForwardValue], steps: int = _STEPS, host_us: float = 0.0
+) -> list[Choice]:
     """Return Pareto-optimal choices, from the smallest to the fastest.
 
     All corners of the convex hull of (bytes, time), from which the best mixtures over many equal
     blocks consist, and the cheapest below each of ``steps`` evenly spaced limits.
+
+    Args:
+        host_us: time in which the link can send to the host what one forward makes; 0 if nothing is
+            sent.
     """
-    program = _SavingProgram(values)
+    program = _SavingProgram(values, host_us)
     # The ends first: every other choice lies between them in bytes and in time.
     small, fast = program.solve(us_per_byte=np.inf), program.solve()
     if small is None or fast is None or small.num_bytes >= fast.num_bytes:
@@ -108,7 +132,8 @@ def frontier(values: Sequence[ForwardValue], steps: int = _STEPS) -> list[Choice
     best: list[Choice] = []
     # By the kept values last, so that no order of a set decides between equal choices.
     for choice in sorted(
-        choices, key=lambda item: (item.num_bytes, item.time_us, sorted(item.kept))
+        choices,
+        key=lambda item: (item.num_bytes, item.time_us, sorted(item.kept), sorted(item.sent)),
     ):
         if not best or choice.time_us < best[-1].time_us:
             best.append(choice)
@@ -133,15 +158,22 @@ def _corners(program: _SavingProgram, small: Choice, fast: Choice) -> set[Choice
 
 
 class _SavingProgram:
-    """The linear program; columns: for each value whether it is kept, then whether recomputed."""
+    """The linear program; columns: for each value whether it is kept, then whether recomputed,
+    then, with a link to the host, whether it is sent."""
 
-    def __init__(self, values: Sequence[ForwardValue]) -> None:
+    def __init__(self, values: Sequence[ForwardValue], host_us: float) -> None:
         self.values = values
+        self.host_us = host_us
+        self.parts = 3 if host_us else 2
         self.count = len(values)
         self.num_bytes = np.array([value.num_bytes for value in values], dtype=float)
         self.time_us = np.array([value.time_us for value in values])
-        self.largest_bytes = max(1.0, self.num_bytes.max(initial=0.0))
-        self.longest_us = max(1e-9, self.time_us.max(initial=0.0))
+        self.sent_bytes = np.array([value.sent_bytes for value in values], dtype=float)
+        sizes = np.concatenate([self.num_bytes, self.sent_bytes])
+        self.largest_bytes = max(1.0, sizes.max(initial=0.0))
+        self.beside_us = np.array([value.beside_us for value in values])
+        times = np.concatenate([self.time_us, self.beside_us])
+        self.longest_us = max(1e-9, times.max(initial=0.0))
 
     def solve(self, limit_bytes: int | None = None, us_per_byte: float = 0.0) -> Choice | None:
         """Minimize the time plus ``us_per_byte`` for what is kept; infinite: the bytes."""
@@ -150,51 +182,66 @@ class _SavingProgram:
         # Scaled to 1: the tolerances of HiGHS are absolute, and gigabytes beside microseconds
         # would drown in them.
         sizes, times = self.num_bytes / self.largest_bytes, self.time_us / self.longest_us
+        sent_sizes, delays = self.sent_bytes / self.largest_bytes, self.beside_us / self.longest_us
         # A tie in the one is broken by the other, so that no answer wastes what costs nothing.
         if np.isinf(us_per_byte):
-            cost = np.concatenate([sizes, _TIE * times])
+            cost = [sizes, _TIE * times, sent_sizes + _TIE * delays]
         else:
             weight = us_per_byte * self.largest_bytes / self.longest_us
-            cost = np.concatenate([(weight + _TIE) * sizes, times])
-        upper = [value.can_keep for value in self.values]
-        upper += [value.can_repeat for value in self.values]
+            cost = [(weight + _TIE) * sizes, times, (weight + _TIE) * sent_sizes + delays]
+        can = [(value.can_keep, value.can_repeat, value.can_send) for value in self.values]
+        upper = np.array(can, dtype=float).T[: self.parts]
         result = milp(
-            _RESOLUTION * cost,
+            _RESOLUTION * np.concatenate(cost[: self.parts]),
             constraints=self._constraints(limit_bytes),
-            # Once the first half is integral, the second is by itself: it is the smaller program.
-            integrality=np.concatenate([np.ones(self.count), np.zeros(self.count)]),
-            bounds=Bounds(0, np.array(upper, dtype=float)),
+            # Once what is kept and sent is integral, the rest is by itself: it is the smaller
+            # program.
+            integrality=np.repeat([1, 0, 1][: self.parts], self.count),
+            bounds=Bounds(0, np.concatenate(upper)),
             # Presolve prints to stdout where it has to repair a solution.
             options={"mip_rel_gap": 1e-12, "presolve": False},
         )
         if result.x is None:
             return None
-        kept = frozenset(int(index) for index in np.flatnonzero(result.x[: self.count] > 0.5))
+        kept, _, *sent = (
+            frozenset(map(int, np.flatnonzero(part > 0.5)))
+            for part in np.split(result.x, self.parts)
+        )
         # Counted exactly, and not read off the solver's floats.
-        return evaluate(self.values, kept)
+        return evaluate(self.values, kept, *sent)
 
     def _constraints(self, limit_bytes: int | None) -> list[LinearConstraint]:
         """Rows of factors with a lower bound each."""
         rows: list[list[tuple[int, float]]] = []
         lower: list[float] = []
         for index, value in enumerate(self.values):
-            recomputed = self.count + index
-            if value.needed:  # kept or recomputed
-                rows.append([(index, 1.0), (recomputed, 1.0)])
+            if value.needed:
+                rows.append(self._there(index))
                 lower.append(1.0)
-            for parent in value.parents:  # kept or recomputed, where this one is recomputed
-                rows.append([(parent, 1.0), (self.count + parent, 1.0), (recomputed, -1.0)])
+            for parent in value.parents:  # there, where this one is recomputed
+                rows.append([*self._there(parent), (self.count + index, -1.0)])
                 lower.append(0.0)
+        if self.host_us:
+            sends = [(2 * self.count + i, value.send_us) for i, value in enumerate(self.values)]
+            rows.append([(column, -send_us / self.host_us) for column, send_us in sends if send_us])
+            lower.append(-1.0)
         if limit_bytes is not None:
             # In multiples of the greatest common divisor: HiGHS allows a constraint to be missed by
             # 1e-6, which must be less than the smallest step.
-            unit = math.gcd(*(value.num_bytes for value in self.values)) or 1
-            sizes = [value.num_bytes // unit for value in self.values]
-            rows.append([(index, -float(size)) for index, size in enumerate(sizes) if size])
+            sizes = {index: value.num_bytes for index, value in enumerate(self.values)}
+            if self.host_us:
+                sent = 2 * self.count
+                sizes |= {sent + index: value.sent_bytes for index, value in enumerate(self.values)}
+            unit = math.gcd(*sizes.values()) or 1
+            rows.append([(index, -float(size // unit)) for index, size in sizes.items() if size])
             lower.append(-float(limit_bytes // unit))
         entries = [(r, c, f) for r, row in enumerate(rows) for c, f in row]
         if not entries:
             return []
         r, c, f = zip(*entries, strict=True)
-        matrix = csr_array((f, (r, c)), shape=(len(rows), 2 * self.count))
+        matrix = csr_array((f, (r, c)), shape=(len(rows), self.parts * self.count))
         return [LinearConstraint(matrix, np.array(lower), np.inf)]
+
+    def _there(self, index: int) -> list[tuple[int, float]]:
+        """Terms of which one is 1 if backward has the value: kept, recomputed, or sent."""
+        return [(index + part * self.count, 1.0) for part in range(self.parts)]

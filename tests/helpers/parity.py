@@ -102,7 +102,7 @@ def compiled(found: Case, **options: Any) -> CompiledProgram:
 def compiled_in_turn(found: Case, **options: Any) -> CompiledProgram:
     """:func:`compiled`, sharing what two calls in turn share that differ in memory settings."""
     wanted = CompileOptions(**options)
-    key = replace(wanted, recompute="none", memory_budget=None)
+    key = replace(wanted, recompute="none", memory_budget=None, offload=False)
     shared = next((each for options, each in found.latest if options == key), None)
     if shared is None:
         shared = Compilation(found.program, key)

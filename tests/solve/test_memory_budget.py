@@ -9,7 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sp_compiler.base.storage import Storage
-from sp_compiler.solve.memory_budget import CallSplits, Split, cheapest, peak_bytes, smallest
+from sp_compiler.solve.memory_budget import (
+    CallSplits,
+    Sent,
+    Shared,
+    Split,
+    cheapest,
+    peak_bytes,
+    smallest,
+)
 
 
 @st.composite
@@ -33,11 +41,13 @@ def _steps(draw: st.DrawFn) -> list[CallSplits]:
                     some(index, 2),
                     rng.randint(0, 30),
                     rng.randint(0, 30),
+                    rng.choice([Sent(), Sent(4), Sent(9, some(index, 1))]),
                 )
                 for _ in range(rng.randint(1, 4))
             ),
             frozenset({some(index, 3)}),
             frozenset({some(index, 3), some(index, 3)}),
+            frozenset({some(index, 3)} if rng.random() < 0.7 else ()),
             frozenset({some(index, 3)} if rng.random() < 0.7 else ()),
         )
         for index in calls
@@ -60,3 +70,26 @@ def test_assignments_are_those_of_brute_force(calls: list[CallSplits]) -> None:
         best = min((each for each in every if each[1] <= limit), default=None)
         picks = cheapest(calls, limit)
         assert (picks and (_us(calls, picks), peak_bytes(calls, picks))) == best
+
+
+def test_what_is_sent_lives_through_the_next_call() -> None:
+    """10 bytes each of three calls: at most 20 at once, where 30 would be kept."""
+    none = frozenset({Shared()})
+
+    def call(*splits: Split) -> CallSplits:
+        return CallSplits(splits, none, none, none, none)
+
+    kept = Split(1.0, 10, Shared(), 2, 3)
+    sent = Split(1.5, 0, Shared(), 2, 3, Sent(10))
+    calls = [
+        call(kept, sent),
+        call(kept, sent),
+        call(kept, sent),
+        call(Split(1.0, 0, Shared(), 1, 1)),
+    ]
+    assert peak_bytes(calls, [0, 0, 0, 0]) == 33
+    assert peak_bytes(calls, [1, 1, 1, 0]) == 23
+    # The last but one is on the device from its forward to its backward in any case.
+    assert cheapest(calls, 23) == [1, 0, 0, 0]
+    assert cheapest(calls, 22) is None
+    assert cheapest(calls, 40) == [0, 0, 0, 0]

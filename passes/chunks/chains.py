@@ -50,7 +50,7 @@ from sp_compiler.passes.chunks.row_rules import DROPOUTS, RowDims, row_dims
 from sp_compiler.trace.joint import JointGraph
 
 Kind = Literal["loss", "attention"]
-"""What a chain computes. The product of a loss head is (rows, classes), that of attention (samples
+"""Result of a chain. The product of a loss head is (rows, classes), that of attention (samples
 times heads, queries, keys)."""
 _NUM_DIMS = {"loss": 2, "attention": 3}
 

@@ -47,8 +47,8 @@ def segmented_shard(dim: int, segments: tuple[int, ...], units: int = 0) -> _Str
     digest = hashlib.sha256(text.encode()).digest()
     # 62 bits: torch keeps it in a signed 64-bit integer.
     factor = -1 - (int.from_bytes(digest[:8], "big") >> 2)
-    whole = Segmentation(segments, units)
-    assert _SEGMENTS.setdefault(factor, whole) == whole
+    segmentation = Segmentation(segments, units)
+    assert _SEGMENTS.setdefault(factor, segmentation) == segmentation
     return _StridedShard(dim, split_factor=factor)
 
 

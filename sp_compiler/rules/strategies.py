@@ -151,8 +151,8 @@ def _placement_of(
             continue
         index = names.index(factor.name)
         if cut.is_padded(world_size):
-            whole = cut_inside(cut, dim, index)
-            return None if whole is None else S(position, *whole)
+            of_dim = cut_inside(cut, dim, index)
+            return None if of_dim is None else S(position, *of_dim)
         if cut.sizes:
             divides = not any(size % world_size for size in cut.sizes)
             fits = len(dim) == 1 and sum(cut.sizes) == dim[0].size and divides

@@ -278,12 +278,12 @@ def _after_sharding(step: Step, options: CompileOptions, run: PassRunner) -> Ite
             ),
         )
 
-    found = list(rows(variants_by_pass(compiled)))
-    bad = {row.stage for row in found if not row.ok}
+    compared = list(rows(variants_by_pass(compiled)))
+    bad = {row.stage for row in compared if not row.ok}
     if Pass.PARTITION in bad and Pass.SHARD not in bad:
         # A pass between the two may be to blame; to compare those takes as long again.
-        found = list(rows(variants_by_pass(compiled, joint=True)))
-    yield from found
+        compared = list(rows(variants_by_pass(compiled, joint=True)))
+    yield from compared
 
 
 def _simulated(stage: str, compiled: CompiledProgram, step: Step, true: Reference) -> Comparison:

@@ -1,4 +1,4 @@
-"""What a pipeline returns beside its loss."""
+"""Outputs of a pipeline beside its loss."""
 
 from __future__ import annotations
 

@@ -82,45 +82,81 @@ def joined_outputs(
     group: TensorParallelGroup,
     outputs: Mapping[int, Sequence[Tensor]],
     weights: Sequence[Tensor | float],
-    rows: int,
+    inputs: Sequence[Sequence[Any]],
 ) -> Mapping[Ref, Tensor]:
     """Return the outputs of a batch by their source; empty where no microbatch has outputs.
+
+    A parameter, or an input that belongs to every microbatch, is returned as it is.
 
     Args:
         compiled: the program of one microbatch.
         group: ranks of "tp".
         outputs: by microbatch, the values of :func:`returned_refs`; on the last stage.
         weights: weight of each microbatch.
-        rows: batch size of a microbatch.
+        inputs: flattened inputs of each microbatch.
 
     Raises:
-        UnsupportedError: an output whose first dim is not the batch's.
+        UnsupportedError: see :func:`joined`.
     """
     if not outputs:
         return {}
+    lengths = batch_lengths(inputs[0])
     result: dict[Ref, Tensor] = {}
     for position, ref in enumerate(returned_refs(compiled.program)):
         parts = [
             user_output(outputs[number][position], compiled.placement(ref), group)
             for number in range(len(outputs))
         ]
-        result[ref] = joined(parts, weights, rows)
+        shared = ref.kind in ("param", "buffer", "constant") or (
+            ref.kind == "input" and all(part[ref.index] is inputs[0][ref.index] for part in inputs)
+        )
+        result[ref] = parts[-1] if shared else joined(parts, weights, lengths)
     return result
 
 
-def joined(parts: Sequence[Tensor], weights: Sequence[Tensor | float], rows: int) -> Tensor:
-    """Return one output of a batch, from those of its microbatches; see :func:`joined_outputs`."""
+def batch_lengths(leaves: Sequence[Any]) -> list[int]:
+    """Return the lengths that a dim over the batch may have, for the flattened inputs of a
+    microbatch: its number of rows first, then that of its tokens, which is the rows times the
+    second dim of an input."""
+    rows = rows_of(leaves)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 1]
+    return [rows, *sorted({rows * leaf.shape[1] for leaf in tensors if leaf.shape[0] == rows})]
+
+
+def joined(
+    parts: Sequence[Tensor], weights: Sequence[Tensor | float], lengths: Sequence[int]
+) -> Tensor:
+    """Return one output of a batch, from those of its microbatches.
+
+    Args:
+        parts: of the microbatches, in order.
+        weights: weight of each microbatch.
+        lengths: see :func:`batch_lengths`.
+
+    Raises:
+        UnsupportedError: of several microbatches, an output whose first dim is not the batch's, or
+            a scalar of integers, of which a sum may be meant.
+    """
     first = parts[0]
-    if first.dim() == 0:
+    if first.dim() == 0 and (first.is_floating_point() or first.is_complex()):
         # Such as the loss of a router. The mean over no tokens is NaN, and weighs nothing.
-        factors = [torch.as_tensor(weight, device=first.device) for weight in weights]
-        terms = zip(factors, parts, strict=True)
-        return torch.stack([torch.where(w == 0, 0.0, w * part) for w, part in terms]).sum()
-    if first.shape[0] % rows:
+        wide = torch.promote_types(first.dtype, torch.float64)
+        factors = [torch.as_tensor(w, dtype=torch.float64, device=first.device) for w in weights]
+        terms = [
+            torch.where(factor == 0, 0.0, factor * part.to(wide))
+            for factor, part in zip(factors, parts, strict=True)
+        ]
+        return torch.stack(terms).sum().to(first.dtype)
+    if len(parts) == 1:
+        return first
+    # Not any multiple of the rows: that may be layers, experts or positions.
+    if first.dim() == 0 or first.shape[0] not in lengths:
+        what = "is no mean" if first.dim() == 0 else "has no batch as its first dim"
         raise UnsupportedError(
-            f"the model returns a tensor of shape {tuple(first.shape)} for a microbatch of {rows} "
-            "rows, which has no batch as its first dim: the pipeline cannot join those of several "
-            "microbatches; return a tensor whose first dim is the batch, or none"
+            f"the model returns a tensor of shape {tuple(first.shape)} and {first.dtype} for a "
+            f"microbatch of {lengths[0]} rows, which {what}: the pipeline cannot join those of "
+            "several microbatches; return a tensor whose first dim is the batch, or none, or use "
+            "eval_loss(...)"
         )
     return torch.cat(list(parts))
 

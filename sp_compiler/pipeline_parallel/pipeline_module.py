@@ -25,7 +25,6 @@ from sp_compiler.pipeline_parallel.microbatch_recompute import cut, saving_micro
 from sp_compiler.pipeline_parallel.microbatches import (
     joined_outputs,
     microbatches_of,
-    rows_of,
     user_outputs,
 )
 from sp_compiler.pipeline_parallel.ranks import StageRanks, Weigh
@@ -172,8 +171,9 @@ class PipelineModule(StageParameters):
         Raises:
             ArgumentError: no batch (this method does not switch the mode); and as for
                 :meth:`step`.
-            UnsupportedError: an output has no batch as its first dim, or needs parameters that the
-                loss does not; and as for :meth:`step`.
+            UnsupportedError: an output has neither the batch nor all its tokens as its first dim,
+                or is a scalar of integers, or needs parameters that the loss does not; and as for
+                :meth:`step`.
         """
         return self._evaluate(args, kwargs, loss_only=False)
 
@@ -261,9 +261,7 @@ class PipelineModule(StageParameters):
                 # FSDP's own collectives wait for ever: all parts of the data have to come first.
                 self._stage_ranks.meet_over_data("ends a step")
             # First, because what cannot be joined raises, here and on the ranks that wait.
-            outputs = joined_outputs(
-                compiled, state.group, feed.outputs, weights, rows_of(parts[0])
-            )
+            outputs = joined_outputs(compiled, state.group, feed.outputs, weights, parts)
             loss = self._stage_ranks.total(feed.losses)
             return loss if loss_only else user_outputs(compiled, loss, outputs)
 

@@ -189,11 +189,11 @@ def _stage(
 ) -> Stage:
     program = compiled.program
     new_index = {old: new for new, old in enumerate(part)}
-    # Of the whole program, so that all stages number what they receive alike.
-    num_inputs = 1 + max(
-        (ref.index for call in program.calls for ref in call.args if ref.kind in ("input", "size")),
-        default=-1,
-    )
+    # Of the whole program, so that all stages number what they receive alike; also those that it
+    # only returns, or stores in a buffer.
+    reads = [ref for call in program.calls for ref in call.args]
+    reads += [*returned, *program.mutated_buffers.values()]
+    num_inputs = 1 + max((ref.index for ref in reads if ref.kind in ("input", "size")), default=-1)
     position = {ref: Ref("input", index=num_inputs + i) for i, ref in enumerate(received)}
 
     def moved(ref: Ref) -> Ref:

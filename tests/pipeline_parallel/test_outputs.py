@@ -14,7 +14,7 @@ import sp_compiler
 from sp_compiler import UnsupportedError
 from sp_compiler.compiler import build
 from sp_compiler.options import CompileOptions
-from sp_compiler.pipeline_parallel.microbatches import joined
+from sp_compiler.pipeline_parallel.microbatches import batch_lengths, joined
 from tests.helpers.ranks import run_on_ranks
 from tests.models import zoo
 
@@ -29,7 +29,7 @@ class _Scored(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
         self.score = nn.Linear(16, 3)
 
-    def forward(self, x: Tensor, scale: float = 2.0) -> dict[str, Any]:
+    def forward(self, x: Tensor, shift: Tensor, scale: float = 2.0) -> dict[str, Any]:
         first = hidden = self.layers[0](x).relu()
         for layer in self.layers[1:]:
             hidden = layer(hidden).relu()
@@ -40,6 +40,8 @@ class _Scored(nn.Module):
             "scale": scale,
             "losses": (hidden.square().mean(), first.mean()),
             "same": hidden,
+            "bias": self.layers[2].bias,
+            "shift": shift,
         }
 
 
@@ -48,10 +50,10 @@ def _scored() -> nn.Module:
     return _Scored().double()
 
 
-def _truth(batch: Tensor) -> tuple[dict[str, Any], dict[str, Tensor | None]]:
+def _truth(*batch: Tensor) -> tuple[dict[str, Any], dict[str, Tensor | None]]:
     """Outputs and gradients of one device."""
     model = _scored()
-    outputs = model(batch)
+    outputs = model(*batch)
     outputs["losses"][0].backward()
     return outputs, {name: parameter.grad for name, parameter in model.named_parameters()}
 
@@ -66,7 +68,7 @@ def _check(outputs: Any, expected: dict[str, Any], *, is_last: bool) -> None:
     torch.testing.assert_close(outputs["losses"][0], expected["losses"][0])
     if is_last:
         torch.testing.assert_close(outputs["losses"][1], expected["losses"][1])
-    for name in ("first", "scores", "doubled", "same"):
+    for name in ("first", "scores", "doubled", "same", "bias", "shift"):
         if is_last:
             torch.testing.assert_close(_whole(outputs[name]), expected[name])
             assert not outputs[name].requires_grad
@@ -78,24 +80,26 @@ def _returned() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
     is_last = mesh.get_local_rank("pp") == 1
     generator = torch.Generator().manual_seed(1)
-    batch = torch.randn(2 * MICROBATCHES, 4, 16, generator=generator, dtype=torch.float64)
-    expected, gradients = _truth(batch)
+    # The second belongs to every microbatch.
+    sizes = (2 * MICROBATCHES, 4, 16), (1, 16)
+    batch = [torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes]
+    expected, gradients = _truth(*batch)
     for schedule, return_outputs in (("gpipe", False), ("1f1b", True), ("zero_bubble", True)):
         pipeline = sp_compiler.pipeline(
             _scored(),
             mesh=mesh,
-            example_inputs=((batch,), {}),
+            example_inputs=(tuple(batch), {}),
             microbatches=MICROBATCHES,
             schedule=schedule,
             return_outputs=return_outputs,
         )
         if not return_outputs:
             with pytest.raises(UnsupportedError, match=r"\['score.bias', 'score.weight'\].*loss"):
-                pipeline.eval(batch)
+                pipeline.eval(*batch)
             continue
-        _check(pipeline.step(batch), expected, is_last=is_last)
-        _check(pipeline.eval(batch), expected, is_last=is_last)
-        torch.testing.assert_close(pipeline.eval_loss(batch), expected["losses"][0])
+        _check(pipeline.step(*batch), expected, is_last=is_last)
+        _check(pipeline.eval(*batch), expected, is_last=is_last)
+        torch.testing.assert_close(pipeline.eval_loss(*batch), expected["losses"][0])
         for name, parameter in pipeline.named_parameters():
             assert (parameter.grad is None) == (gradients[name] is None)
             torch.testing.assert_close(_whole(parameter.grad), gradients[name])
@@ -124,14 +128,32 @@ def _logits() -> None:
     torch.testing.assert_close(outputs.logits.full_tensor(), expected.logits)
 
 
-def test_outputs_without_a_batch_cannot_be_joined() -> None:
-    pieces = [torch.ones(2, 3), torch.zeros(2, 3)]
-    assert joined(pieces, [0.5, 0.5], 2).shape == (4, 3)
-    with pytest.raises(UnsupportedError, match=r"shape \(2, 3\) for a microbatch of 4 rows"):
-        joined(pieces, [0.5, 0.5], 4)
+def test_outputs_are_joined_along_the_batch_or_its_tokens() -> None:
+    ids, positions = torch.zeros(2, 7, dtype=torch.long), torch.zeros(1, 5)
+    lengths = batch_lengths([0.5, ids, positions])
+    assert lengths == [2, 14]
+    halves = [0.5, 0.5]
+    assert joined([torch.ones(2, 3), torch.zeros(2, 3)], halves, lengths).shape == (4, 3)
+    assert joined([torch.ones(14, 3), torch.zeros(14, 3)], halves, lengths).shape == (28, 3)
+    # States of four layers, tokens of each of eight experts, positions before a batch of one.
+    for shape, count in (((4, 2, 3), 2), ((8,), 2), ((7, 1, 3), 1), ((2, 3), 4)):
+        part = torch.ones(shape)
+        with pytest.raises(UnsupportedError, match=f"for a microbatch of {count} rows.*no batch"):
+            joined([part, part], halves, [count, 9 * count])
+        assert joined([part], [1.0], [count]) is part
+
+
+def test_scalars_are_averaged_in_their_own_dtype() -> None:
     # A mean over no tokens has no weight.
     empty, mean = torch.tensor(torch.nan), torch.tensor(3.0)
-    assert joined([empty, mean], [torch.tensor(0.0), torch.tensor(1.0)], 4) == 3.0
+    zero, one = (torch.tensor(weight, dtype=torch.float64) for weight in (0.0, 1.0))
+    actual = joined([empty, mean], [zero, one], [4])
+    assert actual == 3.0
+    assert actual.dtype == torch.float32
+    third = joined([torch.ones((), dtype=torch.float64)] * 3, [1 / 3] * 3, [4])
+    assert third == 1.0
+    with pytest.raises(UnsupportedError, match=r"torch.int64 for a microbatch.*is no mean"):
+        joined([torch.tensor(3), torch.tensor(4)], [0.5, 0.5], [4])
 
 
 def _both() -> None:

@@ -44,7 +44,7 @@ class _Copies:
         self.results = [_empty_as(source, target) for source in sources]
         with _stream_for_copies(accelerator) as stream:
             for source, result in zip(sources, self.results, strict=True):
-                result.copy_(source, non_blocking=True)
+                _span(result).copy_(_span(source), non_blocking=True)
             if stream is not None:
                 self._event = stream.record_event()
 
@@ -87,6 +87,16 @@ def _empty_as(tensor: Tensor, device: torch.device) -> Tensor:
     return torch.empty_strided(
         tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device, pin_memory=pinned
     )
+
+
+def _span(tensor: Tensor) -> Tensor:
+    """Return the part of its storage that ``tensor`` spans, in one dim.
+
+    A broadcast tensor, which has strides of 0, cannot be written to as it is.
+    """
+    dims = zip(tensor.size(), tensor.stride(), strict=True)
+    length = 1 + sum((size - 1) * stride for size, stride in dims) if tensor.numel() else 0
+    return tensor.as_strided((length,), (1,))
 
 
 class HostTrip:
@@ -136,7 +146,8 @@ class HostTrip:
         arriving, self._arriving = self._arriving, None
         if arriving is None and self.positions:  # the backward of the next call did not run
             arriving = _Copies([values[position] for position in self.positions], self._device)
-        if ahead and self._before is not None:
+        # They may be there: of an earlier backward that ended with this call.
+        if ahead and self._before is not None and self._before._arriving is None:
             self._before._arriving = _Copies(ahead, self._before._device)
         if arriving is not None:
             for position, copy in zip(self.positions, arriving.wait(), strict=True):

@@ -85,7 +85,8 @@ def _timeline(plan: PlanData) -> Iterator[_Bar]:
 def _tensors(plan: PlanData) -> Iterator[tuple[BlockPlan, list[tuple[KeptTensor, float]]]]:
     """Rows of the tensors that each block saves, largest first, as percent of the largest of
     all."""
-    most = max((tensor.num_bytes for block in plan.blocks for tensor in block.kept), default=1)
+    saved = [tensor for block in plan.blocks for tensor in (*block.kept, *block.sent)]
+    most = max((tensor.num_bytes for tensor in saved), default=1)
     for block in plan.blocks:
         ordered = sorted((*block.kept, *block.sent), key=lambda tensor: -tensor.num_bytes)
         if ordered:

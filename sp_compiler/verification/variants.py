@@ -12,7 +12,7 @@ from sp_compiler.base.pass_report import Pass
 from sp_compiler.codegen.module_text import CompiledRegion, printed_regions
 from sp_compiler.ir.compiled_program import CompiledProgram, LossBackward, RegionCode
 from sp_compiler.ir.concretize import Concretizer
-from sp_compiler.ir.forward_backward import Partitioned, SplitBackward
+from sp_compiler.ir.forward_backward import Partitioned, SplitBackward, SplitRegion
 from sp_compiler.ir.rewriting import subgraph
 from sp_compiler.ir.snapshot import (
     BACKWARD,
@@ -51,7 +51,9 @@ def variants_by_pass(
         name: ShardedCode(item.region, item.differentiable) for name, item in regions.items()
     }
     variants: dict[str, CompiledProgram] = {
-        Pass.SHARD: replace(compiled, codes=dict(sharded), loss_backwards={})
+        Pass.SHARD: replace(
+            compiled, codes=dict(sharded), loss_backwards={}, regions=_on_device(compiled)
+        )
     }
     for each in [each for each in _JOINT if joint and each in stages]:
         joints = {name: _joint_after(item, stages[each]) for name, item in regions.items()}
@@ -69,7 +71,7 @@ def variants_by_pass(
 
 def _of_joints(compiled: CompiledProgram, joints: Mapping[str, JointGraph]) -> CompiledProgram:
     codes = {name: PartitionedCode(_saving_all(joint)) for name, joint in joints.items()}
-    return replace(compiled, codes=dict(codes), loss_backwards={})
+    return replace(compiled, codes=dict(codes), loss_backwards={}, regions=_on_device(compiled))
 
 
 def _divided(
@@ -133,3 +135,12 @@ def _saving_all(joint: JointGraph) -> Partitioned:
         (),
         len(joint.outputs),
     )
+
+
+def _on_device(compiled: CompiledProgram) -> dict[str, SplitRegion]:
+    """Return the regions without what goes to the host: it is named by its position among what the
+    partition saves, and before the partition code saves other values."""
+    return {
+        name: replace(split, partitioned=replace(split.partitioned, saved=()))
+        for name, split in compiled.regions.items()
+    }

@@ -16,8 +16,11 @@ from sp_compiler.api import plan
 from sp_compiler.base.errors import ArgumentError, UnsupportedError
 from sp_compiler.cost.step_memory import step_memory
 from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.ops import host_memory as ops_host_memory
+from sp_compiler.ops.host_memory import HostTrip
 from sp_compiler.options import CompileOptions
 from sp_compiler.planning.build import make_plan
+from sp_compiler.verification.variants import variants_by_pass
 from tests.helpers import host_memory, parity
 from tests.helpers.host_memory import OPTIONS
 
@@ -102,6 +105,61 @@ def test_a_tensor_that_is_changed_while_it_leaves_raises() -> None:
     first.remove()
     second.remove()
     compiled(**inputs).backward()
+
+
+def test_copies_of_broadcast_and_spaced_tensors_keep_their_strides() -> None:
+    value = torch.arange(24.0).reshape(2, 3, 4)
+    sources = [
+        value[:1].expand(5, 3, 4),
+        value[:, ::2, 1:],
+        value.transpose(0, 2),
+        value[:0],
+        value[1, 1, 1],
+        torch.complex(value, value).conj(),
+    ]
+    trip = HostTrip(tuple(range(len(sources))), None)
+    saved = trip.leave(sources)
+    trip.left()
+    fetched = trip.fetch(saved)
+    for source, *copies in zip(sources, saved, fetched, strict=True):
+        for copy in copies:
+            assert copy.stride() == source.stride()
+            assert torch.equal(copy, source)
+
+
+def test_what_an_earlier_backward_fetched_is_not_fetched_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    value = torch.arange(3.0)
+    first = HostTrip((0,), None)
+    last = HostTrip((), first)
+    saved = first.leave([value])
+    ahead = last.leave([])
+    first.left()
+    copies: list[Any] = []
+    make = ops_host_memory._Copies
+
+    def recorded(*args: Any) -> Any:
+        copies.append(make(*args))
+        return copies[-1]
+
+    monkeypatch.setattr(ops_host_memory, "_Copies", recorded)
+    last.fetch(ahead)  # of a backward that ends here, with retain_graph
+    last.fetch(ahead)
+    (copy,) = first.fetch(saved)
+    assert len(copies) == 1
+    assert torch.equal(copy, value)
+
+
+def test_variants_that_verify_runs_save_other_values() -> None:
+    """Those from before the partition, which says what goes to the host, keep all of it."""
+    program = _offloaded(2)
+    expected = parity.simulate(_case(), program).grads
+    variants = variants_by_pass(program, joint=True)
+    assert {"shard", "joint", "tag", "partition", "codegen"} <= variants.keys()
+    for name, variant in variants.items():
+        grads = parity.simulate(_case(), variant).grads
+        torch.testing.assert_close(grads, expected, msg=name)
 
 
 def test_plan_shows_tensors_on_the_host_and_its_link() -> None:

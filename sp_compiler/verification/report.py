@@ -203,7 +203,7 @@ def _largest(tensor: Tensor) -> float:
         tensor = _wide(tensor).abs()
     # One pass without a copy: comparisons of weights cost as much as products with them.
     low, high = torch.aminmax(tensor.detach())
-    return max(-float(low), float(high)) if low == low else math.nan
+    return max(float(high), -float(low)) if low == low else math.nan
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Unpack
 
@@ -158,8 +158,11 @@ class Step:
         return Numbers(detached, tensors.grads())
 
     def run_eager(self, stored: Sequence[Stored], tensors: Tensors) -> list[Any]:
-        """Return the leaves of the model's own output, and the tensors that it stores."""
-        model = copy.deepcopy(self.model)  # its attributes may be written
+        """Return the leaves of the model's own output, and the tensors that it stores.
+
+        The model's attributes may be written.
+        """
+        model = self.model
         args, kwargs = pytree.tree_unflatten(list(tensors.inputs), self.spec)
         state = {**tensors.buffers, **tensors.params}
         own = [value.dtype for value in self.tensors.params.values() if value.is_floating_point()]
@@ -178,7 +181,13 @@ class Step:
 
 def _before_sharding(step: Step, options: CompileOptions) -> tuple[list[Comparison], Precision]:
     captured = step.capture()
-    eager = Reference.of(partial(undropped, step, partial(step.run_eager, captured.stored)))
+
+    def run_eager(precision: Precision) -> Numbers:
+        # A copy that may be written, made here: no tensor can be copied while dtypes are exchanged.
+        own = replace(step, model=copy.deepcopy(step.model))
+        return undropped(own, partial(own.run_eager, captured.stored), precision)
+
+    eager = Reference.of(run_eager)
     exported = undropped(step, partial(run_flat, captured), eager.precision)
     rows = [eager.compare(Pass.EXPORT, "model", exported)]
     # Later passes answer for the capture: eager code may ask for the dtype, which is another here.

@@ -106,6 +106,24 @@ def test_a_model_that_returns_states_and_writes_slices() -> None:
     assert report.ok, str(report)
 
 
+class _Scaled(nn.Module):
+    """Has a tensor that is neither parameter nor buffer, as rotary embeddings may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(8, 8), torch.ones(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x * self.scale)
+
+
+def test_a_model_with_a_tensor_as_attribute_is_verified_in_float64() -> None:
+    report = verify(_Scaled(), ((torch.randn(2, 4, 8),), {}), tp=2)
+    assert report.ok, str(report)
+    assert report.precision == "float64"
+    assert "-0" not in str(report).replace("e-0", "")
+
+
 def test_model_and_randomness_are_left_as_they_were() -> None:
     model = zoo.build("plain", dropout=0.1, layers=1, dtype=torch.float32)
     before = {name: value.clone() for name, value in model.state_dict().items()}

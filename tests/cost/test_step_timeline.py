@@ -71,6 +71,37 @@ class _Layer(nn.Module):
         return (x + self.down(self.up(self.norm(x)).relu())).square().mean()
 
 
+def test_a_wait_for_what_has_arrived_takes_no_time_back() -> None:
+    """Kernels run one behind another, also behind the wait for a hidden collective."""
+    with torch.device("meta"):
+        model, x = nn.Sequential(_Wide(), _Wide()), torch.empty(8, 64, 512)
+    plan = sp_compiler.plan(model, ((x,), {}), tp=2, overlap=True, recompute="full")
+    hidden = 0
+    for run in plan.schedule.runs:
+        kernels = [span for span in run.spans if span.stream == "compute"]
+        ends = [span.begin_us + span.duration_us for span in kernels]
+        for end, following in zip(ends, kernels[1:], strict=False):
+            assert following.begin_us >= end - 1e-9
+        for span in run.spans:
+            arrived_us = span.begin_us + span.duration_us
+            hidden += span.stream == "tp" and any(
+                kernel.begin_us < arrived_us < end - 1e-9
+                for kernel, end in zip(kernels, ends, strict=True)
+            )
+    assert hidden  # else every wait is for its collective
+
+
+class _Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(512)
+        self.up = nn.Linear(512, 2048, bias=False)
+        self.down = nn.Linear(2048, 512, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
 def test_a_plan_has_the_course_of_its_step(tmp_path: Path) -> None:
     plan = sp_compiler.plan(_Layer(), ((torch.randn(8, 64, 64),), {}), tp=2)
     assert plan.schedule.step_us == pytest.approx(plan.step_us)

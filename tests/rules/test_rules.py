@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from sp_compiler.base.errors import PlacementError
+from sp_compiler.base.placement import T
 from sp_compiler.rules.factors import Dims, Factor, OpRule
 from sp_compiler.rules.families.elementwise import pointwise
 from sp_compiler.rules.registry import ROWS, Row
 from tests.helpers.one_operator import Step, check, compiled_step
 from tests.helpers.op_samples import calls as op_samples
-from tests.helpers.operator_call import Whole, offered
+from tests.helpers.operator_call import Call, Whole, offered
 
 aten = torch.ops.aten
 sp = torch.ops.sp_compiler
@@ -90,6 +91,19 @@ def test_every_kind_of_placement_is_offered() -> None:
     assert check_all(aten.add.Tensor, 2, 6) == {"R", "I", "P", "S", "T"}
     assert check_all(aten.linear.default, 2, 6) == {"R", "I", "P", "S", "T"}
     assert check_all(aten._softmax_backward_data.default, 2, 6) == {"R", "I", "P", "S"}
+
+
+@pytest.mark.parametrize(("right", "merged"), [((8, 6), True), ((1, 8, 6), False)], ids=str)
+def test_rows_of_a_product_are_merged_for_one_matrix(right: tuple[int, ...], merged: bool) -> None:
+    """A batch of one matrix would be a batch of the merged rows too."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = (torch.randn(shape, generator=generator).double() for shape in ((2, 4, 8), right))
+    whole = Whole.of(Call(aten.matmul.default, tuple(tensors), {}))
+    strategies = list(offered(whole, 2))
+    for strategy in strategies:
+        check(whole, strategy, 2)
+    results = {strategy.results[0] for strategy in strategies}
+    assert (T(2) in results) == merged
 
 
 # Rules that lie.

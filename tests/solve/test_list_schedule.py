@@ -10,6 +10,7 @@ import pytest
 from benchmarks.exact_schedule import exact_schedule
 from sp_compiler.solve.block_schedule import (
     Block,
+    Memory,
     Task,
     is_valid,
     least_us,
@@ -177,3 +178,18 @@ def test_a_block_of_hundreds_of_tasks_is_scheduled() -> None:
     order = list_schedule(block, limits(block)[1])
     assert is_valid(block, order)
     assert simulate(block, order).time_us < simulate(block, range(len(order))).time_us
+
+
+def test_bytes_by_hand() -> None:
+    """While a task runs there is what it makes beside what lives: the last two tasks read it."""
+    tasks = (
+        Task(makes=(0,), run_bytes=4),
+        Task(needs=(0,), makes=(1,), reads=(0,), run_bytes=3),
+        Task(needs=(0, 1), reads=(0, 1), run_bytes=2),
+    )
+    block = Block(tasks, (4, 2), frozenset())
+    assert [Memory(block).run(0), peak_bytes(block, (0, 1)), peak_bytes(block, (0, 1, 2))] == [
+        4,
+        7,
+        8,
+    ]

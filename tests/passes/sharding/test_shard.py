@@ -14,11 +14,14 @@ from torch.utils._pytree import tree_leaves
 
 from sp_compiler import PassError
 from sp_compiler.base.placement import I, Placement, R, S
+from sp_compiler.cost.hardware import H100
 from sp_compiler.ir.compiled_program import CompiledProgram, RegionCode
 from sp_compiler.ir.op_traits import is_collective
 from sp_compiler.ir.program import Program
 from sp_compiler.ir.text import render
 from sp_compiler.options import CompileOptions
+from sp_compiler.passes.sharding.dim_roles import RegionValues
+from sp_compiler.passes.sharding.prices import Prices
 from sp_compiler.passes.sharding.shard import Sharded, shard
 from sp_compiler.planning.build import make_plan
 from sp_compiler.verification.interpret import ShardedCode
@@ -258,6 +261,17 @@ def test_a_sharded_program_is_refused(ranks: int) -> None:
     once = shard(case(Mlp).program, options)
     with pytest.raises(PassError, match=r"\[shard\] .*sharded already"):
         shard(once.program, options)
+
+
+def test_what_a_rank_stores_beyond_an_even_share_has_a_price() -> None:
+    program = case(Mlp).program
+    facts = [RegionValues() for _ in program.regions]
+    params = (node for each in program.regions for node in each.placeholders)
+    (up,) = (node for node in params if tuple(node.meta["val"].shape) == (16, WIDTH))
+    two, four = (Prices(program, facts, ranks, 1, {}, H100) for ranks in (2, 4))
+    assert two.stored_us((up, 0), S(0)) == four.stored_us((up, 0), S(0)) == 0
+    # A replicated one is stored beyond 1/2 and 1/4.
+    assert two.stored_us((up, 0), I) * 3 / 2 == pytest.approx(four.stored_us((up, 0), I)) != 0
 
 
 def on_ranks(result: Sharded, program: Program | None = None) -> CompiledProgram:

@@ -47,7 +47,7 @@ def _steps(module: Any) -> list[str]:
 
 def _filled(model: Any, x: Tensor, mask: Tensor) -> float:
     mask = mask.clone()
-    mask[0] = False
+    mask[0].zero_()
     if mask.view(-1)[:3].any():
         return 2.0
     return 3.0
@@ -124,8 +124,8 @@ READS: dict[str, tuple[Callable[[Any, Tensor, Tensor], Any], tuple[Any, ...], st
         (1,),
         "False",
         [
-            "clone.default", "lift_fresh_copy.default", "select.int", "fill_.Tensor",
-            "view.default", "slice.Tensor", "any.default",
+            "clone.default", "select.int", "zero_.default", "view.default", "slice.Tensor",
+            "any.default",
         ],
     ),
     "write behind": (

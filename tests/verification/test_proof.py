@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 import sp_compiler
 from sp_compiler import ArgumentError, PassError, compiler
@@ -205,6 +206,36 @@ def test_a_gradient_that_normalization_breaks(monkeypatch: pytest.MonkeyPatch) -
 def test_arguments() -> None:
     with pytest.raises(ArgumentError, match="verify=1"):
         sp_compiler.compile(nn.Linear(4, 4), tp=1, verify=1)  # type: ignore[arg-type]
+
+
+def _ten_times(module: GraphModule) -> int:
+    """A user's pass that takes ``mul(x, 3)`` for ``mul(x, 30)``."""
+    found = list(module.graph.find_nodes(op="call_function", target=aten.mul.Tensor))
+    for node in found:
+        node.args = (node.args[0], 30)
+    return len(found)
+
+
+class _Triple(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * 3
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["with example_inputs", "at the first call"])
+def test_compile_refuses_before_the_first_step(early: bool) -> None:
+    """Only where it was asked to: without ``verify`` the wrong pass is taken at its word."""
+    model, x = _Triple(), torch.ones(2, 4)
+    expected = 10 * model(x)
+    wrong = sp_compiler.compile(model, tp=1, passes=[_ten_times])
+    torch.testing.assert_close(wrong(x), expected)
+    example = {"example_inputs": ((x,), {})} if early else {}
+    with pytest.raises(PassError, match=r"verify=True[\s\S]*_ten_times"):
+        sp_compiler.compile(_Triple(), tp=1, passes=[_ten_times], verify=True, **example)(x)
+    sp_compiler.compile(_Triple(), tp=1, verify=True, **example)(x)
 
 
 def _compiled_on_a_rank() -> float:

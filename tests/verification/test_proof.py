@@ -232,7 +232,7 @@ def test_compile_refuses_before_the_first_step(early: bool) -> None:
     expected = 10 * model(x)
     wrong = sp_compiler.compile(model, tp=1, passes=[_ten_times])
     torch.testing.assert_close(wrong(x), expected)
-    example = {"example_inputs": ((x,), {})} if early else {}
+    example: dict[str, Any] = {"example_inputs": ((x,), {})} if early else {}
     with pytest.raises(PassError, match=r"verify=True[\s\S]*_ten_times"):
         sp_compiler.compile(_Triple(), tp=1, passes=[_ten_times], verify=True, **example)(x)
     sp_compiler.compile(_Triple(), tp=1, verify=True, **example)(x)

@@ -29,6 +29,7 @@ aten = torch.ops.aten
 FUNCTIONS = {
     Pass.EXPORT: "capture",
     Pass.NORMALIZE: "normalize",
+    Pass.LOSS_ONLY: "loss_only",
     Pass.HALF_BATCHES: "half_batches",
     Pass.OUTLINE: "outline",
     Pass.SHARD: "shard",
@@ -44,6 +45,7 @@ FUNCTIONS = {
 }
 """The name of each pass in the list of the compiler."""
 OPTIONS: dict[Pass, dict[str, Any]] = {
+    Pass.LOSS_ONLY: {"loss_only": True},
     Pass.HALF_BATCHES: {"half_batches": True},
     Pass.CHUNK: {"loss_chunks": 2},
     Pass.SPLIT_BACKWARD: {"split_backward": True},

@@ -28,11 +28,13 @@ from tests.helpers.torch_versions import NEEDS_V_SCHEDULES
 from tests.models import zoo
 
 SEED = torch.tensor(5)
+# As a step of a pipeline is compiled.
+STAGED = CompileOptions(loss_only=True, tables_apart=True)
 
 
 def _compiled(name: str, **fields: Any) -> tuple[nn.Module, CompiledProgram]:
     model = zoo.build(name, **fields)
-    return model, build(model, (), zoo.inputs(name), CompileOptions(tables_apart=True))
+    return model, build(model, (), zoo.inputs(name), STAGED)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +114,7 @@ class _Remembering(_Normalized):
 
 
 def _stages(model: nn.Module, x: torch.Tensor, end: int) -> tuple[CompiledProgram, list[Any]]:
-    compiled = build(model, (x,), {}, CompileOptions(tables_apart=True))
+    compiled = build(model, (x,), {}, STAGED)
     loss = loss_of(compiled.program)
     chain = chain_of(compiled.program, loss)
     return compiled, stages_of(compiled, loss, chain, [end, len(chain)])

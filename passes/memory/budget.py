@@ -79,26 +79,21 @@ def with_offloads(
     """Return ``ways`` of :func:`candidates_of`, and behind them others that send saved tensors to
     the host."""
     free = _free_outputs(program)
+    names = [call.region.name for call in program.calls]
+    sent: dict[str, list[Candidate]] = {name: [] for name in joints}
     # Behind the last call nothing runs while something could go to the host.
-    before_last = {call.region.name for call in program.calls[:-1]}
-    return {
-        name: [
-            *ways[name],
-            *(
-                way
-                for joint in (chunked if name in before_last else ())
-                for way in offloads(
-                    joint,
-                    world_size,
-                    options=options[name],
-                    free=free[name],
-                    own_inputs=_own_inputs(program, name),
-                    num_calls=sum(call.region.name == name for call in program.calls),
-                )
-            ),
-        ]
-        for name, chunked in joints.items()
-    }
+    for name in dict.fromkeys(names[:-1]):
+        own_inputs = _own_inputs(program, name)
+        for joint in joints[name]:
+            sent[name] += offloads(
+                joint,
+                world_size,
+                options=options[name],
+                free=free[name],
+                own_inputs=own_inputs,
+                num_calls=names.count(name),
+            )
+    return {name: [*ways[name], *sent[name]] for name in joints}
 
 
 def _free_outputs(program: Program) -> dict[str, frozenset[int]]:

@@ -111,16 +111,14 @@ def suggest(  # noqa: PLR0913 - all by keyword, each described below
     search = _Search(memory_bytes, top, runnable)
     programs = build_settings(model, args, kwargs, settings)
     for compile_options, compiled in zip(settings, programs, strict=True):
-        chain = Chain.uncut(compiled.plan)
-        if compile_options.loss_only:
-            try:
-                chain = Chain.of(compiled, compiled.plan)
-            except ArgumentError:  # without a loss there are no stages
-                continue
-        setting = _Setting(compiled.plan, chain, compile_options)
-        for grid in _grids(gpus, compiled.plan.tp, setting.num_layers):
-            # With one stage, and with several.
-            if compile_options.loss_only == (grid.pp > 1):
+        in_stages, plan = compile_options.loss_only, compiled.plan
+        try:
+            chain = Chain.of(compiled, plan) if in_stages else Chain.uncut(plan)
+        except ArgumentError:  # without a loss there are no stages
+            continue
+        setting = _Setting(plan, chain, compile_options)
+        for grid in _grids(gpus, plan.tp, setting.num_layers):
+            if in_stages == (grid.pp > 1):
                 search.add(setting, grid, microbatches, checked)
     return search.run()
 

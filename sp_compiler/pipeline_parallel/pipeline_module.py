@@ -336,9 +336,8 @@ class PipelineModule(StageParameters):
         ]
 
     def _require_held(self, stages: Sequence[Stage]) -> None:
-        for stage, held in zip(
-            stages, self._held or [each.parameters for each in stages], strict=True
-        ):
+        # Empty while the first program is cut, by which it is decided what the stages hold.
+        for stage, held in zip(stages, self._held, strict=False):
             if missing := sorted(stage.parameters - held):
                 raise UnsupportedError(
                     f"an output of the model needs {missing[:3]}, which the loss does not need and "

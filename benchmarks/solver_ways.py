@@ -1,10 +1,15 @@
 """Solvers that are there twice, or could be another one: what each finds and how long it takes.
 
-    python -m benchmarks.solver_ways [placement] [budget] [frontier] [--models llama t5] [--tp 2 8]
+    python -m benchmarks.solver_ways [placement] [budget] [frontier] [formula] [explain]
+        [--models llama t5] [--tp 2 8]
 
 - placement: elimination beside the linear program, on the problems of the test models;
 - budget: the dynamic program over calls beside one linear program of calls x splits;
-- frontier: corners of the recompute frontier by HiGHS and by networkx' minimum cuts.
+- frontier: corners of the recompute frontier by HiGHS and by networkx' minimum cuts;
+- formula: deriving the formula of the saved bytes beside fitting it to plans at other sizes, of
+  which one is needed for each term at least;
+- explain: explaining one weight, which solves the placement again for each of its alternatives,
+  beside the whole plan.
 
 Seconds are of the CPU, so that a busy machine does not show.
 """
@@ -20,6 +25,7 @@ from unittest import mock
 
 import networkx as nx
 import numpy as np
+import sympy
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -277,10 +283,33 @@ def frontier_rows(model: nn.Module, kwargs: dict[str, Any]) -> Iterator[tuple[st
         yield str(len(values)), str(len(corners)), f"{highs:.2f}", f"{networkx:.2f}", str(same)
 
 
+# What a plan derives when it is asked.
+
+
+def formula_row(model: nn.Module, kwargs: dict[str, Any]) -> tuple[str, ...]:
+    """Seconds of a plan and of its formula, terms, and seconds of as many plans."""
+    planned, planning = timed(lambda: plan(model, ((), kwargs), tp=2))
+    formula, deriving = timed(lambda: planned.activation_formula)
+    terms = len(sympy.Add.make_args(formula.total))
+    return f"{planning:.2f}", f"{deriving:.3f}", str(terms), f"{planning * terms:.1f}"
+
+
+def explain_row(model: nn.Module, kwargs: dict[str, Any]) -> tuple[str, ...]:
+    """Seconds of a plan and of explaining the largest weight, and its alternatives."""
+    planned, planning = timed(lambda: plan(model, ((), kwargs), tp=2))
+    largest = max(model.named_parameters(), key=lambda named: named[1].numel())[0]
+    explanation, explaining = timed(lambda: planned.explain(largest))
+    alternatives = sum(
+        len(each.stored) + sum(len(operator.ways) for operator in each.operators)
+        for each in explanation.parameters
+    )
+    return f"{planning:.2f}", f"{explaining:.2f}", str(alternatives)
+
+
 def main() -> None:
     """Print a table for each comparison that is asked for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    kinds = ("placement", "budget", "frontier")
+    kinds = ("placement", "budget", "frontier", "formula", "explain")
     parser.add_argument("kinds", nargs="*", choices=[[], *kinds], default=[])
     parser.add_argument("--models", nargs="*", default=[])
     parser.add_argument("--tp", type=int, nargs="*", default=[2, 8])
@@ -305,6 +334,16 @@ def main() -> None:
         for name in options.models or ("plain", "llama", "t5", "bert"):
             for row in frontier_rows(zoo.build(name, dropout=0.1), zoo.inputs(name)):
                 table.add_row(name, *row)
+        console.print(table)
+    if "formula" in wanted:
+        table = Table("CPU seconds", "plan", "formula", "terms", "plans to fit")
+        for name in options.models or ("plain", "llama", "t5", "bert"):
+            table.add_row(name, *formula_row(zoo.build(name), zoo.inputs(name)))
+        console.print(table)
+    if "explain" in wanted:
+        table = Table("CPU seconds", "plan", "explain", "alternatives")
+        for name in options.models or ("plain", "llama", "t5", "bert"):
+            table.add_row(name, *explain_row(zoo.build(name), zoo.inputs(name)))
         console.print(table)
 
 

@@ -1,4 +1,10 @@
-"""Bytes that a program saves for backward, in symbols that are derived from its graph."""
+"""Bytes that a program saves for backward, in symbols that are derived from its graph.
+
+The formula could also be fitted to the bytes that plans at other sizes save. That would need no
+code that follows shapes through operators, but at least one plan for each term, 4 to 13 of them,
+and the guess which terms there are: 5 to 93 s of CPU time for a GPT, a Llama, a T5 and a BERT of
+two layers, where deriving takes 0.01 to 0.06 s (``python -m benchmarks.solver_ways formula``).
+"""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ two equal views of ``x``               one
 ``mm(a, t(w))``, ``addmm`` likewise    ``linear(a, w)``, with bias
 ``linear(a, w) + bias``, ``mm`` too    ``linear(a, w, bias)``
 ``view(linear(a, w), s) + bias``       ``view(linear(a, w, bias), s)``
+``x * 1``, ``x / 1``, ``x ** 1``       ``x``
 =====================================  ==========================
 
 Mutates the graph. Reads ``meta["val"]``; new nodes take the meta of what they replace.
@@ -34,6 +35,9 @@ aten = torch.ops.aten
 
 _RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _PRODUCTS = (aten.mm.default, aten.linear.default)
+# With 1 as the second operand they compute what they are given, to the bit. A sum with 0 does not:
+# it turns -0.0 into 0.0.
+_KEEPS_NUMBERS = (aten.mul.Tensor, aten.div.Tensor, aten.pow.Tensor_Scalar)
 # Views that are the identity if they keep the shape; a transpose may keep it and move the elements.
 _KEEPS_ORDER = (*_RESHAPES, aten.expand.default, aten.slice.Tensor)
 
@@ -170,6 +174,27 @@ def _linear(node: Node) -> Node | None:
         return _call(aten.linear.default, (factor, transposed.args[0], *bias), like=node)
 
 
+def _times_one(node: Node) -> Node | None:
+    """``x * 1``, ``x / 1`` and ``x ** 1`` -> ``x``, unless another tensor must be made."""
+    if node.target not in _KEEPS_NUMBERS or isinstance(node.args[1], Node) or node.args[1] != 1:
+        return None
+    source = node.args[0]
+    value, given = node.meta["val"], source.meta["val"]
+    # Integers become floats, and what is expanded gets memory of its own, which a view may need.
+    if value.dtype != given.dtype or not same_shape(value.stride(), given.stride()):
+        return None
+    if _is_returned(node):
+        report_of(Pass.SIMPLIFY).decline(node, "whoever is given it may change it in place")
+        return None
+    return source
+
+
+def _is_returned(node: Node) -> bool:
+    return any(
+        user.op == "output" or (is_view(user) and _is_returned(user)) for user in node.users
+    )
+
+
 def _call(target: Any, args: tuple[Any, ...], *, like: Node, val: Any = None) -> Node:
     changes = {} if val is None else {"val": val}
     name = target.__name__.partition(".")[0]
@@ -200,4 +225,5 @@ _RULES: tuple[Callable[[Node], Node | None], ...] = (
     _sum_then_squeeze,
     _fuse_bias,
     _linear,
+    _times_one,
 )

@@ -73,6 +73,9 @@ REWRITES: dict[str, tuple[Callable[..., Tensor], list[str], str]] = {
         ["view", "slice", "addmm"],
         "fuse_bias",
     ),
+    "product with one": (lambda x, y, b: (x * 1).exp(), ["exp"], "times_one"),
+    "quotient by one": (lambda x, y, b: (x / 1.0).t().exp(), ["t", "exp"], "times_one"),
+    "power of one": (lambda x, y, b: (x**1).exp(), ["exp"], "times_one"),
     "product with a transpose": (lambda x, y, b: torch.mm(x, y.t()), ["linear"], "linear"),
 }
 NEAR_MISSES: dict[str, Callable[..., Tensor]] = {
@@ -91,6 +94,15 @@ NEAR_MISSES: dict[str, Callable[..., Tensor]] = {
     "column, not bias": lambda x, y, b: torch.mm(y, y.new_ones(4, 5)) + b.view(5, 1),
     "sum without its dims": lambda x, y, b: aten.view(x.view(6, 1, 4).sum([0]), [4]),
     "sum whose dim stays": lambda x, y, b: aten.view(x.sum([0], True), [2, 2]),
+    "product with another number": lambda x, y, b: (x * 1.5).exp(),
+    "product with a tensor": lambda x, y, b: (x * x.new_ones(())).exp(),
+    "power of another number": lambda x, y, b: (x**-1).exp(),
+    "quotient rounded down": lambda x, y, b: aten.div(x, 1, rounding_mode="floor").exp(),
+    "sum with zero, which has no sign": lambda x, y, b: 1 / (x + 0),
+    "integers that become floats": lambda x, y, b: (x.long() / 1).exp(),
+    "memory for a view": lambda x, y, b: aten.view(b.expand(6, 5) * 1, [30]).exp(),
+    "product that is returned": lambda x, y, b: x * 1,
+    "product that is returned as a view": lambda x, y, b: (x * 1).t(),
     "split of the bias dim": lambda x, y, b: aten.view(torch.mm(y, y.new_ones(4, 10)), [10, 5]) + b,
 }
 

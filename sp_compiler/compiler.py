@@ -3,20 +3,27 @@
 ::
 
     full model        export, normalize, user passes,
-                      (loss_only, half_batches), outline          ``build``, ``to_program``
+                      (loss_only, half_batches), outline          ``to_program``
     one rank's part   shard, check                                ``Compilation._run_passes``
     each region       joint, simplify, chunk, tag, partition,
-                      (split_backward), overlap, check, codegen
+                      (split_backward), (overlap), check, codegen
 
+Passes in parentheses run only where an option asks for them.
+
+- export: the model as one flat graph of ATen operators, by torch.export;
+- normalize: one spelling for what models write in several ways; dropout by a counter;
 - loss_only: without the outputs that a step of a pipeline does not return;
 - half_batches: layers on two halves of the batch, for overlap in forward;
 - outline: the graph as calls of distinct regions, equal layers sharing one;
 - shard: a placement for every value, and collectives between placements that differ;
 - check: placements derived again, by rules of its own;
 - joint: forward and backward of a region in one graph;
-- chunk: the loss head in chunks of rows, so that the logits of all rows never exist at once;
+- simplify: without steps that differentiating left behind;
+- chunk: the loss head in chunks of rows, so that the logits of all rows never exist at once, and
+  attention in chunks of queries;
 - tag: save or recompute, per node; partition: cut the joint graph by the tags;
-- split_backward: gradients of weights apart, for pipelines; overlap: compute under collectives.
+- split_backward: gradients of weights apart, for pipelines; overlap: compute under collectives;
+- codegen: a class per region as Python text, or what the backend makes of it.
 
 The first call of a module comes here, and so does every later one for which no program is valid;
 ``runtime.executor`` runs the result. :mod:`sp_compiler.pass_manager` runs the passes: it times each
@@ -26,7 +33,7 @@ pass and stores the graphs after it. Only it, ``verification`` and this module i
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -42,6 +49,7 @@ from sp_compiler.base.warn import warn
 from sp_compiler.check import check_forward, check_partitioned
 from sp_compiler.codegen.backends import LoadedProgram, compile_regions
 from sp_compiler.codegen.module_text import CompiledRegion
+from sp_compiler.codegen.wiring import wiring
 from sp_compiler.ir.captured import Captured
 from sp_compiler.ir.compiled_program import CompiledProgram, LossBackward
 from sp_compiler.ir.concretize import Concretizer, concretized
@@ -105,20 +113,34 @@ def build(
             sizes are never open, because it is met for each size separately.
         keep: whether the result has ``stages``, and also the ``unsharded`` graphs for verification.
     """
-    fixed = fixed or {}
     compile_with = partial(
-        _build, model, args, kwargs, fixed=fixed, lift_casts=lift_casts, keep=keep
+        _export_and_compile,
+        model,
+        args,
+        kwargs,
+        fixed=fixed or {},
+        lift_casts=lift_casts,
+        keep=keep,
     )
-    build_with = partial(build, model, args, kwargs, fixed=fixed, lift_casts=lift_casts, keep=keep)
-    if options.half_batches == "auto":
-        halves = compile_with(replace(options, half_batches=True), open_dims=False)
-        full = build_with(replace(options, half_batches=False), open_dims=open_dims)
-        return halves if halves_pay(halves.plan, full.plan) else full
-    # A budget is spent in bytes, which are unknown while a size is open; so is whether it is even.
+    if options.half_batches != "auto":
+        return _compile_open_or_fixed(compile_with, options, open_dims)
+    halves = compile_with(replace(options, half_batches=True), open_dims=False)
+    whole = replace(options, half_batches=False)
+    full = _compile_open_or_fixed(compile_with, whole, open_dims)
+    return halves if halves_pay(halves.plan, full.plan) else full
+
+
+def _compile_open_or_fixed(
+    compile_with: Callable[..., PlannedProgram], options: CompileOptions, open_dims: bool
+) -> PlannedProgram:
+    """Compile with the sizes of the inputs left open, if that is asked for and possible."""
+    # A budget is spent in bytes, which are unknown while a size is open; so is whether a batch has
+    # two equal halves.
     limited = options.budget_bytes is not None or options.device_bytes is not None
     if not open_dims or limited or options.half_batches:
         return compile_with(options, open_dims=False)
     unchunked = replace(options, loss_chunks=1, attention_chunks=1)
+    # A number was asked for, or a policy may choose one.
     may_chunk = any(options.chunk_counts) or POLICIES[options.recompute].chunks_rows
     try:
         # What torch.export and its shape guards can leave open is known only after trying.
@@ -126,11 +148,12 @@ def build(
     except Exception as error:  # of torch too: not all of it can do without sizes
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         asks_rows = isinstance(error, OpenRowsError)
+        LOG.debug("sizes cannot be left open", exc_info=True)
     compiled = compile_with(options, open_dims=False)
     forwards = [each.partitioned.forward for each in compiled.regions.values()]
     if asks_rows and not any("chunk" in node.meta for graph in forwards for node in graph.nodes):
         # Only chunks need to know the number of rows, and here they save too little to be made.
-        return build_with(unchunked, open_dims=True)
+        return _compile_open_or_fixed(compile_with, unchunked, open_dims=True)
     warn(
         "every size of the inputs is compiled by itself, for the model cannot be compiled with "
         f"sizes left open: {reason}"
@@ -138,7 +161,7 @@ def build(
     return compiled
 
 
-def _build(
+def _export_and_compile(
     model: nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -195,8 +218,8 @@ def compile_captured(
     plan = make_plan(concretized(compiled), options, name)
     require_fit(plan, options)
     # Solved only when somebody asks: every alternative that it compares costs a solution.
-    at_example = Concretizer(program.sizes).program(program)
-    explainer = partial(explain, at_example, options, dict(fixed), compiled.replicated)
+    example_program = Concretizer(program.sizes).program(program)
+    explainer = partial(explain, example_program, options, dict(fixed), compiled.replicated)
     planned = PlannedProgram.of(compiled, replace(plan, explainer=explainer))
     planned.rest = planned_rest
     planned.unsharded = (original, program) if original is not None else None
@@ -293,11 +316,11 @@ class Compilation:
         replicated = tuple(self._replicated)
         sharded = run.once(Pass.SHARD, shard, self._program, options, self._fixed, replicated)
         # Checks compare sizes; comparing open ones would record guards and narrow the program.
-        program, at_example = sharded.program, Concretizer(sharded.program.sizes)
+        program, concretizer = sharded.program, Concretizer(sharded.program.sizes)
         options, state_bytes = within_device(options, program, sharded.param_placements)
         # Before it is differentiated: the gradient of a wrong forward agrees with that forward.
         for region in program.regions if self._checked else ():
-            concrete = at_example.region(region)
+            concrete = concretizer.region(region)
             run.once(Pass.CHECK, check_forward, concrete, tp, region=region.name)
         joints: dict[str, JointGraph] = {}
         chunked: dict[str, list[JointGraph]] = {}
@@ -332,7 +355,8 @@ class Compilation:
                 limits = split.own_parameters, split.sizes, room_bytes.get(name, {}), options.device
                 parts = run(Pass.OVERLAP, overlap_collectives, parts, *limits, region=name)
             if self._checked:  # the graphs that run, after every pass that could change them
-                to_check = at_example.partitioned(parts), joint.tangent_outputs, tp
+                to_check = concretizer.partitioned(parts), joint.tangent_outputs, tp
+                # An error names the sharded region, which can be sharded again.
                 run(Pass.CHECK, check_partitioned, region, *to_check, region=origin)
             paths = tuple(tagged.program.paths(region))
             regions.append(CompiledRegion(region, parts, joint, paths, tp))
@@ -385,7 +409,7 @@ class Compilation:
             notes=[*program.notes, *loaded.notes],
             kernels=loaded.kernels,
             replicated=tuple(self._replicated),
-            code=loaded.source,
+            code=loaded.source + wiring(program, regions, loaded.value_names),
             value_names=loaded.value_names,
             stages=self._run.stages(sharded.program, program),
             regions={each.region.name: each for each in regions},

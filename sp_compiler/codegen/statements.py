@@ -148,9 +148,9 @@ class Body:
         return [*lines[:-1], f"{lines[-1]}  {comment(text)}" if text else lines[-1]]
 
     def _note(self, node: Node) -> str:
-        if is_unpacked(node):
-            node = min(node.users, key=lambda part: part.args[1])
-        note = describe(node, self.printer)
+        # Of several results the comment describes the first.
+        first = min(node.users, key=lambda part: part.args[1]) if is_unpacked(node) else node
+        note = describe(first, self.printer)
         if not is_collective(node) and not is_wait(node):
             return note
         # The only thing in the text that looks like an arrow: collectives are found at a glance.

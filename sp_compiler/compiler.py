@@ -1,6 +1,6 @@
 """The compiler, top to bottom: from a model and example inputs to the program that runs.
 
-::
+Passes in parentheses run only where an option asks for them::
 
     full model        export, normalize, user passes,
                       (loss_only, half_batches), outline          ``to_program``
@@ -8,19 +8,15 @@
     each region       joint, simplify, chunk, tag, partition,
                       (split_backward), (overlap), check, codegen
 
-Passes in parentheses run only where an option asks for them.
-
-- export: the model as one flat graph of ATen operators, by torch.export;
-- normalize: one spelling for what models write in several ways; dropout by a counter;
+- export: one flat graph of ATen operators, by torch.export; normalize: one spelling for what
+  models write in several ways, dropout by a counter;
 - loss_only: without the outputs that a step of a pipeline does not return;
 - half_batches: layers on two halves of the batch, for overlap in forward;
 - outline: the graph as calls of distinct regions, equal layers sharing one;
 - shard: a placement for every value, and collectives between placements that differ;
 - check: placements derived again, by rules of its own;
-- joint: forward and backward of a region in one graph;
-- simplify: without steps that differentiating left behind;
-- chunk: the loss head in chunks of rows, so that the logits of all rows never exist at once, and
-  attention in chunks of queries;
+- joint: forward and backward in one graph; simplify: without what differentiating left behind;
+- chunk: loss head in chunks of rows, attention in chunks of queries: neither exists as a whole;
 - tag: save or recompute, per node; partition: cut the joint graph by the tags;
 - split_backward: gradients of weights apart, for pipelines; overlap: compute under collectives;
 - codegen: a class per region as Python text, or what the backend makes of it.
@@ -107,26 +103,17 @@ def build(
         args: example positional arguments.
         kwargs: example keyword arguments.
         options: as for :func:`sp_compiler.compile`.
-        fixed: storage placements of parameters that an earlier compilation decided.
+        fixed: placements of stored parameters that an earlier compilation decided.
         lift_casts: compute a float64 model's casts to float32 in float64.
         open_dims: leave the sizes of the inputs open if possible, else warn. With a memory budget
             sizes are never open, because it is met for each size separately.
         keep: whether the result has ``stages``, and also the ``unsharded`` graphs for verification.
     """
-    compile_with = partial(
-        _export_and_compile,
-        model,
-        args,
-        kwargs,
-        fixed=fixed or {},
-        lift_casts=lift_casts,
-        keep=keep,
-    )
+    compile_with = partial(_export_and_compile, model, args, kwargs, fixed or {}, lift_casts, keep)
     if options.half_batches != "auto":
         return _compile_open_or_fixed(compile_with, options, open_dims)
     halves = compile_with(replace(options, half_batches=True), open_dims=False)
-    whole = replace(options, half_batches=False)
-    full = _compile_open_or_fixed(compile_with, whole, open_dims)
+    full = _compile_open_or_fixed(compile_with, replace(options, half_batches=False), open_dims)
     return halves if halves_pay(halves.plan, full.plan) else full
 
 
@@ -134,13 +121,11 @@ def _compile_open_or_fixed(
     compile_with: Callable[..., PlannedProgram], options: CompileOptions, open_dims: bool
 ) -> PlannedProgram:
     """Compile with the sizes of the inputs left open, if that is asked for and possible."""
-    # A budget is spent in bytes, which are unknown while a size is open; so is whether a batch has
-    # two equal halves.
+    # Bytes of a budget are unknown while a size is open, and whether a batch has equal halves.
     limited = options.budget_bytes is not None or options.device_bytes is not None
     if not open_dims or limited or options.half_batches:
         return compile_with(options, open_dims=False)
     unchunked = replace(options, loss_chunks=1, attention_chunks=1)
-    # A number was asked for, or a policy may choose one.
     may_chunk = any(options.chunk_counts) or POLICIES[options.recompute].chunks_rows
     try:
         # What torch.export and its shape guards can leave open is known only after trying.
@@ -165,11 +150,11 @@ def _export_and_compile(
     model: nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    options: CompileOptions,
     fixed: Mapping[str, Placement],
     lift_casts: bool,
-    open_dims: bool,
     keep: KeptGraphs,
+    options: CompileOptions,
+    open_dims: bool,
 ) -> PlannedProgram:
     log_as_asked()
     LOG.info("compiling %s for %d ranks", type(model).__name__, options.tp)
@@ -197,8 +182,7 @@ def compile_captured(
     keep: KeptGraphs,
     run: PassRunner,
 ) -> PlannedProgram:
-    """Run everything after the capture, which is rewritten; ``name`` is that of the model's
-    class."""
+    """Run everything after the capture, which is rewritten; ``name``: the model's class."""
     # Normalizing rewrites the capture in place; a proof starts from the graph before it.
     original = captured.copy() if keep == "unsharded" else None
     program = to_program(captured, options, run)
@@ -391,16 +375,15 @@ class Compilation:
         loaded: LoadedProgram,
     ) -> CompiledProgram:
         """Return the result; ``program`` is that of ``sharded`` after tagging."""
+        codes = loaded.codes
         loss_backwards = {
-            each.region.name: LossBackward(
-                loss.output, loaded.codes[each.region.name].loss_backward
-            )
+            each.region.name: LossBackward(loss.output, codes[each.region.name].loss_backward)
             for each in regions
             if (loss := each.partitioned.loss) is not None
         }
         return CompiledProgram(
             program,
-            dict(loaded.codes),
+            dict(codes),
             sharded.param_placements,
             self._options.tp,
             differentiable={each.region.name: each.differentiable for each in regions},

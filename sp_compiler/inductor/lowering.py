@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -111,9 +114,39 @@ def compile_graph(traced: Traced) -> Callable[[list[Any]], Sequence[Any]]:
     if traced.mode.shape_env is None:
         # The cache asks it for the guards of an entry, and passes a graph by that has none to ask.
         traced.mode.shape_env = ShapeEnv()
-    with tracing(TracingContext(traced.mode)), config.patch(_PINNED):
+    with tracing(TracingContext(traced.mode)), config.patch(_PINNED), vector_units_tried_once():
         kernels: Any = compile_fx_inner(traced.module, list(traced.fakes), is_inference=True)
     return kernels
+
+
+@contextlib.contextmanager
+def vector_units_tried_once() -> Iterator[None]:
+    """Context in which Inductor tries the vector units of a CPU once for its cache on disk.
+
+    It does so in every process: for each unit another process loads a library, which for a program
+    whose kernels are in the cache takes as long as everything else. Here what has passed is noted
+    in the cache, by the unit's code and flags, the compiler and torch.
+    """
+    from torch._inductor.cpu_vec_isa import VecISA, _get_isa_dry_compile_fingerprint
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    check = VecISA.check_build
+
+    def check_once(unit: VecISA, code: str) -> bool:
+        facts = _get_isa_dry_compile_fingerprint(unit.build_arch_flags()) + code
+        note = Path(cache_dir(), f"vector_unit_{hashlib.sha256(facts.encode()).hexdigest()}")
+        if note.exists():
+            return True
+        passes = check(unit, code)
+        if passes:
+            note.touch()
+        return passes
+
+    VecISA.check_build = check_once  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        VecISA.check_build = check  # type: ignore[method-assign]
 
 
 def _arrangement(fake: Any) -> Callable[[Tensor], Tensor] | None:

@@ -14,12 +14,13 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch._inductor.cpp_builder import _get_ffast_math_flags
+from torch._inductor.cpu_vec_isa import VecAVX2, VecISA
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from sp_compiler.inductor.fused import Fused, TracingRank
-from sp_compiler.inductor.lowering import _PINNED, _arrangement
+from sp_compiler.inductor.lowering import _PINNED, _arrangement, vector_units_tried_once
 from sp_compiler.ops.communicator import Communicator
 from sp_compiler.ops.dropout import dropout, dropout_mask
 from sp_compiler.ops.uniform import uniform
@@ -131,6 +132,19 @@ def test_every_pinned_setting_exists() -> None:
     with config.patch(_PINNED):
         assert not config.reorder_for_peak_memory
         assert "fwrapv" in " ".join(_get_ffast_math_flags())
+
+
+def test_vector_units_are_tried_once_for_a_cache(cache: Path) -> None:
+    """Not once in every process; again if one has failed."""
+    unit, tries = VecAVX2(), []
+    for passes in (False, True, True):
+        with mock.patch.object(VecISA, "check_build", return_value=passes) as check:
+            with vector_units_tried_once():
+                assert unit.check_build("code") is passes
+            tries.append(check.called)
+            assert VecISA.check_build is check
+    assert tries == [True, True, False]
+    assert len(list(cache.glob("vector_unit_*"))) == 1
 
 
 @pytest.mark.slow

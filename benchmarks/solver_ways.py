@@ -306,45 +306,67 @@ def explain_row(model: nn.Module, kwargs: dict[str, Any]) -> tuple[str, ...]:
     return f"{planning:.2f}", f"{explaining:.2f}", str(alternatives)
 
 
+Rows = Iterator[tuple[str, ...]]
+_NAMES = ("plain", "llama", "t5", "bert")
+
+
+def _placement(models: Sequence[str], ranks: Sequence[int]) -> Rows:
+    yield "tp", "vertices", "before", "elimination", "program", "difference"
+    for name, tp, model, kwargs in placement_cases(models, ranks):
+        yield name, str(tp), *placement_row(model, kwargs, tp)
+
+
+def _budget(models: Sequence[str], ranks: Sequence[int]) -> Rows:
+    yield "budget", "dynamic", "program", "gap", "us", "us of program"
+    for name, model, kwargs, tp in budget_cases():
+        if not models or name in models:
+            for row in budget_rows(budget_problem_of(model, kwargs, tp)):
+                yield name, *row
+
+
+def _frontier(models: Sequence[str], ranks: Sequence[int]) -> Rows:
+    yield "values", "corners", "HiGHS", "networkx", "same"
+    for name in models or _NAMES:
+        for row in frontier_rows(zoo.build(name, dropout=0.1), zoo.inputs(name)):
+            yield name, *row
+
+
+def _formula(models: Sequence[str], ranks: Sequence[int]) -> Rows:
+    yield "plan", "formula", "terms", "plans to fit"
+    for name in models or _NAMES:
+        yield name, *formula_row(zoo.build(name), zoo.inputs(name))
+
+
+def _explain(models: Sequence[str], ranks: Sequence[int]) -> Rows:
+    yield "plan", "explain", "alternatives"
+    for name in models or _NAMES:
+        yield name, *explain_row(zoo.build(name), zoo.inputs(name))
+
+
+_KINDS = {
+    "placement": _placement,
+    "budget": _budget,
+    "frontier": _frontier,
+    "formula": _formula,
+    "explain": _explain,
+}
+
+
 def main() -> None:
     """Print a table for each comparison that is asked for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    kinds = ("placement", "budget", "frontier", "formula", "explain")
-    parser.add_argument("kinds", nargs="*", choices=[[], *kinds], default=[])
+    parser.add_argument("kinds", nargs="*", choices=[[], *_KINDS], default=[])
     parser.add_argument("--models", nargs="*", default=[])
     parser.add_argument("--tp", type=int, nargs="*", default=[2, 8])
     options = parser.parse_args()
-    wanted, console = options.kinds or kinds, Console(width=140)
     torch.set_num_threads(1)
-    if "placement" in wanted:
-        head = ("tp", "vertices", "before", "elimination", "program", "difference")
+    for kind in options.kinds or _KINDS:
+        # The names of the columns, then the rows.
+        head, *rows = _KINDS[kind](options.models, options.tp)
         table = Table("CPU seconds", *head)
-        for name, tp, model, kwargs in placement_cases(options.models, options.tp):
-            table.add_row(name, str(tp), *placement_row(model, kwargs, tp))
-        console.print(table)
-    if "budget" in wanted:
-        table = Table("CPU seconds", "budget", "dynamic", "program", "gap", "us", "us of program")
-        for name, model, kwargs, tp in budget_cases():
-            if not options.models or name in options.models:
-                for row in budget_rows(budget_problem_of(model, kwargs, tp)):
-                    table.add_row(name, *row)
-        console.print(table)
-    if "frontier" in wanted:
-        table = Table("CPU seconds", "values", "corners", "HiGHS", "networkx", "same")
-        for name in options.models or ("plain", "llama", "t5", "bert"):
-            for row in frontier_rows(zoo.build(name, dropout=0.1), zoo.inputs(name)):
-                table.add_row(name, *row)
-        console.print(table)
-    if "formula" in wanted:
-        table = Table("CPU seconds", "plan", "formula", "terms", "plans to fit")
-        for name in options.models or ("plain", "llama", "t5", "bert"):
-            table.add_row(name, *formula_row(zoo.build(name), zoo.inputs(name)))
-        console.print(table)
-    if "explain" in wanted:
-        table = Table("CPU seconds", "plan", "explain", "alternatives")
-        for name in options.models or ("plain", "llama", "t5", "bert"):
-            table.add_row(name, *explain_row(zoo.build(name), zoo.inputs(name)))
-        console.print(table)
+        for row in rows:
+            table.add_row(*row)
+        Console(width=140).print(table)
 
 
 if __name__ == "__main__":

@@ -190,9 +190,7 @@ def _times_one(node: Node) -> Node | None:
 
 
 def _is_returned(node: Node) -> bool:
-    return any(
-        user.op == "output" or (is_view(user) and _is_returned(user)) for user in node.users
-    )
+    return any(user.op == "output" or (is_view(user) and _is_returned(user)) for user in node.users)
 
 
 def _call(target: Any, args: tuple[Any, ...], *, like: Node, val: Any = None) -> Node:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -12,11 +11,16 @@ from typing import Any, Literal, Unpack, overload
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from sp_compiler.base.errors import ArgumentError, UnsupportedError
+from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.placement import Placement
 from sp_compiler.base.units import parse_bytes
 from sp_compiler.compiler import KeptGraphs, build
-from sp_compiler.grid.data_parallel import checked_options, checked_stage_options, refuse_scalars
+from sp_compiler.grid.data_parallel import (
+    checked_options,
+    checked_stage_options,
+    refuse_scalars,
+    refuse_with_experts,
+)
 from sp_compiler.grid_plan.build import grid_plan
 from sp_compiler.grid_plan.chain import Chain
 from sp_compiler.grid_plan.data import GridPlan
@@ -24,7 +28,7 @@ from sp_compiler.grid_plan.options import GPUS_PER_NODE, GridOptions, refuse_wit
 from sp_compiler.grid_plan.sizes import GridSizes, Mesh
 from sp_compiler.grid_plan.stage_plan import STATE_BYTES, BytesPerParameter
 from sp_compiler.ir.hints import parameters_of, wishes_of
-from sp_compiler.module.distributed_module import DistributedModule
+from sp_compiler.module.distributed_module import DistributedModule, given_back_on_failure
 from sp_compiler.options import CompileOptions, Options, with_options
 from sp_compiler.pass_manager.reproduction import reproducible
 from sp_compiler.pipeline_parallel.axes import pipeline_axis
@@ -70,9 +74,10 @@ def compile(
     Args:
         model: any ``nn.Module`` that ``torch.export`` can capture.
         tp: number of tensor-parallel ranks, which must be the size of the default process group.
-        mesh: instead of ``tp``, a mesh with an axis named "tp" and, for data parallelism,
-            "dp_shard", "dp_replicate" or both. Ranks along these get different batches (see
-            :func:`sp_compiler.data_shard`), and gradients are averaged over them.
+        mesh: instead of ``tp``, a mesh with an axis named "tp" and, for data parallelism, any of
+            "dp_replicate", "dp_shard" and "ep", which divides experts. Ranks along these get
+            different batches (:func:`sp_compiler.data_shard`), and gradients are averaged over
+            them.
         example_inputs: (args, kwargs) of a call, to compile and place the parameters now instead of
             at the first call. An optimizer can load state only after that.
         initial_weights: what to do with the ranks' parameters and buffers at the first use:
@@ -100,8 +105,12 @@ def compile(
     """
     check_model(model)
     _check(initial_weights, rank_timeout, verify=verify)
-    group = tensor_parallel_group(tp, mesh, device_type_of(model), timedelta(seconds=rank_timeout))
-    checked = CompileOptions.of(group.world_size, options)
+    group = tensor_parallel_group(
+        tp, mesh, device_type_of(model), timedelta(seconds=rank_timeout), divides_experts=True
+    )
+    checked = replace(CompileOptions.of(group.world_size, options), ep=group.data.num_expert_ranks)
+    if checked.ep > 1:
+        refuse_with_experts(fsdp, verify=verify)
     wishes_of(checked.hints, parameters_of(model))  # raises before anything is taken over
     if group.data.names:  # the limit does not count what FSDP2 gathers
         checked.refuse_device_memory("data")
@@ -116,20 +125,9 @@ def compile(
         model, group, builder, options=texts, initial_weights=initial_weights, fsdp=fsdp_options
     )
     if example is not None:
-        with _given_back_on_failure(result):
+        with given_back_on_failure(result):
             result.prepare(*example[0], **example[1])
     return result
-
-
-@contextlib.contextmanager
-def _given_back_on_failure(module: DistributedModule) -> Iterator[None]:
-    try:
-        yield
-    except Exception:
-        # The model goes on as if it had never been compiled, unless parameters are placed already.
-        with contextlib.suppress(UnsupportedError):
-            module.give_back()
-        raise
 
 
 def _check(initial_weights: str, rank_timeout: float, **switches: bool) -> None:
@@ -242,7 +240,7 @@ def pipeline(  # noqa: PLR0913 - all by keyword, each described below
         build_loss=replace(builder, options=replace(checked, loss_only=True)),
         return_outputs=return_outputs,
     )  # fmt: skip
-    with _given_back_on_failure(module):
+    with given_back_on_failure(module):
         result.prepare(*args, **kwargs)
     return result
 

@@ -3,7 +3,8 @@
 Passes in parentheses run only where an option asks for them::
 
     full model        export, normalize, user passes,
-                      (loss_only, half_batches), outline          ``to_program``
+                      (loss_only, expert_parallel, half_batches),
+                      outline                                     ``to_program``
     one rank's part   shard, check                                ``Compilation._run_passes``
     each region       joint, simplify, chunk, tag, partition,
                       (split_backward), (overlap), check, codegen
@@ -11,6 +12,7 @@ Passes in parentheses run only where an option asks for them::
 - export: one flat graph of ATen operators, by torch.export; normalize: one spelling for what
   models write in several ways, dropout by a counter;
 - loss_only: without the outputs that a step of a pipeline does not return;
+- expert_parallel: experts divided over ranks with different batches;
 - half_batches: layers on two halves of the batch, for overlap in forward;
 - outline: the graph as calls of distinct regions, equal layers sharing one;
 - shard: a placement for every value, and collectives between placements that differ;
@@ -60,6 +62,7 @@ from sp_compiler.pass_manager.runner import PassRunner, running_passes
 from sp_compiler.pass_manager.user_pass import run_user_pass
 from sp_compiler.passes.chunks.chunk import chunk
 from sp_compiler.passes.chunks.counts import OpenRowsError
+from sp_compiler.passes.expert_parallel import expert_parallel
 from sp_compiler.passes.half_batches import half_batches, halves_pay
 from sp_compiler.passes.loss_only import loss_only
 from sp_compiler.passes.memory.budget import candidates_of, tag_under_budget, with_offloads
@@ -224,6 +227,8 @@ def to_program(
         run.once(pass_name(user_pass), run_user_pass, captured, user_pass, options.dropout)
     if options.loss_only:
         run.once(Pass.LOSS_ONLY, loss_only, captured)
+    if options.ep > 1:
+        run.once(Pass.EXPERT_PARALLEL, expert_parallel, captured, options.ep)
     # One rank has no collectives to hide.
     if options.half_batches and options.tp > 1:
         run.once(Pass.HALF_BATCHES, half_batches, captured)
@@ -269,15 +274,7 @@ class Compilation:
             PlacementError: the check rejects the program although the operator runs replicated.
             ArgumentError: the budget is too small.
         """
-        setting = replace(
-            self._options,
-            recompute=options.recompute,
-            recompute_rest=options.recompute_rest,
-            memory_budget=options.memory_budget,
-            device_memory=options.device_memory,
-            offload=options.offload,
-            split_backward=options.split_backward,
-        )
+        setting = replace(self._options, **options.memory_setting)
         while True:
             try:
                 return self._run_passes(setting)

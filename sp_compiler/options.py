@@ -172,6 +172,7 @@ class CompileOptions:
     pipelines.
 
     Attributes:
+        ep: number of ranks that divide the experts.
         loss_only: see :mod:`sp_compiler.passes.loss_only`.
         tables_apart: see :func:`sp_compiler.passes.outline.outline`.
         split_backward: see :mod:`sp_compiler.passes.memory.split_backward`.
@@ -181,6 +182,7 @@ class CompileOptions:
     """
 
     tp: int = 1
+    ep: int = 1
     sequence_parallel: bool = True
     recompute: str = "selective"
     recompute_rest: str | None = None
@@ -305,6 +307,12 @@ class CompileOptions:
     def device(self) -> Hardware:
         """The profile of ``hardware``."""
         return hardware_of(self.hardware)
+
+    @property
+    def memory_setting(self) -> dict[str, Any]:
+        """The fields in which compilations that share a sharded program may differ."""
+        names = ("recompute", "recompute_rest", "memory_budget", "device_memory", "offload")
+        return {name: getattr(self, name) for name in (*names, "split_backward")}
 
     @property
     def chunk_counts(self) -> tuple[tuple[int, ...] | None, ...]:

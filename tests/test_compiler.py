@@ -19,7 +19,7 @@ from tests.models import zoo
 _LINES = (FOLDER / "pass_order.txt").read_text(encoding="utf-8").splitlines()
 ORDER = tuple(line.removesuffix(" (no graphs)") for line in _LINES)
 WITH_GRAPHS = tuple(line for line in _LINES if " " not in line)
-WHEN_ASKED_FOR = ("split_backward", "loss_only", "half_batches")
+WHEN_ASKED_FOR = ("split_backward", "loss_only", "expert_parallel", "half_batches")
 
 
 def test_order_of_the_passes() -> None:
@@ -56,7 +56,7 @@ def test_options_are_the_same_everywhere(name: str) -> None:
     defaults = CompileOptions()
     assert set(Options.__annotations__) == {
         field.name for field in dataclasses.fields(CompileOptions)
-    } - {"tp", "loss_only", "tables_apart", "split_backward"}  # what pipeline() asks, and no user
+    } - {"tp", "ep", "loss_only", "tables_apart", "split_backward"}  # of a mesh, or of pipeline()
     for option in Options.__annotations__:
         shown = parameters[option].default
         if option == "hardware":

@@ -80,6 +80,7 @@ def outline(
         captured.functions,
         captured.decisions,
         captured.stored,
+        captured.experts,
     )
 
 

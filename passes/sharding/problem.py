@@ -274,7 +274,9 @@ class ProblemBuilder:
         # Sorted, for the order of a set differs from rank to rank.
         taken = [set(placements) for placements in self._taken(keys)]
         common = set.intersection(*taken) if taken else set()
-        offered = [I, *sorted(placement for placement in common if placement.kind == "S")]
+        # The experts of each rank of "tp" are the same, some of those of all ranks of "ep".
+        first = 1 if name in self.program.experts else 0
+        offered = [I, *sorted(p for p in common if p.kind == "S" and p.dim >= first)]
         wish = self.program.wishes.get(name)
         allowed = [p for p in offered if wish is None or wish.allows(p)]
         if not allowed:

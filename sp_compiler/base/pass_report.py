@@ -30,6 +30,7 @@ class Pass(StrEnum):
     EXPORT = "export"
     NORMALIZE = "normalize"
     LOSS_ONLY = "loss_only"
+    EXPERT_PARALLEL = "expert_parallel"
     HALF_BATCHES = "half_batches"
     OUTLINE = "outline"
     SHARD = "shard"

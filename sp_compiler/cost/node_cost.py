@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from sp_compiler.cost.hardware import H100, Hardware, collective_us, kernel_us
-from sp_compiler.ir.fx import placements_of, tensor_operands
+from sp_compiler.ir.fx import arguments, placements_of, tensor_operands
 from sp_compiler.ir.op_traits import (
     FUSED_ATTENTION,
     collective_of,
@@ -129,7 +129,9 @@ def node_collectives(node: Node) -> list[Collective]:
         values = (node.meta["val"], node.all_input_nodes[0].meta["val"])
         return [Collective(kind, 1, max(map(tensor_bytes, values)))]
     ours = operator_of(node.target)
-    return [] if ours is None or ours.collectives is None else [*ours.collectives(node.meta["val"])]
+    if ours is None or ours.collectives is None:
+        return []
+    return [*ours.collectives(arguments(node), node.meta["val"])]
 
 
 def collectives_us(

@@ -6,13 +6,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.distributed.tensor import DTensor
 
 from sp_compiler.base.errors import ArgumentError, UnsupportedError
+from sp_compiler.grid.fully_sharded import is_divided
 from sp_compiler.ir.compiled_program import CompiledProgram
-from sp_compiler.runtime.mesh_axes import SHARD_AXIS, DataAxes
+from sp_compiler.runtime.group import TensorParallelGroup
+from sp_compiler.runtime.mesh_axes import EXPERT_AXIS, REPLICATE_AXIS, SHARD_AXIS, DataAxes
 
 _REPLICATE_OPTIONS = {"mp_policy", "offload_policy"}
 _SHARD_OPTIONS = _REPLICATE_OPTIONS | {"reshard_after_forward", "shard_placement_fn"}
@@ -44,7 +50,7 @@ def checked_options(
     if fsdp is False or data.mesh is None:
         return None
     options = {} if isinstance(fsdp, bool) else dict(fsdp)
-    allowed = _SHARD_OPTIONS if SHARD_AXIS in data.names else _REPLICATE_OPTIONS
+    allowed = _REPLICATE_OPTIONS if _apply(data) is replicate else _SHARD_OPTIONS
     if unknown := sorted(map(str, options.keys() - allowed)):
         raise ArgumentError(
             f"fsdp has the options {', '.join(unknown)}; over {data.described()} it takes "
@@ -97,6 +103,32 @@ def checked_stage_options(
     return checked_options(fsdp, data, world_size=1)
 
 
+def refuse_with_experts(fsdp: bool | Mapping[str, Any], *, verify: bool) -> None:
+    """Refuse what does not work where experts are divided over ranks.
+
+    Raises:
+        ArgumentError: FSDP2 is left to the user.
+        UnsupportedError: a verification, or a PyTorch before 2.12.
+    """
+    if fsdp is False:
+        raise ArgumentError(
+            'fsdp=False, but the mesh has an axis "ep": parameters of experts are sharded over '
+            "other ranks than all others, which compile tells FSDP2 itself; pass True or a dict of "
+            "options"
+        )
+    if verify:
+        raise UnsupportedError(
+            'verify=True with an axis "ep": simulated ranks have one batch, and experts that are '
+            "divided take rows of others; call sp_compiler.verify(model, example_inputs, tp=...), "
+            "which checks the same model with all experts on every rank"
+        )
+    if not hasattr(_fsdp_common, "ShardPlacementResult"):
+        raise UnsupportedError(
+            'an axis "ep" needs PyTorch 2.12 or later, whose FSDP2 shards the parameters of one '
+            f"block over different ranks; this is {torch.__version__}"
+        )
+
+
 def refuse_scalars(model: nn.Module) -> None:
     """Raise an error for parameters that FSDP2 cannot shard, before the model is taken over.
 
@@ -112,17 +144,23 @@ def refuse_scalars(model: nn.Module) -> None:
 
 
 def apply_data_parallelism(
-    root: nn.Module, compiled: CompiledProgram, data: DataAxes, options: Mapping[str, Any]
+    root: nn.Module,
+    compiled: CompiledProgram,
+    group: TensorParallelGroup,
+    options: Mapping[str, Any],
 ) -> None:
-    """Apply ``fully_shard``, or ``replicate`` without an axis "dp_shard", to blocks and root.
+    """Apply ``fully_shard`` to blocks and root, or ``replicate`` if nothing shards parameters.
 
     Args:
         root: the compiled module.
         compiled: the program whose blocks are wrapped.
-        data: the axes.
+        group: with the data axes.
         options: of ``fully_shard`` or ``replicate``.
     """
-    assert data.mesh is not None
+    mesh, apply = group.data.mesh, _apply(group.data)
+    if group.grid is not None:
+        mesh, options = _with_experts_apart(group.grid, options)
+    assert mesh is not None
     policy = options.get("mp_policy") or MixedPrecisionPolicy()
     # Only what the user sees is cast: code between blocks was compiled for the types it has.
     inside = {
@@ -130,10 +168,39 @@ def apply_data_parallelism(
         "mp_policy": replace(policy, output_dtype=None, cast_forward_inputs=False),
     }
     # The root last: FSDP2 manages there what no block before it has taken.
-    apply: Any = fully_shard if SHARD_AXIS in data.names else replicate
     for path in _self_contained_blocks(root, compiled):
-        apply(root.get_submodule(path), mesh=data.mesh, **inside)
-    apply(root, mesh=data.mesh, **options)
+        apply(root.get_submodule(path), mesh=mesh, **inside)
+    apply(root, mesh=mesh, **options)
+
+
+def _apply(data: DataAxes) -> Any:
+    return replicate if data.names == (REPLICATE_AXIS,) else fully_shard
+
+
+def _with_experts_apart(
+    grid: DeviceMesh, options: Mapping[str, Any]
+) -> tuple[DeviceMesh, Mapping[str, Any]]:
+    """Return the mesh that shards most parameters, and options that shard those of experts.
+
+    The ranks of "ep" have other batches and the same parameters, except for experts: they shard
+    parameters together with "dp_shard", which alone shards the experts that a rank has.
+    """
+    shards = grid[SHARD_AXIS, EXPERT_AXIS]._flatten(f"{SHARD_AXIS}_{EXPERT_AXIS}")
+    experts: Any
+    if grid[REPLICATE_AXIS].size() > 1:
+        shards = DeviceMesh._concatenate([grid[REPLICATE_AXIS], shards])
+        experts = _fsdp_common.HSDPMeshInfo(grid[REPLICATE_AXIS, SHARD_AXIS], 1, 0)
+    else:
+        experts = _fsdp_common.FSDPMeshInfo(grid[SHARD_AXIS], 0)
+    asked = options.get("shard_placement_fn") or (lambda parameter: None)
+
+    def placed(parameter: nn.Parameter) -> Any:
+        where = asked(parameter)
+        if not isinstance(parameter, DTensor) or not is_divided(parameter._spec):
+            return where
+        return _fsdp_common.ShardPlacementResult(where, experts)
+
+    return shards, {**options, "shard_placement_fn": placed}
 
 
 def _self_contained_blocks(root: nn.Module, compiled: CompiledProgram) -> Iterable[str]:

@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
+from sp_compiler.runtime.mesh_axes import EXPERT_AXIS
 from sp_compiler.runtime.parameter_gradients import mark_reduced_by_hooks
 
 Reduce = Callable[[Sequence[Tensor | None]], list[Tensor | None]]
@@ -96,6 +98,11 @@ def _waiting(record: Any) -> bool:
     return waits_in_grad or record.unsharded_accumulated_grad is not None
 
 
+def is_divided(spec: DTensorSpec) -> bool:
+    """Return whether a parameter has a part of the experts on each rank of "ep"."""
+    return EXPERT_AXIS in (spec.mesh.mesh_dim_names or ())
+
+
 def drop_gathered_gradients(group: Any) -> None:
     """Drop the gradients of an FSDP group that are not reduced yet."""
     for record in group.fsdp_params:
@@ -159,8 +166,16 @@ class _LateReduction:
         if "_get_grad_inner_tensor" in vars(record):
             return
         reduced_at_once = record._get_grad_inner_tensor
+        spec = record._unsharded_dtensor_spec if record.is_dtensor else None
+        # An expert's gradient has the rows of all ranks that divide the experts, whose batches FSDP
+        # does not count. (Its own factor divides twice where one rank shards.)
+        num_batches = spec.mesh[EXPERT_AXIS].size() if spec and is_divided(spec) else 1
 
         def unreduced(grad: Tensor) -> Tensor:
+            local = taken(grad)
+            return local if num_batches == 1 else local.div_(num_batches)
+
+        def taken(grad: Tensor) -> Tensor:
             if not isinstance(grad, DTensor) or not any(p.is_partial() for p in grad.placements):
                 local: Tensor = reduced_at_once(grad)
                 return local

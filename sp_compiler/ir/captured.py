@@ -45,6 +45,7 @@ class Captured:
         decisions: numbers that the forward reads from inputs and buffers; the graph is valid for
             them.
         stored: what the forward leaves in attributes of modules.
+        experts: names of the parameters whose first dim is divided over the axis "ep".
     """
 
     module: GraphModule
@@ -60,6 +61,7 @@ class Captured:
     functions: Sequence[object] = ()
     decisions: Sequence[Decision] = ()
     stored: Sequence[Stored] = ()
+    experts: Sequence[str] = ()
 
     @property
     def placeholders(self) -> list[Node]:

@@ -198,9 +198,14 @@ def has_inner_communication(node: Node) -> bool:
     return ours is not None and ours.collectives is not None
 
 
+def is_grouped_product(node: Node) -> bool:
+    """Return whether the node multiplies rows, sorted by expert, by a matrix per expert."""
+    return getattr(getattr(node.target, "_schema", None), "name", "") in _GROUPED
+
+
 def matmul_factors(node: Node) -> tuple[Node, Node] | None:
     """Return the two factors of a matrix product, ``None`` for other operators."""
     positions = MATMULS.get(node.target)
-    if getattr(getattr(node.target, "_schema", None), "name", "") in _GROUPED:
+    if is_grouped_product(node):
         positions = (0, 1)
     return None if positions is None else (node.args[positions[0]], node.args[positions[1]])

@@ -113,6 +113,7 @@ class Program:
         decisions: numbers that the forward reads from inputs and buffers; the program is valid for
             them.
         stored: what the forward leaves in attributes of modules.
+        experts: names of the parameters whose first dim is divided over the axis "ep".
     """
 
     calls: list[Call]
@@ -128,6 +129,7 @@ class Program:
     functions: Sequence[object] = ()
     decisions: Sequence[Decision] = ()
     stored: Sequence[Stored] = ()
+    experts: Sequence[str] = ()
 
     @property
     def regions(self) -> list[Region]:

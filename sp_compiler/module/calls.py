@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from sp_compiler.base.placement import I, Placement
 from sp_compiler.grid.data_parallel import apply_data_parallelism
 from sp_compiler.module.module_tree import MirrorModule
 from sp_compiler.module.outputs import user_outputs
-from sp_compiler.module.parameters import optimizers_of, place
+from sp_compiler.module.parameters import divided, optimizers_of, place
 from sp_compiler.module.state import ModuleState
 from sp_compiler.runtime.executor import Executor
 from sp_compiler.runtime.group import broadcast, broadcast_over_data, forward_seed
@@ -82,7 +82,7 @@ def shard_over_data(state: ModuleState) -> None:
     # Taken out first, so that whatever this calls finds it done.
     options, state.fsdp_options = state.fsdp_options, None
     compiled = state.compiled("data parallelism")
-    apply_data_parallelism(state.root, compiled, state.group.data, options)
+    apply_data_parallelism(state.root, compiled, state.group, options)
 
 
 def run(state: ModuleState, executor: Executor, leaves: list[Any]) -> Any:
@@ -203,7 +203,8 @@ def _compile(
         if state.fixed is None:
             _refuse_empty(state, leaves, input_names(model, args, kwargs))
         compiled = state.build(model, args, kwargs, state.fixed, open_dims)
-    _place(state, compiled.param_placements)
+    experts = frozenset(map(compiled.param_name, compiled.program.experts))
+    _place(state, compiled.param_placements, experts)
     blocks = frozenset(call.path for call in compiled.program.calls if call.path)
     # Blocks of any program stay: hooks on them run at least in its calls.
     state.layout.blocks = blocks | (state.layout.blocks or frozenset())
@@ -251,8 +252,13 @@ def _refuse_empty(state: ModuleState, leaves: list[Any], names: list[str]) -> No
         )
 
 
-def _place(state: ModuleState, placements: Mapping[str, Placement]) -> None:
-    """Fix the placements of parameters that have none yet; others must not change."""
+def _place(
+    state: ModuleState, placements: Mapping[str, Placement], experts: Collection[str]
+) -> None:
+    """Fix the placements of parameters that have none yet; others must not change.
+
+    Those named in ``experts`` are also divided by experts.
+    """
     fixed = dict(state.fixed or {})
     parameters = state.parameters
     # A program for another path through the model may read parameters that no other one did.
@@ -270,7 +276,14 @@ def _place(state: ModuleState, placements: Mapping[str, Placement]) -> None:
             )
     placed = {id(parameters[name]): placements[name] for name in fresh}
     for name in fresh:
-        place(parameters[name], placements[name], state.group)
+        whole = parameters[name]
+        if name not in experts:
+            place(whole, placements[name], state.group)
+            continue
+        part = divided(whole, placements[name], state.group)
+        for other in [other for other, value in parameters.items() if value is whole]:
+            parameters.replace(other, part)
+        placed[id(part)] = placements[name]
     # Programs know a tied parameter by one name; checkpoints ask for it by all of them.
     state.layout.placements.update(
         (name, placed[id(parameter)])

@@ -46,6 +46,17 @@ _NO_DDP = (
 )
 
 
+@contextlib.contextmanager
+def given_back_on_failure(module: DistributedModule) -> Iterator[None]:
+    """Context whose failure gives the parameters back to the model, unless they are placed."""
+    try:
+        yield
+    except Exception:
+        with contextlib.suppress(UnsupportedError):
+            module.give_back()
+        raise
+
+
 class DistributedModule(Inspection, Weights):
     """A tensor-parallel model, called like the original and with the same parameter names.
 
@@ -84,7 +95,7 @@ class DistributedModule(Inspection, Weights):
     ) -> None:
         # Everything that may refuse comes before the first storage changes hands.
         check_not_taken(model)
-        if group.mesh is not None:
+        if group.mesh is not None or group.grid is not None:
             check_sharded_gradients_first()
             format_as_numbers()
             step_local_parts()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement as MeshPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -19,8 +19,9 @@ from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.placement import I, Placement, shard_of
 from sp_compiler.module.dtensor_patches import refuse_to_pickle
 from sp_compiler.module.segmented_shard import segmented_shard
-from sp_compiler.runtime.group import AXIS, TensorParallelGroup
+from sp_compiler.runtime.group import AXIS, EXPERT_AXIS, TensorParallelGroup
 from sp_compiler.runtime.padding import padded_part, stored_part, stored_shape
+from sp_compiler.runtime.parameter_gradients import local_tensor
 
 
 def mesh_placement(placement: Placement) -> MeshPlacement:
@@ -93,6 +94,29 @@ def place(parameter: Tensor, placement: Placement, group: TensorParallelGroup) -
     distributed._local_tensor = stored_part(replicated, placement, group.rank, group.world_size)
     distributed._spec = tensor_spec(group.mesh, parameter.shape, replicated.dtype, placement)
     refuse_to_pickle(distributed)
+
+
+@torch.no_grad()
+def divided(parameter: Tensor, placement: Placement, group: TensorParallelGroup) -> nn.Parameter:
+    """Return a parameter with a matrix per expert, not placed yet, as this rank's part.
+
+    It is sharded over "ep" by experts, and over "tp" as ``placement``. It is another object, for
+    FSDP2 replaces it anyway.
+    """
+    mesh = group.expert_mesh
+    assert mesh is not None
+    own = local_tensor(parameter).chunk(mesh[EXPERT_AXIS].size())[mesh.get_local_rank(EXPERT_AXIS)]
+    # Not a view, which would keep the experts of all ranks.
+    part = stored_part(own, placement, group.rank, group.world_size).clone()
+    where = (Shard(0),) if group.mesh is None else (Shard(0), mesh_placement(placement))
+    stride = torch.empty(parameter.shape, device="meta").stride()
+    spec = DTensorSpec(mesh, where, TensorMeta(parameter.shape, stride, parameter.dtype))
+    result = nn.Parameter(
+        DTensor(part, spec, requires_grad=False), requires_grad=parameter.requires_grad
+    )
+    result.__dict__.update(vars(parameter))
+    refuse_to_pickle(cast(DTensor, result))
+    return result
 
 
 @torch.no_grad()
@@ -179,8 +203,13 @@ def own_part(part: Tensor, like: DTensor) -> Tensor:
     if like.device_mesh.mesh_dim_names in (None, (AXIS,)):
         return part
     mesh, placements = _other_axes(like)
-    # Every rank has the same: nothing is sent.
-    return distribute_tensor(part, mesh, placements, src_data_rank=None).to_local()
+    # Every rank has the same: nothing is sent. The last axis cuts first, as a strided shard means.
+    for axis, where in reversed(list(enumerate(placements))):
+        if isinstance(where, (Shard, _StridedShard)):
+            chunks = part.chunk(mesh.size(axis), where.dim)
+            rank = mesh.get_local_rank(axis)
+            part = chunks[rank] if rank < len(chunks) else part.narrow(where.dim, 0, 0)
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 def _other_axes(value: DTensor) -> tuple[DeviceMesh, list[MeshPlacement]]:
@@ -188,12 +217,20 @@ def _other_axes(value: DTensor) -> tuple[DeviceMesh, list[MeshPlacement]]:
     them."""
     names = value.device_mesh.mesh_dim_names or ()
     others = [index for index, name in enumerate(names) if name != AXIS]
+    kept = [value.placements[index] for index in others]
     placements = [
-        # FSDP's way to say that its chunks are chunks of the part, not of the model's tensor.
-        Shard(where.dim) if isinstance(where, _StridedShard) else where
-        for where in (value.placements[index] for index in others)
+        # FSDP's way to say that its chunks are chunks of the part, not of the model's tensor. They
+        # are chunks of this rank's experts, too.
+        Shard(where.dim) if isinstance(where, _StridedShard) and not _cut_again(kept, i) else where
+        for i, where in enumerate(kept)
     ]
     return value.device_mesh[tuple(names[index] for index in others)], placements
+
+
+def _cut_again(placements: Sequence[MeshPlacement], axis: int) -> bool:
+    """Whether an axis behind ``axis`` shards the same dim."""
+    dim = getattr(placements[axis], "dim", None)
+    return any(getattr(other, "dim", None) == dim for other in placements[axis + 1 :])
 
 
 def optimizers_of(parameters: Iterable[Tensor]) -> list[tuple[Optimizer, bool]]:

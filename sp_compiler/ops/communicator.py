@@ -82,6 +82,26 @@ class Pending:
         return arrived if self._finish is None else self._finish(arrived)
 
 
+class ExpertRanks:
+    """The ranks of the axis "ep", which have different batches and each a part of the experts.
+
+    Args:
+        group: their process group.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group_name = group.group_name
+        self.rank = group.rank()
+        self.world_size = group.size()
+
+    def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Send the first ``sent[0]`` of contiguous ``rows`` to rank 0, the next to rank 1, and so
+        on; return what arrives, by rank."""
+        with _BelowAutograd():
+            arriving = _c10d.all_to_all_single(rows, list(received), list(sent), self._group_name)
+            return _c10d.wait_tensor(arriving)
+
+
 class Communicator:
     """Typed collectives on one rank's tensors, and the kernels of our operators.
 
@@ -91,6 +111,7 @@ class Communicator:
             several ranks are simulated in one process.
         world_size: number of ranks.
         collectives: how collectives run; by default as torch's functional ones.
+        experts: the ranks that divide the experts; ``None`` if every rank has all of them.
     """
 
     def __init__(
@@ -99,11 +120,13 @@ class Communicator:
         rank: int | Tensor,
         world_size: int,
         collectives: Collectives | None = None,
+        experts: ExpertRanks | None = None,
     ) -> None:
         name = group.group_name if group is not None else ""
         self._collectives = collectives or FunctionalCollectives(name)
         self.rank = rank
         self.world_size = world_size
+        self.experts = experts
 
     def on_each_rank(
         self,

@@ -35,10 +35,10 @@ class Collective:
     """One kind of communication.
 
     Attributes:
-        kind: "all_gather", "reduce_scatter" or "all_reduce".
+        kind: "all_gather", "reduce_scatter" or "all_reduce" over "tp"; "all_to_all" over "ep".
         count: number of these collectives.
         num_bytes: bytes of the global tensors: the result of a gather, the operand of a scatter or
-            a reduction.
+            a reduction. Of an all-to-all what one rank sends, if all get equally much.
     """
 
     kind: str
@@ -83,8 +83,8 @@ class Operator:
             otherwise it is elementwise.
         dims: the dims of operands and results, as letters: ``"vh,...->...h"``. Only memory formulas
             read it; without it, they have plain numbers for the dims of the result.
-        collectives: the kernel's communication, from its result; ``None`` for none. (Conversions
-            have theirs in :data:`~sp_compiler.ops.convert.CONVERSIONS`.)
+        collectives: the kernel's communication, from its arguments and its result; ``None`` for
+            none. (Conversions have theirs in :data:`~sp_compiler.ops.convert.CONVERSIONS`.)
         checks_numbers: whether the kernel reads values on the host to reject wrong ones, so that no
             backend may compile it.
         writes: whether the kernel writes into its first argument and returns it. No other node of a
@@ -102,7 +102,7 @@ class Operator:
     view: Literal["", "all", "part"] = ""
     placed: bool = False
     dims: str = ""
-    collectives: Callable[[Any], Sequence[Collective]] | None = None
+    collectives: Callable[[Arguments, Any], Sequence[Collective]] | None = None
     checks_numbers: bool = False
     scratch_bytes: Callable[[Arguments, Any], int] = lambda args, result: 0
     writes: bool = False

@@ -209,7 +209,7 @@ def _type_nll_backward(args: Arguments, world_size: int) -> Sequence[Typing]:
     return [((R, S(1), R, R), (S(1),))]
 
 
-def _collectives_of_nll(result: Any) -> Sequence[Collective]:
+def _collectives_of_nll(args: Arguments, result: Any) -> Sequence[Collective]:
     rows = result[0].numel() * result[0].element_size()
     # The maximum of each row; then its sum of exponentials with the target's logit.
     return [Collective("all_reduce", 2, rows + 2 * rows)]

@@ -164,13 +164,13 @@ def _type_logsumexp_backward(args: Arguments, world_size: int) -> Sequence[Typin
     return [((R, logits, R), (logits,))]
 
 
-def _collectives_of_losses(result: Any) -> Sequence[Collective]:
+def _collectives_of_losses(args: Arguments, result: Any) -> Sequence[Collective]:
     rows = result[0].numel() * result[0].element_size()
     # The maximum of each row; then its sum of exponentials, label's logit and weighed logits.
     return [Collective("all_reduce", 2, rows + 3 * rows)]
 
 
-def _collectives_of_logsumexp(result: Any) -> Sequence[Collective]:
+def _collectives_of_logsumexp(args: Arguments, result: Any) -> Sequence[Collective]:
     return [Collective("all_reduce", 2, 2 * result.numel() * result.element_size())]
 
 

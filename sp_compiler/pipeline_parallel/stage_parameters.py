@@ -146,7 +146,7 @@ class StageParameters:
             options = {**options, "reshard_after_forward": False}
         # FSDP's hook on the root never runs, and nothing is lost: a step gathers what it would.
         self._state.layout.calls_root = True
-        apply_data_parallelism(self.module, compiled, data, options)
+        apply_data_parallelism(self.module, compiled, self._state.group, options)
         self._state.layout.calls_root = False
         # Programs are compiled of the full model; FSDP knows only this rank's part of it.
         policy = options.get("mp_policy")

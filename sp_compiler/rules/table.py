@@ -16,6 +16,7 @@ from sp_compiler.rules.factors import OpRule, record_cuts
 from sp_compiler.rules.families import (  # noqa: F401 - they register their rows
     attention,
     elementwise,
+    experts,
     indexing,
     norms,
     products,

@@ -23,6 +23,7 @@ from sp_compiler.ir.program import Call, Ref, Region
 from sp_compiler.ops.communicator import Communicator
 from sp_compiler.ops.counter import call_seed
 from sp_compiler.ops.host_memory import HostTrip
+from sp_compiler.runtime.mesh_axes import AXIS, EXPERT_AXIS
 from sp_compiler.runtime.parameter_gradients import mark_reduced_by_hooks
 from sp_compiler.runtime.reductions import DeferredGradients, ReplicateParameters
 from sp_compiler.runtime.region_call import OffloadingRunner, RegionRunner
@@ -170,7 +171,7 @@ class Executor:
             for position, name, is_replicated in arguments.parameters:
                 owner = params[name]
                 if managed and name in managed:
-                    _require_gathered(owner, name, call.path, self.tp.world_size)
+                    _require_gathered(owner, name, call.path)
                     mark_reduced_by_hooks(owner)
                 owners.append(owner)
                 inputs[position] = replicated.get(name, owner) if is_replicated else owner
@@ -329,10 +330,10 @@ def _partial_gradients(region: Region) -> frozenset[int]:
     )
 
 
-def _require_gathered(owner: Tensor, name: str, path: str, world_size: int) -> None:
+def _require_gathered(owner: Tensor, name: str, path: str) -> None:
     """Raise an error if FSDP has not gathered the parameter ``name`` for the call at ``path``."""
-    num_axes = owner.device_mesh.ndim if isinstance(owner, DTensor) else 0
-    if num_axes > (world_size > 1):
+    axes = (owner.device_mesh.mesh_dim_names or (AXIS,)) if isinstance(owner, DTensor) else ()
+    if any(axis not in (AXIS, EXPERT_AXIS) for axis in axes):
         raise UnsupportedError(
             f"parameter {name!r} is used by {path or 'what runs outside of blocks'!r}, while "
             "fully_shard gathers it for the module that it was applied to, only while that runs; "

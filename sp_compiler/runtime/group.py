@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
@@ -13,15 +13,18 @@ from torch.distributed.tensor import DTensor
 
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.emulation.group import BACKEND
-from sp_compiler.ops.communicator import Communicator
+from sp_compiler.ops.communicator import Communicator, ExpertRanks
 from sp_compiler.ops.counter import call_seed, draw_seed
 from sp_compiler.runtime.failures.board import FailureBoard, failure_board
 from sp_compiler.runtime.mesh_axes import (
     AXIS,
+    EXPERT_AXIS,
     DataAxes,
+    refuse_expert_axis,
     refuse_pipeline_axis,
     refuse_unknown_axes,
     tensor_parallel_axis,
+    with_expert_axes,
 )
 from sp_compiler.runtime.watched_collectives import WatchedCollectives
 
@@ -50,6 +53,7 @@ class TensorParallelGroup:
             on accelerators.
         data: the data axes of the user's mesh.
         data_boards: one board per data axis, to compare what must be equal along it.
+        grid: all data axes and "tp"; ``None`` if experts are not divided.
     """
 
     mesh: DeviceMesh | None
@@ -59,6 +63,7 @@ class TensorParallelGroup:
     collectives: WatchedCollectives | None = None
     data: DataAxes = field(default_factory=DataAxes)
     data_boards: tuple[FailureBoard, ...] = ()
+    grid: DeviceMesh | None = None
 
     @property
     def rank(self) -> int:
@@ -69,6 +74,14 @@ class TensorParallelGroup:
     @property
     def world_size(self) -> int:
         return self.communicator.world_size
+
+    @property
+    def expert_mesh(self) -> DeviceMesh | None:
+        """The axis "ep", with "tp" if that has several ranks; ``None`` if experts are not
+        divided."""
+        if self.grid is None:
+            return None
+        return self.grid[EXPERT_AXIS] if self.mesh is None else self.grid[EXPERT_AXIS, AXIS]
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -86,16 +99,19 @@ def tensor_parallel_group(
     rank_timeout: timedelta = RANK_TIMEOUT,
     *,
     in_stages: bool = False,
+    divides_experts: bool = False,
 ) -> TensorParallelGroup:
     """Return the group of ``tp`` ranks, or of the axis "tp" of ``mesh``.
 
     One rank needs no process group. A rank waits for others for ``rank_timeout``. For stages of a
-    pipeline (``in_stages``) the mesh has an axis "pp", and may lack "tp".
+    pipeline (``in_stages``) the mesh has an axis "pp", and may lack "tp". Only who
+    ``divides_experts`` may have an axis "ep".
 
     Raises:
         ArgumentError: no process group, one of another size, a mesh without the axis, both
             arguments that do not agree, or a ``tp`` that is not a positive int.
-        UnsupportedError: an axis of several ranks has an unknown name.
+        UnsupportedError: an axis of several ranks has an unknown name, or is "ep" where experts
+            cannot be divided.
     """
     data = DataAxes()
     if mesh is not None:
@@ -108,6 +124,11 @@ def tensor_parallel_group(
         if not in_stages:
             refuse_pipeline_axis(mesh)
         tp, data = size, DataAxes.of(mesh)
+        if not divides_experts:
+            refuse_expert_axis(mesh)
+        elif data.num_expert_ranks > 1:
+            mesh = with_expert_axes(mesh)
+            axis, data = mesh[AXIS], DataAxes.of(mesh)
     if tp is None:
         raise ArgumentError('give tp=<number of ranks>, or mesh= with an axis named "tp"')
     if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1:
@@ -116,10 +137,18 @@ def tensor_parallel_group(
     if tp == 1:
         boards = _data_boards(data, rank_timeout)
         one = Communicator(None, 0, 1)
-        return TensorParallelGroup(None, one, rank_timeout, data=data, data_boards=boards)
+        group = TensorParallelGroup(None, one, rank_timeout, data=data, data_boards=boards)
+        return _dividing_experts(group, mesh)
     if mesh is None:
         axis = DeviceMesh(device_type, list(range(_world_of_size(tp))), mesh_dim_names=(AXIS,))
-    return watched_group(axis, rank_timeout, data=data)
+    return _dividing_experts(watched_group(axis, rank_timeout, data=data), mesh)
+
+
+def _dividing_experts(group: TensorParallelGroup, mesh: DeviceMesh | None) -> TensorParallelGroup:
+    if mesh is None or group.data.num_expert_ranks == 1:
+        return group
+    group.communicator.experts = ExpertRanks(mesh.get_group(EXPERT_AXIS))
+    return replace(group, grid=mesh)
 
 
 def watched_group(

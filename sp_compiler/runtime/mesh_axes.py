@@ -1,7 +1,7 @@
 """The axes of a user's device mesh, and the position of this process on each.
 
-The names are torchtitan's. Ranks of "tp" work on the same batch, ranks of "dp_shard" and
-"dp_replicate" on different ones; "pp" is the axis of pipeline stages::
+The names are torchtitan's. Ranks of "tp" work on the same batch, ranks of "dp_shard",
+"dp_replicate" and "ep" on different ones; "pp" is the axis of pipeline stages::
 
     mesh 2 x 2 ("dp_shard", "tp")        rank 0 | rank 1   batch 0
                                          rank 2 | rank 3   batch 1
@@ -18,8 +18,7 @@ from sp_compiler.base.errors import ArgumentError, UnsupportedError
 
 AXIS = "tp"
 PIPELINE_AXIS = "pp"
-EXPERT_AXIS = "ep"
-REPLICATE_AXIS, SHARD_AXIS = DATA_AXES = ("dp_replicate", "dp_shard")
+REPLICATE_AXIS, SHARD_AXIS, EXPERT_AXIS = DATA_AXES = ("dp_replicate", "dp_shard", "ep")
 AXES = (PIPELINE_AXIS, *DATA_AXES, AXIS)
 
 
@@ -52,7 +51,8 @@ class DataAxes:
         if sorted(names, key=present.index) != list(names):
             # Neither a mesh can be sliced in another order, nor does HSDP take that one.
             raise ArgumentError(
-                f'mesh has the axes {present}: "{REPLICATE_AXIS}" must come before "{SHARD_AXIS}"'
+                f"mesh has the axes {present}: those of the data must come in the order "
+                f"{', '.join(DATA_AXES)}"
             )
         rank, size = 0, 1
         for name in names:
@@ -64,6 +64,11 @@ class DataAxes:
     @property
     def names(self) -> tuple[str, ...]:
         return () if self.mesh is None else self.mesh.mesh_dim_names or ()
+
+    @property
+    def num_expert_ranks(self) -> int:
+        """Number of ranks that divide the experts."""
+        return self.mesh[EXPERT_AXIS].size() if self.mesh and EXPERT_AXIS in self.names else 1
 
     @property
     def num_shards(self) -> int:
@@ -151,13 +156,6 @@ def refuse_unknown_axes(mesh: DeviceMesh) -> None:
     unknown = [name for name in mesh.mesh_dim_names or () if name not in AXES]
     # One rank on an unknown axis does no harm: nothing is to be reduced over it.
     others = [name for name in unknown if mesh[name].size() > 1]
-    if EXPERT_AXIS in others:
-        raise UnsupportedError(
-            f"the mesh has the axis {_sizes_text(mesh, [EXPERT_AXIS])}: experts are not divided "
-            f'over ranks with different batches yet. The ranks of "{AXIS}" divide the width of '
-            f'each expert, and "{SHARD_AXIS}" shards the parameters of experts like all others: '
-            "add these ranks to one of the two"
-        )
     if others:
         # Gradients over an axis of unknown meaning would be reduced by nobody, silently.
         raise UnsupportedError(
@@ -166,6 +164,35 @@ def refuse_unknown_axes(mesh: DeviceMesh) -> None:
             f'(parameters sharded) or "{REPLICATE_AXIS}" (parameters replicated). Or pass '
             f'mesh["{AXIS}"] and reduce gradients over the rest yourself, for example by '
             "torch.distributed.fsdp.fully_shard(module, mesh=the other axis) on the compiled module"
+        )
+
+
+def with_expert_axes(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the ranks of ``mesh``, which has an axis "ep", on all data axes and "tp".
+
+    FSDP2 shards experts over "dp_shard" and other parameters over that and "ep" together, which
+    must be slices of one mesh, and needs an axis of one rank where the user has none. Creates
+    process groups: all ranks must call it.
+    """
+    names = mesh.mesh_dim_names or ()
+    wanted = (*DATA_AXES, AXIS)
+    # Every other axis has one rank.
+    order = [names.index(name) for name in wanted if name in names]
+    order += [index for index, name in enumerate(names) if name not in wanted]
+    sizes = [mesh[name].size() if name in names else 1 for name in wanted]
+    ranks = mesh.mesh.permute(order).reshape(sizes)
+    return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=wanted)
+
+
+def refuse_expert_axis(mesh: DeviceMesh) -> None:
+    """Raise an error for an axis "ep" of several ranks where experts cannot be divided."""
+    if EXPERT_AXIS in (mesh.mesh_dim_names or ()) and mesh[EXPERT_AXIS].size() > 1:
+        raise UnsupportedError(
+            f"the mesh has the axis {_sizes_text(mesh, [EXPERT_AXIS])}: experts are divided by "
+            "sp_compiler.compile(model, mesh=mesh) alone, not in a pipeline and not by "
+            f'torch.compile. The ranks of "{AXIS}" divide the width of each expert, and '
+            f'"{SHARD_AXIS}" shards the parameters of experts like all others: add these ranks to '
+            "one of the two"
         )
 
 

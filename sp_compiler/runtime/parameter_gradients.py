@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from sp_compiler.base.errors import UnsupportedError
+from sp_compiler.runtime.mesh_axes import AXIS
 
 _AccumulateGrad = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]  # no stub
 # Number of the backward that put a gradient into its parameter, an attribute of the gradient: there
@@ -73,10 +74,16 @@ def parameter_edges(
         if isinstance(value, DTensor):
             spec = value._spec
             if index in with_partial_gradient:
-                spec = DTensorSpec(spec.mesh, (Partial(),), spec.tensor_meta)
+                # "tp" is the last axis; before it the experts are divided.
+                where = (*spec.placements[:-1], Partial()) if _over_tp(spec) else spec.placements
+                spec = DTensorSpec(spec.mesh, where, spec.tensor_meta)
             edges.append((index, num_tensors, spec))
         num_tensors += isinstance(value, Tensor)  # autograd counts no others
     return edges
+
+
+def _over_tp(spec: DTensorSpec) -> bool:
+    return spec.mesh.mesh_dim_names is None or spec.mesh.mesh_dim_names[-1] == AXIS
 
 
 def fills_grad(node: Any) -> bool | None:

@@ -36,6 +36,7 @@ def _mesh(**axes: int) -> Any:
         ({"pp": 2, "dp_shard": 2, "tp": 2}, (0, 2)),
         ({"dp_shard": 8, "tp": 1}, (5, 8)),
         ({"dp_shard": 4, "tp": 2, "other": 1}, (2, 4)),
+        ({"dp_shard": 2, "ep": 2, "tp": 2}, (2, 4)),
     ],
     ids=str,
 )
@@ -48,9 +49,13 @@ def test_the_part_of_the_data(axes: dict[str, int], expected: tuple[int, int]) -
     ("axes", "error", "advice"),
     [
         ({"dp_shard": 8}, ArgumentError, r"one of them must be named \"tp\".*of size 1"),
-        ({"dp_shard": 2, "dp_replicate": 2, "tp": 2}, ArgumentError, "must come before"),
+        ({"dp_shard": 2, "dp_replicate": 2, "tp": 2}, ArgumentError, "in the order dp_replicate"),
         ({"dp": 4, "tp": 2}, UnsupportedError, r"\"dp\" of 4 ranks.*dp_shard.*fully_shard"),
-        ({"ep": 4, "tp": 2}, UnsupportedError, r"\"ep\" of 4 ranks: experts are not divided"),
+        (
+            {"ep": 4, "dp_shard": 2, "tp": 1},
+            ArgumentError,
+            "in the order dp_replicate, dp_shard, ep",
+        ),
         ({"pp": 4, "tp": 2}, UnsupportedError, r"4 ranks on its axis \"pp\".*mesh\['tp'\]"),
     ],
 )

@@ -197,6 +197,11 @@ def whole(value: Any) -> Tensor:
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach()
 
 
+def local(value: Tensor) -> Tensor:
+    """This rank's part."""
+    return (value.to_local() if isinstance(value, DTensor) else value).detach()
+
+
 class CollectivesByAxis(TorchDispatchMode):
     """Counts collectives by the axis of a mesh that they run over, and their kind."""
 

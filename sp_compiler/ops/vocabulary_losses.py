@@ -76,7 +76,8 @@ def vocab_smoothed_nll_backward(
     # Of logsumexp, which both terms have: the softmax, as often as it is in them.
     share = grad * (true + smoothing / classes * weight.sum())
     result = vocab_logsumexp_backward(tp, share, logits, logsumexp, classes)
-    result = result.sub_((grad * (smoothing / classes)).unsqueeze(-1) * own)
+    # As one operator: the product by itself would be as large as the logits.
+    result.addr_(grad * (smoothing / classes), own, alpha=-1)
     local, is_elsewhere = local_ids(tp, target, logits.shape[-1])
     own_true = (grad * true).masked_fill_(is_elsewhere, 0)
     return result.scatter_add_(-1, local.unsqueeze(-1), -own_true.unsqueeze(-1))

@@ -1,0 +1,62 @@
+"""Temporary memory of the kernels of vocabularies is what their records say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from benchmarks.measure import PeakRecorder
+from sp_compiler.ir.fx import arguments
+from sp_compiler.ops.communicator import Communicator
+from sp_compiler.ops.registry import Operator
+from sp_compiler.ops.vocabulary import (
+    VOCAB_EMBEDDING,
+    VOCAB_EMBEDDING_BACKWARD,
+    VOCAB_NLL,
+    VOCAB_NLL_BACKWARD,
+)
+from sp_compiler.ops.vocabulary_losses import (
+    VOCAB_LOGSUMEXP,
+    VOCAB_LOGSUMEXP_BACKWARD,
+    VOCAB_SMOOTHED_NLL,
+    VOCAB_SMOOTHED_NLL_BACKWARD,
+)
+from tests.helpers.own_operators import node_of
+
+_ROWS, _WIDTH, _CLASSES = 64, 96, 500
+_IDS = torch.arange(_ROWS)
+_LOGITS, _PER_ROW = torch.zeros(_ROWS, _CLASSES), torch.ones(_ROWS)
+_WEIGHTS = torch.ones(_CLASSES)
+
+
+@pytest.mark.parametrize(
+    ("operator", "tensors", "rest"),
+    [
+        (VOCAB_EMBEDDING, [torch.zeros(_CLASSES, _WIDTH), _IDS], (_CLASSES,)),
+        (VOCAB_EMBEDDING_BACKWARD, [torch.zeros(_ROWS, _WIDTH), _IDS], (_CLASSES,)),
+        (VOCAB_NLL, [_LOGITS, _IDS], (-100, _CLASSES)),
+        (VOCAB_NLL_BACKWARD, [_PER_ROW, _LOGITS, _IDS, _PER_ROW], (-100, _CLASSES)),
+        (VOCAB_SMOOTHED_NLL, [_LOGITS, _IDS, _WEIGHTS], (-100, _CLASSES, 0.1)),
+        (
+            VOCAB_SMOOTHED_NLL_BACKWARD,
+            [_PER_ROW, _LOGITS, _IDS, _WEIGHTS, _PER_ROW],
+            (_CLASSES, 0.1),
+        ),
+        (VOCAB_LOGSUMEXP, [_LOGITS], (_CLASSES,)),
+        (VOCAB_LOGSUMEXP_BACKWARD, [_PER_ROW, _LOGITS, _PER_ROW], (_CLASSES,)),
+    ],
+    ids=lambda value: value.name if isinstance(value, Operator) else "",
+)
+def test_scratch(operator: Operator, tensors: list[Tensor], rest: tuple[Any, ...]) -> None:
+    """To within a few numbers for each row: those are not declared."""
+    node = node_of(operator, tensors, (*rest, 1))
+    declared = operator.scratch_bytes(arguments(node), node.meta["val"])
+    with PeakRecorder() as recorder:
+        result = operator.kernel(Communicator(None, 0, 1), *tensors, *rest)
+    peak = recorder.peak_bytes(excluding=tensors)
+    returned = sum(leaf.untyped_storage().nbytes() for leaf in tree_leaves(result))
+    assert 0 <= peak - returned - declared <= 64 * _ROWS

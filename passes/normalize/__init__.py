@@ -88,7 +88,7 @@ def normalize(captured: Captured, dropout: Literal["regenerate", "stored"] = "re
     split_slices(graph)
     # A mask that is folded away needs no explicit attention. Attention with dropout left inside
     # becomes explicit, with a dropout of its own: only then is known what draws random numbers.
-    fold_attention_masks(graph, captured.sizes)
+    fold_attention_masks(captured)
     explicit_attention(graph)
     draw_by_counter(captured, stored=dropout == "stored")
     # Biases are added apart, so that a row-parallel product can be reduced before.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,16 +13,44 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from sp_compiler.base.pass_report import Pass, report_of
+from sp_compiler.base.provenance import source_line
+from sp_compiler.base.units import bytes_text
+from sp_compiler.ir.captured import Captured
 from sp_compiler.ir.fx import ancestors, arguments, calls, is_getitem, shape_of
 from sp_compiler.ir.op_traits import draws
 from sp_compiler.ir.rewriting import insert_call, replace_with
-from sp_compiler.ir.symbolic import Binding, Sizes, evaluate
+from sp_compiler.ir.symbolic import Binding, evaluate
 
 _ORIGIN = Pass.NORMALIZE
 _aten = torch.ops.aten
 _sdpa = _aten.scaled_dot_product_attention.default
-# Largest mask that is computed to find out its kind: a quarter of a gigabyte of booleans.
+# Largest value that is computed in full to find out a mask's kind: a quarter of a gigabyte of
+# booleans.
 _MAX_ELEMENTS = 1 << 28
+# Elements of those rows of a larger one that are computed at once: they stay in a cache.
+_ROW_ELEMENTS = 1 << 21
+# Largest mask that is looked at: 131,072 x 131,072, which takes a core about a minute.
+_MAX_MASK_ELEMENTS = 1 << 34
+# A mask that stays and is as large as this is worth a remark.
+_LARGE_BYTES = 1 << 26
+_OTHER = "the mask is neither causal nor open, or depends on an input"
+# Operators whose rows depend on the same rows of their operands alone, beside those that torch tags
+# as pointwise; of those with a size or a diagonal, it is that of the rows.
+_BY_ROWS = frozenset(
+    {
+        _aten.__and__.Tensor,
+        _aten.__or__.Tensor,
+        _aten._to_copy.default,
+        _aten.where.ScalarOther,
+        _aten.where.ScalarSelf,
+        _aten.where.Scalar,
+        _aten.expand.default,
+        _aten.ones.default,
+        _aten.full.default,
+        _aten.tril.default,
+        _aten.triu.default,
+    }
+)
 # Operators that read only the shape and type of their first operand.
 _SHAPE_ONLY = (
     _aten.new_ones.default,
@@ -33,26 +62,30 @@ _SHAPE_ONLY = (
 )
 
 
-def fold_attention_masks(graph: Graph, sizes: Sizes | None = None) -> None:
+def fold_attention_masks(captured: Captured) -> None:
     """Replace masks that depend on no input: by ``is_causal``, or by no mask.
 
     ``sdpa(q, k, v, mask)`` -> ``sdpa(q, k, v, None, p, is_causal=True)`` where ``mask`` evaluates
     to the lower triangle, -> ``sdpa(q, k, v)`` if it masks nothing. The mask is computed, not
     guessed: it may depend only on constants of the graph and open ``sizes``, and is computed again
-    for every size that the program is used with.
+    for every size that the program is used with; a large one by rows, where its operators allow
+    that.
     """
+    sizes = captured.sizes
     binding = sizes.example if sizes is not None else {}
     # For the graph: all layers share one mask, or masks made of the same parts.
-    known: dict[Node, Tensor | None] = {}
+    constants = _Constants(binding)
     kinds: dict[Node, str | None] = {}
-    for node in calls(graph, _sdpa):
+    for node in calls(captured.module.graph, _sdpa):
         bound = arguments(node)
         mask = bound["attn_mask"]
         if mask is None or bound["is_causal"]:
             continue
         if mask not in kinds:
-            kinds[mask] = _kind(_constant(mask, known, binding))
-            if kinds[mask] is not None and sizes is not None:
+            kinds[mask] = constants.kind(mask)
+            if kinds[mask] is None:
+                captured.notes += _large(node, mask.meta["val"], binding)
+            elif sizes is not None:
                 sizes.proofs.append(_proof(mask, kinds[mask]))
         if kinds[mask] is not None:
             factors = (bound["query"], bound["key"], bound["value"])
@@ -60,25 +93,20 @@ def fold_attention_masks(graph: Graph, sizes: Sizes | None = None) -> None:
             node.kwargs = {name: bound[name] for name in ("scale", "enable_gqa") if bound[name]}
             report_of(Pass.NORMALIZE).rewrote(kind="attention mask")
         else:
-            reason = "the mask is neither causal nor open, or depends on an input"
-            report_of(Pass.NORMALIZE).decline(node, reason)
+            report_of(Pass.NORMALIZE).decline(node, _OTHER)
 
 
-def _kind(mask: Tensor | None) -> str | None:
-    """Return ``"causal"``, ``"all"`` or, for any other or unknown mask, ``None``."""
-    if mask is None or mask.ndim < 2:
-        return None
-    # A mask of numbers is added to the scores: the lowest number, or -inf, forbids. Any other value
-    # (a bias by distance, as ALiBi's) is no mask in this sense.
-    allowed = mask if mask.dtype is torch.bool else mask == 0
-    forbidden = ~allowed if mask.dtype is torch.bool else mask <= torch.finfo(mask.dtype).min
-    if not bool((allowed | forbidden).all()):
-        return None
-    if bool(allowed.all()):
-        return "all"
-    rows, columns = mask.shape[-2:]
-    triangle = torch.ones(rows, columns, dtype=torch.bool).tril()
-    return "causal" if bool((allowed == triangle).all()) else None
+def _large(attention: Node, mask: Tensor, binding: Binding) -> list[str]:
+    """Return a remark on a mask that stays, if it is large."""
+    shape = evaluate(tuple(mask.shape), binding)
+    num_bytes = math.prod(shape) * mask.itemsize
+    if num_bytes < _LARGE_BYTES:
+        return []
+    return [
+        f"an attention mask of {list(shape)} takes {bytes_text(num_bytes)} on every rank: {_OTHER} "
+        f"({source_line(attention)}); an attention function that needs no mask saves it: see "
+        "docs/tasks/long_sequences.md"
+    ]
 
 
 def _proof(mask: Node, kind: str | None) -> Callable[[Binding], bool]:
@@ -88,43 +116,120 @@ def _proof(mask: Node, kind: str | None) -> Callable[[Binding], bool]:
     for node in mask.graph.nodes:
         if node in needed:
             copies[node] = graph.node_copy(node, copies.__getitem__)
-    return lambda binding: _kind(_constant(copies[mask], {}, binding)) == kind
+    return lambda binding: _Constants(binding).kind(copies[mask]) == kind
 
 
-def _constant(node: Node, known: dict[Node, Tensor | None], binding: Binding) -> Tensor | None:
-    """Compute a value that depends on no input, on the CPU; ``None`` for others."""
-    if node in known:
-        return known[node]
-    known[node] = None  # values that depend on an input, and those that are too large
-    if node.op == "call_function" and _is_small(node, binding):
-        known[node] = _compute(node, known, binding)
-    return known[node]
+class _Constants:
+    """Computes values that depend on no input, on the CPU."""
 
+    def __init__(self, binding: Binding) -> None:
+        self._binding = binding
+        self._known: dict[Node, Tensor | None] = {}
 
-def _is_small(node: Node, binding: Binding) -> bool:
-    value = node.meta["val"]
-    if not isinstance(value, Tensor) or is_getitem(node):
-        return False
-    return math.prod(evaluate(tuple(value.shape), binding)) <= _MAX_ELEMENTS
+    def kind(self, mask: Node) -> str | None:
+        """Return ``"causal"``, ``"all"`` or, for any other or unknown mask, ``None``."""
+        value = mask.meta["val"]
+        if not isinstance(value, Tensor) or value.ndim < 2:
+            return None
+        num_rows, num_columns = evaluate(tuple(value.shape[-2:]), self._binding)
+        if num_rows * num_columns > _MAX_MASK_ELEMENTS:
+            return None
+        step = max(1, _ROW_ELEMENTS // max(1, num_columns))
+        # One row is that of all queries.
+        kinds = {"all", "causal"} if num_rows > 1 else {"all"}
+        for first in range(0, num_rows, step):
+            kinds &= _kinds(self._rows(mask, range(first, min(first + step, num_rows))), first)
+            if not kinds:
+                return None
+        return min(kinds)
 
+    def _rows(self, node: Node, rows: range) -> Tensor | None:
+        """Compute rows of a value, all if it has one; ``None`` if they cannot be computed."""
+        by_rows = node.target in (*_BY_ROWS, *_SHAPE_ONLY)
+        by_rows = by_rows or torch.Tag.pointwise in getattr(node.target, "tags", ())
+        if self._num_elements(node) <= _ROW_ELEMENTS or not by_rows or draws(node):
+            return _rows_of(self._value(node), rows)
+        if node.target in _SHAPE_ONLY:
+            operands = {x: _rows_of(self._shape(x), rows) for x in node.all_input_nodes}
+        else:
+            operands = {x: self._rows(x, rows) for x in node.all_input_nodes}
+        bound = arguments(node)
+        if "size" in bound:
+            bound["size"] = [*bound["size"][:-2], len(rows), bound["size"][-1]]
+        if "diagonal" in bound:
+            bound["diagonal"] += rows.start
+        return self._call(node, (), bound, operands)
 
-def _compute(node: Node, known: dict[Node, Tensor | None], binding: Binding) -> Tensor | None:
-    if draws(node):
-        return None
-    # Of these the operand may well depend on an input: its numbers are not read.
-    if any(node.target is target for target in _SHAPE_ONLY):
-        value = node.args[0].meta["val"]
-        empty = torch.empty(evaluate(tuple(value.shape), binding), dtype=value.dtype)
-        args = (empty, *node.args[1:])
-    else:
-        # Down to the factories, for a mask is a short chain of operators on them.
-        operands = {operand: _constant(operand, known, binding) for operand in node.all_input_nodes}
+    def _value(self, node: Node) -> Tensor | None:
+        if node in self._known:
+            return self._known[node]
+        self._known[node] = None  # values that depend on an input, and those that are too large
+        value = node.meta["val"]
+        if node.op != "call_function" or not isinstance(value, Tensor) or is_getitem(node):
+            return None
+        if self._num_elements(node) <= _MAX_ELEMENTS and not draws(node):
+            # Down to the factories, for a mask is a short chain of operators on them. Of some the
+            # operand may well depend on an input: its numbers are not read.
+            operand_of = self._shape if node.target in _SHAPE_ONLY else self._value
+            operands = {x: operand_of(x) for x in node.all_input_nodes}
+            self._known[node] = self._call(node, node.args, node.kwargs, operands)
+        return self._known[node]
+
+    def _shape(self, node: Node) -> Tensor | None:
+        """Return a tensor without numbers."""
+        value = node.meta["val"]
+        shape = evaluate(tuple(value.shape), self._binding)
+        return torch.empty((), dtype=value.dtype).expand(shape)
+
+    def _call(
+        self, node: Node, args: Any, kwargs: Any, operands: Mapping[Node, Tensor | None]
+    ) -> Tensor | None:
         if any(value is None for value in operands.values()):
             return None
-        args = map_arg(node.args, operands.__getitem__)
-    kwargs = {**node.kwargs, "device": "cpu"} if "device" in node.kwargs else node.kwargs
-    with torch.no_grad():
-        return node.target(*evaluate(args, binding), **evaluate(kwargs, binding))
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": "cpu"}
+        args, kwargs = map_arg((args, kwargs), operands.__getitem__)
+        with torch.no_grad():
+            result: Tensor = node.target(
+                *evaluate(args, self._binding), **evaluate(kwargs, self._binding)
+            )
+        return result
+
+    def _num_elements(self, node: Node) -> int:
+        value = node.meta["val"]
+        if not isinstance(value, Tensor):
+            return 0
+        return math.prod(evaluate(tuple(value.shape), self._binding))
+
+
+def _rows_of(value: Tensor | None, rows: range) -> Tensor | None:
+    if value is None or value.ndim < 2 or value.shape[-2] == 1:
+        return value
+    return value[..., rows.start : rows.stop, :]
+
+
+def _kinds(rows: Tensor | None, first: int) -> set[str]:
+    """Return the kinds of mask that ``rows``, from the row ``first`` on, may be part of."""
+    if rows is None:
+        return set()
+    for dim in range(rows.ndim - 2):
+        if rows.stride(dim) == 0:  # expanded
+            rows = rows.narrow(dim, 0, min(1, rows.shape[dim]))
+    # A mask of numbers is added to the scores: the lowest number, or -inf, forbids. Any other value
+    # (a bias by distance, as ALiBi's) is no mask in this sense.
+    allowed = rows if rows.dtype is torch.bool else rows == 0
+    if rows.dtype is not torch.bool:
+        is_mask = allowed | (rows <= torch.finfo(rows.dtype).min)
+        if not bool(is_mask.all()):
+            return set()
+    num_rows = rows.shape[-2]
+    # Left of this triangle are ones, on its right zeros.
+    triangle = torch.ones(num_rows, num_rows, dtype=torch.bool).tril()
+    left, middle, right = allowed.tensor_split((first, first + num_rows), dim=-1)
+    causal = bool(left.all()) and not bool(right.any())
+    causal = causal and bool((middle == triangle[:, : middle.shape[-1]]).all())
+    found = {"all": bool(allowed.all()), "causal": causal}
+    return {kind for kind, is_it in found.items() if is_it}
 
 
 def explicit_attention(graph: Graph) -> None:

@@ -16,6 +16,7 @@ from sp_compiler.module.calls import executor_for, require_data, run, shard_over
 from sp_compiler.module.dtensor_patches import (
     check_sharded_gradients_first,
     format_as_numbers,
+    scan_whole_dims,
     step_local_parts,
 )
 from sp_compiler.module.inspection import Inspection
@@ -98,6 +99,7 @@ class DistributedModule(Inspection, Weights):
         if group.mesh is not None or group.grid is not None:
             check_sharded_gradients_first()
             format_as_numbers()
+            scan_whole_dims()
             step_local_parts()
         layout = Layout(group)
         super().__init__(model, "", layout)

@@ -10,6 +10,10 @@ element. DTensor derives the placement of each of them anew at every step, which
 the step of a small model, and refuses lists of several meshes. Where a parameter's gradient and
 moments are placed as it is, the step of its local parts is the step of the parameter.
 
+``cumsum``, ``cumprod`` and ``logcumsumexp`` over a sharded dim that is counted from the end, as in
+``probabilities.cumsum(-1)``, scan each rank's part alone: torch compares the dim with that of the
+placement, which is counted from the front.
+
 ``torch.nn.utils.clip_grad_norm_`` returns a DTensor, and ``f"{norm:.3f}"`` of one is a TypeError.
 
 ``torch.save`` writes the part of one rank without a word.
@@ -23,7 +27,8 @@ from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
 
 from sp_compiler.base.errors import UnsupportedError
 
@@ -32,6 +37,7 @@ _FUSED_STEPS = tuple(
     for name in ("_fused_adam_", "_fused_adamw_", "_fused_sgd_")
     for overload in ("default", "tensor_lr")  # the learning rate: a number, or a tensor
 )
+_SCANS = [getattr(torch.ops.aten, n).default for n in ("cumsum", "cumprod", "logcumsumexp")]
 _OPERATION = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
@@ -65,6 +71,16 @@ def format_as_numbers() -> None:
         return as_before(self, spec)
 
     DTensor.__format__ = format_number  # type: ignore[method-assign, assignment]
+
+
+@functools.cache
+def scan_whole_dims() -> None:
+    """Make scans gather the dim that they run along, however it is counted, for the process."""
+
+    @register_sharding(_SCANS)
+    def _scan(x: Any, dim: int, **_: Any) -> list[tuple[list[Any], list[Any]]]:
+        others = [Shard(other) for other in range(x.ndim) if other != dim % x.ndim]
+        return [([where], [where, None]) for where in (Replicate(), *others)]
 
 
 class _ShardedFirst:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._utils import ExplicitRedistributionContext
 from torch.utils import _pytree as pytree
 
 from sp_compiler.base.errors import ArgumentError, UnsupportedError
@@ -95,6 +96,7 @@ class ShardedOutput(DTensor):
         logits[:, :-1]            (2, 7, 512)  Shard(2)   ShardedOutput
         logits.argmax(-1)         (2, 8)       plain, full on every rank
         logits.argmax(-1) == ids  (2, 8)       plain
+        logits.topk(5)            (2, 8, 5)    plain
 
     A result that is not sharded is a plain tensor, with partial sums reduced at once, so it can be
     printed, compared, and passed to any library. Operations that DTensor cannot run on parts run on
@@ -120,12 +122,15 @@ class ShardedOutput(DTensor):
         given = [_replicated(leaf, mesh) for leaf in leaves]
         given_args, given_kwargs = pytree.tree_unflatten(given, structure)
         try:
-            result = super().__torch_function__(func, types, given_args, given_kwargs)
+            # DTensor would shard other dims for a moment (an all-to-all, which gloo has not), and
+            # the result would stay sharded over the batch: neither the output's dim nor plain.
+            with ExplicitRedistributionContext():
+                result = super().__torch_function__(func, types, given_args, given_kwargs)
         except torch.OutOfMemoryError:
             raise  # of this rank alone: a collective would wait for the others
         except (NotImplementedError, RuntimeError, TypeError) as error:
-            # A reshape that cuts a sharded dim, an operator without a rule, numpy(), a mistake:
-            # on every rank alike, and full tensors tell which.
+            # A reshape that cuts a sharded dim, an operator without a rule or that needs whole
+            # rows, numpy(), a mistake: on every rank alike, and full tensors tell which.
             name = getattr(func, "__name__", str(func))
             if _mutates(name, kwargs or {}):
                 raise UnsupportedError(
@@ -145,7 +150,13 @@ def _mutates(name: str, kwargs: Mapping[str, Any]) -> bool:
     # __iadd__ and its like; of what begins alike, these three only read.
     augmented = name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
     setter = name in ("__setitem__", "__set__")
-    return in_place or augmented or setter or bool(kwargs.get("inplace")) or "out" in kwargs
+    return (
+        in_place
+        or augmented
+        or setter
+        or bool(kwargs.get("inplace"))
+        or kwargs.get("out") is not None
+    )
 
 
 def _replicated(leaf: Any, mesh: DeviceMesh) -> Any:

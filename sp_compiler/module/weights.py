@@ -122,6 +122,9 @@ class Weights(MirrorModule):
         # HuggingFace would take state_dict() itself, one rank's part of each weight.
         if self._sp_state.group.world_size > 1 and kwargs.get("state_dict") is None:
             raise UnsupportedError(_NO_SHARDED_SAVE)
+        # HuggingFace empties the dict that it is given.
+        if kwargs.get("state_dict") is not None:
+            kwargs["state_dict"] = dict(kwargs["state_dict"])
         return super().__getattr__("save_pretrained")(folder, *args, **kwargs)
 
 

@@ -205,6 +205,7 @@ class RegionFunction(CompiledFunction):
                 outputs,
                 {id(locals_[i]) for i in runner.parameters if locals_[i] is not inputs[i]},
             )
+        outputs = _changeable(outputs, locals_)
         if not all(runner.differentiable):
             ctx.mark_non_differentiable(
                 *[out for out, used in zip(outputs, runner.differentiable, strict=True) if not used]
@@ -267,6 +268,24 @@ def _distinct(outputs: Sequence[Any], seen: set[int]) -> tuple[Any, ...]:
         result.append(out.view_as(out) if id(out) in seen else out)
         seen.add(id(out))
     return tuple(result)
+
+
+def _changeable(outputs: Sequence[Any], inputs: Sequence[Any]) -> tuple[Any, ...]:
+    """Return outputs that are views of nothing but inputs.
+
+    Autograd refuses in-place changes (``loss /= 2``) of a function's results that are views, here
+    of what the region made itself. A view of an input it has to know, or it would miss the change.
+    """
+    if not any(isinstance(out, Tensor) and out._is_view() for out in outputs):
+        return tuple(outputs)
+    bases = {id(x if x._base is None else x._base) for x in inputs if isinstance(x, Tensor)}
+    return tuple(
+        # Shares the version, so that a change of what was saved is found.
+        out.detach()
+        if isinstance(out, Tensor) and out._is_view() and id(out._base) not in bases
+        else out
+        for out in outputs
+    )
 
 
 def _saved(ctx: Any) -> list[Any]:

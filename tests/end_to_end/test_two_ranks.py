@@ -114,6 +114,9 @@ def _metrics_on_logits(module: Any, model: nn.Module) -> None:
     for metric in (
         lambda x: (x.argmax(-1) == ids).double().mean(),
         lambda x: x.topk(3, -1).values,
+        lambda x: x.repeat(4, 1, 1).sort(-1).values,
+        lambda x: x.repeat(4, 1, 1).max(-1).values,
+        lambda x: x.cumsum(-1),
         lambda x: x.gather(-1, ids[..., None]),
         lambda x: torch.zeros_like(ids).double() + x.sum(-1),
         lambda x: torch.tensor(x.tolist()).double(),

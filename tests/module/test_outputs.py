@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.debug import CommDebugMode
 
 import sp_compiler
+from sp_compiler.module.dtensor_patches import scan_whole_dims
 from sp_compiler.module.outputs import ShardedOutput
 
 
@@ -37,6 +40,52 @@ def test_what_a_single_rank_may_raise_is_not_tried_on_full_tensors(
     with pytest.raises(error):
         ShardedOutput.__torch_function__(operation, (ShardedOutput,), (logits,))
     assert shapes == [(2, 6)] * calls
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda x: x.topk(2).indices,
+        lambda x: x.sort(-1).values,
+        lambda x: x.max(-1).values,
+        lambda x: x.kthvalue(2).values,
+        lambda x: x.cumsum(-1),
+        lambda x: x.cumsum(2, dtype=torch.float64),
+        lambda x: x.cumprod(-1),
+        lambda x: x.logcumsumexp(-1),
+    ],
+    ids=["topk", "sort", "max", "kthvalue", "cumsum", "typed", "cumprod", "logcumsumexp"],
+)
+def test_what_needs_whole_rows_is_plain(
+    mesh: DeviceMesh, operation: Callable[[Tensor], Tensor]
+) -> None:
+    """DTensor would shard it over the batch instead, by an all-to-all that gloo has not; scans
+    over a dim counted from the end it would run on each part alone."""
+    scan_whole_dims()
+    value = DTensor.from_local(torch.ones(4, 8, 16), mesh, [Shard(2)])
+    value.__class__ = ShardedOutput
+    with CommDebugMode() as communication:
+        result = operation(value)
+    assert type(result) is Tensor
+    assert result.shape[:2] == (4, 8)
+    collectives = torch.ops.c10d_functional
+    assert dict(communication.get_comm_counts()) == {collectives.all_gather_into_tensor: 1}
+
+
+def test_scans_along_other_dims_need_no_collective(mesh: DeviceMesh) -> None:
+    scan_whole_dims()
+    value = DTensor.from_local(torch.ones(4, 8, 16), mesh, [Shard(2)])
+    value.__class__ = ShardedOutput
+    with CommDebugMode() as communication:
+        assert type(value.cumsum(-2)) is ShardedOutput
+    assert communication.get_total_counts() == 0
+
+
+def test_a_function_with_an_unused_out_changes_nothing(mesh: DeviceMesh) -> None:
+    """``normalize`` of torch has such a parameter, which it hands on as None."""
+    value = DTensor.from_local(torch.ones(4, 16), mesh, [Shard(1)])
+    value.__class__ = ShardedOutput
+    assert nn.functional.normalize(value).shape == (4, 32)
 
 
 class _WithScale(nn.Module):

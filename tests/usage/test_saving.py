@@ -42,6 +42,7 @@ def _adapters(folder: Path, tp: int) -> None:
         module.save_pretrained(folder)
     elif state:
         module.save_pretrained(folder, state_dict=state)
+        assert state, "HuggingFace empties the dict that it is given"
     if tp > 1:
         dist.barrier()
     saved = load_file(folder / _ADAPTER)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import sp_compiler
 from sp_compiler import UnsupportedError
 from tests.helpers.users import assert_same_gradients, batch, compiled, gradients, net, prepared
 
@@ -42,6 +44,51 @@ def test_accumulation_over_microbatches(pair: tuple[Any, nn.Module]) -> None:
             module(batch(seed=seed))["loss"].backward()
     module(batch(seed=2))["loss"].backward()
     assert_same_gradients(module, model)
+
+
+class _Views(nn.Module):
+    """Returns views of what it computes and of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 6, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        rows = self.up(x.flatten(0, 1)).exp()
+        return rows.unflatten(0, x.shape[:2]), rows.sum().view(1), x.flatten(0, 1)
+
+
+def test_outputs_may_be_changed_in_place() -> None:
+    torch.manual_seed(0)
+    model = _Views()
+    module: Any = sp_compiler.compile(copy.deepcopy(model), tp=1, recompute="full")
+    x, gradients = torch.randn(2, 3, 8, dtype=torch.float64), []
+    for one in (module, model):
+        logits, loss, _ = one(x)
+        loss /= 2
+        scaled = logits.clone() if one is model else logits  # the model has saved them
+        scaled /= 3
+        (loss + scaled.square().sum()).backward()
+        gradients.append(one.get_parameter("up.weight").grad)
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=0)
+
+
+def test_a_view_of_an_input_stays_one() -> None:
+    module: Any = sp_compiler.compile(_Views(), tp=1)
+    x = torch.randn(2, 3, 8, dtype=torch.float64)
+    _, loss, rows = module(x)
+    rows *= 0
+    assert not x.any()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_outputs_that_are_saved_may_not() -> None:
+    module: Any = sp_compiler.compile(_Views(), tp=1, recompute="none")
+    logits, loss, _ = module(torch.randn(2, 3, 8, dtype=torch.float64))
+    logits /= 3
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def test_gradients_of_a_subset(pair: tuple[Any, nn.Module]) -> None:

@@ -113,6 +113,57 @@ def test_other_masks_stay(make: Callable[[Tensor], Tensor]) -> None:
     assert arguments(attention)["attn_mask"] is not None
 
 
+_LARGE: dict[str, Callable[[Tensor], Tensor]] = {
+    "causal": _causal,
+    "packed": lambda x: _causal(x) & (torch.arange(6)[:, None] // 6 == torch.arange(6) // 6),
+    "lower triangle": lambda x: torch.ones(6, 6, dtype=torch.bool).tril(),
+    "like another": lambda x: torch.ones_like(x @ x.mT, dtype=torch.bool).tril(),
+    "added": lambda x: x.new_full((6, 6), -math.inf).triu(1),
+    "chosen": lambda x: torch.where(_causal(x), 0.0, -math.inf).to(x.dtype),
+}
+_LARGE_OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "window": lambda x: _causal(x) & (torch.arange(6) > torch.arange(6)[:, None] - 5),
+    "last row": lambda x: _causal(x) & (torch.arange(6)[:, None] < 5),
+    "corner": lambda x: torch.ones(6, 6, dtype=torch.bool).tril(1),
+    "shifted": lambda x: _causal(x).roll(1, -2),
+    "depends on an input": lambda x: _causal(x) & (x[:, :, :, :1] > -100),
+    "first key of all queries": lambda x: torch.arange(6)[None] < 1,
+}
+
+
+@pytest.mark.parametrize("name", [*_LARGE, *_LARGE_OTHERS])
+@pytest.mark.parametrize("elements", [6, 12, 24])
+def test_a_large_mask_is_computed_by_rows(
+    name: str, elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for limit in ("_MAX_ELEMENTS", "_ROW_ELEMENTS"):
+        monkeypatch.setattr(f"sp_compiler.passes.normalize.attention.{limit}", elements)
+    make = {**_LARGE, **_LARGE_OTHERS}[name]
+    captured = normalized(_with_mask(make), randn(2, 3, 6, 4))
+    (attention,) = calls(captured.module.graph, aten.scaled_dot_product_attention.default)
+    assert arguments(attention)["is_causal"] is (name in _LARGE)
+    assert (arguments(attention)["attn_mask"] is None) is (name in _LARGE)
+
+
+def test_a_large_mask_that_stays_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sp_compiler.passes.normalize.attention._LARGE_BYTES", 36)
+    for name, notes in (("window", 1), ("packed", 0)):
+        make = {**_LARGE, **_LARGE_OTHERS}[name]
+        captured = normalized(_with_mask(make), randn(1, 3, 6, 4))
+        assert len(captured.notes) == notes
+        assert all("mask of [1, 1, 6, 6] takes 36 B on every rank" in x for x in captured.notes)
+
+
+def test_a_mask_of_nothing_but_ones_is_open_in_all_its_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sp_compiler.passes.normalize.attention._ROW_ELEMENTS", 6)
+    captured = normalized(_with_mask(lambda x: x.new_ones(6, 6, dtype=torch.bool)), randn(1, 6, 4))
+    (attention,) = calls(captured.module.graph, aten.scaled_dot_product_attention.default)
+    assert arguments(attention)["attn_mask"] is None
+    assert not arguments(attention)["is_causal"]
+
+
 def _corner(offset: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Attention with fewer queries than keys, whose triangle starts at the given column."""
 

@@ -335,8 +335,8 @@ def plan(  # noqa: PLR0913 - all by keyword, each described below
         example_inputs: (args, kwargs) of a call, or with ``mesh`` of one microbatch of one rank of
             the data axes; only the shape and dtype of tensors matter.
         tp: number of tensor-parallel ranks; 8 if neither ``tp`` nor ``mesh`` is given.
-        mesh: instead of ``tp``, the sizes of the axes "tp", "pp", "dp_shard" and "dp_replicate": a
-            dict, ``"tp=8,pp=4,dp_shard=16"``, ``"8x35x8"`` for tp x pp x dp_replicate, or a
+        mesh: instead of ``tp``, the sizes of the axes "tp", "pp", "dp_shard", "dp_replicate" and
+            "ep": a dict, ``"tp=8,pp=4,dp_shard=16"``, ``"8x35x8"`` for tp x pp x dp_replicate, or a
             ``DeviceMesh``.
         microbatches: number of microbatches per step on each rank of the data axes; needed with
             ``mesh``.
@@ -377,7 +377,7 @@ def plan(  # noqa: PLR0913 - all by keyword, each described below
     args, kwargs = checked_inputs(model, example_inputs)
     # 8 ranks: what a machine usually has, between which links are fast.
     grid = GridSizes(8 if tp is None else tp) if mesh is None else GridSizes.of(mesh)
-    checked = CompileOptions.of(grid.tp, options, in_stages=grid.pp > 1)
+    checked = replace(CompileOptions.of(grid.tp, options, in_stages=grid.pp > 1), ep=grid.ep)
     on_grid = None
     if microbatches is not None:  # raises before the model is captured
         checked.refuse_device_memory("grid")

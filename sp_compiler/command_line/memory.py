@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from sp_compiler.base.units import bytes_text
 from sp_compiler.grid_plan.data import GridPlan
+from sp_compiler.grid_plan.sizes import GridSizes
 from sp_compiler.grid_plan.stage_plan import STATE_BYTES, StagePlan
 from sp_compiler.planning.plan import Plan
 from sp_compiler.planning.table_text import table
@@ -29,16 +30,19 @@ def memory_text(grid_plan: GridPlan) -> str:
     alone = (
         f"One microbatch keeps {bytes_text(plan.activation_bytes)} if all layers are on one rank"
     )
-    parts = table(_parts(stage, grid_plan.grid.dp_shard))
+    parts = table(_parts(stage, grid_plan.grid))
     title = f"Stage {number}, the fullest: {bytes_text(stage.total_bytes)} per device"
     return "\n\n".join([str(grid_plan), alone, f"{title}\n{parts}", *_blocks(plan, stage)])
 
 
-def _parts(stage: StagePlan, dp_shard: int) -> Iterator[tuple[str, str, str]]:
+def _parts(stage: StagePlan, grid: GridSizes) -> Iterator[tuple[str, str, str]]:
     assert sum(num_bytes for _, num_bytes in _STATE) == STATE_BYTES
-    sharded = f" / {dp_shard}" if dp_shard > 1 else ""
+    shards = grid.shards(divided=False)
+    sharded = f" / {shards}" if shards > 1 else ""
+    if grid.ep > 1:
+        sharded += f", of experts / {grid.dp_shard}"
     for name, num_bytes in _STATE:
-        size = bytes_text(stage.parameters * num_bytes / dp_shard)
+        size = bytes_text(stage.state_bytes * num_bytes / STATE_BYTES)
         yield name, size, f"{num_bytes} B x {stage.parameters:,} parameters{sharded}"
     if stage.gathered_bytes:
         yield "gathered", bytes_text(stage.gathered_bytes), "what FSDP2 holds unsharded beside them"

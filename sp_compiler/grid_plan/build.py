@@ -85,7 +85,8 @@ def grid_plan(plan: Plan, chain: Chain, options: GridOptions) -> GridPlan:
     # As if each stage had the same share: norms and biases are in every layer alike.
     reduction_us /= grid.pp
     # Traffic over "tp" is in the times of the calls already, that over "pp" in the timetable.
-    exposed = [sum(a.exposed_us for a in axes if a.axis.startswith("dp")) for axes in traffic]
+    others = ("tp", "pp")
+    exposed = [sum(a.exposed_us for a in axes if a.axis not in others) for axes in traffic]
     # Beside the rank that computes most: a pipeline cannot be faster than that one.
     busiest_us = microbatches * max(stage.microbatch_us for stage in stages)
     functions = most.functions, exposed, reduction_us, rest.functions if rest else ()
@@ -191,7 +192,7 @@ def _stage(
     return StagePlan(
         chunks=tuple(tuple(call.path for call in part) for part in parts),
         parameters=sum(size.numel for size in used),
-        state_bytes=round(sum(state_bytes(size, per_parameter, grid.dp_shard) for size in used)),
+        state_bytes=round(sum(state_bytes(size, per_parameter, grid) for size in used)),
         gathered_bytes=gathered_bytes(calls, chain.parameters, grid),
         in_flight=activations.in_flight,
         activation_bytes=activations.kept_bytes,

@@ -26,14 +26,25 @@ _EXAMPLES = (
 class GridSizes:
     """Number of ranks on each axis, with the axis names of ``compile`` and ``pipeline``.
 
-    Neighbouring ranks differ on ``tp`` first, then on ``dp_shard``, ``dp_replicate``, ``pp``: the
-    axes that send most use the fastest links.
+    Neighbouring ranks differ on ``tp`` first, then on ``ep``, ``dp_shard``, ``dp_replicate``,
+    ``pp``: the axes that send most use the fastest links.
+
+    Raises:
+        ArgumentError: experts are divided in a pipeline.
     """
 
     tp: int = 1
     pp: int = 1
     dp_shard: int = 1
     dp_replicate: int = 1
+    ep: int = 1
+
+    def __post_init__(self) -> None:
+        if self.pp > 1 and self.ep > 1:
+            raise ArgumentError(
+                f"mesh: ep={self.ep} with pp={self.pp}: a pipeline does not divide experts; leave "
+                "one of the two out"
+            )
 
     @classmethod
     def of(cls, mesh: Mesh) -> GridSizes:
@@ -59,8 +70,12 @@ class GridSizes:
 
     @property
     def data(self) -> int:
-        """Number of parts of the data: the product of both data axes."""
-        return self.dp_shard * self.dp_replicate
+        """Number of parts of the data: the product of the data axes."""
+        return self.dp_shard * self.dp_replicate * self.ep
+
+    def shards(self, *, divided: bool) -> int:
+        """Number of ranks that shard a parameter's part; those of "ep" have other experts."""
+        return self.dp_shard if divided else self.dp_shard * self.ep
 
     @property
     def gpus(self) -> int:
@@ -68,7 +83,7 @@ class GridSizes:
 
     def spans_nodes(self, axis: str, gpus_per_node: int) -> bool:
         """Return whether neighbours on ``axis`` are on different nodes."""
-        order = ("tp", "dp_shard", "dp_replicate", "pp")
+        order = ("tp", "ep", "dp_shard", "dp_replicate", "pp")
         # Whoever is ``inner`` ranks away is the next neighbour on this axis.
         inner = math.prod(getattr(self, name) for name in order[: order.index(axis)])
         return inner * int(getattr(self, axis)) > gpus_per_node

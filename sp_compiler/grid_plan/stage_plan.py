@@ -28,7 +28,7 @@ class StagePlan:
         chunks: layers of each of its stages; interleaved schedules have several.
         parameters: number of elements before FSDP shards them; a parameter that several ranks of
             the pipeline use counts on each.
-        state_bytes: parameters, gradients and optimizer state, sharded over ``dp_shard``.
+        state_bytes: parameters, gradients and optimizer state, sharded by FSDP2.
         gathered_bytes: bytes that FSDP2 holds unsharded in addition.
         in_flight: largest number of forwards of a chunk whose backward has not run yet.
         activation_bytes: peak of the activations that these save.
@@ -75,7 +75,7 @@ def used_parameters(
 
 
 def state_bytes(
-    size: ParameterSize, bytes_per_parameter: BytesPerParameter, dp_shard: int
+    size: ParameterSize, bytes_per_parameter: BytesPerParameter, grid: GridSizes
 ) -> float:
     """Return the bytes per device of a parameter with its gradient and optimizer state."""
     # A frozen parameter has neither gradient nor optimizer state, only its own bytes.
@@ -84,7 +84,7 @@ def state_bytes(
         num_bytes = adamw_bytes(size)
     else:
         num_bytes = size.numel * bytes_per_parameter if size.trained else size.num_bytes
-    return num_bytes / dp_shard
+    return num_bytes / grid.shards(divided=size.divided)
 
 
 def held_bytes(
@@ -94,7 +94,7 @@ def held_bytes(
     FSDP2."""
     # Gradients too: they are reduced behind the last microbatch, in full until then.
     gathered = size.num_bytes * (1 + size.trained) if grid.data > 1 else 0
-    return state_bytes(size, bytes_per_parameter, grid.dp_shard) + gathered
+    return state_bytes(size, bytes_per_parameter, grid) + gathered
 
 
 def gathered_bytes(
@@ -120,7 +120,7 @@ def gathered_bytes(
     blocks = [
         sum(size.num_bytes for size in used_parameters(group, sizes)) for group in groups.values()
     ]
-    if grid.dp_shard == 1:
+    if grid.shards(divided=False) == 1:
         # Copies live from forward to backward, so all of them are there at the peak.
         at_once = sum(blocks)
     else:

@@ -190,8 +190,7 @@ class _Setting:
         grid, chain = options.grid, self.chain
         per_parameter, sizes = options.bytes_per_parameter, chain.parameters
         if grid.pp == 1:
-            shards = grid.dp_shard
-            state = sum(state_bytes(size, per_parameter, shards) for size in sizes.values())
+            state = sum(state_bytes(size, per_parameter, grid) for size in sizes.values())
             gathered = gathered_bytes(chain.calls, sizes, grid)
             return state + gathered + self.plan.activation_peak_bytes
         state = sum(held_bytes(size, per_parameter, grid) for size in sizes.values())

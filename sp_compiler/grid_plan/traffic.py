@@ -10,6 +10,7 @@ from sp_compiler.grid_plan.options import GridOptions
 from sp_compiler.grid_plan.sizes import GridSizes, Link, link_of
 from sp_compiler.grid_plan.stage_plan import StagePlan, used_parameters
 from sp_compiler.ops.convert import LINK_CROSSINGS
+from sp_compiler.ops.expert_rows import ALL_TO_ALL
 from sp_compiler.planning.data import CallPlan
 from sp_compiler.planning.plan import Plan
 
@@ -32,7 +33,7 @@ def traffic_of(
     grid, microbatches = options.grid, options.microbatches
     links = {
         axis: link_of(grid, axis, options.gpus_per_node, plan.hardware)
-        for axis in ("tp", "pp", *_DATA)
+        for axis in ("tp", "pp", "ep", *_DATA)
     }
     # By rank, not by stage: a rank with several stages sends for all of them.
     crossing = _sent_by_stages(chain, ends, options)
@@ -44,6 +45,8 @@ def traffic_of(
         if grid.pp > 1:
             link, sent_bytes = links["pp"], crossing[rank] * microbatches
             axes.append(AxisTraffic("pp", link.name, sent_bytes, link.send_us(sent_bytes), 0.0))
+        if grid.ep > 1:
+            axes.append(_rows(plan, own, grid.ep, microbatches, links["ep"]))
         axes += _data(chain, own, stages[rank], grid, microbatches, links)
         traffic.append(axes)
     return traffic
@@ -57,7 +60,7 @@ def _tensor(
 ) -> AxisTraffic:
     blocks = [plan.block(call.block) for call in calls]
     crossed_bytes = sum(
-        item.num_bytes * LINK_CROSSINGS[item.kind]
+        item.num_bytes * LINK_CROSSINGS.get(item.kind, 0)
         for block in blocks
         for item in (*block.forward, *block.backward)
     )
@@ -71,6 +74,25 @@ def _tensor(
         microbatches * crossed_bytes * (tp - 1) // tp,
         microbatches * time_us,
         microbatches * (time_us - hidden_us),
+    )
+
+
+def _rows(
+    plan: Plan, calls: Sequence[CallPlan], ep: int, microbatches: int, link: Link
+) -> AxisTraffic:
+    """Rows of tokens on their way to their experts and back, if experts get equally many."""
+    blocks = [plan.block(call.block) for call in calls]
+    sent = [
+        item
+        for block in blocks
+        for item in (*block.forward, *block.backward)
+        if item.kind == ALL_TO_ALL
+    ]
+    num_bytes = sum(item.num_bytes for item in sent) * (ep - 1) // ep
+    time_us = sum(item.count for item in sent) * link.latency_us + num_bytes / link.bytes_per_us
+    # The next operator needs the rows.
+    return AxisTraffic(
+        "ep", link.name, microbatches * num_bytes, microbatches * time_us, microbatches * time_us
     )
 
 
@@ -98,9 +120,14 @@ def _data(
     """Parameters are gathered and gradients reduced; see :func:`stage_plan.gathered_bytes`."""
     used = used_parameters(calls, chain.parameters)
     # In the parameters' own dtype: what a mixed precision policy casts to is not known here.
-    weight_bytes = sum(size.num_bytes for size in used)
-    gradient_bytes = sum(size.num_bytes for size in used if size.trained)
-    shard, replicate = grid.dp_shard, grid.dp_replicate
+    sharded = [
+        (
+            grid.shards(divided=divided),
+            sum(size.num_bytes for size in used if size.divided is divided),
+            sum(size.num_bytes for size in used if size.divided is divided and size.trained),
+        )
+        for divided in sorted({size.divided for size in used})
+    ]
     axes: list[AxisTraffic] = []
     # A pipeline gathers in front of its schedule and reduces behind it, once in a step, while
     # nothing else runs. Else every microbatch does, and gathers once more in backward; only the
@@ -109,19 +136,31 @@ def _data(
     hiding_us, hiding_backward_us = (
         (0.0, 0.0) if grid.pp > 1 else (stage.microbatch_us, stage.backward_us)
     )
-    if shard > 1:
-        link, gathers = links["dp_shard"], 1 if grid.pp > 1 else 2
-        each_us = gathers * link.ring_us(weight_bytes, shard) + link.ring_us(gradient_bytes, shard)
-        sent_bytes = (gathers * weight_bytes + gradient_bytes) * (shard - 1) // shard
+    if grid.shards(divided=False) > 1:
+        names, gathers = _shard_axes(grid), 1 if grid.pp > 1 else 2
+        link = links[names[0]]
+        each_us = sum(
+            gathers * link.ring_us(weight_bytes, shard) + link.ring_us(gradient_bytes, shard)
+            for shard, weight_bytes, gradient_bytes in sharded
+        )
+        sent_bytes = sum(
+            (gathers * weight_bytes + gradient_bytes) * (shard - 1) // shard
+            for shard, weight_bytes, gradient_bytes in sharded
+        )
         exposed_us = max(0.0, each_us - hiding_us)
         axes.append(
             AxisTraffic(
-                "dp_shard", link.name, times * sent_bytes, times * each_us, times * exposed_us
+                " x ".join(names),
+                link.name,
+                times * sent_bytes,
+                times * each_us,
+                times * exposed_us,
             )
         )
-    if replicate > 1:
+    if (replicate := grid.dp_replicate) > 1:
         # Of what the reduce-scatter left; an all-reduce is two rings.
-        link, num_bytes = links["dp_replicate"], gradient_bytes // shard
+        link = links["dp_replicate"]
+        num_bytes = sum(gradient_bytes // shard for shard, _, gradient_bytes in sharded)
         each_us = 2 * link.ring_us(num_bytes, replicate)
         sent_bytes = 2 * num_bytes * (replicate - 1) // replicate
         exposed_us = max(0.0, each_us - hiding_backward_us)
@@ -131,3 +170,11 @@ def _data(
             )
         )
     return axes
+
+
+def _shard_axes(grid: GridSizes) -> tuple[str, ...]:
+    """Return the axes over which FSDP2 shards, the one with the slowest link first."""
+    if grid.ep == 1:
+        return ("dp_shard",)
+    # Not "ep" alone, which is the axis of the rows.
+    return ("dp_shard", "ep") if grid.dp_shard > 1 else ("ep", "dp_shard")

@@ -96,6 +96,7 @@ def make_plan(compiled: CompiledProgram, options: CompileOptions, model_name: st
                 size.trained,
                 size.shape,
                 str(compiled.param_placements[name]),
+                name in compiled.program.experts,
             )
             for name, size in sizes.items()
         },

@@ -139,6 +139,7 @@ class ParameterSize:
         shape: of the part.
         placement: "I" where every rank has it in full, "S(0)" where dim 0 is sharded; the legend of
             ``print(plan)`` has the others.
+        divided: whether it has a part of the experts, which are divided over "ep".
     """
 
     numel: int
@@ -146,6 +147,7 @@ class ParameterSize:
     trained: bool
     shape: tuple[int, ...] = ()
     placement: str = "I"
+    divided: bool = False
 
 
 @dataclass(frozen=True)

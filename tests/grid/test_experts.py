@@ -63,9 +63,18 @@ def _trained(folder: str) -> dict[str, Any]:
         str(axes): _followed(axes, steps)[2]
         for axes, steps in (({"dp_shard": 2, "ep": 2, "tp": 1}, 3), ({"ep": 2, "tp": 2}, 3))
     }
-    # Both kinds of data axes beside; all that a checkpoint may meet.
-    module, truth, worst["replicated"] = _followed({"dp_replicate": 2, "ep": 2, "tp": 1}, 1)
-    return {"worst": worst, "truth": truth.state_dict(), **_saved(module, folder)}
+    # Beside the axis of replicas; all that a checkpoint may meet.
+    axes = {"dp_replicate": 2, "ep": 2, "tp": 1}
+    module, truth, worst["replicated"] = _followed(axes, 1)
+    with grids.CollectivesByAxis(_mesh(axes)) as counter:
+        module(**expert_models.batches(1, rows=2)[0]).backward()
+    return {
+        "worst": worst,
+        "truth": truth.state_dict(),
+        "sent": counter.counts["ep", "alltoallsingle"],
+        "planned": {item.kind: item.count for item in module.plan.collectives},
+        **_saved(module, folder),
+    }
 
 
 def _saved(module: Any, folder: str) -> dict[str, Any]:
@@ -110,6 +119,8 @@ def test_training_follows_one_device(tmp_path: Path) -> None:
         for worst in each["worst"].values():
             assert max(worst.values()) < _TOLERANCE, each["worst"]
         assert all(each["read"].values()), each["read"]
+        # Per layer: numbers of rows, rows and results; and gradients of both.
+        assert each["sent"] == each["planned"]["all_to_all"] == 2 * 5
         assert each["parts"]["layers.0.experts.up"] == (2, 6, 12)
         assert each["parts"]["layers.1.experts.down_bias"] == (2, 6)
     full, truth = found[0]["full"], found[0]["truth"]

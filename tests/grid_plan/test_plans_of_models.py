@@ -11,6 +11,7 @@ import pytest
 from sp_compiler.api import plan
 from sp_compiler.base.errors import ArgumentError, UnsupportedError
 from sp_compiler.command_line.models import load
+from tests.helpers import expert_models
 from tests.models import zoo
 
 
@@ -110,3 +111,22 @@ def test_mt_nlg_530b_takes_the_papers_memory() -> None:
     # The inputs of all layers: 8.8 GB per microbatch over the ranks of tp.
     (block,) = (each for each in deep.microbatch.blocks if each.num_calls > 1)
     assert tp * block.num_calls * block.kept_bytes == pytest.approx(8.8e9, rel=0.02)
+
+
+def test_experts_are_divided_and_their_rows_are_sent() -> None:
+    model, batch = expert_models.model(expert_models.Grouped), expert_models.batches(1)[0]
+    counts = {name: value.numel() for name, value in model.named_parameters()}
+    of_experts = sum(count for name, count in counts.items() if "experts" in name)
+    others = sum(counts.values()) - of_experts
+    found = plan(model, ((), batch), mesh="ep=2,dp_shard=2", microbatches=3)
+    # Of two ranks' experts, each shards one half; all four shard the rest.
+    assert found.stages[0].state_bytes == 18 * (of_experts / 2 / 2 + others / 4)
+    rows, replicated = {axis.axis: axis for axis in found.traffic}, 8 * others
+    # Two products of 24 rows in each of two layers, forward and backward; half stay on the rank.
+    numbers_of_rows = 2 * 8 * 2 * 2
+    assert rows["ep"].sent_bytes == 3 * ((2 * 4 * 24 * 6 * 8 + numbers_of_rows) // 2)
+    divided = 8 * of_experts // 2
+    assert rows["dp_shard x ep"].sent_bytes == 3 * (3 * replicated * 3 // 4 + 3 * divided // 2)
+    assert found.step_us > 3 * found.microbatch.step_us
+    with pytest.raises(ArgumentError, match="a pipeline does not divide experts"):
+        plan(model, ((), batch), mesh="ep=2,pp=2", microbatches=3)

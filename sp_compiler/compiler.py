@@ -47,7 +47,6 @@ from sp_compiler.base.warn import warn
 from sp_compiler.check import check_forward, check_partitioned
 from sp_compiler.codegen.backends import LoadedProgram, compile_regions
 from sp_compiler.codegen.module_text import CompiledRegion
-from sp_compiler.codegen.wiring import wiring
 from sp_compiler.ir.captured import Captured
 from sp_compiler.ir.compiled_program import CompiledProgram, LossBackward
 from sp_compiler.ir.concretize import Concretizer, concretized
@@ -342,7 +341,7 @@ class Compilation:
             paths = tuple(tagged.program.paths(region))
             regions.append(CompiledRegion(region, parts, joint, paths, tp))
         # All regions at once: they are classes of one module, with one list of bound operators.
-        loaded = run(Pass.CODEGEN, compile_regions, regions, options.backend)
+        loaded = run(Pass.CODEGEN, compile_regions, tagged.program, regions, options.backend)
         return self._compiled(sharded, tagged.program, regions, loaded)
 
     def _tag(
@@ -389,7 +388,7 @@ class Compilation:
             notes=[*program.notes, *loaded.notes],
             kernels=loaded.kernels,
             replicated=tuple(self._replicated),
-            code=loaded.source + wiring(program, regions, loaded.value_names),
+            code=loaded.source,
             value_names=loaded.value_names,
             stages=self._run.stages(sharded.program, program),
             regions={each.region.name: each for each in regions},

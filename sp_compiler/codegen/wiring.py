@@ -12,8 +12,8 @@ from sp_compiler.ir.program import Call, Program, Ref
 
 _HEAD = (
     "A step runs this from top to bottom, and the backward of each call from bottom to top.",
-    "Parameters and buffers are left out; gradients of parameters that are R are summed over the",
-    "ranks behind the backward.",
+    "Parameters and buffers are left out; gradients of parameters that are R are summed over tp",
+    "behind the backward.",
     "",
 )
 

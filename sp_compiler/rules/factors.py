@@ -62,6 +62,8 @@ class OpRule:
             sharded dim and the number of ranks. It then supports no segments, and rows exclude the
             last dim.
         rows: how leading dims may be flattened to rows of tokens; see :data:`Rows`.
+        segmented: whether a dim may be sharded in segments or with padding; not where the typings
+            of an operator of ours name the dim alone.
     """
 
     operands: tuple[Dims, ...]
@@ -72,6 +74,7 @@ class OpRule:
     split: tuple[int, tuple[int, ...]] | None = None
     placed: bool = False
     rows: Rows = "leading"
+    segmented: bool = True
 
 
 def named(shape: Sequence[int], names: str) -> Dims:

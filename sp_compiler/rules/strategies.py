@@ -92,6 +92,8 @@ def strategies(
 def _cuts(rule: OpRule, factor: Factor, offers: Offers) -> list[Segmentation]:
     """Return the ways to cut ``factor`` into what the ranks share; no sizes: as one part."""
     cuts = [Segmentation(())] if offers.shardable(factor) else []
+    if not rule.segmented:
+        return cuts
     # An operator that counts its place in the global tensor would count wrong in segments; behind
     # a single one there is padding, which it is told of.
     cuts += [cut for cut in offers.segmentations(factor) if not rule.placed or len(cut.sizes) == 1]

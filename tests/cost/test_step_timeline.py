@@ -113,7 +113,7 @@ def test_a_plan_has_the_course_of_its_step(tmp_path: Path) -> None:
         if span.recomputed and span.stream == "compute"
     )
     assert recompute_us == pytest.approx(plan.work.recompute_us)
-    assert 0 < plan.schedule.exposed_recompute_us <= recompute_us
+    assert 0 < plan.schedule.exposed_recompute_us <= recompute_us * (1 + 1e-12)
     # One device stream and one link: on neither do two spans overlap.
     for stream in ("compute", "tp"):
         ends = [0.0]

@@ -13,11 +13,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from sp_compiler.base.pass_report import Pass, report_of
 from sp_compiler.codegen.module_text import CompiledRegion
+from sp_compiler.codegen.wiring import wiring
 from sp_compiler.ir.compiled_program import Kernel
+from sp_compiler.ir.program import Program
 
 
 @dataclass(frozen=True)
@@ -39,9 +42,16 @@ class LoadedProgram:
     kernels: Mapping[str, Sequence[Kernel]] = field(default_factory=dict)
 
 
-def compile_regions(regions: Sequence[CompiledRegion], backend: str) -> LoadedProgram:
-    """Compile ``regions`` with ``backend``, the name of a file in this folder."""
+def compile_regions(
+    program: Program, regions: Sequence[CompiledRegion], backend: str
+) -> LoadedProgram:
+    """Compile the ``regions`` of ``program`` with ``backend``, the name of a file in this folder.
+
+    The source ends with a comment that chains the regions' calls, whatever the backend.
+    """
     # By name, for a backend may need packages that others do without.
     module = importlib.import_module(f"{__name__}.{backend}")
     loaded: LoadedProgram = module.compile_regions(regions)
-    return loaded
+    source = loaded.source + wiring(program, regions, loaded.value_names)
+    report_of(Pass.CODEGEN).rewrote(source.count("\n"), kind="line")
+    return replace(loaded, source=source)

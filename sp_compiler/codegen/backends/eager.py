@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sp_compiler.base.pass_report import Pass, report_of
 from sp_compiler.codegen.backends import LoadedProgram
 from sp_compiler.codegen.loading import load
 from sp_compiler.codegen.module_text import CompiledRegion, module_source
@@ -14,7 +13,6 @@ def compile_regions(regions: Sequence[CompiledRegion]) -> LoadedProgram:
     """Load the classes of all regions from one text."""
     # One module for all: a traceback then shows one file, the text that a user can read.
     source = module_source([region.text for region in regions])
-    report_of(Pass.CODEGEN).rewrote(source.count("\n"), kind="line")
     namespace = load(source)
     return LoadedProgram(
         source,

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.fx import Graph
 
-from sp_compiler.base.pass_report import Pass, report_of
 from sp_compiler.codegen.backends import LoadedProgram
 from sp_compiler.codegen.loading import load
 from sp_compiler.codegen.module_text import CompiledRegion, module_source, region_text
@@ -34,7 +33,6 @@ def compile_regions(regions: Sequence[CompiledRegion]) -> LoadedProgram:
         for each in regions
     }
     source = module_source(texts.values(), _IMPORTS)
-    report_of(Pass.CODEGEN).rewrote(source.count("\n"), kind="line")
     namespace = load(source)
     # Loaded before it is traced: the functions that are traced are those of the text.
     codes = {name: namespace[text.name] for name, text in texts.items()}

@@ -32,4 +32,4 @@ def _rows(node: Node) -> OpRule:
     rows, made = private(shape[:1], "s"), private(result[:1], "c")
     others = [private(each, f"o{index}_") for index, each in enumerate(route)]
     operands = ((*rows, *rest), *others)
-    return OpRule(operands, ((*made, *rest),), linear=FIRST_OPERAND, rows="fixed")
+    return OpRule(operands, ((*made, *rest),), linear=FIRST_OPERAND, rows="fixed", segmented=False)

@@ -13,12 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.helpers.op_samples import attention, elementwise, indexing, norms, products, views
+from tests.helpers.op_samples import (
+    attention,
+    elementwise,
+    experts,
+    indexing,
+    norms,
+    products,
+    views,
+)
 from tests.helpers.op_samples.draw import Draw, Sample, Shape
 from tests.helpers.operator_call import Call
 
 aten = torch.ops.aten
-_FAMILIES = (elementwise, products, norms, views, indexing, attention)
+_FAMILIES = (elementwise, products, norms, views, indexing, attention, experts)
 _SPECIAL: dict[str, Sample] = {
     name: sample for family in _FAMILIES for name, sample in family.SAMPLES.items()
 }

@@ -61,7 +61,7 @@ def outline(
         # Later pieces find the results of this one in ``refs``.
         for node, position in zip(outputs, use.outputs, strict=True):
             refs[node] = Ref("call", index=index, output=position)
-            results[position] = node.name
+            results[position] = node.meta.get("replaces", node.name)
         program_calls.append(Call(use.region, piece.layer.path, args, tuple(results)))
     report.rewrote(len(pieces) - len(distinct.regions), kind="layer that shares a region")
     _make_names_unique(distinct.regions)

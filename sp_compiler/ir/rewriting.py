@@ -140,7 +140,12 @@ def replace_call(
 
 
 def replace_with(node: Node, value: Node) -> None:
-    """Make every user of ``node`` use ``value``, and erase ``node``."""
+    """Make every user of ``node`` use ``value``, and erase ``node``.
+
+    A ``value`` that a pass made keeps the name of what it replaces as ``meta["replaces"]``.
+    """
+    if "origin" in value.meta:
+        value.meta.setdefault("replaces", node.meta.get("replaces", node.name))
     node.replace_all_uses_with(value)
     node.graph.erase_node(node)
 

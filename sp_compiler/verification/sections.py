@@ -77,8 +77,9 @@ class Sections:
         by_name = {n.name: n for n in self.captured.module.graph.nodes if n.op == "call_function"}
         for index, call in enumerate(self.program.calls):
             for output, name in enumerate(call.results):
+                # Each node once: two refs of it would get two random values.
                 if name in by_name:
-                    self._nodes[Ref("call", index=index, output=output)] = by_name[name]
+                    self._nodes[Ref("call", index=index, output=output)] = by_name.pop(name)
         # What is returned is known whatever became of its node.
         returned = [*zip(self.program.outputs, self.captured.outputs, strict=True)]
         written = self.captured.mutated_buffers
@@ -116,9 +117,9 @@ class Sections:
         calls, leaves = self._needed(index)
         own = {ref: node for ref, node in self._nodes.items() if ref.index == index}
         # Results of calls that run in the program are computed in the capture too.
-        stops = {node for node, ref in self._of_node.items() if ref.index not in calls} | set(
-            self.captured.placeholders
-        )
+        stops = {
+            node for node, ref in self._of_node.items() if ref.index not in calls or ref in leaves
+        } | set(self.captured.placeholders)
         module, sources = self._cut(list(own.values()), stops)
         merged = dict.fromkeys([*leaves, *sources])
         return Section(index, own, module, sources, frozenset(calls), list(merged))
@@ -126,15 +127,27 @@ class Sections:
     def _needed(self, index: int) -> tuple[set[int], list[Ref]]:
         """Calls that have to run for call ``index``, and what they are given from outside."""
         calls, leaves, open_calls = {index}, dict[Ref, None](), [index]
+        unknown: list[Node] = []
         while open_calls:
             for ref in self.program.calls[open_calls.pop()].args:
                 if ref.kind != "call" or ref in self._nodes:
                     leaves[ref] = None
-                elif ref.index not in calls:
+                    continue
+                unknown.append(self._output(ref))
+                if ref.index not in calls:
                     calls.add(ref.index)
                     open_calls.append(ref.index)
-        # A known result of a call that runs anyway is no leaf.
-        return calls, [ref for ref in leaves if ref.kind != "call" or ref.index not in calls]
+        # A known result that an unknown one of its call depends on is computed with that. Calls of
+        # one region share its nodes, which at worst leaves a leaf out.
+        computed = ancestors(unknown)
+        return calls, [
+            ref
+            for ref in leaves
+            if ref.kind != "call" or ref.index not in calls or self._output(ref) not in computed
+        ]
+
+    def _output(self, ref: Ref) -> Node:
+        return self.program.calls[ref.index].region.outputs[ref.output]
 
     def _cut(self, outputs: list[Node], stops: set[Node]) -> tuple[GraphModule, list[Ref]]:
         inside = ancestors(outputs, stops) | set(outputs)
@@ -174,9 +187,9 @@ class Sections:
             (
                 id(self.program.calls[index].region),
                 [
-                    f"call {order.index(ref.index)} {ref.output}"
-                    if ref.kind == "call" and ref.index in section.calls
-                    else numbers[ref]
+                    numbers[ref]
+                    if ref in numbers
+                    else f"call {order.index(ref.index)} {ref.output}"
                     for ref in self.program.calls[index].args
                 ],
             )
@@ -201,9 +214,7 @@ class Sections:
         for index in sorted(section.calls):
             call = self.at_example.calls[index]
             args = [
-                results[ref.index][ref.output]
-                if ref.kind == "call" and ref.index in section.calls
-                else leaves[ref]
+                leaves[ref] if ref in leaves else results[ref.index][ref.output]
                 for ref in call.args
             ]
             results[index] = run_graph(call.region.module, args)

@@ -164,7 +164,11 @@ def test_parameters_of_which_not_every_number_will_do(
 
 
 def test_layers_that_are_equal_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cost of a proof does not grow with the depth of the model."""
+    """The cost of a proof does not grow with the depth of the model.
+
+    The first layer is no exception: it reads a dropout that normalization replaced, and a mask that
+    the capture does not have, from a call whose other results are compared with the capture.
+    """
     rows: list[Any] = []
     original = proof.check_sections
 
@@ -177,10 +181,9 @@ def test_layers_that_are_equal_are_compared_once(monkeypatch: pytest.MonkeyPatch
     subjects = []
     for layers in (3, 5):
         rows.clear()
-        _prove(_model(layers=layers), zoo.inputs("plain"))
+        _prove(_model("gpt2", layers=layers), zoo.inputs("gpt2"))
         subjects.append([row.subject for row in rows])
-    assert subjects[0] == subjects[1]
-    assert len(subjects[1]) < 5 + 2
+    assert subjects == 2 * [["Prologue", "GPT2Block", "Epilogue"]]
 
 
 def test_a_gradient_that_normalization_breaks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,8 @@ processes (gloo), and the graph that Dynamo captured on {SIMULATED} simulated ra
   casts to float64, because they round off more than that.
 - *as written*: the same against the model itself, not compiled, with its casts to float32.
 - *eager*, *backend*, *compile*: bytes alive between forward and backward, per rank, without
-  parameters, buffers, inputs and outputs; on simulated ranks those of the plans.
+  parameters, buffers, inputs and outputs; on simulated ranks those of the plans. Mixtral's eager
+  experts are Transformers' `batched_mm`, for `grouped_mm` does not know float64.
 - *copies*: with the backend every rank has the full parameters and computes with views of its part
   of them. The parts of fused and of padded ones are copies, made in every forward.
 - *graphs*: those that Dynamo found; *recompiled*: those that it compiled after the second step.
@@ -93,8 +94,13 @@ class Record:
     def passes(self) -> bool:
         """Whether gradients and saved bytes are right and nothing was recompiled."""
         # One graph saves what compile saves. Several are recomputed and sharded each on its own.
-        same_bytes = self.backend_bytes == self.compile_bytes or self.graphs > 1
-        return self.gradient_error <= TOLERANCE and same_bytes and not self.recompiled
+        no_more_bytes = self.backend_bytes <= self.compile_bytes or self.graphs > 1
+        return self.gradient_error <= TOLERANCE and no_more_bytes and not self.recompiled
+
+    @property
+    def saves_fewer(self) -> bool:
+        """Whether the one graph that Dynamo found saves less than the one of ``torch.export``."""
+        return self.graphs == 1 and self.backend_bytes < self.compile_bytes
 
 
 def measure(name: str, tp: int) -> Record:
@@ -129,6 +135,9 @@ def measure(name: str, tp: int) -> Record:
         _reset_dynamo()
         plain = torch.compile(lifted_eager, backend=_without_casts(lambda graph, inputs: graph))
         error = parity.gradient_error(lifted_grads, _step(lifted_eager, plain, inputs))
+        if getattr(getattr(eager, "config", None), "_experts_implementation", "") == "grouped_mm":
+            assert isinstance(eager, transformers.PreTrainedModel)
+            eager.set_experts_implementation("batched_mm")  # eager has no other in float64
 
         module = sp_compiler.compile(taken_over, tp=tp, outputs="replicate")
         _step(module, module, inputs)
@@ -310,11 +319,17 @@ def page(results: Mapping[str, Any]) -> str:
     right = sum(each.passes for each in records.values())
     several = dict.fromkeys(name for (name, _), each in records.items() if each.graphs > 1)
     verdict = (
-        f"{right} of {len(records)} runs have right gradients, save the bytes that `compile` saves "
+        f"{right} of {len(records)} runs have right gradients, save no more bytes than `compile` "
         "and compile nothing after the second step. Where a graph break makes several graphs "
         f"({', '.join(several) or 'none'}), each decides by itself what it saves, and the bytes "
         "are not compared."
     )
+    if fewer := [f"{name} ({tp})" for (name, tp), each in records.items() if each.saves_fewer]:
+        verdict += (
+            f" Fewer than `compile`'s are those of {', '.join(fewer)}: Transformers looks whether "
+            "it is exported, and then makes masks for all layers in front of them, which are saved "
+            "as inputs of the layers. For Dynamo each layer makes its own, which is recomputed."
+        )
     absent = {name: [tp for tp in RANKS if (name, tp) not in records] for name in NAMES}
     missing = [f"{name} ({', '.join(map(str, tps))})" for name, tps in absent.items() if tps]
     if missing:

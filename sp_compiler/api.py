@@ -32,6 +32,7 @@ from sp_compiler.module.distributed_module import DistributedModule, given_back_
 from sp_compiler.options import CompileOptions, Options, with_options
 from sp_compiler.pass_manager.reproduction import reproducible
 from sp_compiler.pipeline_parallel.axes import pipeline_axis
+from sp_compiler.pipeline_parallel.cutting import check_layers
 from sp_compiler.pipeline_parallel.microbatch_recompute import require_memory
 from sp_compiler.pipeline_parallel.microbatches import check_weigh
 from sp_compiler.pipeline_parallel.pipeline_module import PipelineModule
@@ -229,6 +230,7 @@ def pipeline(  # noqa: PLR0913 - all by keyword, each described below
     checked.refuse_device_memory("pipeline")
     require_memory(checked.recompute_rest, memory)
     wishes_of(checked.hints, parameters_of(model))
+    check_layers(model, args, kwargs, axis.size * per_rank)
     builder = _Builder(checked, FallbackCheck(checked, group.rank), verify=False)
     texts = {**checked.texts(), "initial_weights": initial_weights}
     module = DistributedModule(
@@ -382,10 +384,10 @@ def plan(  # noqa: PLR0913 - all by keyword, each described below
     if microbatches is not None:  # raises before the model is captured
         checked.refuse_device_memory("grid")
         on_grid = GridOptions(grid, **of_grid, recompute_rest=checked.recompute_rest)
-        scheduled = on_grid.stages()[0]
+        scheduled, per_rank = on_grid.stages()
         scheduled.check_backend(checked.backend)
-        split = scheduled.delays_weights
-        staged = grid.pp > 1
+        split, staged = scheduled.delays_weights, grid.pp > 1
+        check_layers(model, args, kwargs, grid.pp * per_rank)
         checked = replace(checked, loss_only=staged, tables_apart=staged, split_backward=split)
     wishes_of(checked.hints, parameters_of(model))
     # Plans are asked for again and again: copies of every stage's graphs would be thrown away.

@@ -15,11 +15,11 @@ import math
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from sp_compiler.base.errors import ArgumentError, SPCompilerError
+from sp_compiler.base.errors import SPCompilerError
 from sp_compiler.base.placement import Placement
 from sp_compiler.base.provenance import module_path
 from sp_compiler.base.units import time_text
-from sp_compiler.ir.hints import named_or_inside, near, placement_text
+from sp_compiler.ir.hints import named_or_inside, placement_text
 from sp_compiler.ir.op_traits import is_view
 from sp_compiler.ir.program import Program
 from sp_compiler.ops.convert import conversion_between
@@ -70,15 +70,7 @@ def explain(
 
 def _parameters_of(program: Program, name: str) -> list[str]:
     """Return parameters of this name and those inside modules of this name, each once."""
-    names = list(program.parameters)
-    matching = named_or_inside(name, names) if isinstance(name, str) else []
-    if not matching:
-        close = near(name, names) if isinstance(name, str) else []
-        raise ArgumentError(
-            f"explain({name!r}): expected the name of a parameter, or of a module that has some, "
-            "where * stands for anything between two dots; "
-            f"near it are {', '.join(close) or 'no names'}"
-        )
+    matching = named_or_inside(name, program.parameters)
     # By stored name, so that a tied parameter is explained once; reversed twice, under the first of
     # its names that match.
     return list({program.parameters[item][0]: item for item in reversed(matching)}.values())[::-1]

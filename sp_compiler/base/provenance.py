@@ -29,6 +29,12 @@ class Layer:
 OUTSIDE = Layer()
 
 
+def is_layer(path: str) -> bool:
+    """Return whether a module of this path is a layer, neither inside nor outside of layers."""
+    *outside, last = path.split(".")
+    return last.isdigit() and not any(map(str.isdigit, outside))
+
+
 def layer_of(node: Node) -> Layer:
     """Return the layer that ``node`` was captured in, or :data:`OUTSIDE`."""
     # Outermost first: a layer may hold indexed modules of its own, such as experts.

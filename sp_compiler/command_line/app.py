@@ -13,6 +13,7 @@ from rich.console import Console
 
 from sp_compiler.api import plan as make_plan
 from sp_compiler.base.errors import ArgumentError
+from sp_compiler.base.pass_report import Pass
 from sp_compiler.base.units import bytes_text, parse_bytes
 from sp_compiler.command_line.bench import bench as measure_steps
 from sp_compiler.command_line.bench import joined_ranks
@@ -35,6 +36,7 @@ from sp_compiler.grid_plan.data import GridPlan
 from sp_compiler.grid_plan.sizes import GridSizes
 from sp_compiler.grid_plan.suggest import suggest as find_grids
 from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.ir.hints import named_or_inside, parameters_of
 from sp_compiler.ir.snapshot import Stages
 from sp_compiler.options import CompileOptions
 from sp_compiler.planning.plan import Plan
@@ -235,11 +237,13 @@ def diff(
         # Two models are compared as they are: neither is compiled.
         reason = "is of one model's compilation: leave it out with --other"
         _refuse(reason, before=before, after=after, tp=request.tp, option=request.option)
+    before, after = before or "capture", after or "final"
+    _check_order(before, after)
     first = request.load()
     if other is None:
         with progress("compiling"):
             stages = _compiled(request, first).stages
-        result = _diff_of_stages(stages, before or "capture", after or "final")
+        result = _diff_of_stages(stages, before, after)
     else:
         # Sizes hold for both models: only what they are should differ.
         second = Request(**{**vars(request), "model": other, "preset": None}).load()
@@ -302,6 +306,7 @@ def explain(
     name: Annotated[str, typer.Option(help="A parameter or module, * for any part of it.")],
 ) -> None:
     loaded = request.load()
+    named_or_inside(name, parameters_of(loaded.model))  # raises, before anything is solved
     with progress("solving"):
         result = make_plan(
             loaded.model, loaded.example_inputs, tp=request.ranks(loaded), **request.options
@@ -354,16 +359,25 @@ def list_presets(
     typer.echo(json.dumps(known, indent=2) if as_json else "\n".join(lines))
 
 
+def _check_order(before: str, after: str) -> None:
+    """Raise an error for what is no stage of any compilation, and for stages the wrong way
+    round."""
+    # Passes of a user, which have stages too, cannot be typed; these two change no graph.
+    passes: list[Pass] = [each for each in Pass if each not in (Pass.CHECK, Pass.CODEGEN)]
+    known = {**Stages.ALIASES, **{str(each): each for each in passes}}
+    for name in (before, after):
+        if name not in known:
+            raise ArgumentError(f"stage {name!r}: expected one of {', '.join(known)}")
+    if passes.index(known[before]) > passes.index(known[after]):
+        raise ArgumentError(f"--before {before} --after {after}: {before} comes after {after}")
+
+
 def _diff_of_stages(stages: Stages, before: str, after: str) -> GraphDiff:
     for name in (before, after):
-        if name not in (*stages, "capture", "final"):
+        if name not in (*stages, *Stages.ALIASES):  # a pass without graphs, or that did not run
             raise ArgumentError(
-                f"stage {name!r}: expected one of capture, {', '.join(stages)}, final"
+                f"stage {name!r}: this compilation has {', '.join((*Stages.ALIASES, *stages))}"
             )
-    # The aliases are not among the keys, and a stage knows its pass.
-    order = [*stages]
-    if order.index(stages[before].name) > order.index(stages[after].name):
-        raise ArgumentError(f"--before {before} --after {after}: {before} comes after {after}")
     # Headers with the names as typed: the aliases have the names of passes.
     first, second = replace(stages[before], name=before), replace(stages[after], name=after)
     return graph_diff(first, second)

@@ -26,6 +26,7 @@ from sp_compiler.base.errors import ArgumentError, CaptureError, SPCompilerError
 from sp_compiler.base.log import VARIABLE as LOG_VARIABLE
 from sp_compiler.command_line.models import Loaded, load, presets
 from sp_compiler.options import Options
+from sp_compiler.trace.environment import ADVICE
 
 # Apart, so that a CI can tell "no" from "could not find out"; 2 is what typer uses itself.
 FAILED, USAGE, BROKEN = 1, 2, 3
@@ -193,6 +194,8 @@ def _hint(name: str, error: Exception, is_cut: bool) -> str:
     # The commands build on the meta device, which the user did not ask for.
     if isinstance(error, CaptureError) and "on the meta device" in str(error):
         return "make these inputs with device='cpu'; --traceback shows the rest"
+    if isinstance(error, CaptureError) and ADVICE in str(error):
+        return f"{str(error).rpartition(ADVICE)[2]}; --traceback shows the rest"
     if isinstance(error, CaptureError) or is_cut:
         return "--traceback shows the rest, with the line of the model"
     if isinstance(error, SPCompilerError):

@@ -178,10 +178,24 @@ def _glob(pattern: str, name: str) -> bool:
     return len(parts) == len(names) and all(map(fnmatchcase, names, parts))
 
 
-def named_or_inside(pattern: str, names: Iterable[str]) -> list[str]:
-    """Names that a pattern matches, and those inside modules that it matches."""
-    count = len(pattern.split("."))
-    return [name for name in names if _glob(pattern, ".".join(name.split(".")[:count]))]
+def named_or_inside(pattern: str, parameters: Iterable[str]) -> list[str]:
+    """Names that a pattern matches, and those inside modules that it matches.
+
+    Raises:
+        ArgumentError: there are none; the message suggests similar ones.
+    """
+    names = list(parameters)
+    is_text = isinstance(pattern, str)
+    count = len(pattern.split(".")) if is_text else 0
+    found = [n for n in names if is_text and _glob(pattern, ".".join(n.split(".")[:count]))]
+    if not found:
+        close = near(pattern, names) if is_text else []
+        raise ArgumentError(
+            f"explain({pattern!r}): expected the name of a parameter, or of a module that has "
+            "some, where * stands for anything between two dots; "
+            f"near it are {', '.join(close) or 'no names'}"
+        )
+    return found
 
 
 def _module_with_weight(name: str) -> str:

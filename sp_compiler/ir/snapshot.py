@@ -132,12 +132,12 @@ class Stages(dict[str, Snapshot]):
     program with tags for recomputation.
     """
 
-    _ALIASES: ClassVar = {"capture": Pass.OUTLINE, "final": Pass.TAG}
+    ALIASES: ClassVar[dict[str, Pass]] = {"capture": Pass.OUTLINE, "final": Pass.TAG}
 
     def __missing__(self, name: str) -> Snapshot:
-        if name not in self._ALIASES:
+        if name not in self.ALIASES:
             raise KeyError(name)
-        return self[self._ALIASES[name]]
+        return self[self.ALIASES[name]]
 
 
 def program_calls(program: Program) -> list[tuple[str, str]]:

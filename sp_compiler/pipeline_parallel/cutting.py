@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
 
 from sp_compiler.base.errors import ArgumentError
+from sp_compiler.base.provenance import is_layer
 from sp_compiler.base.units import bytes_text
 from sp_compiler.cost.model_state import ADAMW_MOMENTS
 from sp_compiler.pipeline_parallel.stage_memory import StageMemory
 from sp_compiler.planning.data import CallPlan, ParameterSize
 from sp_compiler.solve.pipeline_cut import fastest_cut, least_largest
+from sp_compiler.trace.attribute_changes import watched_state
+from sp_compiler.trace.environment import export_context
 
 
 def adamw_bytes(size: ParameterSize) -> float:
@@ -27,6 +38,51 @@ def gathered_adamw_bytes(size: ParameterSize, num_shards: int) -> float:
     gradient and optimizer state.
     """
     return size.num_bytes * (1 + size.trained) + adamw_bytes(size) / num_shards
+
+
+def check_layers(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], num_stages: int
+) -> None:
+    """Raise an error for fewer layers than stages, before the capture, which takes far longer.
+
+    A model may use a layer many times. Where it has too few, their uses are counted in a forward
+    without numbers; if that fails (the forward reads some), :func:`ends_of` raises the error.
+
+    Raises:
+        ArgumentError: fewer layers than stages.
+    """
+    layers = [module for path, module in model.named_modules() if is_layer(path)]
+    if num_stages == 1 or len(layers) >= num_stages:
+        return
+    own = [*model.named_parameters(), *model.named_buffers()]
+    mode = FakeTensorMode()
+
+    def fake(value: Tensor) -> Tensor:
+        return mode.from_tensor(value.detach().to("meta"))
+
+    tensors = {name: fake(value) for name, value in own}
+    inputs = pytree.tree_map_only(Tensor, fake, (tuple(args), {**kwargs}))
+    uses: list[nn.Module] = []
+    try:
+        # As in a capture: the model's attributes are restored, its own hooks are set aside.
+        with ExitStack() as stack:
+            for context in (mode, export_context(model), watched_state(model), torch.no_grad()):
+                stack.enter_context(context)
+            for layer in layers:
+                hook = layer.register_forward_pre_hook(lambda module, _: uses.append(module))
+                stack.callback(hook.remove)
+            functional_call(model, tensors, *inputs)
+    except Exception:  # of the model's own code
+        return
+    _check_layers(len(uses), num_stages)
+
+
+def _check_layers(layers: int, num_stages: int) -> None:
+    if layers < num_stages:
+        raise ArgumentError(
+            f"the model has {layers} layers, too few for {num_stages} pipeline stages: use fewer "
+            "ranks on the axis 'pp', or fewer stages_per_rank"
+        )
 
 
 def ends_of(
@@ -48,13 +104,9 @@ def ends_of(
     Raises:
         ArgumentError: fewer layers than stages, or no cut within the limit.
     """
-    num_stages, layers = len(in_flight), sum(call.path != "" for call in calls)
+    num_stages = len(in_flight)
     # Layers, not calls: a stage with nothing but an embedding would wait for all the others.
-    if layers < num_stages:
-        raise ArgumentError(
-            f"the model has {layers} layers, too few for {num_stages} pipeline stages: use fewer "
-            "ranks on the axis 'pp', or fewer stages_per_rank"
-        )
+    _check_layers(sum(call.path != "" for call in calls), num_stages)
 
     # Of each part, whichever stage it is: the search asks for it once per stage.
     @cache

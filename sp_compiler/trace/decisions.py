@@ -56,8 +56,20 @@ _UNSEEN: dict[object, str] = {
 }
 """Functions that leave nothing in a trace, which would go on with what the example has."""
 
+# Recognized by name, for want of anything better: torch raises them as they are.
+_DATA_DEPENDENT = ("GuardOnDataDependentSymNode", "DataDependentOutputException", "UserError")
+
 # Modules of the functions that compute with sizes.
 _PURE = ("_operator", "math", "torch", "builtins")
+
+
+class DataDependentError(Exception):
+    """A branch, a loop or a shape of the forward depends on the numbers in a tensor."""
+
+
+def is_data_dependent(error: Exception) -> bool:
+    """Return whether ``error`` says that the numbers in a tensor are needed to go on."""
+    return isinstance(error, DataDependentError) or type(error).__name__ in _DATA_DEPENDENT
 
 
 @dataclass
@@ -108,8 +120,14 @@ def recorded_reads(model: nn.Module, leaves: Sequence[Any]) -> Iterator[Reads]:
         real = [(traced[key], value) for key, value in constants.items() if key in traced]
         # Export may call the forward more than once; the last call is the one that it keeps.
         reads.decisions.clear()
-        with _ReadMode(reads, _Sources(sources, real, leaves, buffers)):
-            return forward(*args, **kwargs)
+        try:
+            with _ReadMode(reads, _Sources(sources, real, leaves, buffers)):
+                return forward(*args, **kwargs)
+        except Exception as error:
+            if not is_data_dependent(error):
+                raise
+            # As an error of another class: for its own, export prints the graph that it has so far.
+            raise DataDependentError(str(error)).with_traceback(error.__traceback__) from None
 
     with replaced_forward(model, reading):
         yield reads

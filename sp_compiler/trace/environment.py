@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import traceback
 import warnings
 import weakref
@@ -22,8 +23,11 @@ from sp_compiler.base.stored_attributes import Stored
 from sp_compiler.base.warn import LIBRARY_FOLDERS, warn
 from sp_compiler.trace.attribute_changes import Settled
 from sp_compiler.trace.autograd_functions import FunctionCall, recorded_functions
-from sp_compiler.trace.decisions import Reads
+from sp_compiler.trace.decisions import Reads, is_data_dependent
 from sp_compiler.trace.tracer_patches import buffer_hooks_restored, fix_states_of_lstms
+
+ADVICE = "what to do: "
+"""Beginning of the last line of an error of the capture."""
 
 _HOOKS = (
     "_forward_hooks",
@@ -33,7 +37,6 @@ _HOOKS = (
 )
 # Warnings per model, so that its captures for several shapes give each of them once.
 _WARNED: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
-_DATA_DEPENDENT = ("GuardOnDataDependentSymNode", "DataDependentOutputException", "UserError")
 
 
 def check_capturable(model: nn.Module) -> None:
@@ -191,11 +194,21 @@ def _warn_once(model: nn.Module, message: str) -> None:
 @contextlib.contextmanager
 def _without_torch_warnings() -> Iterator[None]:
     """Silence warnings of torch.export about its own code, which users cannot fix."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)", FutureWarning)
-        # Given in the user's terms instead, see warn_of_attributes.
-        warnings.filterwarnings("ignore", r"The tensor attributes? .* assigned during export")
-        yield
+    # About the symbols of numbers that a forward reads: our error names the line and the tensor.
+    log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    log.addFilter(_says_nothing)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)", FutureWarning)
+            # Given in the user's terms instead, see warn_of_attributes.
+            warnings.filterwarnings("ignore", r"The tensor attributes? .* assigned during export")
+            yield
+    finally:
+        log.removeFilter(_says_nothing)
+
+
+def _says_nothing(_: logging.LogRecord) -> bool:
+    return False
 
 
 @contextlib.contextmanager
@@ -273,21 +286,27 @@ def capture_error(
     where = _user_frame(model, error.__traceback__)
     if isinstance(error, UnsupportedError):
         return UnsupportedError(f"{error}\n{where}".rstrip())
-    first_line = (str(error).strip().splitlines() or [""])[0]
+    text = (str(error).strip().splitlines() or [""])[0]
+    if is_data_dependent(error):
+        # Torch's text is about symbols of its own. Without a read, it is a shape that is unknown.
+        known = "a branch, loop or size in the forward depends on the numbers in a tensor"
+        line = where.strip().rpartition("\n")[2].strip()
+        text = reads.text() if reads.refused is not None else f"{known}: {line}"
+        advice = (
+            "choose with torch.where, or compute the number from inputs, buffers, shapes and "
+            "arguments; a check (assert, isnan) belongs outside of forward"
+        )
+        return CaptureError(f"{text}\n{where}  {ADVICE}{advice}")
     advice = (
         "the model's forward must run as it is on the example inputs; run it once without compiling"
     )
-    # Recognized by name and text, for want of anything better: torch raises them as they are.
-    if type(error).__name__ in _DATA_DEPENDENT:
-        if reads.refused is not None:
-            first_line = f"{reads.text()} ({first_line})"
-        advice = (
-            "the control flow or a shape depends on the values of a tensor; compute it with tensor "
-            "operations (torch.where), or from inputs, buffers, shapes and arguments"
-        )
     # Torch 2.11 gets as far as comparing such an object with a constant.
     unknown_class = ("register a pytree", "register_dataclass", "unhashable type")
-    if any(text in str(error) for text in unknown_class):
+    if ".numpy()" in text:
+        advice = (
+            "a traced tensor has no numbers for NumPy; compute with torch's functions in forward"
+        )
+    if any(each in str(error) for each in unknown_class):
         advice = (
             "what goes in and out of forward must be tensors, numbers, strings and None in tuples, "
             "lists, dicts and ModelOutputs; for a class of your own call "
@@ -296,16 +315,14 @@ def capture_error(
             "not register while a model is captured"
         )
     return CaptureError(
-        f"the model could not be captured as one graph: {type(error).__name__}: {first_line}\n"
-        f"{where}  what to do: {advice}"
+        f"the model could not be captured as one graph: {type(error).__name__}: {text}\n"
+        f"{where}  {ADVICE}{advice}"
     )
 
 
 def _user_frame(model: nn.Module, trace: TracebackType | None) -> str:
     """Return the module path and source line of the innermost frame inside a forward of the user's
     model, and the innermost line of a function called there, unless it is PyTorch's.
-
-    And the innermost line of a function that is called there, unless it is PyTorch's.
     """
     names = {id(module): name for name, module in model.named_modules()}
     text = inner = ""

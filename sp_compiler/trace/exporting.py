@@ -24,7 +24,7 @@ from sp_compiler.trace.attribute_changes import (
     watched_state,
 )
 from sp_compiler.trace.autograd_functions import FunctionCall
-from sp_compiler.trace.decisions import Reads, recorded_reads
+from sp_compiler.trace.decisions import DataDependentError, Reads, recorded_reads
 from sp_compiler.trace.environment import capture_error, export_context, warn_of_attributes
 from sp_compiler.trace.functionalize import functionalize
 from sp_compiler.trace.partly_meta import all_on_meta
@@ -96,6 +96,8 @@ class ExportRun:
                 _unfreeze(exported.graph_module.graph)
                 _write_eps(exported.graph_module.graph)
                 exported = functionalize(exported)
+            except DataDependentError as error:  # its text has all that torch's would say
+                raise capture_error(self.model, error, reads) from None
             except Exception as error:  # user code and export may raise anything
                 raise capture_error(self.model, error, reads) from error
         return Export(exported, functions, reads, changes, text)

@@ -51,7 +51,8 @@ def broken() -> nn.Module:
 
 class _Branching(Mlp):
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if x.sum() > 0 else x.mean()
+        y = super().forward(x)
+        return y if y.sum() > 0 else x.mean()
 
 
 def data_dependent() -> Any:

@@ -157,7 +157,10 @@ def test_doctor_lists_what_is_needed_and_tries_a_model() -> None:
         (["plan", f"{_MODELS}:relu", "--mesh", "tp=2,cp=2"], "mesh='tp=2,cp=2': expected"),
         (["diff", f"{_MODELS}:relu", "--html", "/missing/d.html"], "there is no folder /missing"),
         (["code", f"{_MODELS}:relu", "--output", "tests"], "--output tests: is a folder"),
-        (["diff", f"{_MODELS}:relu", "--before", "begin"], "expected one of capture, export"),
+        (
+            ["diff", f"{_MODELS}:relu", "--before", "begin"],
+            "one of capture, final, export",
+        ),
         (["diff", f"{_MODELS}:relu", "--before", "final", "--after", "capture"], "comes after"),
         (["plan", "--preset", "gpt-5"], "--preset gpt-5: expected one of gpt-22b, gpt3-175b"),
         (["plan", f"{_MODELS}:relu", "-o", "full"], "expected NAME=VALUE"),
@@ -165,6 +168,7 @@ def test_doctor_lists_what_is_needed_and_tries_a_model() -> None:
         (["plan", f"{_MODELS}:relu", "--fits", "80GB"], "--fits='80GB'"),
         (["plan", f"{_MODELS}:relu", "--dtype", "half16"], "dtype 'half16'"),
         (["explain", f"{_MODELS}:relu", "--name", "middle"], "middle"),
+        (["diff", f"{_MODELS}:relu", "--before", "loss_only"], "'loss_only': this compilation has"),
         (["bench", f"{_MODELS}:relu", "--tp", "2"], "--tp 2 takes 2 processes, and here is 1"),
         (["bench", f"{_MODELS}:constant", "--steps", "1"], "there is no backward to measure"),
     ],
@@ -242,14 +246,18 @@ def _change(config: Path, fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "message"),
-    [("broken", "RuntimeError: no such weights"), ("data_dependent", "models_to_load.py:")],
+    ("model", "message", "advice"),
+    [
+        ("broken", "RuntimeError: no such weights", "the model's own code raised this"),
+        ("data_dependent", "models_to_load.py:", "choose with torch.where"),
+    ],
 )
-def test_models_that_fail(model: str, message: str) -> None:
+def test_models_that_fail(model: str, message: str, advice: str) -> None:
     result = _run("plan", f"{_MODELS}:{model}")
     assert result.exit_code == 3
     error, hint = result.stderr.strip().splitlines()
     assert message in error
+    assert advice in hint
     assert "--traceback" in hint
     assert "Traceback (most recent" in _run("plan", f"{_MODELS}:{model}", "--traceback").stderr
 

@@ -15,7 +15,7 @@ from sp_compiler.compiler import build
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ops.communicator import Communicator
 from sp_compiler.options import CompileOptions
-from sp_compiler.pipeline_parallel.cutting import ends_of, gathered_adamw_bytes
+from sp_compiler.pipeline_parallel.cutting import check_layers, ends_of, gathered_adamw_bytes
 from sp_compiler.pipeline_parallel.microbatches import microbatches_of
 from sp_compiler.pipeline_parallel.schedules import SCHEDULES, schedule_of
 from sp_compiler.pipeline_parallel.stage_program import chain_of, loss_of, stages_of
@@ -181,6 +181,50 @@ def test_memory_moves_the_cut() -> None:
         ends_of(calls, sizes, [20, 1], 500, gathered)
     with pytest.raises(ArgumentError, match="4 layers, too few for 5 pipeline stages"):
         ends_of(calls, sizes, [1] * 5, None)
+
+
+class _Repeated(nn.Module):
+    """One layer, used as often as there are numbers in ``times``; counts its own calls."""
+
+    def __init__(self, uses: int, *, reads: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))])
+        self.uses, self.reads, self.num_calls = uses, reads, 0
+        # One of the model's own, which a forward for the count alone must not run.
+        self.blocks[0].register_forward_hook(lambda *_: pytest.fail("a hook ran"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        if self.reads and x.sum() > 0:
+            return x
+        for _ in range(self.uses):
+            x = self.blocks[0](x)
+        return x.sum()
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_layers_are_counted_before_the_capture(device: str) -> None:
+    """By use, and the layers inside of layers with them."""
+    model, x = _Repeated(2).to(device), torch.randn(2, 4)
+    for stages in (1, 2):
+        check_layers(model, (x,), {}, stages)
+    with pytest.raises(ArgumentError, match="2 layers, too few for 3 pipeline stages"):
+        check_layers(model, (), {"x": x}, 3)
+    assert model.num_calls == 0
+    assert len(model.blocks[0]._forward_hooks) == 1
+    assert not model.blocks[0]._forward_pre_hooks
+    # Nothing is known of what reads numbers, and one stage has no cut.
+    check_layers(_Repeated(2, reads=True).to(device), (x,), {}, 3)
+    check_layers(nn.Linear(4, 4), (x,), {}, 1)
+
+
+def test_too_many_stages_are_refused_before_the_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sp_compiler.compiler.capture", lambda *_, **__: pytest.fail("captured"))
+    model, inputs = zoo.build("plain", layers=2), ((), zoo.inputs("plain"))
+    with pytest.raises(ArgumentError, match="2 layers, too few for 6 pipeline stages"):
+        sp_compiler.plan(
+            model, inputs, mesh="1x3", microbatches=3, schedule="interleaved", stages_per_rank=2
+        )
 
 
 def test_microbatches() -> None:

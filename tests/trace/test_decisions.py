@@ -267,14 +267,26 @@ def _written(model: Any, x: Tensor, mask: Tensor) -> float:
         (_written, "parameter 'linear.weight'"),
         (lambda m, x, mask: 2.0 if torch.rand(()) > 0.5 else 1.0, "random numbers"),
         (_cast, "a computation under an autocast of its own"),
+        (lambda m, x, mask: len(torch.unique(m.linear(x))), "a branch, loop or size"),
     ],
 )
 def test_what_no_call_knows_before_is_refused_with_its_line(
-    body: Callable[[Any, Tensor, Tensor], Any], depends: str
+    body: Callable[[Any, Tensor, Tensor], Any],
+    depends: str,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     with pytest.raises(CaptureError, match=depends) as caught:
         _captured(body)
-    assert "test_decisions.py:" in str(caught.value)
+    first, *_, last = str(caught.value).splitlines()
+    assert depends in first
+    assert "test_decisions.py:" in first
+    assert last.startswith("  what to do: ")
+    # Nothing of torch's, which has the graph so far and symbols of its own.
+    assert capfd.readouterr() == ("", "")
+    assert not caplog.records
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__
 
 
 def test_an_example_without_numbers_is_refused() -> None:

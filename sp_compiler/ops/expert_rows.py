@@ -64,29 +64,43 @@ def expert_routes(tp: Communicator, ends: Tensor, rows: int, world_size: int) ->
         RankMismatchError: a rank has another number of rows.
     """
     counts = torch.diff(ends.long(), prepend=ends.new_zeros(1).long())
-    return _routes(tp, counts, ends.new_empty(0).long(), rows, world_size)
+    return _routes(tp, counts, ends.new_empty(0).long(), rows, world_size, ends[-1] > rows)
 
 
 def expert_routes_by_id(
     tp: Communicator, ids: Tensor, num_experts: int, world_size: int
 ) -> _Routes:
-    """Return the routes, as :func:`expert_routes`, of rows whose experts are ``ids``."""
+    """Return the routes, as :func:`expert_routes`, of rows whose experts are ``ids``.
+
+    Raises:
+        IndexError: on all ranks, if one has an expert that does not exist.
+    """
     # Stable: rows of one expert stay in their order, and sums over them are the same in every run.
     order = torch.argsort(ids, stable=True)
-    counts = torch.bincount(ids, minlength=num_experts)
-    return _routes(tp, counts, order, ids.shape[0], world_size)
+    known = ids.clamp(0, num_experts - 1)
+    counts = torch.bincount(known, minlength=num_experts)
+    return _routes(tp, counts, order, ids.shape[0], world_size, (known != ids).any())
 
 
-def _routes(tp: Communicator, counts: Tensor, order: Tensor, rows: int, world_size: int) -> _Routes:
+def _routes(
+    tp: Communicator, counts: Tensor, order: Tensor, rows: int, world_size: int, is_wrong: Tensor
+) -> _Routes:
     num_local = counts.shape[0] // world_size
     by_rank = counts.view(world_size, num_local)
-    # Every rank also hears how many rows the others have: they must have room for all.
-    told = torch.cat([by_rank, by_rank.new_full((world_size, 1), rows)], 1)
+    # Every rank also hears how many rows the others have, for they must have room for all, and who
+    # cannot go on, for whose rows they would wait.
+    size = torch.where(is_wrong, -1, rows).to(by_rank)
+    told = torch.cat([by_rank, size.expand(world_size, 1)], 1)
     heard = _exchange(tp, told, [1] * world_size, [1] * world_size)
     received = heard[:, :-1]
     # The one time that the host waits: both directions, forward and backward, use these numbers.
     splits = torch.stack([by_rank.sum(1), received.sum(1), heard[:, -1]]).cpu()
     sizes = splits[2].tolist()
+    if wrong := [rank for rank, size in enumerate(sizes) if size < 0]:
+        raise IndexError(
+            f'ranks {wrong} along the axis "ep" have rows whose expert is none of the '
+            f"{counts.shape[0]}"
+        )
     if any(size != rows for size in sizes):
         raise RankMismatchError(
             f'ranks along the axis "ep" have different numbers of rows for experts: {sizes}. They '

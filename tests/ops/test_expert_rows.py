@@ -93,6 +93,17 @@ def test_batches_of_different_sizes_are_refused_on_every_rank() -> None:
     assert len(on_expert_ranks(2, run)) == 2
 
 
+@pytest.mark.parametrize("wrong", [-1, _EXPERTS])
+def test_an_expert_that_does_not_exist_is_refused_on_every_rank(wrong: int) -> None:
+    def run(tp: Any) -> str:
+        ids = _ids(0).index_fill(0, torch.tensor(2), wrong if tp.experts.rank == 1 else 0)
+        with pytest.raises(IndexError, match=r"ranks \[1\] along .* none of the 6") as error:
+            tp.expert_routes_by_id(ids, _EXPERTS, 2)
+        return str(error.value)
+
+    assert len(on_expert_ranks(2, run)) == 2
+
+
 def test_another_number_of_ranks_is_refused() -> None:
     tp: Any = Communicator(None, 0, 1)
     with pytest.raises(UnsupportedError, match="over 2 ranks, and runs on 1"):

@@ -1,0 +1,100 @@
+"""Divide the experts of every layer over the ranks of the axis "ep".
+
+::
+
+    y = grouped_mm(x, w, ends)         # x (s, k): rows by expert, w (e, k, n)
+    -->
+    splits, order, places, experts, own_ends = expert_routes(ends, s, n_ep)
+    x_1 = expert_dispatch(x, splits, order, places)      # (s * n_ep, k): the rows of w's experts
+    y_1 = grouped_mm(x_1, w, own_ends)                   # w (e / n_ep, k, n): this rank's experts
+    y = expert_combine(y_1, splits, order, places)       # (s, n)
+
+The parameters with a matrix (or a vector) per expert are recognised by their use: as the factors of
+grouped products, or picked by the expert of each row (``w[ids]``). What lies between the first such
+use and the last one is computed row by row, which the sharding rules prove, and runs on the rows
+that were sent here; nothing else changes. Weights of the router are multiplied to what comes back,
+so the router's gradient is that of its own rows.
+
+Rows of other ranks are behind this rank's program, not part of it: a layer computes on ``s * n_ep``
+rows, of which the last ones are zeros, for as many as all ranks have may come. Their results are
+dropped, and their gradients are zeros. Requires and preserves normal form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.fx import Node
+
+from sp_compiler.base.errors import ArgumentError, UnsupportedError
+from sp_compiler.base.provenance import node_origin
+from sp_compiler.ir.captured import Captured
+from sp_compiler.ir.fx import descendants, shape_of
+from sp_compiler.ir.rewriting import fake_mode_of, refake
+from sp_compiler.passes.expert_parallel.layers import HOW, Layer, layers_of
+from sp_compiler.passes.expert_parallel.rewrite import Rewrite
+
+__all__ = ["expert_parallel"]
+
+
+def expert_parallel(captured: Captured, num_ranks: int) -> None:
+    """Divide the experts of ``captured`` over ``num_ranks`` ranks, in place.
+
+    Parameters of experts get the shape of one rank's part, and are listed in
+    ``captured.experts``.
+
+    Raises:
+        UnsupportedError: no experts, or experts in a form that cannot be divided.
+        ArgumentError: a number of experts that the ranks do not divide.
+    """
+    graph, mutated = captured.module.graph, {*captured.mutated}
+    sources = [*zip(captured.placeholders, captured.refs, strict=True)]
+    names = {node: ref.name for node, ref in sources if ref.kind == "param"}
+    layers = layers_of(graph, names)
+    if not layers:
+        raise UnsupportedError(_none_found(captured))
+    weights = dict.fromkeys(use.weight for layer in layers for use in layer.uses)
+    for weight in weights:
+        _divide(weight, names[weight], layers, num_ranks)
+    # Of the seed each rank draws other numbers, but as it would for its own rows.
+    own = [node for node, ref in sources if ref.kind in ("input", "seed") or ref.name in mutated]
+    varying = descendants(own) - {node for node, ref in sources if ref.kind == "seed"}
+    for layer in layers:
+        Rewrite(layer, num_ranks, varying).run()
+    captured.experts = tuple(names[weight] for weight in weights)
+    graph.lint()
+
+
+def _none_found(captured: Captured) -> str:
+    stacked = [name for name, (_, shape) in captured.parameters.items() if len(shape) == 3]
+    named = [name for name in captured.parameters if "expert" in name]
+    where = next(iter([*stacked, *named]), None)
+    found = (
+        "the model has no experts: leave the axis out"
+        if where is None
+        else f"the experts of module {where.rpartition('.')[0]!r} are computed in another way"
+    )
+    return f'the mesh has an axis "ep", which divides experts, and {found}. {HOW}'
+
+
+def _divide(weight: Node, name: str, layers: Sequence[Layer], num_ranks: int) -> None:
+    """Give ``weight`` the shape of one rank's part."""
+    uses = [use for layer in layers for use in layer.uses if use.weight is weight]
+    views = dict.fromkeys(view for use in uses for view in use.views)
+    known = {*views, *(use.node for use in uses)}
+    for user in (user for node in (weight, *views) for user in node.users):
+        if user not in known:
+            raise UnsupportedError(
+                f"the experts of parameter {name!r} cannot be divided over {num_ranks} ranks: "
+                f"{user.name} reads all of them. {HOW}\n{node_origin(user)}"
+            )
+    shape = shape_of(weight)
+    if shape[0] % num_ranks:
+        raise ArgumentError(
+            f"mesh: {shape[0]} experts of parameter {name!r} are not divisible by the {num_ranks} "
+            'ranks of the axis "ep"'
+        )
+    with fake_mode_of(weight.graph):
+        weight.meta["val"] = weight.meta["val"].new_empty((shape[0] // num_ranks, *shape[1:]))
+    for view in views:
+        refake(view)

@@ -1,0 +1,153 @@
+"""The experts of a model, recognised by how their parameters are used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Graph, Node
+
+from sp_compiler.ir.fx import arguments, is_call, is_getitem, shape_of
+from sp_compiler.ir.op_traits import is_grouped_product
+
+HOW = (
+    "Experts that are divided are a parameter with a matrix per expert, the factor of grouped "
+    "products or picked by the expert of each row (in transformers: "
+    'model.set_experts_implementation("grouped_mm"))'
+)
+_aten = torch.ops.aten
+_SORTS = (
+    _aten.sort.default,
+    _aten.sort.stable,
+    _aten.argsort.default,
+    _aten.argsort.stable,
+)
+
+
+@dataclass(frozen=True)
+class Use:
+    """A grouped product, or the choice of a row's expert: ``node`` reads the parameter ``weight``
+    through the calls ``views``."""
+
+    node: Node
+    weight: Node
+    views: tuple[Node, ...]
+
+    @property
+    def is_product(self) -> bool:
+        return is_grouped_product(self.node)
+
+
+@dataclass
+class Layer:
+    """Experts of one layer.
+
+    Attributes:
+        routing: ends of the rows of each expert, or the expert of each row.
+        ids: the expert of each row, if any use picks by it.
+        uses: products in graph order, then choices.
+    """
+
+    routing: Node
+    ids: Node | None = None
+    uses: list[Use] = field(default_factory=list)
+
+
+def layers_of(graph: Graph, names: dict[Node, str]) -> list[Layer]:
+    """Return the experts of ``graph``, whose parameters have ``names``."""
+    layers: dict[Node, Layer] = {}
+    picks: list[Use] = []
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    for node in places:
+        if is_grouped_product(node) and len(shape_of(node)) == 2:
+            use = _use(node, node.args[1], names)
+            if use is not None:
+                ends = arguments(node)["offs"]
+                layers.setdefault(ends, Layer(ends)).uses.append(use)
+        elif is_call(node, _aten.index.Tensor) and _picks_rows(node):
+            use = _use(node, node.args[0], names)
+            if use is not None:
+                picks.append(use)
+    for use in picks:
+        ids = use.node.args[1][0]
+        of_products = [
+            layer
+            for ends, layer in layers.items()
+            # Rows are routed where their ends are known.
+            if places[ends] < places[use.node] and _counts(ends, ids)
+        ]
+        # A vector per row is any lookup; of experts only beside their matrices.
+        if of_products:
+            of_products[0].ids = ids
+            of_products[0].uses.append(use)
+        elif ids in layers or len(shape_of(use.weight)) > 2:
+            layers.setdefault(ids, Layer(ids, ids)).uses.append(use)
+    return list(layers.values())
+
+
+def _use(node: Node, factor: Node, names: dict[Node, str]) -> Use | None:
+    views = []
+    while _keeps_first_dim(factor):
+        views.append(factor)
+        factor = factor.args[0]
+    return Use(node, factor, tuple(reversed(views))) if factor in names else None
+
+
+def _keeps_first_dim(node: Node) -> bool:
+    num_dims = len(shape_of(node))
+    if is_call(node, _aten.transpose.int):
+        return all(dim % num_dims for dim in node.args[1:])
+    if is_call(node, _aten.permute.default):
+        return node.args[1][0] % num_dims == 0
+    if is_call(node, _aten.slice.Tensor):
+        return arguments(node)["dim"] % num_dims != 0
+    return is_call(node, _aten._to_copy.default)
+
+
+def _picks_rows(node: Node) -> bool:
+    """Whether it is ``w[ids]``, with computed ``ids`` of one dim."""
+    indices = node.args[1]
+    return (
+        len(indices) == 1
+        and isinstance(indices[0], Node)
+        and indices[0].op == "call_function"
+        and len(shape_of(indices[0])) == 1
+    )
+
+
+def _counts(ends: Node, ids: Node) -> bool:
+    """Whether ``ends`` are the ends of each expert's rows among ``ids``."""
+    if not is_call(ends, _aten.cumsum.default):
+        return False
+    counted = _uncast(ends.args[0])
+    if not is_call(counted, _aten.histc.default):
+        return False
+    given = arguments(counted)
+    bins = given["bins"], given["min"], given["max"]
+    same = _uncast(counted.args[0]) is ids and bins == (shape_of(ends)[0], 0, bins[0] - 1)
+    # Counts are the same in any order, and the products' rows are in that of experts.
+    return same and _is_sorted(ids)
+
+
+def _is_sorted(ids: Node) -> bool:
+    if is_getitem(ids):
+        return ids.args[1] == 0 and _sorts(ids.args[0])
+    if not is_call(ids, _aten.index.Tensor) or len(ids.args[1]) != 1:
+        return False
+    taken, (order,) = ids.args
+    if is_getitem(order):
+        return order.args[1] == 1 and _sorts(order.args[0], taken)
+    return _sorts(order, taken)
+
+
+def _sorts(node: Node, taken: Node | None = None) -> bool:
+    """Whether ``node`` sorts a tensor, that is ``taken`` if given, from the smallest."""
+    return (
+        is_call(node, *_SORTS)
+        and not arguments(node)["descending"]
+        and taken in (None, node.args[0])
+    )
+
+
+def _uncast(node: Node) -> Node:
+    return node.args[0] if is_call(node, _aten._to_copy.default) else node

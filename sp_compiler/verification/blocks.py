@@ -91,7 +91,8 @@ class Block:
     """Inputs and tangents of one unsharded region, and its results.
 
     Attributes:
-        inputs: random float64 values for inputs that require gradients, else the given values.
+        inputs: random values for inputs that require gradients, else the given values; in the
+            precision of the reference.
         tangents: tangents of the outputs, in float64.
     """
 
@@ -138,7 +139,9 @@ class Block:
             }
             return Numbers([value.detach() for value in outputs], grads)
 
-        return cls(region, inputs, list(data.tangents), Reference.of(run, floors=floors))
+        reference = Reference.of(run, floors=floors)
+        held = _all_in(reference.precision, region, inputs)
+        return cls(region, held, list(data.tangents), reference)
 
     def rows(
         self, program: Program, variants: Mapping[str, CompiledProgram]
@@ -204,7 +207,7 @@ class Block:
         precision, places = self.reference.precision, region.input_placements
         inputs = [
             # Padding of ones: zeros would make NaN where such a row is divided by its own size.
-            _in(precision, _rows(value, node, placement, world_size, pad=1.0), _dtype(node))
+            _rows(value, node, placement, world_size, pad=1.0)
             if isinstance(value, Tensor)
             else value
             for value, node, placement in zip(self.inputs, region.placeholders, places, strict=True)
@@ -284,11 +287,6 @@ def _plain(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-def _dtype(node: Node) -> torch.dtype | None:
-    value = node.meta["val"]
-    return value.dtype if isinstance(value, Tensor) else None
-
-
 def _leaves(region: Region, values: Sequence[Any]) -> list[Any]:
     return [
         value.requires_grad_(node.meta["requires_grad"]) if isinstance(value, Tensor) else value
@@ -297,18 +295,14 @@ def _leaves(region: Region, values: Sequence[Any]) -> list[Any]:
 
 
 def _all_in(precision: Precision, region: Region, values: Sequence[Any]) -> list[Any]:
+    """Return copies of the inputs of ``region``."""
     return [
-        _in(precision, value, _dtype(node))
+        # Leaves of several runs must not share gradients, nor see each other's writes.
+        value.detach().to(precision.dtype(node.meta["val"].dtype), copy=True)
+        if isinstance(value, Tensor) and isinstance(node.meta["val"], Tensor)
+        else value
         for value, node in zip(values, region.placeholders, strict=True)
     ]
-
-
-def _in(precision: Precision, value: Any, dtype: torch.dtype | None) -> Any:
-    """Return a copy of an input of type ``dtype``."""
-    if not isinstance(value, Tensor) or dtype is None:
-        return value
-    # Leaves of several runs must not share gradients, nor see each other's writes.
-    return value.detach().to(precision.dtype(dtype), copy=True)
 
 
 def _rows(

@@ -43,9 +43,8 @@ def check_edited(
     for spread in SPREADS:
         generator = torch.Generator().manual_seed(_SEED)
         drawn = {
-            name: random_like(value, generator, torch.device("cpu"), spread)
+            name: random_like(value, generator, torch.device("cpu"), spread, value.dtype)
             .detach()
-            .to(value.dtype)
             .requires_grad_(value.requires_grad)
             for name, value in parameters.items()
         }

@@ -231,5 +231,5 @@ def _random_tensors(tensors: Tensors, spread: Spread) -> Tensors:
 def _filled(value: Tensor, generator: torch.Generator, spread: Spread) -> Tensor:
     # A meta tensor says nothing of the device it will have.
     device = torch.device("cpu") if value.is_meta else value.device
-    result = random_like(value, generator, device, spread).detach().to(value.dtype)
+    result = random_like(value, generator, device, spread, value.dtype).detach()
     return result.requires_grad_(value.requires_grad)

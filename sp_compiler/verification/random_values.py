@@ -32,10 +32,12 @@ def random_like(
     generator: torch.Generator,
     device: torch.device | None = None,
     spread: Spread = "any sign",
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return random float64 numbers, scaled so that matrix products stay of order one.
+    """Return random numbers, scaled so that matrix products stay of order one.
 
-    ``value`` gives the shape; if its dtype has no gradients, the result is zero.
+    ``value`` gives the shape; if its dtype has no gradients, the result is zero. Without ``dtype``
+    the result is float64.
     """
     shape, device = tuple(value.shape), device or value.device
     if not carries_gradient(value):
@@ -49,7 +51,8 @@ def random_like(
         noise = noise / (1 + noise)
     # The fan-in of a weight, at most 64, for narrow results of wide tables would vanish.
     scale = 1 / math.sqrt(min(shape[-1], 64)) if len(shape) == 2 else 1.0
-    noise = (noise * scale).repeat(-(-size // _PERIOD))[:size].reshape(shape)
+    noise = (noise * scale).to(dtype or noise.dtype)
+    noise = noise.repeat(-(-size // _PERIOD))[:size].reshape(shape)
     return noise.to(device).requires_grad_()
 
 
@@ -177,8 +180,8 @@ class Values:
             # A meta tensor says nothing of the device it will have.
             device = torch.device("cpu") if like.is_meta else like.device
             spread: Spread = self._spread if kind == "value" else "any sign"
-            drawn = random_like(like, generator, device, spread).detach()
-            self._kept[kind, ref] = drawn.to(dtype or drawn.dtype)
+            drawn = random_like(like, generator, device, spread, dtype)
+            self._kept[kind, ref] = drawn.detach()
         return self._kept[kind, ref]
 
     def _result(self, ref: Ref) -> Any:

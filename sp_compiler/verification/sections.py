@@ -13,7 +13,7 @@ by node are compared once: wrongly merged layers differ there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from sp_compiler.base.pass_report import Pass
 from sp_compiler.ir.captured import Captured
 from sp_compiler.ir.fx import ancestors
 from sp_compiler.ir.program import Program, Ref, Region
+from sp_compiler.ir.rewriting import copy_graph, erase_dead
 from sp_compiler.ops.uniform import UNIFORM
 from sp_compiler.verification.interpret import run_graph
 from sp_compiler.verification.judge import TOLERANCE, Numbers, Precision, Reference
@@ -44,8 +45,8 @@ class Section:
         outputs: outputs that the capture also has, with their nodes there.
         captured: the part of the capture: a graph of ``sources`` that returns ``outputs``.
         sources: refs of its placeholders.
-        calls: indices of all calls that must run for it, including calls whose results are not in
-            the capture.
+        calls: the calls that must run for it, including those whose results are not in the
+            capture, by index, with the positions of the outputs to compute.
         leaves: sources of both sides.
     """
 
@@ -53,7 +54,7 @@ class Section:
     outputs: Mapping[Ref, Node]
     captured: GraphModule
     sources: Sequence[Ref]
-    calls: frozenset[int]
+    calls: Mapping[int, Sequence[int]]
     leaves: Sequence[Ref]
 
 
@@ -79,7 +80,7 @@ class Sections:
             for output, name in enumerate(call.results):
                 # Each node once: two refs of it would get two random values.
                 if name in by_name:
-                    self._nodes[Ref("call", index=index, output=output)] = by_name.pop(name)
+                    self._nodes[_result(index, output)] = by_name.pop(name)
         # What is returned is known whatever became of its node.
         returned = [*zip(self.program.outputs, self.captured.outputs, strict=True)]
         written = self.captured.mutated_buffers
@@ -114,36 +115,49 @@ class Sections:
                 yield section
 
     def _section(self, index: int) -> Section:
-        calls, leaves = self._needed(index)
         own = {ref: node for ref, node in self._nodes.items() if ref.index == index}
+        calls, leaves = self._needed(own)
         # Results of calls that run in the program are computed in the capture too.
         stops = {
             node for node, ref in self._of_node.items() if ref.index not in calls or ref in leaves
         } | set(self.captured.placeholders)
         module, sources = self._cut(list(own.values()), stops)
         merged = dict.fromkeys([*leaves, *sources])
-        return Section(index, own, module, sources, frozenset(calls), list(merged))
+        return Section(index, own, module, sources, calls, list(merged))
 
-    def _needed(self, index: int) -> tuple[set[int], list[Ref]]:
-        """Calls that have to run for call ``index``, and what they are given from outside."""
-        calls, leaves, open_calls = {index}, dict[Ref, None](), [index]
-        unknown: list[Node] = []
-        while open_calls:
-            for ref in self.program.calls[open_calls.pop()].args:
+    def _needed(self, own: Collection[Ref]) -> tuple[dict[int, list[int]], list[Ref]]:
+        """Calls that have to run for the refs ``own``, with the outputs that they have to compute,
+        and what they are given from outside."""
+        computed, leaves = dict.fromkeys(own), dict[Ref, None]()
+        pending = [*own]
+        while pending:
+            for ref in self._read(pending.pop()):
                 if ref.kind != "call" or ref in self._nodes:
                     leaves[ref] = None
-                    continue
-                unknown.append(self._output(ref))
-                if ref.index not in calls:
-                    calls.add(ref.index)
-                    open_calls.append(ref.index)
-        # A known result that an unknown one of its call depends on is computed with that. Calls of
-        # one region share its nodes, which at worst leaves a leaf out.
-        computed = ancestors(unknown)
-        return calls, [
-            ref
+                elif ref not in computed:
+                    computed[ref] = None
+                    pending.append(ref)
+        # A known result that an unknown one of its call depends on is computed with that.
+        unknown = [ref for ref in computed if ref not in own]
+        inside = {(ref.index, node) for ref in unknown for node in ancestors([self._output(ref)])}
+        computed |= {
+            ref: None
             for ref in leaves
-            if ref.kind != "call" or ref.index not in calls or self._output(ref) not in computed
+            if ref.kind == "call" and (ref.index, self._output(ref)) in inside
+        }
+        calls: dict[int, list[int]] = {}
+        for ref in sorted(computed, key=lambda ref: (ref.index, ref.output)):
+            calls.setdefault(ref.index, []).append(ref.output)
+        return calls, [ref for ref in leaves if ref not in computed]
+
+    def _read(self, ref: Ref) -> list[Ref]:
+        """Arguments of the call of ``ref`` that it depends on."""
+        call, needed = self.program.calls[ref.index], ancestors([self._output(ref)])
+        return [
+            arg
+            for arg, node in zip(call.args, call.region.placeholders, strict=True)
+            # A symbol shows in shapes alone.
+            if node in needed or arg.kind == "size"
         ]
 
     def _output(self, ref: Ref) -> Node:
@@ -182,18 +196,16 @@ class Sections:
             for node in inner
         ]
         # Calls by their place among those of the section: equal layers have other indices.
-        order = sorted(section.calls)
+        names_of: dict[Ref, Any] = dict(numbers)
+        for place, (index, outputs) in enumerate(section.calls.items()):
+            names_of |= {_result(index, output): (place, output) for output in outputs}
         calls = [
             (
                 id(self.program.calls[index].region),
-                [
-                    numbers[ref]
-                    if ref in numbers
-                    else f"call {order.index(ref.index)} {ref.output}"
-                    for ref in self.program.calls[index].args
-                ],
+                outputs,
+                list(map(names_of.get, self.program.calls[index].args)),
             )
-            for index in order
+            for index, outputs in section.calls.items()
         ]
         return repr((leaves, nodes, calls, [ref.output for ref in section.outputs]))
 
@@ -210,15 +222,27 @@ class Sections:
         return reference.compare(Pass.OUTLINE, name, numbers)
 
     def _run_calls(self, section: Section, leaves: Mapping[Ref, Any]) -> Sequence[Any]:
-        results: dict[int, tuple[Any, ...]] = {}
-        for index in sorted(section.calls):
+        values = dict(leaves)
+        for index, outputs in section.calls.items():
             call = self.at_example.calls[index]
-            args = [
-                leaves[ref] if ref in leaves else results[ref.index][ref.output]
-                for ref in call.args
-            ]
-            results[index] = run_graph(call.region.module, args)
-        return [results[ref.index][ref.output] for ref in section.outputs]
+            # Without what nothing here needs, such as the embeddings beside a mask.
+            module = _with_outputs(call.region, outputs)
+            results = run_graph(module, list(map(values.get, call.args)))
+            values |= {_result(index, output): results[output] for output in outputs}
+        return [values[ref] for ref in section.outputs]
+
+
+def _result(index: int, output: int) -> Ref:
+    return Ref("call", index=index, output=output)
+
+
+def _with_outputs(region: Region, outputs: Sequence[int]) -> GraphModule:
+    """Return the part of ``region`` that computes ``outputs``, with ``None`` for the others."""
+    graph = copy_graph(region.module.graph)
+    output = graph.output_node()
+    output.args = (tuple(each if i in outputs else None for i, each in enumerate(output.args[0])),)
+    erase_dead(graph)
+    return GraphModule(region.module, graph)
 
 
 def _run_captured(section: Section, leaves: Mapping[Ref, Any]) -> Sequence[Any]:

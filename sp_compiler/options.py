@@ -276,6 +276,12 @@ class CompileOptions:
     @classmethod
     def of(cls, tp: int, options: Options, *, in_stages: bool = False) -> CompileOptions:
         """Return the validated form of a user's ``options``; ``in_stages``: of a pipeline."""
+        # As Python says it; what else this class has, meshes and pipelines decide.
+        if unknown := sorted(options.keys() - Options.__annotations__.keys()):
+            raise TypeError(
+                f"unexpected option {unknown[0]!r}: expected one of "
+                f"{', '.join(Options.__annotations__)}"
+            )
         rest = options.get("recompute_rest")
         if rest is not None and not in_stages:
             raise ArgumentError(

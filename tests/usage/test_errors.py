@@ -215,6 +215,7 @@ def test_norms_in_halves_may_have_float32_weights() -> None:
         ({"tp": None}, ArgumentError, "tp=<number of ranks>"),
         ({"example_inputs": batch()}, ArgumentError, r"expected \(args, kwargs\)"),
         ({"no_such_option": 1}, TypeError, "no_such_option"),
+        ({"ep": 2}, TypeError, "unexpected option 'ep'"),
     ],
 )
 def test_options(options: dict[str, Any], kind: type[Exception], said: str) -> None:

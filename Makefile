@@ -74,6 +74,7 @@ format: $(STAMP)
 bench: export PYTHONWARNINGS := ignore::FutureWarning
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.compile_time $(WRITE)
+	$(BIN)/python -m benchmarks.verify_time $(WRITE)
 	$(BIN)/python -m benchmarks.step_time $(WRITE)
 
 docs: $(STAMP)

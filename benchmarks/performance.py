@@ -2,7 +2,8 @@
 
     python -m benchmarks.performance [--write]
 
-``benchmarks.step_time`` and ``benchmarks.compile_time`` write the files; nothing is measured here.
+``benchmarks.step_time``, ``compile_time`` and ``verify_time`` write the files; nothing is measured
+here.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
+_FILES = "step_time", "compile_time", "verify_time"
 _HEAD = """# Performance
 
 Written by `python -m benchmarks.performance --write` from `benchmarks/results/`; not edited by
@@ -59,7 +61,9 @@ def save(path: Path, run: str, rows: Iterable[Mapping[str, Any]], **settings: An
     path.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
 
 
-def page(step_time: Mapping[str, Any], compile_time: Mapping[str, Any]) -> str:
+def page(
+    step_time: Mapping[str, Any], compile_time: Mapping[str, Any], verify_time: Mapping[str, Any]
+) -> str:
     """The text of ``docs/performance.md``."""
     parts = [_HEAD, "## Time of a step, forward and backward\n"]
     for name, about in _RUNS.items():
@@ -88,6 +92,22 @@ def page(step_time: Mapping[str, Any], compile_time: Mapping[str, Any]) -> str:
             f"the capture, which is `torch.export`'s time, grows.\n\nOn {run['machine']}.\n"
         )
         parts.append(markdown_table(("step", *depths, "last / first"), rows))
+    parts.append("## Time of a proof\n")
+    for run in verify_time.values():
+        rows = [
+            (
+                r["model"],
+                f"{r['compile']:.2f}",
+                f"{r['verify']:.2f}",
+                f"{r['verify'] / r['compile']:.2f}",
+            )
+            for r in run["rows"]
+        ]
+        parts.append(
+            "What `verify=True` adds to a compilation, in CPU seconds, for 2 ranks and inputs of "
+            f"{' x '.join(map(str, run['shape']))} tokens.\n\nOn {run['machine']}.\n"
+        )
+        parts.append(markdown_table(("model", "compile", "verify=True adds", "ratio"), rows))
     return "\n".join(parts)
 
 
@@ -109,7 +129,7 @@ def keep(name: str, run: str, rows: Iterable[Mapping[str, Any]], **settings: Any
     Both at once: a test compares them, and must pass whatever was measured last.
     """
     save(RESULTS / f"{name}.json", run, rows, **settings)
-    PAGE.write_text(page(load("step_time"), load("compile_time")))
+    PAGE.write_text(page(*map(load, _FILES)))
 
 
 def keep_architecture(
@@ -133,7 +153,7 @@ def main() -> None:
     """Print the page or write it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
-    text = page(load("step_time"), load("compile_time"))
+    text = page(*map(load, _FILES))
     if parser.parse_args().write:
         PAGE.write_text(text)
     else:

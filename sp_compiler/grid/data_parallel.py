@@ -196,7 +196,7 @@ def _with_experts_apart(
 
     def placed(parameter: nn.Parameter) -> Any:
         where = asked(parameter)
-        if not isinstance(parameter, DTensor) or not is_divided(parameter._spec):
+        if not isinstance(parameter, DTensor) or not is_divided(parameter):
             return where
         return _fsdp_common.ShardPlacementResult(where, experts)
 

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from sp_compiler.runtime.mesh_axes import EXPERT_AXIS
 from sp_compiler.runtime.parameter_gradients import mark_reduced_by_hooks
@@ -98,9 +97,9 @@ def _waiting(record: Any) -> bool:
     return waits_in_grad or record.unsharded_accumulated_grad is not None
 
 
-def is_divided(spec: DTensorSpec) -> bool:
-    """Return whether a parameter has a part of the experts on each rank of "ep"."""
-    return EXPERT_AXIS in (spec.mesh.mesh_dim_names or ())
+def is_divided(parameter: DTensor) -> bool:
+    """Return whether ``parameter`` has a part of the experts on each rank of "ep"."""
+    return EXPERT_AXIS in (parameter.device_mesh.mesh_dim_names or ())
 
 
 def drop_gathered_gradients(group: Any) -> None:
@@ -166,10 +165,10 @@ class _LateReduction:
         if "_get_grad_inner_tensor" in vars(record):
             return
         reduced_at_once = record._get_grad_inner_tensor
-        spec = record._unsharded_dtensor_spec if record.is_dtensor else None
+        shard = record.sharded_param
         # An expert's gradient has the rows of all ranks that divide the experts, whose batches FSDP
         # does not count. (Its own factor divides twice where one rank shards.)
-        num_batches = spec.mesh[EXPERT_AXIS].size() if spec and is_divided(spec) else 1
+        num_batches = shard.device_mesh[EXPERT_AXIS].size() if is_divided(shard) else 1
 
         def unreduced(grad: Tensor) -> Tensor:
             local = taken(grad)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -103,11 +103,18 @@ class ShardedOutput(DTensor):
     the full tensor. An operation may therefore be a collective, and all ranks must run it.
 
     Raises:
-        UnsupportedError: an in-place operation that DTensor does not support.
+        UnsupportedError: an in-place operation that DTensor does not support; pickling.
     """
 
     # Without own attributes, so that results of DTensor's operators can be given this class.
     __slots__ = ()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UnsupportedError(
+            "an output that is sharded over the tensor-parallel ranks cannot be pickled "
+            "(torch.save): the file would have this rank's part only. Save output.full_tensor(), "
+            "which all ranks must call"
+        )
 
     @classmethod
     def __torch_function__(

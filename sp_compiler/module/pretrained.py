@@ -103,7 +103,8 @@ def _readable(path: Path, name: str) -> Iterator[None]:
     except (SafetensorError, OSError) as error:
         raise ArgumentError(
             f"{path}: cannot read tensor {name!r} ({error}); the file is damaged, incomplete or no "
-            "safetensors file, or an index names the wrong one: download it again"
+            "safetensors file, or an index names the wrong one: download it again, or give a file "
+            "of torch.save to module.load_state_dict(torch.load(path, mmap=True), assign=True)"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Capture of models of which only a part, such as a pretrained encoder, is on the meta device."""
+"""Capture of models that are on the meta device, or of which a part is, such as an encoder."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ def all_on_meta(model: nn.Module) -> Iterator[None]:
     """Context in which all parameters and buffers of ``model`` are on meta if a parameter is.
 
     An operator takes no operands of two devices. A capture reads shapes alone, and the parameters
-    keep their numbers: they are exchanged for others without, and put back in the end.
+    keep their numbers: they are exchanged for others without, and put back in the end. So are those
+    on meta: the fake mode of an export keeps weak references to the tensors that it has seen, and
+    with those no tensor can be given numbers in place (``torch.utils.swap_tensors``).
     """
-    on_meta = {parameter.is_meta for parameter in model.parameters()}
-    if len(on_meta) < 2:
+    if not any(parameter.is_meta for parameter in model.parameters()):
         yield
         return
     tables: list[dict[str, Any]] = [
@@ -28,7 +29,7 @@ def all_on_meta(model: nn.Module) -> Iterator[None]:
     try:
         for table in tables:
             for name, value in table.items():
-                if value is not None and not value.is_meta:
+                if value is not None:
                     table[name] = twins.setdefault(id(value), _on_meta(value))
         yield
     finally:

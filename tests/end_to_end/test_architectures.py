@@ -10,8 +10,11 @@ import torch
 import transformers
 from torch.utils import _pytree as pytree
 
+import sp_compiler
 from benchmarks import coverage
 from sp_compiler.compiler import to_program
+from sp_compiler.ir.program import Program
+from sp_compiler.ir.snapshot import Snapshot
 from sp_compiler.options import CompileOptions
 from sp_compiler.passes.sharding.shard import shard
 from sp_compiler.trace.export import capture
@@ -63,8 +66,18 @@ def _check(name: str, configuration: str) -> None:
     assert found["parameters"] >= floor["parameters"]
     assert set(found["fallbacks"]) <= set(floor["fallbacks"]), "a new fallback"
     assert found["collectives"] == floor["collectives"]
+    _check_diff(case.program)
     if configuration == "dividing":
         _check_against_huggingface(name, ranks, found)
+
+
+def _check_diff(program: Program) -> None:
+    """A program does not differ from itself, whatever its nodes are called."""
+    same, renamed = Snapshot.of_program("a", program), Snapshot.of_program("b", program)
+    for graph in renamed.graphs.values():
+        for index, node in enumerate(graph.nodes):
+            node._rename(f"v{index}")
+    assert sp_compiler.diff(same, renamed).is_empty
 
 
 def _check_against_huggingface(name: str, ranks: int, found: dict[str, Any]) -> None:

@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import save_file
+from torch import Tensor, nn
 
+import sp_compiler
 from sp_compiler import ArgumentError
 from tests.helpers.users import compiled, net
 
@@ -75,6 +78,33 @@ def test_an_index_cannot_lead_out_of_its_folder(tmp_path: Path, how: str) -> Non
 def test_an_index_that_is_none(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / _INDEX).write_text(text)
     _refused(tmp_path, said)
+
+
+class _Scaled(nn.Module):
+    """A buffer that is saved beside a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x) * self.scale
+
+
+def test_buffers_on_meta_are_filled_after_the_compilation(tmp_path: Path) -> None:
+    full, x = _Scaled(), torch.randn(2, 4)
+    save_file(full.state_dict(), tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        empty = _Scaled()
+    module = sp_compiler.compile(empty, tp=1, example_inputs=((x,), {}))
+    assert module.load_pretrained(tmp_path) == []
+    torch.testing.assert_close(module(x), full(x))
+
+
+def test_a_file_of_torch_save_goes_another_way(tmp_path: Path) -> None:
+    torch.save(net().state_dict(), tmp_path / "net.pt")
+    _refused(tmp_path / "net.pt", r"module\.load_state_dict\(torch\.load\(path")
 
 
 def test_a_damaged_file_is_named_with_the_tensor(tmp_path: Path) -> None:

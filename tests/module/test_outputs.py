@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 import sp_compiler
+from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.module.dtensor_patches import scan_whole_dims
 from sp_compiler.module.outputs import ShardedOutput
 
@@ -40,6 +42,11 @@ def test_what_a_single_rank_may_raise_is_not_tried_on_full_tensors(
     with pytest.raises(error):
         ShardedOutput.__torch_function__(operation, (ShardedOutput,), (logits,))
     assert shapes == [(2, 6)] * calls
+
+
+def test_a_part_is_not_saved_as_if_it_were_all(logits: DTensor) -> None:
+    with pytest.raises(UnsupportedError, match=r"this rank's part only. Save output.full_tensor"):
+        torch.save({"logits": logits}, io.BytesIO())
 
 
 @pytest.mark.parametrize(

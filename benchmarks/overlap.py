@@ -1,11 +1,15 @@
 """Communication that backward exposes: blocks of three models, on links of three speeds.
 
-    python -m benchmarks.overlap [--models GPT Llama Mixtral] [--exact | --half-batches]
+    python -m benchmarks.overlap [--models GPT Llama Mixtral]
+                                 [--whole-head] [--exact | --half-batches]
 
 Compiled on the meta device for 8 ranks; times are those of the profile "h100" with an interconnect
 on which communication is 10, 20 and 40 % of forward and backward of a block that recomputes
-nothing. The schedule's own clock tells what is exposed. With ``--exact`` beside it the exact
-program, where it ends, or how much longer than any order the schedule can be at most. With
+nothing. The schedule's own clock tells what is exposed; where calls recompute ahead, that is in the
+middle of the model. With ``--exact`` beside it the exact program, where it ends, or how much longer
+than any order the schedule can be at most; not for two calls in one function. With
+``--whole-head`` the loss head runs in one chunk, so that it is the peak of the step and leaves
+blocks the room that a budget would. With
 ``--half-batches`` instead the communication that the whole step exposes, forward and backward, on a
 batch of two and on its halves.
 """
@@ -79,8 +83,10 @@ class Row:
     Attributes:
         share: of communication in forward and backward of a block that recomputes nothing.
         exposed: part of backward's communication that no work hides.
+        alone: the same where calls do not recompute ahead.
         blocking_bytes: peak of the step without overlap.
         peak_bytes: peak of the step.
+        ahead: whether backwards recompute for the call before.
         gap: by how much the backward is longer than the exact program's, or can be at most.
         proven: whether ``gap`` is exact.
     """
@@ -89,8 +95,10 @@ class Row:
     recompute: str
     share: float
     exposed: float
+    alone: float
     blocking_bytes: int
     peak_bytes: int
+    ahead: bool
     gap: float
     proven: bool
 
@@ -127,30 +135,41 @@ def _communication_us(graph: Graph, device: Hardware) -> float:
     return sum(collectives_us(node_collectives(node), RANKS, device) for node in graph.nodes)
 
 
-def rows(name: str, exact: bool) -> Iterator[Row]:
-    """Compile one model for every policy and link."""
+def rows(name: str, exact: bool, **head: int) -> Iterator[Row]:
+    """Compile one model for every policy and link, its loss head with the options ``head``."""
     parts = block_of(compiled(name, recompute="none", overlap=False)).partitioned
     assert parts.backward is not None
     for recompute in POLICIES:
-        blocking = compiled(name, recompute=recompute, overlap=False)
         for share in SHARES:
             device = with_communication(share, [parts.forward, parts.backward])
-            program = compiled(name, recompute=recompute, hardware=device)
-            graph = block_of(program).partitioned.backward
+            wishes: dict[str, Any] = {"recompute": recompute, "hardware": device, **head}
+            program, blocking = (compiled(name, overlap=on, **wishes) for on in (True, False))
+            own = block_of(program).partitioned
+            graph = own.backward if own.ahead is None else own.ahead.both
             assert graph is not None
+            assert own.backward is not None
             elapsed = elapsed_us(graph, RANKS, device)
-            work_us = sum(compute_us(node, device) for node in graph.nodes)
-            gap, proven = _gap(blocking, graph, device, elapsed) if exact else (0.0, False)
+            gap, proven = 0.0, False
+            if exact and own.ahead is None:
+                gap, proven = _gap(blocking, graph, device, elapsed)
             yield Row(
                 model=name,
                 recompute=recompute,
                 share=share,
-                exposed=(elapsed - work_us) / _communication_us(graph, device),
+                exposed=_exposed(graph, device),
+                alone=_exposed(own.backward, device),
                 blocking_bytes=step_memory(blocking).peak_bytes,
                 peak_bytes=step_memory(program).peak_bytes,
+                ahead=own.ahead is not None,
                 gap=gap,
                 proven=proven,
             )
+
+
+def _exposed(graph: Graph, device: Hardware) -> float:
+    work_us = sum(compute_us(node, device) for node in graph.nodes)
+    waited_us = elapsed_us(graph, RANKS, device) - work_us
+    return max(0.0, waited_us / _communication_us(graph, device))
 
 
 def _gap(
@@ -186,21 +205,25 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--exact", action="store_true", help="compare with the exact program")
     parser.add_argument("--half-batches", action="store_true", help="compare with half batches")
+    parser.add_argument("--whole-head", action="store_true", help="the loss head in one chunk")
     options = parser.parse_args()
+    head = {"loss_chunks": 1} if options.whole_head else {}
     if options.half_batches:
         print("| model | communication | full batch, ms | peak | half batches, ms | peak |")
         print("| --- | --- | --- | --- | --- | --- |")
         for name in options.models:
             print_half_batches(name)
         return
-    print("| model | recompute | communication | exposed | peak of the step, without | longer |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    print("| model | recompute | communication | exposed | alone | peak, without | longer |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
     for name in options.models:
-        for row in rows(name, options.exact):
-            gap = f"{'' if row.proven else 'at most '}{row.gap:.1%}" if options.exact else ""
+        for row in rows(name, options.exact, **head):
+            gap = f"{'' if row.proven else 'at most '}{row.gap:.1%}"
+            gap = gap if options.exact and not row.ahead else ""
             print(
-                f"| {row.model} | {row.recompute} | {row.share:.0%} | {max(0, row.exposed):.1%} "
-                f"| {bytes_text(row.peak_bytes)}, {bytes_text(row.blocking_bytes)} | {gap} |",
+                f"| {row.model} | {row.recompute} | {row.share:.0%} | {row.exposed:.1%} "
+                f"| {f'{row.alone:.1%}' if row.ahead else ''} | {bytes_text(row.peak_bytes)}, "
+                f"{bytes_text(row.blocking_bytes)} | {gap} |",
                 flush=True,
             )
 

@@ -77,13 +77,11 @@ def compile(
         tp: number of tensor-parallel ranks, which must be the size of the default process group.
         mesh: instead of ``tp``, a mesh with an axis named "tp" and, for data parallelism, any of
             "dp_replicate", "dp_shard" and "ep", which divides experts. Ranks along these get
-            different batches (:func:`sp_compiler.data_shard`), and gradients are averaged over
-            them.
+            different batches (:func:`sp_compiler.data_shard`); gradients are averaged over them.
         example_inputs: (args, kwargs) of a call, to compile and place the parameters now instead of
             at the first call. An optimizer can load state only after that.
         initial_weights: what to do with the ranks' parameters and buffers at the first use:
-            ``"compare"`` them and raise an error if they differ, or ``"broadcast"`` those of rank
-            0.
+            ``"compare"`` them and raise an error if they differ, or ``"broadcast"`` rank 0's.
         rank_timeout: seconds that a rank waits for the others before it raises an error.
         verify: compare every program with the captured model before it runs: each distinct block,
             forward and backward, on simulated ranks with random parameters in float64. Every rank
@@ -118,6 +116,7 @@ def compile(
     fsdp_options = checked_options(fsdp, group.data, group.world_size)
     if fsdp_options is not None:
         refuse_scalars(model)
+        checked = replace(checked, layers_apart=True)
     example = None if example_inputs is None else checked_inputs(model, example_inputs)
     texts = {**checked.texts(), "initial_weights": initial_weights}
     # One check for all sizes: a fallback is warned of once.
@@ -389,6 +388,7 @@ def plan(  # noqa: PLR0913 - all by keyword, each described below
         split, staged = scheduled.delays_weights, grid.pp > 1
         check_layers(model, args, kwargs, grid.pp * per_rank)
         checked = replace(checked, loss_only=staged, tables_apart=staged, split_backward=split)
+        checked = replace(checked, layers_apart=grid.data > 1)
     wishes_of(checked.hints, parameters_of(model))
     # Plans are asked for again and again: copies of every stage's graphs would be thrown away.
     compiled = build(model, args, kwargs, checked, keep="nothing")

@@ -65,7 +65,7 @@ from sp_compiler.passes.expert_parallel import expert_parallel
 from sp_compiler.passes.half_batches import half_batches, halves_pay
 from sp_compiler.passes.loss_only import loss_only
 from sp_compiler.passes.memory.budget import candidates_of, tag_under_budget, with_offloads
-from sp_compiler.passes.memory.overlap_room import overlap_room_bytes
+from sp_compiler.passes.memory.overlap_room import overlap_room_bytes, regions_in_a_row
 from sp_compiler.passes.memory.partition import SplitOptions, partition
 from sp_compiler.passes.memory.split_backward import split_backward
 from sp_compiler.passes.memory.split_options import split_options
@@ -327,13 +327,15 @@ class Compilation:
                 to_split = partitioned[name], region.input_kinds
                 partitioned[name] = run(Pass.SPLIT_BACKWARD, split_backward, *to_split, region=name)
         room_bytes = overlap_room_bytes(tagged, partitioned, options)
+        in_a_row = regions_in_a_row(tagged, options)
         regions: list[CompiledRegion] = []
         for region in tagged.program.regions:
             name, origin = region.name, tagged.origins[region.name]
             joint, split, parts = tagged.joints[name], splits[origin], partitioned[name]
             if split.overlap:
                 limits = split.own_parameters, split.sizes, room_bytes.get(name, {}), options.device
-                parts = run(Pass.OVERLAP, overlap_collectives, parts, *limits, region=name)
+                ahead = {"in_a_row": name in in_a_row}
+                parts = run(Pass.OVERLAP, overlap_collectives, parts, *limits, region=name, **ahead)
             if self._checked:  # the graphs that run, after every pass that could change them
                 to_check = concretizer.partitioned(parts), joint.tangent_outputs, tp
                 # An error names the sharded region, which can be sharded again.

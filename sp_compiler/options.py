@@ -176,6 +176,8 @@ class CompileOptions:
         loss_only: see :mod:`sp_compiler.passes.loss_only`.
         tables_apart: see :func:`sp_compiler.passes.outline.outline`.
         split_backward: see :mod:`sp_compiler.passes.memory.split_backward`.
+        layers_apart: whether FSDP2 gathers parameters layer by layer, so that no backward can
+            read those of the layer before.
 
     Raises:
         ArgumentError: a value outside what the field allows.
@@ -204,6 +206,7 @@ class CompileOptions:
     loss_only: bool = False
     tables_apart: bool = False
     split_backward: bool = False
+    layers_apart: bool = False
 
     def __post_init__(self) -> None:
         _check_choice("recompute", self.recompute, RECOMPUTE)

@@ -1,8 +1,9 @@
-"""Memory that overlap may use."""
+"""Facts of a program for overlap: the memory that it may use, and calls in a row."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 
 from sp_compiler.cost.step_memory import functions_room_bytes
 from sp_compiler.cost.step_walk import Phase
@@ -30,3 +31,14 @@ def overlap_room_bytes(
         options.tp,
         options.budget_bytes,
     )
+
+
+def regions_in_a_row(tagged: TaggedProgram, options: CompileOptions) -> frozenset[str]:
+    """Return names of the regions of which two calls follow each other, so that the backward of one
+    may recompute for the other."""
+    # Not in a pipeline, for the reason above; and of what is on the host or gathered by FSDP2, no
+    # call but its own has a copy.
+    if options.tables_apart or options.offload or options.layers_apart:
+        return frozenset()
+    calls = pairwise(tagged.program.calls)
+    return frozenset(call.region.name for before, call in calls if call.region is before.region)

@@ -15,7 +15,8 @@ has such work if branches of a layer are parallel, such as attention and MLP aft
 overlaps: weight gradients, recomputation and operands of other collectives run where a collective
 would leave the rank idle, and a saved shard is gathered as late as its communication can still be
 hidden (:mod:`sp_compiler.solve.list_schedule`). Memory comes first: no order may raise the peak of
-the step.
+the step. Of calls in a row, each may recompute for the one before it what would expose
+communication there (:mod:`.look_ahead`).
 
 Nodes keep their meta; a ``wait`` gets that of its collective, with ``meta["origin"] = "overlap"``.
 """
@@ -23,7 +24,7 @@ Nodes keep their meta; a ``wait`` gets that of its collective, with ``meta["orig
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torch.fx import Graph, Node
@@ -32,13 +33,14 @@ from sp_compiler.base.pass_report import Pass, report_of
 from sp_compiler.cost.hardware import H100, Hardware
 from sp_compiler.cost.step_walk import Phase
 from sp_compiler.ir.concretize import Concretizer
-from sp_compiler.ir.forward_backward import Partitioned, SplitBackward
-from sp_compiler.ir.op_traits import collective_of, is_part
+from sp_compiler.ir.forward_backward import LookAhead, Partitioned, SplitBackward
+from sp_compiler.ir.op_traits import is_part
 from sp_compiler.ir.rewriting import make_like
 from sp_compiler.ir.symbolic import Sizes
 from sp_compiler.ops.convert import WAIT
+from sp_compiler.passes.overlap.look_ahead import look_aheads
 from sp_compiler.passes.overlap.tasks import graph_tasks
-from sp_compiler.solve.block_schedule import Block, most_beside
+from sp_compiler.solve.block_schedule import Block, most_beside, peak_bytes, simulate
 from sp_compiler.solve.list_schedule import list_schedule
 
 _wait = WAIT.overload
@@ -47,6 +49,8 @@ _wait = WAIT.overload
 # A forward whose collectives have less beside them, in relation to their time, stays as it is: it
 # gains next to nothing and reads as the model does.
 _WORTH_STARTING = 0.1
+# Part of a backward's time. Below it three more functions to compile and to read gain too little.
+_WORTH_LOOKING_AHEAD = 0.01
 
 
 def overlap_collectives(
@@ -55,6 +59,8 @@ def overlap_collectives(
     sizes: Sizes | None = None,
     room_bytes: Mapping[Phase, int] | None = None,
     hardware: Hardware = H100,
+    *,
+    in_a_row: bool = False,
 ) -> Partitioned:
     """Return a copy of ``parts`` whose forward and backwards overlap work with collectives.
 
@@ -63,6 +69,8 @@ def overlap_collectives(
         sizes: the open sizes; memory and time are computed for the example's.
         room_bytes: allowed peak of forward and backward, if it is above their own.
         hardware: profile for estimated times.
+        in_a_row: whether calls of the region follow each other, so that a backward may recompute
+            for the call before.
     """
     room_bytes = room_bytes or {}
     forward = overlapped(
@@ -72,15 +80,80 @@ def overlap_collectives(
     if parts.backward is None:
         return parts
     wanted = own_parameters, sizes, room_bytes.get("backward", 0), hardware
-    backward = overlapped(parts.backward, *wanted)
+    backward = _scheduled(parts.backward, *wanted)
     loss, split = parts.loss, parts.split
+    ahead = None
+    if in_a_row and loss is None:
+        ahead = _look_ahead(parts.backward, len(parts.saved), backward, wanted)
     if loss is not None:
         loss = replace(loss, backward=overlapped(loss.backward, *wanted))
     if split is not None:
         # This half returns no gradients of parameters, so none are exempt from the peak.
         inputs = overlapped(split.inputs, (), *wanted[1:])
         split = SplitBackward(inputs, overlapped(split.weights, *wanted))
-    return replace(parts, backward=backward, loss=loss, split=split)
+    backward_graph = backward.graph()
+    return replace(parts, backward=backward_graph, loss=loss, split=split, ahead=ahead)
+
+
+class Step(NamedTuple):
+    """One step of a schedule: ``node`` runs or, with ``waits``, its collective is awaited."""
+
+    node: Node
+    waits: bool
+
+
+@dataclass(frozen=True)
+class _Schedule:
+    """An order of the operators of ``given``, without ``steps`` its own.
+
+    Attributes:
+        blocking: collectives that are awaited at once.
+        compute_us: time of all kernels.
+        time_us: time of the order.
+        given_bytes: peak of ``given`` in its own order, below which no limit can be met.
+    """
+
+    given: Graph
+    steps: Sequence[Step] = ()
+    blocking: Sequence[Node] = ()
+    compute_us: float = 0.0
+    time_us: float = 0.0
+    given_bytes: int = 0
+
+    def graph(self) -> Graph:
+        """Return a copy in this order, and report it; ``given`` itself if nothing overlaps."""
+        for node in self.blocking:
+            report_of(Pass.OVERLAP).decline(node, "nothing runs meanwhile in its memory")
+        return _in_order(self.given, self.steps) if self.steps else self.given
+
+
+def _look_ahead(
+    backward: Graph,
+    num_saved: int,
+    alone: _Schedule,
+    wanted: tuple[Collection[int], Sizes | None, int, Hardware],
+) -> LookAhead | None:
+    """Return the cut of ``backward`` that hides most, scheduled; ``None`` if none is much better
+    than ``alone``."""
+    _, _, room_bytes, _ = wanted
+    worth_us = (1 - _WORTH_LOOKING_AHEAD) * alone.time_us
+    if worth_us < alone.compute_us:
+        return None
+    cuts = [
+        (_scheduled(cut.both, *wanted, quick=True), cut) for cut in look_aheads(backward, num_saved)
+    ]
+    # Memory comes first, also that of what is handed over.
+    cuts = [(both, cut) for both, cut in cuts if both.given_bytes <= room_bytes]
+    if not cuts:
+        return None
+    _, cut = min(cuts, key=lambda each: each[0].time_us)
+    # The first returns no gradients: recomputed values stand in their place.
+    recompute = _scheduled(cut.recompute, (), *wanted[1:])
+    rest, both = _scheduled(cut.rest, *wanted), _scheduled(cut.both, *wanted)
+    if both.time_us > worth_us or max(recompute.given_bytes, rest.given_bytes) > room_bytes:
+        return None
+    report_of(Pass.OVERLAP).rewrote(kind="look_ahead")
+    return LookAhead(recompute.graph(), rest.graph(), both.graph())
 
 
 def overlapped(
@@ -100,42 +173,53 @@ def overlapped(
         least_beside: minimum of kernel time that can overlap with some collective, relative to its
             time.
     """
+    return _scheduled(graph, own_parameters, sizes, room_bytes, hardware, least_beside).graph()
+
+
+def _scheduled(
+    graph: Graph,
+    own_parameters: Collection[int],
+    sizes: Sizes | None,
+    room_bytes: int,
+    hardware: Hardware,
+    least_beside: float = 0.0,
+    *,
+    quick: bool = False,
+) -> _Schedule:
+    """Return the order of :func:`overlapped`; ``quick`` is that of :func:`list_schedule`."""
     # Open sizes cannot be compared: the order is found on a copy with the example's sizes, and then
     # applied to the nodes that the copy was made from.
     example = Concretizer(sizes)
-    concrete = example.graph(graph)
-    if not any(collective_of(node) is not None for node in concrete.nodes):
-        return graph
-    tasks = graph_tasks(concrete, own_parameters, hardware)
+    tasks = graph_tasks(example.graph(graph), own_parameters, hardware)
     block = tasks.block
-    if most_beside(block) < least_beside:
-        return graph
-    order = list_schedule(block, room_bytes)
+    given = range(len(block.tasks))
+    if not block.wait_of or most_beside(block) < least_beside:
+        times_us = block.compute_us, simulate(block, given).time_us
+        return _Schedule(graph, (), (), *times_us, peak_bytes(block, given))
+    order = list_schedule(block, room_bytes, quick=quick)
     blocking = _blocking(block, order)
-    for start in sorted(blocking):
-        report_of(Pass.OVERLAP).decline(tasks.nodes[start], "nothing runs meanwhile in its memory")
     # A start with its wait right after it is a blocking call, as the graph has it already.
-    if len(blocking) == len(block.wait_of):
-        return graph
+    overlaps = len(blocking) < len(block.wait_of)
     steps = [
         Step(example.twin(tasks.nodes[position]), waits=task.waits_for is not None)
         for position in order
         if (task := block.tasks[position]).waits_for not in blocking
+        and tasks.nodes[position].op == "call_function"
     ]
-    return _in_order(graph, steps)
+    return _Schedule(
+        graph,
+        steps if overlaps else (),
+        [tasks.nodes[start] for start in sorted(blocking)],
+        block.compute_us,
+        simulate(block, order).time_us,
+        peak_bytes(block, given),
+    )
 
 
 def _blocking(block: Block, order: Sequence[int]) -> set[int]:
     """Return starts that are waited for at once, with no other task in between."""
     place = {position: index for index, position in enumerate(order)}
     return {start for start, wait in block.wait_of.items() if place[wait] == place[start] + 1}
-
-
-class Step(NamedTuple):
-    """One step of a schedule: ``node`` runs or, with ``waits``, its collective is awaited."""
-
-    node: Node
-    waits: bool
 
 
 def _in_order(graph: Graph, steps: Sequence[Step]) -> Graph:

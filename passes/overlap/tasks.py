@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch.fx import Graph, Node
@@ -11,7 +11,7 @@ from sp_compiler.cost.hardware import Hardware
 from sp_compiler.cost.memory import made_storages, own_gradients, owned_bytes, run_bytes
 from sp_compiler.cost.node_cost import collectives_us, compute_us, node_collectives
 from sp_compiler.ir.fx import arguments
-from sp_compiler.ir.op_traits import base, collective_of, draws, is_part, is_view
+from sp_compiler.ir.op_traits import base, collective_of, draws, is_handed, is_part, is_view
 from sp_compiler.solve.block_schedule import Block, Task
 
 
@@ -21,7 +21,8 @@ class GraphTasks:
 
     Attributes:
         block: its tasks in the order of the graph, with each collective awaited where it starts.
-        nodes: node of each task; for a wait, the collective.
+        nodes: node of each task; for a wait, the collective; for a first task that makes what the
+            function is handed, one of these placeholders.
     """
 
     block: Block
@@ -34,6 +35,7 @@ def graph_tasks(graph: Graph, own_parameters: Collection[int], hardware: Hardwar
     Views and parts of results are not tasks: they cost nothing and stay with their operators.
     """
     builder = _Builder(graph, own_parameters, hardware)
+    builder.add_handed([node for node in graph.find_nodes(op="placeholder") if is_handed(node)])
     for node in graph.nodes:
         if node.op == "call_function" and not is_view(node) and not is_part(node):
             builder.add(node)
@@ -65,11 +67,21 @@ class _Builder:
         self._last_draw: int | None = None
         self._last_write: int | None = None
 
+    def add_handed(self, nodes: Sequence[Node]) -> None:
+        """Add a task that makes what the function is handed, and that all others need."""
+        if not nodes:
+            return
+        self.storages.update((node, position) for position, node in enumerate(nodes))
+        self.tasks.append(Task(makes=tuple(self.storages.values())))
+        self.nodes.append(nodes[0])
+
     def add(self, node: Node) -> None:
         """Add the task of ``node``, and after a collective the wait for it."""
         position = len(self.tasks)
         needs = [self._result_of[source] for source in _operators_before(node)]
         needs.extend(self._effects_before(node, position))
+        if self.nodes and self.nodes[0].op == "placeholder":
+            needs.append(0)
         made = [storage for storage in made_storages(node) if storage not in self._ignored]
         for storage in made:
             self.storages[storage] = len(self.storages)

@@ -19,7 +19,7 @@ from sp_compiler.base.pass_report import Pass
 from sp_compiler.base.placement import Placement, R, S, as_value
 from sp_compiler.check.derive import Results, allowed, derive
 from sp_compiler.check.report import CheckReport
-from sp_compiler.ir.forward_backward import Partitioned, SplitBackward
+from sp_compiler.ir.forward_backward import LookAhead, Partitioned, SplitBackward
 from sp_compiler.ir.fx import tensor_operands
 from sp_compiler.ir.op_traits import FILLED, is_started, is_wait
 from sp_compiler.ir.program import Region
@@ -64,7 +64,34 @@ def check_partitioned(
     if partitioned.split is not None:
         tangents = tangent_outputs if loss is None else [loss.output]
         _check_split(region, partitioned.split, tangents, saved, world_size, report)
+    if partitioned.ahead is not None:
+        _check_ahead(region, partitioned.ahead, tangent_outputs, saved, world_size, report)
     return report
+
+
+def _check_ahead(
+    region: Region,
+    ahead: LookAhead,
+    tangent_outputs: Sequence[int],
+    saved: Sequence[list[Results]],
+    world_size: int,
+    report: CheckReport,
+) -> None:
+    placeholders = ahead.recompute.find_nodes(op="placeholder")
+    types: Types = dict(zip(placeholders, saved, strict=True))
+    _walk(ahead.recompute, types, world_size, report)
+    # As what is saved for backward: all readings of a value go on.
+    given = [types[node] for node in ahead.recompute.output_node().args[0]]
+    of_call = [*saved, *given]
+    _check_backward(region, ahead.rest, tangent_outputs, of_call, world_size, report)
+    of_both = [*of_call, *saved]
+    types = _check_backward(region, ahead.both, tangent_outputs, of_both, world_size, report)
+    handed = ahead.both.output_node().args[0][len(region.input_names) :]
+    for node, wanted in zip(handed, given, strict=True):
+        if types[node] != wanted:
+            got, expected = (each[0][0] for each in (types[node], wanted))
+            message = f"{node.name}, recomputed ahead, must be {expected} but is {got}"
+            raise PlacementError(_PASS, message, node)
 
 
 def _check_split(
@@ -99,7 +126,7 @@ def _check_backward(
         types[node] = [(as_value(region.output_placements[index].dual, world_size),)]
     _walk(graph, types, world_size, report)
     grads = graph.output_node().args[0]
-    # Not strict: the first of two functions also returns what it hands over.
+    # Not strict: a function may also return what it hands over.
     for name, placement, grad in zip(
         region.input_names, region.input_placements, grads, strict=False
     ):

@@ -11,7 +11,10 @@ from sp_compiler.base.python_text import identifier
 from sp_compiler.codegen.loading import load
 from sp_compiler.ir.compiled_program import CompiledProgram
 
-_METHODS = ("forward", "backward", "loss_backward")
+_METHODS = (
+    *("forward", "backward", "loss_backward"),
+    *("recompute", "backward_rest", "backward_ahead"),
+)
 
 
 def with_code(compiled: CompiledProgram, source: str) -> CompiledProgram:

@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 
 from sp_compiler.codegen.expressions import first_alone
 from sp_compiler.codegen.nesting import is_unpacked
-from sp_compiler.ir.op_traits import base, is_started
+from sp_compiler.ir.op_traits import base, is_handed, is_started
 
 UNUSED = "_"
 """Name of a result that nothing reads, beside others of its statement."""
@@ -84,14 +84,15 @@ class Lifetimes:
         deleted, nor are handles of collectives, which hold nothing once these are complete.
         """
         # Deleting the name of what the caller holds would free nothing.
-        kept = {base(node) for node in (*self._inputs, *self._returned)}
+        given = [node for node in self._inputs if not is_handed(node)]
+        kept = {base(node) for node in (*given, *self._returned)}
         last: dict[Node, Node] = {}
         for statement, nodes in self._parts.items():
             read = [node for part in nodes for node in part.all_input_nodes]
             # By storage: a view that is still read keeps all of it alive.
             for node in (*targets(statement), *nodes, *read):
                 last[base(node)] = statement
-        bound: dict[str, Node] = {}
+        bound = {self.names[node]: node for node in self._inputs if is_handed(node)}
         deaths: dict[Node, list[str]] = {}
         for statement in self._parts:
             named = targets(statement)

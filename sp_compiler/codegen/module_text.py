@@ -64,13 +64,18 @@ import torch.nn.functional as F
 
 Split = Callable[[str, str, Callable[[str, Sequence[str], str], list[str]]], list[str]]
 """``(name of the class, text of a method, wrapped)`` to the texts of several methods."""
-_WITH_SPLIT = (
-    "differentiated.\n",
-    """differentiated. backward_inputs and backward_weights are the same in two functions; the first
-hands over what the second needs: gradients of parameters may wait.
-""",
-)
+_BEHIND = "\nHeadings are modules"
+_WITH_SPLIT = """
+backward_inputs and backward_weights are backward in two functions; the first hands over what the
+second needs: gradients of parameters may wait.
+"""
 """Addition to the header for a schedule that delays gradients of parameters."""
+_WITH_AHEAD = """
+Of layers in a row, each backward also recomputes for the layer before it, whose values have the
+suffix _before: first recompute, then backward_ahead for all layers but the first in the model, and
+backward_rest for that. backward does all of it for one layer.
+"""
+"""Addition to the header where backwards recompute one call ahead."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +148,9 @@ def module_source(texts: Iterable[RegionText], imports: Sequence[str] = ()) -> s
     if any("math." in text.body for text in texts):  # of open sizes
         header = header.replace("import torch\n", "import math\n\nimport torch\n", 1)
     if any("def backward_inputs(" in text.body for text in texts):
-        header = header.replace(*_WITH_SPLIT, 1)
+        header = header.replace(_BEHIND, f"{_WITH_SPLIT}{_BEHIND}", 1)
+    if any("def backward_ahead(" in text.body for text in texts):
+        header = header.replace(_BEHIND, f"{_WITH_AHEAD}{_BEHIND}", 1)
     header += "".join(f"{line}\n" for line in imports)
     parts = [header, *(["\n".join(lines) + "\n"] if lines else [])]
     return "\n".join(parts) + "".join(f"\n\n{text.body}" for text in texts)
@@ -190,9 +197,9 @@ def region_text(
     for body in (forward, *bodies.values()):
         body.printer.sizes = sizes
     methods = [_forward(partitioned, forward)]
-    num_tangents = _num_tangents(partitioned, joint)
+    given = _given(partitioned, joint)
     methods += [
-        _backward(method, body, num_tangents[method], len(region.input_names))
+        _backward(method, body, given.get(method, {}), len(region.input_names))
         for method, body in bodies.items()
     ]
     name = identifier(region.name)
@@ -205,27 +212,28 @@ def region_text(
 
 def _methods_of(partitioned: Partitioned) -> dict[str, Graph]:
     """Return the graphs to print, by name of the method."""
-    graphs = {"forward": partitioned.forward}
-    if partitioned.backward is not None:
-        graphs["backward"] = partitioned.backward
+    return {method: on_token_rows(graph) for method, graph in partitioned.functions.items()}
+
+
+def _given(partitioned: Partitioned, joint: JointGraph) -> dict[str, dict[str, int]]:
+    """Return the tuples that a backward takes in front of the tangents, with the number of values
+    in each, by name of the method."""
+    graphs = partitioned.functions
+    # Of the others, where all that is saved comes first.
+    num_tangents = dict.fromkeys(graphs, len(joint.tangents))
+    num_tangents |= {"loss_backward": 1, "backward_weights": 0, "recompute": 0}
     if partitioned.loss is not None:
-        graphs["loss_backward"] = partitioned.loss.backward
-    if partitioned.split is not None:
-        graphs["backward_inputs"] = partitioned.split.inputs
-        graphs["backward_weights"] = partitioned.split.weights
-    return {method: on_token_rows(graph) for method, graph in graphs.items()}
-
-
-def _num_tangents(partitioned: Partitioned, joint: JointGraph) -> dict[str, int]:
-    """Return the number of tangents, which are the last placeholders, by name of the method."""
-    general = len(joint.tangents)
-    step = general if partitioned.loss is None else 1
-    return {
-        "backward": general,
-        "loss_backward": 1,
-        "backward_inputs": step,
-        "backward_weights": 0,
-    }
+        num_tangents["backward_inputs"] = 1
+    given = {}
+    for method, graph in graphs.items():
+        count = len(graph.find_nodes(op="placeholder")) - num_tangents[method]
+        given[method] = {"saved": count}
+    if partitioned.ahead is not None:
+        num_saved = given["recompute"]["saved"]
+        num_handed = given["backward_rest"]["saved"] - num_saved
+        given["backward_rest"] = {"saved": num_saved, "recomputed": num_handed}
+        given["backward_ahead"] = {**given["backward_rest"], "saved_before": num_saved}
+    return given
 
 
 def _description(region: Region, paths: Sequence[str], printer: Printer) -> list[str]:
@@ -280,23 +288,33 @@ def _forward(partitioned: Partitioned, body: Body) -> str:
     return "\n".join(lines)
 
 
-def _backward(method: str, body: Body, num_tangents: int, num_grads: int) -> str:
+_HANDED = {"backward_inputs": "rest", "backward_ahead": "recomputed_before"}
+"""Name of what a backward returns behind the gradients, by method."""
+
+
+def _backward(method: str, body: Body, given: Mapping[str, int], num_grads: int) -> str:
     inputs = body.graph.find_nodes(op="placeholder")
     names = [body.printer.names[node] for node in inputs]
-    # Placeholders are saved tensors, then tangents; the former come as one tuple.
-    split = len(names) - num_tangents
-    lines = ["@staticmethod", *wrapped(f"def {method}(", ["tp", "saved", *names[split:]], "):")]
-    if split:
-        lines += indented(wrapped("(", names[:split], ") = saved", as_tuple=True))
+    tangents = names[sum(given.values()) :]
+    lines = ["@staticmethod", *wrapped(f"def {method}(", ["tp", *given, *tangents], "):")]
+    for group, count in given.items():
+        if count:
+            lines += indented(wrapped("(", names[:count], f") = {group}", as_tuple=True))
+            names = names[count:]
+    if "recomputed" in given:  # so that each value dies behind its last use
+        lines += indented(["recomputed.clear()"])
     results = body.graph.output_node().args[0]
     returned = ["None" if value is None else body.printer.names[value] for value in results]
+    if method == "recompute":
+        num_grads = len(returned)
     grads, handed = returned[:num_grads], returned[num_grads:]
     statements = body.lines()
     lines += indented(_device_line(statements, inputs, body.printer))
     lines += indented(["", *statements, ""] if statements else [])
-    if method == "backward_inputs":
-        lines += indented(wrapped("rest = (", handed, ")", as_tuple=True))
-    end = "), rest" if method == "backward_inputs" else ")"
+    end = ")"
+    if method in _HANDED:
+        lines += indented(wrapped(f"{_HANDED[method]} = (", handed, ")", as_tuple=True))
+        end = f"), {_HANDED[method]}"
     lines += indented(wrapped("return (", grads, end, as_tuple=True))
     return "\n".join(lines)
 

@@ -27,6 +27,7 @@ from sp_compiler.base.python_text import identifier
 from sp_compiler.codegen.descriptions import short_dtype
 from sp_compiler.codegen.idioms import RESHAPES
 from sp_compiler.codegen.user_source import Frame, Statement, frames
+from sp_compiler.ir.forward_backward import BEFORE
 from sp_compiler.ir.fx import descendants
 from sp_compiler.ir.op_traits import (
     MATMULS,
@@ -44,7 +45,7 @@ from sp_compiler.trace.joint import JointGraph
 aten = torch.ops.aten
 
 # Names that the generated code has for something else.
-RESERVED = frozenset({"F", "device", "math", "saved", "torch", "tp"})
+RESERVED = frozenset({"F", "device", "math", "recomputed", "saved", "saved_before", "torch", "tp"})
 # Names that say nothing about the value; the module's is better where there is one.
 _POOR = frozenset({"out", "output", "outputs", "res", "result", "ret", "temp", "tmp"})
 _TRANSPOSES = frozenset({aten.t.default, aten.transpose.int, aten.permute.default})
@@ -78,8 +79,11 @@ class ValueNames:
     def wishes(self, node: Node) -> Sequence[str]:
         """Return candidate identifiers for a node of a forward or backward."""
         # What has arrived is the value, what is on its way its pending self.
-        wishes = self._wished(node.all_input_nodes[0] if is_wait(node) else node)
+        value = node.all_input_nodes[0] if is_wait(node) else node
+        wishes = self._wished(value)
         wishes = [f"pending_{wishes[0]}"] if is_started(node) else wishes
+        if value.name.endswith(BEFORE) and value.name not in self._nodes:
+            wishes = [f"{wish}{BEFORE}" for wish in wishes]
         return [identifier(wish, RESERVED) for wish in wishes]
 
     def _base(self, node: Node) -> str:
@@ -88,7 +92,7 @@ class ValueNames:
 
     def _wished(self, node: Node) -> list[str]:
         # Waits and views that later steps made are in no joint graph, and speak for themselves.
-        node = self._nodes.get(node.name, node)
+        node = self._nodes.get(node.name) or self._nodes.get(node.name.removesuffix(BEFORE), node)
         if node not in self._wishes:
             self._wishes[node] = [_operator_name(node)]  # where the search comes back to it
             self._wishes[node] = list(self._candidates(node)) or [_operator_name(node)]

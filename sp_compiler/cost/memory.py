@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 
 from sp_compiler.cost.node_cost import tensor_bytes
 from sp_compiler.ir.fx import arguments
-from sp_compiler.ir.op_traits import base, is_part, is_wait
+from sp_compiler.ir.op_traits import base, is_handed, is_part, is_wait
 from sp_compiler.ops.registry import operator_of
 
 
@@ -54,9 +54,10 @@ def _function_peak(graph: Graph, ignored: Iterable[Node] = ()) -> int:
     dying: dict[int, list[Node]] = {}
     for storage, position in last_use.items():
         # Arguments belong to the caller, which frees them when the function has returned.
-        if storage.op != "placeholder" and storage not in returned and storage not in skipped:
+        own = storage.op != "placeholder" or is_handed(storage)
+        if own and storage not in returned and storage not in skipped:
             dying.setdefault(position, []).append(storage)
-    live = peak = 0
+    live = peak = sum(map(owned_bytes, filter(is_handed, graph.find_nodes(op="placeholder"))))
     for position, node in enumerate(calls):
         # A view makes nothing, and a part was counted with the operator that made it.
         if base(node) is node and not is_part(node):

@@ -10,7 +10,7 @@ from sp_compiler.base.storage import Storage
 from sp_compiler.cost.memory import backward_peak_bytes, function_peak_bytes
 from sp_compiler.cost.step_walk import Holders, Phase, StepWalk
 from sp_compiler.ir.compiled_program import CompiledProgram
-from sp_compiler.ir.forward_backward import Partitioned
+from sp_compiler.ir.forward_backward import Partitioned, step_backwards
 from sp_compiler.ir.program import Program
 
 
@@ -92,22 +92,25 @@ def memory_of_split(
     walk = StepWalk(program, partitioned, differentiable, world_size)
     own_parameters = program.own_parameters(world_size)
 
+    backwards = step_backwards(program, partitioned)
+
     @cache
-    def peak_bytes(name: str, phase: Phase, counted_as_gradients: frozenset[int]) -> int:
+    def peak_bytes(name: str, function: str, counted_as_gradients: frozenset[int]) -> int:
         """Return the peak of one function; calls of a region share the result, so depth costs
         nothing."""
-        parts = partitioned[name]
-        if phase == "forward":
-            return function_peak_bytes(parts.forward)
-        assert parts.step_backward is not None
-        return backward_peak_bytes(parts.step_backward, counted_as_gradients)
+        graph = partitioned[name].functions[function]
+        if function in ("forward", "recompute"):
+            return function_peak_bytes(graph)
+        return backward_peak_bytes(graph, counted_as_gradients)
 
     holders = Holders()
     timeline: list[Moment] = []
     for event in walk.events():
         if event.kind == "run":
             name, around_bytes = program.calls[event.call].region.name, holders.live_bytes
-            num_bytes = around_bytes + peak_bytes(name, event.phase, own_parameters[event.call])
+            functions = ("forward",) if event.phase == "forward" else backwards[event.call]
+            own = own_parameters[event.call]
+            num_bytes = around_bytes + max(peak_bytes(name, each, own) for each in functions)
             timeline.append(Moment(event.phase, event.call, num_bytes, around_bytes))
             continue
         holders.apply(event)

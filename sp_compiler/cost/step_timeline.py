@@ -20,6 +20,7 @@ from sp_compiler.cost.host_transfers import HostLink
 from sp_compiler.cost.node_cost import Span, collectives_us, function_spans
 from sp_compiler.cost.step_memory import Moment
 from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.ir.forward_backward import step_backwards
 from sp_compiler.ops.registry import Collective
 
 _STREAMS = ("compute", "tp", "host")
@@ -52,7 +53,7 @@ class StepTimeline:
 
     Attributes:
         runs: runs of functions, in order.
-        functions: spans of the function of a block, by its name and the phase.
+        functions: spans of a function of a block, by the block's name and the function's.
         transfers: copies to the host and back, by the functions whose tensors they are.
         host_wait_us: time during which the device only waits for these copies.
     """
@@ -138,17 +139,24 @@ def step_timeline(
         fused: whether neighbouring elementwise operators are fused.
     """
     spans = _spans_of_functions(compiled, hardware, fused=fused)
+    partitioned = {name: region.partitioned for name, region in compiled.regions.items()}
+    backwards = step_backwards(compiled.program, partitioned)
     runs, now_us, waited_us = [], 0.0, 0.0
     link = HostLink(compiled, hardware)
     for moment in order:
         call = compiled.program.calls[moment.call]
-        own = spans[call.region.name, moment.phase]
+        functions: tuple[str, ...] = ("forward",)
         ready_us = now_us
         if moment.phase == "backward":
+            functions = backwards[moment.call]
             ready_us = max(now_us, link.fetched_us(moment.call, now_us))
-        runs.append(FunctionRun(call.region.name, call.path, moment.phase, ready_us, own))
         waited_us += ready_us - now_us
-        now_us = end_us = ready_us + duration_us(own)
+        now_us = ready_us
+        for function in functions:
+            own = spans[call.region.name, function]
+            runs.append(FunctionRun(call.region.name, call.path, moment.phase, now_us, own))
+            now_us += duration_us(own)
+        end_us = now_us
         if moment.phase == "forward":
             now_us = max(end_us, link.left_us(moment.call, end_us))
             waited_us += now_us - end_us
@@ -170,18 +178,16 @@ def _spans_of_functions(
 ) -> Mapping[tuple[str, str], tuple[Span, ...]]:
     spans = {}
     for name, region in compiled.regions.items():
-        parts = region.partitioned
-        graphs = {"forward": parts.forward, "backward": parts.step_backward}
-        if parts.split is not None:
-            graphs["backward_inputs"] = parts.split.inputs
-            graphs["backward_weights"] = parts.split.weights
-        for phase, graph in graphs.items():
-            if graph is not None:
-                # Per function, for kernels are fused inside of one.
-                traffic = fused_bytes(graph) if fused else None
-                spans[name, phase] = tuple(
-                    function_spans(graph, compiled.world_size, hardware, traffic)
-                )
+        graphs = region.partitioned.functions
+        # To those who ask for a layer's backward, the one of an ordinary step.
+        if region.partitioned.step_backward is not None:
+            graphs["backward"] = region.partitioned.step_backward
+        for function, graph in graphs.items():
+            # Per function, for kernels are fused inside of one.
+            traffic = fused_bytes(graph) if fused else None
+            spans[name, function] = tuple(
+                function_spans(graph, compiled.world_size, hardware, traffic)
+            )
     return spans
 
 

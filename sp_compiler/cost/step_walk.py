@@ -22,7 +22,7 @@ from torch.fx import Node
 from sp_compiler.base.storage import Storage
 from sp_compiler.cost.memory import owned_bytes
 from sp_compiler.cost.node_cost import tensor_bytes
-from sp_compiler.ir.forward_backward import Partitioned
+from sp_compiler.ir.forward_backward import Partitioned, step_backwards
 from sp_compiler.ir.op_traits import base
 from sp_compiler.ir.program import Call, Program, Ref
 
@@ -123,6 +123,8 @@ class StepWalk:
         self._partial: dict[str, Storage] = {}
         self._replicated: dict[str, Tensor] = {}
         self._fetched: set[int] = set()  # calls
+        self._functions = step_backwards(program, partitioned)
+        self._recomputed: list[Storage | None] = []  # for the next call that runs backward
 
     def events(self) -> Iterator[Event]:
         """Walk once; fills ``storages`` and ``returned``."""
@@ -208,7 +210,15 @@ class StepWalk:
                 tangents[position] = zeros
                 yield self._hold([zeros])
         yield from self._fetch(index)
+        # From here on they are the function's own.
+        yield self._release(self._recomputed)
+        self._recomputed = []
         yield self._run("backward", index)
+        if "backward_ahead" in self._functions[index]:
+            assert parts.ahead is not None
+            values = parts.ahead.recompute.output_node().args[0]
+            self._recomputed = [_resolve(node, {}, ("backward", index)) for node in values]
+            yield self._hold(self._recomputed)
         names = graph.find_nodes(op="placeholder")
         held = [here or back for here, back in zip(made.saved, made.fetched, strict=True)]
         known = dict(zip(names, [*held, *tangents], strict=True))

@@ -11,10 +11,9 @@ from sp_compiler.graph_diff.data import Totals
 from sp_compiler.ir.concretize import Concretizer
 from sp_compiler.ir.snapshot import (
     BACKWARD,
-    BACKWARD_INPUTS,
-    BACKWARD_WEIGHTS,
     IN_CHUNKS,
     LOSS_BACKWARD,
+    SECOND_WAYS,
     Snapshot,
     region_of,
 )
@@ -34,7 +33,7 @@ def totals(stage: Snapshot) -> Totals:
         # numbers of chunks it runs one, too.
         if name.endswith(BACKWARD) and f"{region_of(name)}{LOSS_BACKWARD}" in stage.graphs:
             continue
-        if name.endswith((BACKWARD_INPUTS, BACKWARD_WEIGHTS)):
+        if name.endswith(SECOND_WAYS):
             continue
         if IN_CHUNKS in name and region_of(name) in counted:
             continue

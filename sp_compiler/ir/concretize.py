@@ -17,7 +17,7 @@ from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
 from sp_compiler.ir.compiled_program import CompiledProgram
-from sp_compiler.ir.forward_backward import Partitioned
+from sp_compiler.ir.forward_backward import LookAhead, Partitioned
 from sp_compiler.ir.program import Program, Region
 from sp_compiler.ir.symbolic import Sizes, example_number
 
@@ -95,12 +95,13 @@ class Concretizer:
 
     def partitioned(self, parts: Partitioned) -> Partitioned:
         """Return the copies of a region's forward and backward."""
-        loss = parts.loss
+        loss, ahead = parts.loss, parts.ahead
         return replace(
             parts,
             forward=self.graph(parts.forward),
             backward=None if parts.backward is None else self.graph(parts.backward),
             loss=None if loss is None else replace(loss, backward=self.graph(loss.backward)),
+            ahead=ahead and LookAhead(*map(self.graph, (ahead.recompute, ahead.rest, ahead.both))),
         )
 
     def twin(self, node: Node) -> Node:

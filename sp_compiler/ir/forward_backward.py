@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph
 
-from sp_compiler.ir.program import Region
+from sp_compiler.ir.program import Program, Region
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,37 @@ class SplitBackward:
     weights: Graph
 
 
+BEFORE = "_before"
+"""Behind the names of values of the call before, in a function that has values of two calls."""
+
+
+@dataclass(frozen=True)
+class LookAhead:
+    """The backward of calls in a row, in which each recomputes values for the call before it.
+
+    ::
+
+        call 3   recompute(3), both(3, 2)
+        call 2                             both(2, 1)
+        call 1                                         rest(1)
+
+    Recomputed values that are given to a function are its own: the caller lets them go. Their
+    placeholders have ``meta["handed"]``.
+
+    Attributes:
+        recompute: placeholders: the saved tensors; output: the recomputed values.
+        rest: placeholders: the saved tensors, the recomputed values, the tangents; output: that of
+            :attr:`Partitioned.backward`.
+        both: ``rest``, and ``recompute`` of the call before. Placeholders: the saved tensors, the
+            recomputed values, the saved tensors of the call before, the tangents; output: that of
+            :attr:`Partitioned.backward`, then the recomputed values of the call before.
+    """
+
+    recompute: Graph
+    rest: Graph
+    both: Graph
+
+
 @dataclass(frozen=True)
 class Partitioned:
     """Forward and backward of a region.
@@ -87,6 +119,7 @@ class Partitioned:
         loss: the backward from the model's loss alone, if the region has the loss and other outputs
             through which a gradient may flow.
         split: the same as two functions, if a schedule delays weight gradients.
+        ahead: the same for calls in a row, if that hides more communication.
     """
 
     forward: Graph
@@ -95,6 +128,24 @@ class Partitioned:
     num_outputs: int
     loss: LossPart | None = None
     split: SplitBackward | None = None
+    ahead: LookAhead | None = None
+
+    @property
+    def functions(self) -> dict[str, Graph]:
+        """The graphs of all functions, by name; which backwards run is known at the call."""
+        graphs = {"forward": self.forward}
+        if self.backward is not None:
+            graphs["backward"] = self.backward
+        if self.loss is not None:
+            graphs["loss_backward"] = self.loss.backward
+        if self.split is not None:
+            graphs["backward_inputs"] = self.split.inputs
+            graphs["backward_weights"] = self.split.weights
+        if self.ahead is not None:
+            graphs["recompute"] = self.ahead.recompute
+            graphs["backward_rest"] = self.ahead.rest
+            graphs["backward_ahead"] = self.ahead.both
+        return graphs
 
     @property
     def step_backward(self) -> Graph | None:
@@ -124,3 +175,26 @@ class SplitRegion:
 
     region: Region
     partitioned: Partitioned
+
+
+def step_backwards(
+    program: Program, partitioned: Mapping[str, Partitioned]
+) -> list[tuple[str, ...]]:
+    """Return for each call the names of the functions that are its backward in a step."""
+    calls = program.calls
+    # Whether a call recomputes values for the one before it; one more for the end.
+    recomputes = [
+        index > 0
+        and call.region is calls[index - 1].region
+        and partitioned[call.region.name].ahead is not None
+        for index, call in enumerate(calls)
+    ] + [False]
+    functions = []
+    for index, call in enumerate(calls):
+        from_loss = partitioned[call.region.name].loss is not None
+        names: tuple[str, ...] = ("loss_backward" if from_loss else "backward",)
+        if recomputes[index] or recomputes[index + 1]:
+            names = ("backward_ahead" if recomputes[index] else "backward_rest",)
+            names = names if recomputes[index + 1] else ("recompute", *names)
+        functions.append(names)
+    return functions

@@ -147,6 +147,12 @@ def is_part(node: Node) -> bool:
     return node.target is operator.getitem and not is_view(node)
 
 
+def is_handed(node: Node) -> bool:
+    """Return whether ``node`` is an argument that the caller lets go, so that the function frees
+    it."""
+    return bool(node.meta.get("handed"))
+
+
 def base(node: Node) -> Node:
     """Return the node that owns the storage of ``node``."""
     while is_view(node):

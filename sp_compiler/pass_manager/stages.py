@@ -10,16 +10,7 @@ from torch.fx import Graph
 from sp_compiler.ir.captured import Captured
 from sp_compiler.ir.forward_backward import Partitioned
 from sp_compiler.ir.program import Program, Region
-from sp_compiler.ir.snapshot import (
-    BACKWARD,
-    BACKWARD_INPUTS,
-    BACKWARD_WEIGHTS,
-    FORWARD,
-    IN_CHUNKS,
-    LOSS_BACKWARD,
-    Snapshot,
-    copy_graph,
-)
+from sp_compiler.ir.snapshot import IN_CHUNKS, Snapshot, copy_graph
 from sp_compiler.passes.memory.tag_program import TaggedProgram
 from sp_compiler.passes.sharding.shard import Sharded
 from sp_compiler.trace.joint import JointGraph
@@ -75,16 +66,7 @@ def _(subject: list[Any], region: str = "") -> dict[str, Graph]:
 
 @graphs_of.register
 def _(subject: Partitioned, region: str = "") -> dict[str, Graph]:
-    # All backwards are shown: which of them runs is known at the call.
-    graphs = {f"{region}{FORWARD}": subject.forward}
-    if subject.backward is not None:
-        graphs[f"{region}{BACKWARD}"] = subject.backward
-    if subject.loss is not None:
-        graphs[f"{region}{LOSS_BACKWARD}"] = subject.loss.backward
-    if subject.split is not None:
-        graphs[f"{region}{BACKWARD_INPUTS}"] = subject.split.inputs
-        graphs[f"{region}{BACKWARD_WEIGHTS}"] = subject.split.weights
-    return graphs
+    return {f"{region}.{name}": graph for name, graph in subject.functions.items()}
 
 
 def snapshot_of(name: str, subject: Any, region: str = "") -> Snapshot:

@@ -128,9 +128,11 @@ def _block(
     )
     forward_work = work = _work(parts.forward, compiled.world_size, device, fused=fused)
     backward: tuple[Collective, ...] = ()
-    if parts.step_backward is not None:
-        work += _work(parts.step_backward, compiled.world_size, device, fused=fused)
-        backward = _collectives(parts.step_backward)
+    # Where calls recompute ahead, they do the same work in another order, most of them in this one.
+    graph = parts.step_backward if parts.ahead is None else parts.ahead.both
+    if graph is not None:
+        work += _work(graph, compiled.world_size, device, fused=fused)
+        backward = _collectives(graph)
     return BlockPlan(
         name=region.name,
         paths=tuple(compiled.program.paths(region)),

@@ -145,7 +145,10 @@ def _draw_course(axes: Axes, plan: PlanData, block: BlockPlan) -> None:
     rows = {"tp": "link", "compute": "device"} if plan.tp > 1 else {"compute": "device"}
     begin_us = 0.0
     for phase in ("forward", "backward"):
-        spans = plan.schedule.functions.get((block.name, phase), ())
+        functions = plan.schedule.functions
+        spans = functions.get((block.name, phase), ())
+        if phase == "backward":  # the one that most layers run
+            spans = functions.get((block.name, "backward_ahead"), spans)
         for row, stream in enumerate(rows):
             _draw_spans(axes, [s for s in spans if s.stream == stream], begin_us, row)
         took_us = duration_us(spans)

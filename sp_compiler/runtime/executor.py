@@ -26,7 +26,7 @@ from sp_compiler.ops.host_memory import HostTrip
 from sp_compiler.runtime.mesh_axes import AXIS, EXPERT_AXIS
 from sp_compiler.runtime.parameter_gradients import mark_reduced_by_hooks
 from sp_compiler.runtime.reductions import DeferredGradients, ReplicateParameters
-from sp_compiler.runtime.region_call import OffloadingRunner, RegionRunner
+from sp_compiler.runtime.region_call import LookAheadRunner, OffloadingRunner, RegionRunner
 from sp_compiler.runtime.weight_gradients import DelayedRunner, WeightGradients, WeightTarget
 
 Invoke = Callable[..., tuple[Any, ...]]
@@ -100,6 +100,9 @@ class Executor:
         self._replicated = _parameters_used_as_r(compiled)
         self._arguments = [_Arguments(compiled, call) for call in compiled.program.calls]
         self._sent = _sent_to_host(compiled)
+        self._ahead = {
+            name for name, split in compiled.regions.items() if split.partitioned.ahead is not None
+        }
         self._last_use = compiled.program.last_uses()
         self.needs_seed = any("seed" in region.input_kinds for region in compiled.program.regions)
 
@@ -150,7 +153,6 @@ class Executor:
 
     def _call(self, frame: _RunState, index: int, call: Call) -> tuple[Any, ...]:
         arguments = self._arguments[index]
-        runner = self._runners[call.region.name]
         # What the layer's hooks see: no parameters, no sizes.
         given = [frame.value(ref) for _, ref in arguments.values]
 
@@ -175,14 +177,10 @@ class Executor:
                     mark_reduced_by_hooks(owner)
                 owners.append(owner)
                 inputs[position] = replicated.get(name, owner) if is_replicated else owner
-            chosen = runner
-            if self._delays:
-                chosen = self._delayed(runner, arguments, owners)
-            elif self._sent and torch.is_grad_enabled():
-                # One also for a call that sends nothing: it fetches for the call before it.
-                frame.trip = HostTrip(self._sent.get(call.region.name, ()), frame.trip)
-                chosen = OffloadingRunner(**vars(runner), trip=frame.trip)
-            made.extend(chosen(inputs, owners))
+            made.extend(self._runner(frame, index, owners)(inputs, owners))
+            if call.region.name in self._ahead:
+                # At once: a hook that changes an output in place gives it another node.
+                frame.last = index, _node_of(made)
             return tuple(made)
 
         if not call.path or self._call_block is None:
@@ -190,9 +188,22 @@ class Executor:
         outputs = self._call_block(call.path, invoke, given)
         return tuple(_cast_back(outputs, made)) if frame.managed else outputs
 
-    @property
-    def _delays(self) -> bool:
-        return self._weights is not None and torch.is_grad_enabled()
+    def _runner(self, frame: _RunState, index: int, owners: Sequence[Tensor]) -> RegionRunner:
+        """Return the runner of one call."""
+        call = self.compiled.program.calls[index]
+        name = call.region.name
+        runner = self._runners[name]
+        if not torch.is_grad_enabled():
+            return runner
+        if self._weights is not None:
+            return self._delayed(runner, self._arguments[index], owners)
+        if self._sent:
+            # One also for a call that sends nothing: it fetches for the call before it.
+            frame.trip = HostTrip(self._sent.get(name, ()), frame.trip)
+            return OffloadingRunner(**vars(runner), trip=frame.trip)
+        if name in self._ahead and _can_look_ahead(frame.managed):
+            return LookAheadRunner(**vars(runner), before=frame.node_before(index, call))
+        return runner
 
     def _delayed(
         self, runner: RegionRunner, arguments: _Arguments, owners: Sequence[Tensor]
@@ -250,7 +261,17 @@ class _RunState:
         self.replicated: dict[str, Tensor] = {}
         self.managed: Collection[str] = ()
         self.trip: HostTrip | None = None  # of the last call
+        self.last: tuple[int, Any] = -1, None  # call that others look ahead to, and its node
         self.results: dict[int, tuple[Any, ...]] = {}
+
+    def node_before(self, index: int, call: Call) -> Any:
+        """Return autograd's node of the call before ``index``, if that is of the same region."""
+        last, node = self.last
+        # Hooks may have skipped it.
+        is_before = last == index - 1
+        return (
+            node if is_before and self.compiled.program.calls[last].region is call.region else None
+        )
 
     def value(self, ref: Ref) -> Any:
         if ref.kind == "call":
@@ -309,6 +330,21 @@ def _parameters_used_as_r(compiled: CompiledProgram) -> tuple[str, ...]:
                     f"it as {placement}; only I used as R is converted outside of a region"
                 )
     return tuple(names)
+
+
+def _node_of(outputs: Sequence[Any]) -> Any:
+    """Return autograd's node of the call that returned ``outputs``, ``None`` if it has none."""
+    nodes = (value.grad_fn for value in outputs if isinstance(value, Tensor))
+    return next((node for node in nodes if node is not None), None)
+
+
+def _can_look_ahead(managed: Collection[str]) -> bool:
+    """Return whether a backward may read what the call before it saved.
+
+    What FSDP gathers for a call is not there yet, and hooks on saved tensors, such as those of
+    ``torch.utils.checkpoint``, allow one reading only.
+    """
+    return not managed and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
 def _sent_to_host(compiled: CompiledProgram) -> dict[str, tuple[int, ...]]:

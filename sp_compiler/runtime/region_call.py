@@ -111,6 +111,17 @@ class RegionRunner:
             grads: gradient of every output, ``None`` if there is none; at least one is not.
             metas: shape, dtype and device of each differentiable output, in order.
         """
+        # Neither views nor versions: of what is made here nothing is saved.
+        with self._guard(torch._C._AutoDispatchBelowADInplaceOrView):
+            results = self.compute_gradients(saved, grads, metas)
+        for index in self.unreached(grads):
+            results[index] = None
+        return results
+
+    def compute_gradients(
+        self, saved: Sequence[Any], grads: Sequence[Tensor | None], metas: Sequence[Any]
+    ) -> list[Tensor | None]:
+        """Return :meth:`run_backward`, with zeros for inputs that no gradient reaches."""
         loss = self.loss_backward
         # The usual training step: no gradient but the loss's, so none of zeros flows through.
         if loss is not None and all(
@@ -120,12 +131,7 @@ class RegionRunner:
             backward = loss.run
         else:
             tangents, backward = self.tangents(grads, metas), self.code.backward
-        # Neither views nor versions: of what is made here nothing is saved.
-        with self._guard(torch._C._AutoDispatchBelowADInplaceOrView):
-            results = list(backward(self.tp, saved, *tangents))
-        for index in self.unreached(grads):
-            results[index] = None
-        return results
+        return list(backward(self.tp, saved, *tangents))
 
     def _guard(self, below: Callable[[], Any]) -> Any:
         # Verification differentiates a region by torch's own autograd.
@@ -177,6 +183,64 @@ class OffloadingRunner(RegionRunner):
     ) -> list[Tensor | None]:
         """As of the base class."""
         return super().run_backward(self.trip.fetch(saved), grads, metas)
+
+
+class Recomputed:
+    """What the backward of the next call has recomputed for one call.
+
+    Values are of one backward: after one that failed, another begins anew, on every rank alike.
+    """
+
+    def __init__(self) -> None:
+        self._values: list[Any] | None = None
+        self._backward = -1
+
+    def put(self, values: list[Any] | None) -> None:
+        """Keep ``values`` for the backward that runs now, ``None`` if the call needs no more."""
+        self._values, self._backward = values, torch._C._current_graph_task_id()
+
+    def take(self) -> list[Any] | None:
+        """Return the values, which from now on are the caller's; ``None`` if there are none."""
+        values = self._values if self.is_done else None
+        self.put(None)
+        return values
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the backward that runs now has recomputed for the call, or run it."""
+        return self._backward == torch._C._current_graph_task_id()
+
+
+@dataclass(frozen=True)
+class LookAheadRunner(RegionRunner):
+    """Runs one call of a region whose backward also recomputes for the call before it.
+
+    ``before``: the node of autograd of that call, if it is of the same region. It has the tensors
+    that this backward reads, as long as its own may run.
+    """
+
+    before: Any = field(kw_only=True)
+    recomputed: Recomputed = field(default_factory=Recomputed, kw_only=True)
+
+    def compute_gradients(
+        self, saved: Sequence[Any], grads: Sequence[Tensor | None], metas: Sequence[Any]
+    ) -> list[Tensor | None]:
+        """As of the base class."""
+        code: Any = self.code
+        values = self.recomputed.take()
+        if values is None:
+            values = list(code.recompute(self.tp, saved))
+        tangents, before = self.tangents(grads, metas), self.before
+        # None, or its backward is not to come.
+        if (
+            before is None
+            or before.runner.recomputed.is_done
+            or not torch._C._will_engine_execute_node(before)
+        ):
+            return list(code.backward_rest(self.tp, saved, values, *tangents))
+        results, ahead = code.backward_ahead(self.tp, saved, values, _saved(before), *tangents)
+        before.runner.recomputed.put(list(ahead))
+        return list(results)
 
 
 class RegionFunction(CompiledFunction):

@@ -59,7 +59,7 @@ class _Scored:
     cost_us: float
 
 
-def list_schedule(block: Block, limit_bytes: int) -> list[int]:
+def list_schedule(block: Block, limit_bytes: int, *, quick: bool = False) -> list[int]:
     """Return an order of the tasks of ``block`` with low time, as positions.
 
     The result is the same for the same block, on every rank.
@@ -67,6 +67,7 @@ def list_schedule(block: Block, limit_bytes: int) -> list[int]:
     Args:
         limit_bytes: limit for :func:`peak_bytes`; if the original order needs more, its peak is the
             limit.
+        quick: only walk as priorities that are known beforehand say, to compare blocks.
     """
     given = list(range(len(block.tasks)))
     limit_bytes = max(limit_bytes, peak_bytes(block, given))
@@ -84,6 +85,8 @@ def list_schedule(block: Block, limit_bytes: int) -> list[int]:
                 break  # the same wishes lead to the same walk
             wishes = _Wishes(ranks, latest_us)
     link_us = sum(task.link_us for task in block.tasks)
+    if quick:
+        return best.order
     if block.compute_us > _WORTH_HIDING * link_us and len(given) <= _MOST_TASKS:
         best = _climb(block, limit_bytes, best)
     return _tidy(block, _late_waits(block, best.order, limit_bytes), limit_bytes)

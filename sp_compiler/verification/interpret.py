@@ -165,6 +165,26 @@ class PartitionedCode:
         assert self._parts.split is not None
         return _gradients(self._parts.split.weights, tp, handed)
 
+    def recompute(self, tp: Communicator, saved: Any) -> tuple[Any, ...]:
+        assert self._parts.ahead is not None
+        return _gradients(self._parts.ahead.recompute, tp, saved)
+
+    def backward_rest(
+        self, tp: Communicator, saved: Any, recomputed: Any, *tangents: Tensor
+    ) -> tuple[Any, ...]:
+        assert self._parts.ahead is not None
+        return _gradients(self._parts.ahead.rest, tp, [*saved, *recomputed], *tangents)
+
+    def backward_ahead(
+        self, tp: Communicator, saved: Any, recomputed: Any, before: Any, *tangents: Tensor
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        assert self._parts.ahead is not None
+        given = [*saved, *recomputed, *before]
+        results = _gradients(self._parts.ahead.both, tp, given, *tangents)
+        # Behind the gradients comes what is recomputed for the call before.
+        end = len(results) - len(recomputed)
+        return results[:end], results[end:]
+
 
 class SplitCode:
     """A code whose backward of a step is run as the two functions of a pipeline that delays
@@ -184,6 +204,28 @@ class SplitCode:
         # Each input has its gradient from one of the two.
         pairs = zip(of_inputs, of_weights, strict=True)
         return tuple(second if first is None else first for first, second in pairs)
+
+
+class AheadCode:
+    """A code whose functions that recompute one call ahead all take part in ``backward``.
+
+    Attributes:
+        forward: that of the code, as the other functions.
+    """
+
+    def __init__(self, code: Any) -> None:
+        self._code = code
+        self.forward, self.recompute = code.forward, code.recompute
+        self.backward_rest, self.backward_ahead = code.backward_rest, code.backward_ahead
+
+    def backward(self, tp: Communicator, saved: Any, *tangents: Tensor) -> tuple[Any, ...]:
+        values = list(self.recompute(tp, saved))
+        # As if the call before were this one.
+        grads, ahead = self.backward_ahead(tp, saved, values, saved, *tangents)
+        same = self.backward_rest(tp, saved, list(ahead), *tangents)
+        # Equal to the bit, or wrong: then the result is wrong as well, whichever is.
+        pairs = zip(grads, same, strict=True)
+        return tuple(None if first is None else first + (first - second) for first, second in pairs)
 
 
 def _gradients(graph: Graph, tp: Communicator, saved: Any, *tangents: Tensor) -> tuple[Any, ...]:

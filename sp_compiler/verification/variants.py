@@ -12,19 +12,32 @@ from sp_compiler.base.pass_report import Pass
 from sp_compiler.codegen.module_text import CompiledRegion, printed_regions
 from sp_compiler.ir.compiled_program import CompiledProgram, LossBackward, RegionCode
 from sp_compiler.ir.concretize import Concretizer
-from sp_compiler.ir.forward_backward import Partitioned, SplitBackward, SplitRegion
+from sp_compiler.ir.forward_backward import (
+    LookAhead,
+    Partitioned,
+    SplitBackward,
+    SplitRegion,
+)
 from sp_compiler.ir.rewriting import subgraph
 from sp_compiler.ir.snapshot import (
     BACKWARD,
+    BACKWARD_AHEAD,
     BACKWARD_INPUTS,
+    BACKWARD_REST,
     BACKWARD_WEIGHTS,
     FORWARD,
     IN_CHUNKS,
     LOSS_BACKWARD,
+    RECOMPUTE,
     Snapshot,
 )
 from sp_compiler.trace.joint import JointGraph
-from sp_compiler.verification.interpret import PartitionedCode, ShardedCode, SplitCode
+from sp_compiler.verification.interpret import (
+    AheadCode,
+    PartitionedCode,
+    ShardedCode,
+    SplitCode,
+)
 
 _JOINT = (Pass.JOINT, Pass.SIMPLIFY, Pass.CHUNK)
 _DIVIDED = (Pass.PARTITION, Pass.SPLIT_BACKWARD, Pass.OVERLAP)
@@ -77,7 +90,7 @@ def _of_joints(compiled: CompiledProgram, joints: Mapping[str, JointGraph]) -> C
 def _divided(
     compiled: CompiledProgram, codes: Mapping[str, Any], parts: Mapping[str, Partitioned]
 ) -> CompiledProgram:
-    """Return the program with ``codes``; the backward of a step runs in two where ``parts`` do."""
+    """Return the program with ``codes``; a step runs those functions that ``parts`` have."""
     whole: dict[str, RegionCode] = dict(codes)
     from_loss = {
         name: LossBackward(loss.output, codes[name].loss_backward)
@@ -89,7 +102,13 @@ def _divided(
             from_loss[name] = replace(from_loss[name], run=in_two.backward)
         else:
             whole[name] = in_two
-    return replace(compiled, codes=whole, loss_backwards=from_loss)
+    for name in [name for name, part in parts.items() if part.ahead is not None]:
+        whole[name] = AheadCode(codes[name])
+    regions = {
+        name: replace(split, partitioned=replace(split.partitioned, ahead=parts[name].ahead))
+        for name, split in compiled.regions.items()
+    }
+    return replace(compiled, codes=whole, loss_backwards=from_loss, regions=regions)
 
 
 def _joint_after(item: CompiledRegion, stage: Snapshot) -> JointGraph:
@@ -108,15 +127,21 @@ def _parts_after(item: CompiledRegion, stage: Snapshot) -> Partitioned:
     def graph(suffix: str) -> Graph:
         return example.copied(stage.graphs[f"{item.region.name}{suffix}"])
 
-    loss, split = parts.loss, parts.split
+    def graphs(*suffixes: str) -> tuple[Graph, ...]:
+        """Return graphs that a later pass may have made."""
+        made = f"{item.region.name}{suffixes[0]}" in stage.graphs
+        return tuple(map(graph, suffixes)) if made else ()
+
+    loss = parts.loss
+    split = graphs(BACKWARD_INPUTS, BACKWARD_WEIGHTS)
+    ahead = graphs(RECOMPUTE, BACKWARD_REST, BACKWARD_AHEAD)
     return replace(
         parts,
         forward=graph(FORWARD),
         backward=None if parts.backward is None else graph(BACKWARD),
         loss=None if loss is None else replace(loss, backward=graph(LOSS_BACKWARD)),
-        split=None
-        if split is None or f"{item.region.name}{BACKWARD_INPUTS}" not in stage.graphs
-        else SplitBackward(graph(BACKWARD_INPUTS), graph(BACKWARD_WEIGHTS)),
+        split=SplitBackward(*split) if split else None,
+        ahead=LookAhead(*ahead) if ahead else None,
     )
 
 
@@ -138,9 +163,9 @@ def _saving_all(joint: JointGraph) -> Partitioned:
 
 
 def _on_device(compiled: CompiledProgram) -> dict[str, SplitRegion]:
-    """Return the regions without what goes to the host: it is named by its position among what the
-    partition saves, and before the partition code saves other values."""
+    """Return the regions without what goes to the host and what is recomputed ahead: before the
+    partition code saves other values, and has no functions for it."""
     return {
-        name: replace(split, partitioned=replace(split.partitioned, saved=()))
+        name: replace(split, partitioned=replace(split.partitioned, saved=(), ahead=None))
         for name, split in compiled.regions.items()
     }

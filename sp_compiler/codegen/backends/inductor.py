@@ -66,6 +66,12 @@ def _trace(parts: Partitioned, code: Any, world_size: int) -> str:
             _, saved = code.forward(tp, *_inputs(parts.forward))
             if parts.backward is not None:
                 code.backward(tp, saved, *_inputs(parts.backward)[len(saved) :])
+            if parts.ahead is not None:
+                recomputed = list(code.recompute(tp, saved))
+                tangents = _inputs(parts.ahead.rest)[len(saved) + len(recomputed) :]
+                code.backward_rest(tp, saved, list(recomputed), *tangents)
+                # Other tensors: of two that are one, the graph would read one for both calls.
+                code.backward_ahead(tp, saved, recomputed, _detached(saved), *tangents)
             if parts.loss is not None:
                 code.loss_backward(tp, saved, *_inputs(parts.loss.backward)[len(saved) :])
     except Exception as error:  # a statement between the functions may need real numbers
@@ -74,5 +80,8 @@ def _trace(parts: Partitioned, code: Any, world_size: int) -> str:
 
 
 def _inputs(graph: Graph) -> list[Any]:
-    values = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
+    return _detached([node.meta["val"] for node in graph.find_nodes(op="placeholder")])
+
+
+def _detached(values: Sequence[Any]) -> list[Any]:
     return [value.detach() if isinstance(value, Tensor) else value for value in values]

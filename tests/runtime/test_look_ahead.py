@@ -1,0 +1,254 @@
+"""Steps in which each layer's backward recomputes for the layer before it, and when it must not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import sp_compiler
+from benchmarks.models import GPTConfig, PlainGPT
+from sp_compiler.cost.hardware import Link, hardware_of
+from sp_compiler.inductor import fused
+from sp_compiler.inductor.lowering import Traced
+
+# Communication takes a quarter of a small block's time.
+SLOW = replace(
+    hardware_of("h100"),
+    interconnect={kind: Link(0.0, 200.0) for kind in hardware_of("h100").interconnect},
+)
+IDS = torch.randint(0, 96, (2, 32), generator=torch.Generator().manual_seed(1))
+LAYERS = 4
+
+
+def _compiled(
+    change: Callable[[PlainGPT], Any] = id, vocab_size: int = 2048, **options: Any
+) -> Any:
+    torch.manual_seed(0)
+    config = GPTConfig(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        num_heads=2,
+        num_layers=LAYERS,
+        num_positions=32,
+        tied_head=False,
+    )
+    model = PlainGPT(config).double()
+    change(model)
+    example = ((), {"input_ids": IDS, "labels": IDS})
+    options = {"tp": 2, "recompute": "full", "hardware": SLOW, **options}
+    return sp_compiler.compile(model, example_inputs=example, **options)
+
+
+@pytest.fixture(scope="module")
+def clock() -> Iterator[Any]:
+    with sp_compiler.emulated_group(2, hardware=SLOW) as clock:
+        yield clock
+
+
+@pytest.fixture(scope="module")
+def alone(clock: Any) -> Any:
+    return _compiled(overlap=False)
+
+
+@pytest.fixture(scope="module")
+def ahead(clock: Any) -> Any:
+    return _compiled()
+
+
+def _loss(module: Any, ids: Tensor = IDS) -> Tensor:
+    torch.manual_seed(2)  # dropout
+    loss: Tensor = module(input_ids=ids, labels=ids).loss
+    return loss
+
+
+def _gradients(module: Any) -> dict[str, Tensor]:
+    grads = {
+        name: each.grad.to_local().clone()
+        for name, each in module.named_parameters()
+        if each.grad is not None
+    }
+    module.zero_grad()
+    return grads
+
+
+def _same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(map(torch.equal, one.values(), other.values()))
+
+
+@contextmanager
+def _functions(module: Any) -> Iterator[list[str]]:
+    """List the functions of blocks that run backward."""
+    ran: list[str] = []
+    code = module._sp_state.latest.codes["Block"]
+
+    def listed(name: str, function: Callable[..., Any]) -> Any:
+        def run(*args: Any) -> Any:
+            ran.append(name)
+            return function(*args)
+
+        return staticmethod(run)
+
+    names = ("backward", "recompute", "backward_ahead", "backward_rest")
+    replaced = {name: listed(name, getattr(code, name)) for name in names}
+    with mock.patch.multiple(code, **replaced):
+        yield ran
+
+
+_WHOLE = ["recompute", *["backward_ahead"] * (LAYERS - 1), "backward_rest"]
+
+
+def test_a_step_takes_its_planned_time(clock: Any, alone: Any, ahead: Any) -> None:
+    exposed_us, grads = [], []
+    for module in (alone, ahead):
+        loss = _loss(module)
+        clock.reset()
+        loss.backward()
+        exposed_us.append(clock.exposed_us["backward"])
+        planned_us = module.plan.schedule.exposed_us["backward"]
+        assert exposed_us[-1] == pytest.approx(planned_us, rel=0.05)
+        grads.append(_gradients(module))
+    assert exposed_us[1] < 0.7 * exposed_us[0]
+    assert _same(*grads)
+
+
+def test_a_graph_runs_twice_and_in_part(clock: Any, ahead: Any) -> None:
+    loss = _loss(ahead)
+    loss.backward(retain_graph=True)
+    grads, busy_us = _gradients(ahead), clock.busy_us["backward"]
+    with _functions(ahead) as ran:
+        loss.backward(retain_graph=True)
+    assert ran == _WHOLE
+    assert _same(_gradients(ahead), grads)
+    whole_us, busy_us = clock.busy_us["backward"] - busy_us, clock.busy_us["backward"]
+    # Two layers of four, and nothing for the others.
+    name = "blocks.2.mlp.up.weight"
+    with _functions(ahead) as ran:
+        (grad,) = torch.autograd.grad(loss, ahead.get_parameter(name), retain_graph=True)
+    assert ran == ["recompute", "backward_ahead", "backward_rest"]
+    assert torch.equal(grad.to_local(), grads[name])
+    assert clock.busy_us["backward"] - busy_us < 0.6 * whole_us
+    loss.backward(inputs=[ahead.get_parameter(name)])
+    assert torch.equal(_gradients(ahead)[name], grads[name])
+
+
+def test_forwards_before_their_backwards(alone: Any, ahead: Any) -> None:
+    grads = []
+    for module in (alone, ahead):
+        first, second = _loss(module), _loss(module, IDS.flip(1))
+        first.backward()
+        second.backward()
+        both = _loss(module) * 2 + _loss(module, IDS.flip(1))
+        both.backward()
+        grads.append(_gradients(module))
+    assert _same(*grads)
+
+
+def test_a_failed_backward_leaves_nothing_wrong(alone: Any, ahead: Any) -> None:
+    """Neither for the same graph, nor for the next step."""
+    _loss(alone).backward()
+    grads = _gradients(alone)
+    fails = [True]
+
+    def failing(grad: Tensor) -> None:
+        if fails.pop():
+            fails.append(False)
+            raise ArithmeticError("in the middle")
+        fails.append(False)
+
+    def watch(module: Any, args: Any, output: Any) -> None:
+        output.register_hook(failing)
+
+    handle = ahead.get_submodule("blocks.1").register_forward_hook(watch)
+    loss = _loss(ahead)
+    handle.remove()
+    with pytest.raises(ArithmeticError, match="in the middle"):
+        loss.backward(retain_graph=True)
+    ahead.zero_grad()
+    with _functions(ahead) as ran:
+        loss.backward()
+    assert ran == _WHOLE
+    assert _same(_gradients(ahead), grads)
+    _loss(ahead).backward()
+    assert _same(_gradients(ahead), grads)
+
+
+@pytest.mark.parametrize("changed", [Tensor.detach, torch.sin, Tensor.sin_])
+def test_hooks_between_layers(alone: Any, ahead: Any, changed: Callable[[Tensor], Tensor]) -> None:
+    grads = []
+    for module in (alone, ahead):
+        layer = module.get_submodule("blocks.1")
+        handle = layer.register_forward_hook(lambda module, args, output: changed(output))
+        loss = _loss(module)
+        handle.remove()
+        with _functions(module) if module is ahead else mock.MagicMock() as ran:
+            loss.backward()
+        grads.append(_gradients(module))
+    assert _same(*grads)
+    assert ran == ([*_WHOLE[:2], _WHOLE[-1]] if changed is Tensor.detach else _WHOLE)
+
+
+def test_saved_tensors_that_hooks_unpack_once(alone: Any, ahead: Any) -> None:
+    _loss(alone).backward()
+    with _functions(ahead) as ran:
+        loss = checkpoint(_loss, ahead, use_reentrant=False)
+        loss.backward()
+    assert ran == ["backward"] * LAYERS
+    assert _same(_gradients(ahead), _gradients(alone))
+
+
+def test_a_reentrant_checkpoint(alone: Any, ahead: Any) -> None:
+    """Its backward runs within another."""
+    scale = torch.ones((), requires_grad=True)
+    _loss(alone).backward()
+    with _functions(ahead) as ran:
+        loss = checkpoint(lambda scale: _loss(ahead) * scale, scale, use_reentrant=True)
+        loss.backward()
+    assert ran == _WHOLE
+    assert _same(_gradients(ahead), _gradients(alone))
+
+
+def test_a_parameter_that_was_changed_is_noticed(ahead: Any) -> None:
+    loss = _loss(ahead)
+    with torch.no_grad():
+        ahead.get_parameter("blocks.2.mlp.up.weight").mul_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    ahead.zero_grad()
+
+
+@pytest.mark.slow
+def test_layers_without_gradients_are_not_recomputed(clock: Any) -> None:
+    def freeze(model: PlainGPT) -> None:
+        for part in (model.token_embedding, model.position_embedding, *model.blocks[:2]):
+            part.requires_grad_(False)
+
+    grads = []
+    for overlap in (False, True):
+        module = _compiled(freeze, overlap=overlap)
+        _loss(module).backward()
+        grads.append(_gradients(module))
+    assert _same(*grads)
+
+
+@pytest.mark.slow
+def test_functions_for_inductor_read_both_layers(clock: Any) -> None:
+    def interpreted(traced: Traced) -> Callable[[list[Any]], Any]:
+        return lambda values: traced.module(*values)
+
+    # Their graphs, without the minute that compiling them takes.
+    with mock.patch.object(fused, "compile_graph", interpreted):
+        # With so little memory that a function reads the inputs of both layers.
+        module = _compiled(PlainGPT.float, vocab_size=512, backend="inductor")
+        _loss(module).backward()
+        grads = _gradients(module)
+        checkpoint(_loss, module, use_reentrant=False).backward()
+    for name, grad in _gradients(module).items():
+        torch.testing.assert_close(grads[name], grad, rtol=1e-4, atol=1e-5, msg=name)

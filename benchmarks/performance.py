@@ -2,8 +2,8 @@
 
     python -m benchmarks.performance [--write]
 
-``benchmarks.step_time``, ``compile_time`` and ``verify_time`` write the files; nothing is measured
-here.
+``benchmarks.step_time``, ``compile_time``, ``verify_time`` and ``inductor_time`` write the files;
+nothing is measured here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
-_FILES = "step_time", "compile_time", "verify_time"
+FILES = "step_time", "compile_time", "verify_time", "inductor_time"
 _HEAD = """# Performance
 
 Written by `python -m benchmarks.performance --write` from `benchmarks/results/`; not edited by
@@ -44,6 +44,30 @@ is mostly Python overhead.""",
 }
 
 
+_COLUMNS = {
+    "setting": "setting",
+    "contender": "contender",
+    "layers": "layers",
+    "cache": "cache",
+    "median_ms": "median ms",
+    "ratio": "inductor / it",
+    "saved_mib": "saved MiB",
+    "compile": "compile",
+    "first_step": "first step",
+    "both": "both",
+}
+_INDUCTOR_RUNS = {
+    "one-device": """CPU time of a step with `backend="inductor"`: a plain GPT and a Llama of 4
+layers, hidden 512, 2 x 512 tokens, float32, every dropout probability 0.1, `tp=1`,
+`recompute="selective"`. The ratio is that of *inductor* to the contender; *saved* is what autograd
+keeps for backward, without parameters.""",
+    "two-ranks": "The same on two gloo ranks, `tp=2`.",
+    "compile": """CPU seconds of a new process, its C++ compilers included, until the first step of
+the GPT is done, with an empty cache and with the one that the process before has left: *compile* is
+`sp_compiler.compile`, *first step* what the first step takes longer than the next.""",
+}
+
+
 def machine() -> str:
     """Return the machine that a result was measured on, in words."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
@@ -62,7 +86,10 @@ def save(path: Path, run: str, rows: Iterable[Mapping[str, Any]], **settings: An
 
 
 def page(
-    step_time: Mapping[str, Any], compile_time: Mapping[str, Any], verify_time: Mapping[str, Any]
+    step_time: Mapping[str, Any],
+    compile_time: Mapping[str, Any],
+    verify_time: Mapping[str, Any],
+    inductor_time: Mapping[str, Any],
 ) -> str:
     """The text of ``docs/performance.md``."""
     parts = [_HEAD, "## Time of a step, forward and backward\n"]
@@ -108,7 +135,18 @@ def page(
             f"{' x '.join(map(str, run['shape']))} tokens.\n\nOn {run['machine']}.\n"
         )
         parts.append(markdown_table(("model", "compile", "verify=True adds", "ratio"), rows))
+    parts.append("## Inductor\n")
+    for name, about in _INDUCTOR_RUNS.items():
+        run = inductor_time[name]
+        parts.append(f"{about}\n\n{run['rounds']} round(s) on {run['machine']}.\n")
+        shown = [column for column in _COLUMNS if column in run["rows"][0]]
+        cells = [[_cell(row[column]) for column in shown] for row in run["rows"]]
+        parts.append(markdown_table([_COLUMNS[column] for column in shown], cells))
     return "\n".join(parts)
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -129,7 +167,7 @@ def keep(name: str, run: str, rows: Iterable[Mapping[str, Any]], **settings: Any
     Both at once: a test compares them, and must pass whatever was measured last.
     """
     save(RESULTS / f"{name}.json", run, rows, **settings)
-    PAGE.write_text(page(*map(load, _FILES)))
+    PAGE.write_text(page(*map(load, FILES)))
 
 
 def keep_architecture(
@@ -153,7 +191,7 @@ def main() -> None:
     """Print the page or write it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
-    text = page(*map(load, _FILES))
+    text = page(*map(load, FILES))
     if parser.parse_args().write:
         PAGE.write_text(text)
     else:

@@ -11,7 +11,7 @@ from benchmarks import performance
 
 
 def test_page_is_current() -> None:
-    results = map(performance.load, ("step_time", "compile_time", "verify_time"))
+    results = map(performance.load, performance.FILES)
     assert performance.PAGE.read_text() == performance.page(*results)
 
 
@@ -30,7 +30,7 @@ def test_runs_are_kept_beside_each_other(tmp_path: Path) -> None:
 def test_what_is_kept_is_on_the_page_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("step_time", "compile_time", "verify_time"):
+    for name in performance.FILES:
         (tmp_path / f"{name}.json").write_text((performance.RESULTS / f"{name}.json").read_text())
     monkeypatch.setattr(performance, "RESULTS", tmp_path)
     monkeypatch.setattr(performance, "PAGE", tmp_path / "performance.md")

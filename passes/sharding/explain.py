@@ -173,7 +173,7 @@ class _Question:
             operands = tuple(map(str, strategies[index].operands))
             results = tuple(map(str, strategies[index].results))
         else:
-            operands, results = (), (_stored_text(option.makes[0]),)
+            operands, results = (), (stored_text(option.makes[0]),)
         choices = self._forced(number, index)
         if choices is None:  # some other vertex is left without an option
             return Way(operands, results, chosen, False, 0.0, 0.0, 0.0, 0.0, 0, ())
@@ -291,12 +291,16 @@ class _Question:
         return ""
 
 
-def _stored_text(placement: Placement) -> str:
-    """Placement as a hint, with the sizes of the parts of a fused dim."""
-    text = placement_text(placement)
-    parts = ", ".join(map(str, placement.segments))
-    if placement.units:
-        return f"{text} in parts of {parts} with padding behind the {placement.units} heads of each"
-    if len(placement.segments) == 1:
-        return f"{text} with padding behind {parts}"
-    return f"{text}{f' in parts of {parts}' if parts else ''}"
+def stored_text(placement: Placement) -> str:
+    """Return a placement as a hint, with the sizes of the parts of a fused dim."""
+    text, segments = placement_text(placement), placement.segments
+    if len(segments) == 1 and not placement.units:
+        return f"{text} with padding behind {segments[0]}"
+    if not segments:
+        return text
+    # Of many parts, as of the heads of a fused projection, the list would be a line of its own.
+    is_even = len(segments) > 3 and len(set(segments)) == 1
+    listed = ", ".join(map(str, segments))
+    text += f" in {len(segments)} parts of {segments[0]}" if is_even else f" in parts of {listed}"
+    padding = f" with padding behind the {placement.units} heads of each"
+    return text + padding if placement.units else text

@@ -133,6 +133,8 @@ def _called(source: str, device: str) -> Any:
             f"{module_name!r} is no name of a module: expected package.module:callable, found from "
             f"{Path.cwd()} and the installed packages"
         )
+    if module_name.endswith(".py"):
+        raise ArgumentError(f"{source!r} is a file: write {module_name.removesuffix('.py')}:{name}")
     # As ``python -m`` does: a model of the folder in which the command is run.
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))

@@ -141,6 +141,7 @@ def test_doctor_lists_what_is_needed_and_tries_a_model() -> None:
         (["plan", "setup.py"], "setup.py is no JSON: a function in a Python file is given as"),
         (["plan", f"{_MODELS}:ending"], "ended the process (exit 0)"),
         (["plan", ":relu"], "'' is no name of a module"),
+        (["plan", "models.py:relu"], "'models.py:relu' is a file: write models:relu"),
         (["plan", "../models:relu"], "'../models' is no name of a module"),
         (["plan", f"{_MODELS}:relu", "--dtype", "int8"], "dtype 'int8'"),
         (["plan", f"{_MODELS}:relu", "--html", "/missing/p.html"], "there is no folder /missing"),

@@ -15,8 +15,10 @@ from torch.distributed.tensor import Replicate, Shard
 
 import sp_compiler
 from sp_compiler import ArgumentError, NotCompiledError, Plan
+from sp_compiler.base.placement import Placement
 from sp_compiler.compiler import build, to_program
 from sp_compiler.options import CompileOptions
+from sp_compiler.passes.sharding.explain import stored_text
 from sp_compiler.passes.sharding.shard import shard
 from sp_compiler.planning.placement_explanation import ParameterExplanation, Way
 from sp_compiler.trace.export import capture
@@ -195,3 +197,17 @@ def test_memory_is_not_told_as_a_time(llama: Plan) -> None:
     text = str(llama.explain("lm_head"))
     assert "Replicate() would cost more memory on every rank" in text
     assert text.count("\nPlacements\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("segments", "units", "text"),
+    [
+        ((), 0, "Shard(0)"),
+        ((5,), 0, "Shard(0) with padding behind 5"),
+        ((64, 16, 16), 0, "Shard(0) in parts of 64, 16, 16"),
+        ((8,) * 24, 0, "Shard(0) in 24 parts of 8"),
+        ((6, 6), 3, "Shard(0) in parts of 6, 6 with padding behind the 3 heads of each"),
+    ],
+)
+def test_parts_are_listed_if_they_are_few(segments: tuple[int, ...], units: int, text: str) -> None:
+    assert stored_text(Placement("S", 0, segments, units)) == text

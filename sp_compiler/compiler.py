@@ -66,9 +66,9 @@ from sp_compiler.passes.half_batches import half_batches, halves_pay
 from sp_compiler.passes.loss_only import loss_only
 from sp_compiler.passes.memory.budget import candidates_of, tag_under_budget, with_offloads
 from sp_compiler.passes.memory.overlap_room import overlap_room_bytes, regions_in_a_row
-from sp_compiler.passes.memory.partition import SplitOptions, partition
+from sp_compiler.passes.memory.partition import PartitionOptions, partition
+from sp_compiler.passes.memory.partition_options import partition_options
 from sp_compiler.passes.memory.split_backward import split_backward
-from sp_compiler.passes.memory.split_options import split_options
 from sp_compiler.passes.memory.tag import POLICIES
 from sp_compiler.passes.memory.tag_program import TaggedProgram, tag_program
 from sp_compiler.passes.normalize import normalize
@@ -314,13 +314,13 @@ class Compilation:
             to_chunk = joints[name], tp, *options.chunk_counts
             chunked[name] = run.once(Pass.CHUNK, chunk, *to_chunk, region=name)
         # From here on per memory setting: a policy writes tags, the partitioner acts on them.
-        splits = split_options(program, options)
-        tagged = self._tag(program, chunked, splits, options, state_bytes)
+        wanted = partition_options(program, options)
+        tagged = self._tag(program, chunked, wanted, options, state_bytes)
         # Under a budget a region may become several that save differently; ``origins`` has the
         # sharded region of each.
         partitioned: dict[str, Partitioned] = {}
         for region in tagged.program.regions:
-            name, loss = region.name, splits[tagged.origins[region.name]].loss_output
+            name, loss = region.name, wanted[tagged.origins[region.name]].loss_output
             joint = tagged.joints[name]
             partitioned[name] = run(Pass.PARTITION, partition, joint, loss, region=name)
             if options.split_backward:
@@ -331,9 +331,9 @@ class Compilation:
         regions: list[CompiledRegion] = []
         for region in tagged.program.regions:
             name, origin = region.name, tagged.origins[region.name]
-            joint, split, parts = tagged.joints[name], splits[origin], partitioned[name]
-            if split.overlap:
-                limits = split.own_parameters, split.sizes, room_bytes.get(name, {}), options.device
+            joint, own, parts = tagged.joints[name], wanted[origin], partitioned[name]
+            if own.overlap:
+                limits = own.own_parameters, own.sizes, room_bytes.get(name, {}), options.device
                 ahead = {"in_a_row": name in in_a_row}
                 parts = run(Pass.OVERLAP, overlap_collectives, parts, *limits, region=name, **ahead)
             if self._checked:  # the graphs that run, after every pass that could change them
@@ -350,17 +350,17 @@ class Compilation:
         self,
         program: Program,
         joints: Mapping[str, Sequence[JointGraph]],
-        splits: Mapping[str, SplitOptions],
+        wanted: Mapping[str, PartitionOptions],
         options: CompileOptions,
         state_bytes: int,
     ) -> TaggedProgram:
         """Tag all regions in one run: a memory budget is for the entire step."""
         run, tp = self._run, options.tp
         if options.budget_bytes is None:
-            return run(Pass.TAG, tag_program, program, joints, splits, options.recompute, tp)
-        candidates = run.once(Pass.TAG, candidates_of, program, joints, splits, tp)
+            return run(Pass.TAG, tag_program, program, joints, wanted, options.recompute, tp)
+        candidates = run.once(Pass.TAG, candidates_of, program, joints, wanted, tp)
         if options.offload:
-            to_send = candidates, program, joints, splits, tp
+            to_send = candidates, program, joints, wanted, tp
             candidates = run.once(Pass.TAG, with_offloads, *to_send)
         within = options.budget_bytes, state_bytes
         return run(Pass.TAG, tag_under_budget, program, candidates, tp, *within)

@@ -26,7 +26,7 @@ from sp_compiler.cost.budget_problem import budget_problem
 from sp_compiler.ir.program import Call, Program, Ref, Region
 from sp_compiler.ir.rewriting import copy_graph
 from sp_compiler.passes.memory.candidates import Candidate, candidates, offloads
-from sp_compiler.passes.memory.partition import SplitOptions
+from sp_compiler.passes.memory.partition import PartitionOptions
 from sp_compiler.passes.memory.tag import write_tags
 from sp_compiler.passes.memory.tag_program import TaggedProgram
 from sp_compiler.solve.memory_budget import (
@@ -46,7 +46,7 @@ Candidates = Mapping[str, Sequence[Candidate]]
 def candidates_of(
     program: Program,
     joints: Mapping[str, Sequence[JointGraph]],
-    options: Mapping[str, SplitOptions],
+    options: Mapping[str, PartitionOptions],
     world_size: int,
 ) -> Candidates:
     """Return the ways to split every region of ``program``, for any budget.
@@ -73,7 +73,7 @@ def with_offloads(
     ways: Candidates,
     program: Program,
     joints: Mapping[str, Sequence[JointGraph]],
-    options: Mapping[str, SplitOptions],
+    options: Mapping[str, PartitionOptions],
     world_size: int,
 ) -> Candidates:
     """Return ``ways`` of :func:`candidates_of`, and behind them others that send saved tensors to

@@ -28,7 +28,7 @@ from sp_compiler.cost.node_cost import (
 from sp_compiler.ir.forward_backward import Partitioned
 from sp_compiler.ir.fx import ancestors
 from sp_compiler.ir.op_traits import base, has_inner_communication
-from sp_compiler.passes.memory.partition import SplitOptions, split
+from sp_compiler.passes.memory.partition import PartitionOptions, split
 from sp_compiler.passes.memory.recompute_policy import Tag
 from sp_compiler.passes.memory.tag import POLICIES, tag_recompute, tags_of, write_tags
 from sp_compiler.solve.recompute_frontier import Choice, ForwardValue, frontier
@@ -61,7 +61,7 @@ def candidates(
     joint: JointGraph,
     world_size: int,
     *,
-    options: SplitOptions,
+    options: PartitionOptions,
     free: frozenset[int],
 ) -> list[Candidate]:
     """Split ``joint``, whose tags are overwritten; the candidate that saves least comes first.
@@ -82,7 +82,7 @@ def offloads(
     joint: JointGraph,
     world_size: int,
     *,
-    options: SplitOptions,
+    options: PartitionOptions,
     free: frozenset[int],
     own_inputs: frozenset[int],
     num_calls: int,
@@ -120,7 +120,10 @@ def _undominated(ways: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _distinct(
-    joint: JointGraph, choices: Sequence[dict[Node, Tag]], world_size: int, options: SplitOptions
+    joint: JointGraph,
+    choices: Sequence[dict[Node, Tag]],
+    world_size: int,
+    options: PartitionOptions,
 ) -> list[Candidate]:
     distinct: dict[tuple[tuple[str, bool], ...], Candidate] = {}
     for tags in choices:
@@ -140,7 +143,7 @@ def _policy_tags(joint: JointGraph, policy: str) -> dict[Node, Tag]:
 
 
 def measured(
-    joint: JointGraph, tags: Mapping[Node, Tag], world_size: int, options: SplitOptions
+    joint: JointGraph, tags: Mapping[Node, Tag], world_size: int, options: PartitionOptions
 ) -> Candidate:
     """Return the candidate for ``joint`` with its current ``tags``."""
     parts = split(joint, options)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from sp_compiler.cost.budget_problem import budget_problem
 from sp_compiler.ir.program import Program
 from sp_compiler.passes.memory.candidates import measured
-from sp_compiler.passes.memory.partition import SplitOptions
+from sp_compiler.passes.memory.partition import PartitionOptions
 from sp_compiler.passes.memory.tag import tags_of
 from sp_compiler.solve.memory_budget import peak_bytes
 from sp_compiler.trace.joint import JointGraph
@@ -22,7 +22,7 @@ _NEAR = 0.01
 def fewest_chunks(
     program: Program,
     joints: Mapping[str, Sequence[JointGraph]],
-    options: Mapping[str, SplitOptions],
+    options: Mapping[str, PartitionOptions],
     world_size: int,
 ) -> dict[str, JointGraph]:
     """Return the joint graph of each region with the fewest chunks whose peak is close to the

@@ -31,7 +31,7 @@ from sp_compiler.trace.joint import JointGraph
 
 
 @dataclass(frozen=True)
-class SplitOptions:
+class PartitionOptions:
     """Demands of the program on a region's forward and backward.
 
     Attributes:
@@ -51,7 +51,7 @@ class SplitOptions:
     hardware: Hardware = H100
 
 
-def split(joint: JointGraph, options: SplitOptions) -> Partitioned:
+def split(joint: JointGraph, options: PartitionOptions) -> Partitioned:
     """Partition the tagged ``joint``, which is not modified, and schedule its forward and
     backward."""
     parts = partition(joint, options.loss_output)

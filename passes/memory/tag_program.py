@@ -17,7 +17,7 @@ from sp_compiler.ir.forward_backward import SavedTensor
 from sp_compiler.ir.op_traits import base, has_inner_communication
 from sp_compiler.ir.program import Program
 from sp_compiler.passes.memory.fewest_chunks import fewest_chunks
-from sp_compiler.passes.memory.partition import SplitOptions, split
+from sp_compiler.passes.memory.partition import PartitionOptions, split
 from sp_compiler.passes.memory.tag import POLICIES, tag_recompute
 from sp_compiler.trace.joint import JointGraph
 
@@ -64,7 +64,7 @@ class TaggedProgram:
 def tag_program(
     program: Program,
     joints: Mapping[str, Sequence[JointGraph]],
-    options: Mapping[str, SplitOptions],
+    options: Mapping[str, PartitionOptions],
     policy: str,
     world_size: int,
 ) -> TaggedProgram:
@@ -88,7 +88,7 @@ def tag_program(
     return TaggedProgram.of(program, chosen, {name: name for name in chosen})
 
 
-def _tag_region(joint: JointGraph, options: SplitOptions, policy: str) -> None:
+def _tag_region(joint: JointGraph, options: PartitionOptions, policy: str) -> None:
     """Tag by ``policy``, or by its replacement for the region where backward starts."""
     tag_recompute(joint, policy)
     other = POLICIES[policy].last_region if options.runs_last else ""

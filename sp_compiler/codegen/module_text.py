@@ -23,7 +23,7 @@ from sp_compiler.codegen.names import ValueNames
 from sp_compiler.codegen.statements import WIDTH, Body, fill, indented
 from sp_compiler.codegen.token_rows import on_token_rows
 from sp_compiler.ir.compiled_program import CompiledProgram
-from sp_compiler.ir.forward_backward import Partitioned, SplitRegion
+from sp_compiler.ir.forward_backward import Partitioned, PartitionedRegion
 from sp_compiler.ir.program import Region
 from sp_compiler.ir.symbolic import symbol_of
 from sp_compiler.trace.joint import JointGraph
@@ -96,7 +96,7 @@ class RegionText:
 
 
 @dataclass(frozen=True)
-class CompiledRegion(SplitRegion):
+class CompiledRegion(PartitionedRegion):
     """A region, its forward and backward, and the class that runs them.
 
     Attributes:

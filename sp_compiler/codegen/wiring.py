@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from sp_compiler.base.python_text import comment, identifier
-from sp_compiler.ir.forward_backward import SplitRegion
+from sp_compiler.ir.forward_backward import PartitionedRegion
 from sp_compiler.ir.fx import output_node
 from sp_compiler.ir.program import Call, Program, Ref
 
@@ -19,7 +19,9 @@ _HEAD = (
 
 
 def wiring(
-    program: Program, regions: Sequence[SplitRegion], value_names: Mapping[str, Mapping[str, str]]
+    program: Program,
+    regions: Sequence[PartitionedRegion],
+    value_names: Mapping[str, Mapping[str, str]],
 ) -> str:
     """Return how the calls of ``program`` are chained, as lines of Python in a comment.
 

@@ -12,7 +12,7 @@ from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.pass_report import PassReport
 from sp_compiler.base.placement import I, Placement
 from sp_compiler.ir.captured import Captured
-from sp_compiler.ir.forward_backward import SplitRegion
+from sp_compiler.ir.forward_backward import PartitionedRegion
 from sp_compiler.ir.program import Program, Ref
 from sp_compiler.ir.snapshot import Stages
 
@@ -101,7 +101,7 @@ class CompiledProgram:
     replicated: tuple[tuple[str, str], ...] = ()
     code: str = ""
     stages: Stages = field(default_factory=Stages)
-    regions: dict[str, SplitRegion] = field(default_factory=dict)
+    regions: dict[str, PartitionedRegion] = field(default_factory=dict)
     reports: list[PassReport] = field(default_factory=list)
     value_names: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     unsharded: tuple[Captured, Program] | None = None

@@ -170,7 +170,7 @@ class Partitioned:
 
 
 @dataclass(frozen=True)
-class SplitRegion:
+class PartitionedRegion:
     """A region with its forward and backward."""
 
     region: Region

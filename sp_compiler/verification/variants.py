@@ -15,8 +15,8 @@ from sp_compiler.ir.concretize import Concretizer
 from sp_compiler.ir.forward_backward import (
     LookAhead,
     Partitioned,
+    PartitionedRegion,
     SplitBackward,
-    SplitRegion,
 )
 from sp_compiler.ir.rewriting import subgraph
 from sp_compiler.ir.snapshot import (
@@ -162,7 +162,7 @@ def _saving_all(joint: JointGraph) -> Partitioned:
     )
 
 
-def _on_device(compiled: CompiledProgram) -> dict[str, SplitRegion]:
+def _on_device(compiled: CompiledProgram) -> dict[str, PartitionedRegion]:
     """Return the regions without what goes to the host and what is recomputed ahead: before the
     partition code saves other values, and has no functions for it."""
     return {

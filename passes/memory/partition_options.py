@@ -5,17 +5,17 @@ from __future__ import annotations
 from sp_compiler.ir.fx import placements_of
 from sp_compiler.ir.program import Program, Ref, Region
 from sp_compiler.options import CompileOptions
-from sp_compiler.passes.memory.partition import SplitOptions
+from sp_compiler.passes.memory.partition import PartitionOptions
 
 
-def split_options(program: Program, options: CompileOptions) -> dict[str, SplitOptions]:
+def partition_options(program: Program, options: CompileOptions) -> dict[str, PartitionOptions]:
     """Return the demands of the sharded ``program`` on each region, by name."""
     own_parameters = program.own_parameters(options.tp)
     by_region = {}
     for region in program.regions:
         pairs = zip(program.calls, own_parameters, strict=True)
         own = (indices for call, indices in pairs if call.region is region)
-        by_region[region.name] = SplitOptions(
+        by_region[region.name] = PartitionOptions(
             loss_output=_loss_output(program, region),
             # Of all calls: one graph serves them, and it may count on what holds for each.
             own_parameters=frozenset.intersection(*own),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,8 +43,17 @@ def new_figure(heights: Sequence[float]) -> tuple[Figure, list[Axes]]:
             "figures are drawn by matplotlib, which is not installed: pip install matplotlib, or "
             "use to_html(), which needs nothing"
         ) from error
+
+    class ShownFigure(Figure):
+        """A figure that notebooks show, also those that never import pyplot."""
+
+        def _repr_png_(self) -> bytes:
+            buffer = io.BytesIO()
+            self.savefig(buffer, format="png")
+            return buffer.getvalue()
+
     # Not pyplot, which would open windows and keep every figure alive.
-    figure = Figure(
+    figure = ShownFigure(
         figsize=(_WIDTH_INCHES, sum(heights) + 0.7 * len(heights)), layout="constrained"
     )
     axes = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)
@@ -209,7 +219,7 @@ def _draw_weights(axes: Axes, parameters: Mapping[str, ParameterSize], tp: int) 
         axes.annotate(
             f"{shape}{same}", (width, row), (5, 0), textcoords="offset points", va="center"
         )
-    axes.set(xlim=(0, 1.4), ylim=(len(parameters) - 0.5, -0.5), xticks=[])
+    axes.set(xlim=(0, 1.6), ylim=(len(parameters) - 0.5, -0.5), xticks=[])
     axes.set_yticks(range(len(parameters)), list(parameters))
     axes.spines[:].set_visible(False)
     for rank in range(tp):

@@ -41,6 +41,7 @@ def test_memory_course_and_weights(tmp_path: Path) -> None:
     found = _plan(tp=2, device_memory="1MiB")
     figure = found.plot(tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    assert figure._repr_png_().startswith(b"\x89PNG")  # what a notebook shows
     memory, course, weights = figure.axes
     scale = 1024
     # A bar per call and phase, each on the state that lies below.

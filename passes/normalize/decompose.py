@@ -150,6 +150,13 @@ def _copy(node: Node) -> None:
     _expand_to(node, _cast(node, node.args[1], node.meta["val"].dtype))
 
 
+def _fill(node: Node) -> None:
+    value = node.meta["val"]
+    kwargs = {"dtype": value.dtype, "device": value.device}
+    args = list(value.shape), arguments(node)["value"]
+    replace_call(node, _aten.full.default, args, kwargs, origin=_ORIGIN)
+
+
 def _cast(node: Node, x: Any, dtype: torch.dtype) -> Node:
     if x.meta["val"].dtype is dtype:
         return x
@@ -289,6 +296,7 @@ _REWRITES: dict[object, Callable[[Node], None]] = {
     _aten.broadcast_tensors.default: _broadcast_tensors,
     _aten.copy.default: _copy,
     _aten.fill.Tensor: _copy,
+    _aten.fill.Scalar: _fill,
     _aten.expand_as.default: _expand_as,
     _aten.reshape_as.default: _reshape_as,
     _aten.view_as.default: _reshape_as,

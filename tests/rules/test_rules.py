@@ -18,6 +18,10 @@ from tests.helpers.one_operator import Step, check, compiled_step
 from tests.helpers.op_samples import calls as op_samples
 from tests.helpers.operator_call import Call, Whole, offered
 
+# Some random calls are such as torch warns of: they are right all the same.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The reduce argument of torch.scatter", "ignore:var", "ignore:The use of `x.T`"
+)
 aten = torch.ops.aten
 sp = torch.ops.sp_compiler
 _IN_TABLE = [target for name in ROWS for target in op_samples.overloads(name)]

@@ -36,6 +36,7 @@ _CASES: list[tuple[Callable[[Tensor], Any], set[str]]] = [
     (lambda x: x.repeat(3, 1, 2), {"reshape", "expand"}),
     (lambda x: x.repeat_interleave(2, dim=0), {"reshape", "expand"}),
     (_written, {"zeros", "slice.Tensor", "slice_scatter", "full", "expand"}),
+    (lambda x: torch.ops.aten.fill(x * 1, 3.0) + x, {"mul.Tensor", "full", "add.Tensor"}),
 ]
 
 

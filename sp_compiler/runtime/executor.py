@@ -177,8 +177,9 @@ class Executor:
                     mark_reduced_by_hooks(owner)
                 owners.append(owner)
                 inputs[position] = replicated.get(name, owner) if is_replicated else owner
-            made.extend(self._runner(frame, index, owners)(inputs, owners))
-            if call.region.name in self._ahead:
+            runner = self._runner(frame, index, owners)
+            made.extend(runner(inputs, owners))
+            if isinstance(runner, LookAheadRunner):
                 # At once: a hook that changes an output in place gives it another node.
                 frame.last = index, _node_of(made)
             return tuple(made)

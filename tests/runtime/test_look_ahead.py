@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -102,6 +102,7 @@ def _functions(module: Any) -> Iterator[list[str]]:
         yield ran
 
 
+_SINGLE = ["recompute", "backward_rest"]
 _WHOLE = ["recompute", *["backward_ahead"] * (LAYERS - 1), "backward_rest"]
 
 
@@ -201,6 +202,25 @@ def test_saved_tensors_that_hooks_unpack_once(alone: Any, ahead: Any) -> None:
         loss = checkpoint(_loss, ahead, use_reentrant=False)
         loss.backward()
     assert ran == ["backward"] * LAYERS
+    assert _same(_gradients(ahead), _gradients(alone))
+
+
+def test_saved_tensors_that_hooks_around_one_layer_unpack(alone: Any, ahead: Any) -> None:
+    """The layer behind it recomputes for no other."""
+    _loss(alone).backward()
+    layer = ahead.get_submodule("blocks.1")
+    with ExitStack() as hooks:
+        pack = torch.autograd.graph.saved_tensors_hooks(lambda value: value, lambda value: value)
+        handles = [
+            layer.register_forward_pre_hook(lambda *_: hooks.enter_context(pack) and None),
+            layer.register_forward_hook(lambda *_: hooks.close()),
+        ]
+        loss = _loss(ahead)
+    for handle in handles:
+        handle.remove()
+    with _functions(ahead) as ran:
+        loss.backward()
+    assert ran == ["recompute", "backward_ahead", "backward_rest", "backward", *_SINGLE]
     assert _same(_gradients(ahead), _gradients(alone))
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 import sp_compiler
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 warnings.simplefilter("ignore")
 torch.manual_seed(0)
@@ -39,6 +39,13 @@ original = copy.deepcopy(model)
 ids = torch.randint(0, 64, (2, 8))
 example_inputs = ((), {"input_ids": ids, "labels": ids})
 path = Path(os.environ["DOCS_PATH"])
+
+def _mixture():
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "use_cache")
+    sizes = {name: getattr(_config, name) for name in names}
+    return MixtralForCausalLM(
+        MixtralConfig(**sizes, num_hidden_layers=1, num_key_value_heads=4, num_local_experts=4)
+    )
 """
 _GROUP = "import torch\ntorch.distributed.init_process_group()\n"
 _SMALLER = {
@@ -53,9 +60,30 @@ _SMALLER = {
         ),
     },
     # Each of the four processes searches.
-    "docs/grids.md": {"gpus=8,": "gpus=2,"},
+    "docs/grids.md": {
+        "gpus=8,": "gpus=1,",
+        '"cuda", (4, 8, 1)': '"cpu", (2, 2, 1)',
+        "mixture.set_experts": "mixture = _mixture()\nmixture.set_experts",
+    },
+    "docs/overlap.md": {"tp=8": "tp=2"},
 }
 """Page to its texts that run smaller than they are printed, with their replacements."""
+
+
+_ON_TWO = ("README.md", "docs/usage.md", "docs/memory.md", "docs/graph-diff.md", "docs/overlap.md")
+_ON_FOUR = ("docs/grids.md", "docs/pipeline.md")
+# Scripts of the tasks, files of the how-to pages and what is generated have their own tests.
+_ELSEWHERE = ("docs/tasks/", "docs/how-to/", "docs/api.md", "docs/one-block.md")
+
+
+def test_the_python_of_every_page_is_run() -> None:
+    languages = {"python", "py", "python3", "pycon"}
+    for path in WRITTEN:
+        page = path.relative_to(ROOT).as_posix()
+        found = {block.language for block in blocks(path)} & languages
+        if found and not page.startswith(_ELSEWHERE):
+            assert page in (*_ON_TWO, *_ON_FOUR), page
+            assert found == {"python"}, "another name, under which no test runs it"
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
@@ -91,8 +119,8 @@ def test_commands_of_make_exist() -> None:
     ("pages", "num_ranks"),
     [
         # Pages with as many ranks share processes, whose start takes longer than most pages.
-        (("README.md", "docs/usage.md", "docs/memory.md", "docs/graph-diff.md"), 2),
-        (("docs/grids.md", "docs/pipeline.md"), 4),
+        (_ON_TWO, 2),
+        (_ON_FOUR, 4),
     ],
     ids=["two-ranks", "four-ranks"],
 )

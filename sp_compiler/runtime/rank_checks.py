@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from sp_compiler.base.errors import RankMismatchError
 from sp_compiler.runtime.failures.board import FailureBoard
 from sp_compiler.runtime.fingerprints import combined, fingerprint, strided
 from sp_compiler.runtime.group import TensorParallelGroup, on_device
 from sp_compiler.runtime.program_cache import CallKey
+from sp_compiler.runtime.watched_collectives import outside_modes
 
 # Mistakes of data loading show at once; what begins later (a loader that drifts) is found soon.
 _FIRST_CALLS = 3
@@ -91,28 +91,27 @@ class RankAgreement:
         if board is None:
             return
         board.require_usable(self._group.timeout)
-        with _disable_current_modes():  # it is no part of the step that a mode may be watching
-            self.settle(wait=self.every_call)
-            kind = self._kind(key)
-            first = kind.num_calls < _FIRST_CALLS
-            compared = first or kind.num_calls % _EVERY == 0 or checks_enabled()
-            # Another decision is another program: the host has waited for these numbers anyway.
-            decides = bool(key.decisions)
-            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_meta]
-            values = [fingerprint(tensor) for tensor in tensors] if compared else []
+        self.settle(wait=self.every_call)
+        kind = self._kind(key)
+        first = kind.num_calls < _FIRST_CALLS
+        compared = first or kind.num_calls % _EVERY == 0 or checks_enabled()
+        # Another decision is another program: the host has waited for these numbers anyway.
+        decides = bool(key.decisions)
+        values = _values(leaves) if compared else []
 
-            def facts() -> dict[str, str]:
+        def facts() -> dict[str, str]:
+            with outside_modes():
                 numbers = [f"{value.item() % 2**64:016x}" for value in values]
                 given = _inputs(names(), key.leaves, leaves, numbers)
-                return {**given, **key.parts(), **self._options}
+            return {**given, **key.parts(), **self._options}
 
-            if self.every_call:
-                self._gather_on_host(board, kind, values, facts)
-            elif compared or decides:
-                self._gather_on_device(kind, values, facts)
-                if decides:
-                    self.settle()
-            kind.num_calls += not self.every_call
+        if self.every_call:
+            self._gather_on_host(board, kind, values, facts)
+        elif compared or decides:
+            self._gather_on_device(kind, values, facts)
+            if decides:
+                self.settle()
+        kind.num_calls += not self.every_call
         if compiled:
             return
         if self.every_call:
@@ -125,15 +124,14 @@ class RankAgreement:
 
         Without ``wait``, only complete comparisons are checked.
         """
-        with _disable_current_modes():
-            while self._comparisons and (wait or self._comparisons[0].arrived()):
-                comparison = self._comparisons.pop(0)
-                everyone = comparison.everyone()
-                if bool((everyone == everyone[0]).all()):
-                    comparison.kind.num_calls += self.every_call
-                    continue
-                self.require_equal("finds that the ranks differ", comparison.facts())
-                raise AssertionError("numbers differ but not what they stand for")
+        while self._comparisons and (wait or self._comparisons[0].arrived()):
+            comparison = self._comparisons.pop(0)
+            everyone = comparison.everyone()
+            if everyone.count(everyone[0]) == len(everyone):
+                comparison.kind.num_calls += self.every_call
+                continue
+            self.require_equal("finds that the ranks differ", comparison.facts())
+            raise AssertionError("numbers differ but not what they stand for")
 
     def require_equal(self, purpose: str, facts: Mapping[str, str]) -> None:
         """Raise an error unless all ranks come for the same ``purpose`` with equal facts, by name.
@@ -188,7 +186,7 @@ class RankAgreement:
     ) -> None:
         collectives = self._group.collectives
         assert collectives is not None
-        numbers = [kind.number, int(combined(values)) if values else 0]
+        numbers = [kind.number, _combined(values)]
         everyone = collectives.gather_numbers(numbers, "calls the module")
         self._comparisons.append(_RankComparison(kind, everyone, lambda: True, facts))
         board.before_next = self.settle
@@ -197,20 +195,27 @@ class RankAgreement:
         self, kind: _Kind, values: list[Tensor], facts: Callable[[], dict[str, str]]
     ) -> None:
         device = torch.device(self._group.device_type)
-        # full() is a kernel; a tensor made of a Python number would be copied, and waited for.
-        own = torch.full((2,), kind.number, dtype=torch.int64, device=device)
-        if values:
-            own[1] = combined([on_device(value, device) for value in values])
-        everyone = self._group.communicator.all_gather(own, "S(0)", "R").view(-1, 2)
-        on_host = torch.empty_like(everyone, device="cpu", pin_memory=device.type != "cpu")
-        on_host.copy_(everyone, non_blocking=True)
-        if device.type == "cpu":
-            arrived: Callable[[], bool] = lambda: True  # noqa: E731
-        else:
-            event = torch.Event(device)
-            event.record()
-            arrived = event.query
-        self._comparisons.append(_RankComparison(kind, lambda: on_host, arrived, facts))
+        with outside_modes():
+            # full() is a kernel; a tensor made of a Python number would be copied, and waited for.
+            own = torch.full((2,), kind.number, dtype=torch.int64, device=device)
+            if values:
+                own[1] = combined([on_device(value, device) for value in values])
+            everyone = self._group.communicator.all_gather(own, "S(0)", "R").view(-1, 2)
+            on_host = torch.empty_like(everyone, device="cpu", pin_memory=device.type != "cpu")
+            on_host.copy_(everyone, non_blocking=True)
+            if device.type == "cpu":
+                arrived: Callable[[], bool] = lambda: True  # noqa: E731
+            else:
+                event = torch.Event(device)
+                event.record()
+                arrived = event.query
+
+        def rows() -> list[list[int]]:
+            with outside_modes():
+                numbers: list[list[int]] = on_host.tolist()
+            return numbers
+
+        self._comparisons.append(_RankComparison(kind, rows, arrived, facts))
 
     def _kind(self, key: CallKey) -> _Kind:
         kind = self._kinds.get(key)
@@ -244,15 +249,29 @@ class _RankComparison:
     """
 
     kind: _Kind
-    everyone: Callable[[], Tensor]
+    everyone: Callable[[], list[list[int]]]
     arrived: Callable[[], bool]
     facts: Callable[[], dict[str, str]]
+
+
+def _values(leaves: Sequence[Any]) -> list[Tensor]:
+    """Return the fingerprint of each tensor that has values."""
+    with outside_modes():
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_meta]
+        return list(map(fingerprint, tensors))
+
+
+def _combined(values: list[Tensor]) -> int:
+    if not values:
+        return 0
+    with outside_modes():
+        return int(combined(values))
 
 
 def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Return facts about tensors for :meth:`RankAgreement.require_equal`: shapes, dtypes and
     values."""
-    with torch.no_grad(), _disable_current_modes():
+    with torch.no_grad(), outside_modes():
         here = {name: fingerprint(value) for name, value in tensors.items() if not value.is_meta}
         # One copy to the host for all of them.
         numbers = torch.stack([value.cpu() for value in here.values()]).tolist() if here else []

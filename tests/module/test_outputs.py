@@ -75,7 +75,9 @@ def test_what_needs_whole_rows_is_plain(
     assert type(result) is Tensor
     assert result.shape[:2] == (4, 8)
     collectives = torch.ops.c10d_functional
-    assert dict(communication.get_comm_counts()) == {collectives.all_gather_into_tensor: 1}
+    counts = dict(communication.get_comm_counts())
+    # DTensor of torch 2.11 reduces the maxima of the parts, and their positions.
+    assert counts in ({collectives.all_gather_into_tensor: 1}, {collectives.all_reduce: 2})
 
 
 def test_scans_along_other_dims_need_no_collective(mesh: DeviceMesh) -> None:

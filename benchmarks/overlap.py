@@ -1,15 +1,12 @@
 """Communication that backward exposes: blocks of three models, on links of three speeds.
 
-    python -m benchmarks.overlap [--models GPT Llama Mixtral]
-                                 [--whole-head] [--exact | --half-batches]
+    python -m benchmarks.overlap [--models GPT Llama Mixtral] [--exact | --half-batches]
 
 Compiled on the meta device for 8 ranks; times are those of the profile "h100" with an interconnect
 on which communication is 10, 20 and 40 % of forward and backward of a block that recomputes
 nothing. The schedule's own clock tells what is exposed; where calls recompute ahead, that is in the
 middle of the model. With ``--exact`` beside it the exact program, where it ends, or how much longer
 than any order the schedule can be at most; not for two calls in one function. With
-``--whole-head`` the loss head runs in one chunk, so that it is the peak of the step and leaves
-blocks the room that a budget would. With
 ``--half-batches`` instead the communication that the whole step exposes, forward and backward, on a
 batch of two and on its halves.
 """
@@ -135,14 +132,14 @@ def _communication_us(graph: Graph, device: Hardware) -> float:
     return sum(collectives_us(node_collectives(node), RANKS, device) for node in graph.nodes)
 
 
-def rows(name: str, exact: bool, **head: int) -> Iterator[Row]:
-    """Compile one model for every policy and link, its loss head with the options ``head``."""
+def rows(name: str, exact: bool) -> Iterator[Row]:
+    """Compile one model for every policy and link."""
     parts = block_of(compiled(name, recompute="none", overlap=False)).partitioned
     assert parts.backward is not None
     for recompute in POLICIES:
         for share in SHARES:
             device = with_communication(share, [parts.forward, parts.backward])
-            wishes: dict[str, Any] = {"recompute": recompute, "hardware": device, **head}
+            wishes: dict[str, Any] = {"recompute": recompute, "hardware": device}
             program, blocking = (compiled(name, overlap=on, **wishes) for on in (True, False))
             own = block_of(program).partitioned
             graph = own.backward if own.ahead is None else own.ahead.both
@@ -205,9 +202,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--exact", action="store_true", help="compare with the exact program")
     parser.add_argument("--half-batches", action="store_true", help="compare with half batches")
-    parser.add_argument("--whole-head", action="store_true", help="the loss head in one chunk")
     options = parser.parse_args()
-    head = {"loss_chunks": 1} if options.whole_head else {}
     if options.half_batches:
         print("| model | communication | full batch, ms | peak | half batches, ms | peak |")
         print("| --- | --- | --- | --- | --- | --- |")
@@ -217,7 +212,7 @@ def main() -> None:
     print("| model | recompute | communication | exposed | alone | peak, without | longer |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for name in options.models:
-        for row in rows(name, options.exact, **head):
+        for row in rows(name, options.exact):
             gap = f"{'' if row.proven else 'at most '}{row.gap:.1%}"
             gap = gap if options.exact and not row.ahead else ""
             print(

@@ -109,9 +109,11 @@ def drop_gathered_gradients(group: Any) -> None:
 
 
 def _drop(record: Any) -> None:
-    record.unsharded_accumulated_grad = None
     if hasattr(record, "_unsharded_param"):
         record._unsharded_param.grad = None
+    # From torch 2.15 on it is that gradient, and cannot be set.
+    if record.unsharded_accumulated_grad is not None:
+        record.unsharded_accumulated_grad = None
 
 
 def param_groups(modules: Iterable[nn.Module]) -> Iterator[Any]:

@@ -60,4 +60,7 @@ class GatheredParameters:
             # As torch.distributed.pipelining does: there is no backward whose hooks would do it.
             for group in reversed(self._groups):
                 group.post_backward()
+            # From torch 2.15 on a backward through FSDP's hooks decides whether the callback ends
+            # the step, or ``finalize_backward`` does; earlier ones do not read this.
+            state._state_ctx.manual_backward_finalization_active = False
             state._root_post_backward_final_callback()

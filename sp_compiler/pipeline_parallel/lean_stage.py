@@ -7,6 +7,9 @@ With ``M`` microbatches, ``p`` of them in flight::
     received gradients          M buffers, for good     from receive to backward: 1
     sent activations            forward to backward: p  until they are sent: 1
 
+From torch 2.15 on torch's stage receives like this one, which then finds no buffers to move, and
+lets go of what it sent once the schedule has waited for the message.
+
 The backward of a sent value starts from its place in autograd's graph, which has its shape; nothing
 reads its numbers any more. If another call of the stage has saved the value, it lives on for that
 call.
@@ -94,10 +97,18 @@ class LeanStage(PipelineStage):
 
     def _let_go(self, chunk: int) -> None:
         """Keep only the place in autograd's graph of a forward's results."""
+        if hasattr(self, "_forward_chunk_states"):
+            # Torch 2.15 does it when the schedule has waited for the message, and not at all for a
+            # stage on the same rank or where gradients of weights are delayed.
+            state = self._forward_chunk_states.pop(chunk)
+            if self.has_backward:
+                state.output_grad_edges = _edges(state.live_outputs)
+                state.live_outputs = [None] * len(state.live_outputs)
+                self._forward_chunk_states[chunk] = state
+            return
         outputs, inputs = self.fwd_cache.pop(chunk)
         if self.has_backward:
-            edges = [get_gradient_edge(out) if out.requires_grad else None for out in outputs]
-            self.fwd_cache[chunk] = edges, inputs
+            self.fwd_cache[chunk] = _edges(outputs), inputs
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """As of the base class."""
@@ -121,6 +132,10 @@ class LeanStage(PipelineStage):
         starts: list[GradientEdge] = [edge for edge, _ in flowing]
         torch.autograd.backward(starts, [grad for _, grad in flowing])
         return tuple(map(_taken_gradient, bwd_kwargs["input_values"])), None
+
+
+def _edges(outputs: Sequence[Tensor]) -> tuple[GradientEdge | None, ...]:
+    return tuple(get_gradient_edge(out) if out.requires_grad else None for out in outputs)
 
 
 def _taken_gradient(value: Any) -> Tensor | None:

@@ -216,6 +216,10 @@ def forward_only(stages: Sequence[Any], rank_of: Callable[[int], int], microbatc
     runtime.pipeline_order_with_comms = torch_schedules._add_send_recv(
         table, stage_to_rank=rank_of, num_stages=num_stages
     )
+    # From torch 2.15 on a table also says where to wait for what was sent; before, that is the end.
+    if hasattr(torch_schedules, "_add_wait_send"):
+        order = torch_schedules._add_wait_send(runtime.pipeline_order_with_comms)
+        runtime.pipeline_order_with_comms = order
     return runtime
 
 

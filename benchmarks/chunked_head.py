@@ -3,9 +3,7 @@
     python -m benchmarks.chunked_head [--layers 32] [--tokens 8192] [--tp 8]
 
 Measured is what one rank's generated code holds at the real sizes: the step runs on tensors without
-memory, and after every operator the bytes of all storages that exist are added up. Kernels of
-sp_compiler's own operators do not run then, so memory that they take for a moment is in the plan
-alone.
+memory, and after every operator the bytes of all storages that exist are added up.
 """
 
 from __future__ import annotations

@@ -8,10 +8,17 @@ from dataclasses import dataclass
 from torch.fx import Graph, Node
 
 from sp_compiler.cost.hardware import Hardware
-from sp_compiler.cost.memory import made_storages, own_gradients, owned_bytes, run_bytes
+from sp_compiler.cost.memory import (
+    made_storages,
+    own_gradients,
+    owned_bytes,
+    run_bytes,
+    scratch_bytes,
+)
 from sp_compiler.cost.node_cost import collectives_us, compute_us, node_collectives
 from sp_compiler.ir.fx import arguments
 from sp_compiler.ir.op_traits import base, collective_of, draws, is_handed, is_part, is_view
+from sp_compiler.ops.registry import operator_of
 from sp_compiler.solve.block_schedule import Block, Task
 
 
@@ -32,12 +39,13 @@ class GraphTasks:
 def graph_tasks(graph: Graph, own_parameters: Collection[int], hardware: Hardware) -> GraphTasks:
     """Return the calls of ``graph``, whose sizes are numbers, as tasks.
 
-    Views and parts of results are not tasks: they cost nothing and stay with their operators.
+    Views and parts of results are not tasks: they cost nothing and stay with their operators. An
+    operator that writes into its operand and returns it is one.
     """
     builder = _Builder(graph, own_parameters, hardware)
     builder.add_handed([node for node in graph.find_nodes(op="placeholder") if is_handed(node)])
     for node in graph.nodes:
-        if node.op == "call_function" and not is_view(node) and not is_part(node):
+        if node.op == "call_function" and not _stays_with_operator(node):
             builder.add(node)
     returned = map(base, graph.output_node().all_input_nodes)
     storages = builder.storages
@@ -82,7 +90,9 @@ class _Builder:
         needs.extend(self._effects_before(node, position))
         if self.nodes and self.nodes[0].op == "placeholder":
             needs.append(0)
-        made = [storage for storage in made_storages(node) if storage not in self._ignored]
+        in_place = is_view(node)
+        made = [] if in_place else made_storages(node)
+        made = [storage for storage in made if storage not in self._ignored]
         for storage in made:
             self.storages[storage] = len(self.storages)
         read = [base(source) for source in node.all_input_nodes]
@@ -98,7 +108,7 @@ class _Builder:
             link_us=link_us,
             makes=tuple(self.storages[storage] for storage in made),
             reads=reads,
-            run_bytes=run_bytes(node, self._ignored),
+            run_bytes=scratch_bytes(node) if in_place else run_bytes(node, self._ignored),
         )
         self.tasks.append(task)
         self.nodes.append(node)
@@ -123,10 +133,16 @@ class _Builder:
             self._last_write = position
 
 
+def _stays_with_operator(node: Node) -> bool:
+    """Return whether ``node`` only names what an operator before it has made."""
+    operator = operator_of(node.target)
+    return is_part(node) or (is_view(node) and not (operator and operator.writes))
+
+
 def _operators_before(node: Node) -> Iterator[Node]:
     """Return operators whose results ``node`` reads, directly, as views or as parts."""
     for source in node.all_input_nodes:
-        if is_view(source) or is_part(source):
+        if _stays_with_operator(source):
             yield from _operators_before(source)
         elif source.op == "call_function":
             yield source

@@ -20,6 +20,7 @@ from sp_compiler.cost.node_cost import compute_us, elapsed_us, node_collectives
 from sp_compiler.cost.step_memory import step_memory
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.op_traits import is_wait
+from sp_compiler.ops.accumulate import ADD_PRODUCT
 from sp_compiler.passes.overlap import overlapped
 from tests.helpers.graph_builder import GraphBuilder, convert
 from tests.helpers.parity import (
@@ -348,3 +349,18 @@ def test_several_heads_are_recomputed_one_at_a_time(tp: int, sizes: tuple[int, .
     peaks = [step_memory(program).peak_bytes for program in (full, selective)]
     if len(sizes) > 1:
         assert peaks[0] < peaks[1] - one_bytes
+
+
+def test_sums_in_place_have_their_place() -> None:
+    """Until a product is added to the others, its operands take memory."""
+    b = Builder()
+    x, y = b.input("x", 8, 4), b.input("y", 4, 6)
+    full = b.gather(x, "full")
+    total = b.call(aten.new_zeros.default, x, [8, 6], name="total")
+    for index in range(6):
+        left = b.call(aten.exp.default, x, name=f"left_{index}")
+        total = b.call(ADD_PRODUCT.overload, total, left, y, WORLD, name=f"sum_{index}")
+    graph = b.output(b.call(aten.exp.default, full, name="last"), total)
+    ordered = overlapped(graph)
+    assert any(map(is_wait, ordered.nodes))
+    assert backward_peak_bytes(ordered, ()) <= backward_peak_bytes(graph, ())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from sp_compiler.options import CompileOptions
 from sp_compiler.pass_manager.stages import graphs_of
 from sp_compiler.passes.memory.tag_program import TaggedProgram
 from sp_compiler.verification import verify as verification
-from sp_compiler.verification.verify import verify
+from sp_compiler.verification.verify import VerifyReport, verify
 
 aten = torch.ops.aten
 
@@ -101,7 +102,7 @@ def _plant(name: Pass, monkeypatch: pytest.MonkeyPatch) -> None:
         if name == Pass.CHECK:
             raise PassError(Pass.CHECK, "refuses what is right")
         if name == Pass.CODEGEN:  # its result is text
-            for graph in _graphs(name, args[0]):
+            for graph in _graphs(name, args[1]):
                 _halve_a_product(graph)
         result = original(*args, **options)
         left = args[0] if result is None else result
@@ -127,6 +128,14 @@ def _built(**options: Any) -> CompiledProgram:
     return build(Model(), (), _inputs(), CompileOptions(tp=2, **options))
 
 
+def _verify(**options: Any) -> VerifyReport:
+    """``verify``, also with options that only pipelines set."""
+    torch.manual_seed(0)
+    checked = CompileOptions(tp=2, **options)
+    with mock.patch.object(CompileOptions, "of", return_value=checked):
+        return verify(Model(), ((), _inputs()), tp=2)
+
+
 _right = functools.cache(_built)
 _FAST = (Pass.SIMPLIFY, Pass.CHUNK, Pass.SPLIT_BACKWARD)
 # Simulated ranks have one batch, and exchange no rows: verify refuses an axis "ep".
@@ -141,8 +150,7 @@ def test_the_pass_is_named(name: Pass, monkeypatch: pytest.MonkeyPatch) -> None:
     options = OPTIONS.get(name, {})
     right = _right(**options)
     _plant(name, monkeypatch)
-    torch.manual_seed(0)
-    report = verify(Model(), ((), _inputs()), tp=2, **options)
+    report = _verify(**options)
     assert report.first_bad_pass == name, str(report)
     if name == Pass.CHECK:  # nothing is built
         return
@@ -164,7 +172,6 @@ def test_the_pass_is_named(name: Pass, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_right_programs_pass_with_a_delayed_backward() -> None:
-    torch.manual_seed(0)
-    report = verify(Model(), ((), _inputs()), tp=2, **OPTIONS[Pass.SPLIT_BACKWARD])
+    report = _verify(**OPTIONS[Pass.SPLIT_BACKWARD])
     assert report.ok, str(report)
     assert Pass.SPLIT_BACKWARD in {row.stage for row in report.table}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 
 from torch.fx import Graph, Node
@@ -68,6 +69,9 @@ def make_plan(compiled: CompiledProgram, options: CompileOptions, model_name: st
     work = sum((block.work.times(block.num_calls) for block in blocks), Work())
     # The bucket belongs to no block: it is reduced once, behind the last backward.
     work += Work(communication_us=collectives_us(list(bucket), compiled.world_size, device))
+    schedule = step_timeline(compiled, memory.timeline, bucket, device, fused=fused)
+    # Not the sum over blocks: the first and the last layer of a row recompute ahead for one less.
+    hidden_us = work.communication_us - sum(schedule.exposed_us.values())
     return Plan(
         model_name=model_name or "model",
         tp=compiled.world_size,
@@ -83,7 +87,7 @@ def make_plan(compiled: CompiledProgram, options: CompileOptions, model_name: st
         returned_bytes=sum(storage.num_bytes for storage in memory.returned),
         blocks=blocks,
         gradient_reduction=bucket,
-        work=work,
+        work=replace(work, hidden_us=hidden_us),
         fallbacks=tuple(fallbacks(compiled)),
         costly_fallbacks=costly_fallbacks(compiled),
         notes=tuple(dict.fromkeys(compiled.notes)),
@@ -101,7 +105,7 @@ def make_plan(compiled: CompiledProgram, options: CompileOptions, model_name: st
             for name, size in sizes.items()
         },
         timeline=memory.timeline,
-        schedule=step_timeline(compiled, memory.timeline, bucket, device, fused=fused),
+        schedule=schedule,
         # Made on demand: sympy takes tenths of a second, and few plans are asked for formulas.
         formula_maker=cache(partial(activation_formula, compiled, memory, kept)),
     )

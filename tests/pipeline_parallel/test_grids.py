@@ -109,9 +109,9 @@ def _calls() -> None:
         evaluated = pipeline.eval_loss(**own)
         dist.all_reduce(evaluated)
         torch.testing.assert_close(evaluated, loss)
-    # A block and the rest, whatever the number of microbatches; and both ends of the step, to which
-    # all parts come.
-    assert counter.counts["dp_shard", "allgather"] == 2 + 2
+    # A block and the rest, whatever the number of microbatches. (What all parts compare at both
+    # ends of the step goes past what counts.)
+    assert counter.counts["dp_shard", "allgather"] == 2
     assert counter.counts["dp_shard", "reducescatter"] == 2
     true = dict(truth.named_parameters())
     for name, parameter in pipeline.named_parameters():

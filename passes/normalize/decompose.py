@@ -151,10 +151,7 @@ def _copy(node: Node) -> None:
 
 
 def _fill(node: Node) -> None:
-    value = node.meta["val"]
-    kwargs = {"dtype": value.dtype, "device": value.device}
-    args = list(value.shape), arguments(node)["value"]
-    replace_call(node, _aten.full.default, args, kwargs, origin=_ORIGIN)
+    _replace_by_factory(node, "full", arguments(node)["value"])
 
 
 def _cast(node: Node, x: Any, dtype: torch.dtype) -> Node:
@@ -249,16 +246,19 @@ def _logsumexp(node: Node) -> None:
 
 def _like(node: Node) -> None:
     # Else a mask of zeros like the hidden states would be active, and placed with them.
-    source, value = node.args[0], node.meta["val"]
+    source = node.args[0]
     if not isinstance(source, Node) or not source.meta["requires_grad"]:
         return
     name = node.target._schema.name.split("::")[1].removeprefix("new_").removesuffix("_like")
-    args: tuple[Any, ...] = (list(value.shape),)
-    args += (arguments(node)["fill_value"],) if name == "full" else ()
+    numbers = (arguments(node)["fill_value"],) if name == "full" else ()
     # Uninitialized memory is to be overwritten: zeros do as well, and are equal on every rank.
-    target = getattr(_aten, "zeros" if name == "empty" else name).default
-    kwargs = {"dtype": value.dtype, "device": value.device}
-    replace_call(node, target, args, kwargs, origin=_ORIGIN)
+    _replace_by_factory(node, "zeros" if name == "empty" else name, *numbers)
+
+
+def _replace_by_factory(node: Node, name: str, *numbers: Any) -> None:
+    value = node.meta["val"]
+    args, kwargs = (list(value.shape), *numbers), {"dtype": value.dtype, "device": value.device}
+    replace_call(node, getattr(_aten, name).default, args, kwargs, origin=_ORIGIN)
 
 
 _FACTORIES = (

@@ -5,89 +5,51 @@
 
 A cell is a model on a grid with a schedule: gloo processes in float64, each part of the data with
 batches of its own, gradients clipped. Losses, norms and parameters are compared with those of the
-same steps on one device. What was measured is kept in ``--folder``, or with ``--write`` in the
-results of the repository, and a later run does the cells that are missing there and those that
-failed; ``--table`` prints what there is.
+same steps on one device.
+
+All ranks of many cells run the same program. So this process compiles each program once, and trains
+on one device once for all cells with the same numbers; the ranks of a cell are forks of it, with
+groups of their own. A rank that asks for a program which is not there ends, and is forked again
+once the program has been compiled. What was measured is kept in ``--folder``, or with ``--write``
+in the results of the repository, and a later run does the cells that are missing there and those
+that failed; ``--table`` prints what there is.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-import transformers
 from torch import Tensor, multiprocessing, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import sp_compiler
+from benchmarks.grid_models import MODELS, Training
 from benchmarks.performance import markdown_table
+from sp_compiler.compiler import compile_captured
+from sp_compiler.ir.captured import Captured
+from sp_compiler.options import CompileOptions
+from sp_compiler.pass_manager.runner import PassRunner, running_passes
 from sp_compiler.pipeline_parallel.schedules import SCHEDULES, schedule_of
+from sp_compiler.planning.planned_program import PlannedProgram
+from sp_compiler.trace.export import capture
 from tests.helpers import grids
 from tests.helpers.ranks import run_on_ranks
-from tests.models import zoo
 
 RESULTS = Path(__file__).parent / "results" / "grid_cells.json"
 AXES = ("dp_replicate", "dp_shard", "pp", "tp")
-STEPS, SEQUENCE, SAMPLES = 10, 8, 2  # samples of a microbatch
+STEPS = 10
 WITHIN = 1e-9
-# Every mesh makes process groups that live as long as the process.
-_CELLS_PER_START = 8
-_COMMON: dict[str, Any] = {
-    "vocab_size": 131,  # which no number of ranks divides
-    "hidden_size": 32,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 32,
-    "use_cache": False,
-}
-
-
-def _gpt2(layers: int) -> nn.Module:
-    config = transformers.GPT2Config(
-        vocab_size=131, n_positions=32, n_embd=32, n_layer=layers, n_head=8, use_cache=False,
-        resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1,
-    )  # fmt: skip
-    return transformers.GPT2LMHeadModel(config)
-
-
-def _llama(layers: int) -> nn.Module:
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(num_hidden_layers=layers, **_COMMON)
-    )
-
-
-def _mixtral(layers: int) -> nn.Module:
-    config = transformers.MixtralConfig(num_hidden_layers=layers, num_local_experts=4, **_COMMON)
-    model: Any = transformers.MixtralForCausalLM(config)
-    model.set_experts_implementation("batched_mm")  # eager has no other in float64
-    return model
-
-
-def _t5(layers: int) -> nn.Module:
-    per_stack = max(2, (layers + 1) // 2)
-    config = transformers.T5Config(
-        vocab_size=131, d_model=32, d_kv=4, d_ff=48, num_heads=8, num_layers=per_stack,
-        num_decoder_layers=per_stack, dropout_rate=0.0, use_cache=False, decoder_start_token_id=0,
-    )  # fmt: skip
-    return transformers.T5ForConditionalGeneration(config)
-
-
-MODELS = {
-    "GPT-2, tied, dropout 0.1": _gpt2,
-    "Llama, 4 of 8 kv heads": _llama,
-    "Mixtral, 4 experts": _mixtral,
-    "T5": _t5,
-}
 
 
 @dataclass(frozen=True)
@@ -95,7 +57,7 @@ class Cell:
     """A model on a grid.
 
     Attributes:
-        model: of :data:`MODELS`.
+        model: of :data:`benchmarks.grid_models.MODELS`.
         sizes: of :data:`AXES`.
         schedule: of the stages; "" without stages.
     """
@@ -105,42 +67,18 @@ class Cell:
     schedule: str
 
     @property
-    def pp(self) -> int:
-        return self.sizes[AXES.index("pp")]
-
-    @property
-    def parts(self) -> int:
-        return self.sizes[0] * self.sizes[1]
-
-    @property
-    def microbatches(self) -> int:
-        return 2 * self.pp  # what the schedule with the most demands asks for
-
-    @property
-    def layers(self) -> int:
-        if not self.schedule:
-            return 2
-        return max(2, self.pp * schedule_of(self.schedule, None, self.pp, self.microbatches)[1])
+    def training(self) -> Training:
+        pp = self.sizes[AXES.index("pp")]
+        microbatches = 2 * pp  # what the schedule with the most demands asks for
+        layers = 2
+        if self.schedule:
+            layers = max(2, pp * schedule_of(self.schedule, None, pp, microbatches)[1])
+        return Training(self.model, layers, self.sizes[0] * self.sizes[1], microbatches)
 
     @property
     def grid(self) -> str:
         named = zip(AXES, self.sizes, strict=True)
         return " x ".join(f"{name} {size}" for name, size in named if size > 1)
-
-    def build(self) -> nn.Module:
-        """The model in float64."""
-        model = MODELS[self.model](self.layers)
-        zoo.randomise(model, 0)
-        return model.double().train()
-
-    def batch(self, step: int) -> dict[str, Tensor]:
-        """Of all parts of the data."""
-        generator = torch.Generator().manual_seed(step)
-        rows = SAMPLES * self.microbatches * self.parts
-        ids, labels = (
-            torch.randint(0, 131, (rows, SEQUENCE), generator=generator) for _ in range(2)
-        )
-        return {"input_ids": ids, "labels": labels}
 
 
 def cells(num_ranks: int, models: Sequence[str]) -> Iterator[Cell]:
@@ -157,98 +95,179 @@ def cells(num_ranks: int, models: Sequence[str]) -> Iterator[Cell]:
                 yield Cell(model, sizes, schedule)
 
 
-def _truth(cell: Cell, folder: Path) -> dict[str, Any]:
-    """Losses, norms and final parameters of one device, which cells of the same numbers share."""
-    numbers = (list(MODELS).index(cell.model), cell.layers, cell.parts, cell.microbatches)
-    file = folder / ("_".join(map(str, numbers)) + ".pt")
-    if dist.get_rank() == 0 and not file.exists():
-        has_dropout = "dropout" in cell.model
-        chosen = grids.Case(cell.build, lambda _: [], has_dropout)
-        follower, course = grids.truth_of(chosen), []
+@functools.cache
+def _captured(model: str, layers: int) -> tuple[str, Captured]:
+    """Name of the class and its graph for a microbatch."""
+    training = Training(model, layers, 1, 1)
+    module = training.build()
+    return type(module).__name__, capture(module, (), training.microbatch())
+
+
+class Programs:
+    """Compiled programs by model, number of layers and options, for microbatches of one size."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, int, str], PlannedProgram] = {}
+
+    def add(self, training: Training, options: CompileOptions) -> None:
+        """Compile the program that ranks asked for."""
+        with grids.lifted(), running_passes(open_dims=False):
+            name, captured = _captured(training.model, training.layers)
+            compiled = compile_captured(
+                captured.copy(), options, name, {}, "nothing", PassRunner(keep_graphs=False)
+            )
+        self._known[self._key(training, options)] = compiled
+
+    def taken(self, training: Training, missing: list[CompileOptions]) -> Any:
+        """Context in which programs come from here; one that is ``missing`` is an error."""
+        shapes = {name: value.shape for name, value in training.microbatch().items()}
+
+        def take(
+            _: nn.Module,
+            args: tuple[Any, ...],
+            kwargs: dict[str, Any],
+            options: CompileOptions,
+            *,
+            fixed: Any,
+            open_dims: bool,
+            **_kept: Any,
+        ) -> PlannedProgram:
+            assert shapes == {name: value.shape for name, value in kwargs.items()}
+            assert (args, fixed, open_dims) == ((), None, False)
+            key = self._key(training, options)
+            if key not in self._known:
+                missing.append(options)
+            return self._known[key]
+
+        return mock.patch("sp_compiler.api.build", take)
+
+    @staticmethod
+    def _key(training: Training, options: CompileOptions) -> tuple[str, int, str]:
+        return training.model, training.layers, repr(options)
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Training on one device.
+
+    Attributes:
+        course: loss and norm of every step.
+        state: the final parameters.
+    """
+
+    course: list[tuple[float, float]]
+    state: dict[str, Tensor]
+
+
+@functools.cache
+def _truth(training: Training) -> Truth:
+    with grids.lifted():
+        follower = grids.truth_of(
+            grids.Case(training.build, lambda _: [], "dropout" in training.model)
+        )
+        course = []
         for step in range(STEPS):
             torch.manual_seed(step)
-            batch = cell.batch(step)
-            course.append(grids.truth_step(follower, batch, cell.parts, cell.microbatches, 2.0))
-        torch.save({"course": course, "state": follower.module.state_dict()}, file)
-    dist.barrier()
-    return torch.load(file)
+            batch, parts = training.batch(step), training.parts
+            course.append(grids.truth_step(follower, batch, parts, training.microbatches, 2.0))
+    return Truth(course, follower.module.state_dict())
 
 
-def measured(cell: Cell, folder: Path) -> dict[str, float]:
+def measured(cell: Cell, truth: Truth) -> dict[str, float]:
     """The largest differences of losses, norms (relative) and parameters from one device's."""
     mesh = init_device_mesh("cpu", cell.sizes, mesh_dim_names=AXES)
     part, parts = sp_compiler.data_shard(mesh)
-    with grids.lifted():
-        truth = _truth(cell, folder)
-        example = grids.split(cell.batch(0), parts)[part]
-        if cell.schedule:
-            module: Any = sp_compiler.pipeline(
-                cell.build(),
-                mesh=mesh,
-                example_inputs=((), example),
-                microbatches=cell.microbatches,
-                schedule=cell.schedule,
-            )
-        else:
-            micro = grids.split(example, cell.microbatches)[0]
-            module = sp_compiler.compile(cell.build(), mesh=mesh, example_inputs=((), micro))
-        one = grids.Follower.of(module)
-        worst = {"losses": 0.0, "norms": 0.0}
-        for step, theirs in enumerate(truth["course"]):
-            torch.manual_seed(step)
-            batch = cell.batch(step)
-            if cell.schedule:
-                loss = module.step(**grids.split(batch, parts)[part])
-                dist.all_reduce(loss)
-                norm = sp_compiler.clip_grad_norm_(module, grids.MAX_NORM, 2.0)
-                ours = float(loss / dist.get_world_size()), one.step(norm)
-            else:
-                ours = grids.grid_step(one, batch, mesh, cell.microbatches, 2.0)
-            for kind, first, second in zip(worst, ours, theirs, strict=True):
-                worst[kind] = max(worst[kind], abs(first - second) / abs(second))
-        worst["parameters"] = max(
-            (grids.whole(value) - truth["state"][name]).abs().max().item()
-            for name, value in module.state_dict().items()
+    training = cell.training
+    example = grids.split(training.batch(0), parts)[part]
+    if cell.schedule:
+        module: Any = sp_compiler.pipeline(
+            training.build(),
+            mesh=mesh,
+            example_inputs=((), example),
+            microbatches=training.microbatches,
+            schedule=cell.schedule,
         )
+    else:
+        micro = grids.split(example, training.microbatches)[0]
+        module = sp_compiler.compile(training.build(), mesh=mesh, example_inputs=((), micro))
+    one = grids.Follower.of(module)
+    worst = {"losses": 0.0, "norms": 0.0}
+    for step, theirs in enumerate(truth.course):
+        torch.manual_seed(step)
+        batch = training.batch(step)
+        if cell.schedule:
+            loss = module.step(**grids.split(batch, parts)[part])
+            dist.all_reduce(loss)
+            norm = sp_compiler.clip_grad_norm_(module, grids.MAX_NORM, 2.0)
+            ours = float(loss / dist.get_world_size()), one.step(norm)
+        else:
+            ours = grids.grid_step(one, batch, mesh, training.microbatches, 2.0)
+        for kind, first, second in zip(worst, ours, theirs, strict=True):
+            worst[kind] = max(worst[kind], abs(first - second) / abs(second))
+    worst["parameters"] = max(
+        (grids.whole(value) - truth.state[name]).abs().max().item()
+        for name, value in module.state_dict().items()
+    )
     return worst
 
 
-def _outcome(cell: Cell, folder: Path) -> dict[str, Any]:
-    """Results of all ranks: the largest errors, or why there are none."""
+def _on_a_rank(
+    cell: Cell, programs: Programs, truth: Truth
+) -> tuple[dict[str, Any], list[CompileOptions]]:
+    """Largest errors of this rank, or why there are none; options of a program that is missing."""
+    torch.set_num_threads(1)
+    missing: list[CompileOptions] = []
     outcome: dict[str, Any]
-    try:
-        outcome = measured(cell, folder)
-    except sp_compiler.UnsupportedError as error:
-        outcome = {"refused": str(error)}
-    except Exception as error:  # a cell that fails is listed, whatever is wrong
-        outcome = {"failed": f"{type(error).__name__}: {error}"}
-    results: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(results, outcome)
+    with grids.lifted(), programs.taken(cell.training, missing):
+        try:
+            outcome = measured(cell, truth)
+        except sp_compiler.UnsupportedError as error:
+            outcome = {"refused": str(error)}
+        except Exception as error:  # a cell that fails is listed, whatever is wrong
+            outcome = {"failed": f"{type(error).__name__}: {error}"}
+    return outcome, missing
+
+
+def outcome_of(cell: Cell, num_ranks: int, programs: Programs) -> dict[str, Any]:
+    """The largest errors of all ranks, or why there are none."""
+    truth = _truth(cell.training)
+    while True:
+        try:
+            results = run_on_ranks(
+                num_ranks, _on_a_rank, cell, programs, truth, start_method="fork"
+            )
+        except (
+            multiprocessing.ProcessRaisedException,
+            multiprocessing.ProcessExitedException,
+        ) as error:
+            return {"failed": str(error).strip().splitlines()[-1]}
+        missing = {repr(options): options for _, found in results for options in found}
+        if not missing:
+            break
+        for options in missing.values():
+            programs.add(cell.training, options)
+    outcomes = [outcome for outcome, _ in results]
     for kind in ("failed", "refused"):
-        texts = [each[kind] for each in results if kind in each]
+        texts = [each[kind] for each in outcomes if kind in each]
         if texts:
             return {kind: texts[0]}
-    return {kind: max(each[kind] for each in results) for kind in results[0]}
+    return {kind: max(each[kind] for each in outcomes) for kind in outcomes[0]}
 
 
-def _run(todo: Sequence[Cell], folder: Path, results: Path, end: float) -> None:
-    """Run cells on this rank's part of a grid; the first rank writes."""
-    torch.set_num_threads(1)
-    for cell in todo:
-        late = torch.tensor(time.time() > end)
-        dist.broadcast(late, 0)
-        if late:
+def run(num_ranks: int, models: Sequence[str], results: Path, end: float) -> None:
+    """Run the cells of ``num_ranks`` processes that have no numbers yet, until ``end``."""
+    programs = Programs()
+    known = _read(results)
+    for cell in cells(num_ranks, models):
+        if "failed" not in known.get(_key(cell), {"failed": ""}):
+            continue
+        if time.time() > end:
             return
         begin = time.monotonic()
-        outcome = _outcome(cell, folder)
-        if dist.get_rank() == 0:
-            _write(results, cell, outcome)
-            took_s = time.monotonic() - begin
-            print(f"{cell.grid} {cell.schedule} {cell.model}: {outcome} in {took_s:.0f} s")
-            sys.stdout.flush()
-        # A step that failed leaves groups in which messages of it are on their way.
-        if "failed" in outcome:
-            return
+        outcome = outcome_of(cell, num_ranks, programs)
+        _write(results, cell, outcome)
+        took_s = time.monotonic() - begin
+        print(f"{cell.grid} {cell.schedule} {cell.model}: {outcome} in {took_s:.1f} s", flush=True)
 
 
 def _key(cell: Cell) -> str:
@@ -263,30 +282,6 @@ def _write(results: Path, cell: Cell, outcome: Mapping[str, Any]) -> None:
     known = _read(results)
     known[_key(cell)] = dict(outcome)
     results.write_text(json.dumps(known, indent=1) + "\n")
-
-
-def run(num_ranks: int, models: Sequence[str], results: Path, folder: Path, end: float) -> None:
-    """Run the cells of ``num_ranks`` processes that have no numbers yet, until ``end``."""
-    tried: set[Cell] = set()
-    while time.time() < end:
-        known = _read(results)
-        todo = [
-            cell
-            for cell in cells(num_ranks, models)
-            if cell not in tried and "failed" in known.get(_key(cell), {"failed": ""})
-        ][:_CELLS_PER_START]
-        if not todo:
-            return
-        try:
-            run_on_ranks(num_ranks, _run, todo, folder, results, end)
-        except (
-            multiprocessing.ProcessRaisedException,
-            multiprocessing.ProcessExitedException,
-        ) as e:
-            lost = next(cell for cell in todo if _key(cell) not in _read(results))
-            _write(results, lost, {"failed": str(e).strip().splitlines()[-1]})
-        known = _read(results)
-        tried |= {cell for cell in todo if "failed" in known.get(_key(cell), {})}
 
 
 def table(results: Path) -> str:
@@ -337,7 +332,7 @@ def main() -> None:
     begins = tuple(name.lower() for name in asked.models)
     models = [name for name in MODELS if name.lower().startswith(begins)]
     for num_ranks in asked.ranks:
-        run(num_ranks, models, results, asked.folder, end)
+        run(num_ranks, models, results, end)
 
 
 if __name__ == "__main__":

@@ -46,6 +46,8 @@ _ADAPTER_CHANGES = frozenset(
         "unmerge_adapter",
     )
 )
+# Left by ``fully_shard`` on each module for torch.compile; no forward of a model reads them.
+_FSDP_MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -137,7 +139,7 @@ class MirrorModule(nn.Module):
         original = self.__dict__.get("_sp_original")
         own = name in self.__dict__ or name in self._buffers or hasattr(nn.Module, name)
         # nn.Module sets attributes in its constructor, before there is an original.
-        if original is None or own or name.startswith("_sp_"):
+        if original is None or own or name.startswith("_sp_") or name in _FSDP_MARKS:
             return super().__setattr__(name, value)
         if isinstance(value, nn.Module):
             raise UnsupportedError(

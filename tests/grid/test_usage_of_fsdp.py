@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import sp_compiler
 from sp_compiler import RankMismatchError, UnsupportedError
+from sp_compiler.compiler import build
 from tests.helpers.grids import whole
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.two_ranks import result, run_checks
@@ -57,6 +59,17 @@ def gradients_add_up_over_backwards() -> None:
     for x in inputs:
         model(x)["loss"].backward()
     _assert_gradients(module, model)
+
+
+def what_it_marks_modules_with_compiles_nothing_anew() -> None:
+    with mock.patch("sp_compiler.api.build", wraps=build) as compiles:
+        module = _compiled()
+        module(_own(_mesh(), batch()))["loss"].backward()
+    assert compiles.call_count == 1
+    module.scale = 2.0  # forward may branch on what a user sets
+    with mock.patch("sp_compiler.api.build", wraps=build) as compiles:
+        module(_own(_mesh(), batch()))["loss"].backward()
+    assert compiles.call_count == 1
 
 
 def the_switch_is_fsdps_own_too() -> None:
@@ -238,6 +251,7 @@ def a_block_whose_parameters_others_use() -> None:
 
 _CHECKS = [
     gradients_add_up_over_backwards,
+    what_it_marks_modules_with_compiles_nothing_anew,
     the_switch_is_fsdps_own_too,
     hooks_see_full_gradients,
     frozen_parameters_have_no_gradients,

@@ -19,11 +19,14 @@ _TIMEOUT = timedelta(minutes=3)
 _PRELOADED = ["tests.models.architectures", "tests.helpers.parity", "tests.models.zoo"]
 
 
-def run_on_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+def run_on_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, start_method: str = "forkserver"
+) -> list[Any]:
     """Run ``function(*args)`` on ``world_size`` processes of a gloo group; the results by rank.
 
     ``function`` is a module's top-level function; its result is saved with ``torch.save``. A
-    collective that waits longer than ``_TIMEOUT`` fails.
+    collective that waits longer than ``_TIMEOUT`` fails. With ``start_method="fork"`` the processes
+    are copies of this one, which must not have threads, and ``args`` anything.
 
     Raises:
         torch.multiprocessing.ProcessRaisedException: the first rank's error, with its traceback.
@@ -34,7 +37,7 @@ def run_on_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> l
             _rank,
             (world_size, folder, function, args),
             nprocs=world_size,
-            start_method="forkserver",
+            start_method=start_method,
         )
         return [
             torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(world_size)

@@ -23,7 +23,7 @@ from sp_compiler.module.parameters import tensor_spec
 from sp_compiler.runtime.executor import Execution
 from sp_compiler.runtime.group import TensorParallelGroup
 from sp_compiler.runtime.padding import without_rank_padding
-from sp_compiler.runtime.parameter_gradients import CompiledFunction
+from sp_compiler.runtime.parameter_gradients import CompiledFunction, opaque
 
 # The same in every call of a program; a bounded number, for a spec keeps its mesh.
 _output_spec = functools.lru_cache(maxsize=64)(tensor_spec)
@@ -196,6 +196,7 @@ class _ToOutput(CompiledFunction):
         return DTensor.__new__(ShardedOutput, part.detach(), spec, requires_grad=False)
 
     @staticmethod
+    @opaque
     def backward(ctx: Any, grad: DTensor | None) -> tuple[Tensor | None, None]:
         # Whatever was done with the output, the region wants this rank's part.
         return None if grad is None else grad.redistribute(

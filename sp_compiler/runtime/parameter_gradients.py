@@ -28,6 +28,12 @@ ParameterEdge = tuple[int, int, DTensorSpec]
 Not the parameter itself: fully_shard frees what it gathered."""
 
 
+opaque = torch.compiler.disable(
+    reason="the backward of a model of sp_compiler is code that is compiled already"
+)
+"""Decorator of backwards: ``torch.compile`` of a training step would trace what autograd calls."""
+
+
 class CompiledFunction(torch.autograd.Function):
     """Base of autograd functions that no transform of ``torch.func`` reaches.
 
@@ -37,6 +43,15 @@ class CompiledFunction(torch.autograd.Function):
     """
 
     apply = vars(torch._C._FunctionBase)["apply"]
+
+    @staticmethod
+    def _compiled_autograd_key(ctx: Any) -> Any:
+        """Refuse compiled autograd, which asks each node of the graph before it runs any."""
+        raise UnsupportedError(
+            "compiled autograd (torch._dynamo.config.compiled_autograd) cannot trace the backward "
+            "of a compiled model, which is generated code that puts gradients into parameters "
+            "itself; call loss.backward() outside of it"
+        )
 
 
 def local_tensor(value: Any) -> Any:

@@ -19,6 +19,7 @@ from sp_compiler.runtime.parameter_gradients import (
     deliver,
     fills_grad,
     local_tensor,
+    opaque,
     parameter_edges,
 )
 from sp_compiler.runtime.region_call import forbid_double_backward
@@ -140,6 +141,7 @@ class ReplicateParameters(CompiledFunction):
         return tuple([local_tensor(parameter).detach() for parameter in parameters])
 
     @staticmethod
+    @opaque
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         fills = [fills_grad(node) for node, _ in ctx.next_functions]
         with torch.no_grad():

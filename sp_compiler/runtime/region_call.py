@@ -22,6 +22,7 @@ from sp_compiler.runtime.parameter_gradients import (
     CompiledFunction,
     deliver,
     local_tensor,
+    opaque,
     parameter_edges,
     separate,
 )
@@ -298,6 +299,7 @@ class RegionFunction(CompiledFunction):
         return outputs
 
     @staticmethod
+    @opaque
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         runner: RegionRunner = ctx.runner
         if all(grad is None for grad in grads):

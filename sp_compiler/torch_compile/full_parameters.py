@@ -11,6 +11,7 @@ from torch import Tensor
 from sp_compiler.base.placement import Placement
 from sp_compiler.base.shards import join_parts
 from sp_compiler.ops.communicator import Communicator
+from sp_compiler.runtime.parameter_gradients import opaque
 from sp_compiler.runtime.region_call import forbid_double_backward
 
 # Large enough for full bandwidth, small enough beside the gradients themselves.
@@ -64,6 +65,7 @@ class ShardParameters(torch.autograd.Function):
         )
 
     @staticmethod
+    @opaque
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         with torch.no_grad():
             full = gather_gradients(ctx.tp, grads, ctx.placements)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import torch
 
 ROOT = Path(__file__).parents[2]
 _LIBRARIES = ("torch", "transformers")
@@ -31,7 +35,13 @@ def uses() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for path in sources():
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        for name in (*_imported(tree), *_read(tree), *_patched(tree), *_foreign(tree)):
+        for name in (
+            *_imported(tree),
+            *_read(tree),
+            *_patched(tree),
+            *_foreign(tree),
+            *_overridden(tree),
+        ):
             found.setdefault(name, set()).add(path.relative_to(ROOT).as_posix())
     return found
 
@@ -69,6 +79,28 @@ def _foreign(tree: ast.AST) -> Iterator[str]:
         is_foreign = node.attr not in _own_names() and owner.split(".")[0] not in _STANDARD
         if is_foreign and not owner.endswith("aten"):
             yield f".{node.attr}"
+
+
+def _overridden(tree: ast.Module) -> Iterator[str]:
+    """Private methods that a class of ours has under the name of its base's in torch."""
+    bases: dict[str, Any] = {"torch": torch}
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "torch":
+            module = importlib.import_module(str(node.module))
+            bases |= {
+                alias.asname or alias.name: getattr(module, alias.name) for alias in node.names
+            }
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for base in node.bases:
+            found: Any = bases.get(ast.unparse(base).split(".")[0])
+            for part in ast.unparse(base).split(".")[1:]:
+                found = getattr(found, part, None)
+            for method in node.body:
+                name = method.name if isinstance(method, ast.FunctionDef) else ""
+                if re.match(r"_(?!_)", name) and hasattr(found, name):
+                    yield f".{name}"
 
 
 def _imported(tree: ast.AST) -> Iterator[str]:

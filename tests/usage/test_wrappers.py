@@ -30,6 +30,9 @@ _LAUNCHED = {
     "MASTER_ADDR": "localhost",
     "MASTER_PORT": "29599",
 }
+_DYNAMO_READS_THE_LOSS = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)
 
 
 def _by_checkpoint(module: nn.Module, x: Tensor) -> Tensor:
@@ -61,6 +64,47 @@ def test_torch_compile_of_a_compiled_module_is_one_opaque_call() -> None:
     loss.backward()
     true.backward()
     assert_same_gradients(module, model)
+
+
+@_DYNAMO_READS_THE_LOSS
+def test_torch_compile_of_a_training_step() -> None:
+    """Torch traces what autograd calls from a compiled function: the backward is opaque too."""
+    module, model, x = compiled(), net(), batch()
+
+    def step(x: Tensor) -> Tensor:
+        loss: Tensor = module(x)["loss"]
+        loss.backward()
+        return loss
+
+    torch.testing.assert_close(torch.compile(step, backend="eager")(x), model(x)["loss"])
+    model(x)["loss"].backward()
+    assert_same_gradients(module, model)
+
+
+@_DYNAMO_READS_THE_LOSS
+@pytest.mark.parametrize(
+    "make",
+    [
+        compiled,
+        lambda: compiled(overlap=False),
+        lambda: torch.compile(net(), backend="sp_compiler"),
+    ],
+    ids=["compile", "no overlap", "backend"],
+)
+def test_compiled_autograd_is_refused(make: Callable[[], Any]) -> None:
+    """It would trace generated code, without the engine that says whose ``grad`` to fill."""
+    module, model = make(), net()
+    loss = module(batch())["loss"]
+    with (
+        torch._dynamo.config.patch(compiled_autograd=True),
+        pytest.raises(UnsupportedError, match=r"compiled_autograd.*call loss\.backward"),
+    ):
+        torch.compile(lambda: loss.backward(), backend="eager")()
+    assert all(parameter.grad is None for parameter in module.parameters())
+    loss.backward()
+    model(batch())["loss"].backward()
+    for parameter, true in zip(module.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, true.grad)
 
 
 @pytest.mark.parametrize("strict", [False, True])

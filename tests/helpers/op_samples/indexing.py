@@ -70,6 +70,11 @@ def _split(draw: Draw) -> Args:
     return [draw.numbers(*shape), draw.parts(shape[dim]), dim]
 
 
+def _unbind(draw: Draw) -> Args:
+    shape = draw.shape()
+    return [draw.numbers(*shape), draw.dim(len(shape))]
+
+
 def _cat(draw: Draw) -> Args:
     shape = list(draw.shape())
     dim = draw.dim(len(shape))
@@ -190,6 +195,7 @@ SAMPLES: dict[str, Sample] = {
     "aten::index_select": lambda draw: [draw.numbers(4, draw.size()), 0, draw.ids(4, 3)],
     "aten::roll": _roll,
     "aten::split_with_sizes": _split,
+    "aten::unbind": _unbind,
     "aten::cat": _cat_with_nothing,
     "aten::stack": _stack,
     "aten::constant_pad_nd": _pad,

@@ -34,6 +34,7 @@ from tests.helpers import parity
 from tests.models import architectures
 
 FILE = RESULTS / "inductor.json"
+KERNELS = RESULTS / "inductor_kernels.json"
 PAGE = Path(__file__).parents[1] / "docs" / "inductor.md"
 RANKS = (1, 2, 4)
 DROPOUT = 0.1
@@ -62,6 +63,20 @@ dropout probability set to 0.1, on 1, 2 and 4 simulated ranks.
 - *functions*, *as written*: functions that Inductor compiled, and those left as generated.
 
 Several numbers in a cell belong to the ranks in the second column.
+"""
+_KERNELS = """## Kernels on a GPU
+
+What Inductor emits for a block of the paper's 22B GPT on one of 8 GPUs, bfloat16, 4 x 2048 tokens,
+counted in the text of its Triton code by `python -m benchmarks.inductor_kernels --write`. Nothing
+ran, and no GPU is needed.
+
+- *products*: kernels of cuBLAS; attention computes in chunks of queries.
+- *passes*: kernels of Inductor's own; *small*: those among them that touch less than a MiB: hashes
+  of rows and seeds, sums of partial sums.
+- *MiB*: what all of them read and write, each buffer once a kernel.
+- *read once*: the same, if all passes of a function between the same products were one kernel.
+- *again*: what a pass reads in a second loop over the row that it has just reduced, which is then
+  in a cache; not in *MiB*.
 """
 
 
@@ -243,7 +258,27 @@ def page(results: Mapping[str, Any]) -> str:
         parts += [f"Not measured yet: {', '.join(missing)}.\n"]
     if reasons:
         parts += ["## What runs as written, and why\n", *reasons, ""]
-    return "\n".join(parts)
+    return "\n".join([*parts, _KERNELS, _kernel_table(json.loads(KERNELS.read_text()))])
+
+
+def _kernel_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    head = (
+        "recompute", "dropout", "direction", "products", "passes", "small", "MiB", "read once",
+        "ratio", "again",
+    )  # fmt: skip
+    return markdown_table(
+        head,
+        [
+            (
+                *(str(row[key]) for key in ("recompute", "dropout", "direction")),
+                *(str(row[key]) for key in ("products", "passes", "small")),
+                *(f"{row[key] / 2**20:.0f}" for key in ("bytes", "once")),
+                f"{row['bytes'] / row['once']:.3f}",
+                f"{row['again'] / 2**20:.0f}",
+            )
+            for row in rows
+        ],
+    )
 
 
 def main() -> None:

@@ -65,7 +65,7 @@ from sp_compiler.passes.expert_parallel import expert_parallel
 from sp_compiler.passes.half_batches import half_batches, halves_pay
 from sp_compiler.passes.loss_only import loss_only
 from sp_compiler.passes.memory.budget import candidates_of, tag_under_budget, with_offloads
-from sp_compiler.passes.memory.overlap_room import overlap_room_bytes, regions_in_a_row
+from sp_compiler.passes.memory.overlap_room import overlap_room, regions_in_a_row
 from sp_compiler.passes.memory.partition import PartitionOptions, partition
 from sp_compiler.passes.memory.partition_options import partition_options
 from sp_compiler.passes.memory.split_backward import split_backward
@@ -326,14 +326,14 @@ class Compilation:
             if options.split_backward:
                 to_split = partitioned[name], region.input_kinds
                 partitioned[name] = run(Pass.SPLIT_BACKWARD, split_backward, *to_split, region=name)
-        room_bytes = overlap_room_bytes(tagged, partitioned, options)
+        room = overlap_room(tagged, partitioned, options, state_bytes)
         in_a_row = regions_in_a_row(tagged, options)
         regions: list[CompiledRegion] = []
         for region in tagged.program.regions:
             name, origin = region.name, tagged.origins[region.name]
             joint, own, parts = tagged.joints[name], wanted[origin], partitioned[name]
             if own.overlap:
-                limits = own.own_parameters, own.sizes, room_bytes.get(name, {}), options.device
+                limits = own.own_parameters, own.sizes, room.get(name), options.device
                 ahead = {"in_a_row": name in in_a_row}
                 parts = run(Pass.OVERLAP, overlap_collectives, parts, *limits, region=name, **ahead)
             if self._checked:  # the graphs that run, after every pass that could change them

@@ -14,24 +14,26 @@ has such work if branches of a layer are parallel, such as attention and MLP aft
 :mod:`sp_compiler.passes.half_batches` has split one chain into two. Estimated times decide what
 overlaps: weight gradients, recomputation and operands of other collectives run where a collective
 would leave the rank idle, and a saved shard is gathered as late as its communication can still be
-hidden (:mod:`sp_compiler.solve.list_schedule`). Memory comes first: no order may raise the peak of
-the step. Of calls in a row, each may recompute for the one before it what would expose
-communication there (:mod:`.look_ahead`).
+hidden (:mod:`sp_compiler.solve.list_schedule`). Memory has a limit
+(:func:`sp_compiler.cost.step_memory.functions_room`), and of it no more is taken than shortens the
+step. Of calls in a row, each may recompute for the one before it what would expose communication
+there (:mod:`.look_ahead`).
 
 Nodes keep their meta; a ``wait`` gets that of its collective, with ``meta["origin"] = "overlap"``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 from torch.fx import Graph, Node
 
 from sp_compiler.base.pass_report import Pass, report_of
 from sp_compiler.cost.hardware import H100, Hardware
-from sp_compiler.cost.step_walk import Phase
+from sp_compiler.cost.step_memory import Room
 from sp_compiler.ir.concretize import Concretizer
 from sp_compiler.ir.forward_backward import LookAhead, Partitioned, SplitBackward
 from sp_compiler.ir.op_traits import is_part
@@ -39,7 +41,7 @@ from sp_compiler.ir.rewriting import make_like
 from sp_compiler.ir.symbolic import Sizes
 from sp_compiler.ops.convert import WAIT
 from sp_compiler.passes.overlap.look_ahead import look_aheads
-from sp_compiler.passes.overlap.tasks import graph_tasks
+from sp_compiler.passes.overlap.tasks import GraphTasks, graph_tasks
 from sp_compiler.solve.block_schedule import Block, most_beside, peak_bytes, simulate
 from sp_compiler.solve.list_schedule import list_schedule
 
@@ -50,14 +52,17 @@ _wait = WAIT.overload
 # gains next to nothing and reads as the model does.
 _WORTH_STARTING = 0.1
 # Part of a backward's time. Below it three more functions to compile and to read gain too little.
-_WORTH_LOOKING_AHEAD = 0.01
+_WORTH_LOOKING_AHEAD = 0.005
+# Memory beyond the step's own peak is taken in so many parts, as few as make a backward as fast as
+# all of them, but for this share of its time: of 10 % communication that is 1 %.
+_PARTS_BEYOND, _WORTH_MORE = 4, 0.001
 
 
 def overlap_collectives(
     parts: Partitioned,
     own_parameters: Collection[int],
     sizes: Sizes | None = None,
-    room_bytes: Mapping[Phase, int] | None = None,
+    room: Room | None = None,
     hardware: Hardware = H100,
     *,
     in_a_row: bool = False,
@@ -67,24 +72,25 @@ def overlap_collectives(
     Args:
         own_parameters: see :meth:`sp_compiler.ir.program.Program.own_parameters`.
         sizes: the open sizes; memory and time are computed for the example's.
-        room_bytes: allowed peak of forward and backward, if it is above their own.
+        room: allowed peaks of forward and backward, if they are above their own.
         hardware: profile for estimated times.
         in_a_row: whether calls of the region follow each other, so that a backward may recompute
             for the call before.
     """
-    room_bytes = room_bytes or {}
-    forward = overlapped(
-        parts.forward, (), sizes, room_bytes.get("forward", 0), hardware, _WORTH_STARTING
-    )
+    room = room or Room()
+    forward = overlapped(parts.forward, (), sizes, room.forward_bytes, hardware, _WORTH_STARTING)
     parts = replace(parts, forward=forward)
     if parts.backward is None:
         return parts
-    wanted = own_parameters, sizes, room_bytes.get("backward", 0), hardware
-    backward = _scheduled(parts.backward, *wanted)
     loss, split = parts.loss, parts.split
-    ahead = None
-    if in_a_row and loss is None:
-        ahead = _look_ahead(parts.backward, len(parts.saved), backward, wanted)
+    unordered = partial(_Unordered.of, sizes=sizes, hardware=hardware)
+    alone = unordered(parts.backward, own_parameters)
+    cuts = look_aheads(parts.backward, len(parts.saved)) if in_a_row and loss is None else ()
+    ways = [(unordered(cut.both, own_parameters), cut) for cut in cuts]
+    room_bytes = _least_room_bytes(alone, [both for both, _ in ways], room)
+    backward = alone.scheduled(room_bytes)
+    ahead = _look_ahead(ways, backward, own_parameters, sizes, room_bytes, hardware)
+    wanted = own_parameters, sizes, room_bytes, hardware
     if loss is not None:
         loss = replace(loss, backward=overlapped(loss.backward, *wanted))
     if split is not None:
@@ -110,7 +116,6 @@ class _Schedule:
         blocking: collectives that are awaited at once.
         compute_us: time of all kernels.
         time_us: time of the order.
-        given_bytes: peak of ``given`` in its own order, below which no limit can be met.
     """
 
     given: Graph
@@ -118,7 +123,6 @@ class _Schedule:
     blocking: Sequence[Node] = ()
     compute_us: float = 0.0
     time_us: float = 0.0
-    given_bytes: int = 0
 
     def graph(self) -> Graph:
         """Return a copy in this order, and report it; ``given`` itself if nothing overlaps."""
@@ -127,33 +131,111 @@ class _Schedule:
         return _in_order(self.given, self.steps) if self.steps else self.given
 
 
+@dataclass(frozen=True)
+class _Unordered:
+    """A graph as tasks, of which any number of schedules can be made.
+
+    Attributes:
+        example: maps nodes of the copy with the example's sizes to those of ``graph``.
+        given_bytes: peak of ``graph`` in its own order, below which no limit can be met.
+    """
+
+    graph: Graph
+    example: Concretizer
+    tasks: GraphTasks
+    given_bytes: int
+
+    @classmethod
+    def of(
+        cls,
+        graph: Graph,
+        own_parameters: Collection[int],
+        sizes: Sizes | None,
+        hardware: Hardware,
+    ) -> _Unordered:
+        # Open sizes cannot be compared: the order is found on a copy with the example's sizes, and
+        # then applied to the nodes that the copy was made from.
+        example = Concretizer(sizes)
+        tasks = graph_tasks(example.graph(graph), own_parameters, hardware)
+        given_bytes = peak_bytes(tasks.block, range(len(tasks.block.tasks)))
+        return cls(graph, example, tasks, given_bytes)
+
+    def quick_us(self, room_bytes: int) -> float:
+        """Return about the time of :meth:`scheduled`."""
+        block = self.tasks.block
+        return simulate(block, list_schedule(block, room_bytes, quick=True)).time_us
+
+    def scheduled(self, room_bytes: int, least_beside: float = 0.0) -> _Schedule:
+        """Return a good order; the arguments are those of :func:`overlapped`."""
+        block, nodes = self.tasks.block, self.tasks.nodes
+        if not block.wait_of or most_beside(block) < least_beside:
+            given_us = simulate(block, range(len(block.tasks))).time_us
+            return _Schedule(self.graph, (), (), block.compute_us, given_us)
+        order = list_schedule(block, room_bytes)
+        blocking = _blocking(block, order)
+        # A start with its wait right after it is a blocking call, as the graph has it already.
+        overlaps = len(blocking) < len(block.wait_of)
+        steps = [
+            Step(self.example.twin(nodes[position]), waits=task.waits_for is not None)
+            for position in order
+            if (task := block.tasks[position]).waits_for not in blocking
+            and nodes[position].op == "call_function"
+        ]
+        return _Schedule(
+            self.graph,
+            steps if overlaps else (),
+            [nodes[start] for start in sorted(blocking)],
+            block.compute_us,
+            simulate(block, order).time_us,
+        )
+
+
+def _least_room_bytes(alone: _Unordered, both: Sequence[_Unordered], room: Room) -> int:
+    """Return how much of ``room`` makes a backward about as fast as all of it."""
+    beyond_bytes = room.most_bytes - room.backward_bytes
+    if beyond_bytes <= 0 or not alone.tasks.block.wait_of:
+        return room.backward_bytes
+    least_us = alone.tasks.block.compute_us
+    times_us: dict[int, float] = {}
+    for part in range(_PARTS_BEYOND + 1):
+        limit_bytes = room.backward_bytes + beyond_bytes * part // _PARTS_BEYOND
+        fitting = [each for each in both if each.given_bytes <= limit_bytes]
+        times_us[limit_bytes] = min(each.quick_us(limit_bytes) for each in (alone, *fitting))
+        if times_us[limit_bytes] <= (1 + _WORTH_MORE) * least_us:
+            break  # no order is shorter than its kernels
+    worth_us = (1 + _WORTH_MORE) * min(times_us.values())
+    return next(limit_bytes for limit_bytes, us in times_us.items() if us <= worth_us)
+
+
 def _look_ahead(
-    backward: Graph,
-    num_saved: int,
+    ways: Sequence[tuple[_Unordered, LookAhead]],
     alone: _Schedule,
-    wanted: tuple[Collection[int], Sizes | None, int, Hardware],
+    own_parameters: Collection[int],
+    sizes: Sizes | None,
+    room_bytes: int,
+    hardware: Hardware,
 ) -> LookAhead | None:
-    """Return the cut of ``backward`` that hides most, scheduled; ``None`` if none is much better
-    than ``alone``."""
-    _, _, room_bytes, _ = wanted
+    """Return the cut of a backward that hides most, scheduled; ``None`` if none is much better than
+    ``alone``.
+
+    Args:
+        ways: cuts, each with its function of two calls.
+    """
     worth_us = (1 - _WORTH_LOOKING_AHEAD) * alone.time_us
-    if worth_us < alone.compute_us:
-        return None
-    cuts = [
-        (_scheduled(cut.both, *wanted, quick=True), cut) for cut in look_aheads(backward, num_saved)
-    ]
     # Memory comes first, also that of what is handed over.
-    cuts = [(both, cut) for both, cut in cuts if both.given_bytes <= room_bytes]
-    if not cuts:
+    ways = [(both, cut) for both, cut in ways if both.given_bytes <= room_bytes]
+    if worth_us < alone.compute_us or not ways:
         return None
-    _, cut = min(cuts, key=lambda each: each[0].time_us)
+    both, cut = min(ways, key=lambda each: each[0].quick_us(room_bytes))
     # The first returns no gradients: recomputed values stand in their place.
-    recompute = _scheduled(cut.recompute, (), *wanted[1:])
-    rest, both = _scheduled(cut.rest, *wanted), _scheduled(cut.both, *wanted)
-    if both.time_us > worth_us or max(recompute.given_bytes, rest.given_bytes) > room_bytes:
+    recompute = _Unordered.of(cut.recompute, (), sizes, hardware)
+    rest = _Unordered.of(cut.rest, own_parameters, sizes, hardware)
+    ordered = both.scheduled(room_bytes)
+    if ordered.time_us > worth_us or max(recompute.given_bytes, rest.given_bytes) > room_bytes:
         return None
     report_of(Pass.OVERLAP).rewrote(kind="look_ahead")
-    return LookAhead(recompute.graph(), rest.graph(), both.graph())
+    parts = recompute.scheduled(room_bytes), rest.scheduled(room_bytes), ordered
+    return LookAhead(*(each.graph() for each in parts))
 
 
 def overlapped(
@@ -173,47 +255,8 @@ def overlapped(
         least_beside: minimum of kernel time that can overlap with some collective, relative to its
             time.
     """
-    return _scheduled(graph, own_parameters, sizes, room_bytes, hardware, least_beside).graph()
-
-
-def _scheduled(
-    graph: Graph,
-    own_parameters: Collection[int],
-    sizes: Sizes | None,
-    room_bytes: int,
-    hardware: Hardware,
-    least_beside: float = 0.0,
-    *,
-    quick: bool = False,
-) -> _Schedule:
-    """Return the order of :func:`overlapped`; ``quick`` is that of :func:`list_schedule`."""
-    # Open sizes cannot be compared: the order is found on a copy with the example's sizes, and then
-    # applied to the nodes that the copy was made from.
-    example = Concretizer(sizes)
-    tasks = graph_tasks(example.graph(graph), own_parameters, hardware)
-    block = tasks.block
-    given = range(len(block.tasks))
-    if not block.wait_of or most_beside(block) < least_beside:
-        times_us = block.compute_us, simulate(block, given).time_us
-        return _Schedule(graph, (), (), *times_us, peak_bytes(block, given))
-    order = list_schedule(block, room_bytes, quick=quick)
-    blocking = _blocking(block, order)
-    # A start with its wait right after it is a blocking call, as the graph has it already.
-    overlaps = len(blocking) < len(block.wait_of)
-    steps = [
-        Step(example.twin(tasks.nodes[position]), waits=task.waits_for is not None)
-        for position in order
-        if (task := block.tasks[position]).waits_for not in blocking
-        and tasks.nodes[position].op == "call_function"
-    ]
-    return _Schedule(
-        graph,
-        steps if overlaps else (),
-        [tasks.nodes[start] for start in sorted(blocking)],
-        block.compute_us,
-        simulate(block, order).time_us,
-        peak_bytes(block, given),
-    )
+    unordered = _Unordered.of(graph, own_parameters, sizes, hardware)
+    return unordered.scheduled(room_bytes, least_beside).graph()
 
 
 def _blocking(block: Block, order: Sequence[int]) -> set[int]:

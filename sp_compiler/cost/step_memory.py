@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -129,29 +130,60 @@ def memory_of_split(
     return StepMemory(kept, sent, walk.returned, tuple(timeline))
 
 
-def functions_room_bytes(
+@dataclass(frozen=True)
+class Room:
+    """Limits for the peaks of a region's functions, without their arguments.
+
+    Attributes:
+        forward_bytes: of forward, so that the step stays below its limit.
+        backward_bytes: likewise of backward.
+        most_bytes: of backward, where more memory than that hides more communication.
+    """
+
+    forward_bytes: int = 0
+    backward_bytes: int = 0
+    most_bytes: int = 0
+
+
+def functions_room(
     program: Program,
     partitioned: Mapping[str, Partitioned],
     differentiable: Mapping[str, Sequence[bool]],
     world_size: int,
     budget_bytes: int | None = None,
-) -> dict[str, dict[Phase, int]]:
-    """Return the peak that the functions of each region may have so that the step fits.
+    device_bytes: int | None = None,
+) -> dict[str, Room]:
+    """Return the peaks that the functions of each region may have so that the step fits.
 
     The step must fit ``budget_bytes``, or its own peak if there is no budget: the peak is often at
     the loss, so that the functions of blocks may take more. A region's function serves all its
-    calls, so the call with most bytes around it counts.
+    calls, so the call with most bytes around it counts. Without a budget, the backward of a layer
+    may take as much again as it takes itself, because what runs early belongs to one more layer at
+    most; with many layers that is little beside what they all save.
 
     Args:
         budget_bytes: limit for the activations of a step.
+        device_bytes: the same, for programs that may also stay above it.
         program: as for :func:`memory_of_split`, like the arguments between.
     """
     memory = memory_of_split(program, partitioned, differentiable, world_size)
     # Not the larger of both: a budget may count on an order that lies below the peak of this one.
-    most_bytes = memory.peak_bytes if budget_bytes is None else budget_bytes
-    room_bytes: dict[str, dict[Phase, int]] = {}
+    limit_bytes = memory.peak_bytes if budget_bytes is None else budget_bytes
+    beyond_bytes = limit_bytes if device_bytes is None else max(0, device_bytes - limit_bytes)
+    layers = Counter(call.region.name for call in program.calls)
+    left_bytes: dict[tuple[str, Phase], int] = {}
+    own_bytes: Counter[str] = Counter()
     for moment in memory.timeline:
-        of_region = room_bytes.setdefault(program.calls[moment.call].region.name, {})
-        left_bytes = most_bytes - moment.around_bytes
-        of_region[moment.phase] = min(left_bytes, of_region.get(moment.phase, left_bytes))
-    return room_bytes
+        name = program.calls[moment.call].region.name
+        left = limit_bytes - moment.around_bytes
+        left_bytes[name, moment.phase] = min(left, left_bytes.get((name, moment.phase), left))
+        if moment.phase == "backward" and layers[name] > 1 and budget_bytes is None:
+            own_bytes[name] = max(own_bytes[name], moment.num_bytes - moment.around_bytes)
+    return {
+        name: Room(
+            left_bytes[name, "forward"],
+            backward_bytes := left_bytes.get((name, "backward"), 0),
+            backward_bytes + min(own_bytes[name], beyond_bytes),
+        )
+        for name in layers
+    }

@@ -17,16 +17,19 @@ from sp_compiler.planning.data import PlanData
 def within_device(
     options: CompileOptions, program: Program, placements: Mapping[str, Placement]
 ) -> tuple[CompileOptions, int]:
-    """Return ``options`` with the budget that ``device_memory`` leaves, and the bytes of the rest.
+    """Return ``options`` with the budget that ``device_memory`` leaves, and the bytes of the rest;
+    0 without ``device_memory``.
 
     Only ``recompute="auto"`` uses a budget; for other policies :func:`require_fit` checks the plan.
 
     Raises:
         ArgumentError: parameters, gradients and optimizer state leave no memory.
     """
-    if options.device_bytes is None or options.recompute != "auto":
+    if options.device_bytes is None:
         return options, 0
     state = ModelState.of(stored_parameters(program, placements, options.tp))
+    if options.recompute != "auto":
+        return options, state.total_bytes
     left_bytes = options.device_bytes - state.total_bytes
     if left_bytes <= 0:
         # One byte more than is lacking: a budget has to be positive.

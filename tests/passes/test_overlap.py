@@ -278,6 +278,17 @@ def waits(program: CompiledProgram) -> int:
     )
 
 
+def most_bytes(plain: CompiledProgram) -> int:
+    """The peak of ``plain``, and what the backward of one more layer takes."""
+    memory, names = step_memory(plain), [call.region.name for call in plain.program.calls]
+    layers = [
+        moment.num_bytes - moment.around_bytes
+        for moment in memory.timeline
+        if moment.phase == "backward" and names.count(names[moment.call]) > 1
+    ]
+    return memory.peak_bytes + max(layers)
+
+
 @pytest.mark.parametrize(
     ("name", "recompute"),
     [
@@ -294,7 +305,7 @@ def test_gradients_are_those_without_overlap_to_the_last_bit(name: str, recomput
     assert waits(program) > 2
     assert waits(plain) == 0
     assert ".wait()" not in plain.code
-    assert step_memory(program).peak_bytes <= step_memory(plain).peak_bytes
+    assert step_memory(program).peak_bytes <= most_bytes(plain)
     first, second = simulate(found, program), simulate(found, plain)
     assert first.grads.keys() == second.grads.keys()
     for parameter, grad in first.grads.items():

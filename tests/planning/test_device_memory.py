@@ -48,12 +48,23 @@ def test_auto_fills_what_the_state_leaves() -> None:
     assert not any("larger budget" in note for note in smallest.notes)
 
 
+def test_what_overlap_takes_fits_as_well() -> None:
+    """Above the peak without overlap only where the device has room for it."""
+    blocking, free = _plan(overlap=False), _plan()
+    same, little = (
+        _plan(device_memory=blocking.total_bytes + more_bytes) for more_bytes in (0, 2048)
+    )
+    assert same.total_bytes <= blocking.total_bytes < little.total_bytes
+    assert little.total_bytes <= blocking.total_bytes + 2048 < free.total_bytes
+    assert free.step_us < little.step_us < same.step_us < blocking.step_us
+
+
 def test_what_does_not_fit_and_by_how_much() -> None:
-    full = _plan()
-    said = _refused(device_memory=full.total_bytes - 1024)
+    full = _plan(overlap=False)
+    said = _refused(device_memory=full.total_bytes - 1024, overlap=False)
     assert "1.00 KiB more: parameters" in said
     assert 'recompute="auto"' in said
-    assert _plan(device_memory=full.total_bytes).total_bytes == full.total_bytes
+    assert _plan(device_memory=full.total_bytes, overlap=False).total_bytes == full.total_bytes
     for recompute in ("auto", "full"):
         said = _refused(device_memory=1024, recompute=recompute)
         assert "dp_shard" in said, "no way to recompute makes parameters smaller"

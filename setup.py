@@ -60,7 +60,7 @@ setup(
         "scipy>=1.11",
         "spmd-types>=0.3.1,<0.4",
         "sympy>=1.13",
-        "torch>=2.12,!=2.14.0,<2.16",
+        "torch>=2.11,!=2.14.0,<2.16",
         "typer>=0.12",
     ],
     extras_require={

@@ -41,6 +41,13 @@ recomputes more than the attention core, and saves less.""",
     "one-device": 'The same model on one device: `tp=1`, `recompute="none"`, against eager.',
     "overhead": """Hidden 64 and a fake process group, whose collectives cost nothing: the CPU time
 is mostly Python overhead.""",
+    "fsdp": """CPU time of a step on a grid, the sum over four gloo processes; hidden 256, 4 layers,
+8 x 128 tokens for each of two parts of the data, `recompute="none"`. *Megatron style + FSDP2* is
+the hand-written code with `fully_shard` on its blocks and root. These two tables:
+`python -m benchmarks.grid_time --write`.""",
+    "pipeline": """Four stages, 1F1B, 8 microbatches of 2 x 128 tokens. The others are torch's
+`PipelineStage` and `Schedule1F1B` over stages that are cut by hand at the same layers: as they are,
+and each compiled by `sp_compiler.compile(tp=1)`, which makes equal stages.""",
 }
 
 

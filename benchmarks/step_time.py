@@ -136,7 +136,8 @@ def _on_ranks(rounds: int) -> list[Row]:
         return [Row(**row) for row in json.loads(Path(folder, "rows.json").read_text())]
 
 
-def _table(run: str, rows: list[Row]) -> Table:
+def table(run: str, rows: list[Row]) -> Table:
+    """Rows of a run for a terminal."""
     table = Table("setting", "contender", "median ms", f"{PRODUCT} / contender", title=run)
     for row in rows:
         numbers = f"{row.median_ms:.1f}", f"{row.ratio:.2f}"
@@ -159,7 +160,7 @@ def main() -> None:
     for name in options.only or RUNS:
         with console.status(f"{name}, {options.rounds} rounds"):
             rows = functions[name](options.rounds)
-        console.print(_table(name, rows))
+        console.print(table(name, rows))
         if options.write:
             keep("step_time", name, map(asdict, rows), rounds=options.rounds)
 

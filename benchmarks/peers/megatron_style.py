@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -276,8 +277,9 @@ class MegatronStyleGPT(nn.Module):
         """Sum the gradients of replicated parameters over ranks, in one flat all-reduce."""
         if not self.parallel.sequence_parallel:
             return
+        # Of what FSDP2 shards, this rank's part: a sum over other ranks is linear.
         grads = [
-            parameter.grad
+            parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
             for name, parameter in self.named_parameters()
             if _sharded_dim(name) is None and parameter.grad is not None
         ]

@@ -86,7 +86,8 @@ class Options(TypedDict, total=False):
             the reason. ``"auto"`` compiles both ways and splits if the estimated step takes at
             least 1 % less time and no more memory. Each input size is compiled separately.
         backend: ``"eager"`` runs the generated code as it is; ``"inductor"`` compiles, at the first
-            call, the code between collectives (see docs/usage.md); or the name of your own file in
+            call, the code between collectives (see docs/usage.md); ``"inductor_pointwise"`` what
+            lies between matrix products, too; or the name of your own file in
             ``codegen/backends``.
         outputs: ``"replicate"``: full tensors on every rank; ``"shard"``: DTensors for outputs that
             the model computes sharded; ``"auto"``: ``"shard"`` if the model also returns its loss,

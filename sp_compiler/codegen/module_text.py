@@ -20,6 +20,7 @@ from sp_compiler.codegen.expressions import Printer, binding
 from sp_compiler.codegen.idioms import Idioms
 from sp_compiler.codegen.loading import load
 from sp_compiler.codegen.names import ValueNames
+from sp_compiler.codegen.nesting import Apart
 from sp_compiler.codegen.statements import WIDTH, Body, fill, indented
 from sp_compiler.codegen.token_rows import on_token_rows
 from sp_compiler.ir.compiled_program import CompiledProgram
@@ -162,11 +163,12 @@ def region_text(
     partitioned: Partitioned,
     paths: Sequence[str] = (),
     split: Split | None = None,
+    apart: Apart = "",
 ) -> RegionText:
     """Print ``partitioned`` as a class named after ``region``, which the layers ``paths`` use.
 
-    ``split`` cuts the text of a method into several functions; communication is then in separate
-    statements.
+    ``split`` cuts the text of a method into several functions, at the statements that are
+    ``apart``.
     """
     layer = paths[0] if paths else ""
     # All functions ask one object, so that a value has the same name in forward and backward.
@@ -179,9 +181,7 @@ def region_text(
         tentative = {node: wishes(node)[0] for node in graph.nodes if node.op != "output"}
         sizes = {symbol_of(node): name for node, name in tentative.items() if symbol_of(node)}
         printer = Printer(tentative, Idioms(graph), sizes, bindings)
-        bodies[method] = Body(
-            graph, printer, layer, gradients=method != "forward", apart=split is not None
-        )
+        bodies[method] = Body(graph, printer, layer, gradients=method != "forward", apart=apart)
     # Names of overloads are bound in the module: a value called so would hide them.
     called = {node.target for body in bodies.values() for node in body.graph.nodes}
     taken = {binding(target) for target in called if hasattr(target, "namespace")}

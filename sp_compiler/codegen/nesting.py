@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -43,6 +44,7 @@ from sp_compiler.ops.registry import operator_of
 
 aten = torch.ops.aten
 
+Apart = Literal["", "collectives", "products"]
 _CONSTANTS = frozenset({*FILLED, aten.arange.default, aten.arange.start})
 _PURE_NAMESPACES = ("aten", "sp_compiler")
 
@@ -57,7 +59,8 @@ class Nesting:
             a backward (:mod:`sp_compiler.cost.memory`), which must not increase for any choice of
             these.
         fits: whether the statement of a node is short enough with the current nesting.
-        apart: whether statements that communicate must not contain computation.
+        apart: statements that must not contain any other computation: those that communicate
+            ("collectives"), or also matrix products ("products").
 
     Attributes:
         nested: nodes without a statement.
@@ -69,7 +72,7 @@ class Nesting:
         idioms: Idioms,
         gradients: bool,
         fits: Callable[[Node], bool],
-        apart: bool = False,
+        apart: Apart = "",
     ) -> None:
         self.nested: set[Node] = set()
         self._idioms = idioms
@@ -131,13 +134,21 @@ class Nesting:
             return False
         if user.target is operator.getitem or not isinstance(node.meta.get("val"), Tensor):
             return False
+        products_apart = self._apart == "products"
         if self._is_plain_view(node):
+            computes = not all(map(is_view, self.tree(node)))
+            if products_apart and computes and self._is_product(user):
+                return False
             return node.target is not operator.getitem
         if self._apart and stays_apart(user):
             return False
+        if products_apart and (self._is_product(user) or self._is_product(node)):
+            return False
         into = is_nestable(user) or is_collective(user) or self._is_plain_view(user)
-        is_product = node.target in MATMULS or node in self._idioms.matmuls
-        return is_nestable(node) or (is_product and into)
+        return is_nestable(node) or (self._is_product(node) and into)
+
+    def _is_product(self, node: Node) -> bool:
+        return node.target in MATMULS or node in self._idioms.matmuls
 
     def _is_computed(self, node: Node) -> bool:
         return not self._is_plain_view(node)

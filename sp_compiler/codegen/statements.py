@@ -12,7 +12,7 @@ from sp_compiler.base.python_text import comment
 from sp_compiler.codegen.descriptions import describe
 from sp_compiler.codegen.expressions import Printer, first_alone
 from sp_compiler.codegen.lifetimes import Lifetimes, assigned
-from sp_compiler.codegen.nesting import Nesting, is_unpacked
+from sp_compiler.codegen.nesting import Apart, Nesting, is_unpacked
 from sp_compiler.ir.fx import placements_of
 from sp_compiler.ir.op_traits import base, is_collective, is_identity, is_started, is_view, is_wait
 
@@ -33,11 +33,11 @@ class Body:
         printer: has tentative names, whose lengths decide what is nested.
         layer: prefix that is omitted from module paths.
         gradients: whether the function returns gradients.
-        apart: whether communication is in separate statements.
+        apart: what is in separate statements (:class:`.nesting.Nesting`).
     """
 
     def __init__(
-        self, graph: Graph, printer: Printer, layer: str, *, gradients: bool, apart: bool = False
+        self, graph: Graph, printer: Printer, layer: str, *, gradients: bool, apart: Apart = ""
     ) -> None:
         self.graph = graph
         self.printer = printer

@@ -33,11 +33,15 @@ Wrapped = Callable[[str, Sequence[str], str], list[str]]
 DECORATOR = "inductor"
 # Methods of the communicator that are no operators of ours and talk to nobody.
 _LOCAL_METHODS = frozenset({"shard", "zero_pad_to_partial"})
-# Calls that Inductor has nothing to fuse with. A name that is missing here costs a compilation that
-# gains nothing, a name too many a kernel that is not fused; neither changes a number.
+# Kernels of a library. A name that is missing here costs a compilation that gains nothing, a name
+# too many a kernel that is not fused; neither changes a number.
 # fmt: off
-_NOT_FUSED = frozenset({
-    "mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "scaled_dot_product_attention",
+_PRODUCTS = frozenset({
+    "mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "convolution", "add_product",
+    "scaled_dot_product_attention",
+})
+# Calls that Inductor has nothing to fuse with, likewise.
+_NOT_FUSED = _PRODUCTS | frozenset({
     "reshape", "view", "view_as", "flatten", "unflatten", "transpose", "permute", "movedim",
     "t", "unsqueeze", "squeeze", "expand", "expand_as", "split", "chunk", "unbind", "narrow",
     "select", "contiguous", "detach",
@@ -87,15 +91,20 @@ class _Run:
         return list(written)
 
 
-def split_method(class_name: str, source: str, wrapped: Wrapped) -> list[str]:
-    """Cut the text of one static method into the functions to compile and the method itself."""
+def split_method(
+    class_name: str, source: str, wrapped: Wrapped, products: bool = True
+) -> list[str]:
+    """Cut the text of one static method into the functions to compile and the method itself.
+
+    Without ``products`` a statement with a matrix product stays in the method, as it is.
+    """
     lines = source.splitlines()
     (function,) = ast.parse(source).body
     assert isinstance(function, ast.FunctionDef)
     # The signature may take several lines: it ends with the last colon before the body.
     start = next(at for at in range(function.body[0].lineno - 2, 0, -1) if lines[at][-2:] == "):")
     head = lines[: start + 1]
-    runs = _runs(_statements(function.body, lines, start + 1))
+    runs = _runs(_statements(function.body, lines, start + 1), products)
     functions: list[str] = []
     body: list[str] = []
     known = {argument.arg for argument in function.args.args}
@@ -134,12 +143,12 @@ def _statements(
         start = end
 
 
-def _runs(statements: Iterable[_Statement]) -> list[_Run]:
+def _runs(statements: Iterable[_Statement], products: bool) -> list[_Run]:
     """Group ``statements`` into runs that stay and runs that are compiled."""
     runs: list[_Run] = []
     for statement in statements:
         deletes = isinstance(statement.node, ast.Delete)
-        compiled = runs[-1].compiled if deletes and runs else _is_compiled(statement.node)
+        compiled = runs[-1].compiled if deletes and runs else _is_compiled(statement.node, products)
         if not runs or runs[-1].compiled is not compiled:
             runs.append(_Run(compiled))
         runs[-1].statements.append(statement)
@@ -149,13 +158,19 @@ def _runs(statements: Iterable[_Statement]) -> list[_Run]:
     return runs
 
 
-def _is_compiled(node: ast.stmt) -> bool:
+def _is_compiled(node: ast.stmt, products: bool) -> bool:
     """Return whether ``node`` computes something from this rank's tensors alone."""
     if not isinstance(node, ast.Assign):
         return False
     calls = [each for each in ast.walk(node.value) if isinstance(each, ast.Call)]
     computes = calls or any(isinstance(each, ast.BinOp) for each in ast.walk(node.value))
+    if not products and any(_name(call) in _PRODUCTS for call in calls):
+        return False
     return bool(computes) and not any(map(_stays, calls))
+
+
+def _name(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else ""
 
 
 def _stays(call: ast.Call) -> bool:
@@ -178,8 +193,7 @@ def _operators(node: ast.stmt) -> Iterator[ast.expr]:
             yield each
         elif isinstance(each, ast.Call):
             function = each.func
-            name = function.attr if isinstance(function, ast.Attribute) else ""
-            if name not in _NOT_FUSED:
+            if _name(each) not in _NOT_FUSED:
                 yield each
             # A kernel of ours is a chain of operators by itself, which eager code runs one by one.
             if isinstance(function, ast.Attribute) and ast.unparse(function.value) == "tp":

@@ -23,9 +23,9 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def _cases() -> Iterator[object]:
     for backend in BACKENDS:
-        # It runs a C++ compiler for every chain of operators. Those of Llama are among those of
+        # They run a C++ compiler for every chain of operators. Those of Llama are among those of
         # Mixtral, which tests/benchmarks/test_inductor.py has.
-        is_slow = backend == "inductor"
+        is_slow = backend != "eager"
         for name in ["gpt2"] if is_slow else ["gpt2", "llama"]:
             yield pytest.param(backend, name, marks=[pytest.mark.slow] if is_slow else [])
 

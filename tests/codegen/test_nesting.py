@@ -12,7 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sp_compiler.codegen.module_text import CompiledRegion, printed_regions
+from sp_compiler.codegen.module_text import CompiledRegion, printed_regions, region_text
+from sp_compiler.codegen.nesting import Apart
 from sp_compiler.cost.memory import function_peak_bytes
 from tests.helpers import parity
 from tests.helpers.compiled_region import compile_region
@@ -79,6 +80,32 @@ class Saved(nn.Module):
 def test_a_saved_value_has_a_name() -> None:
     assert body_of(Saved()) == ["mul = (x + 1.0).exp() * 2.0"]
     assert body_of(Saved(), grad=True) == ["exp = (x + 1.0).exp()", "mul = exp * 2.0"]
+
+
+class Products(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.mm((x + 1.0).reshape(6, 4), x).reshape(4, 9) * 3.0
+
+
+@pytest.mark.parametrize(
+    ("apart", "statements"),
+    [
+        ("collectives", ["mul = torch.mm((x + 1.0).reshape(-1, 4), x).reshape(-1, 9) * 3.0"]),
+        (
+            "products",
+            [
+                "add = (x + 1.0).reshape(-1, 4)",
+                "mm = torch.mm(add, x)",
+                "mul = mm.reshape(-1, 9) * 3.0",
+            ],
+        ),
+    ],
+)
+def test_products_stand_apart_if_asked_for(apart: Apart, statements: list[str]) -> None:
+    made = compile_region(region_of(Products(), X, requires_grad=[False]), recompute="none")
+    text = region_text(made.region, made.joint, made.partitioned, apart=apart).body
+    lines = [line.partition("  # ")[0].strip() for line in text.splitlines()]
+    assert [line for line in lines if " = " in line and "saved" not in line] == statements
 
 
 class Returned(nn.Module):

@@ -69,6 +69,34 @@ def test_what_lies_between_collectives_becomes_a_function() -> None:
     assert "\n----\n".join(split_method("Mlp", METHOD, wrapped)) == FUNCTIONS
 
 
+def test_products_can_stay_as_written() -> None:
+    """What is left is compiled, where it is worth it."""
+    method = """\
+@staticmethod
+def forward(tp, x, w, seed):
+    h = torch.exp(x) * 2
+    y = torch.mm(h, w)
+    del h
+    z = tp.dropout(y + 1, seed, 0.1, 0, 0, 2)
+    total = tp.add_product(torch.relu(z) * 2, z, w)
+    return (total,), ()"""
+    first, second, rest = split_method("Mlp", method, wrapped, products=False)
+    assert first.endswith("    h = torch.exp(x) * 2\n\n    return h")
+    assert second.endswith("    z = tp.dropout(y + 1, seed, 0.1, 0, 0, 2)\n\n    return z")
+    assert (
+        rest
+        == """\
+@staticmethod
+def forward(tp, x, w, seed):
+    h = Mlp.forward_1(tp, x)
+    y = torch.mm(h, w)
+    del h
+    z = Mlp.forward_2(tp, y, seed)
+    total = tp.add_product(torch.relu(z) * 2, z, w)
+    return (total,), ()"""
+    )
+
+
 def test_the_functions_are_not_cut_again() -> None:
     *_, method = split_method("Mlp", METHOD, wrapped)
     assert split_method("Mlp", method, wrapped) == [method]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.fx import Graph
 from sp_compiler.codegen.backends import LoadedProgram
 from sp_compiler.codegen.loading import load
 from sp_compiler.codegen.module_text import CompiledRegion, module_source, region_text
+from sp_compiler.codegen.nesting import Apart
 from sp_compiler.inductor.fused import Fused, TracingRank, first_line
 from sp_compiler.inductor.split import DECORATOR, split_method
 from sp_compiler.ir.forward_backward import Partitioned
@@ -20,15 +22,17 @@ from sp_compiler.ir.rewriting import fake_mode_of
 _IMPORTS = (f"from sp_compiler.inductor.fused import {DECORATOR}",)
 
 
-def compile_regions(regions: Sequence[CompiledRegion]) -> LoadedProgram:
+def compile_regions(regions: Sequence[CompiledRegion], products: bool = True) -> LoadedProgram:
     """Load the classes of all regions from one text, and trace the functions for Inductor.
 
     Kernels are compiled at the first call: a plan needs none, and a module may still be moved to
-        another device.
+    another device. Without ``products``, matrix products run as generated.
     """
+    split = functools.partial(split_method, products=products)
+    apart: Apart = "collectives" if products else "products"
     texts = {
         each.region.name: region_text(
-            each.region, each.joint, each.partitioned, each.paths, split_method
+            each.region, each.joint, each.partitioned, each.paths, split, apart
         )
         for each in regions
     }

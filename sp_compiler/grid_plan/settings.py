@@ -10,7 +10,7 @@ from torch import nn
 
 from sp_compiler.compiler import Compilation, to_program
 from sp_compiler.options import CompileOptions
-from sp_compiler.pass_manager.runner import running_passes
+from sp_compiler.pass_manager.runner import PassRunner, running_passes
 from sp_compiler.planning.build import make_plan
 from sp_compiler.planning.planned_program import PlannedProgram
 from sp_compiler.trace.export import capture
@@ -38,7 +38,9 @@ def build_settings(
         for _, group in itertools.groupby(settings, key=lambda each: (each.tp, each.loss_only)):
             sharded_alike = list(group)
             first = sharded_alike[0]
-            compilation = Compilation(outlined[first.loss_only], first)
+            # Nobody looks at the graphs between the passes of a setting.
+            run = PassRunner(keep_graphs=False)
+            compilation = Compilation(outlined[first.loss_only], first, run=run)
             for options in sharded_alike:
                 compiled = compilation.finish(options)
                 plan = make_plan(compiled, options, type(model).__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -85,6 +85,34 @@ def _check_layers(layers: int, num_stages: int) -> None:
         )
 
 
+class NoCutError(ArgumentError):
+    """No cut gives each stage a parameter to train and enough memory.
+
+    Args:
+        num_stages: number of stages.
+        memory_bytes: limit for a stage, if there is one.
+        least: returns the bytes of the fullest stage in the cut where they are least. Called for
+            the message alone, since it takes longer than the cut, and a search reads no message.
+    """
+
+    def __init__(
+        self, num_stages: int, memory_bytes: int | None, least: Callable[[], float]
+    ) -> None:
+        super().__init__()
+        self._num_stages, self._memory_bytes, self._least = num_stages, memory_bytes, least
+
+    def __str__(self) -> str:
+        cut = f"no cut into {self._num_stages} stages"
+        least = self._least()
+        if self._memory_bytes is None or least == math.inf:
+            return f"{cut} gives each of them a parameter to train: use fewer stages"
+        return (
+            f"{cut} leaves each within {bytes_text(self._memory_bytes)}, the least that would do "
+            f'is {bytes_text(math.ceil(least))} per stage: use more ranks, recompute="full", or '
+            "smaller microbatches"
+        )
+
+
 def ends_of(
     calls: Sequence[CallPlan],
     sizes: Mapping[str, ParameterSize],
@@ -108,38 +136,35 @@ def ends_of(
     # Layers, not calls: a stage with nothing but an embedding would wait for all the others.
     _check_layers(sum(call.path != "" for call in calls), num_stages)
 
-    # Of each part, whichever stage it is: the search asks for it once per stage.
+    bytes_of = {name: state_bytes(size) for name, size in sizes.items()}
+
+    # Of each part, whichever stage it is: the search asks for them once per stage.
     @cache
-    def part_bytes(start: int, stop: int) -> tuple[float, StageMemory] | None:
-        part = calls[start:stop]
-        used = [sizes[name] for name in {name for call in part for name in call.parameters}]
-        if not used:  # an optimizer takes no empty list of parameters
-            return None
-        return sum(map(state_bytes, used)), StageMemory.of(part)
+    def held_bytes(start: int, stop: int) -> float:
+        # A dict has one order on all ranks, by which a sum rounds; a set has not.
+        used = dict.fromkeys(name for call in calls[start:stop] for name in call.parameters)
+        # An optimizer takes no empty list of parameters.
+        return sum(map(bytes_of.__getitem__, used)) if used else math.inf
+
+    @cache
+    def memory(start: int, stop: int) -> StageMemory:
+        return StageMemory.of(calls[start:stop])
 
     def num_bytes(stage: int, start: int, stop: int) -> float:
-        parts = part_bytes(start, stop)
-        return math.inf if parts is None else parts[0] + parts[1].peak_of(in_flight[stage])
+        held = held_bytes(start, stop)
+        return held if held == math.inf else held + memory(start, stop).peak_of(in_flight[stage])
 
     def limits(stage: int, start: int, stop: int) -> float:
         room = math.inf if memory_bytes is None else memory_bytes
-        needed = num_bytes(stage, start, stop)
+        # Most parts that do not fit do not by their parameters alone.
+        held = held_bytes(start, stop)
+        needed = held if held > room else num_bytes(stage, start, stop)
         return 0.0 if needed <= room and needed < math.inf else math.inf
 
     # Times first, and of cuts that fit: a slow stage is waited for by all others, a full one does
     # not run.
     ends = fastest_cut([call.step_us for call in calls], num_stages, limits)
     if ends is None:
-        # Solved anew for the message alone: which limit would do is what the user needs next.
-        least = least_largest(len(calls), num_stages, num_bytes)
-        if memory_bytes is None or least == math.inf:
-            raise ArgumentError(
-                f"no cut into {num_stages} stages gives each of them a parameter to train: use "
-                "fewer stages"
-            )
-        raise ArgumentError(
-            f"no cut into {num_stages} stages leaves each within {bytes_text(memory_bytes)}, the "
-            f"least that would do is {bytes_text(math.ceil(least))} per stage: use more ranks, "
-            'recompute="full", or smaller microbatches'
-        )
+        largest = partial(least_largest, len(calls), num_stages, num_bytes)
+        raise NoCutError(num_stages, memory_bytes, largest)
     return ends

@@ -51,8 +51,9 @@ class StageMemory:
         for call in calls:
             memory = call.memory
             forward = max(forward, kept_bytes + memory.forward_bytes)
-            kept.update(call.kept)
-            kept_bytes = sum(kept.values())
+            for storage, num_bytes in call.kept:
+                kept_bytes += num_bytes - kept.get(storage, 0)
+                kept[storage] = num_bytes
             around_bytes = kept_bytes + (received_bytes if call is not calls[-1] else 0)
             backward = max(backward, around_bytes + memory.backward_bytes)
             left_bytes -= memory.handed_bytes

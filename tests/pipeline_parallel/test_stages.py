@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.pipelining import schedules as torch_schedules
 
 import sp_compiler
 from sp_compiler import ArgumentError, UnsupportedError
@@ -252,6 +254,28 @@ def test_in_flight(name: str, per_rank: int, first: int, last: int) -> None:
     """Of 8 microbatches on 4 ranks: with 1F1B as many as there are stages from here on."""
     found = SCHEDULES[name].in_flight(4, per_rank, 8)
     assert (found[0], found[-1]) == (first, last)
+
+
+@pytest.mark.parametrize("microbatches", [4, 12])
+@pytest.mark.parametrize(("name", "per_rank"), [("interleaved", 3), ("zero_bubble", 2)])
+def test_orders_are_those_that_torch_runs(name: str, per_rank: int, microbatches: int) -> None:
+    schedule, ranks = SCHEDULES[name], 4
+    orders = schedule.orders(ranks, per_rank, microbatches)
+    for rank in range(ranks):
+        stubs: list[Any] = [
+            SimpleNamespace(
+                num_stages=ranks * per_rank, group_size=ranks, group_rank=rank, stage_index=stage,
+                submod=None, stage_index_to_group_rank=None,
+            )
+            for stage in range(rank, ranks * per_rank, ranks)
+        ]  # fmt: skip
+        torchs = getattr(torch_schedules, schedule.class_name)(stubs, microbatches)
+        # With sends and gathers, which the orders leave out.
+        runs = [each for each in torchs.pipeline_order_with_comms[rank] if each.is_compute_op]
+        expected = [
+            (each.computation_type, each.stage_index, each.microbatch_index) for each in runs
+        ]
+        assert [tuple(action) for action in orders[rank]] == expected
 
 
 def test_in_flight_of_a_v() -> None:

@@ -108,8 +108,15 @@ class _Kept:
                         yield buffer
             yield from stage.submod.feed.losses
             yield from (seed for seed in stage.submod.feed.seeds if seed is not None)
-            for _, inputs in stage.fwd_cache.values():
+            for inputs in _inputs_in_flight(stage):
                 yield from (value for value in inputs if value.dtype == torch.int64)
+
+
+def _inputs_in_flight(stage: LeanStage) -> list[Sequence[Tensor]]:
+    """Return the inputs of each forward of ``stage`` whose backward is to come."""
+    if hasattr(stage, "_forward_chunk_states"):  # from torch 2.15 on
+        return [state.input_values for state in stage._forward_chunk_states.values()]
+    return [inputs for _, inputs in stage.fwd_cache.values()]
 
 
 def _before_reductions(pipeline: sp_compiler.PipelineModule, outside: list[Tensor]) -> Any:

@@ -10,8 +10,10 @@ values in those attributes, and must give the same graph.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import math
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +28,7 @@ from sp_compiler.base.stored_attributes import How, Result, Stored
 _EVERY_MODULES = {*vars(nn.Module()), "forward"}
 # Compared by value; anything else by identity.
 _PLAIN = (bool, int, float, complex, str, bytes, torch.device)
-_CONTAINERS = (list, tuple, set, dict)
+_CONTAINERS = (list, tuple, set, dict, OrderedDict, defaultdict)
 # By how much numbers differ in the second export: far from any that a model would compare with.
 _SHIFT = 1_000_003
 _MARK = "sp_compiler"
@@ -46,10 +48,12 @@ class Held:
     @classmethod
     def of(cls, value: Any) -> Held:
         # One level deep.
-        return cls(value, type(value)(value) if type(value) in _CONTAINERS else value)
+        return cls(value, copy.copy(value) if type(value) in _CONTAINERS else value)
 
     def restore(self) -> Any:
         """Return the value as it was."""
+        if type(self.value) not in _CONTAINERS:
+            return self.value  # a class of the model's own, of which there is no copy
         if isinstance(self.value, list):
             self.value[:] = self.content
         elif isinstance(self.value, (dict, set)):
@@ -321,7 +325,9 @@ def _another(change: Changed) -> Any:
     if isinstance(before, list):
         return [*before, before[-1] if before else torch.zeros(())]
     if isinstance(before, dict):
-        return {**before, _MARK: torch.zeros(())}
+        other = copy.copy(before)
+        other[_MARK] = torch.zeros(())
+        return other
     return _another_plain(before) if isinstance(before, _PLAIN) else None
 
 

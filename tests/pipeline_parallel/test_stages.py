@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import schedules as torch_schedules
 
 import sp_compiler
@@ -26,7 +27,9 @@ from sp_compiler.planning.call_memory import CallMemory
 from sp_compiler.planning.data import CallPlan, ParameterSize
 from sp_compiler.runtime.executor import Executor
 from sp_compiler.trace.export import flatten_inputs
+from tests.helpers.fake_group import fake_group
 from tests.helpers.torch_versions import NEEDS_V_SCHEDULES
+from tests.helpers.users import assert_same_gradients, batch, net
 from tests.models import zoo
 
 SEED = torch.tensor(5)
@@ -311,6 +314,19 @@ def test_schedules_that_cannot_be(arguments: Any, message: str) -> None:
 def test_ties_are_found() -> None:
     holders = holders_of([frozenset("ab"), frozenset("c"), frozenset("a")], [0, 1, 2])
     assert holders == {"a": {0, 2}, "b": {0}, "c": {1}}
+
+
+def test_a_pipeline_of_one_rank() -> None:
+    """Its one stage gets the inputs and has the loss."""
+    model, x = net(), batch()
+    with fake_group(1):
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("pp",))
+        pipeline = sp_compiler.pipeline(net(), mesh=mesh, example_inputs=((x,), {}), microbatches=2)
+        loss = pipeline.step(x)
+    expected = model(x)["loss"]
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    assert_same_gradients(pipeline.module, model)
 
 
 def test_no_mesh() -> None:

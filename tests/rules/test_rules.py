@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sp_compiler.base.errors import PlacementError
-from sp_compiler.base.placement import T
+from sp_compiler.base.placement import S, T
 from sp_compiler.rules.factors import Dims, Factor, OpRule
 from sp_compiler.rules.families.elementwise import pointwise
 from sp_compiler.rules.registry import ROWS, Row
@@ -95,6 +95,13 @@ def test_every_kind_of_placement_is_offered() -> None:
     assert check_all(aten.add.Tensor, 2, 6) == {"R", "I", "P", "S", "T"}
     assert check_all(aten.linear.default, 2, 6) == {"R", "I", "P", "S", "T"}
     assert check_all(aten._softmax_backward_data.default, 2, 6) == {"R", "I", "P", "S"}
+
+
+def test_an_unbind_leaves_every_other_dim_to_be_sharded() -> None:
+    whole = Whole.of(Call(aten.unbind.int, (torch.randn(4, 3, 6).double(), 1), {}))
+    ways = {(way.operands[0], way.results[0]) for way in offered(whole, 2)}
+    assert {(S(0), S(0)), (S(2), S(1))} <= ways
+    assert not [way for way in ways if way[0] == S(1)]
 
 
 @pytest.mark.parametrize(("right", "merged"), [((8, 6), True), ((1, 8, 6), False)], ids=str)

@@ -89,7 +89,9 @@ def test_the_exact_schedule_is_the_best_of_all_orders() -> None:
             assert simulate(block, exact.order).time_us == brute_force_us(block, limit), seed
 
 
-@pytest.mark.parametrize(("num_nodes", "memory"), [(6, "tight"), (6, "free"), (11, "free")])
+@pytest.mark.parametrize(
+    ("num_nodes", "memory"), [(6, "tight"), (16, "tight"), (6, "free"), (11, "free")]
+)
 def test_the_list_schedule_is_close_to_the_exact_one(num_nodes: int, memory: str) -> None:
     """In total: of a few tasks, one that is a little late is many percent."""
     total_us = {"list": 0.0, "exact": 0.0}

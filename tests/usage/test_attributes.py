@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -260,6 +261,41 @@ def test_state_that_a_program_cannot_carry_on_is_named_once(
         warnings.simplefilter("error")
         module(batch(4))
     assert torch.is_tensor(before) or module.state == before
+
+
+class Frozen(dict[str, float]):
+    """Like the configuration of a model of diffusers."""
+
+    def update(self, *_: Any, **__: Any) -> None:
+        raise TypeError("frozen")
+
+
+@pytest.mark.parametrize("make", [OrderedDict, lambda items: defaultdict(float, items), Frozen])
+def test_dicts_of_every_class_stay_as_they_were(make: Callable[..., Any]) -> None:
+    """Each capture reads them; one that were empty from the second on would be silently wrong."""
+    source = _stateful(lambda: make({"scale": 3.0}), lambda self, x: x * self.state["scale"])
+    table, eager = source.state, copy.deepcopy(source)
+    module = compiled(lambda: source)
+    for shape in ((3,), (4, 5)):
+        torch.testing.assert_close(module(batch(*shape)), eager(batch(*shape)))
+    assert module.state is table
+    assert table == {"scale": 3.0}
+
+
+def test_an_ordered_dict_is_filled() -> None:
+    def noted(self: Any, x: Tensor) -> Tensor:
+        self.state["mean"] = x.mean()
+        return x
+
+    module, eager = (
+        build(_stateful(OrderedDict, noted))
+        for build in (lambda m: compiled(lambda: m), lambda m: m)
+    )
+    for rows in (3, 4):
+        module(batch(rows))
+        eager(batch(rows))
+        assert type(module.state) is OrderedDict
+        torch.testing.assert_close(module.state, eager.state)
 
 
 def counted(self: Any, x: Tensor) -> Tensor:

@@ -101,7 +101,8 @@ def _pairs(
     for name, graph in first.graphs.items():
         candidates = (name, f"{name}{FORWARD}", name.removesuffix(FORWARD))
         match = next((candidate for candidate in candidates if candidate in rest), None)
-        if match is None:
+        # Kinds of layers are numbered in their order: one more kind renames those behind it.
+        if match is None or _is_elsewhere(name, match, first, second):
             unmatched[name] = graph
         else:
             yield match, match, graph, rest.pop(match)
@@ -115,6 +116,14 @@ def _pairs(
         was = _in_same_layer(name, second, first)
         counterpart = first.graphs.get(was)
         yield f"{name} (was {was})" if counterpart else name, name, counterpart, graph
+
+
+def _is_elsewhere(name: str, match: str, first: Snapshot, second: Snapshot) -> bool:
+    """Whether ``match`` runs in none of the layers that ran ``name``, if these are still there."""
+    old, new = first.paths(name), second.paths(match)
+    if not all(old) or not all(new) or set(old) & set(new):
+        return False
+    return any(path in dict(second.calls) for path in old)
 
 
 def _in_same_layer(name: str, stage: Snapshot, other: Snapshot) -> str:

@@ -81,6 +81,8 @@ def refuse_without_grid(**given: Any) -> None:
         default = None if defaults[name] is MISSING else defaults[name]
         # Refused, not ignored: a number that has no effect was meant to have one.
         if value != default:
+            others = "; without a grid it is memory_budget= or device_memory="
             raise ArgumentError(
                 f'{name}={value!r} without mesh=: give sizes by axis, such as "8x4x2"'
+                f"{others if name == 'memory' else ''}"
             )

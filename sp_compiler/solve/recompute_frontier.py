@@ -189,7 +189,15 @@ class _SavingProgram:
         else:
             weight = us_per_byte * self.largest_bytes / self.longest_us
             cost = [(weight + _TIE) * sizes, times, (weight + _TIE) * sent_sizes + delays]
-        can = [(value.can_keep, value.can_repeat, value.can_send) for value in self.values]
+        most = np.inf if limit_bytes is None else limit_bytes
+        can = [
+            (
+                value.can_keep and value.num_bytes <= most,
+                value.can_repeat,
+                value.can_send and value.sent_bytes <= most,
+            )
+            for value in self.values
+        ]
         upper = np.array(can, dtype=float).T[: self.parts]
         result = milp(
             _RESOLUTION * np.concatenate(cost[: self.parts]),
@@ -208,7 +216,11 @@ class _SavingProgram:
             for part in np.split(result.x, self.parts)
         )
         # Counted exactly, and not read off the solver's floats.
-        return evaluate(self.values, kept, *sent)
+        choice = evaluate(self.values, kept, *sent)
+        if choice is None or limit_bytes is None or choice.num_bytes <= limit_bytes:
+            return choice
+        # Sizes beyond six digits of one another: asked again, for less by what was too much.
+        return self.solve(2 * limit_bytes - choice.num_bytes, us_per_byte)
 
     def _constraints(self, limit_bytes: int | None) -> list[LinearConstraint]:
         """Rows of factors with a lower bound each."""
@@ -226,15 +238,18 @@ class _SavingProgram:
             rows.append([(column, -send_us / self.host_us) for column, send_us in sends if send_us])
             lower.append(-1.0)
         if limit_bytes is not None:
-            # In multiples of the greatest common divisor: HiGHS allows a constraint to be missed by
-            # 1e-6, which must be less than the smallest step.
+            # In multiples of the greatest common divisor, the largest 1, and half a multiple more
+            # than allowed: HiGHS allows a row to be missed by 1e-6, and prints to stdout where
+            # coefficients of millions make that harder to keep than to repair.
             sizes = {index: value.num_bytes for index, value in enumerate(self.values)}
             if self.host_us:
                 sent = 2 * self.count
                 sizes |= {sent + index: value.sent_bytes for index, value in enumerate(self.values)}
-            unit = math.gcd(*sizes.values()) or 1
-            rows.append([(index, -float(size // unit)) for index, size in sizes.items() if size])
-            lower.append(-float(limit_bytes // unit))
+            # What exceeds it by itself has a bound of its own.
+            sizes = {index: size for index, size in sizes.items() if 0 < size <= limit_bytes}
+            unit, largest = math.gcd(*sizes.values()) or 1, max(sizes.values(), default=1)
+            rows.append([(index, -size / largest) for index, size in sizes.items()])
+            lower.append(-(limit_bytes // unit + 0.5) * unit / largest)
         entries = [(r, c, f) for r, row in enumerate(rows) for c, f in row]
         if not entries:
             return []

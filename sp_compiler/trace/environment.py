@@ -194,9 +194,12 @@ def _warn_once(model: nn.Module, message: str) -> None:
 @contextlib.contextmanager
 def _without_torch_warnings() -> Iterator[None]:
     """Silence warnings of torch.export about its own code, which users cannot fix."""
-    # About the symbols of numbers that a forward reads: our error names the line and the tensor.
-    log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    log.addFilter(_says_nothing)
+    # About the symbols of numbers that a forward reads, and shapes that do not fit: our error names
+    # the line of the model.
+    names = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
+    logs = [logging.getLogger(name) for name in names]
+    for log in logs:
+        log.addFilter(_says_nothing)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)", FutureWarning)
@@ -204,7 +207,8 @@ def _without_torch_warnings() -> Iterator[None]:
             warnings.filterwarnings("ignore", r"The tensor attributes? .* assigned during export")
             yield
     finally:
-        log.removeFilter(_says_nothing)
+        for log in logs:
+            log.removeFilter(_says_nothing)
 
 
 def _says_nothing(_: logging.LogRecord) -> bool:

@@ -138,3 +138,17 @@ def test_a_block_of_up_to_fourteen_candidates_is_solved_like_brute_force() -> No
     position = nodes.index(joint.outputs[0])
     assert values[position].num_bytes > 0
     assert problem(joint, 1, free=frozenset({0}))[1][position].num_bytes == 0
+
+
+@pytest.mark.parametrize("missing_bytes", [1, 1024])
+def test_a_limit_holds_to_the_byte_beside_gigabytes(missing_bytes: int) -> None:
+    sizes = [1, 3, 1023, 10**9 + 1, 3 * 10**9]
+    values = [ForwardValue((), size, 1.0, needed=True) for size in sizes]
+    limit = sum(sizes) - missing_bytes
+    choice = cheapest_kept(values, limit)
+    assert choice is not None
+    assert choice.num_bytes <= limit
+    assert choice.time_us <= 2.0
+    smallest = cheapest_kept(values, 4)
+    assert smallest is not None
+    assert smallest.kept == {0, 1}

@@ -72,7 +72,7 @@ class Bench:
             ("eager torch, one rank alone", *_texts(self.eager)),
             (f"sp_compiler, tp={self.tp}", *_texts(self.compiled)),
             (
-                "ratio",
+                "ratio, of steps in pairs",
                 f"{self.time_ratio:.2f}",
                 _ratio(self, "kept_bytes"),
                 _ratio(self, "peak_bytes"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import json
@@ -157,6 +158,10 @@ def _called(source: str, device: str) -> Any:
     if not callable(function):
         public = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
         raise ArgumentError(f"{module_name} has no callable {name!r}; it has {', '.join(public)}")
+    if needed := _needed(function):
+        raise ArgumentError(
+            f"{source} needs {', '.join(needed)}: expected a callable without arguments"
+        )
     try:
         with torch.device(device):
             return function()
@@ -164,6 +169,15 @@ def _called(source: str, device: str) -> Any:
         raise ArgumentError(
             f"{source} ended the process (exit {error.code}) where it should return a model"
         ) from error
+
+
+def _needed(function: Callable[..., Any]) -> list[str]:
+    """Names of the arguments without which ``function`` cannot be called."""
+    with contextlib.suppress(ValueError):  # of a builtin, which has no signature
+        parameters = inspect.signature(function).parameters.values()
+        given = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        return [p.name for p in parameters if p.default is p.empty and p.kind not in given]
+    return []
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import inspect
 import io
 import logging
 import os
+import re
 import sys
 import traceback as traceback_module
 import warnings
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 from unittest import mock
 
+import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -166,7 +168,7 @@ def failures(name: str, *, traceback: bool) -> Iterator[None]:
         kind = "" if isinstance(error, SPCompilerError) else f"{type(error).__name__}: "
         # Validation of configurations names the field in one line and what is wrong in the next.
         num_shown = 2 if lines[0].endswith(":") else 1
-        shown = " ".join(line.strip() for line in lines[:num_shown])
+        shown = " ".join(line.strip() for line in lines[:num_shown]) + _place(error)
         is_cut = len(lines) > 1 and not traceback
         errors.print(f"[bold red]error:[/] {escape(kind + shown)}")
         errors.print(f"[bold]hint:[/] {escape(_hint(name, error, is_cut))}")
@@ -186,6 +188,23 @@ def _silence() -> Iterator[None]:
             if name.partition(".")[0] == "torch" and isinstance(logger, logging.Logger):
                 stack.enter_context(mock.patch.object(logger, "handlers", []))
         yield
+
+
+def _place(error: Exception) -> str:
+    """The line of the model at which ``error`` came up, where its first line has none."""
+    if isinstance(error, CaptureError):
+        first, _, rest = str(error).partition("\n")
+        lines = re.findall(r"^ {4}(\S+:\d+: .*)", rest, re.MULTILINE)
+        return f", at {lines[-1]}" if lines and not re.search(r"\.py:\d+ ", first) else ""
+    # Python's text of a syntax error has the file.
+    if isinstance(error, (SPCompilerError, SyntaxError)):
+        return ""
+    packages = {Path(__file__).parents[1], Path(torch.__file__).parent}
+    frames = traceback_module.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if packages.isdisjoint(Path(frame.filename).parents)]
+    # Frozen importlib has no file, and is between the command and a module that it imports.
+    own = [frame for frame in own if Path(frame.filename).is_file()]
+    return f", at {own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
 def _hint(name: str, error: Exception, is_cut: bool) -> str:

@@ -49,6 +49,16 @@ def broken() -> nn.Module:
     raise RuntimeError("no such weights")
 
 
+def too_wide() -> Any:
+    """Inputs that do not fit the weights."""
+    return Mlp(nn.ReLU()), ((torch.randn(4, 9),), {})
+
+
+def of_a_width(width: int) -> nn.Module:
+    """Needs an argument."""
+    return nn.Linear(width, width)
+
+
 class _Branching(Mlp):
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)

@@ -135,6 +135,7 @@ def test_doctor_lists_what_is_needed_and_tries_a_model() -> None:
         (["plan", "nowhere:make"], "no module 'nowhere'"),
         (["plan", f"{_MODELS}:nothing"], "has no callable 'nothing'; it has"),
         (["plan", f"{_MODELS}:number"], "returned a int: expected a torch.nn.Module"),
+        (["plan", f"{_MODELS}:of_a_width"], "needs width: expected a callable without arguments"),
         (["plan", f"{_MODELS}:with_a_tensor"], "expected (args, kwargs)"),
         (["plan", f"{_MODELS}:without_inputs"], "Mlp.forward takes x and no input_ids"),
         (["plan", "missing.json"], "no file missing.json"),
@@ -249,7 +250,8 @@ def _change(config: Path, fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("model", "message", "advice"),
     [
-        ("broken", "RuntimeError: no such weights", "the model's own code raised this"),
+        ("broken", "RuntimeError: no such weights, at ", "the model's own code raised this"),
+        ("too_wide", "RuntimeError: ", "run it once without compiling"),
         ("data_dependent", "models_to_load.py:", "choose with torch.where"),
     ],
 )
@@ -258,6 +260,7 @@ def test_models_that_fail(model: str, message: str, advice: str) -> None:
     assert result.exit_code == 3
     error, hint = result.stderr.strip().splitlines()
     assert message in error
+    assert error.count("models_to_load.py:") == 1
     assert advice in hint
     assert "--traceback" in hint
     assert "Traceback (most recent" in _run("plan", f"{_MODELS}:{model}", "--traceback").stderr

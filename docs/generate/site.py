@@ -13,12 +13,13 @@ from typing import Any
 
 from mkdocs.structure.files import File
 
+from docs.generate.sources import PICTURES, SHOWN, source_text
+
 ROOT = Path(__file__).parents[2]
 _OUTSIDE = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "tests/mutation/README.md")
 _LINK = re.compile(r"\]\(([^)#:\s]+)(#[^)]*)?\)")
 # The word behind a language, as in ```python new=passes/squares.py, says where the text belongs.
 _FENCE = re.compile(r"^```(\w+) \w+=(\S+)$", re.MULTILINE)
-_LANGUAGES = {".py": "python", ".sh": "sh", ".toml": "toml"}
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -37,15 +38,15 @@ def _add(path: str, files: Any, config: Any) -> None:
     address, file = _address(path), ROOT / path
     if not address.startswith("source/") or files.get_file_from_path(address):
         return
-    if file.suffix in (".png", ".svg"):
+    if file.suffix in PICTURES:
         files.append(File.generated(config, address, abs_src_path=str(file)))
         return
     if file.is_dir():
-        members = sorted(each for each in file.iterdir() if each.suffix in _LANGUAGES)
+        members = sorted(each for each in file.iterdir() if each.suffix in SHOWN)
         text = "\n".join(f"- [{each.name}]({file.name}/{each.name}.md)" for each in members)
     else:
         members = []
-        text = f"```{_LANGUAGES[file.suffix]}\n{file.read_text(encoding='utf-8')}```"
+        text = source_text(file)
     files.append(File.generated(config, address, content=f"# {path}\n\n{text}\n"))
     for member in members:
         _add(member.relative_to(ROOT).as_posix(), files, config)
@@ -78,4 +79,4 @@ def _address(path: str) -> str:
         return "index.md"
     if path.startswith("docs/") or path in _OUTSIDE:
         return path.removeprefix("docs/")
-    return f"source/{path}" if path.endswith((".png", ".svg")) else f"source/{path}.md"
+    return f"source/{path}" if path.endswith(PICTURES) else f"source/{path}.md"

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from docs.generate.__main__ import PAGES
+from docs.generate.sources import PICTURES, source_text
 from tests.docs.code_blocks import ROOT, blocks, script
 
 WRITTEN = [
@@ -96,6 +97,17 @@ def test_links_lead_somewhere(path: Path) -> None:
     links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8"))
     broken = [link for link in links if "://" not in link and not (path.parent / link).exists()]
     assert not broken
+
+
+def test_files_that_pages_link_to_can_be_shown_by_the_site() -> None:
+    linked: set[Path] = set()
+    for path in WRITTEN:
+        found = re.findall(r"\]\(([^)#:]+)\)", path.read_text(encoding="utf-8"))
+        linked |= {(path.parent / link).resolve() for link in found}
+    sources = {file for file in linked if file.is_file()}
+    sources -= {file for file in sources if file.suffix in (".md", *PICTURES)}
+    assert ROOT / "examples" / "plans.ipynb" in sources
+    assert all(source_text(file) for file in sources)
 
 
 def test_every_page_is_in_the_index() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 
-from sp_compiler.solve.block_schedule import Block, Memory, simulate
+from sp_compiler.solve.block_schedule import Block, Memory, least_us, simulate
 from sp_compiler.solve.list_schedule import list_schedule
 
 _EPSILON_US = 1e-9  # sums of the same times in another order
@@ -66,7 +66,9 @@ def exact_schedule(block: Block, limit_bytes: int, most_states: int = 100_000) -
         most_states: after so many the search gives up; the bound stays true.
     """
     best = list_schedule(block, limit_bytes)
-    best_us = simulate(block, best).time_us
+    best_us, bound_us = simulate(block, best).time_us, least_us(block)
+    if best_us <= bound_us * (1 + 1e-9):
+        return Exact(best, True, best_us)
     first = _State(0, (), Memory(block))
     queue = [(_bound_us(block, first), 0, 0, first)]
     seen: dict[int, list[tuple[float, ...]]] = {}
@@ -78,7 +80,7 @@ def exact_schedule(block: Block, limit_bytes: int, most_states: int = 100_000) -
             continue
         expanded += 1
         if expanded > most_states:
-            return Exact(best, False, bound_us)
+            return Exact(best, False, max(bound_us, least_us(block)))
         for following in _following(block, state, limit_bytes):
             bound_us = _bound_us(block, following)
             if bound_us < best_us - _EPSILON_US and _is_new(following, seen):

@@ -103,6 +103,25 @@ class Block:
         return tuple(to_end_us)
 
     @cached_property
+    def before(self) -> tuple[int, ...]:
+        """Tasks that must run before a task, one bit each, by its position."""
+        # Sets of positions as bits of a number: unions of thousands of them take no time.
+        before = [0] * len(self.tasks)
+        for position, task in enumerate(self.tasks):
+            for needed in task.needs:
+                before[position] |= before[needed] | 1 << needed
+        return tuple(before)
+
+    @cached_property
+    def behind(self) -> tuple[int, ...]:
+        """Tasks that must run after a task, likewise."""
+        behind = [0] * len(self.tasks)
+        for position in reversed(range(len(self.tasks))):
+            for user in self.users[position]:
+                behind[position] |= behind[user] | 1 << user
+        return tuple(behind)
+
+    @cached_property
     def compute_us(self) -> float:
         """Time of all kernels."""
         return sum(task.time_us for task in self.tasks)
@@ -158,8 +177,9 @@ def simulate(block: Block, order: Sequence[int], link_factor: float = 1.0) -> Ti
 def least_us(block: Block) -> float:
     """Return a lower bound on the time of any order of ``block``.
 
-    It is the largest of three: the time of all kernels; of all collectives and whatever must run
-    before the first and after the last; of the longest path.
+    It is the largest of four: the time of all kernels; of all collectives and whatever must run
+    before the first and after the last; of the longest path; of collectives in a chain and all
+    kernels that must run before, between and after them.
     """
     from_start_us: list[float] = []  # to where the task begins, by the longest path
     for task in block.tasks:
@@ -172,23 +192,39 @@ def least_us(block: Block) -> float:
     link_us = sum(own_us for _, own_us in sent)
     link_us += min((from_start_us[i] for i, _ in sent), default=0.0)
     link_us += min((block.to_end_us[i] - own_us for i, own_us in sent), default=0.0)
-    return max(block.compute_us, link_us, max(block.to_end_us, default=0.0))
+    path_us = max(block.to_end_us, default=0.0)
+    return max(block.compute_us, link_us, path_us, _longest_chain_us(block))
+
+
+def _longest_chain_us(block: Block) -> float:
+    kernels = [(1 << i, task.time_us) for i, task in enumerate(block.tasks) if task.time_us]
+
+    def kernels_us(tasks: int) -> float:
+        return sum(time_us for kernel, time_us in kernels if tasks & kernel)
+
+    longest_us = 0.0
+    until_us: dict[int, float] = {}  # by start, the time until its collective arrives
+    for start, task in enumerate(block.tasks):
+        if not task.link_us:
+            continue
+        begins_us = kernels_us(block.before[start])
+        for earlier, arrives_us in until_us.items():
+            arrived = block.wait_of.get(earlier, earlier)
+            if block.behind[arrived] >> start & 1:
+                between = block.behind[arrived] & block.before[start]
+                begins_us = max(begins_us, arrives_us + kernels_us(between))
+        until_us[start] = begins_us + task.link_us
+        behind = block.behind[block.wait_of.get(start, start)]
+        longest_us = max(longest_us, until_us[start] + kernels_us(behind))
+    return longest_us
 
 
 def most_beside(block: Block) -> float:
     """Return the largest possible kernel time beside a collective, relative to the collective's
     time."""
-    # Sets of positions as bits of a number: unions of thousands of them take no time.
-    before, behind = [0] * len(block.tasks), [0] * len(block.tasks)
-    for position, task in enumerate(block.tasks):
-        for needed in task.needs:
-            before[position] |= before[needed] | 1 << needed
-    for position in reversed(range(len(block.tasks))):
-        for user in block.users[position]:
-            behind[position] |= behind[user] | 1 << user
     most = 0.0
     for start, wait in block.wait_of.items():
-        ordered, link_us = before[start] | behind[wait], block.tasks[start].link_us
+        ordered, link_us = block.before[start] | block.behind[wait], block.tasks[start].link_us
         beside_us = sum(t.time_us for i, t in enumerate(block.tasks) if not ordered >> i & 1)
         if beside_us:
             most = max(most, beside_us / link_us if link_us else math.inf)

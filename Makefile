@@ -77,6 +77,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.verify_time $(WRITE)
 	$(BIN)/python -m benchmarks.step_time $(WRITE)
 	$(BIN)/python -m benchmarks.inductor_time $(WRITE)
+	$(BIN)/python -m benchmarks.region_times $(WRITE)
 
 docs: $(STAMP)
 	$(BIN)/python -W ignore -m docs.generate --write

@@ -156,6 +156,7 @@ def one_device(rounds: int) -> list[Row]:
     for name, build in MODELS.items():
         models: dict[str, Any] = {
             INDUCTOR: _compiled(build(LAYERS), 1, "inductor"),
+            "inductor_pointwise": _compiled(build(LAYERS), 1, "inductor_pointwise"),
             "inductor, recompute=none": _compiled(build(LAYERS), 1, "inductor", "none"),
             "eager code": _compiled(build(LAYERS), 1, "eager"),
             TORCH: torch.compile(build(LAYERS)),
@@ -173,6 +174,7 @@ def _two_ranks(rank: int, folder: str, rounds: int) -> None:
     for name, build in MODELS.items():
         models = {
             INDUCTOR: _compiled(build(LAYERS), 2, "inductor"),
+            "inductor_pointwise": _compiled(build(LAYERS), 2, "inductor_pointwise"),
             "inductor, recompute=none": _compiled(build(LAYERS), 2, "inductor", "none"),
             "eager code": _compiled(build(LAYERS), 2, "eager"),
         }

@@ -2,8 +2,8 @@
 
     python -m benchmarks.performance [--write]
 
-``benchmarks.step_time``, ``compile_time``, ``verify_time`` and ``inductor_time`` write the files;
-nothing is measured here.
+``benchmarks.step_time``, ``compile_time``, ``verify_time``, ``inductor_time`` and ``region_times``
+write the files; nothing is measured here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
-FILES = "step_time", "compile_time", "verify_time", "inductor_time"
+FILES = "step_time", "compile_time", "verify_time", "inductor_time", "region_times"
 _HEAD = """# Performance
 
 Written by `python -m benchmarks.performance --write` from `benchmarks/results/`; not edited by
@@ -52,12 +52,19 @@ and each compiled by `sp_compiler.compile(tp=1)`, which makes equal stages.""",
 
 
 _COLUMNS = {
+    "model": "model",
+    "backend": "backend",
+    "region": "part",
+    "direction": "direction",
     "setting": "setting",
     "contender": "contender",
     "layers": "layers",
     "cache": "cache",
     "median_ms": "median ms",
     "ratio": "inductor / it",
+    "planned_ms": "planned ms",
+    "measured_ms": "measured ms",
+    "estimate": "planned / measured",
     "saved_mib": "saved MiB",
     "compile": "compile",
     "first_step": "first step",
@@ -73,6 +80,11 @@ keeps for backward, without parameters.""",
 the GPT is done, with an empty cache and with the one that the process before has left: *compile* is
 `sp_compiler.compile`, *first step* what the first step takes longer than the next.""",
 }
+_ESTIMATES = """Time of a call of each part of the same models with 2 layers, as the plan estimates
+it for a profile of this machine (`sp_compiler.profile()`), and the shortest that was measured, in
+CPU time, `tp=1`, `recompute="selective"`. A dropout counts as one kernel, which it is under
+"inductor"; as generated, its hash is many. The Prologue (embeddings) takes about a millisecond."""
+_TOLERANCE = 0.15
 
 
 def machine() -> str:
@@ -97,6 +109,7 @@ def page(
     compile_time: Mapping[str, Any],
     verify_time: Mapping[str, Any],
     inductor_time: Mapping[str, Any],
+    region_times: Mapping[str, Any],
 ) -> str:
     """The text of ``docs/performance.md``."""
     parts = [_HEAD, "## Time of a step, forward and backward\n"]
@@ -144,16 +157,27 @@ def page(
         parts.append(markdown_table(("model", "compile", "verify=True adds", "ratio"), rows))
     parts.append("## Inductor\n")
     for name, about in _INDUCTOR_RUNS.items():
-        run = inductor_time[name]
-        parts.append(f"{about}\n\n{run['rounds']} round(s) on {run['machine']}.\n")
-        shown = [column for column in _COLUMNS if column in run["rows"][0]]
-        cells = [[_cell(row[column]) for column in shown] for row in run["rows"]]
-        parts.append(markdown_table([_COLUMNS[column] for column in shown], cells))
+        parts += _run(about, inductor_time[name])
+    parts.append("## Estimates of plans\n")
+    run = region_times["cpu"]
+    within = sum(abs(row["estimate"] - 1) <= _TOLERANCE for row in run["rows"])
+    about = f"{_ESTIMATES} {within} of {len(run['rows'])} are within {_TOLERANCE:.0%}."
+    parts += _run(about, run)
     return "\n".join(parts)
 
 
 def _cell(value: Any) -> str:
     return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def _run(about: str, run: Mapping[str, Any]) -> list[str]:
+    """What one run measured, and its table."""
+    shown = [column for column in _COLUMNS if column in run["rows"][0]]
+    cells = [[_cell(row[column]) for column in shown] for row in run["rows"]]
+    return [
+        f"{about}\n\n{run['rounds']} round(s) on {run['machine']}.\n",
+        markdown_table([_COLUMNS[column] for column in shown], cells),
+    ]
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -106,15 +106,18 @@ class RankActivations:
         count = now_bytes = 0
         most = most_bytes = peak_bytes = 0
         for action in order:
-            memory = memory_of(action)
-            before, after = {
-                FORWARD: (0, memory.kept_bytes),
-                FULL_BACKWARD: (memory.kept_bytes, 0),
-                BACKWARD_INPUTS: (memory.kept_bytes, memory.handed_bytes),
-                BACKWARD_WEIGHTS: (memory.handed_bytes, 0),
-            }[action.kind]
+            memory, kind = memory_of(action), action.kind
+            before = after = 0
+            if kind is FORWARD:
+                after = memory.kept_bytes
+            elif kind is FULL_BACKWARD:
+                before = memory.kept_bytes
+            elif kind is BACKWARD_INPUTS:
+                before, after = memory.kept_bytes, memory.handed_bytes
+            elif kind is BACKWARD_WEIGHTS:
+                before = memory.handed_bytes
             others_bytes = now_bytes - before
-            peak_bytes = max(peak_bytes, others_bytes + memory.peak_bytes[action.kind])
+            peak_bytes = max(peak_bytes, others_bytes + memory.peak_bytes[kind])
             now_bytes = others_bytes + after
             count += action.starts - action.ends
             most, most_bytes = max(most, count), max(most_bytes, now_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import subprocess
@@ -10,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+import sp_compiler
 from docs.generate.__main__ import PAGES
 from docs.generate.sources import PICTURES, source_text
+from sp_compiler.options import Options
 from tests.docs.code_blocks import ROOT, blocks, script
 
 WRITTEN = [
@@ -116,6 +119,13 @@ def test_every_page_is_in_the_index() -> None:
     assert [p.name for p in (ROOT / "docs").glob("*.md") if f"(docs/{p.name})" not in index] == []
     pages = [p.name for p in (ROOT / "docs" / "how-to").glob("*.md") if p.name != "README.md"]
     assert [name for name in pages if f"({name})" not in how_to] == []
+
+
+def test_the_table_of_options_has_them_all() -> None:
+    _, table, _ = (ROOT / "docs" / "usage.md").read_text(encoding="utf-8").split("\n## ", 2)
+    named = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.+?) \|", table, re.MULTILINE))))
+    options = inspect.signature(sp_compiler.compile).parameters.keys() - {"model", "options"}
+    assert named == {*options, *Options.__annotations__}
 
 
 def test_commands_of_make_exist() -> None:

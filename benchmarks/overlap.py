@@ -199,8 +199,8 @@ def print_half_batches(name: str) -> None:
 
 
 def print_steps(name: str) -> None:
-    """Print a line for each policy, and one for a budget that leaves little more than half of what
-    "selective" keeps."""
+    """Print a line for each policy, and one for a budget of little more than half of what
+    "selective" keeps, beside the rest of its peak."""
     parts = block_of(compiled(name, recompute="none", overlap=False)).partitioned
     assert parts.backward is not None
     device = with_communication(SHARES[-1], [parts.forward, parts.backward])

@@ -6,6 +6,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -43,11 +44,15 @@ def _compiled(mesh: DeviceMesh, model: nn.Module | None = None, **options: Any) 
     return sp_compiler.compile(model or net(), mesh=mesh, **options)
 
 
-def _trained(mesh: DeviceMesh, **options: Any) -> Any:
+def _trained(mesh: DeviceMesh, rank_timeout: float | None = None) -> Any:
     """A module past the calls that are all compared."""
-    module = _compiled(mesh, **options)
+    module = _compiled(mesh)
     for _ in range(4):
         module(batch(4))["loss"].backward()
+    if rank_timeout is not None:  # only now: to compile takes as long as a busy machine takes
+        group = module._sp_state.group
+        object.__setattr__(group, "timeout", timedelta(seconds=rank_timeout))
+        group.collectives._timeout = group.timeout
     return module
 
 

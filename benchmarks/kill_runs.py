@@ -1,11 +1,12 @@
 """Kill ranks of ``examples/train.py`` at chosen moments, under torchrun's restarts.
 
-    python -m benchmarks.kill_runs --kills 50 --grid tp=2
+    python -m benchmarks.kill_runs --kills 50 --grid tp=2 [--write]
     python -m benchmarks.kill_runs --hangs 3 --grid dp_shard=2
 
 A small GPT-2 with dropout is trained on gloo ranks twice: undisturbed, and with a kill in every
 life of the processes, at a random moment of a random phase on a random rank. What both wrote is
 compared to the bit: losses and norms of every step, each time that it ran, and the final weights.
+``--write`` keeps the number of kills by phase, and the differences, by grid and seed.
 ``--hangs`` has a rank sleep instead, and shows what the others say and after how long.
 """
 
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ STAGES_PHASES = ("start", "compile", "step", *_STEP)  # forwards and backwards i
 _SAVE_EVERY = 2
 _LONGEST_S = 0.05  # about what a phase of the small model takes
 _START_S = 3.0
+RESULTS = Path(__file__).parent / "results" / "kill_runs.json"
 
 
 @dataclass(frozen=True)
@@ -273,19 +275,28 @@ def _compared(record: dict[str, Any]) -> list[str]:
     return [key for key in ("loss", "norm", "lr", "evaluation_loss") if key in record]
 
 
+def keep(run: str, ended: Mapping[str, int], differences: Sequence[str], file: Path) -> None:
+    """Store what a run showed beside what others did."""
+    known = json.loads(file.read_text()) if file.exists() else {}
+    known[run] = {"kills": dict(ended), "differences": list(differences)}
+    file.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+
+
 def main() -> None:
-    """Print what happened."""
+    """Print what happened, and keep it if asked to."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--hangs", type=int, default=0)
     parser.add_argument("--grid", nargs="+", default=["tp=2"], help="such as dp_shard=2 tp=2")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rank-timeout", type=float, default=60.0, help="s, ranks compile in it")
+    parser.add_argument("--write", action="store_true", help="keep the kills, a tracked file")
     args = parser.parse_args()
     axes = {name: int(size) for name, size in (axis.split("=") for axis in args.grid)}
     phases = STAGES_PHASES if axes.get("pp", 1) > 1 else PHASES
     with tempfile.TemporaryDirectory() as folder:
         # A life gets on by two or three steps.
-        runs = Runs(Path(folder), axes, 3 * max(args.kills, 3))
+        runs = Runs(Path(folder), axes, 3 * max(args.kills, 3), args.rank_timeout)
         if args.kills:
             runs.run("undisturbed")
             runs.run("killed", drawn(args.kills, phases, runs.num_ranks, args.seed))
@@ -295,6 +306,8 @@ def main() -> None:
                 f"{args.grid}: {ended.total()} kills {dict(ended)}, {len(differences)} differences"
             )
             print("\n".join(differences[:20]))
+            if args.write:
+                keep(f"{' '.join(args.grid)}, seed {args.seed}", ended, differences, RESULTS)
         for number, each in enumerate(drawn(args.hangs, phases, runs.num_ranks, args.seed)):
             hang = Disturbance(each.phase, each.occurrence, each.delay_s, each.rank, hangs=True)
             start = time.monotonic()

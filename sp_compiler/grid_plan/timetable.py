@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -96,21 +96,41 @@ def run_orders(
     A rank starts an action when the previous one has ended and its input has arrived. Messages
     travel while ranks compute.
     """
+    runs: list[list[ActionRun]] = [[] for _ in orders]
+    for rank, run in _simulated(orders, times):
+        runs[rank].append(run)
+    return runs
+
+
+def finish_us(orders: Sequence[Sequence[Action]], times: Sequence[StageTimes]) -> list[float]:
+    """Return when each rank has finished its order."""
+    finished_us = [0.0] * len(orders)
+    # Keeps no run: a search asks for many times of 100 000 actions, which Python's garbage
+    # collector would go through again and again.
+    for rank, run in _simulated(orders, times):
+        finished_us[rank] = run.end_us
+    return finished_us
+
+
+def _simulated(
+    orders: Sequence[Sequence[Action]], times: Sequence[StageTimes]
+) -> Iterator[tuple[int, ActionRun]]:
+    """Yield each run with its rank, those of a rank in order."""
     last_stage = len(times) - 1
     # By direction, stage and microbatch. The gradients of inputs are what the stage before waits
     # for, whichever action makes them.
     done_us: dict[tuple[bool, int, int], float] = {}
     waiting: dict[tuple[bool, int, int], int] = {}
-    runs: list[list[ActionRun]] = [[] for _ in orders]
+    places = [0] * len(orders)
     clock_us = [0.0] * len(orders)
     # Ranks whose next action has what it needs; others are woken by the action that makes it, so
     # that each action is looked at twice at most.
     runnable = list(range(len(orders)))
     while runnable:
         rank = runnable.pop()
-        order, own = orders[rank], runs[rank]
-        while len(own) < len(order):
-            action = order[len(own)]
+        order = orders[rank]
+        while places[rank] < len(order):
+            action = order[places[rank]]
             stage, number = action.stage, action.microbatch
             is_forward = action.kind is FORWARD
             begin_us, sent_us = clock_us[rank], 0.0
@@ -124,7 +144,8 @@ def run_orders(
                 travel_us = each.receive_us if is_forward else each.receive_gradient_us
                 begin_us = max(begin_us, sent_us + travel_us)
             end_us = begin_us + times[stage].action_us(action)
-            own.append(ActionRun(action, clock_us[rank], sent_us, begin_us, end_us))
+            yield rank, ActionRun(action, clock_us[rank], sent_us, begin_us, end_us)
+            places[rank] += 1
             clock_us[rank] = end_us
             if action.kind in (FORWARD, FULL_BACKWARD, BACKWARD_INPUTS):
                 made = (is_forward, stage, number)
@@ -132,10 +153,4 @@ def run_orders(
                 if made in waiting:
                     runnable.append(waiting.pop(made))
     # A cycle between ranks would leave actions that nothing wakes.
-    assert list(map(len, runs)) == list(map(len, orders)), "the schedule waits for itself"
-    return runs
-
-
-def finish_us(orders: Sequence[Sequence[Action]], times: Sequence[StageTimes]) -> list[float]:
-    """Return when each rank has finished its order."""
-    return [runs[-1].end_us if runs else 0.0 for runs in run_orders(orders, times)]
+    assert places == list(map(len, orders)), "the schedule waits for itself"

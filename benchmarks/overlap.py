@@ -6,14 +6,16 @@ Compiled on the meta device for 8 ranks; times are those of the profile "h100" w
 on which communication is 10, 20 and 40 % of forward and backward of a block that recomputes
 nothing. The schedule's own clock tells what is exposed; where calls recompute ahead, that is in the
 middle of the model. With ``--exact`` beside it the exact program, where it ends, or how much longer
-than any order the schedule can be at most; not for two calls in one function. With
-``--half-batches`` instead the communication that the whole step exposes, forward and backward, on a
-batch of two and on its halves; with ``--steps`` times of steps, on the slowest of the links.
+than any order the schedule can be at most, for backwards as one function per layer, and the CPU
+time of both searches. With ``--half-batches`` instead the communication that the whole step
+exposes, forward and backward, on a batch of two and on its halves; with ``--steps`` times of steps,
+on the slowest of the links.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,6 +39,7 @@ from sp_compiler.options import CompileOptions
 from sp_compiler.passes.overlap.tasks import graph_tasks
 from sp_compiler.planning.planned_program import PlannedProgram
 from sp_compiler.solve.block_schedule import simulate
+from sp_compiler.solve.list_schedule import list_schedule
 
 RANKS, LAYERS, HIDDEN, LENGTH = 8, 4, 4096, 2048
 SHARES = (0.1, 0.2, 0.4)
@@ -75,6 +78,23 @@ MODELS = {"GPT": _gpt, "Llama": _llama, "Mixtral": _mixtral}
 
 
 @dataclass(frozen=True)
+class Gap:
+    """A schedule beside the exact program.
+
+    Attributes:
+        longer: by how much it is longer, or can be at most.
+        proven: whether ``longer`` is exact.
+        schedule_s: CPU time of its search.
+        exact_s: CPU time of the exact program, which begins with that search.
+    """
+
+    longer: float
+    proven: bool
+    schedule_s: float
+    exact_s: float
+
+
+@dataclass(frozen=True)
 class Row:
     """One block on one link.
 
@@ -85,8 +105,7 @@ class Row:
         blocking_bytes: peak of the step without overlap.
         peak_bytes: peak of the step.
         ahead: whether backwards recompute for the call before.
-        gap: by how much the backward is longer than the exact program's, or can be at most.
-        proven: whether ``gap`` is exact.
+        gap: the backward as one function beside the exact program's, if that was asked for.
     """
 
     model: str
@@ -97,8 +116,7 @@ class Row:
     blocking_bytes: int
     peak_bytes: int
     ahead: bool
-    gap: float
-    proven: bool
+    gap: Gap | None
 
 
 def compiled(name: str, batch: int = 1, **options: Any) -> PlannedProgram:
@@ -146,10 +164,6 @@ def rows(name: str, exact: bool) -> Iterator[Row]:
             graph = own.backward if own.ahead is None else own.ahead.both
             assert graph is not None
             assert own.backward is not None
-            elapsed = elapsed_us(graph, RANKS, device)
-            gap, proven = 0.0, False
-            if exact and own.ahead is None:
-                gap, proven = _gap(blocking, graph, device, elapsed)
             yield Row(
                 model=name,
                 recompute=recompute,
@@ -159,8 +173,7 @@ def rows(name: str, exact: bool) -> Iterator[Row]:
                 blocking_bytes=step_memory(blocking).peak_bytes,
                 peak_bytes=step_memory(program).peak_bytes,
                 ahead=own.ahead is not None,
-                gap=gap,
-                proven=proven,
+                gap=_gap(blocking, own.backward, device) if exact else None,
             )
 
 
@@ -171,16 +184,19 @@ def exposed(graph: Graph, device: Hardware) -> float:
     return max(0.0, waited_us / _communication_us(graph, device))
 
 
-def _gap(
-    blocking: CompiledProgram, graph: Graph, device: Hardware, elapsed: float
-) -> tuple[float, bool]:
-    """By how much the backward ``graph`` is longer than need be in the same memory."""
+def _gap(blocking: CompiledProgram, graph: Graph, device: Hardware) -> Gap:
+    """Compare the backward ``graph`` with the exact program in the same memory."""
     given = block_of(blocking).partitioned.backward
     assert given is not None
-    block = graph_tasks(given, (), device).block
-    best = exact_schedule(block, backward_peak_bytes(graph, ()), most_states=1_000)
+    block, limit_bytes = graph_tasks(given, (), device).block, backward_peak_bytes(graph, ())
+    begun_s = time.process_time()
+    list_schedule(block, limit_bytes)
+    scheduled_s = time.process_time()
+    best = exact_schedule(block, limit_bytes, most_states=1_000)
+    ended_s = time.process_time()
     least_us = simulate(block, best.order).time_us if best.proven else best.least_us
-    return elapsed / least_us - 1, best.proven
+    longer = elapsed_us(graph, RANKS, device) / least_us - 1
+    return Gap(longer, best.proven, scheduled_s - begun_s, ended_s - scheduled_s)
 
 
 def print_half_batches(name: str) -> None:
@@ -221,6 +237,11 @@ def print_steps(name: str) -> None:
     show("auto", compiled(name, hardware=device, recompute="auto", memory_budget=budget))
 
 
+def _gap_text(gap: Gap) -> str:
+    most = "" if gap.proven else "at most "
+    return f"{most}{gap.longer:.1%}, {gap.schedule_s:.2f} s, {gap.exact_s:.2f} s"
+
+
 def main() -> None:
     """Print a table in Markdown."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -245,8 +266,7 @@ def main() -> None:
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for name in options.models:
         for row in rows(name, options.exact):
-            gap = f"{'' if row.proven else 'at most '}{row.gap:.1%}"
-            gap = gap if options.exact and not row.ahead else ""
+            gap = "" if row.gap is None else _gap_text(row.gap)
             print(
                 f"| {row.model} | {row.recompute} | {row.share:.0%} | {row.exposed:.1%} "
                 f"| {f'{row.alone:.1%}' if row.ahead else ''} | {bytes_text(row.peak_bytes)}, "

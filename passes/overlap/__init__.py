@@ -25,8 +25,8 @@ Nodes keep their meta; a ``wait`` gets that of its collective, with ``meta["orig
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import NamedTuple
 
 from torch.fx import Graph, Node
@@ -42,7 +42,7 @@ from sp_compiler.ir.symbolic import Sizes
 from sp_compiler.ops.convert import WAIT
 from sp_compiler.passes.overlap.look_ahead import look_aheads
 from sp_compiler.passes.overlap.tasks import GraphTasks, graph_tasks
-from sp_compiler.solve.block_schedule import Block, most_beside, peak_bytes, simulate
+from sp_compiler.solve.block_schedule import Block, least_us, most_beside, peak_bytes, simulate
 from sp_compiler.solve.list_schedule import list_schedule
 
 _wait = WAIT.overload
@@ -56,6 +56,7 @@ _WORTH_LOOKING_AHEAD = 0.005
 # Memory beyond the step's own peak is taken in so many parts, as few as make a backward as fast as
 # all of them, but for this share of its time: of 10 % communication that is 1 %.
 _PARTS_BEYOND, _WORTH_MORE = 4, 0.001
+_ROUNDING = 1e-6  # of sums of the same times in another order
 
 
 def overlap_collectives(
@@ -138,12 +139,14 @@ class _Unordered:
     Attributes:
         example: maps nodes of the copy with the example's sizes to those of ``graph``.
         given_bytes: peak of ``graph`` in its own order, below which no limit can be met.
+        quick_times_us: what :meth:`quick_us` has returned, by its argument.
     """
 
     graph: Graph
     example: Concretizer
     tasks: GraphTasks
     given_bytes: int
+    quick_times_us: dict[int, float] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -160,10 +163,18 @@ class _Unordered:
         given_bytes = peak_bytes(tasks.block, range(len(tasks.block.tasks)))
         return cls(graph, example, tasks, given_bytes)
 
+    @cached_property
+    def least_us(self) -> float:
+        """A time below which there is no order."""
+        return least_us(self.tasks.block)
+
     def quick_us(self, room_bytes: int) -> float:
         """Return about the time of :meth:`scheduled`."""
-        block = self.tasks.block
-        return simulate(block, list_schedule(block, room_bytes, quick=True)).time_us
+        if room_bytes not in self.quick_times_us:
+            block = self.tasks.block
+            order = list_schedule(block, room_bytes, quick=True)
+            self.quick_times_us[room_bytes] = simulate(block, order).time_us
+        return self.quick_times_us[room_bytes]
 
     def scheduled(self, room_bytes: int, least_beside: float = 0.0) -> _Schedule:
         """Return a good order; the arguments are those of :func:`overlapped`."""
@@ -195,16 +206,28 @@ def _least_room_bytes(alone: _Unordered, both: Sequence[_Unordered], room: Room)
     beyond_bytes = room.most_bytes - room.backward_bytes
     if beyond_bytes <= 0 or not alone.tasks.block.wait_of:
         return room.backward_bytes
-    least_us = alone.tasks.block.compute_us
+    # The cuts first: without them recomputation leaves long chains.
+    ways = (*both, alone)
+    least_us = min(each.least_us for each in ways)
     times_us: dict[int, float] = {}
     for part in range(_PARTS_BEYOND + 1):
         limit_bytes = room.backward_bytes + beyond_bytes * part // _PARTS_BEYOND
-        fitting = [each for each in both if each.given_bytes <= limit_bytes]
-        times_us[limit_bytes] = min(each.quick_us(limit_bytes) for each in (alone, *fitting))
+        fitting = [each for each in ways if each is alone or each.given_bytes <= limit_bytes]
+        times_us[limit_bytes] = _quickest(fitting, limit_bytes).quick_us(limit_bytes)
         if times_us[limit_bytes] <= (1 + _WORTH_MORE) * least_us:
-            break  # no order is shorter than its kernels
+            break
     worth_us = (1 + _WORTH_MORE) * min(times_us.values())
     return next(limit_bytes for limit_bytes, us in times_us.items() if us <= worth_us)
+
+
+def _quickest(ways: Sequence[_Unordered], room_bytes: int) -> _Unordered:
+    """Return the way that takes least time; of equal ones the first."""
+    quickest = ways[0]
+    for each in ways[1:]:
+        # Most need no schedule: one before them takes the time of all kernels.
+        if each.least_us * (1 + _ROUNDING) < quickest.quick_us(room_bytes):
+            quickest = min(quickest, each, key=lambda way: way.quick_us(room_bytes))
+    return quickest
 
 
 def _look_ahead(
@@ -226,7 +249,8 @@ def _look_ahead(
     ways = [(both, cut) for both, cut in ways if both.given_bytes <= room_bytes]
     if worth_us < alone.compute_us or not ways:
         return None
-    both, cut = min(ways, key=lambda each: each[0].quick_us(room_bytes))
+    both = _quickest([both for both, _ in ways], room_bytes)
+    cut = next(cut for each, cut in ways if each is both)
     # The first returns no gradients: recomputed values stand in their place.
     recompute = _Unordered.of(cut.recompute, (), sizes, hardware)
     rest = _Unordered.of(cut.rest, own_parameters, sizes, hardware)

@@ -18,6 +18,7 @@ from benchmarks.models import GPTConfig, PlainGPT
 from sp_compiler.cost.hardware import Link, hardware_of
 from sp_compiler.inductor import fused
 from sp_compiler.inductor.lowering import Traced
+from tests.helpers.ranks import run_on_ranks
 
 # Communication takes a quarter of a small block's time.
 SLOW = replace(
@@ -272,3 +273,17 @@ def test_functions_for_inductor_read_both_layers(clock: Any) -> None:
         checkpoint(_loss, module, use_reentrant=False).backward()
     for name, grad in _gradients(module).items():
         torch.testing.assert_close(grads[name], grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def _step_on_a_rank() -> tuple[list[str], bool]:
+    """What ran in backward, and whether gradients are those of a step without overlap."""
+    alone, ahead = _compiled(overlap=False), _compiled()
+    _loss(alone).backward()
+    with _functions(ahead) as ran:
+        _loss(ahead).backward()
+    return ran, _same(_gradients(alone), _gradients(ahead))
+
+
+@pytest.mark.slow
+def test_real_ranks() -> None:
+    assert run_on_ranks(2, _step_on_a_rank) == [(_WHOLE, True)] * 2

@@ -164,6 +164,7 @@ def _summary(graph: Graph) -> Summary:
 
 def _call_changes(first: Snapshot, second: Snapshot) -> Iterator[tuple[str, str, str]]:
     """Return (path, before, after) of calls that only one side has, or whose arguments changed."""
+    first = _numbered_like(first, second)
     if first.calls == second.calls:
         wirings = zip(first.calls, first.wiring, second.wiring, strict=False)
         # Same calls: what differs is what they hand to each other.
@@ -179,6 +180,24 @@ def _call_changes(first: Snapshot, second: Snapshot) -> Iterator[tuple[str, str,
         elif tag != "equal":
             yield from ((path, region, "") for path, region in old)
             yield from ((path, "", region) for path, region in new)
+
+
+def _numbered_like(stage: Snapshot, other: Snapshot) -> Snapshot:
+    """Return ``stage`` with the numbers of ``other`` for kinds of layers in the same places."""
+    there = dict(other.calls)
+
+    def name_in_other(name: str) -> str:
+        # One more kind of layer renames those behind it, which says nothing about them.
+        paths = stage.paths(name)
+        now = there.get(paths[0], name)
+        same = all(paths) and paths == other.paths(now) and _unnumbered(now) == _unnumbered(name)
+        return now if same else name
+
+    return stage.renamed([name_in_other(name) for _, name in stage.calls])
+
+
+def _unnumbered(region: str) -> str:
+    return region.rstrip("0123456789")
 
 
 def _entries(alignment: Alignment) -> Iterator[Entry]:

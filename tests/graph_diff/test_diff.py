@@ -337,6 +337,7 @@ def test_a_kind_of_layer_that_got_another_number_is_compared_with_itself() -> No
     graphs = {"A": a, "A2": b, "A3": c}
     result = diff(first, Snapshot("", graphs, [("h.0", "A"), ("h.1", "A2"), ("h.2", "A3")]))
     assert [section.name for section in result.sections] == ["A2 (was A)"]
+    assert result.calls == (("h.1", "A", "A2"),)
     assert set(result.counts) == {"replaced", "unchanged"}
     # Layers that the other side has not got are told by name alone.
     assert not diff(first, Snapshot("", first.graphs, [("x.0", "A"), ("x.1", "A2")])).sections

@@ -158,6 +158,22 @@ def _long_chain(layers: int, act: Any) -> Graph:
     return graph
 
 
+def test_what_a_call_gets_is_compared_where_its_kind_got_another_number() -> None:
+    def stage(kind: str, graphs: dict[str, Graph], arguments: str) -> Snapshot:
+        calls = [("h.0", "A"), ("h.1", kind)]
+        return Snapshot("", graphs, calls, ["A(input 0)", f"{kind}({arguments})"])
+
+    graph = _long_chain(1, aten.relu.default)
+    first = stage("A2", {"A": graph, "A2": graph}, "input 1")
+    graphs = {"A": graph, "A3": graph}
+    assert diff(first, stage("A3", graphs, "input 1")).is_empty
+    rewired = diff(first, stage("A3", graphs, "input 0"))
+    assert rewired.calls == (("h.1", "A3(input 1)", "A3(input 0)"),)
+    # Another class is no other number.
+    other = diff(first, stage("B", {"A": graph, "B": graph}, "input 1"))
+    assert other.calls == (("h.1", "A2", "B"),)
+
+
 @pytest.mark.slow
 def test_ten_thousand_nodes_take_seconds() -> None:
     first, second = (_long_chain(2500, act) for act in (aten.relu.default, aten.tanh.default))

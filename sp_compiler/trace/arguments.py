@@ -58,9 +58,12 @@ def checked_inputs(model: Any, example_inputs: Any) -> tuple[tuple[Any, ...], di
         or not isinstance(example_inputs[0], (tuple, list))
         or not isinstance(example_inputs[1], Mapping)
     ):
+        got = type(example_inputs).__name__
+        if isinstance(example_inputs, tuple):
+            got = f"({', '.join(type(value).__name__ for value in example_inputs)})"
         raise ArgumentError(
             "example_inputs: expected (args, kwargs), a tuple of a tuple and a dict, such as "
-            f"((), {{'input_ids': ids}}); got {type(example_inputs).__name__}"
+            f"((), {{'input_ids': ids}}) or ((x, y), {{}}); got {got}"
         )
     # Copies, for a caller may go on to change its own.
     return tuple(example_inputs[0]), dict(example_inputs[1])

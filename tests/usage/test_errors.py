@@ -145,6 +145,11 @@ def test_arguments_that_the_model_does_not_take(
         module.prepare(*args, **kwargs)
 
 
+def test_example_inputs_without_a_dict_are_told_the_form() -> None:
+    with pytest.raises(ArgumentError, match=r"or \(\(x, y\), \{\}\); got \(Tensor, Tensor\)"):
+        sp_compiler.plan(net(), (torch.ones(2, 8), torch.ones(2)), tp=1)
+
+
 def test_inputs_of_another_kind() -> None:
     module = compiled()
     with pytest.raises(CaptureError, match="numpy"):

@@ -119,9 +119,10 @@ def _understand_segments() -> None:
         # Who asks for all offsets goes on with the first one, as if the rows were a range.
         if offsets != list(range(offsets[0], offsets[0] + len(offsets))):
             raise UnsupportedError(
-                f"a DTensor placed in the {_text(self)} has no range of rows on a "
-                "rank: save module.state_dict() and optimizer.state_dict(), which hold ranges, and "
-                "look at parameter.full_tensor()"
+                f"a DTensor placed in the {_text(self)} has no range of rows on a rank: save "
+                "module.state_dict() and optimizer.state_dict(), which hold ranges, look at "
+                "parameter.full_tensor(), and load full tensors by module.load_state_dict(); "
+                "set_peft_model_state_dict() loads them before the module's first call alone"
             )
         return size, offsets
 

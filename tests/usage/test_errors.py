@@ -147,7 +147,7 @@ def test_arguments_that_the_model_does_not_take(
 
 def test_example_inputs_without_a_dict_are_told_the_form() -> None:
     with pytest.raises(ArgumentError, match=r"or \(\(x, y\), \{\}\); got \(Tensor, Tensor\)"):
-        sp_compiler.plan(net(), (torch.ones(2, 8), torch.ones(2)), tp=1)
+        sp_compiler.plan(net(), (torch.ones(2, 8), torch.ones(2)), tp=1)  # type: ignore[arg-type]
 
 
 def test_inputs_of_another_kind() -> None:

@@ -1,11 +1,12 @@
 """Step time of sp_compiler beside eager and beside hand-written and library peers.
 
 A step is forward + backward, float32, one thread per rank. Contenders alternate in every round and
-a ratio is the median over rounds of the two times of one round. Three runs::
+a ratio is the median over rounds of the two times of one round. Four runs::
 
     tensor parallel   hidden 512, 4 layers, 2 gloo ranks, each recomputation
     one device        tp=1 against eager, dropout on and off
     overhead          hidden 64, collectives free (a fake process group), CPU time
+    rank checks       2 gloo ranks, with and without what they compare in every call, CPU time
 
     python -m benchmarks.step_time [--rounds 20] [--only tensor-parallel] [--write]
 """
@@ -17,7 +18,9 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +37,12 @@ from benchmarks.measure import alternate, ratio
 from benchmarks.models import GPTConfig
 from benchmarks.peers import megatron_core
 from benchmarks.performance import keep
+from sp_compiler.runtime.rank_checks import RankAgreement
 
 RANKS = 2
 BATCH, LENGTH = 2, 512
 RECOMPUTES = ("none", "attention", "selective", "full")
-RUNS = ("tensor-parallel", "one-device", "overhead")
+RUNS = ("tensor-parallel", "one-device", "overhead", "rank-checks")
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,32 @@ def overhead(rounds: int) -> list[Row]:
     return rows
 
 
+def rank_checks(rounds: int) -> list[Row]:
+    """On this rank of the default group: a short step and a long one."""
+    checks = RankAgreement.begin_call
+    rows = []
+    for hidden_size, length in ((64, 64), (256, 256)):
+        size = config(hidden_size, 0.0)
+        step = contenders.compiled(size, contenders.random_ids(size, BATCH, length), "none", RANKS)
+
+        def unchecked(step: Any = step) -> None:
+            # By hand: mock.patch takes longer than what is measured.
+            RankAgreement.begin_call = lambda *_, **__: None  # type: ignore[method-assign]
+            step()
+            RankAgreement.begin_call = checks  # type: ignore[method-assign]
+
+        times = alternate(
+            {PRODUCT: step, "without rank checks": unchecked},
+            rounds=20 * rounds,
+            warmup=4,
+            before=dist.barrier,
+            # What they add is less than the noise of all else: gloo's threads, waits for a rank.
+            clock=time.thread_time,
+        )
+        rows += _rows(f"hidden={hidden_size}", times)
+    return rows
+
+
 def _rows(setting: str, times: dict[str, list[float]]) -> list[Row]:
     return [
         Row(setting, name, statistics.median(values), ratio(times, _product(name), name))
@@ -120,19 +150,19 @@ def _product(contender: str) -> str:
     return PRODUCT_TP if contender.endswith(" TP") else PRODUCT
 
 
-def _rank(rank: int, folder: str, rounds: int) -> None:
+def _rank(rank: int, folder: str, measure: Callable[[int], list[Row]], rounds: int) -> None:
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
-    rows = tensor_parallel(rounds)
+    rows = measure(rounds)
     if rank == 0:
         Path(folder, "rows.json").write_text(json.dumps([asdict(row) for row in rows]))
     dist.destroy_process_group()
 
 
-def _on_ranks(rounds: int) -> list[Row]:
+def _on_ranks(measure: Callable[[int], list[Row]], rounds: int) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(_rank, (folder, rounds), nprocs=RANKS)
+        multiprocessing.spawn(_rank, (folder, measure, rounds), nprocs=RANKS)
         return [Row(**row) for row in json.loads(Path(folder, "rows.json").read_text())]
 
 
@@ -156,7 +186,10 @@ def main() -> None:
     console = Console()
     if not megatron_core.is_installed():
         console.print(megatron_core.HOW_TO_INSTALL, markup=False)
-    functions: dict[str, Any] = dict(zip(RUNS, (_on_ranks, one_device, overhead), strict=True))
+    on_ranks = partial(_on_ranks, tensor_parallel), partial(_on_ranks, rank_checks)
+    functions: dict[str, Any] = dict(
+        zip(RUNS, (on_ranks[0], one_device, overhead, on_ranks[1]), strict=True)
+    )
     for name in options.only or RUNS:
         with console.status(f"{name}, {options.rounds} rounds"):
             rows = functions[name](options.rounds)

@@ -34,7 +34,7 @@ def test_lines_live_as_long_as_a_function_of_the_module() -> None:
     assert forward(1) == 1
     del forward
     gc.collect()
-    assert _files() == before
+    assert name not in _files()  # others may have gone too
 
 
 def test_equal_texts_do_not_share_their_lines() -> None:

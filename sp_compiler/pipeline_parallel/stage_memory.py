@@ -114,7 +114,8 @@ class RankActivations:
                 before = memory.kept_bytes
             elif kind is BACKWARD_INPUTS:
                 before, after = memory.kept_bytes, memory.handed_bytes
-            elif kind is BACKWARD_WEIGHTS:
+            else:
+                assert kind is BACKWARD_WEIGHTS, kind
                 before = memory.handed_bytes
             others_bytes = now_bytes - before
             peak_bytes = max(peak_bytes, others_bytes + memory.peak_bytes[kind])

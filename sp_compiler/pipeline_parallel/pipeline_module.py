@@ -257,6 +257,8 @@ class PipelineModule(StageParameters):
             with contextlib.nullcontext() if not gathered else gathered.gathered(reduce=train):
                 self._runners[id(compiled)][1].run(feed, train=train)
                 self._reduce_partial()
+                # All gradients are reduced, or none: what is not reduced is dropped.
+                self._stage_ranks.meet_over_data()
             # First, because what cannot be joined raises, here and on the ranks that wait.
             outputs = joined_outputs(compiled, state.group, feed.outputs, weights, parts)
             loss = self._stage_ranks.total(feed.losses)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from sp_compiler.grid.watched_group import watched
+from sp_compiler.grid.watched_group import WatchedGroup, watched
 from sp_compiler.module.state import ModuleState
 from sp_compiler.ops.counter import call_seed, draw_seed
 from sp_compiler.pipeline_parallel.axes import PipelineAxis
@@ -61,6 +61,18 @@ class StageRanks:
         self._agreement.begin_call(key, leaves, lambda: names, compiled=True)
         if self._agreement.every_call:
             self._agreement.settle()  # before anything is sent
+
+    def meet_over_data(self) -> None:
+        """Wait for the other parts of the data, and check whether they failed.
+
+        Where nothing is awaited on the host, it does nothing.
+        """
+        data = self._state.group.data
+        for name in data.names:
+            assert data.mesh is not None
+            group = watched(data.mesh.get_group(name))
+            if isinstance(group, WatchedGroup):
+                dist.all_reduce(torch.zeros(()), group=group)
 
     def seeds(self, count: int) -> list[Tensor]:
         """Draw a seed for each of ``count`` microbatches, as consecutive forwards would."""

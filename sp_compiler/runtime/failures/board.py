@@ -243,7 +243,7 @@ class RankWait:
             raise RankMismatchError(
                 f"rank {board.rank} {self._purpose}, but rank {_listed(late)} does not after "
                 f"{self._timeout} (rank_timeout): all ranks of a {board.kind} must do the same, in "
-                "the same order, with the same inputs"
+                "the same order, with the same inputs if they share a batch"
             )
 
     @property

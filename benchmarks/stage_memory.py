@@ -30,6 +30,7 @@ from benchmarks.measure import PeakRecorder
 from benchmarks.performance import RESULTS, save
 from sp_compiler.base.units import bytes_text
 from sp_compiler.grid_plan.stage_plan import StagePlan
+from sp_compiler.pipeline_parallel import runner as runner_module
 from sp_compiler.pipeline_parallel.lean_stage import LeanStage
 from tests.helpers.ranks import run_on_ranks
 
@@ -97,8 +98,7 @@ class _Kept:
         return mock.patch.object(LeanStage, "backward_one_chunk", backward)
 
     def _messages(self) -> Iterator[Tensor]:
-        """Yield values that were received and not used yet, losses, numbers and seeds of
-        microbatches."""
+        """Yield values that were received and not used yet, losses and seeds of microbatches."""
         one = getattr(self._training, "_stage", None)
         for stage in getattr(self._training, "_stages", [one]):
             for received in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
@@ -108,15 +108,18 @@ class _Kept:
                         yield buffer
             yield from stage.submod.feed.losses
             yield from (seed for seed in stage.submod.feed.seeds if seed is not None)
-            for inputs in _inputs_in_flight(stage):
-                yield from (value for value in inputs if value.dtype == torch.int64)
 
 
-def _inputs_in_flight(stage: LeanStage) -> list[Sequence[Tensor]]:
-    """Return the inputs of each forward of ``stage`` whose backward is to come."""
-    if hasattr(stage, "_forward_chunk_states"):  # from torch 2.15 on
-        return [state.input_values for state in stage._forward_chunk_states.values()]
-    return [inputs for _, inputs in stage.fwd_cache.values()]
+def _without_numbers(outside: list[Tensor]) -> Any:
+    """Context that adds the numbers of microbatches, of which a schedule keeps views, to
+    ``outside``."""
+    original = runner_module.numbers
+
+    def numbers(microbatches: int) -> Tensor:
+        outside.append(original(microbatches))
+        return outside[-1]
+
+    return mock.patch.object(runner_module, "numbers", numbers)
 
 
 def _before_reductions(pipeline: sp_compiler.PipelineModule, outside: list[Tensor]) -> Any:
@@ -167,7 +170,7 @@ def _row(mesh: Any, name: str, schedule: str, recompute: str) -> Row:
     with PeakRecorder() as recorder:
         ((_, runner),) = pipeline._runners.values()
         kept = _Kept(recorder, outside, runner)
-        with kept.reading(), _before_reductions(pipeline, outside):
+        with kept.reading(), _before_reductions(pipeline, outside), _without_numbers(outside):
             pipeline.step(**batch)
     assert kept.num_bytes is not None
     return Row(

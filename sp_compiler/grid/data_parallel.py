@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from sp_compiler.base.errors import ArgumentError, UnsupportedError
 from sp_compiler.grid.fully_sharded import is_divided
+from sp_compiler.grid.watched_group import watch_fsdp
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.runtime.group import TensorParallelGroup
 from sp_compiler.runtime.mesh_axes import EXPERT_AXIS, REPLICATE_AXIS, SHARD_AXIS, DataAxes
@@ -171,6 +172,7 @@ def apply_data_parallelism(
     for path in _self_contained_blocks(root, compiled):
         apply(root.get_submodule(path), mesh=mesh, **inside)
     apply(root, mesh=mesh, **options)
+    watch_fsdp(root.modules())
 
 
 def _apply(data: DataAxes) -> Any:

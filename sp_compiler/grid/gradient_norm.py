@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from sp_compiler.base.errors import ArgumentError
+from sp_compiler.grid.watched_group import watched
 from sp_compiler.runtime.reductions import refuse_pending
 
 _Axis = tuple[int, ...]
@@ -207,10 +208,10 @@ def _has_foreach(tensor: Tensor, foreach: bool | None) -> bool:
 def _all_reduced(numbers: Tensor, p: float, group: dist.ProcessGroup) -> Tensor:
     """Return sums over the ranks, or maxima for the norm of order inf; NaN if any rank has NaN."""
     if not math.isinf(p):
-        dist.all_reduce(numbers, dist.ReduceOp.SUM, group=group)
+        dist.all_reduce(numbers, dist.ReduceOp.SUM, group=watched(group))
         return numbers
     # Nothing is larger than NaN, so whether a maximum keeps it depends on the order of ranks.
     nan = numbers.isnan()
     sent = torch.stack([numbers.masked_fill(nan, 0.0), nan.to(numbers.dtype)])
-    dist.all_reduce(sent, dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(sent, dist.ReduceOp.MAX, group=watched(group))
     return sent[0].masked_fill(sent[1] > 0, math.nan)

@@ -126,12 +126,14 @@ class DistributedModule(Inspection, Weights):
         if self._sp_state.fsdp_options is not None:
             # Before this very call, whose hooks are FSDP's then.
             self.prepare(*args, **kwargs)
-        board = self._sp_state.group.board
-        if board is None:
-            return super().__call__(*args, **kwargs)
-        # Where no call recorded a graph there is no backward whose errors concern the group.
-        board.trains |= torch.is_grad_enabled()
-        with board.reporting():
+        group = self._sp_state.group
+        for board in group.boards:
+            # Where no call recorded a graph there is no backward whose errors concern the group.
+            board.trains |= torch.is_grad_enabled()
+        with group.reporting():
+            for board in group.data_boards:
+                # Before FSDP's hooks gather. That of "tp" is asked where calls are compared.
+                board.require_usable(group.timeout)
             return super().__call__(*args, **kwargs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -192,7 +194,7 @@ class DistributedModule(Inspection, Weights):
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Compile for these example inputs and place the parameters, without running the model."""
         leaves, structure = flatten_inputs(args, kwargs)
-        with self._sp_state.reporting():
+        with self._sp_state.group.reporting():
             executor_for(self._sp_state, [plain_input(leaf) for leaf in leaves], structure)
             shard_over_data(self._sp_state)
 

@@ -71,7 +71,7 @@ class Inspection:
         args, kwargs = example_inputs
         leaves, structure = flatten_inputs(args, kwargs)
         leaves = [plain_input(leaf) for leaf in leaves]
-        with state.reporting():
+        with state.group.reporting():
             # Not the text itself: of two long ones a message would show the equal beginnings.
             digest = hashlib.sha256(text.encode()).hexdigest()[:12]
             state.agreement.require_equal(

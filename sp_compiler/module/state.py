@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -107,11 +106,6 @@ class ModuleState:
     @property
     def deferred(self) -> DeferredGradients:
         return self.layout.deferred
-
-    def reporting(self) -> contextlib.AbstractContextManager[None]:
-        """Context whose errors raise on the other ranks too."""
-        board = self.group.board
-        return contextlib.nullcontext() if board is None else board.reporting()
 
     def copied(self, root: MirrorModule, memo: dict[int, Any]) -> ModuleState:
         """Return the state of ``root``, a deep copy of the current root, with the same programs.

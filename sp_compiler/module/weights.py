@@ -55,7 +55,7 @@ class Weights(MirrorModule):
                 files or has another shape.
             RankMismatchError: the ranks found different files.
         """
-        with self._sp_state.reporting():
+        with self._sp_state.group.reporting():
             return load_pretrained(self, path, self._sp_state.agreement, prefix)
 
     def load_state_dict(
@@ -98,7 +98,7 @@ class Weights(MirrorModule):
             ArgumentError: the parameters have no data yet.
         """
         state = self._sp_state
-        with state.reporting():
+        with state.group.reporting():
             require_data(state)
             state.agreement.require_equal("calls full_state_dict()", {})
             return _full_state_dict(self, state.group)
@@ -109,7 +109,7 @@ class Weights(MirrorModule):
         # Without fused weights nothing has to be exchanged, and ranks may save on their own.
         if all(placement.is_in_order for _, placement in state.stored()):
             return super().state_dict(*args, **kwargs)
-        with state.reporting():
+        with state.group.reporting():
             state.agreement.require_equal("calls state_dict()", {})
             return super().state_dict(*args, **kwargs)
 

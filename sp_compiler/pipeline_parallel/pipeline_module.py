@@ -248,7 +248,6 @@ class PipelineModule(StageParameters):
             require_data(state)
             if id(compiled) not in self._runners:
                 self._runners[id(compiled)] = compiled, self._runner(self._cut(compiled))
-            self._stage_ranks.meet_over_data("begins a step")
             draws = any("seed" in region.input_kinds for region in compiled.program.regions)
             seeds: list[Tensor | None] = [None] * self._microbatches
             seeds = [*self._stage_ranks.seeds(self._microbatches)] if draws else seeds
@@ -258,8 +257,8 @@ class PipelineModule(StageParameters):
             with contextlib.nullcontext() if not gathered else gathered.gathered(reduce=train):
                 self._runners[id(compiled)][1].run(feed, train=train)
                 self._reduce_partial()
-                # FSDP's own collectives wait for ever: all parts of the data have to come first.
-                self._stage_ranks.meet_over_data("ends a step")
+                # All gradients are reduced, or none: what is not reduced is dropped.
+                self._stage_ranks.meet_over_data()
             # First, because what cannot be joined raises, here and on the ranks that wait.
             outputs = joined_outputs(compiled, state.group, feed.outputs, weights, parts)
             loss = self._stage_ranks.total(feed.losses)

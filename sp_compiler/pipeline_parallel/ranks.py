@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from sp_compiler.grid.watched_group import WatchedGroup, watched
 from sp_compiler.module.state import ModuleState
 from sp_compiler.ops.counter import call_seed, draw_seed
 from sp_compiler.pipeline_parallel.axes import PipelineAxis
-from sp_compiler.runtime.group import broadcast, on_device, watched_group
+from sp_compiler.runtime.group import broadcast, on_device
 from sp_compiler.runtime.program_cache import call_key
 from sp_compiler.runtime.rank_checks import RankAgreement
 
@@ -34,22 +35,12 @@ class StageRanks:
         self._state = state
         self._axis = axis
         self._agreement = RankAgreement(axis.watched, "pipeline", state.options)
-        mesh, timeout = state.group.data.mesh, state.group.timeout
-        self._data = [
-            watched_group(mesh[name], timeout, f'data-parallel group "{name}"')
-            for name in state.group.data.names
-            if mesh is not None
-        ]
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
         """Context whose errors raise on all ranks of the mesh: each rank tells those along its own
         axes."""
-        groups = (self._state.group, self._axis.watched, *self._data)
-        with contextlib.ExitStack() as stack:
-            for group in groups:
-                if group.board is not None:
-                    stack.enter_context(group.board.reporting())
+        with self._state.group.reporting(), self._axis.watched.reporting():
             yield
 
     def agree(self, leaves: list[Any], structure: pytree.TreeSpec, names: list[str]) -> None:
@@ -59,10 +50,9 @@ class StageRanks:
             RankMismatchError: they differ, so that one stage would read labels of other tokens than
                 another one computes.
         """
-        for group in self._data:
+        for board in self._state.group.data_boards:
             # Compiling meets over the data too: a failure that all ranks shared is over.
-            if group.board is not None:
-                group.board.require_usable(group.timeout)
+            board.require_usable(self._state.group.timeout)
         # Without parameters, which differ between stages, and without attributes, some of
         # which FSDP sets on the modules that it manages.
         key = call_key(
@@ -72,15 +62,17 @@ class StageRanks:
         if self._agreement.every_call:
             self._agreement.settle()  # before anything is sent
 
-    def meet_over_data(self, purpose: str) -> None:
+    def meet_over_data(self) -> None:
         """Wait for the other parts of the data, and check whether they failed.
 
-        Called before collectives without such a check, such as FSDP's.
+        Where nothing is awaited on the host, it does nothing.
         """
-        for group in self._data:
-            if group.board is not None and group.collectives is not None:
-                group.board.require_usable(group.timeout)
-                group.collectives.gather_numbers([0], purpose)()
+        data = self._state.group.data
+        for name in data.names:
+            assert data.mesh is not None
+            group = watched(data.mesh.get_group(name))
+            if isinstance(group, WatchedGroup):
+                dist.all_reduce(torch.zeros(()), group=group)
 
     def seeds(self, count: int) -> list[Tensor]:
         """Draw a seed for each of ``count`` microbatches, as consecutive forwards would."""
@@ -117,7 +109,7 @@ class StageRanks:
         data = self._state.group.data
         for name in data.names:
             assert data.mesh is not None
-            dist.all_reduce(total, group=data.mesh.get_group(name))
+            dist.all_reduce(total, group=watched(data.mesh.get_group(name)))
         # Gradients are averaged over the parts of the data, which would divide once more.
         return [weight / total.to(weight) * data.size for weight in weights]
 

@@ -18,7 +18,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -78,19 +77,33 @@ class Messages:
             RankFailureError: another rank has failed or is gone.
             RankMismatchError: the message does not come in time.
         """
-        with contextlib.closing(_MessageWait(self.board, purpose, -1, self._timeout)) as waiting:
-            while not wait.over.wait(LOOK_EVERY.total_seconds()):
+        look_every_s = LOOK_EVERY.total_seconds()
+        if not wait.is_over(look_every_s):
+            waiting = _MessageWait(self.board, purpose, -1, self._timeout)
+            with contextlib.closing(waiting):
                 waiting.look()
+                while not wait.is_over(look_every_s):
+                    waiting.look()
         if wait.error is not None:
             raise self.board.lost(wait.error) from wait.error
 
 
-@dataclass
 class _Wait:
     """State of a message: complete, or failed with ``error``."""
 
-    over: threading.Event = field(default_factory=threading.Event)
-    error: RuntimeError | None = None
+    def __init__(self) -> None:
+        self.error: RuntimeError | None = None
+        # Held until it is over. An event makes several locks, for each of many messages.
+        self._running = threading.Lock()
+        self._running.acquire()
+
+    def end(self, error: RuntimeError | None) -> None:
+        self.error = error
+        self._running.release()
+
+    def is_over(self, timeout_s: float) -> bool:
+        """Wait for the end for at most ``timeout_s``; to be called until it is true."""
+        return self._running.acquire(timeout=timeout_s)
 
 
 class _Waiter:
@@ -115,8 +128,9 @@ class _Waiter:
         try:
             work.wait()
         except RuntimeError as error:
-            wait.error = error
-        wait.over.set()
+            wait.end(error)
+        else:
+            wait.end(None)
 
 
 class _Message:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
@@ -52,7 +54,7 @@ class TensorParallelGroup:
         collectives: collectives of ``communicator`` on the CPU, for which the host waits; ``None``
             on accelerators.
         data: the data axes of the user's mesh.
-        data_boards: one board per data axis, to compare what must be equal along it.
+        data_boards: one board per data axis.
         grid: all data axes and "tp"; ``None`` if experts are not divided.
     """
 
@@ -64,6 +66,19 @@ class TensorParallelGroup:
     data: DataAxes = field(default_factory=DataAxes)
     data_boards: tuple[FailureBoard, ...] = ()
     grid: DeviceMesh | None = None
+
+    @property
+    def boards(self) -> tuple[FailureBoard, ...]:
+        """The boards of all axes of the module."""
+        return (*([] if self.board is None else [self.board]), *self.data_boards)
+
+    @contextlib.contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Context whose errors raise on the other ranks of all axes too."""
+        with contextlib.ExitStack() as stack:
+            for board in self.boards:
+                stack.enter_context(board.reporting())
+            yield
 
     @property
     def rank(self) -> int:

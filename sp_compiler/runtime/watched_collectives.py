@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from sp_compiler.ops.communicator import FunctionalCollectives
 from sp_compiler.runtime.failures.board import LOOK_EVERY, FailureBoard, RankWait
 
+_IN_A_STEP = "waits in a forward or backward"
 _OPERATIONS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
@@ -54,19 +55,19 @@ class WatchedCollectives(FunctionalCollectives):
         if x.is_complex():  # which gloo does not gather
             arrive = self.all_gather(torch.view_as_real(x.resolve_conj()), world_size)
             return lambda: torch.view_as_complex(arrive())
-        self._begin()
+        self.begin()
         ranks = x.new_empty((world_size * x.shape[0], *x.shape[1:]))
-        return self._arrival(self._process_group._allgather_base(ranks, x), ranks)
+        return self.arrival(self._process_group._allgather_base(ranks, x), ranks)
 
     def gather_numbers(self, numbers: list[int], purpose: str) -> Callable[[], list[list[int]]]:
         """Start to gather a few integers of every rank; returns a function that waits for them."""
-        self._begin()
+        self.begin()
         # Every call does it, so beneath the dispatcher, which takes longer than all else.
         own, ranks = np.array(numbers), np.empty(self._board.world_size * len(numbers), np.int64)
         with outside_modes():
             result = torch.from_numpy(ranks)
             work = self._backend._allgather_base(result, torch.from_numpy(own))
-        arrive = self._arrival(work, result, purpose)
+        arrive = self.arrival(work, result, purpose)
 
         def everyone() -> list[list[int]]:
             arrive()
@@ -75,34 +76,42 @@ class WatchedCollectives(FunctionalCollectives):
 
         return everyone
 
-    def reduce_scatter(self, x: Tensor, world_size: int) -> Callable[[], Tensor]:
+    def reduce_scatter(
+        self,
+        x: Tensor,
+        world_size: int,
+        op: Any = dist.ReduceOp.SUM,
+        purpose: str = _IN_A_STEP,
+    ) -> Callable[[], Tensor]:
         if not x.is_cpu:
             return super().reduce_scatter(x, world_size)
-        self._begin()
+        self.begin()
         if _get_current_dispatch_mode() is not None:
             # What counts collectives should see the one that was asked for.
             super().reduce_scatter(x.to("meta"), world_size)
         # Gloo's own reduce-scatter sums every part by an all-reduce of its own, which takes twice
         # as long to the same numbers, and its wait knows no timeout.
         summed = x.clone()
-        arrive = self._arrival(self._backend.allreduce([summed], dist.AllreduceOptions()), summed)
+        options = dist.AllreduceOptions()
+        options.reduceOp = op
+        arrive = self.arrival(self._backend.allreduce([summed], options), summed, purpose)
         return lambda: arrive().chunk(world_size)[self._board.rank].clone()
 
     def all_reduce(self, x: Tensor, op: str) -> Callable[[], Tensor]:
         if not x.is_cpu:
             return super().all_reduce(x, op)
-        self._begin()
+        self.begin()
         result = x.clone()
         options = dist.AllreduceOptions()
         options.reduceOp = _OPERATIONS[op]
-        return self._arrival(self._process_group.allreduce([result], options), result)
+        return self.arrival(self._process_group.allreduce([result], options), result)
 
     def broadcast(self, x: Tensor) -> None:
         """Copy rank 0's numbers into ``x`` on every rank."""
-        self._begin()
+        self.begin()
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
-        self._arrival(self._process_group.broadcast([x], options), x)()
+        self.arrival(self._process_group.broadcast([x], options), x)()
 
     def _finish(self, work: dist.Work, number: int, purpose: str) -> None:
         """Wait for collective ``number``.
@@ -130,8 +139,8 @@ class WatchedCollectives(FunctionalCollectives):
                 raise
             raise self._board.lost(error) from error
 
-    def _arrival(
-        self, work: dist.Work, result: Tensor, purpose: str = "waits in a forward or backward"
+    def arrival(
+        self, work: dist.Work, result: Tensor, purpose: str = _IN_A_STEP
     ) -> Callable[[], Tensor]:
         """Return a function that waits for ``work``, the latest collective."""
         number = self._board.num_started
@@ -142,7 +151,8 @@ class WatchedCollectives(FunctionalCollectives):
 
         return arrive
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Count the collective that starts next."""
         before, self._board.before_next = self._board.before_next, None
         if before is not None:
             before()

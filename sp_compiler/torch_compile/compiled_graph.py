@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -75,8 +74,7 @@ class CompiledGraph:
         Raises:
             RankMismatchError: the ranks call different graphs, or pass inputs of different kinds.
         """
-        board = self._group.board
-        with contextlib.nullcontext() if board is None else board.reporting():
+        with self._group.reporting():
             return self._run(args)
 
     def _run(self, args: tuple[Any, ...]) -> Any:

@@ -29,15 +29,15 @@ Flat = dict[str, Tensor]
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-def _model() -> Any:
-    """A tied GPT-2 with a vocabulary that nothing divides, in float32."""
-    return zoo.build("gpt2", layers=2, vocab_size=131, dtype=torch.float32)
+def _model(name: str) -> Any:
+    """With a vocabulary that nothing divides, in float32; GPT-2's embedding and head are tied."""
+    return zoo.build(name, layers=2, vocab_size=131, dtype=torch.float32)
 
 
 class _Run:
-    """The model and what trains it, on one grid, with stages or without, or on one device."""
+    """A model and what trains it, on one grid, with stages or without, or on one device."""
 
-    def __init__(self, axes: dict[str, int], device: str = "cpu") -> None:
+    def __init__(self, name: str, axes: dict[str, int], device: str = "cpu") -> None:
         part, parts = 0, 1
         options: dict[str, Any] = {"tp": 1}
         if axes:
@@ -45,8 +45,8 @@ class _Run:
             part, parts = sp_compiler.data_shard(mesh)
             options = {"mesh": mesh}
         with torch.device(device):
-            model = _model()
-        self.batches = [split(zoo.inputs("gpt2", 8, 8, seed), parts)[part] for seed in range(2)]
+            model = _model(name)
+        self.batches = [split(zoo.inputs(name, 8, 8, seed), parts)[part] for seed in range(2)]
         self.staged = "pp" in axes
         build: Any = sp_compiler.pipeline if self.staged else sp_compiler.compile
         options |= {"microbatches": 2} if self.staged else {}
@@ -119,19 +119,19 @@ def _assert_equal(first: dict[str, Any], second: dict[str, Any]) -> None:
         assert value == second[name] if same is None else same, name
 
 
-def _exported(checkpoint: Path, folder: Path) -> None:
+def _exported(name: str, checkpoint: Path, folder: Path) -> None:
     """The weights of a checkpoint as safetensors, by one process, whatever grid wrote it."""
-    model = _model()
+    model = _model(name)
     state = {"model": model.state_dict()}
     dcp.load(state, checkpoint_id=str(checkpoint), no_dist=True)
     weights = {name: value.clone() for name, value in state["model"].items()}
     save_file(weights, folder / "model.safetensors")
 
 
-def _on_all_grids(path: str) -> bool:
+def _on_all_grids(path: str, model: str) -> bool:
     warnings.simplefilter("ignore")
     folder = Path(path)
-    source = _Run({"dp_shard": 2, "pp": 2, "tp": 2})
+    source = _Run(model, {"dp_shard": 2, "pp": 2, "tp": 2})
     source.train()
     true = source.full()
     assert any("exp_avg_sq" in name for name in true)
@@ -141,7 +141,7 @@ def _on_all_grids(path: str) -> bool:
     others = [{"tp": 8}, {"dp_shard": 4, "pp": 2}, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}]
     for axes in others:
         torch.manual_seed(11)  # what is loaded is another state
-        other = _Run(axes)
+        other = _Run(model, axes)
         other.load(folder / "source")
         _assert_equal(other.full(), true)
         if "pp" in axes:
@@ -152,7 +152,7 @@ def _on_all_grids(path: str) -> bool:
         _assert_equal(source.full(), true)
 
     if dist.get_rank() == 0:
-        _exported(folder / "source", folder)
+        _exported(model, folder / "source", folder)
     dist.barrier()
     # Without stages rank 0 gets the same weights without a file between.
     weights = other.module.full_state_dict()
@@ -160,7 +160,7 @@ def _on_all_grids(path: str) -> bool:
     _assert_equal(weights, {name: true[name] for name in weights})
 
     # Files of HuggingFace: into memory that there is, and into what is on meta.
-    for run in (source, other, _Run({"dp_shard": 4, "tp": 2}, "meta")):
+    for run in (source, other, _Run(model, {"dp_shard": 4, "tp": 2}, "meta")):
         run.module.load_pretrained(folder)
         loaded = {name: whole(value) for name, value in run.module.state_dict().items()}
         _assert_equal(loaded, {name: true[name] for name in loaded})
@@ -168,7 +168,7 @@ def _on_all_grids(path: str) -> bool:
 
     # One device, which is one process. Last, for ranks number their modules alike.
     if dist.get_rank() == 0:
-        alone = _Run({})
+        alone = _Run(model, {})
         alone.load(folder / "source", alone=True)
         _assert_equal(alone.own(), true)
         dcp.save(alone.state(), checkpoint_id=str(folder / "one"), no_dist=True)
@@ -179,5 +179,6 @@ def _on_all_grids(path: str) -> bool:
 
 
 @pytest.mark.slow
-def test_every_grid_loads_every_checkpoint(tmp_path: Path) -> None:
-    assert all(run_on_ranks(8, _on_all_grids, str(tmp_path)))
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_every_grid_loads_every_checkpoint(model: str, tmp_path: Path) -> None:
+    assert all(run_on_ranks(8, _on_all_grids, str(tmp_path), model))

@@ -58,6 +58,7 @@ class FailureBoard:
 
     Attributes:
         rank: this rank in the group.
+        timeout: how long to wait for the other ranks, by the latest of its users.
         num_started: number of collectives that this rank has started.
         unfinished_step: the optimizer whose ``step()`` has started but not finished.
         trains: whether a call recorded a graph, so that errors in backward concern the group.
@@ -72,6 +73,7 @@ class FailureBoard:
         # What an earlier start of these ranks reported must not stop this one.
         store = dist.PrefixStore("sp_compiler", _get_process_group_store(process_group))
         self.store = agreed_store(store, self.rank, self.world_size, timeout)
+        self.timeout = timeout
         self.num_started = 0
         self.unfinished_step: str | None = None
         self.trains = False
@@ -241,7 +243,7 @@ class RankWait:
             raise RankMismatchError(
                 f"rank {board.rank} {self._purpose}, but rank {_listed(late)} does not after "
                 f"{self._timeout} (rank_timeout): all ranks of a {board.kind} must do the same, in "
-                "the same order, with the same inputs"
+                "the same order, with the same inputs if they share a batch"
             )
 
     @property
@@ -287,7 +289,20 @@ def failure_board(process_group: dist.ProcessGroup, kind: str, timeout: timedelt
     _watch_process()
     if process_group not in _BOARDS:
         _BOARDS[process_group] = FailureBoard(process_group, kind, timeout)
-    return _BOARDS[process_group]
+    board = _BOARDS[process_group]
+    board.timeout = timeout
+    return board
+
+
+def board_of(process_group: dist.ProcessGroup) -> FailureBoard | None:
+    """Return the board of the group, ``None`` if there is none."""
+    return _BOARDS.get(process_group)
+
+
+def report_everywhere(error: BaseException) -> None:
+    """Report ``error``, with which this process stops, to the ranks of all its groups."""
+    for board in list(_BOARDS.values()):
+        board.report(error)
 
 
 @functools.cache
@@ -315,8 +330,7 @@ def _watch_process() -> None:
     show = sys.excepthook
 
     def excepthook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        for board in list(_BOARDS.values()):
-            board.report(error)
+        report_everywhere(error)
         show(kind, error, trace)
 
     sys.excepthook = excepthook

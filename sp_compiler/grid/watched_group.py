@@ -1,0 +1,124 @@
+"""Collectives that torch runs for us, of FSDP2 and of gradient norms, whose waits check whether
+another rank has failed.
+
+FSDP2 takes the process groups of its mesh, and waits in them for as long as their timeout says. A
+:class:`WatchedGroup` in place of such a group is waited for like our own collectives::
+
+    FSDP2 ──> torch.distributed.all_gather_single(..., group) ──> work.wait()
+                                                     WatchedGroup     look ── look ── raise: rank 1
+                                                                      failed: ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from sp_compiler.grid.fully_sharded import param_groups
+from sp_compiler.runtime.failures.board import board_of, report_everywhere
+from sp_compiler.runtime.watched_collectives import WatchedCollectives
+
+_NAMES_BEFORE_2_13 = {
+    "_allgather_base": "all_gather_single",
+    "_reduce_scatter_base": "reduce_scatter_single",
+}
+
+
+def watch_fsdp(modules: Iterable[nn.Module]) -> None:
+    """Watch the collectives of FSDP2 in ``modules``, which is applied already."""
+    for group in param_groups(modules):
+        info = group.mesh_info
+        for name in ("shard_process_group", "replicate_process_group"):
+            if hasattr(info, name):
+                setattr(info, name, watched(getattr(info, name)))
+
+
+def watched(process_group: dist.ProcessGroup | WatchedGroup) -> Any:
+    """Return what to pass to torch.distributed's functions in place of ``process_group``.
+
+    The group itself on accelerators, where the host does not wait, and if its ranks have no board.
+    """
+    if isinstance(process_group, WatchedGroup):
+        return process_group
+    board = board_of(process_group)
+    if board is None or not _is_gloo(process_group):
+        return process_group
+    return WatchedGroup(process_group, WatchedCollectives(process_group, board, board.timeout))
+
+
+def _is_gloo(process_group: dist.ProcessGroup) -> bool:
+    try:
+        return process_group._get_backend(torch.device("cpu")).name() == "gloo"
+    except RuntimeError:  # a group for accelerators alone
+        return False
+
+
+class WatchedGroup:
+    """A process group of which the collectives of gradients and parameters are watched.
+
+    Args:
+        process_group: a gloo group; all else is its own.
+        collectives: of the same group.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup, collectives: WatchedCollectives) -> None:
+        self._process_group = process_group
+        self._collectives = collectives
+
+    def __getattr__(self, name: str) -> Any:
+        own = _NAMES_BEFORE_2_13.get(name)
+        return getattr(self, own) if own else getattr(self._process_group, name)
+
+    # torch finds what it knows of a group in dictionaries.
+
+    def __hash__(self) -> int:
+        return hash(self._process_group)
+
+    def __eq__(self, other: object) -> bool:
+        return self._process_group == getattr(other, "_process_group", other)
+
+    def all_gather_single(self, output: Tensor, own: Tensor, options: Any) -> dist.Work:
+        """Gather ``own`` of every rank into ``output``."""
+        if not own.is_cpu:
+            return self._process_group._allgather_base(output, own, options)
+        self._collectives.begin()
+        work = self._process_group._allgather_base(output, own, options)
+        purpose = "waits for parameters of FSDP2"
+        return _WatchedWork(self._collectives.arrival(work, output, purpose))
+
+    def reduce_scatter_single(self, output: Tensor, parts: Tensor, options: Any) -> dist.Work:
+        """Reduce ``parts`` over the ranks, of which ``output`` gets this rank's."""
+        if not parts.is_cpu:
+            return self._process_group._reduce_scatter_base(output, parts, options)
+        purpose = "waits for gradients of FSDP2"
+        arrive = self._collectives.reduce_scatter(parts, self.size(), options.reduceOp, purpose)
+        return _WatchedWork(lambda: output.copy_(arrive()))
+
+    def allreduce(self, tensors: list[Tensor], options: Any) -> dist.Work:
+        """Reduce the one tensor in ``tensors`` over the ranks, in place."""
+        if not tensors[0].is_cpu:
+            return self._process_group.allreduce(tensors, options)
+        self._collectives.begin()
+        work = self._process_group.allreduce(tensors, options)
+        purpose = "waits for sums of gradients"
+        return _WatchedWork(self._collectives.arrival(work, tensors[0], purpose))
+
+
+class _WatchedWork(dist.Work):
+    def __init__(self, arrive: Callable[[], Tensor]) -> None:
+        super().__init__()
+        self._arrive = arrive
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Wait until the result is there, for as long as the ranks wait for each other."""
+        try:
+            self._arrive()
+        except Exception as error:
+            # Torch's code around it, of hooks and of norms, knows of no other rank.
+            report_everywhere(error)
+            raise
+        return True

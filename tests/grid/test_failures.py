@@ -1,0 +1,203 @@
+"""A rank that fails or hangs on a grid with data axes: all ranks raise, and say why."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+import sp_compiler
+from sp_compiler import RankFailureError, RankMismatchError
+from sp_compiler.grid.fully_sharded import param_groups
+from sp_compiler.grid.watched_group import WatchedGroup, watched
+from tests.helpers import grids
+from tests.helpers.ranks import run_on_ranks
+from tests.models import zoo
+
+_FAILING = 3  # the last part of the data, and the last rank of "tp" where there is one
+_GRIDS = (
+    {"dp_shard": 2, "tp": 2},
+    {"dp_replicate": 2, "dp_shard": 2, "tp": 1},
+    {"dp_shard": 2, "pp": 2},
+)
+
+
+class _Boom(Exception):
+    pass
+
+
+def _boom(*_: Any) -> None:
+    raise _Boom("boom")
+
+
+def _hang(*_: Any) -> None:
+    time.sleep(12.0)
+
+
+class _Run:
+    """A model and its optimizer on ``axes``; groups of their own, for failures break them."""
+
+    def __init__(self, axes: dict[str, int]) -> None:
+        # Meshes of the same ranks are equal to it: it would find the groups of an earlier one.
+        _clear_sharding_prop_cache()
+        mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+        part, parts = sp_compiler.data_shard(mesh)
+        self.batch = grids.split(zoo.inputs("llama", batch=4 * parts, seq=8), parts)[part]
+        build: Any = sp_compiler.pipeline if "pp" in axes else sp_compiler.compile
+        options = {"microbatches": 2} if "pp" in axes else {}
+        example = ((), self.batch)
+        self.module: Any = build(
+            zoo.build("llama", layers=2),
+            mesh=mesh,
+            example_inputs=example,
+            rank_timeout=90.0,
+            **options,
+        )
+        self.tree: Any = self.module.module if "pp" in axes else self.module
+        self.optimizer = torch.optim.AdamW(self.module.parameters())
+
+    @property
+    def layer(self) -> Any:
+        return self.tree.model.layers[1]
+
+    def step(self) -> None:
+        if self.tree is self.module:
+            zoo.loss_of(self.module(**self.batch)).backward()
+        else:
+            self.module.step(**self.batch)
+        sp_compiler.clip_grad_norm_(self.module, 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
+
+    def be_impatient(self, timeout: timedelta) -> None:
+        """Wait for other ranks for ``timeout`` from now on, but not while ranks compile."""
+        group = self.tree._sp_state.group
+        infos = [each.mesh_info for each in param_groups(self.tree.modules())]
+        groups = [each for info in infos for each in vars(info).values()]
+        found = [each._collectives for each in groups if isinstance(each, WatchedGroup)]
+        assert found
+        for each in (*found, *([group.collectives] if group.collectives else [])):
+            each._timeout = timeout
+        for board in group.boards:
+            board.timeout = timeout
+
+
+def _in_forward(run: _Run) -> None:
+    run.layer.register_forward_hook(_boom)
+
+
+def _in_backward(run: _Run) -> None:
+    run.layer.register_full_backward_hook(_boom)
+
+
+def _in_optimizer(run: _Run) -> None:
+    run.optimizer.register_step_pre_hook(_boom)
+
+
+def _ids_out_of_range(run: _Run) -> None:
+    run.batch = {**run.batch, "input_ids": run.batch["input_ids"] + 10**6}
+
+
+def _hanging(run: _Run) -> None:
+    run.layer.register_forward_hook(_hang)
+
+
+def _raised(axes: dict[str, int], disturb: Callable[[_Run], None]) -> tuple[str, float]:
+    """What this rank raises within two steps, after a good one, and after how many seconds."""
+    run = _Run(axes)
+    run.step()
+    if disturb is _hanging:
+        run.be_impatient(timedelta(seconds=3))
+    if dist.get_rank() == _FAILING:
+        disturb(run)
+    dist.barrier()
+    start = time.monotonic()
+    with pytest.raises(Exception, match=r"boom|rank_timeout|out of range|AdamW") as caught:
+        run.steps(2)
+    taken = time.monotonic() - start
+    if disturb is _in_optimizer and dist.get_rank() == _FAILING:
+        # Caught by the user, who goes on: only now does this rank know that it was a failure.
+        with pytest.raises(RankFailureError, match="step"):
+            run.step()
+    dist.barrier()  # of the default group, which is whole
+    with pytest.raises(RankFailureError, match="start all"):
+        run.step()
+    return f"{caught.type.__name__}: {caught.value}", taken
+
+
+_CASES = [
+    (axes, disturb)
+    for axes in _GRIDS
+    for disturb in (_in_forward, _in_backward, _in_optimizer, _hanging)
+    # A pipeline has no whole backward on one rank, and tests of its own for what its stages do.
+    if "pp" not in axes or disturb is _in_optimizer
+]
+_CASES.append((_GRIDS[1], _ids_out_of_range))
+
+
+def _all_cases() -> list[tuple[str, float]]:
+    warnings.simplefilter("ignore")
+    return [_raised(axes, disturb) for axes, disturb in _CASES]
+
+
+@pytest.mark.slow
+def test_all_ranks_raise_when_one_fails_or_hangs() -> None:
+    ranks = run_on_ranks(4, _all_cases)
+    for number, (axes, disturb) in enumerate(_CASES):
+        for rank, results in enumerate(ranks):
+            (text, seconds), where = results[number], (axes, disturb.__name__, rank)
+            kinds = [RankFailureError.__name__]
+            said = "boom"
+            if disturb is _hanging:
+                said = "rank_timeout"
+                kinds.append(RankMismatchError.__name__)
+            elif disturb is _ids_out_of_range:
+                said = "out of range"
+                kinds.append(IndexError.__name__ if rank == _FAILING else "")
+            elif rank == _FAILING:
+                kinds = [_Boom.__name__]
+            elif disturb is _in_optimizer:
+                said = "AdamW.step() raised an error"
+            assert text.partition(":")[0] in kinds, (where, text)
+            assert said in text, (where, text)
+            # The process group's own timeout is three minutes.
+            assert seconds < 40, (where, seconds)
+
+
+def _numbers() -> bool:
+    """Collectives of a watched group are torch's own, to the bit; torch knows it as the group."""
+    run = _Run({"dp_shard": 2, "tp": 1})
+    group = run.tree._sp_state.group.data.mesh.get_group(0)
+    stand_in = watched(group)
+    assert isinstance(stand_in, WatchedGroup)
+    assert watched(stand_in) is stand_in
+    assert dist.get_process_group_ranks(stand_in) == [0, 1]
+    own = torch.rand(4, 3, generator=torch.Generator().manual_seed(dist.get_rank()))
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX):
+        results = []
+        for each in (group, stand_in):
+            part, gathered, total = torch.empty(2, 3), torch.empty(8, 3), own.clone()
+            sent = own.clone()
+            dist.reduce_scatter_tensor(part, sent, op, group=each)
+            assert torch.equal(sent, own)
+            dist.all_gather_into_tensor(gathered, own, group=each)
+            dist.all_reduce(total, op, group=each)
+            results.append(torch.cat([part, gathered, total]))
+        assert torch.equal(*results)
+    return True
+
+
+def test_watched_groups_compute_the_same() -> None:
+    assert all(run_on_ranks(2, _numbers))

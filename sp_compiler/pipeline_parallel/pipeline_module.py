@@ -351,7 +351,7 @@ class PipelineModule(StageParameters):
         data = self._state.group.data
         if data.mesh is None:
             return adamw_bytes(size)
-        return gathered_adamw_bytes(size, data.num_shards)
+        return gathered_adamw_bytes(size, data.num_shards(divided=size.divided))
 
     def _runner(self, stages: Sequence[Stage]) -> StageRunner:
         for stage in stages:

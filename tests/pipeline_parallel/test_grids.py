@@ -21,44 +21,11 @@ from tests.helpers.ranks import run_on_ranks
 from tests.models import zoo
 
 _MICROBATCHES = 2
-_NORMS = (2.0, float("inf"), 3.0)
 
 
 def _mesh(**axes: int) -> DeviceMesh:
     warnings.simplefilter("ignore")
     return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-
-
-def _follow(mesh: DeviceMesh, chosen: grids.Case, schedule: str, steps: int) -> dict[str, float]:
-    """Train both; the largest differences of losses, norms and parameters of this rank."""
-    part, parts = sp_compiler.data_shard(mesh)
-    batches = chosen.batches(steps)
-    pipeline: Any = sp_compiler.pipeline(
-        chosen.build(),
-        mesh=mesh,
-        example_inputs=((), grids.split(batches[0], parts)[part]),
-        microbatches=_MICROBATCHES,
-        schedule=schedule,
-    )
-    one, truth = grids.Follower.of(pipeline), grids.truth_of(chosen)
-    worst = {"loss": 0.0, "norm": 0.0}
-    for step, batch in enumerate(batches):
-        torch.manual_seed(step)
-        p = _NORMS[step % len(_NORMS)]
-        loss = pipeline.step(**grids.split(batch, parts)[part])
-        dist.all_reduce(loss)
-        norm = sp_compiler.clip_grad_norm_(pipeline, grids.MAX_NORM, p)
-        ours = float(loss / dist.get_world_size()), one.step(norm)
-        torch.manual_seed(step)
-        theirs = grids.truth_step(truth, batch, parts, _MICROBATCHES, p)
-        for kind, first, second in zip(worst, ours, theirs, strict=True):
-            worst[kind] = max(worst[kind], abs(first - second) / abs(second))
-    true = truth.module.state_dict()
-    state = pipeline.state_dict()
-    worst["parameters"] = max(
-        (grids.whole(value) - true[name]).abs().max().item() for name, value in state.items()
-    )
-    return worst
 
 
 def _grids(runs: list[tuple[dict[str, int], str, str, float]], steps: int) -> dict[str, float]:
@@ -68,7 +35,7 @@ def _grids(runs: list[tuple[dict[str, int], str, str, float]], steps: int) -> di
         _, parts = sp_compiler.data_shard(mesh)
         with grids.lifted():
             chosen = grids.case(name, parts * _MICROBATCHES, dropout=dropout)
-            worst = _follow(mesh, chosen, schedule, steps)
+            worst = grids.follow_pipeline(mesh, chosen, steps, _MICROBATCHES, schedule=schedule)[0]
         errors |= {f"{name} {schedule} {axes} {kind}": error for kind, error in worst.items()}
     return errors
 

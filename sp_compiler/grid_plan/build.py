@@ -13,7 +13,7 @@ from sp_compiler.cost.step_timeline import FunctionRun, StepTimeline, duration_u
 from sp_compiler.grid_plan.chain import Chain
 from sp_compiler.grid_plan.data import AxisTraffic, GridPlan
 from sp_compiler.grid_plan.options import GridOptions
-from sp_compiler.grid_plan.sizes import Link, link_of
+from sp_compiler.grid_plan.sizes import GridSizes, Link, link_of
 from sp_compiler.grid_plan.stage_plan import (
     StagePlan,
     gathered_bytes,
@@ -87,10 +87,7 @@ def grid_plan(plan: Plan, chain: Chain, options: GridOptions) -> GridPlan:
         stages = [_exact(plan, stages[0])]
     traffic = traffic_of(plan, chain, calls, stages, ends, options)
     finish = finish_us(orders, times)
-    # Gradients of replicated parameters are summed over "tp" once per step, by each stage its own.
-    reduction_us = collectives_us(list(plan.gradient_reduction), grid.tp, plan.hardware)
-    # As if each stage had the same share: norms and biases are in every layer alike.
-    reduction_us /= grid.pp
+    reduction_us = _reduction_us(plan, grid)
     # Traffic over "tp" is in the times of the calls already, that over "pp" in the timetable.
     others = ("tp", "pp")
     exposed = [sum(a.exposed_us for a in axes if a.axis not in others) for axes in traffic]
@@ -113,6 +110,15 @@ def grid_plan(plan: Plan, chain: Chain, options: GridOptions) -> GridPlan:
         rest=chain.rest,
         memory_bytes=options.memory_bytes,
     )
+
+
+def _reduction_us(plan: Plan, grid: GridSizes) -> float:
+    """Return the time to sum gradients of replicated parameters over "tp", once per step."""
+    # Behind FSDP2's own reduction, and so of this rank's shards.
+    shards = grid.shards(divided=False)
+    sums = [replace(each, num_bytes=each.num_bytes // shards) for each in plan.gradient_reduction]
+    # As if each stage had the same share: norms and biases are in every layer alike.
+    return collectives_us(sums, grid.tp, plan.hardware) / grid.pp
 
 
 # One schedule serves all settings of a search that have it; a large one takes a second to make.

@@ -271,7 +271,11 @@ class PipelineModule(StageParameters):
             return loss if loss_only else user_outputs(compiled, loss, outputs)
 
     def _reduce_partial(self) -> None:
-        """Sum pending gradients over the tensor-parallel ranks, once per step."""
+        """Sum pending gradients over the tensor-parallel ranks, once per step.
+
+        Over data axes there are none: FSDP2 reduces the partial sums first, and this rank's shards
+        are summed then.
+        """
         pending = self._state.deferred.pending
         names = list(pending)
         partial = [pending.pop(name) for name in names]

@@ -151,4 +151,4 @@ class StageParameters:
         # Programs are compiled of the full model; FSDP knows only this rank's part of it.
         policy = options.get("mp_policy")
         self._state.absent_dtype = None if policy is None else policy.param_dtype
-        self._gathered = GatheredParameters(self.module)
+        self._gathered = GatheredParameters(self.module, self._state.fsdp)

@@ -104,12 +104,9 @@ def compile(
     """
     check_model(model)
     _check(initial_weights, rank_timeout, verify=verify)
-    group = tensor_parallel_group(
-        tp, mesh, device_type_of(model), timedelta(seconds=rank_timeout), divides_experts=True
-    )
+    group = tensor_parallel_group(tp, mesh, device_type_of(model), timedelta(seconds=rank_timeout))
     checked = replace(CompileOptions.of(group.world_size, options), ep=group.data.num_expert_ranks)
-    if checked.ep > 1:
-        refuse_with_experts(fsdp, verify=verify)
+    refuse_with_experts(group.data, fsdp, verify=verify)
     wishes_of(checked.hints, parameters_of(model))  # raises before anything is taken over
     if group.data.names:  # the limit does not count what FSDP2 gathers
         checked.refuse_device_memory("data")
@@ -179,8 +176,8 @@ def pipeline(  # noqa: PLR0913 - all by keyword, each described below
             they get labels. If it is built on the meta device, a rank never holds more than its
             stages (:meth:`PipelineModule.load_pretrained`).
         mesh: with an axis named "pp", one named "tp" if stages are to be tensor-parallel, and for
-            data parallelism "dp_shard", "dp_replicate" or both: ranks along these get different
-            batches (see :func:`sp_compiler.data_shard`).
+            data parallelism any of "dp_replicate", "dp_shard" and "ep", which divides experts:
+            ranks along these get different batches (see :func:`sp_compiler.data_shard`).
         example_inputs: (args, kwargs) of a batch of this rank, which is split into microbatches
             along its first dim.
         microbatches: number of microbatches per step.
@@ -217,11 +214,13 @@ def pipeline(  # noqa: PLR0913 - all by keyword, each described below
     plan, per_rank = schedule_of(schedule, stages_per_rank, axis.size, microbatches)
     args, kwargs = checked_inputs(model, example_inputs)
     group = tensor_parallel_group(None, mesh, rank_timeout=timeout, in_stages=True)
+    refuse_with_experts(group.data, fsdp, verify=False)
     fsdp_options = checked_stage_options(fsdp, group.data)
     if fsdp_options is not None:
         refuse_scalars(model)
     checked = replace(
         CompileOptions.of(group.world_size, options, in_stages=True),
+        ep=group.data.num_expert_ranks,
         tables_apart=True,  # every stage computes masks and rotary tables by itself
         split_backward=plan.delays_weights,
     )

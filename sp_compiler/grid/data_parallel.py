@@ -104,18 +104,20 @@ def checked_stage_options(
     return checked_options(fsdp, data, world_size=1)
 
 
-def refuse_with_experts(fsdp: bool | Mapping[str, Any], *, verify: bool) -> None:
-    """Refuse what does not work where experts are divided over ranks.
+def refuse_with_experts(data: DataAxes, fsdp: bool | Mapping[str, Any], *, verify: bool) -> None:
+    """Refuse what does not work where experts are divided over ranks of ``data``.
 
     Raises:
         ArgumentError: FSDP2 is left to the user.
         UnsupportedError: a verification, or a PyTorch before 2.12.
     """
+    if data.num_expert_ranks == 1:
+        return
     if fsdp is False:
         raise ArgumentError(
             'fsdp=False, but the mesh has an axis "ep": parameters of experts are sharded over '
-            "other ranks than all others, which compile tells FSDP2 itself; pass True or a dict of "
-            "options"
+            "other ranks than all others, which sp_compiler tells FSDP2 itself; pass True or a "
+            "dict of options"
         )
     if verify:
         raise UnsupportedError(

@@ -53,6 +53,10 @@ class FullySharded:
             self._parameters = self._find()
         return self._parameters
 
+    def finish_reduction(self) -> None:
+        """Sum what FSDP has reduced outside of a backward over the tensor-parallel ranks."""
+        self._reduction.finish()
+
     def has_unreduced(self) -> bool:
         """Return whether gathered parameters have unreduced gradients."""
         return any(_waiting(record) for record in self._parameters.values()) or any(
@@ -191,19 +195,21 @@ class _LateReduction:
 
     def _expect(self, record: Any) -> None:
         backward = torch._C._current_graph_task_id()
+        # Outside of one (-1), who makes FSDP reduce ends that by ``finish_reduction``.
         if backward != self._backward:
             # What an earlier backward left here died with it.
             self._partial.clear()
             self._backward = backward
             # Behind FSDP's own callback, which was queued before the first block's backward.
-            Variable._execution_engine.queue_callback(self._finish)
+            Variable._execution_engine.queue_callback(self.finish)
         if record not in self._partial:
             # Apart from what is there already: that is summed, and would be summed again.
             self._partial[record] = record.sharded_param.grad
             record.sharded_param.grad = None
 
     @torch.no_grad()
-    def _finish(self) -> None:
+    def finish(self) -> None:
+        """Sum the gradients that have arrived since the last call."""
         before, self._partial, self._backward = self._partial, {}, -1
         # None where FSDP keeps a gradient for later (HSDP without its all-reduce).
         arrived = [record for record in before if record.sharded_param.grad is not None]

@@ -3,7 +3,10 @@
 A pipeline runs its stage forward and backward for one microbatch after the other. Gathering and
 reducing for each of them would multiply the traffic by their number::
 
-    unshard all | F0 F1 B0 F2 B1 B2 | reduce-scatter, all-reduce | reshard
+    unshard all | F0 F1 B0 F2 B1 B2 | reduce-scatter, all-reduce | reshard | all-reduce over tp
+
+The last one is of this rank's shards of the gradients that are partial sums; see
+:mod:`~sp_compiler.grid.fully_sharded`.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from sp_compiler.grid.fully_sharded import drop_gathered_gradients, param_groups
+from sp_compiler.grid.fully_sharded import FullySharded, drop_gathered_gradients, param_groups
 
 
 class GatheredParameters:
@@ -23,10 +26,12 @@ class GatheredParameters:
     Args:
         root: module with ``fully_shard`` or ``replicate`` applied, with
             ``reshard_after_forward=False``.
+        fsdp: its parameters.
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, fsdp: FullySharded) -> None:
         self._root: Any = root
+        self._fsdp = fsdp
         self._groups = list(param_groups(root.modules()))
 
     @contextlib.contextmanager
@@ -64,3 +69,4 @@ class GatheredParameters:
             # the step, or ``finalize_backward`` does; earlier ones do not read this.
             state._state_ctx.manual_backward_finalization_active = False
             state._root_post_backward_final_callback()
+            self._fsdp.finish_reduction()

@@ -13,7 +13,7 @@ from sp_compiler.cost.step_timeline import FunctionRun, StepTimeline, duration_u
 from sp_compiler.grid_plan.chain import Chain
 from sp_compiler.grid_plan.data import AxisTraffic, GridPlan
 from sp_compiler.grid_plan.options import GridOptions
-from sp_compiler.grid_plan.sizes import Link, link_of
+from sp_compiler.grid_plan.sizes import GridSizes, Link, link_of
 from sp_compiler.grid_plan.stage_plan import (
     StagePlan,
     gathered_bytes,
@@ -24,8 +24,13 @@ from sp_compiler.grid_plan.stage_plan import (
 from sp_compiler.grid_plan.timeline import Functions, GridTimeline
 from sp_compiler.grid_plan.timetable import StageTimes, finish_us
 from sp_compiler.grid_plan.traffic import traffic_of
-from sp_compiler.pipeline_parallel.cutting import ends_of
-from sp_compiler.pipeline_parallel.microbatch_recompute import Parts, cut, saving_microbatches
+from sp_compiler.pipeline_parallel.cutting import Rest, ends_of
+from sp_compiler.pipeline_parallel.microbatch_recompute import (
+    Parts,
+    Places,
+    cut,
+    saving_microbatches,
+)
 from sp_compiler.pipeline_parallel.schedules import (
     BACKWARD_INPUTS,
     BACKWARD_WEIGHTS,
@@ -53,13 +58,15 @@ def grid_plan(plan: Plan, chain: Chain, options: GridOptions) -> GridPlan:
     grid, microbatches, rank_of = options.grid, options.microbatches, options.rank_of
     schedule, per_rank = options.stages()
     # Torch's own order of actions: what is in flight follows from it, for every schedule alike.
-    orders = _orders(schedule, grid.pp, per_rank, microbatches)
+    of_schedule = schedule, grid.pp, per_rank, microbatches
+    orders = _orders(*of_schedule)
+    places = _places(*of_schedule) if chain.rest else ()
     # The search that a pipeline itself makes, so that the plan is of the cut that will run.
-    ends = _ends(chain, orders, options)
+    ends = _ends(chain, orders, places, options)
     link = link_of(grid, "pp", options.gpus_per_node, plan.hardware)
     most = _Program.of(chain.calls, plan, chain, ends, rank_of, link)
     rest = chain.rest and _Program.of(chain.rest_calls, chain.rest, chain, ends, rank_of, link)
-    times = _times_of_both(most, rest, orders, chain, options) if rest else most.times
+    times = _times_of_both(most, rest, places, chain, options) if rest else most.times
 
     def memory_of(action: Action) -> StageMemory:
         recomputes = rest is not None and times[action.stage].recomputes(action.microbatch)
@@ -80,10 +87,7 @@ def grid_plan(plan: Plan, chain: Chain, options: GridOptions) -> GridPlan:
         stages = [_exact(plan, stages[0])]
     traffic = traffic_of(plan, chain, calls, stages, ends, options)
     finish = finish_us(orders, times)
-    # Gradients of replicated parameters are summed over "tp" once per step, by each stage its own.
-    reduction_us = collectives_us(list(plan.gradient_reduction), grid.tp, plan.hardware)
-    # As if each stage had the same share: norms and biases are in every layer alike.
-    reduction_us /= grid.pp
+    reduction_us = _reduction_us(plan, grid)
     # Traffic over "tp" is in the times of the calls already, that over "pp" in the timetable.
     others = ("tp", "pp")
     exposed = [sum(a.exposed_us for a in axes if a.axis not in others) for axes in traffic]
@@ -103,7 +107,18 @@ def grid_plan(plan: Plan, chain: Chain, options: GridOptions) -> GridPlan:
         # A model of nothing but views takes no time.
         bubble=max(finish) / busiest_us - 1 if busiest_us else 0.0,
         timeline_maker=partial(GridTimeline, orders, times, *functions),
+        rest=chain.rest,
+        memory_bytes=options.memory_bytes,
     )
+
+
+def _reduction_us(plan: Plan, grid: GridSizes) -> float:
+    """Return the time to sum gradients of replicated parameters over "tp", once per step."""
+    # Behind FSDP2's own reduction, and so of this rank's shards.
+    shards = grid.shards(divided=False)
+    sums = [replace(each, num_bytes=each.num_bytes // shards) for each in plan.gradient_reduction]
+    # As if each stage had the same share: norms and biases are in every layer alike.
+    return collectives_us(sums, grid.tp, plan.hardware) / grid.pp
 
 
 # One schedule serves all settings of a search that have it; a large one takes a second to make.
@@ -114,19 +129,32 @@ def _orders(
     return schedule.orders(num_ranks, per_rank, microbatches)
 
 
-def _ends(chain: Chain, orders: Sequence[Sequence[Action]], options: GridOptions) -> list[int]:
+@lru_cache(maxsize=48)
+def _places(
+    schedule: Schedule, num_ranks: int, per_rank: int, microbatches: int
+) -> Sequence[Places]:
+    orders = _orders(schedule, num_ranks, per_rank, microbatches)
+    return Places.of(orders, num_ranks * per_rank)
+
+
+def _ends(
+    chain: Chain,
+    orders: Sequence[Sequence[Action]],
+    places: Sequence[Places],
+    options: GridOptions,
+) -> list[int]:
     grid, memory_bytes = options.grid, options.memory_bytes
     num_stages = grid.pp * options.stages()[1]
     # Without a limit cuts depend on the chain alone, which keeps them for the next plan.
     if memory_bytes is None or num_stages == 1:
         return chain.ends(num_stages)
     return ends_of(
-        # The least that a stage can need: with all microbatches recomputed by ``recompute_rest``.
-        chain.rest_calls or chain.calls,
+        chain.calls,
         chain.parameters,
         most_in_flight(orders, num_stages),
         memory_bytes,
         lambda size: held_bytes(size, options.bytes_per_parameter, grid),
+        Rest(chain.rest_calls, places) if chain.rest else None,
     )
 
 
@@ -158,14 +186,14 @@ class _Program:
 def _times_of_both(
     most: _Program,
     rest: _Program,
-    orders: Sequence[Sequence[Action]],
+    places: Sequence[Places],
     chain: Chain,
     options: GridOptions,
 ) -> list[StageTimes]:
     """Return the times of stages that run some microbatches by ``rest``."""
     assert options.memory_bytes is not None
     saving = saving_microbatches(
-        orders,
+        places,
         most.parts,
         rest.parts,
         chain.parameters,

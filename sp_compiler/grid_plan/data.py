@@ -58,6 +58,8 @@ class GridPlan:
         bubble: waiting time of the slowest rank of the pipeline, divided by its computing time;
             (p - 1) / (v m) for p equal ranks with v stages each and m microbatches.
         timeline_maker: derives :attr:`timeline` at its first use.
+        rest: the plan of a microbatch with ``recompute_rest``, for those that do not fit otherwise.
+        memory_bytes: limit of each stage by which it was cut, if there is one.
     """
 
     microbatch: Plan
@@ -72,6 +74,8 @@ class GridPlan:
     bubble: float
     # Not compared: it says nothing that the others do not determine.
     timeline_maker: Callable[[], GridTimeline] = field(repr=False, compare=False)
+    rest: Plan | None = None
+    memory_bytes: int | None = None
 
     @cached_property
     def timeline(self) -> GridTimeline:
@@ -101,6 +105,7 @@ class GridPlan:
         return {
             **own,
             "microbatch": self.microbatch.to_dict(),
+            "rest": None if self.rest is None else self.rest.to_dict(),
             "grid": {**asdict(self.grid), "gpus": self.grid.gpus},
             "stages": [
                 {**asdict(stage), "total_bytes": stage.total_bytes} for stage in self.stages
@@ -182,13 +187,12 @@ class GridPlan:
         return "\n".join(lines)
 
     def _saving_lines(self) -> Iterator[str]:
-        options = self.microbatch.options
-        rest = options.get("recompute_rest")
-        if rest is not None:
+        if self.rest is not None:
             saving = "; ".join(", ".join(map(str, stage.saving)) for stage in self.stages)
+            most, rest = (each.options["recompute"] for each in (self.microbatch, self.rest))
             yield (
-                f"Microbatches of {self.microbatches} that each stage runs with "
-                f"recompute={options['recompute']}, the others with {rest}: {saving}"
+                f"Microbatches of {self.microbatches} that each stage runs with recompute={most}, "
+                f"the others with {rest}: {saving}"
             )
 
     def _spent_text(self) -> str:

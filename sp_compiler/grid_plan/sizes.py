@@ -28,9 +28,6 @@ class GridSizes:
 
     Neighbouring ranks differ on ``tp`` first, then on ``ep``, ``dp_shard``, ``dp_replicate``,
     ``pp``: the axes that send most use the fastest links.
-
-    Raises:
-        ArgumentError: experts are divided in a pipeline.
     """
 
     tp: int = 1
@@ -38,13 +35,6 @@ class GridSizes:
     dp_shard: int = 1
     dp_replicate: int = 1
     ep: int = 1
-
-    def __post_init__(self) -> None:
-        if self.pp > 1 and self.ep > 1:
-            raise ArgumentError(
-                f"mesh: ep={self.ep} with pp={self.pp}: a pipeline does not divide experts; leave "
-                "one of the two out"
-            )
 
     @classmethod
     def of(cls, mesh: Mesh) -> GridSizes:

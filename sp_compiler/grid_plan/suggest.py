@@ -7,8 +7,7 @@ equal stages is not below that of the plans found so far.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Unpack
 
@@ -33,6 +32,7 @@ from sp_compiler.grid_plan.stage_plan import (
 from sp_compiler.grid_plan.suggestions import Rejected, Suggestions
 from sp_compiler.ir.hints import parameters_of, wishes_of
 from sp_compiler.options import RECOMPUTE, CompileOptions, Options, with_options
+from sp_compiler.pipeline_parallel.cutting import NoCutError
 from sp_compiler.pipeline_parallel.schedules import SCHEDULES
 from sp_compiler.planning.plan import Plan
 from sp_compiler.trace.arguments import ExampleInputs, checked_inputs
@@ -57,8 +57,9 @@ def suggest(  # noqa: PLR0913 - all by keyword, each described below
     """Return the fastest grids of ``gpus`` devices on which a model trains within their memory.
 
     Finds the best schedule and recompute setting for each grid of tensor-parallel ranks inside a
-    node, pipeline stages and data-parallel ranks, with or without FSDP2. Works on shapes alone, in
-    one process, as :func:`plan` does.
+    node, pipeline stages and data-parallel ranks, with or without FSDP2. If the best plans leave
+    memory, ``recompute_rest`` is tried on them, with ``memory`` for each stage as in their
+    :attr:`GridPlan.memory_bytes`. Works on shapes alone, in one process, as :func:`plan` does.
 
     >>> with torch.device("meta"):
     ...     model = LlamaForCausalLM(config).bfloat16()
@@ -185,6 +186,15 @@ class _Setting:
         # A model without layers is one stage.
         return max(1, sum(call.path != "" for call in self.chain.calls))
 
+    def with_rest(self, rest: _Setting) -> _Setting:
+        """Return the setting of stages that run some microbatches by ``rest``."""
+        plan_options = {**self.plan.options, "recompute_rest": rest.options.recompute}
+        return replace(
+            self,
+            plan=replace(self.plan, options=plan_options),
+            chain=replace(self.chain, rest=rest.plan, rest_calls=rest.chain.calls),
+        )
+
     def least_bytes(self, options: GridOptions) -> float:
         """Return a lower bound on the bytes of the fullest stage: the average of all stages."""
         grid, chain = options.grid, self.chain
@@ -210,6 +220,44 @@ class _Setting:
         return options.microbatches * microbatch_us + waits_us
 
 
+@dataclass(frozen=True)
+class _Candidate:
+    """A setting on a grid.
+
+    Attributes:
+        least_us: lower bound of the time of a step.
+        needed: lower bound of the bytes of the fullest stage.
+    """
+
+    least_us: float
+    needed: float
+    setting: _Setting
+    options: GridOptions
+
+    def made(self, plan: GridPlan) -> bool:
+        """Return whether ``plan`` is of this candidate."""
+        made_with = plan.grid, plan.schedule, plan.stages_per_rank
+        own = self.options.grid, self.options.schedule, self.options.stages()[1]
+        return own == made_with and plan.microbatch is self.setting.plan
+
+    def differs_in_recompute(self, other: _Candidate) -> bool:
+        """Return whether recomputation is all that is different in ``other``."""
+        own, others = self.setting.options, other.setting.options
+        return self.options == other.options and own == replace(others, recompute=own.recompute)
+
+    def with_rest(self, rest: _Candidate, memory_bytes: int) -> _Candidate:
+        """Return one whose stages run by ``rest`` what does not fit a device."""
+        name = str(rest.setting.options.recompute)
+        # A limit is for a stage, and all stages of a rank are in one memory.
+        memory = memory_bytes // self.options.stages()[1]
+        return _Candidate(
+            self.least_us,
+            rest.needed,
+            self.setting.with_rest(rest.setting),
+            replace(self.options, memory=memory, recompute_rest=name),
+        )
+
+
 class _Search:
     """Candidates, and the best plan of each grid so far."""
 
@@ -220,7 +268,7 @@ class _Search:
             for name in schedules
             for chunks in (_CHUNKS if name == "interleaved" else (None,))
         ]
-        self._candidates: list[tuple[float, int, _Setting, GridOptions]] = []
+        self._candidates: list[_Candidate] = []
         self._best: dict[GridSizes, GridPlan] = {}
         # Of grids without a plan: the least memory of any setting, and the least time.
         self._needed_bytes: dict[GridSizes, float] = {}
@@ -249,46 +297,65 @@ class _Search:
             # Silently: the grid itself may do, with fewer stages per rank.
             if grid.pp * options.stages()[1] > setting.num_layers and grid.pp > 1:
                 continue
-            needed = setting.least_bytes(options)
+            needed, least_us = setting.least_bytes(options), setting.least_us(options)
+            self._candidates.append(_Candidate(least_us, needed, setting, options))
             if needed > self._memory_bytes:
                 self._note_memory(grid, needed)
-                continue
-            least_us = setting.least_us(options)
-            self._candidates.append((least_us, len(self._candidates), setting, options))
 
     def run(self) -> Suggestions:
         """Plan candidates until no remaining one can be among the best."""
-        for least_us, _, setting, options in sorted(self._candidates, key=lambda each: each[:2]):
-            grid = options.grid
+        self._plan_all(each for each in self._candidates if each.needed <= self._memory_bytes)
+        self._plan_all([*self._mixed()])  # all, before a plan of one takes the place of another
+        kept = self._fastest()
+        return Suggestions(tuple(kept), tuple(self._rejected(kept)), self._memory_bytes)
+
+    def _plan_all(self, candidates: Iterable[_Candidate]) -> None:
+        for candidate in sorted(candidates, key=lambda each: each.least_us):
+            grid, least_us = candidate.options.grid, candidate.least_us
             limit_us = self._limit_us()
             before = self._best.get(grid)
             if least_us >= (limit_us if before is None else min(limit_us, before.step_us)):
                 if before is None:
                     self._least_us[grid] = min(least_us, self._least_us.get(grid, least_us))
                 continue
-            planned = self._planned(setting, options)
+            planned = self._planned(candidate.setting, candidate.options)
             if planned is not None and (before is None or planned.step_us < before.step_us):
                 self._best[grid] = planned
-        plans = sorted(self._best.values(), key=lambda plan: plan.step_us)
-        kept = plans[: self._top]
-        return Suggestions(tuple(kept), tuple(self._rejected(kept)), self._memory_bytes)
+
+    def _mixed(self) -> Iterator[_Candidate]:
+        """Return candidates that use the memory which the best plans leave.
+
+        Their stages run as many microbatches as fit with less recomputation. Other plans are not
+        tried so: how many fit is known only when the stages are cut, so that no bound of the time
+        would leave many of them out.
+        """
+        for plan in self._fastest():
+            (rest,) = (each for each in self._candidates if each.made(plan))
+            for most in self._candidates if plan.grid.pp > 1 else ():
+                if most.differs_in_recompute(rest) and most.least_us < rest.least_us:
+                    yield most.with_rest(rest, self._memory_bytes)
+
+    def _fastest(self) -> list[GridPlan]:
+        """Return the plans that would be returned now."""
+        return sorted(self._best.values(), key=lambda plan: plan.step_us)[: self._top]
 
     def _limit_us(self) -> float:
         """Return the time of the last plan that would be returned now."""
-        times = sorted(plan.step_us for plan in self._best.values())
-        return times[self._top - 1] if len(times) >= self._top else float("inf")
+        fastest = self._fastest()
+        return fastest[-1].step_us if len(fastest) == self._top else float("inf")
 
     def _planned(self, setting: _Setting, options: GridOptions) -> GridPlan | None:
         """Return the plan if it fits, with a cut that respects memory if necessary."""
-        plan = grid_plan(setting.plan, setting.chain, options)
         # First without a limit: that cut is made once for all sizes of the data axes.
-        if plan.total_bytes > self._memory_bytes and options.grid.pp > 1:
-            limited = replace(options, memory=self._memory_bytes)
-            with contextlib.suppress(ArgumentError):  # no cut has room
-                plan = grid_plan(setting.plan, setting.chain, limited)
-        if plan.total_bytes <= self._memory_bytes:
-            return plan
-        self._note_memory(options.grid, plan.total_bytes)
+        limits = [None, self._memory_bytes] if options.grid.pp > 1 else [None]
+        for memory in limits if options.memory is None else [options.memory]:
+            try:
+                plan = grid_plan(setting.plan, setting.chain, replace(options, memory=memory))
+            except NoCutError:
+                continue
+            if plan.total_bytes <= self._memory_bytes:
+                return plan
+            self._note_memory(options.grid, plan.total_bytes)
         return None
 
     def _note_memory(self, grid: GridSizes, num_bytes: float) -> None:

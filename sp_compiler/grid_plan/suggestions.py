@@ -64,6 +64,9 @@ class Suggestions(Sequence[GridPlan]):
                     "stages_per_rank": plan.stages_per_rank,
                     "microbatches": plan.microbatches,
                     "recompute": plan.microbatch.options["recompute"],
+                    "recompute_rest": plan.rest and plan.rest.options["recompute"],
+                    # The limit of a stage, with which a pipeline makes the same choice.
+                    "memory": plan.memory_bytes,
                     "step_us": plan.step_us,
                     "mfu": plan.mfu,
                     "total_bytes": plan.total_bytes,
@@ -84,7 +87,7 @@ class Suggestions(Sequence[GridPlan]):
             (
                 str(plan.grid),
                 schedule_text(plan),
-                str(plan.microbatch.options["recompute"]),
+                recompute_text(plan),
                 time_text(plan.step_us),
                 f"{100 * plan.mfu:.1f} %",
                 bytes_text(plan.total_bytes),
@@ -112,9 +115,26 @@ def schedule_text(plan: GridPlan) -> str:
     return f"{plan.schedule}{chunks}"
 
 
+def recompute_text(plan: GridPlan) -> str:
+    """Return the recompute setting as text, of a mix how many microbatches a stage runs so."""
+    most = str(plan.microbatch.options["recompute"])
+    if plan.rest is None:
+        return most
+    return f"{most} for {100 * _share(plan):.0f} %, else {plan.rest.options['recompute']}"
+
+
+def _share(plan: GridPlan) -> float:
+    """Return the share of microbatches that run with ``recompute``, the mean over stages."""
+    saving = [number for stage in plan.stages for number in stage.saving]
+    return sum(saving) / len(saving) / plan.microbatches
+
+
 def _parts_us(plan: GridPlan) -> dict[str, float]:
     """Return the time of a step by its parts, which add up to it."""
     work, ranks = plan.microbatch.work, plan.grid.pp
+    if plan.rest is not None:
+        share = _share(plan)
+        work = work.times(share) + plan.rest.work.times(1 - share)
     # As if stages were equal: what they are not shows as time that ranks wait.
     exposed_us = {each.axis: each.exposed_us for each in plan.traffic}
     per_rank = plan.microbatches / ranks

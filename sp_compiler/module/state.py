@@ -151,8 +151,9 @@ class ModuleState:
         # Gathered parameters are as good as others: their gradients need no look at FSDP.
         managed = frozenset if gathered else self.managed
         return Executor(
-            compiled, self.group.communicator, call_block, self.deferred, managed, weights
-        )
+            compiled, self.group.communicator, call_block, self.deferred, managed, weights,
+            leaves_partial=gathered and self.group.data.mesh is not None,
+        )  # fmt: skip
 
     def managed(self) -> Mapping[str, Any]:
         """FSDP's records of the parameters that it gathers and shards, by name."""

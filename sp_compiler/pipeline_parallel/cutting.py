@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -18,6 +21,7 @@ from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.provenance import is_layer
 from sp_compiler.base.units import bytes_text
 from sp_compiler.cost.model_state import ADAMW_MOMENTS
+from sp_compiler.pipeline_parallel.microbatch_recompute import Places
 from sp_compiler.pipeline_parallel.stage_memory import StageMemory
 from sp_compiler.planning.data import CallPlan, ParameterSize
 from sp_compiler.solve.pipeline_cut import fastest_cut, least_largest
@@ -113,12 +117,26 @@ class NoCutError(ArgumentError):
         )
 
 
+@dataclass(frozen=True)
+class Rest:
+    """What stages do with the microbatches that do not fit.
+
+    Attributes:
+        calls: the calls with ``recompute_rest``.
+        places: of every stage.
+    """
+
+    calls: Sequence[CallPlan]
+    places: Sequence[Places]
+
+
 def ends_of(
     calls: Sequence[CallPlan],
     sizes: Mapping[str, ParameterSize],
     in_flight: Sequence[int],
     memory_bytes: int | None,
     state_bytes: Callable[[ParameterSize], float] = adamw_bytes,
+    rest: Rest | None = None,
 ) -> list[int]:
     """Return where each stage ends in ``calls``.
 
@@ -128,6 +146,8 @@ def ends_of(
         in_flight: for each stage, the largest number of microbatches whose activations it holds.
         memory_bytes: limit for a stage; ``None`` for no limit.
         state_bytes: returns the bytes of a parameter with its gradient and optimizer state.
+        rest: where stages run by ``calls`` only as many microbatches as fit. The time of a stage is
+            then the mean over all of them.
 
     Raises:
         ArgumentError: fewer layers than stages, or no cut within the limit.
@@ -135,36 +155,116 @@ def ends_of(
     num_stages = len(in_flight)
     # Layers, not calls: a stage with nothing but an embedding would wait for all the others.
     _check_layers(sum(call.path != "" for call in calls), num_stages)
-
-    bytes_of = {name: state_bytes(size) for name, size in sizes.items()}
-
-    # Of each part, whichever stage it is: the search asks for them once per stage.
-    @cache
-    def held_bytes(start: int, stop: int) -> float:
-        # A dict has one order on all ranks, by which a sum rounds; a set has not.
-        used = dict.fromkeys(name for call in calls[start:stop] for name in call.parameters)
-        # An optimizer takes no empty list of parameters.
-        return sum(map(bytes_of.__getitem__, used)) if used else math.inf
-
-    @cache
-    def memory(start: int, stop: int) -> StageMemory:
-        return StageMemory.of(calls[start:stop])
-
-    def num_bytes(stage: int, start: int, stop: int) -> float:
-        held = held_bytes(start, stop)
-        return held if held == math.inf else held + memory(start, stop).peak_of(in_flight[stage])
-
-    def limits(stage: int, start: int, stop: int) -> float:
-        room = math.inf if memory_bytes is None else memory_bytes
-        # Most parts that do not fit do not by their parameters alone.
-        held = held_bytes(start, stop)
-        needed = held if held > room else num_bytes(stage, start, stop)
-        return 0.0 if needed <= room and needed < math.inf else math.inf
-
+    parts = _Parts(calls, sizes, state_bytes)
+    room = math.inf if memory_bytes is None else memory_bytes
+    if rest is None:
+        stages: _Alike | _Mixed = _Alike(parts, in_flight, room)
+    else:
+        stages = _Mixed(parts, _Parts(rest.calls, sizes, state_bytes), rest.places, room)
     # Times first, and of cuts that fit: a slow stage is waited for by all others, a full one does
     # not run.
-    ends = fastest_cut([call.step_us for call in calls], num_stages, limits)
+    ends = fastest_cut(stages.times_us, num_stages, stages.added_us)
     if ends is None:
-        largest = partial(least_largest, len(calls), num_stages, num_bytes)
+        largest = partial(least_largest, len(calls), num_stages, stages.num_bytes)
         raise NoCutError(num_stages, memory_bytes, largest)
     return ends
+
+
+class _Parts:
+    """Bytes of every part of a chain of calls, whichever stage it is.
+
+    Args:
+        calls, sizes, state_bytes: as for :func:`ends_of`.
+    """
+
+    def __init__(
+        self,
+        calls: Sequence[CallPlan],
+        sizes: Mapping[str, ParameterSize],
+        state_bytes: Callable[[ParameterSize], float],
+    ) -> None:
+        self.calls = calls
+        self._bytes_of = {name: state_bytes(size) for name, size in sizes.items()}
+        # A search asks for them once per stage.
+        self.held_bytes = cache(self._held_bytes)
+        self.memory = cache(self._memory)
+
+    def _held_bytes(self, start: int, stop: int) -> float:
+        # A dict has one order on all ranks, by which a sum rounds; a set has not.
+        used = dict.fromkeys(name for call in self.calls[start:stop] for name in call.parameters)
+        # An optimizer takes no empty list of parameters.
+        return sum(map(self._bytes_of.__getitem__, used)) if used else math.inf
+
+    def _memory(self, start: int, stop: int) -> StageMemory:
+        return StageMemory.of(self.calls[start:stop])
+
+
+class _Alike:
+    """Costs of stages that run all microbatches alike.
+
+    Args:
+        room_bytes: limit for a stage.
+    """
+
+    def __init__(self, parts: _Parts, in_flight: Sequence[int], room_bytes: float) -> None:
+        self._parts, self._in_flight, self._room_bytes = parts, in_flight, room_bytes
+        self.times_us = [call.step_us for call in parts.calls]
+
+    def num_bytes(self, stage: int, start: int, stop: int) -> float:
+        held = self._parts.held_bytes(start, stop)
+        if held == math.inf:
+            return held
+        return held + self._parts.memory(start, stop).peak_of(self._in_flight[stage])
+
+    def added_us(self, stage: int, start: int, stop: int) -> float:
+        # Most parts that do not fit do not by their parameters alone.
+        held = self._parts.held_bytes(start, stop)
+        needed = held if held > self._room_bytes else self.num_bytes(stage, start, stop)
+        return 0.0 if needed <= self._room_bytes and needed < math.inf else math.inf
+
+
+class _Mixed:
+    """Costs of stages that recompute more of the microbatches for which they have no room.
+
+    Args:
+        most: calls of a microbatch that keeps most.
+        rest: of the others.
+        places: of every stage.
+        room_bytes: limit for a stage.
+    """
+
+    def __init__(
+        self, most: _Parts, rest: _Parts, places: Sequence[Places], room_bytes: float
+    ) -> None:
+        self._most, self._rest, self._places, self._room_bytes = most, rest, places, room_bytes
+        of_both = [
+            [call.step_us for call in most.calls],
+            [call.step_us for call in rest.calls],
+        ]
+        self.times_us = [min(pair) for pair in zip(*of_both, strict=True)]
+        self._longer_us = [
+            [0.0, *itertools.accumulate(map(operator.sub, own, self.times_us))] for own in of_both
+        ]
+        # The search asks twice: for the slowest stage, and for the balance of the others.
+        self.added_us = cache(self._added_us)
+
+    def num_bytes(self, stage: int, start: int, stop: int) -> float:
+        held = self._most.held_bytes(start, stop)
+        if held == math.inf:
+            return held
+        memories = self._most.memory(start, stop), self._rest.memory(start, stop)
+        return held + min(self._places[stage].peaks_bytes(*memories))
+
+    def _added_us(self, stage: int, start: int, stop: int) -> float:
+        held = self._most.held_bytes(start, stop)
+        if held > self._room_bytes or held == math.inf:
+            return math.inf
+        memories = self._most.memory(start, stop), self._rest.memory(start, stop)
+        places = self._places[stage]
+        chosen = places.most_that_fit(*memories, self._room_bytes - held)
+        if chosen is None:
+            return math.inf
+        share = len(chosen) / places.num_microbatches
+        most_us, rest_us = (until[stop] - until[start] for until in self._longer_us)
+        # Sums of what is never negative round to less than nothing.
+        return max(0.0, share * most_us + (1 - share) * rest_us)

@@ -15,11 +15,19 @@ from its schedule and from the number of its places, and is the same on every ra
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from sp_compiler.base.errors import ArgumentError
-from sp_compiler.pipeline_parallel.schedules import Action
-from sp_compiler.pipeline_parallel.stage_memory import RankActivations, StageMemory
+from sp_compiler.pipeline_parallel.schedules import (
+    BACKWARD_INPUTS,
+    BACKWARD_WEIGHTS,
+    FORWARD,
+    FULL_BACKWARD,
+    Action,
+)
+from sp_compiler.pipeline_parallel.stage_memory import StageMemory
 from sp_compiler.planning.data import CallPlan, ParameterSize
 
 Parts = Sequence[Sequence[CallPlan]]
@@ -58,39 +66,113 @@ def with_places(order: Sequence[Action], places: int) -> frozenset[int]:
     return frozenset(chosen)
 
 
-def most_places(
-    order: Sequence[Action], most: StageMemory, rest: StageMemory, room_bytes: float
-) -> frozenset[int]:
-    """Return the microbatches that keep most, as many at a time as ``room_bytes`` holds.
+class Places:
+    """The numbers of places that one stage can have, and what it holds with each.
 
     Args:
-        order: actions of one stage.
-        most: of a microbatch that keeps most.
-        rest: of one that does not.
-        room_bytes: for activations.
+        order: actions of the stage.
     """
-    chosen = tried = with_places(order, 0)
-    for places in itertools.count(1):
-        before, tried = tried, with_places(order, places)
+
+    def __init__(self, order: Sequence[Action]) -> None:
+        self.num_microbatches = sum(action.starts for action in order)
+        chosen = with_places(order, 0)
+        self._choices = [chosen]
         # More places than microbatches in flight change nothing.
-        if tried == before:
-            return chosen
-        # Not the first that does not fit ends the search: recomputing takes memory too, in
-        # backward, and without it more microbatches may fit than with a little.
-        if activations(order, most, rest, tried).peak_bytes <= room_bytes:
-            chosen = tried
-    raise AssertionError
+        while (more := with_places(order, len(self._choices))) != chosen:
+            self._choices.append(chosen := more)
+        self._loads = [_largest_loads(order, chosen) for chosen in self._choices]
+
+    @classmethod
+    def of(cls, orders: Sequence[Sequence[Action]], num_stages: int) -> list[Places]:
+        """Return those of every stage.
+
+        Args:
+            orders: of every rank.
+        """
+        own: list[list[Action]] = [[] for _ in range(num_stages)]
+        for action in itertools.chain.from_iterable(orders):
+            own[action.stage].append(action)
+        return [cls(order) for order in own]
+
+    def peaks_bytes(self, most: StageMemory, rest: StageMemory) -> Iterator[int]:
+        """Yield the peak of activations with each number of places, from the largest down to 0.
+
+        Args:
+            most: of a microbatch that keeps most.
+            rest: of one that does not.
+        """
+        for loads in reversed(self._loads):
+            yield max(load.peak_bytes(most, rest) for load in loads)
+
+    def most_that_fit(
+        self, most: StageMemory, rest: StageMemory, room_bytes: float
+    ) -> frozenset[int] | None:
+        """Return the microbatches that keep most, as many at a time as ``room_bytes`` holds.
+
+        ``None`` if no number of them fits, not even 0. Arguments as for :meth:`peaks_bytes`.
+        """
+        # From the largest down, for recomputing takes memory too, in backward: without it more
+        # microbatches may fit than with a little.
+        peaks = self.peaks_bytes(most, rest)
+        for chosen, peak_bytes in zip(reversed(self._choices), peaks, strict=True):
+            if peak_bytes <= room_bytes:
+                return chosen
+        return None
 
 
-def activations(
-    order: Sequence[Action], most: StageMemory, rest: StageMemory, chosen: frozenset[int]
-) -> RankActivations:
-    """Return what one stage has in a step in which the microbatches ``chosen`` keep most."""
-    return RankActivations.of(order, lambda action: most if action.microbatch in chosen else rest)
+class _Load(NamedTuple):
+    """An action, and what its stage holds of other microbatches meanwhile.
+
+    Attributes:
+        kind: of the action.
+        recomputes: whether its microbatch keeps less.
+        kept: number of others whose forward has run, those that keep most first.
+        handed: number of others between the two functions of their backward, in the same order.
+    """
+
+    kind: Any
+    recomputes: bool
+    kept: tuple[int, int]
+    handed: tuple[int, int]
+
+    def peak_bytes(self, *memories: StageMemory) -> int:
+        others = zip(memories, self.kept, self.handed, strict=True)
+        return memories[self.recomputes].peak_bytes[self.kind] + sum(
+            kept * memory.kept_bytes + handed * memory.handed_bytes
+            for memory, kept, handed in others
+        )
+
+    def is_part_of(self, other: _Load) -> bool:
+        counts = zip((*self.kept, *self.handed), (*other.kept, *other.handed), strict=True)
+        return all(itertools.starmap(operator.le, counts))
+
+
+def _largest_loads(order: Sequence[Action], chosen: frozenset[int]) -> list[_Load]:
+    """Return the loads of a step that are part of no other.
+
+    They are few, and a step is long: the search for a cut asks for the peak of many stages.
+    """
+    kept, handed = [0, 0], [0, 0]
+    largest: dict[tuple[Any, bool], list[_Load]] = {}
+    for action in order:
+        kind, recomputes = action.kind, action.microbatch not in chosen
+        if kind in (FULL_BACKWARD, BACKWARD_INPUTS):
+            kept[recomputes] -= 1
+        elif kind is BACKWARD_WEIGHTS:
+            handed[recomputes] -= 1
+        load = _Load(kind, recomputes, (kept[0], kept[1]), (handed[0], handed[1]))
+        alike = largest.setdefault((kind, recomputes), [])
+        if not any(map(load.is_part_of, alike)):
+            alike[:] = [*(other for other in alike if not other.is_part_of(load)), load]
+        if kind is FORWARD:
+            kept[recomputes] += 1
+        elif kind is BACKWARD_INPUTS:
+            handed[recomputes] += 1
+    return list(itertools.chain.from_iterable(largest.values()))
 
 
 def saving_microbatches(
-    orders: Sequence[Sequence[Action]],
+    places: Sequence[Places],
     parts: Parts,
     rest: Parts,
     sizes: Mapping[str, ParameterSize],
@@ -100,7 +182,7 @@ def saving_microbatches(
     """Return for every stage the microbatches that keep most.
 
     Args:
-        orders: of every rank.
+        places: of every stage.
         parts: with ``recompute``.
         rest: with ``recompute_rest``.
         sizes: of the parameters, on one rank.
@@ -108,9 +190,10 @@ def saving_microbatches(
         state_bytes: of a parameter with its gradient and optimizer state.
     """
     chosen = []
-    for stage, (own, other) in enumerate(zip(parts, rest, strict=True)):
-        used = {name for call in own for name in call.parameters}
+    for each, own, other in zip(places, parts, rest, strict=True):
+        used = dict.fromkeys(name for call in own for name in call.parameters)
         room_bytes = memory_bytes - sum(state_bytes(sizes[name]) for name in used)
-        order = [action for rank in orders for action in rank if action.stage == stage]
-        chosen.append(most_places(order, StageMemory.of(own), StageMemory.of(other), room_bytes))
+        fitting = each.most_that_fit(StageMemory.of(own), StageMemory.of(other), room_bytes)
+        # None fits where inputs are larger than those of the cut: then as little as possible.
+        chosen.append(fitting or frozenset())
     return chosen

@@ -20,8 +20,13 @@ from sp_compiler.module.distributed_module import DistributedModule
 from sp_compiler.module.outputs import plain_input
 from sp_compiler.module.state import Build
 from sp_compiler.pipeline_parallel.axes import PipelineAxis
-from sp_compiler.pipeline_parallel.cutting import adamw_bytes, ends_of, gathered_adamw_bytes
-from sp_compiler.pipeline_parallel.microbatch_recompute import cut, saving_microbatches
+from sp_compiler.pipeline_parallel.cutting import (
+    Rest,
+    adamw_bytes,
+    ends_of,
+    gathered_adamw_bytes,
+)
+from sp_compiler.pipeline_parallel.microbatch_recompute import Places, cut, saving_microbatches
 from sp_compiler.pipeline_parallel.microbatches import (
     joined_outputs,
     microbatches_of,
@@ -265,7 +270,11 @@ class PipelineModule(StageParameters):
             return loss if loss_only else user_outputs(compiled, loss, outputs)
 
     def _reduce_partial(self) -> None:
-        """Sum pending gradients over the tensor-parallel ranks, once per step."""
+        """Sum pending gradients over the tensor-parallel ranks, once per step.
+
+        Over data axes there are none: FSDP2 reduces the partial sums first, and this rank's shards
+        are summed then.
+        """
         pending = self._state.deferred.pending
         names = list(pending)
         partial = [pending.pop(name) for name in names]
@@ -303,13 +312,16 @@ class PipelineModule(StageParameters):
         chain = chain_of(program, loss)
         paths = tuple(program.calls[index].path for index in chain)
         orders = self._schedule.orders(self._axis.size, self._stages_per_rank, self._microbatches)
+        calls, sizes = [compiled.plan.calls[index] for index in chain], compiled.plan.parameters
+        mixed = None
+        if rest is not None:
+            places = Places.of(orders, self._num_stages)
+            mixed = Rest([rest.plan.calls[index] for index in chain], places)
+        limit, state_bytes = self._memory_bytes, self._state_bytes
         if not self._ends:
             # Cut once: parameters cannot move to another rank with every size of the inputs.
             in_flight = most_in_flight(orders, self._num_stages)
-            # Where some microbatches recompute more, by what all of them could do.
-            plan = (rest or compiled).plan
-            calls, sizes = [plan.calls[index] for index in chain], plan.parameters
-            self._ends = ends_of(calls, sizes, in_flight, self._memory_bytes, self._state_bytes)
+            self._ends = ends_of(calls, sizes, in_flight, limit, state_bytes, mixed)
             self._paths = paths
         elif self._paths != paths:
             raise UnsupportedError(
@@ -318,16 +330,10 @@ class PipelineModule(StageParameters):
             )
         stages = stages_of(compiled, loss, chain, self._ends)
         self._require_held(stages)
-        if rest is None or self._memory_bytes is None:
+        if rest is None or mixed is None or limit is None:
             return stages
-        most_parts, rest_parts = (
-            cut([each.plan.calls[index] for index in chain], self._ends)
-            for each in (compiled, rest)
-        )
-        sizes, limit = compiled.plan.parameters, self._memory_bytes
-        saving = saving_microbatches(
-            orders, most_parts, rest_parts, sizes, limit, self._state_bytes
-        )
+        parts = cut(calls, self._ends), cut(mixed.calls, self._ends)
+        saving = saving_microbatches(mixed.places, *parts, sizes, limit, state_bytes)
         rest_stages = stages_of(rest, loss, chain, self._ends)
         return [
             replace(stage, rest=other.compiled, saving=chosen)
@@ -348,7 +354,7 @@ class PipelineModule(StageParameters):
         data = self._state.group.data
         if data.mesh is None:
             return adamw_bytes(size)
-        return gathered_adamw_bytes(size, data.num_shards)
+        return gathered_adamw_bytes(size, data.num_shards(divided=size.divided))
 
     def _runner(self, stages: Sequence[Stage]) -> StageRunner:
         for stage in stages:

@@ -115,7 +115,9 @@ class StageRunner:
         rank_of = {index: schedule.rank_of(index, axis.size) for index in range(len(stages))}
         own = [index for index, rank in rank_of.items() if rank == axis.rank]
         device = state.device()
-        self._weights = WeightGradients(state.deferred) if schedule.delays_weights else None
+        # FSDP2 reduces partial sums first, if there are data axes.
+        deferred = state.deferred if state.group.data.mesh is None else None
+        self._weights = WeightGradients(deferred) if schedule.delays_weights else None
         watched = axis.watched
         # On accelerators nothing waits on the host.
         self._messages = (

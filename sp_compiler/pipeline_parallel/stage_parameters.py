@@ -19,7 +19,7 @@ from sp_compiler.module.views import NamedTensors
 from sp_compiler.pipeline_parallel.axes import PipelineAxis
 from sp_compiler.pipeline_parallel.stage_program import Stage
 from sp_compiler.pipeline_parallel.ties import TiedParameters, holders_of
-from sp_compiler.runtime.mesh_axes import SHARD_AXIS
+from sp_compiler.runtime.mesh_axes import REPLICATE_AXIS
 
 
 class StageParameters:
@@ -142,7 +142,7 @@ class StageParameters:
     def _shard_over_data(self, compiled: CompiledProgram, options: Mapping[str, Any]) -> None:
         """Apply FSDP2 to this rank's stages, which then hold only shards between steps."""
         data = self._state.group.data
-        if SHARD_AXIS in data.names:
+        if data.names != (REPLICATE_AXIS,):
             options = {**options, "reshard_after_forward": False}
         # FSDP's hook on the root never runs, and nothing is lost: a step gathers what it would.
         self._state.layout.calls_root = True
@@ -151,4 +151,4 @@ class StageParameters:
         # Programs are compiled of the full model; FSDP knows only this rank's part of it.
         policy = options.get("mp_policy")
         self._state.absent_dtype = None if policy is None else policy.param_dtype
-        self._gathered = GatheredParameters(self.module)
+        self._gathered = GatheredParameters(self.module, self._state.fsdp)

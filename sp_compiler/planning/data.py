@@ -90,8 +90,8 @@ class Work:
             self.ideal_us + other.ideal_us,
         )
 
-    def times(self, count: int) -> Work:
-        """Return the work of ``count`` calls."""
+    def times(self, count: float) -> Work:
+        """Return the work of ``count`` calls, or of a part of one."""
         return Work(*(value * count for value in asdict(self).values()))
 
 

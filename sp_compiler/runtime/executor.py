@@ -55,6 +55,8 @@ class Executor:
             reduces.
         weights: holds delayed weight gradients until a schedule runs them; needs a program compiled
             with ``split_backward``.
+        leaves_partial: whether gradients of replicated parameters are left as partial sums, for
+            FSDP to reduce over the data axes first.
     """
 
     def __init__(
@@ -65,6 +67,8 @@ class Executor:
         deferred: DeferredGradients | None = None,
         managed: Callable[[], Collection[str]] = frozenset,
         weights: WeightGradients | None = None,
+        *,
+        leaves_partial: bool = False,
     ) -> None:
         if compiled.world_size != tp.world_size:
             raise ArgumentError(
@@ -77,6 +81,7 @@ class Executor:
         self._call_block = call_block
         self._managed = managed
         self._weights = weights
+        self._leaves_partial = leaves_partial
         self._runners = {
             region.name: RegionRunner(
                 compiled.codes[region.name],
@@ -227,7 +232,8 @@ class Executor:
         # R and I differ in their gradients only.
         if self.tp.world_size == 1 or not torch.is_grad_enabled():
             return {}
-        if self._weights is not None:  # which reduces their gradients without autograd
+        # The weights reduce their gradients without autograd.
+        if self._weights is not None or self._leaves_partial:
             return {}
         # Managed ones are not gathered yet, and FSDP takes their gradients block by block.
         parameters = {name: params[name] for name in self._replicated if name not in managed}

@@ -22,7 +22,6 @@ from sp_compiler.runtime.mesh_axes import (
     AXIS,
     EXPERT_AXIS,
     DataAxes,
-    refuse_expert_axis,
     refuse_pipeline_axis,
     refuse_unknown_axes,
     tensor_parallel_axis,
@@ -55,7 +54,7 @@ class TensorParallelGroup:
             on accelerators.
         data: the data axes of the user's mesh.
         data_boards: one board per data axis.
-        grid: all data axes and "tp"; ``None`` if experts are not divided.
+        grid: "pp", all data axes and "tp"; ``None`` if experts are not divided.
     """
 
     mesh: DeviceMesh | None
@@ -114,19 +113,16 @@ def tensor_parallel_group(
     rank_timeout: timedelta = RANK_TIMEOUT,
     *,
     in_stages: bool = False,
-    divides_experts: bool = False,
 ) -> TensorParallelGroup:
     """Return the group of ``tp`` ranks, or of the axis "tp" of ``mesh``.
 
     One rank needs no process group. A rank waits for others for ``rank_timeout``. For stages of a
-    pipeline (``in_stages``) the mesh has an axis "pp", and may lack "tp". Only who
-    ``divides_experts`` may have an axis "ep".
+    pipeline (``in_stages``) the mesh has an axis "pp", and may lack "tp".
 
     Raises:
         ArgumentError: no process group, one of another size, a mesh without the axis, both
             arguments that do not agree, or a ``tp`` that is not a positive int.
-        UnsupportedError: an axis of several ranks has an unknown name, or is "ep" where experts
-            cannot be divided.
+        UnsupportedError: an axis of several ranks has an unknown name.
     """
     data = DataAxes()
     if mesh is not None:
@@ -139,9 +135,7 @@ def tensor_parallel_group(
         if not in_stages:
             refuse_pipeline_axis(mesh)
         tp, data = size, DataAxes.of(mesh)
-        if not divides_experts:
-            refuse_expert_axis(mesh)
-        elif data.num_expert_ranks > 1:
+        if data.num_expert_ranks > 1:
             mesh = with_expert_axes(mesh)
             axis, data = mesh[AXIS], DataAxes.of(mesh)
     if tp is None:

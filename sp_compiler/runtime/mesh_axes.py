@@ -9,6 +9,7 @@ The names are torchtitan's. Ranks of "tp" work on the same batch, ranks of "dp_s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -70,12 +71,13 @@ class DataAxes:
         """Number of ranks that divide the experts."""
         return self.mesh[EXPERT_AXIS].size() if self.mesh and EXPERT_AXIS in self.names else 1
 
-    @property
-    def num_shards(self) -> int:
-        """Number of shards of a parameter over "dp_shard"."""
-        if self.mesh is None or SHARD_AXIS not in self.names:
-            return 1
-        return self.mesh[SHARD_AXIS].size()
+    def num_shards(self, *, divided: bool) -> int:
+        """Number of ranks that shard a parameter; those of "ep" have other experts, which are
+        ``divided``."""
+        axes = (SHARD_AXIS,) if divided else (SHARD_AXIS, EXPERT_AXIS)
+        return math.prod(
+            self.mesh[name].size() for name in axes if self.mesh is not None and name in self.names
+        )
 
     def described(self) -> str:
         """The axes with their sizes, for messages."""
@@ -168,14 +170,14 @@ def refuse_unknown_axes(mesh: DeviceMesh) -> None:
 
 
 def with_expert_axes(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the ranks of ``mesh``, which has an axis "ep", on all data axes and "tp".
+    """Return the ranks of ``mesh``, which has an axis "ep", on "pp", all data axes and "tp".
 
     FSDP2 shards experts over "dp_shard" and other parameters over that and "ep" together, which
     must be slices of one mesh, and needs an axis of one rank where the user has none. Creates
     process groups: all ranks must call it.
     """
     names = mesh.mesh_dim_names or ()
-    wanted = (*DATA_AXES, AXIS)
+    wanted = (PIPELINE_AXIS, *DATA_AXES, AXIS)
     # Every other axis has one rank.
     order = [names.index(name) for name in wanted if name in names]
     order += [index for index, name in enumerate(names) if name not in wanted]
@@ -184,15 +186,17 @@ def with_expert_axes(mesh: DeviceMesh) -> DeviceMesh:
     return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=wanted)
 
 
-def refuse_expert_axis(mesh: DeviceMesh) -> None:
+def refuse_expert_axis(mesh: DeviceMesh | None) -> None:
     """Raise an error for an axis "ep" of several ranks where experts cannot be divided."""
+    if not isinstance(mesh, DeviceMesh):
+        return
     if EXPERT_AXIS in (mesh.mesh_dim_names or ()) and mesh[EXPERT_AXIS].size() > 1:
         raise UnsupportedError(
             f"the mesh has the axis {_sizes_text(mesh, [EXPERT_AXIS])}: experts are divided by "
-            "sp_compiler.compile(model, mesh=mesh) alone, not in a pipeline and not by "
-            f'torch.compile. The ranks of "{AXIS}" divide the width of each expert, and '
-            f'"{SHARD_AXIS}" shards the parameters of experts like all others: add these ranks to '
-            "one of the two"
+            "sp_compiler.compile(model, mesh=mesh) and sp_compiler.pipeline(model, mesh=mesh, ...) "
+            f'alone, not by torch.compile. The ranks of "{AXIS}" divide the width of each expert, '
+            f'and "{SHARD_AXIS}" shards the parameters of experts like all others: add these ranks '
+            "to one of the two"
         )
 
 

@@ -89,12 +89,17 @@ def parameter_edges(
         if isinstance(value, DTensor):
             spec = value._spec
             if index in with_partial_gradient:
-                # "tp" is the last axis; before it the experts are divided.
-                where = (*spec.placements[:-1], Partial()) if _over_tp(spec) else spec.placements
-                spec = DTensorSpec(spec.mesh, where, spec.tensor_meta)
+                spec = partial_spec(spec)
             edges.append((index, num_tensors, spec))
         num_tensors += isinstance(value, Tensor)  # autograd counts no others
     return edges
+
+
+def partial_spec(spec: DTensorSpec) -> DTensorSpec:
+    """Return the spec of a gradient that is a partial sum over "tp", of a parameter's ``spec``."""
+    # "tp" is the last axis; before it the experts are divided.
+    where = (*spec.placements[:-1], Partial()) if _over_tp(spec) else spec.placements
+    return DTensorSpec(spec.mesh, where, spec.tensor_meta)
 
 
 def _over_tp(spec: DTensorSpec) -> bool:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from sp_compiler.runtime.parameter_gradients import partial_spec
 from sp_compiler.runtime.reductions import DeferredGradients
 from sp_compiler.runtime.region_call import RegionRunner
 
@@ -40,10 +41,11 @@ class WeightGradients:
     """Functions that compute weight gradients, in the order in which backward added them.
 
     Args:
-        deferred: holds partial sums, which are reduced at the end of a step.
+        deferred: holds partial sums, which are reduced at the end of a step; ``None`` to add them
+            to their parameters as such.
     """
 
-    def __init__(self, deferred: DeferredGradients) -> None:
+    def __init__(self, deferred: DeferredGradients | None) -> None:
         self._deferred = deferred
         self._waiting: list[Callable[[], None]] = []
 
@@ -76,10 +78,10 @@ class WeightGradients:
         return run
 
     def _add(self, target: WeightTarget, grad: Tensor) -> None:
-        if target.is_partial:
+        if target.is_partial and self._deferred is not None:
             self._deferred.add(target.name, grad)
         else:
-            accumulate(target.parameter, grad)
+            accumulate(target.parameter, grad, is_partial=target.is_partial)
 
 
 @dataclass(frozen=True)
@@ -115,11 +117,15 @@ class DelayedRunner(RegionRunner):
         return [None if index in unreached else grad for index, grad in enumerate(results)]
 
 
-def accumulate(parameter: Tensor, local: Tensor) -> None:
-    """Add ``local``, this rank's part of a gradient, to ``parameter.grad``, hooks included."""
+def accumulate(parameter: Tensor, local: Tensor, *, is_partial: bool = False) -> None:
+    """Add ``local``, this rank's part of a gradient, to ``parameter.grad``, hooks included.
+
+    It may be a partial sum over "tp".
+    """
     grad = local.contiguous()
     if isinstance(parameter, DTensor):
-        grad = DTensor(grad, parameter._spec, requires_grad=False)
+        spec = partial_spec(parameter._spec) if is_partial else parameter._spec
+        grad = DTensor(grad, spec, requires_grad=False)
     torch.autograd.backward([parameter], [grad])
 
 

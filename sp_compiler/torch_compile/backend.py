@@ -18,6 +18,7 @@ from sp_compiler.options import CompileOptions, Options
 from sp_compiler.planning.costly_fallbacks import FallbackCheck
 from sp_compiler.planning.planned_program import PlannedProgram
 from sp_compiler.runtime.group import TensorParallelGroup, tensor_parallel_group
+from sp_compiler.runtime.mesh_axes import refuse_expert_axis
 from sp_compiler.torch_compile.compiled_graph import CompiledGraph
 from sp_compiler.torch_compile.dynamo_graph import DynamoGraph
 
@@ -100,6 +101,7 @@ def _parse(options: dict[str, Any], device_type: str) -> tuple[CompileOptions, T
     checked = CompileOptions.of(1 if tp is None else tp, values)
     if checked.tp > 1:
         checked.refuse_device_memory("backend")
+    refuse_expert_axis(mesh)
     group = tensor_parallel_group(tp, mesh, device_type)
     return dataclasses.replace(checked, tp=group.world_size), group
 

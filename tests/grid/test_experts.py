@@ -138,6 +138,21 @@ def test_training_follows_one_device(tmp_path: Path) -> None:
         assert torch.equal(state[name], full[name])
 
 
+def test_each_expert_counts_in_the_norms_that_are_compared() -> None:
+    """Without one, as in Megatron-LM#5916, they would be off by far more than is allowed."""
+    model = expert_models.model(_with_biases)
+    model(**expert_models.batches(1, rows=8)[0]).backward()
+    whole = torch.nn.utils.get_total_norm(
+        [p.grad for p in model.parameters() if p.grad is not None]
+    )
+    for name, parameter in model.named_parameters():
+        if "experts" in name:
+            assert parameter.grad is not None
+            for of_expert in parameter.grad:
+                # Of the square, which is a sum.
+                assert of_expert.square().sum() > 1e-6 * whole**2, name
+
+
 def _refused(_: Any) -> dict[str, str]:
     mesh = _mesh({"ep": 2, "tp": 1})
     batch = expert_models.batches(1)[0]
@@ -147,12 +162,11 @@ def _refused(_: Any) -> dict[str, str]:
         with pytest.raises((ArgumentError, UnsupportedError)) as refused:
             sp_compiler.compile(expert_models.model(Picked), mesh=mesh, **options)
         texts[name] = str(refused.value)
-    with pytest.raises(UnsupportedError) as refused:
-        sp_compiler.pipeline(
-            expert_models.model(Picked), mesh=_mesh({"pp": 1, "ep": 2}), microbatches=1,
-            example_inputs=((), batch),
-        )  # fmt: skip
-    texts["pipeline"] = str(refused.value)
+    on_grid: dict[str, Any] = {"mesh": mesh}
+    compiled = torch.compile(expert_models.model(Picked), backend="sp_compiler", options=on_grid)
+    with pytest.raises(Exception, match="backend='sp_compiler' raised") as failed:
+        compiled(**batch)
+    texts["torch.compile"] = str(failed.value)
     model = torch.nn.Linear(4, 4)
     with pytest.raises(UnsupportedError) as refused:
         sp_compiler.compile(model, mesh=mesh, example_inputs=((torch.zeros(2, 4),), {}))
@@ -171,6 +185,6 @@ def test_what_is_refused() -> None:
     for texts in run_on_ranks(2, _refused, None):
         assert "fsdp=False, but the mesh has an axis" in texts["fsdp"]
         assert "simulated ranks have one batch" in texts["verify"]
-        assert "not in a pipeline" in texts["pipeline"]
+        assert "alone, not by torch.compile" in texts["torch.compile"]
         assert "the model has no experts" in texts["none"]
         assert "different numbers of rows for experts: [16, 24]" in texts["uneven"]

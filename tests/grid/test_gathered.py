@@ -28,7 +28,7 @@ def _loss(model: nn.Linear, x: Tensor) -> Tensor:
 
 
 def _step(model: nn.Linear, microbatches: Iterable[Tensor]) -> None:
-    with GatheredParameters(model).gathered(reduce=True):
+    with GatheredParameters(model, FullySharded({"": model}, list)).gathered(reduce=True):
         for x in microbatches:
             _loss(model, x).backward()
 

@@ -32,11 +32,11 @@ def test_what_was_there_is_not_summed_again() -> None:
     records = [_record(3.0), _record(5.0), _record(None)]
     earlier = [_gradient(1.0), None, _gradient(7.0)]
     late._partial = dict(zip(map(_Identity, records), earlier, strict=True))
-    late._finish()
+    late.finish()
     found = [record.sharded_param.grad for record in records]
     assert [grad._local_tensor.item() for grad in found] == [1.0 + 2 * 3.0, 2 * 5.0, 7.0]
     assert found[0] is earlier[0]
-    late._finish()
+    late.finish()
     assert found[1]._local_tensor.item() == 10.0
 
 

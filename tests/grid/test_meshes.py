@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 import sp_compiler
 from sp_compiler import ArgumentError, UnsupportedError
+from sp_compiler.runtime.mesh_axes import DataAxes
 from tests.helpers.fake_group import fake_group
 from tests.helpers.users import batch, net
 
@@ -43,6 +44,22 @@ def _mesh(**axes: int) -> Any:
 def test_the_part_of_the_data(axes: dict[str, int], expected: tuple[int, int]) -> None:
     """Rank 5; "dp_replicate" is the outer axis."""
     assert sp_compiler.data_shard(_mesh(**axes)) == expected
+
+
+def test_the_shards_of_a_parameter() -> None:
+    """Those of "ep" have other experts, and the same other parameters."""
+    for axes, of_experts, of_others in (
+        ({"dp_shard": 2, "ep": 2, "tp": 2}, 2, 4),
+        ({"pp": 2, "dp_replicate": 2, "ep": 2}, 1, 2),
+        ({"dp_shard": 4, "tp": 2}, 4, 4),
+        ({"dp_replicate": 8}, 1, 1),
+        ({"tp": 8}, 1, 1),
+    ):
+        data = DataAxes.of(_mesh(**axes))
+        assert (data.num_shards(divided=True), data.num_shards(divided=False)) == (
+            of_experts,
+            of_others,
+        )
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def _program(
         work=block.work,
     )
     sent = [1000] * len(calls)
-    rest = whole if rest_calls else None
+    rest = replace(whole, options={"recompute": "full"}) if rest_calls else None
     return whole, Chain(calls, parameters, sent, sent, rest=rest, rest_calls=rest_calls)
 
 

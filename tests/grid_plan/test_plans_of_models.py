@@ -132,5 +132,21 @@ def test_experts_are_divided_and_their_rows_are_sent() -> None:
     divided = 8 * of_experts // 2
     assert rows["dp_shard x ep"].sent_bytes == 3 * (3 * replicated * 3 // 4 + 3 * divided // 2)
     assert found.step_us > 3 * found.microbatch.step_us
-    with pytest.raises(ArgumentError, match="a pipeline does not divide experts"):
-        plan(model, ((), batch), mesh="ep=2,pp=2", microbatches=3)
+
+
+def test_experts_are_divided_in_every_stage() -> None:
+    model, batch = expert_models.model(expert_models.Grouped), expert_models.batches(1)[0]
+    whole, cut = (
+        plan(model, ((), batch), mesh=f"ep=2,dp_shard=2,pp={pp}", microbatches=3) for pp in (1, 2)
+    )
+    assert [stage.chunks for stage in cut.stages] == [(("", "layers.0"),), (("layers.1", ""),)]
+    rows, in_stages = ({axis.axis: axis for axis in found.traffic}["ep"] for found in (whole, cut))
+    # One of two layers in each stage.
+    assert 2 * in_stages.sent_bytes == rows.sent_bytes
+    assert sum(stage.state_bytes for stage in cut.stages) == whole.stages[0].state_bytes
+    of_layer = {n: p for n, p in model.named_parameters() if n.startswith("layers.0")}
+    of_experts = sum(p.numel() for n, p in of_layer.items() if "experts" in n)
+    gathered = 8 * (sum(p.numel() for p in [*of_layer.values(), model.tokens.weight]))
+    # Values and gradients; of experts those of this rank's half, which dp_shard alone gathers.
+    assert cut.stages[0].gathered_bytes == 2 * (gathered - 8 * of_experts // 2)
+    assert cut.step_us > max(stage.microbatch_us for stage in cut.stages) * 3

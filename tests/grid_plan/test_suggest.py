@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import sp_compiler
 from sp_compiler import ArgumentError, GridPlan, suggest
 from sp_compiler.command_line.models import load
 from sp_compiler.grid_plan.build import grid_plan
@@ -97,6 +98,30 @@ def test_what_is_shown() -> None:
     assert not none
     assert "No grid fits 1.00 KiB per device." in str(none)
     assert all("needs at least" in each.reason for each in none.rejected[:3])
+
+
+def test_memory_that_one_setting_leaves_is_used_by_another() -> None:
+    model, inputs = zoo.build("gpt2", layers=4), ((), zoo.inputs("gpt2"))
+    arguments: dict[str, Any] = {**_ARGUMENTS, "gpus": 2, "gpus_per_node": 1}
+    on_grid: dict[str, Any] = {"mesh": "pp=2", "microbatches": 8, "gpus_per_node": 1}
+    alone = {
+        name: sp_compiler.plan(model, inputs, recompute=name, **on_grid)
+        for name in ("none", "full")
+    }
+    memory = alone["none"].total_bytes - 1
+    found = suggest(model, inputs, memory=memory, schedules=["1f1b"], **arguments)
+    (mixed,) = (each for each in found if each.grid == GridSizes(pp=2))
+    assert mixed.rest is not None
+    assert mixed.total_bytes <= memory
+    assert alone["none"].step_us < mixed.step_us < alone["full"].step_us
+    # What a pipeline is to be told, and nothing else.
+    (data,) = (each for each in found.to_dict()["plans"] if each["pp"] == 2)
+    settings = {name: data[name] for name in ("recompute", "recompute_rest", "memory")}
+    again = sp_compiler.plan(model, inputs, **settings, **on_grid)
+    assert again.stages == mixed.stages
+    assert again.step_us == mixed.step_us
+    share = 100 * sum(stage.saving[0] for stage in mixed.stages) / 16
+    assert f"{data['recompute']} for {share:.0f} %, else {data['recompute_rest']}" in str(found)
 
 
 @pytest.mark.parametrize(

@@ -184,6 +184,40 @@ def follow(
     return worst, one, truth
 
 
+def follow_pipeline(
+    mesh: DeviceMesh, chosen: Case, steps: int, microbatches: int, **options: Any
+) -> tuple[dict[str, float], Any, Follower]:
+    """As :func:`follow`, for a pipeline."""
+    part, parts = sp_compiler.data_shard(mesh)
+    batches = chosen.batches(steps)
+    pipeline: Any = sp_compiler.pipeline(
+        chosen.build(),
+        mesh=mesh,
+        example_inputs=((), split(batches[0], parts)[part]),
+        microbatches=microbatches,
+        **options,
+    )
+    one, truth = Follower.of(pipeline), truth_of(chosen)
+    worst = {"loss": 0.0, "norm": 0.0}
+    for step, batch in enumerate(batches):
+        torch.manual_seed(step)
+        p = _NORMS[step % len(_NORMS)]
+        loss = pipeline.step(**split(batch, parts)[part])
+        dist.all_reduce(loss)
+        norm = sp_compiler.clip_grad_norm_(pipeline, MAX_NORM, p)
+        ours = float(loss / dist.get_world_size()), one.step(norm)
+        torch.manual_seed(step)
+        theirs = truth_step(truth, batch, parts, microbatches, p)
+        for kind, first, second in zip(worst, ours, theirs, strict=True):
+            worst[kind] = max(worst[kind], abs(first - second) / abs(second))
+    true = truth.module.state_dict()
+    state = pipeline.state_dict()
+    worst["parameters"] = max(
+        (whole(value) - true[name]).abs().max().item() for name, value in state.items()
+    )
+    return worst, pipeline, truth
+
+
 def parameter_error(module: Any, truth: Any) -> float:
     """The largest difference of a parameter, on every rank."""
     state = {name: whole(value) for name, value in module.state_dict().items()}

@@ -6,6 +6,7 @@ AdamW steps with clipping; ranks of different parts of the data have batches of 
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -21,7 +22,6 @@ from tests.helpers.ranks import run_on_ranks
 from tests.models import zoo
 
 _MICROBATCHES = 2
-_NORMS = (2.0, float("inf"), 3.0)
 
 
 def _mesh(**axes: int) -> DeviceMesh:
@@ -29,48 +29,54 @@ def _mesh(**axes: int) -> DeviceMesh:
     return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
-def _follow(mesh: DeviceMesh, chosen: grids.Case, schedule: str, steps: int) -> dict[str, float]:
-    """Train both; the largest differences of losses, norms and parameters of this rank."""
-    part, parts = sp_compiler.data_shard(mesh)
-    batches = chosen.batches(steps)
-    pipeline: Any = sp_compiler.pipeline(
-        chosen.build(),
-        mesh=mesh,
-        example_inputs=((), grids.split(batches[0], parts)[part]),
-        microbatches=_MICROBATCHES,
-        schedule=schedule,
-    )
-    one, truth = grids.Follower.of(pipeline), grids.truth_of(chosen)
-    worst = {"loss": 0.0, "norm": 0.0}
-    for step, batch in enumerate(batches):
-        torch.manual_seed(step)
-        p = _NORMS[step % len(_NORMS)]
-        loss = pipeline.step(**grids.split(batch, parts)[part])
-        dist.all_reduce(loss)
-        norm = sp_compiler.clip_grad_norm_(pipeline, grids.MAX_NORM, p)
-        ours = float(loss / dist.get_world_size()), one.step(norm)
-        torch.manual_seed(step)
-        theirs = grids.truth_step(truth, batch, parts, _MICROBATCHES, p)
-        for kind, first, second in zip(worst, ours, theirs, strict=True):
-            worst[kind] = max(worst[kind], abs(first - second) / abs(second))
-    true = truth.module.state_dict()
-    state = pipeline.state_dict()
-    worst["parameters"] = max(
-        (grids.whole(value) - true[name]).abs().max().item() for name, value in state.items()
-    )
-    return worst
-
-
 def _grids(runs: list[tuple[dict[str, int], str, str, float]], steps: int) -> dict[str, float]:
     errors: dict[str, float] = {}
     for axes, name, schedule, dropout in runs:
         mesh = _mesh(**axes)
-        _, parts = sp_compiler.data_shard(mesh)
+        part, parts = sp_compiler.data_shard(mesh)
         with grids.lifted():
             chosen = grids.case(name, parts * _MICROBATCHES, dropout=dropout)
-            worst = _follow(mesh, chosen, schedule, steps)
+            worst, pipeline, _ = grids.follow_pipeline(
+                mesh, chosen, steps, _MICROBATCHES, schedule=schedule
+            )
+            with grids.CollectivesByAxis(mesh) as counter:
+                pipeline.step(**grids.split(chosen.batches(1)[0], parts)[part])
+        _check_counts(pipeline, counter, mesh, seeds=dropout > 0)
         errors |= {f"{name} {schedule} {axes} {kind}": error for kind, error in worst.items()}
     return errors
+
+
+def _check_counts(
+    pipeline: Any, counter: grids.CollectivesByAxis, mesh: DeviceMesh, *, seeds: bool
+) -> None:
+    """What is planned for this rank's stage, over the axes of the plan, and nothing else."""
+    rank, plan = mesh["pp"].get_local_rank(), pipeline.plan
+    start = sum(map(len, pipeline.stages[:rank]))
+    chain = [call for call in plan.calls if call.block != "Tables"]
+    own = chain[start : start + len(pipeline.stages[rank])]
+    assert tuple(call.path for call in own) == pipeline.stages[rank]
+    expected: Counter[tuple[str, str]] = Counter()
+    elements = 0
+    for block in (plan.block(call.block) for call in own):
+        for item in (*block.forward, *block.backward):
+            expected["tp", item.kind.replace("_", "")] += _MICROBATCHES * item.count
+            if item.kind == "all_reduce":
+                elements += _MICROBATCHES * item.num_bytes // 8
+    # A stage's one block, and the rest of it.
+    groups = 2
+    if "dp_shard" in (mesh.mesh_dim_names or ()):
+        expected["dp_shard", "allgather"] = expected["dp_shard", "reducescatter"] = groups
+    else:
+        expected["dp_replicate", "allreduce"] = groups
+    if seeds:  # one for each microbatch, together
+        expected["tp", "broadcast"] = 1
+    # Norms and biases, once in a step: the shards that FSDP2 leaves, not the whole parameters.
+    expected["tp", "allreduce"] += 1
+    replicated = [p for p in pipeline.parameters() if p.placements[-1].is_replicate()]
+    elements += sum(grids.local(parameter).numel() for parameter in replicated)
+    found = {key: count for key, count in counter.counts.items() if key[0] != "pp"}
+    assert found == dict(expected), (found, expected)
+    assert counter.elements["tp", "allreduce"] == elements
 
 
 @pytest.mark.slow
@@ -137,6 +143,41 @@ def _in_bfloat16(mesh: DeviceMesh, own: dict[str, Any], loss: float) -> None:
     mean = pipeline.step(**own)
     assert all(p.dtype == p.grad.dtype == torch.float32 for p in pipeline.parameters())
     assert abs(mean.item() - loss) < 0.1 * loss
+
+
+def _with_tensor_parallelism_in_bfloat16() -> None:
+    """Partial sums over "tp" are added up in bfloat16, reduced and summed in float32."""
+    mesh = _mesh(dp_shard=2, pp=2, tp=2)
+    part, parts = sp_compiler.data_shard(mesh)
+    batch = zoo.inputs("llama", batch=8, seq=8)
+    own = grids.split(batch, parts)[part]
+    truth = zoo.build("llama", dtype=torch.float32, layers=2)
+    zoo.loss_of(truth(**batch)).backward()
+    true = dict(truth.named_parameters())
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for schedule in ("1f1b", "zero_bubble"):
+        pipeline: Any = sp_compiler.pipeline(
+            zoo.build("llama", dtype=torch.float32, layers=2),
+            mesh=mesh,
+            example_inputs=((), own),
+            microbatches=_MICROBATCHES,
+            fsdp={"mp_policy": policy},
+            schedule=schedule,
+        )
+        # Twice: what is there already is not summed again.
+        for steps in (1, 2):
+            pipeline.step(**own)
+            for name, parameter in pipeline.named_parameters():
+                first, second = grids.whole(parameter.grad), steps * true[name].grad
+                angle = 1 - torch.cosine_similarity(first.flatten(), second.flatten(), dim=0)
+                # bfloat16 has 8 bits; without another rank's part it would be half as long.
+                assert angle < 2e-2, (schedule, steps, name)
+                assert 0.9 < first.norm() / second.norm() < 1.1, (schedule, steps, name)
+
+
+@pytest.mark.slow
+def test_mixed_precision_beside_tensor_parallelism() -> None:
+    run_on_ranks(8, _with_tensor_parallelism_in_bfloat16)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,20 +14,17 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import sp_compiler
 from benchmarks.measure import PeakRecorder
-from sp_compiler.pipeline_parallel.microbatch_recompute import (
-    activations,
-    most_places,
-    with_places,
-)
+from sp_compiler.pipeline_parallel.microbatch_recompute import Places, with_places
 from sp_compiler.pipeline_parallel.schedules import BACKWARD_INPUTS as I
 from sp_compiler.pipeline_parallel.schedules import BACKWARD_WEIGHTS as W
 from sp_compiler.pipeline_parallel.schedules import FORWARD as F
 from sp_compiler.pipeline_parallel.schedules import FULL_BACKWARD as B
-from sp_compiler.pipeline_parallel.schedules import Action
+from sp_compiler.pipeline_parallel.schedules import SCHEDULES, Action
 from sp_compiler.pipeline_parallel.stage_memory import RankActivations, StageMemory
 from sp_compiler.planning.call_memory import CallMemory
 from sp_compiler.planning.data import CallPlan
 from tests.helpers.ranks import run_on_ranks
+from tests.helpers.torch_versions import NEEDS_V_SCHEDULES
 from tests.models import zoo
 
 MICROBATCHES = 4
@@ -80,19 +78,60 @@ def test_microbatches_take_the_places_that_are_free() -> None:
     assert with_places(_order(4, 8), 4) == with_places(_order(4, 8), 9) == set(range(8))
 
 
+def _simulated_peak(
+    order: Sequence[Action], most: StageMemory, rest: StageMemory, chosen: frozenset[int]
+) -> int:
+    return RankActivations.of(
+        order, lambda action: most if action.microbatch in chosen else rest
+    ).peak_bytes
+
+
 @pytest.mark.parametrize("room", [0, 109, 110, 159, 160, 199, 200, 209, 210])
 def test_as_many_places_as_fit(room: int) -> None:
     most = StageMemory.of([_call(((1, 60),), CallMemory(60, 20))])
     rest = StageMemory.of([_call(((1, 10),), CallMemory(60, 80))])
     order = _order(3, 6)
-    peaks = [
-        activations(order, most, rest, with_places(order, places)).peak_bytes for places in range(4)
-    ]
+    peaks = [_simulated_peak(order, most, rest, with_places(order, places)) for places in range(4)]
     # Without recomputing, three take less than two and one that is recomputed.
     assert peaks == [110, 160, 210, 200]
-    fitting = [places for places in range(4) if peaks[places] <= room]
-    expected = with_places(order, max(fitting, default=0))
-    assert most_places(order, most, rest, room) == expected
+    places = Places(order)
+    assert [*places.peaks_bytes(most, rest)] == peaks[::-1]
+    fitting = [number for number in range(4) if peaks[number] <= room]
+    expected = with_places(order, max(fitting)) if fitting else None
+    assert places.most_that_fit(most, rest, room) == expected
+
+
+@pytest.mark.parametrize(
+    ("schedule", "per_rank"),
+    [
+        ("1f1b", 1),
+        ("gpipe", 1),
+        ("interleaved", 2),
+        ("zero_bubble", 1),
+        ("zero_bubble", 2),
+        pytest.param("dualpipev", 2, marks=NEEDS_V_SCHEDULES),
+    ],
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_peaks_of_places_are_those_of_the_simulated_order(
+    schedule: str, per_rank: int, seed: int
+) -> None:
+    generator = random.Random(seed)
+
+    def drawn() -> StageMemory:
+        kept, handed, *peaks = (generator.randrange(100) for _ in range(6))
+        kinds = (F, B, I, W)
+        return StageMemory(kept, handed, dict(zip(kinds, peaks, strict=True)))
+
+    orders = SCHEDULES[schedule].orders(4, per_rank, 12)
+    most_of, rest_of = drawn(), drawn()
+    for stage, places in enumerate(Places.of(orders, 4 * per_rank)):
+        order = [action for rank in orders for action in rank if action.stage == stage]
+        assert places.num_microbatches == 12
+        # More places than microbatches change nothing.
+        choices = dict.fromkeys(with_places(order, number) for number in range(13))
+        expected = [_simulated_peak(order, most_of, rest_of, chosen) for chosen in choices]
+        assert [*places.peaks_bytes(most_of, rest_of)] == expected[::-1]
 
 
 def _peaks(cases: Sequence[tuple[str, int, str, str]]) -> list[tuple[int, int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,13 +17,11 @@ from sp_compiler.compiler import build
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ops.communicator import Communicator
 from sp_compiler.options import CompileOptions
-from sp_compiler.pipeline_parallel.cutting import check_layers, ends_of, gathered_adamw_bytes
+from sp_compiler.pipeline_parallel.cutting import check_layers
 from sp_compiler.pipeline_parallel.microbatches import microbatches_of
 from sp_compiler.pipeline_parallel.schedules import SCHEDULES, schedule_of
 from sp_compiler.pipeline_parallel.stage_program import chain_of, loss_of, stages_of
 from sp_compiler.pipeline_parallel.ties import holders_of
-from sp_compiler.planning.call_memory import CallMemory
-from sp_compiler.planning.data import CallPlan, ParameterSize
 from sp_compiler.runtime.executor import Executor
 from sp_compiler.trace.export import flatten_inputs
 from tests.helpers.fake_group import fake_group
@@ -156,36 +153,6 @@ def test_a_model_without_loss() -> None:
     _, compiled = _compiled("gpt2_logits")
     with pytest.raises(ArgumentError, match=r"returns no loss: .* pass labels"):
         loss_of(compiled.program)
-
-
-def _layers(count: int) -> tuple[list[CallPlan], dict[str, ParameterSize]]:
-    def call(name: str, path: str, step_us: float) -> CallPlan:
-        memory = CallMemory(1, 1)
-        return CallPlan("Block", path, (name,), ((hash(name), 10),), memory, step_us, step_us / 3)
-
-    calls = [call(f"w{i}", f"h.{i}", 1.0) for i in range(count)]
-    calls = [call("e", "", 0.5), *calls, call("e", "", 2.0)]
-    return calls, {name: ParameterSize(10, 30, True) for call in calls for name in call.parameters}
-
-
-def test_embeddings_and_head_count() -> None:
-    calls, sizes = _layers(8)
-    assert ends_of(calls, sizes, [4, 3, 2, 1], None) == [3, 5, 8, 10]
-
-
-def test_memory_moves_the_cut() -> None:
-    """A parameter of 10 elements takes 120 bytes; each layer keeps 10 per microbatch in flight."""
-    calls, sizes = _layers(4)
-    assert ends_of(calls, sizes, [2, 1], None) == [4, 6]
-    assert ends_of(calls, sizes, [20, 1], 800) == [2, 6]
-    with pytest.raises(ArgumentError, match=r"within 500 B, .* would do is 641 B"):
-        ends_of(calls, sizes, [20, 1], 500)
-    # Gathered of 4 ranks: 30 bytes of values, 30 of gradients and a quarter of the 120.
-    gathered = partial(gathered_adamw_bytes, num_shards=4)
-    with pytest.raises(ArgumentError, match=r"would do is 501 B"):
-        ends_of(calls, sizes, [20, 1], 500, gathered)
-    with pytest.raises(ArgumentError, match="4 layers, too few for 5 pipeline stages"):
-        ends_of(calls, sizes, [1] * 5, None)
 
 
 class _Repeated(nn.Module):

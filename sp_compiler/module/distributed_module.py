@@ -131,9 +131,6 @@ class DistributedModule(Inspection, Weights):
             # Where no call recorded a graph there is no backward whose errors concern the group.
             board.trains |= torch.is_grad_enabled()
         with group.reporting():
-            for board in group.data_boards:
-                # Before FSDP's hooks gather. That of "tp" is asked where calls are compared.
-                board.require_usable(group.timeout)
             return super().__call__(*args, **kwargs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -40,7 +40,8 @@ class StageRanks:
     def reporting(self) -> Iterator[None]:
         """Context whose errors raise on all ranks of the mesh: each rank tells those along its own
         axes."""
-        with self._state.group.reporting(), self._axis.watched.reporting():
+        # The module's group last: it raises where its data axes are unusable.
+        with self._axis.watched.reporting(), self._state.group.reporting():
             yield
 
     def agree(self, leaves: list[Any], structure: pytree.TreeSpec, names: list[str]) -> None:
@@ -50,9 +51,6 @@ class StageRanks:
             RankMismatchError: they differ, so that one stage would read labels of other tokens than
                 another one computes.
         """
-        for board in self._state.group.data_boards:
-            # Compiling meets over the data too: a failure that all ranks shared is over.
-            board.require_usable(self._state.group.timeout)
         # Without parameters, which differ between stages, and without attributes, some of
         # which FSDP sets on the modules that it manages.
         key = call_key(

@@ -73,10 +73,17 @@ class TensorParallelGroup:
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
-        """Context whose errors raise on the other ranks of all axes too."""
+        """Context whose errors raise on the other ranks of all axes too.
+
+        Raises:
+            RankFailureError: the data axes are unusable after a failure.
+        """
         with contextlib.ExitStack() as stack:
             for board in self.boards:
                 stack.enter_context(board.reporting())
+            # First, for FSDP's hooks gather. The board of "tp" is asked where calls are compared.
+            for board in self.data_boards:
+                board.require_usable(self.timeout)
             yield
 
     @property

@@ -15,12 +15,19 @@ from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch._inductor.cpp_builder import _get_ffast_math_flags
 from torch._inductor.cpu_vec_isa import VecAVX2, VecISA
+from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.utils._sympy.value_ranges import ValueRanges
 
 from sp_compiler.inductor.fused import Fused, TracingRank
-from sp_compiler.inductor.lowering import _PINNED, _arrangement, vector_units_tried_once
+from sp_compiler.inductor.lowering import _PINNED, _arrangement
+from sp_compiler.inductor.shortcuts import (
+    equal_bounds_kept,
+    types_listed_once,
+    vector_units_tried_once,
+)
 from sp_compiler.ops.communicator import Communicator
 from sp_compiler.ops.dropout import dropout, dropout_mask
 from sp_compiler.ops.uniform import uniform
@@ -145,6 +152,34 @@ def test_vector_units_are_tried_once_for_a_cache(cache: Path) -> None:
             assert VecISA.check_build is check
     assert tries == [True, True, False]
     assert len(list(cache.glob("vector_unit_*"))) == 1
+
+
+def test_types_are_listed_once() -> None:
+    """With the same answers, and again for the next function."""
+    expected = DtypePropagationOpsHandler().add
+    with mock.patch.object(DtypePropagationOpsHandler, "return_dtype") as listed:
+        counts = []
+        for _ in range(2):
+            with types_listed_once():
+                first = DtypePropagationOpsHandler().eq
+                assert DtypePropagationOpsHandler().eq is first
+                assert DtypePropagationOpsHandler().add.keywords == expected.keywords
+            counts.append(first)
+        assert counts[0] is not counts[1]
+        assert first.func is listed
+    assert DtypePropagationOpsHandler().eq is not first
+
+
+def test_equal_bounds_are_kept() -> None:
+    """And no others."""
+    mine, same, other = ValueRanges(0, 8), ValueRanges(0, 8), ValueRanges(4, 12)
+    intersection = ValueRanges.tighten
+    ask = mock.patch.object(ValueRanges, "tighten", autospec=True, side_effect=intersection)
+    with ask as asked, equal_bounds_kept():
+        assert mine.tighten(same) is mine
+        assert not asked.called
+        assert mine.tighten(other) == ValueRanges(4, 8)
+        assert asked.called
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -109,6 +110,26 @@ def test_collectives_of_fakes_have_the_shapes_of_real_ones() -> None:
     assert tp.all_reduce(x, "P", "R").shape == x.shape
 
 
+def test_a_traced_function_is_not_run_again() -> None:
+    """The graph knows the results: their shapes, their layout, and whether they are a tuple."""
+    calls = []
+
+    def function(tp: Communicator, x: Tensor) -> tuple[Tensor, Tensor]:
+        calls.append(tp)
+        return x.relu().t(), x + tp.rank
+
+    mode = FakeTensorMode()
+    with mode:
+        x = torch.empty(4, 8)
+        rank = TracingRank(torch.zeros((), dtype=torch.int64), 2)
+        turned, moved = Fused(function)(rank, x)
+        alone = Fused(lambda tp, x: x * 2)(rank, x)
+    assert len(calls) == 1
+    assert (turned.shape, turned.stride()) == ((8, 4), (1, 8))
+    assert moved.shape == alone.shape == (4, 8)
+    assert turned.fake_mode is mode
+
+
 def test_inputs_get_the_layout_that_was_compiled_for() -> None:
     """Of dims in another order; a part of a larger tensor and a number stay as they are."""
     traced = torch.empty(2, 5, 3).permute(1, 2, 0)
@@ -156,6 +177,7 @@ def test_vector_units_are_tried_once_for_a_cache(cache: Path) -> None:
 
 def test_types_are_listed_once() -> None:
     """With the same answers, and again for the next function."""
+    importlib.import_module("torch._inductor.lowering")  # which says what there is to list
     expected = DtypePropagationOpsHandler().add
     with mock.patch.object(DtypePropagationOpsHandler, "return_dtype") as listed:
         counts = []

@@ -54,6 +54,7 @@ from sp_compiler.ir.forward_backward import Partitioned
 from sp_compiler.ir.hints import wishes_of
 from sp_compiler.ir.program import Program
 from sp_compiler.options import CompileOptions, pass_name
+from sp_compiler.pass_manager.collector import older_objects_skipped
 from sp_compiler.pass_manager.dump import dump, dump_folder
 from sp_compiler.pass_manager.fallback import fallback_note, refused_operator
 from sp_compiler.pass_manager.reproduction import reproducible
@@ -163,7 +164,7 @@ def _export_and_compile(
     # At the start: that the folder cannot be written would otherwise show minutes later.
     folder = dump_folder()
     run = PassRunner(keep_graphs=keep != "nothing" or folder is not None)
-    with running_passes(open_dims), contextlib.ExitStack() as contexts:
+    with running_passes(open_dims), older_objects_skipped(), contextlib.ExitStack() as contexts:
         # With open sizes no failure is final: those of the example are compiled next.
         if not open_dims:
             contexts.enter_context(reproducible(model, args, kwargs, options, fixed))

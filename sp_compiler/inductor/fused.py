@@ -59,9 +59,10 @@ class Fused:
         if isinstance(tp, TracingRank):
             try:
                 self._traced = trace(self._function, tp, arguments)
+                return self._traced.results
             except Exception as error:  # of torch: whatever operator it cannot trace or decompose
                 self.run_as_written(first_line(error))
-            return self._function(tp, *arguments)
+                return self._function(tp, *arguments)
         if self.reason or self._traced is None:
             return self._function(tp, *arguments)
         if self._kernels is None and self.compile():

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +15,9 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.node import map_arg
 
+from sp_compiler.inductor.shortcuts import shortcuts
 from sp_compiler.ir.symbolic import example_number
 from sp_compiler.ops.communicator import Communicator
 
@@ -63,6 +63,12 @@ class Traced:
     takes_rank: bool
     several: bool
 
+    @property
+    def results(self) -> Any:
+        """What the function returns for the fake tensors."""
+        results = map_arg(self.module.graph.output_node().args[0], lambda node: node.meta["val"])
+        return tuple(results) if self.several else results[0]
+
 
 def trace(function: Callable[..., Any], tp: Communicator, arguments: Sequence[Any]) -> Traced:
     """Trace ``function(tp, *arguments)`` with fake tensors, one of them the rank.
@@ -86,8 +92,10 @@ def trace(function: Callable[..., Any], tp: Communicator, arguments: Sequence[An
     values = [tp.rank, *[arguments[place] for place in places]]
     mode = detect_fake_mode(values)
     assert mode is not None
-    # With open sizes operators must decompose in Python, where sizes may be symbols.
-    with torch.no_grad(), enable_python_dispatcher():
+    # With open sizes operators must decompose in Python, where sizes may be symbols; with fixed
+    # ones they do so in C++, which is quicker.
+    is_open = any(isinstance(x, torch.SymInt) or x._has_symbolic_sizes_strides for x in values)
+    with torch.no_grad(), enable_python_dispatcher() if is_open else contextlib.nullcontext():
         functional = torch.func.functionalize(flat)
         module = make_fx(functional, decomposition_table=select_decomp_table())(*values)
     graph = module.graph
@@ -114,39 +122,9 @@ def compile_graph(traced: Traced) -> Callable[[list[Any]], Sequence[Any]]:
     if traced.mode.shape_env is None:
         # The cache asks it for the guards of an entry, and passes a graph by that has none to ask.
         traced.mode.shape_env = ShapeEnv()
-    with tracing(TracingContext(traced.mode)), config.patch(_PINNED), vector_units_tried_once():
+    with tracing(TracingContext(traced.mode)), config.patch(_PINNED), shortcuts():
         kernels: Any = compile_fx_inner(traced.module, list(traced.fakes), is_inference=True)
     return kernels
-
-
-@contextlib.contextmanager
-def vector_units_tried_once() -> Iterator[None]:
-    """Context in which Inductor tries the vector units of a CPU once for its cache on disk.
-
-    It does so in every process: for each unit another process loads a library, which for a program
-    whose kernels are in the cache takes as long as everything else. Here what has passed is noted
-    in the cache, by the unit's code and flags, the compiler and torch.
-    """
-    from torch._inductor.cpu_vec_isa import VecISA, _get_isa_dry_compile_fingerprint
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    check = VecISA.check_build
-
-    def check_once(unit: VecISA, code: str) -> bool:
-        facts = _get_isa_dry_compile_fingerprint(unit.build_arch_flags()) + code
-        note = Path(cache_dir(), f"vector_unit_{hashlib.sha256(facts.encode()).hexdigest()}")
-        if note.exists():
-            return True
-        passes = check(unit, code)
-        if passes:
-            note.touch()
-        return passes
-
-    VecISA.check_build = check_once  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        VecISA.check_build = check  # type: ignore[method-assign]
 
 
 def _arrangement(fake: Any) -> Callable[[Tensor], Tensor] | None:

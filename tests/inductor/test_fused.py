@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,12 +16,19 @@ from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch._inductor.cpp_builder import _get_ffast_math_flags
 from torch._inductor.cpu_vec_isa import VecAVX2, VecISA
+from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.utils._sympy.value_ranges import ValueRanges
 
 from sp_compiler.inductor.fused import Fused, TracingRank
-from sp_compiler.inductor.lowering import _PINNED, _arrangement, vector_units_tried_once
+from sp_compiler.inductor.lowering import _PINNED, _arrangement
+from sp_compiler.inductor.shortcuts import (
+    equal_bounds_kept,
+    types_listed_once,
+    vector_units_tried_once,
+)
 from sp_compiler.ops.communicator import Communicator
 from sp_compiler.ops.dropout import dropout, dropout_mask
 from sp_compiler.ops.uniform import uniform
@@ -102,6 +110,26 @@ def test_collectives_of_fakes_have_the_shapes_of_real_ones() -> None:
     assert tp.all_reduce(x, "P", "R").shape == x.shape
 
 
+def test_a_traced_function_is_not_run_again() -> None:
+    """The graph knows the results: their shapes, their layout, and whether they are a tuple."""
+    calls = []
+
+    def function(tp: Communicator, x: Tensor) -> tuple[Tensor, Tensor]:
+        calls.append(tp)
+        return x.relu().t(), x + tp.rank
+
+    mode = FakeTensorMode()
+    with mode:
+        x = torch.empty(4, 8)
+        rank = TracingRank(torch.zeros((), dtype=torch.int64), 2)
+        turned, moved = Fused(function)(rank, x)
+        alone = Fused(lambda tp, x: x * 2)(rank, x)
+    assert len(calls) == 1
+    assert (turned.shape, turned.stride()) == ((8, 4), (1, 8))
+    assert moved.shape == alone.shape == (4, 8)
+    assert turned.fake_mode is mode
+
+
 def test_inputs_get_the_layout_that_was_compiled_for() -> None:
     """Of dims in another order; a part of a larger tensor and a number stay as they are."""
     traced = torch.empty(2, 5, 3).permute(1, 2, 0)
@@ -145,6 +173,35 @@ def test_vector_units_are_tried_once_for_a_cache(cache: Path) -> None:
             assert VecISA.check_build is check
     assert tries == [True, True, False]
     assert len(list(cache.glob("vector_unit_*"))) == 1
+
+
+def test_types_are_listed_once() -> None:
+    """With the same answers, and again for the next function."""
+    importlib.import_module("torch._inductor.lowering")  # which says what there is to list
+    expected = DtypePropagationOpsHandler().add
+    with mock.patch.object(DtypePropagationOpsHandler, "return_dtype") as listed:
+        counts = []
+        for _ in range(2):
+            with types_listed_once():
+                first = DtypePropagationOpsHandler().eq
+                assert DtypePropagationOpsHandler().eq is first
+                assert DtypePropagationOpsHandler().add.keywords == expected.keywords
+            counts.append(first)
+        assert counts[0] is not counts[1]
+        assert first.func is listed
+    assert DtypePropagationOpsHandler().eq is not first
+
+
+def test_equal_bounds_are_kept() -> None:
+    """And no others."""
+    mine, same, other = ValueRanges(0, 8), ValueRanges(0, 8), ValueRanges(4, 12)
+    intersection = ValueRanges.tighten
+    ask = mock.patch.object(ValueRanges, "tighten", autospec=True, side_effect=intersection)
+    with ask as asked, equal_bounds_kept():
+        assert mine.tighten(same) is mine
+        assert not asked.called
+        assert mine.tighten(other) == ValueRanges(4, 8)
+        assert asked.called
 
 
 @pytest.mark.slow

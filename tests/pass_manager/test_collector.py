@@ -1,0 +1,48 @@
+"""The garbage collector inside of a compilation and behind it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from sp_compiler.pass_manager.collector import older_objects_skipped
+
+
+class _Cycle:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_frozen() -> Iterator[None]:
+    """But after the test again what is frozen for all tests."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+def test_only_objects_of_the_context_are_collected() -> None:
+    older = _Cycle()
+    older_gone = weakref.ref(older)
+    with older_objects_skipped():
+        del older
+        newer_gone = weakref.ref(_Cycle())
+        gc.collect()
+        assert newer_gone() is None
+        assert older_gone() is not None
+        with older_objects_skipped():
+            pass
+        assert gc.get_freeze_count(), "the inner context ended the outer one"
+    assert not gc.get_freeze_count()
+    gc.collect()
+    assert older_gone() is None
+
+
+def test_what_a_user_has_frozen_stays_frozen() -> None:
+    gc.freeze()
+    with older_objects_skipped():
+        pass
+    assert gc.get_freeze_count()

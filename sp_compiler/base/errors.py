@@ -5,6 +5,9 @@ Every message says what was wrong, what was allowed, where in the user's model, 
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 from torch.fx import Node
 
 from sp_compiler.base.provenance import node_origin
@@ -61,3 +64,9 @@ class RankMismatchError(SPCompilerError, RuntimeError):
 
 class RankFailureError(SPCompilerError, RuntimeError):
     """Another rank of the tensor-parallel group failed; the message is that rank's."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return ``"; did you mean 'recompute'?"`` for the nearest of the ``known`` names, or ""."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""

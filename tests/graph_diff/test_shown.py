@@ -174,6 +174,35 @@ def test_what_a_call_gets_is_compared_where_its_kind_got_another_number() -> Non
     assert other.calls == (("h.1", "A2", "B"),)
 
 
+def test_a_renamed_parameter_is_one_short_line_for_all_layers(tmp_path: Path) -> None:
+    def stage(name: str) -> Snapshot:
+        weights = [f"param h.0.{each}.weight" for each in ("norm", "q", "k", "v", name, "down")]
+        calls = [(f"h.{layer}", "Block") for layer in range(12)]
+        block = f"Block({', '.join(weights)}, call 0.0)"
+        return Snapshot("", {"Block": captured()}, calls, [block.replace(".0", f".{i}") for i in range(12)])
+
+    result = diff(stage("up"), stage("expand"))
+    assert len(result.calls) == 12
+    lines = [
+        "~ call h.0: Block(..., param h.0.up.weight, ...) -> "
+        "Block(..., param h.0.expand.weight, ...)",
+        "    the same 11 times more, to h.11",
+    ]
+    assert str(result).splitlines() == lines
+    assert result.to_unified().splitlines()[2:] == lines
+    console = Console(width=200, color_system=None)
+    with console.capture() as capture:
+        console.print(result.side_by_side())
+    assert [line.rstrip() for line in capture.get().splitlines()[-2:]] == lines
+    result.to_html(tmp_path / "diff.html")
+    page = html.unescape((tmp_path / "diff.html").read_text(encoding="utf-8"))
+    assert all(line.strip() in page for line in lines)
+    assert "h.3.up" not in page
+    # Calls of other regions, too.
+    other = Snapshot("", {"C": captured()}, [("h.0", "C")], ["C(param w)"])
+    assert "~ call h.0: none -> C" in str(diff(stage("up"), other))
+
+
 @pytest.mark.slow
 def test_ten_thousand_nodes_take_seconds() -> None:
     first, second = (_long_chain(2500, act) for act in (aten.relu.default, aten.tanh.default))

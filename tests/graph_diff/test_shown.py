@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import html
 import re
-import shutil
-import subprocess
 import time
 from html.parser import HTMLParser
 from pathlib import Path
@@ -23,9 +21,9 @@ from sp_compiler.graph_diff.report import GraphDiff
 from sp_compiler.ir.snapshot import Snapshot
 from sp_compiler.ops.registry import Collective
 from tests.graph_diff.test_diff import captured, sharded
+from tests.helpers.browser import dom_of, needs_browser
 from tests.helpers.graph_builder import aten
 
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 _INPUTS: Any = ((torch.randn(2, 4),), {})
 
 
@@ -250,7 +248,7 @@ def test_names_in_a_page_are_no_markup(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
+@needs_browser
 def test_search_and_filter_in_a_browser(result: GraphDiff, tmp_path: Path) -> None:
     result.to_html(tmp_path / "diff.html")
     address = f"file://{tmp_path / 'diff.html'}"
@@ -262,11 +260,6 @@ def test_search_and_filter_in_a_browser(result: GraphDiff, tmp_path: Path) -> No
 
 def _shown(address: str) -> str:
     """Return the page's text about how many nodes fit; fails if the console has an error."""
-    command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
-    run = subprocess.run(
-        [*command, "--enable-logging=stderr", address], capture_output=True, text=True, timeout=60
-    )
-    assert "CONSOLE" not in run.stderr, run.stderr
-    (shown,) = re.findall(r'id="shown">([^<]*)<', run.stdout)
+    (shown,) = re.findall(r'id="shown">([^<]*)<', dom_of(address))
     assert isinstance(shown, str)
     return shown

@@ -11,11 +11,13 @@ from torch.fx import Graph, Node
 
 from sp_compiler.base.errors import ArgumentError
 
-_OPERATORS = {
-    **{ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul},
-    **{ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod},
-    **{ast.Pow: operator.pow, ast.MatMult: operator.matmul, ast.USub: operator.neg},
-    **{ast.BitAnd: operator.and_, ast.BitOr: operator.or_, ast.Invert: operator.invert},
+_OPERATORS: dict[type[ast.AST], Any] = {
+    getattr(ast, name): getattr(operator, function)
+    for name, function in (
+        *(("Add", "add"), ("Sub", "sub"), ("Mult", "mul"), ("Div", "truediv"), ("Mod", "mod")),
+        *(("FloorDiv", "floordiv"), ("Pow", "pow"), ("MatMult", "matmul"), ("USub", "neg")),
+        *(("BitAnd", "and_"), ("BitOr", "or_"), ("Invert", "invert")),
+    )
 }
 
 
@@ -109,30 +111,39 @@ class _Function:
                 self._call(_Callable(f"{ast.unparse(target)} ="), (value,))
 
     def _read(self, value: ast.expr, name: str = "") -> Any:
+        """Return the node, or the literal, for an expression."""
         match value:
-            case ast.Name(id=known) if known in self._values:
-                return self._values[known]
-            case ast.Constant():
-                return value.value
             case ast.Tuple(elts=parts):
                 return tuple(map(self._read, parts))
             case ast.List(elts=parts):
                 return list(map(self._read, parts))
+            case ast.Name(id=known) if known in self._values:
+                return self._values[known]
+            case ast.Call():
+                return self._read_call(value, name)
+        known_names = self._values.keys()
+        if not any(isinstance(n, ast.Name) and n.id in known_names for n in ast.walk(value)):
+            return self._literal(value)
+        return self._read_operator(value, name)
+
+    def _literal(self, value: ast.expr) -> Any:
+        try:
+            return ast.literal_eval(value)
+        except ValueError:  # torch.float32, say
+            text = ast.unparse(value)
+            return self._aliases.get(text, text)
+
+    def _read_operator(self, value: ast.expr, name: str) -> Node:
+        match value:
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
                 operands = (self._read(left), self._read(right))
                 return self._call(_OPERATORS[type(op)], operands, name=name)
-            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
-                return -number
             case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
                 return self._call(_OPERATORS[type(op)], (self._read(operand),), name=name)
-            case ast.Call():
-                return self._read_call(value, name)
             case ast.Subscript(value=of, slice=index):
                 item = (self._read(of), self._read(index))
                 return self._call(operator.getitem, item, name=name)
-        if any(isinstance(n, ast.Name) and n.id in self._values for n in ast.walk(value)):
-            return self._opaque(value, name)
-        return self._aliases.get(text := ast.unparse(value), text)  # torch.float32, say
+        return self._opaque(value, name)
 
     def _read_call(self, call: ast.Call, name: str) -> Node:
         args = [self._read(arg) for arg in call.args]

@@ -57,8 +57,8 @@ def diff(a: Comparable, b: Comparable, *, example_inputs: ExampleInputs | None =
         example_inputs: (args, kwargs) of a call, for uncompiled modules.
 
     Raises:
-        ArgumentError: an argument of another type, text that is no generated code, an uncompiled module without
-            ``example_inputs``, or a single graph against a stage of several regions.
+        ArgumentError: an argument of another type, text that is no generated code, an uncompiled
+            module without ``example_inputs``, or a single graph against a stage of several regions.
         CaptureError: an uncompiled module cannot be captured.
     """
     first, second = snapshot_of(a, example_inputs), snapshot_of(b, example_inputs)

@@ -30,8 +30,8 @@ def call_lines(calls: Calls) -> Iterator[str]:
     """``~ call h.1: A -> B``; of arguments only those that differ, of equal changes the first."""
     for _, equal in itertools.groupby(calls, key=_without_numbers):
         (path, before, after), *others = equal
-        old, new = _folded_arguments(before, after)
-        yield f"~ call {path or '(model)'}: {shortened(old) or 'none'} -> {shortened(new) or 'none'}"
+        old, new = map(_show, _folded_arguments(before, after))
+        yield f"~ call {path or '(model)'}: {old} -> {new}"
         if others:
             yield f"    the same {_times(len(others))}, to {others[-1][0]}"
 

@@ -111,11 +111,11 @@ def _no_data(missing: Sequence[str], state: ModuleState) -> str:
     ]
     # Whoever has loaded the weights would load them again in vain.
     if in_no_file == list(missing):
+        others = f", and so for {', '.join(missing[1:4])}" if missing[1:] else ""
         return (
             f"buffer {missing[0]} has no data: the model was built on the meta device, and no file "
             "has a buffer with persistent=False; before the first call compute it as the model's "
-            f"constructor does, and assign it: module.{missing[0]} = ... (the others: "
-            f"{', '.join(missing[1:4]) or 'none'})"
+            f"constructor does, and assign it: module.{missing[0]} = ...{others}"
         )
     return (
         f"{len(missing)} parameters or buffers have no data ({', '.join(missing[:3])}...): "

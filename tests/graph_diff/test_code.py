@@ -64,8 +64,12 @@ def test_an_edit_is_what_differs(tmp_path: Path) -> None:
     assert diff(CODE, CODE).is_empty
     # Names, comments and when values are freed are no differences.
     assert diff(CODE, CODE.replace("        del h\n", "").replace("y * 2", "y  *  2")).is_empty
-    assert diff(CODE, CODE.replace("h = aten", "act = aten").replace("er(h,", "er(act,").replace(
-        "        del h\n", "")).is_empty
+    assert diff(
+        CODE,
+        CODE.replace("h = aten", "act = aten")
+        .replace("er(h,", "er(act,")
+        .replace("        del h\n", ""),
+    ).is_empty
     edited = tmp_path / "edited.py"
     edited.write_text(CODE.replace("-grad * x", "-grad * x * 0.5"), encoding="utf-8")
     result = diff(CODE, edited)

@@ -177,7 +177,9 @@ def test_a_renamed_parameter_is_one_short_line_for_all_layers(tmp_path: Path) ->
         weights = [f"param h.0.{each}.weight" for each in ("norm", "q", "k", "v", name, "down")]
         calls = [(f"h.{layer}", "Block") for layer in range(12)]
         block = f"Block({', '.join(weights)}, call 0.0)"
-        return Snapshot("", {"Block": captured()}, calls, [block.replace(".0", f".{i}") for i in range(12)])
+        return Snapshot(
+            "", {"Block": captured()}, calls, [block.replace(".0", f".{i}") for i in range(12)]
+        )
 
     result = diff(stage("up"), stage("expand"))
     assert len(result.calls) == 12

@@ -386,7 +386,9 @@ def test_operators_with_effects() -> None:
 
 
 def test_arguments_that_are_missing_or_too_many() -> None:
-    with pytest.raises(TypeError, match=r"required argument: 'memory'; expected suggest\(model, ex"):
+    with pytest.raises(
+        TypeError, match=r"required argument: 'memory'; expected suggest\(model, ex"
+    ):
         sp_compiler.suggest(net(), ((batch(),), {}), gpus=8, microbatches=8)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"too many positional.*expected compile\(model\)"):
         sp_compiler.compile(net(), 2)  # type: ignore[call-arg, misc]

@@ -202,7 +202,8 @@ def test_a_budget_that_is_too_small_says_what_would_do() -> None:
 
 
 def test_code_outside_of_layers_is_told_in_words() -> None:
-    one, inputs = nn.Linear(8, 8), ((torch.randn(4, 8),), {})
+    one = nn.Linear(8, 8)
+    inputs: Any = ((torch.randn(4, 8),), {})
     with pytest.raises(ArgumentError, match="Then the model needs most"):
         plan(one, inputs, recompute="auto", memory_budget=1, tp=1)
 

@@ -11,8 +11,7 @@ from typing import Any, Literal, TypedDict, get_args
 
 from torch.fx import GraphModule
 
-from sp_compiler.base.calls import Function, refusing_other_arguments
-from sp_compiler.base.errors import ArgumentError
+from sp_compiler.base.errors import ArgumentError, Function, refusing_other_arguments
 from sp_compiler.base.pass_report import Pass, PassReport
 from sp_compiler.base.units import parse_bytes
 from sp_compiler.cost.hardware import Hardware, hardware_of

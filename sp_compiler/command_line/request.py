@@ -25,7 +25,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from sp_compiler.base.errors import ArgumentError, CaptureError, SPCompilerError
+from sp_compiler.base.errors import ArgumentError, CaptureError, SPCompilerError, did_you_mean
 from sp_compiler.base.log import VARIABLE as LOG_VARIABLE
 from sp_compiler.command_line.models import Loaded, load, presets
 from sp_compiler.options import Options
@@ -102,7 +102,8 @@ class Request:
             if not equals:
                 raise ArgumentError(f"-o {name}: expected NAME=VALUE, such as recompute=full")
             if name.replace("-", "_") not in known:
-                raise ArgumentError(f"-o {name}: expected one of {', '.join(known)}")
+                near = did_you_mean(name.replace("-", "_"), known)
+                raise ArgumentError(f"-o {name}: expected one of {', '.join(known)}{near}")
         # Both spellings: options of a terminal have hyphens, those of compile underscores.
         return {name.replace("-", "_"): _value(text) for name, _, text in pairs}
 

@@ -48,13 +48,26 @@ def _folded_arguments(before: str, after: str) -> tuple[str, str]:
     if name != other or not (old and new):
         return before, after
     parts = old.split(", "), new.split(", ")
-    folded_parts: tuple[list[str], list[str]] = ([], [])
-    for tag, *ends in SequenceMatcher(None, *parts, autojunk=False).get_opcodes():
-        for kept, all_parts, start, stop in zip(
-            folded_parts, parts, ends[::2], ends[1::2], strict=True
-        ):
-            kept += ["..."] if tag == "equal" else all_parts[start:stop]
-    return f"{name}({', '.join(folded_parts[0])})", f"{name}({', '.join(folded_parts[1])})"
+    folds: tuple[list[str], list[str]] = ([], [])
+    for equal, *spans in _equal_spans(*parts):
+        for fold, own, (start, stop) in zip(folds, parts, spans, strict=True):
+            fold += ["..."] if equal else own[start:stop]
+    return f"{name}({', '.join(folds[0])})", f"{name}({', '.join(folds[1])})"
+
+
+def _equal_spans(
+    old: Sequence[str], new: Sequence[str]
+) -> Iterator[tuple[bool, tuple[int, int], tuple[int, int]]]:
+    """Whether they are equal, start and end in either, of runs of arguments."""
+    if len(old) == len(new):  # by their places, for two that changed places are no insertion
+        pairs = enumerate(zip(old, new, strict=True))
+        for equal, run in itertools.groupby(pairs, key=lambda pair: pair[1][0] == pair[1][1]):
+            places = [place for place, _ in run]
+            span = (places[0], places[-1] + 1)
+            yield equal, span, span
+        return
+    for tag, *ends in SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+        yield tag == "equal", (ends[0], ends[1]), (ends[2], ends[3])
 
 
 def _times(count: int) -> str:

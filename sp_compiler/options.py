@@ -7,11 +7,11 @@ import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, TypedDict, TypeVar, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 from torch.fx import GraphModule
 
-from sp_compiler.base.errors import ArgumentError
+from sp_compiler.base.errors import ArgumentError, Function, refusing_other_arguments
 from sp_compiler.base.pass_report import Pass, PassReport
 from sp_compiler.base.units import parse_bytes
 from sp_compiler.cost.hardware import Hardware, hardware_of
@@ -140,13 +140,11 @@ class Options(TypedDict, total=False):
     hardware: str | Path | Hardware
 
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
 def with_options(function: Function) -> Function:
     """Spell ``**options: Unpack[Options]`` out in the signature and docstring of ``function``.
 
-    This way ``help`` and editors show names, defaults and meanings, which are defined only here.
+    This way ``help`` and editors show names, defaults and meanings, which are defined only here,
+    and a call with other names is refused by the nearest of these.
     """
     signature = inspect.signature(function)
     # Named in the signature of an editor, while the code below keeps one ``**options``.
@@ -161,10 +159,11 @@ def with_options(function: Function) -> Function:
         for each in fields(CompileOptions)
         if each.name in Options.__annotations__
     ]
-    function.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
+    spelt_out = signature.replace(parameters=[*own, *options])
+    checked = refusing_other_arguments(function, spelt_out)
     meanings = (inspect.getdoc(Options) or "").partition("\n\n")[2]  # none under python -OO
-    function.__doc__ = f"{inspect.getdoc(function)}\n\n{meanings}"
-    return function
+    checked.__doc__ = f"{inspect.getdoc(function)}\n\n{meanings}"
+    return checked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,12 +279,6 @@ class CompileOptions:
     @classmethod
     def of(cls, tp: int, options: Options, *, in_stages: bool = False) -> CompileOptions:
         """Return the validated form of a user's ``options``; ``in_stages``: of a pipeline."""
-        # As Python says it; what else this class has, meshes and pipelines decide.
-        if unknown := sorted(options.keys() - Options.__annotations__.keys()):
-            raise TypeError(
-                f"unexpected option {unknown[0]!r}: expected one of "
-                f"{', '.join(Options.__annotations__)}"
-            )
         rest = options.get("recompute_rest")
         if rest is not None and not in_stages:
             raise ArgumentError(

@@ -52,6 +52,11 @@ def _add(path: str, files: Any, config: Any) -> None:
         _add(member.relative_to(ROOT).as_posix(), files, config)
 
 
+def on_post_build(config: Any) -> None:
+    """Remove the page of servers for wrong addresses, which finds nothing if opened as a file."""
+    Path(config["site_dir"], "404.html").unlink()
+
+
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     """Rewrite links to where the site has the file."""
     here = page.file.src_uri

@@ -221,13 +221,22 @@ def _names(program: Program, ways: Candidates, chosen: Sequence[Candidate]) -> t
     return tuple(names[id(candidate)] for candidate in chosen)
 
 
+_OUTSIDE = {
+    "Model": "the model",
+    "Prologue": "the code before the first layer",
+    "Epilogue": "the code after the last layer, such as the loss,",
+}
+
+
 def _too_small(
     program: Program, calls: Sequence[CallSplits], budget_bytes: int, state_bytes: int
 ) -> str:
     peaks = list(needs(calls, smallest(calls)))
     index = max(range(len(peaks)), key=lambda i: peaks[i][1])
     kept, peak = peaks[index]
-    where = program.calls[index].path or program.calls[index].region.name
+    call = program.calls[index]
+    # The names that regions outside of layers have are ours.
+    where = call.path or _OUTSIDE.get(call.region.name, "the code between layers")
     # In the user's own terms: the limit that was given, and the least that could have been.
     name, limit, least = "memory_budget", budget_bytes, peak
     state = ""

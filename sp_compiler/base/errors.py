@@ -5,9 +5,17 @@ Every message says what was wrong, what was allowed, where in the user's model, 
 
 from __future__ import annotations
 
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar, cast
+
 from torch.fx import Node
 
 from sp_compiler.base.provenance import node_origin
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class SPCompilerError(Exception):
@@ -61,3 +69,35 @@ class RankMismatchError(SPCompilerError, RuntimeError):
 
 class RankFailureError(SPCompilerError, RuntimeError):
     """Another rank of the tensor-parallel group failed; the message is that rank's."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return ``"; did you mean 'recompute'?"`` for the nearest of the ``known`` names, or ""."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def refusing_other_arguments(function: Function, signature: inspect.Signature) -> Function:
+    """Return ``function`` with the ``signature``, whose ``TypeError`` says what is near and
+    needed."""
+    parameters = signature.parameters.values()
+    needed = [each for each in parameters if each.default is each.empty]
+    form = ", ".join(
+        f"{each.name}=..." if each.kind is each.KEYWORD_ONLY else each.name for each in needed
+    )
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            unknown = next((key for key in kwargs if key not in signature.parameters), None)
+            near = "" if unknown is None else did_you_mean(unknown, signature.parameters)
+            raise TypeError(
+                f"{function.__name__}(): {error}; expected {function.__name__}({form}) and options "
+                f"by name{near}"
+            ) from None
+        return function(*args, **kwargs)
+
+    checked.__signature__ = signature  # type: ignore[attr-defined]
+    return cast(Function, checked)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import ctypes
 import functools
 import inspect
 import io
@@ -24,7 +25,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from sp_compiler.base.errors import ArgumentError, CaptureError, SPCompilerError
+from sp_compiler.base.errors import ArgumentError, CaptureError, SPCompilerError, did_you_mean
 from sp_compiler.base.log import VARIABLE as LOG_VARIABLE
 from sp_compiler.command_line.models import Loaded, load, presets
 from sp_compiler.options import Options
@@ -101,7 +102,8 @@ class Request:
             if not equals:
                 raise ArgumentError(f"-o {name}: expected NAME=VALUE, such as recompute=full")
             if name.replace("-", "_") not in known:
-                raise ArgumentError(f"-o {name}: expected one of {', '.join(known)}")
+                near = did_you_mean(name.replace("-", "_"), known)
+                raise ArgumentError(f"-o {name}: expected one of {', '.join(known)}{near}")
         # Both spellings: options of a terminal have hyphens, those of compile underscores.
         return {name.replace("-", "_"): _value(text) for name, _, text in pairs}
 
@@ -240,12 +242,25 @@ def check_writable(option: str, path: Path | None) -> None:
 
 @contextlib.contextmanager
 def progress(text: str) -> Iterator[None]:
-    """Context that shows a long-running step on a terminal."""
+    """Context that shows a long-running step on a terminal; what it prints goes to stderr."""
     # The process's own, for what a command runs cannot write there. A spinner in the log of a job
     # would be a thousand lines.
     terminal = Console(file=sys.__stderr__)
-    if not terminal.is_terminal or os.environ.get("CI"):
+    shown = terminal.is_terminal and not os.environ.get("CI")
+    with terminal.status(f"{text} ...") if shown else contextlib.nullcontext(), _to_stderr():
         yield
-        return
-    with terminal.status(f"{text} ..."):
-        yield
+
+
+@contextlib.contextmanager
+def _to_stderr() -> Iterator[None]:
+    """Keep stdout for the result: models print, and so does the solver of scipy, in C++."""
+    flush = ctypes.CDLL(None).fflush
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        flush(None)  # what C has buffered, while it goes to stderr
+        os.dup2(stdout, 1)
+        os.close(stdout)

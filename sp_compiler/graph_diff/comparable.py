@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import singledispatch
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -11,6 +12,7 @@ from torch.fx import Graph, GraphModule
 
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.compiler import to_program
+from sp_compiler.graph_diff.code_graphs import code_graphs
 from sp_compiler.ir.program import Program
 from sp_compiler.ir.snapshot import Snapshot, Stages
 from sp_compiler.options import CompileOptions
@@ -18,8 +20,8 @@ from sp_compiler.trace.arguments import ExampleInputs, checked_inputs
 from sp_compiler.trace.export import capture
 
 EXPECTED = (
-    "a Module, compiled or with example_inputs, a stage of one, a Program, a Graph, GraphModule or "
-    "ExportedProgram"
+    "a Module, compiled or with example_inputs, a stage of one, a Program, a Graph, GraphModule, "
+    "ExportedProgram, or generated code as text or the path of a file"
 )
 # The name of the one graph of what has no regions.
 FLAT = ""
@@ -61,6 +63,18 @@ def _(value: Graph, example_inputs: ExampleInputs | None) -> Snapshot:
 @snapshot_of.register(ExportedProgram)
 def _(value: Any, example_inputs: ExampleInputs | None) -> Snapshot:
     return Snapshot(type(value).__name__, {FLAT: value.graph})
+
+
+@snapshot_of.register
+def _(value: str, example_inputs: ExampleInputs | None) -> Snapshot:
+    return Snapshot("code", code_graphs(value))
+
+
+@snapshot_of.register
+def _(value: Path, example_inputs: ExampleInputs | None) -> Snapshot:
+    if not value.is_file():
+        raise ArgumentError(f"cannot compare {value}: there is no such file")
+    return Snapshot(value.name, code_graphs(value.read_text(encoding="utf-8")))
 
 
 @snapshot_of.register

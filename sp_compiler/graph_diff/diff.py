@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from difflib import SequenceMatcher
+from pathlib import Path
 from typing import TypeAlias
 
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ from sp_compiler.ir.text import meta_text, render_arguments, render_dtype, rende
 from sp_compiler.trace.arguments import ExampleInputs
 
 Comparable: TypeAlias = (
-    nn.Module | Graph | GraphModule | ExportedProgram | Program | Snapshot | Stages
+    nn.Module | Graph | GraphModule | ExportedProgram | Program | Snapshot | Stages | str | Path
 )
 
 
@@ -38,6 +39,7 @@ def diff(a: Comparable, b: Comparable, *, example_inputs: ExampleInputs | None =
 
     >>> print(sp_compiler.diff(model, other_model, example_inputs=((ids,), {})))
     >>> sp_compiler.diff(module.stages["capture"], module).to_html("diff.html")
+    >>> print(sp_compiler.diff(module.code, Path("edited.py")))  # what an edit of the code changes
 
     A compiled module is compared by the graphs that it runs; an uncompiled module is captured,
     normalised and cut into its distinct layers. Regions are matched by name. If forward and
@@ -50,13 +52,13 @@ def diff(a: Comparable, b: Comparable, *, example_inputs: ExampleInputs | None =
 
     Args:
         a: the first side: a module, a stage of a compilation, a ``Program``, an FX graph or graph
-            module, or an exported program.
+            module, an exported program, or generated code: its text, or the path of a file.
         b: the second side, as ``a``.
         example_inputs: (args, kwargs) of a call, for uncompiled modules.
 
     Raises:
-        ArgumentError: an argument of another type, an uncompiled module without
-            ``example_inputs``, or a single graph against a stage of several regions.
+        ArgumentError: an argument of another type, text that is no generated code, an uncompiled
+            module without ``example_inputs``, or a single graph against a stage of several regions.
         CaptureError: an uncompiled module cannot be captured.
     """
     first, second = snapshot_of(a, example_inputs), snapshot_of(b, example_inputs)

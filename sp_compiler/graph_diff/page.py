@@ -11,7 +11,7 @@ from sp_compiler.base.placement import legend_of
 from sp_compiler.base.units import bytes_text
 from sp_compiler.graph_diff.data import KINDS, Entry, Equal, Kind, Repeat, Section, Totals
 from sp_compiler.graph_diff.folding import folded
-from sp_compiler.graph_diff.text import Calls, repeat_text, section_title, summary_lines
+from sp_compiler.graph_diff.text import Calls, call_lines, repeat_text, section_title, summary_lines
 
 
 def page(
@@ -42,7 +42,7 @@ def page(
     infos = [info for entry in entries for info in (entry.before, entry.after) if info]
     return environment.from_string(template.read_text(encoding="utf-8")).render(
         sections=list(zip(sections, items, strict=True)),
-        calls=calls,
+        calls=list(call_lines(calls)),
         totals=totals,
         counts=counts,
         kinds=KINDS,

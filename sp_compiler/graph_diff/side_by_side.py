@@ -13,7 +13,7 @@ from sp_compiler.graph_diff.data import Entry, Equal, Item, Kind, NodeInfo, Repe
 from sp_compiler.graph_diff.folding import folded
 from sp_compiler.graph_diff.text import (
     Calls,
-    call_line,
+    call_lines,
     node_texts,
     repeat_text,
     section_title,
@@ -47,7 +47,7 @@ def side_by_side(
     return Group(
         heads,
         *(part for section in sections for part in _section(section, context)),
-        *(Text(call_line(*call), style="yellow") for call in calls),
+        *(Text(line, style="yellow") for line in call_lines(calls)),
         *(Text(line, style="dim") for line in legend_of(node_texts(sections))),
     )
 

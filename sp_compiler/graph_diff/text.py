@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Iterator, Sequence
+from difflib import SequenceMatcher
 from typing import TypeAlias
 
 from sp_compiler.graph_diff.data import Entry, Equal, Fate, Repeat, Section, Summary
@@ -20,12 +23,55 @@ Calls: TypeAlias = Sequence[tuple[str, str, str]]
 def lines(sections: Sequence[Section], calls: Calls) -> list[Line]:
     """The differences of all graphs, then those of the calls."""
     of_graphs = [line for section in sections for line in _section_lines(section)]
-    return [*of_graphs, *((call_line(*call), "changed") for call in calls)]
+    return [*of_graphs, *((line, "changed") for line in call_lines(calls))]
 
 
-def call_line(path: str, before: str, after: str) -> str:
-    """``~ call h.1: A -> B``."""
-    return f"~ call {path or '(model)'}: {before or 'none'} -> {after or 'none'}"
+def call_lines(calls: Calls) -> Iterator[str]:
+    """``~ call h.1: A -> B``; of arguments only those that differ, of equal changes the first."""
+    for _, equal in itertools.groupby(calls, key=_without_numbers):
+        (path, before, after), *others = equal
+        old, new = map(_show, _folded_arguments(before, after))
+        yield f"~ call {path or '(model)'}: {old} -> {new}"
+        if others:
+            yield f"    the same {_times(len(others))}, to {others[-1][0]}"
+
+
+def _without_numbers(call: tuple[str, str, str]) -> tuple[str, ...]:
+    # Layers of one kind have equal arguments but for the number of the layer.
+    return tuple(re.sub(r"\d+", "#", part) for part in call)
+
+
+def _folded_arguments(before: str, after: str) -> tuple[str, str]:
+    """``A(..., x)`` and ``A(..., y)`` for calls of one region that agree in all but the last."""
+    name, _, old = before.removesuffix(")").partition("(")
+    other, _, new = after.removesuffix(")").partition("(")
+    if name != other or not (old and new):
+        return before, after
+    parts = old.split(", "), new.split(", ")
+    folds: tuple[list[str], list[str]] = ([], [])
+    for equal, *spans in _equal_spans(*parts):
+        for fold, own, (start, stop) in zip(folds, parts, spans, strict=True):
+            fold += ["..."] if equal else own[start:stop]
+    return f"{name}({', '.join(folds[0])})", f"{name}({', '.join(folds[1])})"
+
+
+def _equal_spans(
+    old: Sequence[str], new: Sequence[str]
+) -> Iterator[tuple[bool, tuple[int, int], tuple[int, int]]]:
+    """Whether they are equal, start and end in either, of runs of arguments."""
+    if len(old) == len(new):  # by their places, for two that changed places are no insertion
+        pairs = enumerate(zip(old, new, strict=True))
+        for equal, run in itertools.groupby(pairs, key=lambda pair: pair[1][0] == pair[1][1]):
+            places = [place for place, _ in run]
+            span = (places[0], places[-1] + 1)
+            yield equal, span, span
+        return
+    for tag, *ends in SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+        yield tag == "equal", (ends[0], ends[1]), (ends[2], ends[3])
+
+
+def _times(count: int) -> str:
+    return "once more" if count == 1 else f"{count} times more"
 
 
 def section_title(section: Section) -> str:
@@ -47,11 +93,9 @@ def node_texts(sections: Sequence[Section]) -> Iterator[str]:
 
 def repeat_text(repeat: Repeat) -> str:
     """Return the text for a repetition: ``the same 12 times more, to %linear_95``."""
-    num_others = len(repeat.others)
-    times = "once more" if num_others == 1 else f"{num_others} times more"
     last = repeat.others[-1][-1]
     end = last.entries[-1] if isinstance(last, Equal) else last
-    return f"the same {times}, to %{end.node}"
+    return f"the same {_times(len(repeat.others))}, to %{end.node}"
 
 
 def _section_lines(section: Section) -> Iterator[Line]:

@@ -8,7 +8,7 @@ from sp_compiler.graph_diff.data import Entry, Equal, Item, Repeat, Section, Tot
 from sp_compiler.graph_diff.folding import folded
 from sp_compiler.graph_diff.text import (
     Calls,
-    call_line,
+    call_lines,
     repeat_text,
     section_title,
     shortened,
@@ -31,8 +31,7 @@ def lines(
             continue
         for item in folded(section.nodes, context):
             yield from _item_lines(item)
-    for call in calls:
-        yield call_line(*call)
+    yield from call_lines(calls)
 
 
 def _item_lines(item: Item) -> Iterator[str]:

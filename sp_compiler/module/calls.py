@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -101,6 +101,30 @@ def run(state: ModuleState, executor: Executor, leaves: list[Any]) -> Any:
     return user_outputs(executor.compiled, execution, state.group, state.modules)
 
 
+def _no_data(missing: Sequence[str], state: ModuleState) -> str:
+    """What to do about tensors on the meta device."""
+    in_no_file = [
+        name
+        for name in missing
+        for path, _, own in [name.rpartition(".")]
+        if own in state.modules[path]._non_persistent_buffers_set
+    ]
+    # Whoever has loaded the weights would load them again in vain.
+    if in_no_file == list(missing):
+        others = f", and so for {', '.join(missing[1:4])}" if missing[1:] else ""
+        return (
+            f"buffer {missing[0]} has no data: the model was built on the meta device, and no file "
+            "has a buffer with persistent=False; before the first call compute it as the model's "
+            f"constructor does, and assign it: module.{missing[0]} = ...{others}"
+        )
+    return (
+        f"{len(missing)} parameters or buffers have no data ({', '.join(missing[:3])}...): "
+        "the model was built on the meta device; call module.load_pretrained(path), "
+        "module.load_state_dict(..., assign=True), or module.to_empty(device=...) and fill "
+        "them, before the first call"
+    )
+
+
 def require_data(state: ModuleState) -> None:
     """Raise an error while a parameter or a buffer is on the meta device.
 
@@ -113,12 +137,7 @@ def require_data(state: ModuleState) -> None:
     tensors = itertools.chain(state.parameters.items(), state.buffers.items())
     missing = [name for name, value in tensors if value.is_meta]
     if missing:
-        raise ArgumentError(
-            f"{len(missing)} parameters or buffers have no data ({', '.join(missing[:3])}...): "
-            "the model was built on the meta device; call module.load_pretrained(path), "
-            "module.load_state_dict(..., assign=True), or module.to_empty(device=...) and fill "
-            "them, before the first call"
-        )
+        raise ArgumentError(_no_data(missing, state))
     state.has_data = True
     # What was on meta when it was placed. Parts of a sharded one have nothing to be compared with.
     unsharded = {

@@ -148,7 +148,9 @@ class ShardedOutput(DTensor):
             full = [leaf.full_tensor() if isinstance(leaf, DTensor) else leaf for leaf in leaves]
             full_args, full_kwargs = pytree.tree_unflatten(full, structure)
             return func(*full_args, **full_kwargs)
-        return pytree.tree_map_only(DTensor, _result, result)
+        # A tree of sizes is mapped to a tuple, which has no numel().
+        is_size = isinstance(result, torch.Size)
+        return result if is_size else pytree.tree_map_only(DTensor, _result, result)
 
 
 def _mutates(name: str, kwargs: Mapping[str, Any]) -> bool:

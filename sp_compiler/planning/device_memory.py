@@ -52,10 +52,16 @@ def require_fit(plan: PlanData, options: CompileOptions) -> None:
     if state.total_bytes < limit:
         auto = "" if options.recompute == "auto" else 'recompute="auto", which fills what is left; '
         advice = f"Use {auto}more tensor-parallel ranks; or a smaller batch"
+    # The plan of the same step without a limit may have a higher peak.
+    least = (
+        " (overlap would take more if there were more)"
+        if options.overlap and options.tp > 1
+        else ""
+    )
     raise ArgumentError(
         f"{_limit(limit)}: a step needs {bytes_text(plan.total_bytes)}, "
         f"{bytes_text(plan.total_bytes - limit)} more: {_state_text(state)}, activations "
-        f"{bytes_text(plan.activation_peak_bytes)} at their peak. {advice}"
+        f"{bytes_text(plan.activation_peak_bytes)} at their peak{least}. {advice}"
     )
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule
 
-from sp_compiler.base.errors import ArgumentError
+from sp_compiler.base.errors import ArgumentError, SPCompilerError, did_you_mean
 from sp_compiler.compiler import build
 from sp_compiler.ir.hints import Parameters, parameters_of, unmatched
 from sp_compiler.options import CompileOptions, Options
@@ -31,8 +32,8 @@ def sp_compiler_backend(
     *,
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
-) -> CompiledGraph:
-    """Compile a graph that dynamo captured, at its first call.
+) -> Callable[..., Any]:
+    """Compile a graph that dynamo captured, at its first call, which also raises every error.
 
     Parameters remain the user's own, full on every rank; the compiled graph reads its shards and
     gives every parameter its full gradient, the same on all ranks. All ranks must call the model
@@ -46,13 +47,17 @@ def sp_compiler_backend(
         mode: not supported.
 
     Raises:
-        ArgumentError: unknown options, invalid values, no process group of the right size. torch
-            wraps it in ``BackendCompilerFailed``.
-        UnsupportedError: with ``strict``, a costly part of the graph is replicated.
+        ArgumentError: at the first call: unknown options, invalid values, no process group of the
+            right size.
+        UnsupportedError: at the first call: with ``strict``, a costly part of the graph is
+            replicated.
     """
-    if mode is not None:
-        raise ArgumentError(f'mode={mode!r}: backend "sp_compiler" has no modes; pass options=')
-    compile_options, group = _parse(dict(options or {}), _device_type(example_inputs))
+    try:
+        compile_options, group = _parse(dict(options or {}), mode, _device_type(example_inputs))
+        graph = DynamoGraph.of(module, example_inputs)
+    except SPCompilerError as error:
+        # Raised here, torch would wrap it in an error of its own, unlike those of later calls.
+        return partial(_raise, error)
 
     # One for all sizes, so that it warns once.
     check_fallbacks = FallbackCheck(compile_options, group.rank)
@@ -63,7 +68,6 @@ def sp_compiler_backend(
         check_fallbacks(compiled.plan.costly_fallbacks)
         return compiled
 
-    graph = DynamoGraph.of(module, example_inputs)
     return CompiledGraph(graph, group, compile_for, options=compile_options.texts())
 
 
@@ -82,12 +86,20 @@ def _with_own_hints(options: CompileOptions, parameters: Parameters) -> CompileO
     return dataclasses.replace(options, hints=kept)
 
 
-def _parse(options: dict[str, Any], device_type: str) -> tuple[CompileOptions, TensorParallelGroup]:
+def _raise(error: SPCompilerError, *_: Any) -> NoReturn:
+    raise error
+
+
+def _parse(
+    options: dict[str, Any], mode: str | None, device_type: str
+) -> tuple[CompileOptions, TensorParallelGroup]:
+    if mode is not None:
+        raise ArgumentError(f'mode={mode!r}: backend "sp_compiler" has no modes; pass options=')
     unknown = [name for name in options if name not in _OPTIONS]
     if unknown:
         raise ArgumentError(
             f"options={{{', '.join(f'{name!r}: ...' for name in unknown)}}}: unknown; "
-            f"allowed are {', '.join(_OPTIONS)}"
+            f"allowed are {', '.join(_OPTIONS)}{did_you_mean(unknown[0], _OPTIONS)}"
         )
     # Code behind a graph break is eager, and computes with what it gets as with any tensor.
     if options.get("outputs", "replicate") != "replicate":

@@ -128,19 +128,21 @@ def _unfreeze(graph: Graph) -> None:
 
 
 def _write_eps(graph: Graph) -> None:
-    """Give norms without ``eps`` the number that their kernels take for operands of this dtype."""
+    """Give norms the ``eps`` that their kernels take for operands of this dtype."""
     # Otherwise the graph would be another function in float64, in which it is verified.
     for node in calls(graph, torch.ops.aten.rms_norm.default):
         values, shape, weight, eps = arguments(node).values()
-        if eps is None:
-            node.args = values, shape, weight, default_eps(values.meta["val"].dtype)
-            node.kwargs = {}
+        node.args = values, shape, weight, kernel_eps(eps, values.meta["val"].dtype)
+        node.kwargs = {}
 
 
-def default_eps(dtype: torch.dtype) -> float:
-    """``eps`` of ``torch.nn.functional.rms_norm`` where none is given; halves are computed in
-    float32."""
-    return min(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+def kernel_eps(eps: float | None, dtype: torch.dtype) -> float:
+    """What ``torch.nn.functional.rms_norm`` takes as ``eps``: torch rounds it to float32, in which
+    halves are computed too."""
+    if dtype == torch.float64:
+        return torch.finfo(dtype).eps if eps is None else eps
+    single = torch.finfo(torch.float32).eps if eps is None else eps
+    return torch.tensor(single, dtype=torch.float32).item()
 
 
 def refuse_text(leaves: Iterable[Any]) -> None:

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sp_compiler.ops.uniform import UNIFORM
-from sp_compiler.trace.exporting import default_eps
+from sp_compiler.trace.exporting import kernel_eps
 
 _aten = torch.ops.aten
 _WIDE = {torch.complex32: torch.complex128, torch.complex64: torch.complex128}
@@ -115,16 +115,16 @@ def _grouped_mm(
 _KERNELS: dict[str, Callable[..., Any]] = {"aten::_grouped_mm": _grouped_mm}
 
 
-class DefaultEps(TorchFunctionMode):
-    """Mode that gives ``rms_norm`` without ``eps`` that of a model's ``dtypes``.
+class KernelEps(TorchFunctionMode):
+    """Mode that gives ``rms_norm`` the ``eps`` of a model's ``dtypes``.
 
-    The default of what it computes in would be another number: 1.2e-7 in float32, 2.2e-16 in
-    float64.
+    That of what it computes in would be another number: by default 1.2e-7 in float32 and 2.2e-16 in
+    float64, and what is given is rounded to float32 only there.
     """
 
     def __init__(self, dtypes: Iterable[torch.dtype]) -> None:
         super().__init__()
-        self._eps = min(map(default_eps, (torch.float32, *dtypes)))
+        self._dtype = torch.float64 if torch.float64 in dtypes else torch.float32
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -132,7 +132,7 @@ class DefaultEps(TorchFunctionMode):
         if func not in (F.rms_norm, torch.rms_norm):
             return func(*args, **(kwargs or {}))
         values, shape, weight, eps = _arguments_of_norm(*args, **(kwargs or {}))
-        return func(values, shape, weight, self._eps if eps is None else eps)
+        return func(values, shape, weight, kernel_eps(eps, self._dtype))
 
 
 def _arguments_of_norm(

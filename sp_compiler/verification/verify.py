@@ -29,7 +29,7 @@ from sp_compiler.trace.environment import without_cache
 from sp_compiler.trace.export import capture, flatten_inputs
 from sp_compiler.verification.blocks import BlockData, check_blocks
 from sp_compiler.verification.judge import Numbers, Precision, Reference, backward
-from sp_compiler.verification.precision import DefaultEps, NothingDropped
+from sp_compiler.verification.precision import KernelEps, NothingDropped
 from sp_compiler.verification.reference import run_captured, run_program
 from sp_compiler.verification.report import Comparison, VerifyReport
 from sp_compiler.verification.sections import draws_uniform
@@ -166,7 +166,7 @@ class Step:
         args, kwargs = pytree.tree_unflatten(list(tensors.inputs), self.spec)
         state = {**tensors.buffers, **tensors.params}
         own = [value.dtype for value in self.tensors.params.values() if value.is_floating_point()]
-        with DefaultEps(own):  # as the capture has it
+        with KernelEps(own):  # as the capture has it
             outputs = torch.func.functional_call(model, state, tuple(args), dict(kwargs))
         left = [
             tensor

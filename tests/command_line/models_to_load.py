@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -104,3 +105,10 @@ def masked_with_numbers() -> Any:
 def ending() -> Any:
     """A script's main function."""
     sys.exit(0)
+
+
+def printing() -> Any:
+    """A model that writes, and so does a library below it."""
+    print("built")
+    os.write(1, b"from C")
+    return relu()

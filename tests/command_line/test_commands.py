@@ -55,6 +55,12 @@ def test_plan_of_a_configuration_with_a_pipeline(config: Path, tmp_path: Path) -
     assert "bfloat16" in {kept["dtype"] for block in plain["blocks"] for kept in block["kept"]}
 
 
+def test_stdout_has_the_result_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    result = _run("plan", f"{_MODELS}:printing", "--tp", "2", "--json")
+    assert json.loads(result.stdout)
+    assert "from C" not in capfd.readouterr().out
+
+
 def test_a_limit_decides_the_exit_code() -> None:
     assert _run("plan", f"{_MODELS}:relu", "--fits", "1GiB").exit_code == 0
     result = _run("plan", f"{_MODELS}:relu", "--fits", "1KiB")

@@ -5,16 +5,16 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from tests.docs.code_blocks import ROOT
+from tests.helpers.browser import dom_of, needs_browser
 
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 _LOADED = re.compile(
     r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=\"?((?:https?:)?//[^\" >]+)"
 )
@@ -50,20 +50,17 @@ def test_pages_load_nothing_from_a_network(site: Path) -> None:
         assert not _LOADED.findall(page.read_text(encoding="utf-8")), page
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
+@needs_browser
 def test_search_in_a_browser_that_opens_a_file(site: Path) -> None:
-    command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
-    run = subprocess.run(
-        [
-            *command,
-            "--enable-logging=stderr",
-            "--virtual-time-budget=20000",
-            f"file://{site / 'index.html'}?q=load_pretrained",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert "CONSOLE" not in run.stderr, run.stderr
-    found = re.findall(r'href="([^"?]+)[^"]*" class="md-search-result__link"', run.stdout)
+    address = f"{(site / 'index.html').as_uri()}?q=load_pretrained"
+    page = dom_of(address, "--virtual-time-budget=20000")
+    found = re.findall(r'href="([^"?]+)[^"]*" class="md-search-result__link"', page)
     assert (site / "tasks" / "pretrained.html").as_uri() in found
+
+
+@needs_browser
+def test_every_page_opens_as_a_file_without_an_error(site: Path) -> None:
+    pages = [page.as_uri() for page in site.rglob("*.html")]
+    # Each waits for the browser, not for Python.
+    with ThreadPoolExecutor(2) as pool:
+        assert all("md-content" in dom for dom in pool.map(dom_of, pages))

@@ -317,7 +317,7 @@ def test_programs_are_compared_region_by_region() -> None:
 def test_the_wiring_between_calls_is_compared() -> None:
     result = diff(_program(captured(), (0, 1, 2)), _program(captured(), (0, 2, 1)))
     assert str(result) == (
-        "~ call h.0: Block(input 0, input 1, input 2) -> Block(input 0, input 2, input 1)"
+        "~ call h.0: Block(..., input 1, input 2) -> Block(..., input 2, input 1)"
     )
 
 
@@ -344,8 +344,8 @@ def test_a_kind_of_layer_that_got_another_number_is_compared_with_itself() -> No
 
 
 def test_what_cannot_be_compared_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="cannot compare a str"):
-        diff("graph", captured())  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"cannot compare the text .*such as module\.code"):
+        diff("graph", captured())
     two = Snapshot("", {"A": _unary(), "B": _unary()})
     with pytest.raises(ArgumentError, match=r"2 regions \(A, B\)"):
         diff(captured(), two)

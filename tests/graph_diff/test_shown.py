@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import html
 import re
-import shutil
-import subprocess
 import time
 from html.parser import HTMLParser
 from pathlib import Path
@@ -23,9 +21,9 @@ from sp_compiler.graph_diff.report import GraphDiff
 from sp_compiler.ir.snapshot import Snapshot
 from sp_compiler.ops.registry import Collective
 from tests.graph_diff.test_diff import captured, sharded
+from tests.helpers.browser import dom_of, needs_browser
 from tests.helpers.graph_builder import aten
 
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 _INPUTS: Any = ((torch.randn(2, 4),), {})
 
 
@@ -174,6 +172,37 @@ def test_what_a_call_gets_is_compared_where_its_kind_got_another_number() -> Non
     assert other.calls == (("h.1", "A2", "B"),)
 
 
+def test_a_renamed_parameter_is_one_short_line_for_all_layers(tmp_path: Path) -> None:
+    def stage(name: str) -> Snapshot:
+        weights = [f"param h.0.{each}.weight" for each in ("norm", "q", "k", "v", name, "down")]
+        calls = [(f"h.{layer}", "Block") for layer in range(12)]
+        block = f"Block({', '.join(weights)}, call 0.0)"
+        return Snapshot(
+            "", {"Block": captured()}, calls, [block.replace(".0", f".{i}") for i in range(12)]
+        )
+
+    result = diff(stage("up"), stage("expand"))
+    assert len(result.calls) == 12
+    lines = [
+        "~ call h.0: Block(..., param h.0.up.weight, ...) -> "
+        "Block(..., param h.0.expand.weight, ...)",
+        "    the same 11 times more, to h.11",
+    ]
+    assert str(result).splitlines() == lines
+    assert result.to_unified().splitlines()[2:] == lines
+    console = Console(width=200, color_system=None)
+    with console.capture() as capture:
+        console.print(result.side_by_side())
+    assert [line.rstrip() for line in capture.get().splitlines()[-2:]] == lines
+    result.to_html(tmp_path / "diff.html")
+    page = html.unescape((tmp_path / "diff.html").read_text(encoding="utf-8"))
+    assert all(line.strip() in page for line in lines)
+    assert "h.3.up" not in page
+    # Calls of other regions, too.
+    other = Snapshot("", {"C": captured()}, [("h.0", "C")], ["C(param w)"])
+    assert "~ call h.0: none -> C" in str(diff(stage("up"), other))
+
+
 @pytest.mark.slow
 def test_ten_thousand_nodes_take_seconds() -> None:
     first, second = (_long_chain(2500, act) for act in (aten.relu.default, aten.tanh.default))
@@ -221,7 +250,7 @@ def test_names_in_a_page_are_no_markup(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
+@needs_browser
 def test_search_and_filter_in_a_browser(result: GraphDiff, tmp_path: Path) -> None:
     result.to_html(tmp_path / "diff.html")
     address = f"file://{tmp_path / 'diff.html'}"
@@ -233,11 +262,6 @@ def test_search_and_filter_in_a_browser(result: GraphDiff, tmp_path: Path) -> No
 
 def _shown(address: str) -> str:
     """Return the page's text about how many nodes fit; fails if the console has an error."""
-    command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
-    run = subprocess.run(
-        [*command, "--enable-logging=stderr", address], capture_output=True, text=True, timeout=60
-    )
-    assert "CONSOLE" not in run.stderr, run.stderr
-    (shown,) = re.findall(r'id="shown">([^<]*)<', run.stdout)
+    (shown,) = re.findall(r'id="shown">([^<]*)<', dom_of(address))
     assert isinstance(shown, str)
     return shown

@@ -102,6 +102,34 @@ def test_buffers_on_meta_are_filled_after_the_compilation(tmp_path: Path) -> Non
     torch.testing.assert_close(module(x), full(x))
 
 
+class _WithTable(nn.Module):
+    """A part that no file has, and no ``_init_weights`` to make it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.table
+
+
+def test_a_buffer_that_no_file_has_is_assigned(tmp_path: Path) -> None:
+    expected = _WithTable()
+    save_file(dict(expected.state_dict()), tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        empty = _WithTable()
+    x = torch.randn(2, 4)
+    module = sp_compiler.compile(empty, tp=1, example_inputs=((x,), {}))
+    with pytest.raises(ArgumentError, match=r"parameters or buffers have no data.*load_pretrained"):
+        module(x)
+    assert module.load_pretrained(tmp_path) == []
+    with pytest.raises(ArgumentError, match=r"buffer table has no data.*module\.table = \.\.\.$"):
+        module(x)
+    module.table = torch.arange(4.0)
+    torch.testing.assert_close(module(x), expected(x))
+
+
 def test_a_file_of_torch_save_goes_another_way(tmp_path: Path) -> None:
     torch.save(net().state_dict(), tmp_path / "net.pt")
     _refused(tmp_path / "net.pt", r"module\.load_state_dict\(torch\.load\(path")

@@ -44,6 +44,11 @@ def test_what_a_single_rank_may_raise_is_not_tried_on_full_tensors(
     assert shapes == [(2, 6)] * calls
 
 
+def test_sizes_are_those_of_any_tensor(logits: DTensor) -> None:
+    assert type(logits.shape) is type(logits.size()) is torch.Size
+    assert logits.shape.numel() == 12
+
+
 def test_a_part_is_not_saved_as_if_it_were_all(logits: DTensor) -> None:
     with pytest.raises(UnsupportedError, match=r"this rank's part only. Save output.full_tensor"):
         torch.save({"logits": logits}, io.BytesIO())

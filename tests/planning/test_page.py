@@ -11,6 +11,7 @@ import pytest
 
 from sp_compiler.api import plan
 from sp_compiler.planning.plan import Plan
+from tests.helpers.browser import dom_of, needs_browser
 from tests.models import zoo
 
 
@@ -62,3 +63,22 @@ def test_page(found: Plan, tmp_path: Path) -> None:
             assert tensor.name in reader.text
     for line in found.notes:
         assert line in reader.text
+
+
+@pytest.mark.slow
+@needs_browser
+def test_pages_in_a_browser(found: Plan, tmp_path: Path) -> None:
+    """``dom_of`` fails at an error in the console; what is shown is that which was written."""
+    grid = plan(
+        zoo.build("gpt2", layers=4),
+        ((), zoo.inputs("gpt2")),
+        mesh="tp=2,pp=2,dp_replicate=1",
+        microbatches=4,
+    )
+    for each, drawn in ((found, len(found.timeline)), (grid, 0)):
+        path = tmp_path / "page.html"
+        each.to_html(path)
+        dom = dom_of(path.as_uri())
+        assert dom.count("<rect") >= drawn
+        assert f"on {'2 tensor-parallel ranks' if drawn else '4 devices'}" in dom
+        assert "</svg>" in dom

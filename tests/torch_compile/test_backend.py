@@ -226,18 +226,19 @@ def test_parameter_changed_between_forward_and_backward_is_noticed() -> None:
         ({"recompute": "auto"}, ArgumentError, "memory_budget"),
         ({"tp": 0}, ArgumentError, "positive int"),
         ({"tp": 2}, ArgumentError, "init_process_group"),
+        ({"recompue": "full"}, ArgumentError, "did you mean 'recompute'"),
     ],
 )
 def test_options_are_checked(options: Any, error: type[Exception], message: str) -> None:
     compiled = compiled_by_dynamo(counting_net(), **options)
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=message) as caught:
-        compiled(random_ids(), random_ids())
-    assert isinstance(caught.value.inner_exception, error)
+    for _ in range(2):  # not in another error of torch's, and each time
+        with pytest.raises(error, match=message):
+            compiled(random_ids(), random_ids())
 
 
 def test_modes_of_torch_compile_are_refused() -> None:
     compiled = torch.compile(counting_net(), backend=sp_compiler_backend, mode="reduce-overhead")
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="no modes"):
+    with pytest.raises(ArgumentError, match="no modes"):
         compiled(random_ids(), random_ids())
 
 

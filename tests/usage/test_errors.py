@@ -220,7 +220,9 @@ def test_norms_in_halves_may_have_float32_weights() -> None:
         ({"tp": None}, ArgumentError, "tp=<number of ranks>"),
         ({"example_inputs": batch()}, ArgumentError, r"expected \(args, kwargs\)"),
         ({"no_such_option": 1}, TypeError, "no_such_option"),
-        ({"ep": 2}, TypeError, "unexpected option 'ep'"),
+        ({"ep": 2}, TypeError, "unexpected keyword argument 'ep'"),
+        ({"recompue": "full"}, TypeError, r"compile\(model\).*did you mean 'recompute'"),
+        ({"exmaple_inputs": ()}, TypeError, "did you mean 'example_inputs'"),
     ],
 )
 def test_options(options: dict[str, Any], kind: type[Exception], said: str) -> None:
@@ -381,3 +383,12 @@ def test_operators_with_effects() -> None:
     finally:
         handle.destroy()
     assert "return log(self.linear(x))" in str(error.value)
+
+
+def test_arguments_that_are_missing_or_too_many() -> None:
+    with pytest.raises(
+        TypeError, match=r"required argument: 'memory'; expected suggest\(model, ex"
+    ):
+        sp_compiler.suggest(net(), ((batch(),), {}), gpus=8, microbatches=8)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"too many positional.*expected compile\(model\)"):
+        sp_compiler.compile(net(), 2)  # type: ignore[call-arg, misc]

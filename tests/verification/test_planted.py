@@ -15,10 +15,11 @@ from torch.nn import functional as F
 
 import sp_compiler
 from sp_compiler import compiler
-from sp_compiler.base.errors import PassError
+from sp_compiler.base.errors import PassError, PlacementError
 from sp_compiler.base.pass_report import Pass
 from sp_compiler.compiler import build
 from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.ir.program import Region
 from sp_compiler.options import CompileOptions
 from sp_compiler.pass_manager.stages import graphs_of
 from sp_compiler.passes.memory.tag_program import TaggedProgram
@@ -152,12 +153,13 @@ def test_the_pass_is_named(name: Pass, monkeypatch: pytest.MonkeyPatch) -> None:
     _plant(name, monkeypatch)
     report = _verify(**options)
     assert report.first_bad_pass == name, str(report)
-    if name == Pass.CHECK:  # nothing is built
+    if name == Pass.CHECK:  # nothing is built: the next test has a check that refuses an operator
         return
     wrong = _built(**options)
-    if name == Pass.CODEGEN:  # no graph of its own
-        assert "* 0.5" in wrong.code
-        assert "* 0.5" not in right.code
+    if name == Pass.CODEGEN:  # its result is text
+        (first, *_) = sp_compiler.diff(right.code, wrong.code).entries
+        assert (first.kind, first.op) == ("inserted", "mul")
+        assert " 0.5)" in first.text
         return
     diffs = {
         stage: sp_compiler.diff(right.stages[stage], wrong.stages[stage]) for stage in right.stages
@@ -175,3 +177,28 @@ def test_right_programs_pass_with_a_delayed_backward() -> None:
     report = _verify(**OPTIONS[Pass.SPLIT_BACKWARD])
     assert report.ok, str(report)
     assert Pass.SPLIT_BACKWARD in {row.stage for row in report.table}
+
+
+def test_a_check_that_refuses_what_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operator runs replicated for it, which is what the diff shows first."""
+    right = _right()
+    original = compiler.check_forward
+
+    @functools.wraps(original)
+    def broken(region: Region, world_size: int) -> Any:
+        for node in region.module.graph.nodes:
+            if node.target is aten.gelu.default and node.meta["placement"].is_sharded:
+                raise PlacementError(Pass.CHECK, "refuses what is right", node)
+        return original(region, world_size)
+
+    monkeypatch.setattr(compiler, "check_forward", broken)
+    wrong = _built()
+    assert any("gelu" in note for note in wrong.notes)
+    stage, diff = next(
+        (stage, diff)
+        for stage in right.stages
+        if not (diff := sp_compiler.diff(right.stages[stage], wrong.stages[stage])).is_empty
+    )
+    assert stage == Pass.SHARD
+    changed = [entry for entry in diff.entries if entry.op == "aten.gelu"]
+    assert [entry.kinds for entry in changed] == [("shape", "placement")]

@@ -214,6 +214,16 @@ def test_the_default_eps_is_that_of_the_models_dtype(dtype: torch.dtype) -> None
     assert "1.1920928955078125e-07" in program.code
 
 
+def test_an_eps_that_is_given_is_rounded_as_kernels_round_it() -> None:
+    """Beside rows this small a ten-millionth of it shows in float64."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.RMSNorm(16, eps=1e-5), nn.Linear(16, 4))
+    report = verify(model, ((torch.randn(4, 8, 16) * 1e-4,), {}), tp=2)
+    assert report.ok, str(report)
+    wide = verify(model.double(), ((torch.randn(4, 8, 16).double() * 1e-4,), {}), tp=2)
+    assert wide.ok, str(wide)
+
+
 def test_errors_of_imaginary_parts_count(monkeypatch: pytest.MonkeyPatch) -> None:
     original = compiler.normalize
 

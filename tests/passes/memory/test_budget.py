@@ -201,6 +201,13 @@ def test_a_budget_that_is_too_small_says_what_would_do() -> None:
     assert "recomputes for" in report
 
 
+def test_code_outside_of_layers_is_told_in_words() -> None:
+    one = nn.Linear(8, 8)
+    inputs: Any = ((torch.randn(4, 8),), {})
+    with pytest.raises(ArgumentError, match="Then the model needs most"):
+        plan(one, inputs, recompute="auto", memory_budget=1, tp=1)
+
+
 def test_stages_and_code_of_a_block_that_is_split_in_several_ways() -> None:
     # Half way all blocks do alike; a quarter of the way one of them must recompute more.
     program = _program("plain", 1, _budgets("plain", 1, 5)[1])

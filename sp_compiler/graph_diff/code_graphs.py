@@ -1,0 +1,180 @@
+"""Graphs of generated code, read from its text: one per function, to be compared like any other."""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+from torch.fx import Graph, Node
+
+from sp_compiler.base.errors import ArgumentError
+
+_OPERATORS: dict[type[ast.AST], Any] = {
+    getattr(ast, name): getattr(operator, function)
+    for name, function in (
+        *(("Add", "add"), ("Sub", "sub"), ("Mult", "mul"), ("Div", "truediv"), ("Mod", "mod")),
+        *(("FloorDiv", "floordiv"), ("Pow", "pow"), ("MatMult", "matmul"), ("USub", "neg")),
+        *(("BitAnd", "and_"), ("BitOr", "or_"), ("Invert", "invert")),
+    )
+}
+
+
+def code_graphs(source: str) -> dict[str, Graph]:
+    """Return the graph of each function in a class of ``source``, by ``"Class.function"``.
+
+    Nothing is executed. Values have the names of the text, and no shapes.
+
+    Raises:
+        ArgumentError: no Python, or no class with functions.
+    """
+    try:
+        module = ast.parse(source)
+    except SyntaxError as error:
+        raise ArgumentError(f"generated code, line {error.lineno}: {error.msg}") from error
+    aliases = dict(_aliases(module))
+    graphs = {
+        f"{each.name}.{function.name}": _Function(aliases).read(function)
+        for each in module.body
+        if isinstance(each, ast.ClassDef)
+        for function in each.body
+        if isinstance(function, ast.FunctionDef)
+    }
+    if not graphs:
+        raise ArgumentError(
+            f"cannot compare the text {source[:40]!r}: expected generated code, such as module.code"
+        )
+    return graphs
+
+
+def _aliases(module: ast.Module) -> Iterator[tuple[str, str]]:
+    """Names that the head of the text gives to operators."""
+    for each in module.body:
+        if isinstance(each, ast.Assign) and isinstance(each.targets[0], ast.Name):
+            operator_name = ast.unparse(each.value).removeprefix("torch.ops.")
+            yield each.targets[0].id, operator_name.removesuffix(".default")
+
+
+class _Callable:
+    """What the text calls; the name is all that a comparison reads."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = self.__qualname__ = name
+        self.__module__ = "builtins"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError(self.__name__)
+
+
+class _Function:
+    """Reads one function, statement by statement."""
+
+    def __init__(self, aliases: dict[str, str]) -> None:
+        self._aliases = aliases
+        self._graph = Graph()
+        self._values: dict[str, Any] = {}
+
+    def read(self, function: ast.FunctionDef) -> Graph:
+        for argument in function.args.args:
+            self._values[argument.arg] = self._graph.placeholder(argument.arg)
+        for statement in function.body:
+            self._read_statement(statement)
+        return self._graph
+
+    def _read_statement(self, statement: ast.stmt) -> None:
+        match statement:
+            # When a value is freed says nothing of what is computed.
+            case ast.Delete() | ast.Pass() | ast.Expr(value=ast.Constant()):
+                pass
+            case ast.Assign(targets=[target], value=value):
+                self._assign(target, self._read(value, _name_of(target)))
+            case ast.Expr(value=value):
+                self._read(value)
+            case ast.Return(value=value):
+                self._graph.output(None if value is None else self._read(value))
+            case _:
+                node = self._opaque(statement)
+                stored = (n for n in ast.walk(statement) if isinstance(n, ast.Name))
+                names = [name.id for name in stored if isinstance(name.ctx, ast.Store)]
+                self._values.update(dict.fromkeys(names, node))
+
+    def _assign(self, target: ast.expr, value: Any) -> None:
+        match target:
+            case ast.Name(id=name):
+                self._values[name] = value
+            case ast.Tuple(elts=parts):
+                for index, part in enumerate(parts):
+                    item = (value, index)
+                    self._assign(part, self._call(operator.getitem, item, name=_name_of(part)))
+            case _:  # an element or attribute is written
+                self._call(_Callable(f"{ast.unparse(target)} ="), (value,))
+
+    def _read(self, value: ast.expr, name: str = "") -> Any:
+        """Return the node, or the literal, for an expression."""
+        match value:
+            case ast.Tuple(elts=parts):
+                return tuple(map(self._read, parts))
+            case ast.List(elts=parts):
+                return list(map(self._read, parts))
+            case ast.Name(id=known) if known in self._values:
+                return self._values[known]
+            case ast.Call():
+                return self._read_call(value, name)
+        known_names = self._values.keys()
+        if not any(isinstance(n, ast.Name) and n.id in known_names for n in ast.walk(value)):
+            return self._literal(value)
+        return self._read_operator(value, name)
+
+    def _literal(self, value: ast.expr) -> Any:
+        try:
+            return ast.literal_eval(value)
+        except ValueError:  # torch.float32, say
+            text = ast.unparse(value)
+            return self._aliases.get(text, text)
+
+    def _read_operator(self, value: ast.expr, name: str) -> Node:
+        match value:
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+                operands = (self._read(left), self._read(right))
+                return self._call(_OPERATORS[type(op)], operands, name=name)
+            case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
+                return self._call(_OPERATORS[type(op)], (self._read(operand),), name=name)
+            case ast.Subscript(value=of, slice=index):
+                item = (self._read(of), self._read(index))
+                return self._call(operator.getitem, item, name=name)
+        return self._opaque(value, name)
+
+    def _read_call(self, call: ast.Call, name: str) -> Node:
+        args = [self._read(arg) for arg in call.args]
+        kwargs = {each.arg or "**": self._read(each.value) for each in call.keywords}
+        function = call.func
+        if isinstance(function, ast.Attribute):
+            of = self._read(function.value)
+            # ``tp`` is a value too, whose methods are the collectives.
+            if isinstance(of, Node) and of.target != "tp":
+                return self._call(_Callable(f".{function.attr}"), (of, *args), kwargs, name)
+        text = ast.unparse(function)
+        return self._call(_Callable(self._aliases.get(text, text)), tuple(args), kwargs, name)
+
+    def _opaque(self, part: ast.AST, name: str = "") -> Node:
+        """One node for anything else: its text, and the values that it reads."""
+        names = (each.id for each in ast.walk(part) if isinstance(each, ast.Name))
+        values = [self._values[each] for each in dict.fromkeys(names) if each in self._values]
+        text = " ".join(ast.unparse(part).split())
+        return self._call(_Callable(text), tuple(values), name=name)
+
+    def _call(
+        self,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        name: str = "",
+    ) -> Node:
+        short = function.__name__.rpartition(".")[2]
+        wanted = name or (short if short.isidentifier() else "value")
+        return self._graph.create_node("call_function", function, args, kwargs, name=wanted)
+
+
+def _name_of(target: ast.expr) -> str:
+    return target.id if isinstance(target, ast.Name) else ""

@@ -1,0 +1,70 @@
+"""The shell commands of the pages: each is run by a test, or is one that CI runs."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from docs.generate.tasks import script_of
+from tests.docs.code_blocks import ROOT, blocks
+from tests.docs.test_pages import WRITTEN
+
+# Others have a test of their own: test_command_line, test_how_to.
+_ELSEWHERE = ("docs/command-line.md", "docs/how-to/")
+_LONG = ("examples.train", "--write")
+"""In commands that take hours or other machines; their options are compared with the help."""
+
+
+def _commands() -> list[tuple[Path, str]]:
+    found = []
+    for page in WRITTEN:
+        if page.relative_to(ROOT).as_posix().startswith(_ELSEWHERE):
+            continue
+        shell = "".join(block.text for block in blocks(page) if block.language == "sh")
+        lines = shell.replace("\\\n", " ").splitlines()
+        found += [(page, line.partition("  #")[0].strip()) for line in lines if line.strip()]
+    return found
+
+
+def _modules() -> list[str]:
+    return [command for _, command in _commands() if " -m " in command]
+
+
+def test_every_command_is_run() -> None:
+    languages = {block.language for page in WRITTEN for block in blocks(page)}
+    assert languages.isdisjoint({"bash", "shell", "console", "zsh"}), "no test runs these"
+    for page, command in _commands():
+        words = shlex.split(command)
+        if words[0] == "make":  # by CI, or beside what it calls: test_commands_of_make_exist
+            run = subprocess.run([words[0], "-n", *words[1:]], cwd=ROOT, capture_output=True)
+            assert run.returncode == 0, command
+        elif words[0] in ("python", "torchrun") and "-m" not in words:  # by test_tasks
+            script = script_of(page)
+            assert script is not None
+            assert words[-1] == script.relative_to(ROOT).as_posix(), command
+        else:
+            assert command in _modules() or command == "pip install .", command
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", _modules())
+def test_modules_run_as_they_are_printed(command: str) -> None:
+    words = shlex.split(command)
+    start = words.index("-m")
+    is_long = any(word in words for word in _LONG)
+    arguments = ["--help"] if is_long else words[start + 2 :]
+    run = subprocess.run(
+        [sys.executable, "-m", words[start + 1], *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    if is_long:
+        known = set(re.findall(r"--[\w-]+", run.stdout))
+        assert known.issuperset(word for word in words[start:] if word.startswith("--"))

@@ -1,0 +1,89 @@
+"""Generated code against generated code, as text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sp_compiler import diff
+from sp_compiler.base.errors import ArgumentError
+from sp_compiler.graph_diff.code_graphs import code_graphs
+from sp_compiler.ir.text import render
+
+CODE = '''"""Generated."""
+import torch
+
+aten_silu = torch.ops.aten.silu.default
+
+
+class Block:
+    """One."""
+
+    @staticmethod
+    def forward(tp, weight, x):
+        # up
+        h = aten_silu(x @ weight)  # (8, 4) f32
+        y, rest = torch.split(tp.reduce_scatter(h, "P", "S(0)"), [2, -2], dim=1)
+        del h
+        for part in (y, rest):
+            part.add_(1)
+        return (y * 2.0 + rest.reshape(-1).to(torch.float32)[0],), (x,)
+
+    @staticmethod
+    def backward(tp, saved, grad):
+        (x,) = saved
+        return None, -grad * x
+'''
+
+
+def test_statements_are_nodes() -> None:
+    graphs = code_graphs(CODE)
+    assert list(graphs) == ["Block.forward", "Block.backward"]
+    assert render(graphs["Block.forward"]).splitlines() == [
+        "%0 = placeholder[tp]",
+        "%1 = placeholder[weight]",
+        "%2 = placeholder[x]",
+        "%3 = matmul(%2, %1)",
+        "%4 = aten.silu(%3)",
+        "%5 = tp.reduce_scatter(%4, 'P', 'S(0)')",
+        "%6 = torch.split(%5, [2, -2], dim=1)",
+        "%7 = getitem(%6, 0)",
+        "%8 = getitem(%6, 1)",
+        "%9 = for part in (y, rest): part.add_(1)(%7, %8)",
+        "%10 = mul(%7, 2.0)",
+        "%11 = .reshape(%8, -1)",
+        "%12 = .to(%11, 'torch.float32')",
+        "%13 = getitem(%12, 0)",
+        "%14 = add(%10, %13)",
+        "output((%14,), (%2,))",
+    ]
+
+
+def test_an_edit_is_what_differs(tmp_path: Path) -> None:
+    assert diff(CODE, CODE).is_empty
+    # Names, comments and when values are freed are no differences.
+    assert diff(CODE, CODE.replace("        del h\n", "").replace("y * 2", "y  *  2")).is_empty
+    assert diff(
+        CODE,
+        CODE.replace("h = aten", "act = aten")
+        .replace("er(h,", "er(act,")
+        .replace("        del h\n", ""),
+    ).is_empty
+    edited = tmp_path / "edited.py"
+    edited.write_text(CODE.replace("-grad * x", "-grad * x * 0.5"), encoding="utf-8")
+    result = diff(CODE, edited)
+    (entry,) = [entry for entry in result.entries if entry.kind == "inserted"]
+    assert (entry.op, result.sections[0].name) == ("mul", "Block.backward")
+    assert "0.5" in entry.text
+    other = diff(CODE, CODE.replace('"P", "S(0)"', '"P", "S(1)"'))
+    assert str(other).splitlines()[1].startswith("  ~ %reduce_scatter tp.reduce_scatter: args")
+
+
+def test_what_is_no_generated_code(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"line 2: "):
+        diff(CODE, "x = 1\ny = = 2")
+    with pytest.raises(ArgumentError, match=r"'model\.pt'.*such as module\.code"):
+        diff(CODE, "model.pt\n".strip())
+    with pytest.raises(ArgumentError, match=r"no such file"):
+        diff(CODE, tmp_path / "none.py")

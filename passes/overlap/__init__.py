@@ -102,10 +102,18 @@ def overlap_collectives(
         # This half returns no gradients of parameters, so none are exempt from the peak.
         inputs = overlapped(split.inputs, (), *wanted[1:])
         split = SplitBackward(inputs, overlapped(split.weights, *wanted))
-    elif in_a_row and ahead is None:
-        split = _hand_over(parts, backward, own_parameters, room, unordered)
+    elif in_a_row:
+        best = backward if ahead is None else ahead.both
+        split = _hand_over(parts, best, own_parameters, room, unordered)
     backward_graph = backward.graph()
-    return replace(parts, backward=backward_graph, loss=loss, split=split, ahead=ahead)
+    looks_ahead = ahead if split is None else None
+    return replace(
+        parts,
+        backward=backward_graph,
+        loss=loss,
+        split=split,
+        ahead=None if looks_ahead is None else looks_ahead.functions(),
+    )
 
 
 class Step(NamedTuple):
@@ -207,6 +215,19 @@ class _Unordered:
         )
 
 
+class _Ahead(NamedTuple):
+    """Schedules of a :class:`LookAhead`."""
+
+    recompute: _Schedule
+    rest: _Schedule
+    both: _Schedule
+
+    def functions(self) -> LookAhead:
+        """Return the graphs in these orders, and report them."""
+        report_of(Pass.OVERLAP).rewrote(kind="look_ahead")
+        return LookAhead(*(each.graph() for each in self))
+
+
 def _least_room_bytes(ways: Sequence[_Unordered], room: Room) -> int:
     """Return how much of ``room`` makes a backward about as fast as all of it; the last of ``ways``
     counts also where it fits in none."""
@@ -242,7 +263,7 @@ def _look_ahead(
     sizes: Sizes | None,
     room_bytes: int,
     hardware: Hardware,
-) -> LookAhead | None:
+) -> _Ahead | None:
     """Return the cut of a backward that hides most, scheduled; ``None`` if none is much better than
     ``alone``.
 
@@ -262,22 +283,20 @@ def _look_ahead(
     ordered = both.scheduled(room_bytes)
     if ordered.time_us > worth_us or max(recompute.given_bytes, rest.given_bytes) > room_bytes:
         return None
-    report_of(Pass.OVERLAP).rewrote(kind="look_ahead")
-    parts = recompute.scheduled(room_bytes), rest.scheduled(room_bytes), ordered
-    return LookAhead(*(each.graph() for each in parts))
+    return _Ahead(recompute.scheduled(room_bytes), rest.scheduled(room_bytes), ordered)
 
 
 def _hand_over(
     parts: Partitioned,
-    alone: _Schedule,
+    best_so_far: _Schedule,
     own_parameters: Collection[int],
     room: Room,
     unordered: Callable[[Graph, Collection[int]], _Unordered],
 ) -> SplitBackward | None:
     """Return the backward that leaves a gradient to the call before, scheduled; ``None`` if that
-    is not much better than ``alone``."""
-    worth_us = (1 - _WORTH_LOOKING_AHEAD) * alone.time_us
-    if worth_us < alone.compute_us:
+    is not much better than ``best_so_far``."""
+    worth_us = (1 - _WORTH_LOOKING_AHEAD) * best_so_far.time_us
+    if worth_us < best_so_far.compute_us:
         return None
     most_bytes = max(room.backward_bytes, room.most_bytes)
     ways = {}

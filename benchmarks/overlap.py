@@ -1,13 +1,14 @@
 """Communication that backward exposes: blocks of three models, on links of three speeds.
 
-    python -m benchmarks.overlap [--models GPT Llama Mixtral] [--exact | --half-batches | --steps]
+    python -m benchmarks.overlap [--models GPT Llama Mixtral] [--recompute none selective full]
+        [--exact | --half-batches | --steps]
 
 Compiled on the meta device for 8 ranks; times are those of the profile "h100" with an interconnect
 on which communication is 10, 20 and 40 % of forward and backward of a block that recomputes
-nothing. The schedule's own clock tells what is exposed; where calls recompute ahead, that is in the
-middle of the model. With ``--exact`` beside it the exact program, where it ends, or how much longer
-than any order the schedule can be at most, for backwards as one function per layer, and the CPU
-time of both searches. With ``--half-batches`` instead the communication that the whole step
+nothing. The schedule's own clock tells what is exposed; where backwards work for other calls, that
+is in the middle of the model. With ``--exact`` beside it the exact program, where it ends, or how
+much longer than any order the schedule can be at most, for backwards as one function per layer, and
+the CPU time of both searches. With ``--half-batches`` instead the communication that the whole step
 exposes, forward and backward, on a batch of two and on its halves; with ``--steps`` times of steps,
 on the slowest of the links.
 """
@@ -101,10 +102,10 @@ class Row:
     Attributes:
         share: of communication in forward and backward of a block that recomputes nothing.
         exposed: part of backward's communication that no work hides.
-        alone: the same where calls do not recompute ahead.
+        alone: the same where backwards do no work for other calls.
         blocking_bytes: peak of the step without overlap.
         peak_bytes: peak of the step.
-        ahead: whether backwards recompute for the call before.
+        in_a_row: whether backwards recompute for the call before, or leave it gradients.
         gap: the backward as one function beside the exact program's, if that was asked for.
     """
 
@@ -115,7 +116,7 @@ class Row:
     alone: float
     blocking_bytes: int
     peak_bytes: int
-    ahead: bool
+    in_a_row: bool
     gap: Gap | None
 
 
@@ -151,17 +152,17 @@ def _communication_us(graph: Graph, device: Hardware) -> float:
     return sum(collectives_us(node_collectives(node), RANKS, device) for node in graph.nodes)
 
 
-def rows(name: str, exact: bool) -> Iterator[Row]:
-    """Compile one model for every policy and link."""
+def rows(name: str, policies: Sequence[str], exact: bool) -> Iterator[Row]:
+    """Compile one model for each of ``policies`` and every link."""
     parts = block_of(compiled(name, recompute="none", overlap=False)).partitioned
     assert parts.backward is not None
-    for recompute in POLICIES:
+    for recompute in policies:
         for share in SHARES:
             device = with_communication(share, [parts.forward, parts.backward])
             wishes: dict[str, Any] = {"recompute": recompute, "hardware": device}
             program, blocking = (compiled(name, overlap=on, **wishes) for on in (True, False))
             own = block_of(program).partitioned
-            graph = own.backward if own.ahead is None else own.ahead.both
+            graph = own.middle_backward
             assert graph is not None
             assert own.backward is not None
             yield Row(
@@ -172,7 +173,7 @@ def rows(name: str, exact: bool) -> Iterator[Row]:
                 alone=exposed(own.backward, device),
                 blocking_bytes=step_memory(blocking).peak_bytes,
                 peak_bytes=step_memory(program).peak_bytes,
-                ahead=own.ahead is not None,
+                in_a_row=graph is not own.step_backward,
                 gap=_gap(blocking, own.backward, device) if exact else None,
             )
 
@@ -246,6 +247,7 @@ def main() -> None:
     """Print a table in Markdown."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--recompute", nargs="+", choices=POLICIES, default=POLICIES)
     parser.add_argument("--exact", action="store_true", help="compare with the exact program")
     parser.add_argument("--half-batches", action="store_true", help="compare with half batches")
     parser.add_argument("--steps", action="store_true", help="compare the times of steps")
@@ -265,11 +267,11 @@ def main() -> None:
     print("| model | recompute | communication | exposed | alone | peak, without | longer |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for name in options.models:
-        for row in rows(name, options.exact):
+        for row in rows(name, options.recompute, options.exact):
             gap = "" if row.gap is None else _gap_text(row.gap)
             print(
                 f"| {row.model} | {row.recompute} | {row.share:.0%} | {row.exposed:.1%} "
-                f"| {f'{row.alone:.1%}' if row.ahead else ''} | {bytes_text(row.peak_bytes)}, "
+                f"| {f'{row.alone:.1%}' if row.in_a_row else ''} | {bytes_text(row.peak_bytes)}, "
                 f"{bytes_text(row.blocking_bytes)} | {gap} |",
                 flush=True,
             )

@@ -113,7 +113,7 @@ def print_rows(name: str) -> None:
                 ours = overlap_collectives(
                     split, indices, None, Room(backward_bytes=limit), device, in_a_row=True
                 )
-                graph = ours.backward if ours.ahead is None else ours.ahead.both
+                graph = ours.middle_backward
                 assert graph is not None
                 print(
                     f"| {name} | {recompute} | {share:.0%} | {limit / 2**20:.0f} MiB "

@@ -17,14 +17,14 @@ would leave the rank idle, and a saved shard is gathered as late as its communic
 hidden (:mod:`sp_compiler.solve.list_schedule`). Memory has a limit
 (:func:`sp_compiler.cost.step_memory.functions_room`), and of it no more is taken than shortens the
 step. Of calls in a row, each may recompute for the one before it what would expose communication
-there (:mod:`.look_ahead`).
+there (:mod:`.look_ahead`), or leave it a gradient of a weight that hides some (:mod:`.hand_over`).
 
 Nodes keep their meta; a ``wait`` gets that of its collective, with ``meta["origin"] = "overlap"``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -40,6 +40,7 @@ from sp_compiler.ir.op_traits import is_part
 from sp_compiler.ir.rewriting import make_like
 from sp_compiler.ir.symbolic import Sizes
 from sp_compiler.ops.convert import WAIT
+from sp_compiler.passes.overlap.hand_over import hand_overs
 from sp_compiler.passes.overlap.look_ahead import look_aheads
 from sp_compiler.passes.overlap.tasks import GraphTasks, graph_tasks
 from sp_compiler.solve.block_schedule import Block, least_us, most_beside, peak_bytes, simulate
@@ -51,8 +52,9 @@ _wait = WAIT.overload
 # A forward whose collectives have less beside them, in relation to their time, stays as it is: it
 # gains next to nothing and reads as the model does.
 _WORTH_STARTING = 0.1
-# Part of a backward's time. Below it three more functions to compile and to read gain too little.
-_WORTH_LOOKING_AHEAD = 0.005
+# Part of a backward's time, 2 % of a tenth that is communication. Below it three more functions to
+# compile and to read gain too little.
+_WORTH_LOOKING_AHEAD = 0.002
 # Memory beyond the step's own peak is taken in so many parts, as few as make a backward as fast as
 # all of them, but for this share of its time: of 10 % communication that is 1 %.
 _PARTS_BEYOND, _WORTH_MORE = 4, 0.001
@@ -76,7 +78,7 @@ def overlap_collectives(
         room: allowed peaks of forward and backward, if they are above their own.
         hardware: profile for estimated times.
         in_a_row: whether calls of the region follow each other, so that a backward may recompute
-            for the call before.
+            for the call before, or leave it gradients.
     """
     room = room or Room()
     forward = overlapped(parts.forward, (), sizes, room.forward_bytes, hardware, _WORTH_STARTING)
@@ -86,9 +88,11 @@ def overlap_collectives(
     loss, split = parts.loss, parts.split
     unordered = partial(_Unordered.of, sizes=sizes, hardware=hardware)
     alone = unordered(parts.backward, own_parameters)
-    cuts = look_aheads(parts.backward, len(parts.saved)) if in_a_row and loss is None else ()
+    in_a_row = in_a_row and loss is None
+    cuts = look_aheads(parts.backward, len(parts.saved)) if in_a_row else ()
     ways = [(unordered(cut.both, own_parameters), cut) for cut in cuts]
-    room_bytes = _least_room_bytes(alone, [both for both, _ in ways], room)
+    # The cuts first: without them recomputation leaves long chains.
+    room_bytes = _least_room_bytes([*(both for both, _ in ways), alone], room)
     backward = alone.scheduled(room_bytes)
     ahead = _look_ahead(ways, backward, own_parameters, sizes, room_bytes, hardware)
     wanted = own_parameters, sizes, room_bytes, hardware
@@ -98,8 +102,18 @@ def overlap_collectives(
         # This half returns no gradients of parameters, so none are exempt from the peak.
         inputs = overlapped(split.inputs, (), *wanted[1:])
         split = SplitBackward(inputs, overlapped(split.weights, *wanted))
+    elif in_a_row:
+        best = backward if ahead is None else ahead.both
+        split = _hand_over(parts, best, own_parameters, room, unordered)
     backward_graph = backward.graph()
-    return replace(parts, backward=backward_graph, loss=loss, split=split, ahead=ahead)
+    looks_ahead = ahead if split is None else None
+    return replace(
+        parts,
+        backward=backward_graph,
+        loss=loss,
+        split=split,
+        ahead=None if looks_ahead is None else looks_ahead.functions(),
+    )
 
 
 class Step(NamedTuple):
@@ -132,7 +146,7 @@ class _Schedule:
         return _in_order(self.given, self.steps) if self.steps else self.given
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Unordered:
     """A graph as tasks, of which any number of schedules can be made.
 
@@ -201,18 +215,30 @@ class _Unordered:
         )
 
 
-def _least_room_bytes(alone: _Unordered, both: Sequence[_Unordered], room: Room) -> int:
-    """Return how much of ``room`` makes a backward about as fast as all of it."""
+class _Ahead(NamedTuple):
+    """Schedules of a :class:`LookAhead`."""
+
+    recompute: _Schedule
+    rest: _Schedule
+    both: _Schedule
+
+    def functions(self) -> LookAhead:
+        """Return the graphs in these orders, and report them."""
+        report_of(Pass.OVERLAP).rewrote(kind="look_ahead")
+        return LookAhead(*(each.graph() for each in self))
+
+
+def _least_room_bytes(ways: Sequence[_Unordered], room: Room) -> int:
+    """Return how much of ``room`` makes a backward about as fast as all of it; the last of ``ways``
+    counts also where it fits in none."""
     beyond_bytes = room.most_bytes - room.backward_bytes
-    if beyond_bytes <= 0 or not alone.tasks.block.wait_of:
+    if beyond_bytes <= 0 or not ways[-1].tasks.block.wait_of:
         return room.backward_bytes
-    # The cuts first: without them recomputation leaves long chains.
-    ways = (*both, alone)
     least_us = min(each.least_us for each in ways)
     times_us: dict[int, float] = {}
     for part in range(_PARTS_BEYOND + 1):
         limit_bytes = room.backward_bytes + beyond_bytes * part // _PARTS_BEYOND
-        fitting = [each for each in ways if each is alone or each.given_bytes <= limit_bytes]
+        fitting = [each for each in ways if each is ways[-1] or each.given_bytes <= limit_bytes]
         times_us[limit_bytes] = _quickest(fitting, limit_bytes).quick_us(limit_bytes)
         if times_us[limit_bytes] <= (1 + _WORTH_MORE) * least_us:
             break
@@ -237,7 +263,7 @@ def _look_ahead(
     sizes: Sizes | None,
     room_bytes: int,
     hardware: Hardware,
-) -> LookAhead | None:
+) -> _Ahead | None:
     """Return the cut of a backward that hides most, scheduled; ``None`` if none is much better than
     ``alone``.
 
@@ -257,9 +283,44 @@ def _look_ahead(
     ordered = both.scheduled(room_bytes)
     if ordered.time_us > worth_us or max(recompute.given_bytes, rest.given_bytes) > room_bytes:
         return None
-    report_of(Pass.OVERLAP).rewrote(kind="look_ahead")
-    parts = recompute.scheduled(room_bytes), rest.scheduled(room_bytes), ordered
-    return LookAhead(*(each.graph() for each in parts))
+    return _Ahead(recompute.scheduled(room_bytes), rest.scheduled(room_bytes), ordered)
+
+
+def _hand_over(
+    parts: Partitioned,
+    best_so_far: _Schedule,
+    own_parameters: Collection[int],
+    room: Room,
+    unordered: Callable[[Graph, Collection[int]], _Unordered],
+) -> SplitBackward | None:
+    """Return the backward that leaves a gradient to the call before, scheduled; ``None`` if that
+    is not much better than ``best_so_far``."""
+    worth_us = (1 - _WORTH_LOOKING_AHEAD) * best_so_far.time_us
+    if worth_us < best_so_far.compute_us:
+        return None
+    most_bytes = max(room.backward_bytes, room.most_bytes)
+    ways = {}
+    for way in hand_overs(parts, own_parameters):
+        both = unordered(way.both, own_parameters)
+        if both.given_bytes <= most_bytes and both.least_us < worth_us:
+            ways[both] = way
+    if not ways:
+        return None
+    # The bound tells what a search may find, which the quick walk does not always.
+    promising = min(ways, key=lambda both: (both.least_us, both.given_bytes))
+    quickest = _quickest(list(ways), most_bytes)
+    if quickest.quick_us(most_bytes) <= (1 + _WORTH_MORE) * promising.least_us:
+        promising = quickest
+    schedules = {both: both.scheduled(most_bytes) for both in (quickest, promising)}
+    best = min(schedules, key=lambda both: schedules[both].time_us)
+    room_bytes, split = max(best.given_bytes, _least_room_bytes([best], room)), ways[best]
+    ordered = schedules[best] if room_bytes >= most_bytes else best.scheduled(room_bytes)
+    others = [unordered(graph, own_parameters) for graph in (split.inputs, split.weights)]
+    if ordered.time_us > worth_us or max(each.given_bytes for each in others) > room_bytes:
+        return None
+    report_of(Pass.OVERLAP).rewrote(kind="hand_over")
+    inputs, weights = (each.scheduled(room_bytes).graph() for each in others)
+    return SplitBackward(inputs, weights, ordered.graph())
 
 
 def overlapped(

@@ -20,7 +20,7 @@ Nodes keep their meta; recomputed values among the placeholders get ``meta["hand
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 
 from torch import Tensor
 from torch.fx import Graph, Node
@@ -30,6 +30,7 @@ from sp_compiler.ir.forward_backward import BEFORE, LookAhead
 from sp_compiler.ir.fx import ancestors, is_getitem, reach
 from sp_compiler.ir.op_traits import collective_of, is_view
 from sp_compiler.ir.rewriting import copy_call, subgraph
+from sp_compiler.ops.registry import operator_of
 
 
 def look_aheads(backward: Graph, num_saved: int) -> Iterator[LookAhead]:
@@ -47,22 +48,11 @@ def _cut(backward: Graph, num_saved: int, ends: Sequence[Node]) -> LookAhead:
     placeholders = backward.find_nodes(op="placeholder")
     saved, tangents = placeholders[:num_saved], placeholders[num_saved:]
     calls = [node for node in backward.nodes if node.op == "call_function"]
-    first = ancestors(ends)
-    # A tuple cannot be handed over: its parts belong to the function that has the operator.
-    first |= {node for node in calls if is_getitem(node) and node.args[0] in first}
+    first = with_parts(ancestors(ends))
     grads: Sequence[Node | None] = backward.output_node().args[0]
     second = [node for node in calls if node not in first]
-    reads = [each for node in second for each in node.all_input_nodes]
-    reads += [grad for grad in grads if grad is not None]
-
-    def again(node: Node) -> Sequence[Node]:
-        """Operands of what is made on both sides: a view, for what is handed over is storage."""
-        cheap = is_view(node) or not isinstance(node.meta["val"], Tensor)
-        return node.all_input_nodes if node in first and cheap else ()
-
-    met = reach(reads, again)
-    twice = {node for node in met if again(node)}
-    handed = [node for node in calls if node in met and node in first and node not in twice]
+    met, twice = handed_over(first, [*second, *filter(None, grads)])
+    handed = [node for node in calls if node in met]
     rest = subgraph(
         [*saved, *handed, *tangents],
         [node for node in calls if node in twice or node not in first],
@@ -71,33 +61,70 @@ def _cut(backward: Graph, num_saved: int, ends: Sequence[Node]) -> LookAhead:
     for node in rest.find_nodes(op="placeholder")[num_saved : num_saved + len(handed)]:
         node.meta["handed"] = True
     recompute = subgraph(saved, [node for node in calls if node in first], handed)
-    return LookAhead(recompute, rest, _joined(rest, recompute, len(tangents)))
-
-
-def _joined(rest: Graph, recompute: Graph, num_tangents: int) -> Graph:
-    """Return a graph with copies of ``rest`` and then of ``recompute``, which is of another
-    call."""
-    graph = Graph()
-    own: dict[Node, Node] = {}
-    before: dict[Node, Node] = {}
-
-    def take(nodes: Sequence[Node], copies: dict[Node, Node], suffix: str) -> None:
-        for node in nodes:
-            copies[node] = graph.placeholder(f"{node.name}{suffix}")
-            copies[node].meta = dict(node.meta)
-
-    given = rest.find_nodes(op="placeholder")
-    num_own = len(given) - num_tangents
-    take(given[:num_own], own, "")
-    take(recompute.find_nodes(op="placeholder"), before, BEFORE)
-    take(given[num_own:], own, "")
-    for source, copies, suffix in ((rest, own, ""), (recompute, before, BEFORE)):
-        for node in source.nodes:
-            if node.op == "call_function":
-                args, kwargs = map_arg((node.args, node.kwargs), copies.__getitem__)
-                copies[node] = copy_call(graph, node, args, kwargs, f"{node.name}{suffix}")
-    grads = [None if node is None else own[node] for node in rest.output_node().args[0]]
-    handed = [before[node] for node in recompute.output_node().args[0]]
-    graph.output((*grads, *handed))
+    graph, own, before = joined(rest, recompute, len(tangents), BEFORE)
+    results = [None if node is None else own[node] for node in rest.output_node().args[0]]
+    results += [before[node] for node in recompute.output_node().args[0]]
+    graph.output(tuple(results))
     graph.lint()
-    return graph
+    return LookAhead(recompute, rest, graph)
+
+
+def with_parts(first: set[Node]) -> set[Node]:
+    """Return ``first`` with all parts of its tuples."""
+    # A tuple cannot be handed over: its parts belong to the function that has the operator.
+    return first | {user for node in first for user in node.users if is_getitem(user)}
+
+
+def handed_over(first: Container[Node], reads: Iterable[Node]) -> tuple[set[Node], set[Node]]:
+    """Return what a function is handed that has ``reads`` or computes from them, and what it makes
+    again: views, for what is handed over is storage.
+
+    Args:
+        first: what the function before it has.
+    """
+
+    def again(node: Node) -> Sequence[Node]:
+        ours = operator_of(node.target)
+        is_name = is_view(node) and not (ours and ours.writes)
+        cheap = is_name or not isinstance(node.meta["val"], Tensor)
+        return node.all_input_nodes if node in first and cheap else ()
+
+    operands = [node for each in reads for node in (each, *each.all_input_nodes)]
+    met = set(reach(operands, again))
+    twice = {node for node in met if again(node)}
+    return {node for node in met if node in first} - twice, twice
+
+
+def joined(
+    own: Graph, other: Graph, num_tangents: int, suffix: str, *, other_first: bool = False
+) -> tuple[Graph, dict[Node, Node], dict[Node, Node]]:
+    """Return a graph with the calls of ``own`` and of ``other``, which is of another call, without
+    an output; and the copies of either's nodes.
+
+    Args:
+        own: its last placeholders are tangents, and stay the last.
+        suffix: for names of nodes of ``other``.
+        other_first: whether its calls come first.
+    """
+    graph = Graph()
+    copies: tuple[dict[Node, Node], dict[Node, Node]] = {}, {}
+    suffixes = ("", suffix)
+
+    def take(nodes: Sequence[Node], of_other: bool) -> None:
+        for node in nodes:
+            copies[of_other][node] = graph.placeholder(f"{node.name}{suffixes[of_other]}")
+            copies[of_other][node].meta = dict(node.meta)
+
+    given = own.find_nodes(op="placeholder")
+    num_own = len(given) - num_tangents
+    take(given[:num_own], False)
+    take(other.find_nodes(op="placeholder"), True)
+    take(given[num_own:], False)
+    for of_other in (other_first, not other_first):
+        made = copies[of_other]
+        for node in (own, other)[of_other].nodes:
+            if node.op == "call_function":
+                args, kwargs = map_arg((node.args, node.kwargs), made.__getitem__)
+                name = f"{node.name}{suffixes[of_other]}"
+                made[node] = copy_call(graph, node, args, kwargs, name)
+    return graph, *copies

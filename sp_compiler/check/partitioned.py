@@ -87,10 +87,18 @@ def _check_ahead(
     of_both = [*of_call, *saved]
     types = _check_backward(region, ahead.both, tangent_outputs, of_both, world_size, report)
     handed = ahead.both.output_node().args[0][len(region.input_names) :]
+    _require_same(types, handed, given, "recomputed ahead")
+
+
+def _require_same(
+    types: Types, handed: Sequence[Node], given: Sequence[list[Results]], what: str
+) -> None:
+    """Raise an error if a function hands over other placements than the next has been checked
+    with."""
     for node, wanted in zip(handed, given, strict=True):
         if types[node] != wanted:
             got, expected = (each[0][0] for each in (types[node], wanted))
-            message = f"{node.name}, recomputed ahead, must be {expected} but is {got}"
+            message = f"{node.name}, {what}, must be {expected} but is {got}"
             raise PlacementError(_PASS, message, node)
 
 
@@ -107,6 +115,12 @@ def _check_split(
     # As what is saved for backward: all readings of a value go on.
     given = [types[node] for node in handed]
     _check_backward(region, split.weights, [], given, world_size, report)
+    if split.both is None:
+        return
+    of_both = [*saved, *given]
+    types = _check_backward(region, split.both, tangent_outputs, of_both, world_size, report)
+    again = split.both.output_node().args[0][len(region.input_names) :]
+    _require_same(types, again, given, "left to the call before")
 
 
 def _check_backward(

@@ -14,6 +14,7 @@ from sp_compiler.ir.compiled_program import CompiledProgram
 _METHODS = (
     *("forward", "backward", "loss_backward"),
     *("recompute", "backward_rest", "backward_ahead"),
+    *("backward_inputs", "backward_weights", "backward_behind"),
 )
 
 

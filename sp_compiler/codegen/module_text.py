@@ -25,6 +25,7 @@ from sp_compiler.codegen.statements import WIDTH, Body, fill, indented
 from sp_compiler.codegen.token_rows import on_token_rows
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.forward_backward import Partitioned, PartitionedRegion
+from sp_compiler.ir.op_traits import is_handed
 from sp_compiler.ir.program import Region
 from sp_compiler.ir.symbolic import symbol_of
 from sp_compiler.trace.joint import JointGraph
@@ -71,6 +72,12 @@ backward_inputs and backward_weights are backward in two functions; the first ha
 second needs: gradients of parameters may wait.
 """
 """Addition to the header for a schedule that delays gradients of parameters."""
+_WITH_BEHIND = """
+Of layers in a row, backward_behind is backward_inputs, and backward_weights of the layer behind it,
+whose values have the suffix _behind: first backward_inputs, then backward_behind for all other
+layers, and backward_weights for the first in the model. backward does all of it for one layer.
+"""
+"""Addition to the header where backwards leave gradients to the layer before."""
 _WITH_AHEAD = """
 Of layers in a row, each backward also recomputes for the layer before it, whose values have the
 suffix _before: first recompute, then backward_ahead for all layers but the first in the model, and
@@ -150,6 +157,8 @@ def module_source(texts: Iterable[RegionText], imports: Sequence[str] = ()) -> s
         header = header.replace("import torch\n", "import math\n\nimport torch\n", 1)
     if any("def backward_inputs(" in text.body for text in texts):
         header = header.replace(_BEHIND, f"{_WITH_SPLIT}{_BEHIND}", 1)
+    if any("def backward_behind(" in text.body for text in texts):
+        header = header.replace(_BEHIND, f"{_WITH_BEHIND}{_BEHIND}", 1)
     if any("def backward_ahead(" in text.body for text in texts):
         header = header.replace(_BEHIND, f"{_WITH_AHEAD}{_BEHIND}", 1)
     header += "".join(f"{line}\n" for line in imports)
@@ -233,6 +242,11 @@ def _given(partitioned: Partitioned, joint: JointGraph) -> dict[str, dict[str, i
         num_handed = given["backward_rest"]["saved"] - num_saved
         given["backward_rest"] = {"saved": num_saved, "recomputed": num_handed}
         given["backward_ahead"] = {**given["backward_rest"], "saved_before": num_saved}
+    if "backward_behind" in given:
+        num_saved = given["backward_inputs"]["saved"]
+        num_handed = given["backward_behind"]["saved"] - num_saved
+        given["backward_behind"] = {"saved": num_saved, "rest_behind": num_handed}
+        given["backward_weights"] = {"rest": num_handed}
     return given
 
 
@@ -288,7 +302,11 @@ def _forward(partitioned: Partitioned, body: Body) -> str:
     return "\n".join(lines)
 
 
-_HANDED = {"backward_inputs": "rest", "backward_ahead": "recomputed_before"}
+_HANDED = {
+    "backward_inputs": "rest",
+    "backward_behind": "rest",
+    "backward_ahead": "recomputed_before",
+}
 """Name of what a backward returns behind the gradients, by method."""
 
 
@@ -297,12 +315,15 @@ def _backward(method: str, body: Body, given: Mapping[str, int], num_grads: int)
     names = [body.printer.names[node] for node in inputs]
     tangents = names[sum(given.values()) :]
     lines = ["@staticmethod", *wrapped(f"def {method}(", ["tp", *given, *tangents], "):")]
+    start = 0
     for group, count in given.items():
-        if count:
-            lines += indented(wrapped("(", names[:count], f") = {group}", as_tuple=True))
-            names = names[count:]
-    if "recomputed" in given:  # so that each value dies behind its last use
-        lines += indented(["recomputed.clear()"])
+        if not count:
+            continue
+        stop = start + count
+        lines += indented(wrapped("(", names[start:stop], f") = {group}", as_tuple=True))
+        if any(map(is_handed, inputs[start:stop])):  # so that each dies behind its last use
+            lines += indented([f"{group}.clear()"])
+        start = stop
     results = body.graph.output_node().args[0]
     returned = ["None" if value is None else body.printer.names[value] for value in results]
     if method == "recompute":

@@ -27,7 +27,7 @@ from sp_compiler.base.python_text import identifier
 from sp_compiler.codegen.descriptions import short_dtype
 from sp_compiler.codegen.idioms import RESHAPES
 from sp_compiler.codegen.user_source import Frame, Statement, frames
-from sp_compiler.ir.forward_backward import BEFORE
+from sp_compiler.ir.forward_backward import BEFORE, BEHIND
 from sp_compiler.ir.fx import descendants
 from sp_compiler.ir.op_traits import (
     MATMULS,
@@ -82,8 +82,9 @@ class ValueNames:
         value = node.all_input_nodes[0] if is_wait(node) else node
         wishes = self._wished(value)
         wishes = [f"pending_{wishes[0]}"] if is_started(node) else wishes
-        if value.name.endswith(BEFORE) and value.name not in self._nodes:
-            wishes = [f"{wish}{BEFORE}" for wish in wishes]
+        suffix = next((each for each in (BEFORE, BEHIND) if value.name.endswith(each)), "")
+        if value.name not in self._nodes:
+            wishes = [f"{wish}{suffix}" for wish in wishes]
         return [identifier(wish, RESERVED) for wish in wishes]
 
     def _base(self, node: Node) -> str:
@@ -92,7 +93,8 @@ class ValueNames:
 
     def _wished(self, node: Node) -> list[str]:
         # Waits and views that later steps made are in no joint graph, and speak for themselves.
-        node = self._nodes.get(node.name) or self._nodes.get(node.name.removesuffix(BEFORE), node)
+        own_name = node.name.removesuffix(BEFORE).removesuffix(BEHIND)
+        node = self._nodes.get(node.name) or self._nodes.get(own_name, node)
         if node not in self._wishes:
             self._wishes[node] = [_operator_name(node)]  # where the search comes back to it
             self._wishes[node] = list(self._candidates(node)) or [_operator_name(node)]

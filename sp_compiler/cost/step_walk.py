@@ -23,7 +23,7 @@ from sp_compiler.base.storage import Storage
 from sp_compiler.cost.memory import owned_bytes
 from sp_compiler.cost.node_cost import tensor_bytes
 from sp_compiler.ir.forward_backward import Partitioned, step_backwards
-from sp_compiler.ir.op_traits import base
+from sp_compiler.ir.op_traits import base, is_handed
 from sp_compiler.ir.program import Call, Program, Ref
 
 SEED_BYTES = 8
@@ -124,7 +124,10 @@ class StepWalk:
         self._replicated: dict[str, Tensor] = {}
         self._fetched: set[int] = set()  # calls
         self._functions = step_backwards(program, partitioned)
-        self._recomputed: list[Storage | None] = []  # for the next call that runs backward
+        # For the next call that runs backward: what is recomputed for it or left to it, as its own,
+        # and what is left of others' that it reads.
+        self._handed: list[Storage | None] = []
+        self._lent: list[Storage | None] = []
 
     def events(self) -> Iterator[Event]:
         """Walk once; fills ``storages`` and ``returned``."""
@@ -211,16 +214,13 @@ class StepWalk:
                 yield self._hold([zeros])
         yield from self._fetch(index)
         # From here on they are the function's own.
-        yield self._release(self._recomputed)
-        self._recomputed = []
+        yield self._release(self._handed)
+        lent, self._handed, self._lent = self._lent, [], []
         yield self._run("backward", index)
-        if "backward_ahead" in self._functions[index]:
-            assert parts.ahead is not None
-            values = parts.ahead.recompute.output_node().args[0]
-            self._recomputed = [_resolve(node, {}, ("backward", index)) for node in values]
-            yield self._hold(self._recomputed)
-        names = graph.find_nodes(op="placeholder")
         held = [here or back for here, back in zip(made.saved, made.fetched, strict=True)]
+        self._hand_over(index, parts, [*held, *tangents])
+        yield self._hold([*self._handed, *self._lent])
+        names = graph.find_nodes(op="placeholder")
         known = dict(zip(names, [*held, *tangents], strict=True))
         grads = graph.output_node().args[0]
         for grad, ref, placement in zip(
@@ -238,6 +238,30 @@ class StepWalk:
         yield self._release(tangents)
         yield self._release(made.saved, saved=True)
         yield self._release(made.fetched)
+        yield self._release(lent)
+
+    def _hand_over(self, index: int, parts: Partitioned, given: Sequence[Storage | None]) -> None:
+        """Set what call ``index`` hands over to the next one that runs backward.
+
+        Args:
+            given: storages of what its backward is given.
+        """
+        functions = self._functions[index]
+        where: tuple[Phase, int] = ("backward", index)
+        if "backward_ahead" in functions:
+            assert parts.ahead is not None
+            values = parts.ahead.recompute.output_node().args[0]
+            self._handed = [_resolve(node, {}, where) for node in values]
+        split = parts.split
+        # With the last function its own backward uses them up.
+        if split is None or split.both is None or functions[-1] == "backward_weights":
+            return
+        known = dict(zip(split.inputs.find_nodes(op="placeholder"), given, strict=True))
+        takers = split.weights.find_nodes(op="placeholder")
+        left = split.inputs.output_node().args[0][-len(takers) :]
+        for node, taker in zip(left, takers, strict=True):
+            whose = self._handed if is_handed(taker) else self._lent
+            whose.append(_resolve(node, known, where))
 
     def _fetch(self, index: int) -> Iterator[Event]:
         """Hold what call ``index`` sent to the host and, on its way while this runs, what the call

@@ -17,7 +17,7 @@ from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
 from sp_compiler.ir.compiled_program import CompiledProgram
-from sp_compiler.ir.forward_backward import LookAhead, Partitioned
+from sp_compiler.ir.forward_backward import LookAhead, Partitioned, SplitBackward
 from sp_compiler.ir.program import Program, Region
 from sp_compiler.ir.symbolic import Sizes, example_number
 
@@ -95,13 +95,19 @@ class Concretizer:
 
     def partitioned(self, parts: Partitioned) -> Partitioned:
         """Return the copies of a region's forward and backward."""
-        loss, ahead = parts.loss, parts.ahead
+        loss, ahead, split = parts.loss, parts.ahead, parts.split
         return replace(
             parts,
             forward=self.graph(parts.forward),
             backward=None if parts.backward is None else self.graph(parts.backward),
             loss=None if loss is None else replace(loss, backward=self.graph(loss.backward)),
             ahead=ahead and LookAhead(*map(self.graph, (ahead.recompute, ahead.rest, ahead.both))),
+            split=split
+            and SplitBackward(
+                self.graph(split.inputs),
+                self.graph(split.weights),
+                None if split.both is None else self.graph(split.both),
+            ),
         )
 
     def twin(self, node: Node) -> Node:

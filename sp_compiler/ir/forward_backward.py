@@ -57,24 +57,45 @@ class LossPart:
     backward: Graph
 
 
+BEFORE, BEHIND = "_before", "_behind"
+"""After the names of values of the call before or behind, in a function that has values of two
+calls."""
+
+
 @dataclass(frozen=True)
 class SplitBackward:
     """The backward of an ordinary training step as two functions; the second may be
     delayed.
 
+    A pipeline delays gradients of all parameters. With ``both``, the backwards of calls in a row
+    leave some of them to the call before::
+
+        call 3   inputs(3)
+        call 2              both(2, 3)
+        call 1                          both(1, 2), weights(1)
+
+    Values made in backward, or in the call's own forward, are given to ``both`` as its own: their
+    placeholders have ``meta["handed"]``.
+
     Attributes:
         inputs: placeholders: as those of :attr:`Partitioned.step_backward`; output: one gradient
-            (or None) per input of the region, None for parameters, then what ``weights`` needs.
+            (or None) per input of the region, None for delayed ones, then what ``weights`` needs.
         weights: placeholders: the values that ``inputs`` passes on; output: one gradient (or None)
-            per input of the region, None for all but parameters.
+            per input of the region, None for all but delayed ones.
+        both: ``inputs``, and ``weights`` of the call behind. Placeholders: the saved tensors, what
+            the call behind passes on, the tangents; output: as that of ``inputs``, with the delayed
+            gradients of the call behind in the places of its own.
     """
 
     inputs: Graph
     weights: Graph
+    both: Graph | None = None
 
-
-BEFORE = "_before"
-"""Behind the names of values of the call before, in a function that has values of two calls."""
+    @property
+    def late(self) -> tuple[int, ...]:
+        """Indices of the region's inputs whose gradients are delayed."""
+        grads = self.weights.output_node().args[0]
+        return tuple(index for index, grad in enumerate(grads) if grad is not None)
 
 
 @dataclass(frozen=True)
@@ -118,7 +139,8 @@ class Partitioned:
         num_outputs: number of the region's outputs.
         loss: the backward from the model's loss alone, if the region has the loss and other outputs
             through which a gradient may flow.
-        split: the same as two functions, if a schedule delays weight gradients.
+        split: the same as two functions, if a schedule delays weight gradients, or if that hides
+            more communication in calls in a row.
         ahead: the same for calls in a row, if that hides more communication.
     """
 
@@ -141,6 +163,8 @@ class Partitioned:
         if self.split is not None:
             graphs["backward_inputs"] = self.split.inputs
             graphs["backward_weights"] = self.split.weights
+            if self.split.both is not None:
+                graphs["backward_behind"] = self.split.both
         if self.ahead is not None:
             graphs["recompute"] = self.ahead.recompute
             graphs["backward_rest"] = self.ahead.rest
@@ -153,6 +177,14 @@ class Partitioned:
         # It starts from the loss, where there is one: the general backward would compute with zeros
         # for the gradients of all other outputs.
         return self.backward if self.loss is None else self.loss.backward
+
+    @property
+    def middle_backward(self) -> Graph | None:
+        """The same in the middle of calls in a row, where it may be another."""
+        if self.ahead is not None:
+            return self.ahead.both
+        both = None if self.split is None else self.split.both
+        return self.step_backward if both is None else both
 
     @property
     def kept_bytes(self) -> int:
@@ -180,21 +212,25 @@ class PartitionedRegion:
 def step_backwards(
     program: Program, partitioned: Mapping[str, Partitioned]
 ) -> list[tuple[str, ...]]:
-    """Return for each call the names of the functions that are its backward in a step."""
+    """Return for each call the names of the functions that are its backward in a step.
+
+    Of calls in a row, the last to run also computes the gradients that it would leave to another.
+    """
     calls = program.calls
-    # Whether a call recomputes values for the one before it; one more for the end.
-    recomputes = [
-        index > 0
-        and call.region is calls[index - 1].region
-        and partitioned[call.region.name].ahead is not None
-        for index, call in enumerate(calls)
+    # Whether a call is of the same region as the one before it; one more for the end.
+    follows = [
+        index > 0 and call.region is calls[index - 1].region for index, call in enumerate(calls)
     ] + [False]
     functions = []
     for index, call in enumerate(calls):
-        from_loss = partitioned[call.region.name].loss is not None
-        names: tuple[str, ...] = ("loss_backward" if from_loss else "backward",)
-        if recomputes[index] or recomputes[index + 1]:
-            names = ("backward_ahead" if recomputes[index] else "backward_rest",)
-            names = names if recomputes[index + 1] else ("recompute", *names)
+        parts = partitioned[call.region.name]
+        is_first, is_last = not follows[index + 1], not follows[index]
+        names: tuple[str, ...] = ("backward" if parts.loss is None else "loss_backward",)
+        if parts.ahead is not None:
+            names = ("backward_rest" if is_last else "backward_ahead",)
+            names = ("recompute", *names) if is_first else names
+        elif parts.split is not None and parts.split.both is not None:
+            names = ("backward_inputs" if is_first else "backward_behind",)
+            names = (*names, "backward_weights") if is_last else names
         functions.append(names)
     return functions

@@ -132,8 +132,8 @@ def _block(
     )
     forward_work = work = _work(parts.forward, compiled.world_size, device, fused=fused)
     backward: tuple[Collective, ...] = ()
-    # Where calls recompute ahead, they do the same work in another order, most of them in this one.
-    graph = parts.step_backward if parts.ahead is None else parts.ahead.both
+    # Calls in a row may do the same work in another order, most of them in this one.
+    graph = parts.middle_backward
     if graph is not None:
         work += _work(graph, compiled.world_size, device, fused=fused)
         backward = _collectives(graph)

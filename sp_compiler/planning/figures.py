@@ -158,7 +158,8 @@ def _draw_course(axes: Axes, plan: PlanData, block: BlockPlan) -> None:
         functions = plan.schedule.functions
         spans = functions.get((block.name, phase), ())
         if phase == "backward":  # the one that most layers run
-            spans = functions.get((block.name, "backward_ahead"), spans)
+            for name in ("backward_ahead", "backward_behind"):
+                spans = functions.get((block.name, name), spans)
         for row, stream in enumerate(rows):
             _draw_spans(axes, [s for s in spans if s.stream == stream], begin_us, row)
         took_us = duration_us(spans)

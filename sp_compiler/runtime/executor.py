@@ -27,7 +27,14 @@ from sp_compiler.runtime.mesh_axes import AXIS, EXPERT_AXIS
 from sp_compiler.runtime.parameter_gradients import mark_reduced_by_hooks
 from sp_compiler.runtime.reductions import DeferredGradients, ReplicateParameters
 from sp_compiler.runtime.region_call import LookAheadRunner, OffloadingRunner, RegionRunner
-from sp_compiler.runtime.weight_gradients import DelayedRunner, WeightGradients, WeightTarget
+from sp_compiler.runtime.weight_gradients import (
+    DelayedRunner,
+    HandOverRunner,
+    WeightGradients,
+    WeightTarget,
+    can_work_for_others,
+    leaving,
+)
 
 Invoke = Callable[..., tuple[Any, ...]]
 BlockCall = Callable[[str, Invoke, Sequence[Any]], tuple[Any, ...]]
@@ -105,8 +112,10 @@ class Executor:
         self._replicated = _parameters_used_as_r(compiled)
         self._arguments = [_Arguments(compiled, call) for call in compiled.program.calls]
         self._sent = _sent_to_host(compiled)
-        self._ahead = {
-            name for name, split in compiled.regions.items() if split.partitioned.ahead is not None
+        self._in_a_row = {
+            name: parts
+            for name, each in compiled.regions.items()
+            if (parts := each.partitioned).middle_backward is not parts.step_backward
         }
         self._last_use = compiled.program.last_uses()
         self.needs_seed = any("seed" in region.input_kinds for region in compiled.program.regions)
@@ -184,7 +193,7 @@ class Executor:
                 inputs[position] = replicated.get(name, owner) if is_replicated else owner
             runner = self._runner(frame, index, owners)
             made.extend(runner(inputs, owners))
-            if isinstance(runner, LookAheadRunner):
+            if isinstance(runner, (LookAheadRunner, HandOverRunner)):
                 # At once: a hook that changes an output in place gives it another node.
                 frame.last = index, _node_of(made)
             return tuple(made)
@@ -207,9 +216,13 @@ class Executor:
             # One also for a call that sends nothing: it fetches for the call before it.
             frame.trip = HostTrip(self._sent.get(name, ()), frame.trip)
             return OffloadingRunner(**vars(runner), trip=frame.trip)
-        if name in self._ahead and _can_look_ahead(frame.managed):
-            return LookAheadRunner(**vars(runner), before=frame.node_before(index, call))
-        return runner
+        parts = self._in_a_row.get(name)
+        if parts is None or not can_work_for_others(frame.managed):
+            return runner
+        before = frame.node_before(index, call)
+        if parts.split is None:
+            return LookAheadRunner(**vars(runner), before=before)
+        return leaving(runner, parts.split.late, owners, before) or runner
 
     def _delayed(
         self, runner: RegionRunner, arguments: _Arguments, owners: Sequence[Tensor]
@@ -343,15 +356,6 @@ def _node_of(outputs: Sequence[Any]) -> Any:
     """Return autograd's node of the call that returned ``outputs``, ``None`` if it has none."""
     nodes = (value.grad_fn for value in outputs if isinstance(value, Tensor))
     return next((node for node in nodes if node is not None), None)
-
-
-def _can_look_ahead(managed: Collection[str]) -> bool:
-    """Return whether a backward may read what the call before it saved.
-
-    What FSDP gathers for a call is not there yet, and hooks on saved tensors, such as those of
-    ``torch.utils.checkpoint``, allow one reading only.
-    """
-    return not managed and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
 def _sent_to_host(compiled: CompiledProgram) -> dict[str, tuple[int, ...]]:

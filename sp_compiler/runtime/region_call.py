@@ -76,10 +76,14 @@ class RegionRunner:
         if torch.is_grad_enabled() and any(
             isinstance(value, Tensor) and value.requires_grad for value in inputs
         ):
-            results: tuple[Any, ...] = RegionFunction.apply(self, owners, *inputs)
-            return results
+            return self.record(inputs, owners)
         outputs, _ = self.forward(self.operands(inputs))
         return outputs
+
+    def record(self, inputs: Sequence[Any], owners: Sequence[Tensor]) -> tuple[Any, ...]:
+        """Run the region, recorded for autograd."""
+        results: tuple[Any, ...] = RegionFunction.apply(self, owners, *inputs)
+        return results
 
     def forward(self, operands: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Return outputs of the region, and the tensors saved for backward."""
@@ -186,8 +190,8 @@ class OffloadingRunner(RegionRunner):
         return super().run_backward(self.trip.fetch(saved), grads, metas)
 
 
-class Recomputed:
-    """What the backward of the next call has recomputed for one call.
+class Handed:
+    """What the backward of one call has made for another function.
 
     Values are of one backward: after one that failed, another begins anew, on every rank alike.
     """
@@ -197,7 +201,7 @@ class Recomputed:
         self._backward = -1
 
     def put(self, values: list[Any] | None) -> None:
-        """Keep ``values`` for the backward that runs now, ``None`` if the call needs no more."""
+        """Keep ``values`` for the backward that runs now, ``None`` if no more are needed."""
         self._values, self._backward = values, torch._C._current_graph_task_id()
 
     def take(self) -> list[Any] | None:
@@ -208,7 +212,7 @@ class Recomputed:
 
     @property
     def is_done(self) -> bool:
-        """Whether the backward that runs now has recomputed for the call, or run it."""
+        """Whether the backward that runs now has put values here, or taken them."""
         return self._backward == torch._C._current_graph_task_id()
 
 
@@ -221,7 +225,7 @@ class LookAheadRunner(RegionRunner):
     """
 
     before: Any = field(kw_only=True)
-    recomputed: Recomputed = field(default_factory=Recomputed, kw_only=True)
+    recomputed: Handed = field(default_factory=Handed, kw_only=True)
 
     def compute_gradients(
         self, saved: Sequence[Any], grads: Sequence[Tensor | None], metas: Sequence[Any]

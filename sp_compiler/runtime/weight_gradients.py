@@ -2,22 +2,33 @@
 
 If a pipeline's schedule delays them, the backward of a region call computes only the gradients that
 the previous stage waits for, and leaves the rest here as a function to run when the stage is idle.
+Of calls in a row, each may leave some to the call before it, whose backward hides communication
+with them. That order is autograd's own: where it is not as planned, each call does its own work.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from sp_compiler.runtime.parameter_gradients import partial_spec
+from sp_compiler.runtime.parameter_gradients import (
+    CompiledFunction,
+    deliver,
+    local_tensor,
+    opaque,
+    parameter_edges,
+    partial_spec,
+    separate,
+)
 from sp_compiler.runtime.reductions import DeferredGradients
-from sp_compiler.runtime.region_call import RegionRunner
+from sp_compiler.runtime.region_call import Handed, RegionRunner, forbid_double_backward
 
 
 @dataclass(frozen=True)
@@ -115,6 +126,163 @@ class DelayedRunner(RegionRunner):
 
         self.weights.put(compute, self.targets)
         return [None if index in unreached else grad for index, grad in enumerate(results)]
+
+
+def can_work_for_others(managed: Collection[str]) -> bool:
+    """Return whether a backward may do work of another call.
+
+    What FSDP gathers for a call is not there yet, and hooks on saved tensors, such as those of
+    ``torch.utils.checkpoint``, allow one reading only.
+
+    Args:
+        managed: names of the parameters that FSDP gathers.
+    """
+    return not managed and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+class LateGradients:
+    """Gradients of one call that its backward leaves to the call before it.
+
+    Attributes:
+        behind: those of the call behind.
+        left: what they are computed from, put there by the call's own backward.
+        computed: gradients, put there by the backward of the call before.
+        unreached: indices of inputs that no gradient reached.
+    """
+
+    def __init__(self, runner: RegionRunner, indices: Sequence[int]) -> None:
+        self.behind: LateGradients | None = None
+        self.left, self.computed = Handed(), Handed()
+        self.unreached: Collection[int] = ()
+        self.indices = indices
+        self._runner = runner
+
+    def take(self) -> list[Tensor | None]:
+        """Return the gradients of the inputs ``indices``, which are computed now if they are not
+        yet."""
+        runner, results = self._runner, self.computed.take()
+        if results is None:
+            code: Any = runner.code
+            with torch._C._AutoDispatchBelowADInplaceOrView():
+                made = code.backward_weights(runner.tp, self.left.take())
+            results = [made[index] for index in self.indices]
+        return [
+            None if index in self.unreached else grad
+            for index, grad in zip(self.indices, results, strict=True)
+        ]
+
+    def in_stored_form(self, position: int, grad: Tensor | None) -> Tensor | None:
+        """Return the gradient of the input ``indices[position]`` without padding."""
+        index, runner = self.indices[position], self._runner
+        return runner.without_padding(index, grad) if index in runner.padded else grad
+
+
+class LateFunction(CompiledFunction):
+    """Node of gradients that are computed late: ``apply(late, *parameters) -> token``.
+
+    The call takes the token as one more input, so this node becomes ready when the call's backward
+    has run. Of nodes that are ready autograd runs the youngest first. What follows the call before
+    is younger than that call, so a node that is older runs behind its backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, late: LateGradients, *parameters: Tensor) -> Tensor:
+        ctx.late = late
+        ctx.set_materialize_grads(False)
+        ctx.parameters = parameter_edges(parameters)
+        # On their device: autograd has a queue for each.
+        token: Tensor = local_tensor(parameters[0]).new_empty(0)
+        return token
+
+    @staticmethod
+    @opaque
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        late: LateGradients = ctx.late
+        if grads[0] is None:
+            return (None, *[None] * len(late.indices))
+        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+            results = late.take()
+            for index, _, _ in ctx.parameters:
+                results[index] = late.in_stored_form(index, results[index])
+        if ctx.parameters:
+            deliver(ctx.parameters, ctx.next_functions, results, grads)
+        separate(results)
+        return (None, *forbid_double_backward(results, grads))
+
+
+@dataclass(frozen=True)
+class HandOverRunner(RegionRunner):
+    """Runs one call of a region whose backward leaves gradients to the call before it.
+
+    ``token``: see :class:`LateFunction`.
+    """
+
+    late: LateGradients = field(kw_only=True)
+    token: Tensor = field(kw_only=True)
+
+    def record(self, inputs: Sequence[Any], owners: Sequence[Tensor]) -> tuple[Any, ...]:
+        """As of the base class."""
+        return super().record([*inputs, self.token], owners)
+
+    def forward(self, operands: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """As of the base class."""
+        *own, _ = operands
+        return super().forward(own)
+
+    def run_backward(
+        self, saved: Sequence[Any], grads: Sequence[Tensor | None], metas: Sequence[Any]
+    ) -> list[Tensor | None]:
+        """As of the base class; behind the others the gradient of the token, which has no
+        elements."""
+        return [*super().run_backward(saved, grads, metas), self.token.detach()]
+
+    def compute_gradients(
+        self, saved: Sequence[Any], grads: Sequence[Tensor | None], metas: Sequence[Any]
+    ) -> list[Tensor | None]:
+        """As of the base class, without those that it leaves."""
+        code: Any = self.code
+        node: Any = self.token.grad_fn
+        late, tangents = self.late, self.tangents(grads, metas)
+        left = None if late.behind is None else late.behind.left.take()
+        if left is None:
+            results, rest = code.backward_inputs(self.tp, saved, *tangents)
+        else:
+            results, rest = code.backward_behind(self.tp, saved, left, *tangents)
+        results = list(results)
+        if left is not None:
+            assert late.behind is not None
+            # In the places of its own.
+            late.behind.computed.put([results[index] for index in late.indices])
+        for index in late.indices:
+            results[index] = None
+        if torch._C._will_engine_execute_node(node):
+            late.left.put(list(rest))
+            late.unreached = self.unreached(grads)
+        return results
+
+
+def leaving(
+    runner: RegionRunner, indices: Sequence[int], owners: Sequence[Tensor], before: Any
+) -> HandOverRunner | None:
+    """Return ``runner`` for one call that leaves gradients, ``None`` if it has none to leave.
+
+    Args:
+        indices: inputs of the region whose gradients are left.
+        owners: all parameters of the call.
+        before: node of autograd of the call before, ``None`` if no call of the region is.
+    """
+    by_index = dict(zip(runner.parameters, owners, strict=True))
+    parameters = [by_index[index] for index in indices]
+    if not any(parameter.requires_grad for parameter in parameters):
+        return None
+    late = LateGradients(runner, indices)
+    token = LateFunction.apply(late, *parameters)
+    if before is not None and isinstance(before.runner, HandOverRunner):
+        before.runner.late.behind = late
+        # Just older than that call: also where hooks of one rank have made nodes between the two,
+        # all ranks run the same functions.
+        token.grad_fn._set_sequence_nr(before._sequence_nr() - 1)
+    return HandOverRunner(**vars(runner), late=late, token=token)
 
 
 def accumulate(parameter: Tensor, local: Tensor, *, is_partial: bool = False) -> None:

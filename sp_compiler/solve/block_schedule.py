@@ -79,6 +79,15 @@ class Block:
         return self.tasks[position].link_us > 0 or position in self.wait_of
 
     @cached_property
+    def leads_to_link(self) -> tuple[bool, ...]:
+        """Whether some collective follows a task, by its position."""
+        leads = [False] * len(self.tasks)
+        for position in reversed(range(len(self.tasks))):
+            users = self.users[position]
+            leads[position] = any(leads[user] or self.tasks[user].link_us for user in users)
+        return tuple(leads)
+
+    @cached_property
     def holders(self) -> tuple[tuple[int, ...], ...]:
         """Storages that a task makes or reads, each once, by the task's position."""
         return tuple(tuple(dict.fromkeys((*task.makes, *task.reads))) for task in self.tasks)

@@ -17,8 +17,8 @@ import math
 import random
 from bisect import insort
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby
+from dataclasses import dataclass, field, replace
+from itertools import groupby, product
 
 from sp_compiler.solve.block_schedule import Block, Memory, least_us, peak_bytes, simulate
 
@@ -30,11 +30,14 @@ _REACH = 400
 _SLOW_LINK, _SLOW_WEIGHT = 2.0, 0.1
 # Walks that improve on the ones before by their own clock; it settles after two or three.
 _TIMED_WALKS = 4
+# "Soon" for a kernel that spares itself: less than this share of its own time.
+_SOON = 0.5
 # Kernels of a tenth of the collectives' time hide next to nothing, in whatever order.
 _WORTH_HIDING = 0.1
 # Tasks in all walks with changed ranks together: at most about 0.3 s for a block. A walk takes more
 # than in proportion to the tasks, so a model that is one long region gets the timed walks alone.
 _TASKS_WALKED, _PATIENCE, _MOST_TASKS = 20_000, 50, 400
+_ROUNDING = 1e-6  # of sums of the same times in another order
 
 
 @dataclass(frozen=True)
@@ -45,10 +48,13 @@ class _Wishes:
         ranks: priority by task; the lowest comes first.
         latest_us: by start, the time until which it may be delayed; others start as soon as
             possible.
+        sparing: whether to wait for what arrives soon, rather than spend a long kernel that could
+            hide all of another collective.
     """
 
     ranks: tuple[float, ...]
     latest_us: Mapping[int, float] = field(default_factory=dict)
+    sparing: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,9 +78,12 @@ def list_schedule(block: Block, limit_bytes: int, *, quick: bool = False) -> lis
     given = list(range(len(block.tasks)))
     limit_bytes = max(limit_bytes, peak_bytes(block, given))
     best = _scored(block, given, _Wishes((0.0,) * len(given)))
-    fitting = _Fitting(given)
-    for ranks in (_in_given_order(block), _by_longest_path(block), _by_next_collective(block)):
-        wishes = _Wishes(ranks)
+    fitting, bound_us = _Fitting(given), least_us(block) * (1 + _ROUNDING)
+    priorities = (_in_given_order(block), _by_longest_path(block), _by_next_collective(block))
+    for sparing, ranks in product((False, True), priorities):
+        if sparing and best.time_us <= bound_us:
+            break
+        wishes = _Wishes(ranks, sparing=sparing)
         # The first walk starts collectives as soon as their operands are there, the others as late
         # as the walk before them shows to do.
         for _ in range(_TIMED_WALKS):
@@ -83,24 +92,20 @@ def list_schedule(block: Block, limit_bytes: int, *, quick: bool = False) -> lis
             latest_us = _latest_starts(block, walked.order)
             if latest_us == wishes.latest_us:
                 break  # the same wishes lead to the same walk
-            wishes = _Wishes(ranks, latest_us)
+            wishes = replace(wishes, latest_us=latest_us)
     link_us = sum(task.link_us for task in block.tasks)
     if quick:
         return best.order
     if block.compute_us > _WORTH_HIDING * link_us and len(given) <= _MOST_TASKS:
-        best = _climb(block, limit_bytes, best)
+        best = _climb(block, limit_bytes, best, bound_us)
     return _tidy(block, _late_waits(block, best.order, limit_bytes), limit_bytes)
 
 
 def _in_given_order(block: Block) -> tuple[float, ...]:
     """Ranks by which what a collective needs comes first, and of waits, that nothing waits idly."""
     num_tasks = len(block.tasks)
-    critical = [False] * num_tasks
-    for position in reversed(range(num_tasks)):
-        users = block.users[position]
-        critical[position] = any(critical[user] or block.tasks[user].link_us for user in users)
     return tuple(
-        math.inf if i in block.starts_of else i if critical[i] else i + num_tasks
+        math.inf if i in block.starts_of else i if block.leads_to_link[i] else i + num_tasks
         for i in range(num_tasks)
     )
 
@@ -155,13 +160,12 @@ def _walked(block: Block, limit_bytes: int, wishes: _Wishes, fitting: _Fitting) 
     return _scored(block, _Walk(block, limit_bytes, wishes, fitting).order(), wishes)
 
 
-def _climb(block: Block, limit_bytes: int, best: _Scored) -> _Scored:
+def _climb(block: Block, limit_bytes: int, best: _Scored, bound_us: float) -> _Scored:
     """Repeat the walk with a few changed priorities and latest starts, as long as that finds better
-    orders.
+    orders, of which none takes less than ``bound_us``.
 
     Orders are not changed directly, because few changes would respect the limit on memory.
     """
-    bound_us = least_us(block) * (1 + 1e-6)
     # Seeded, for every rank has to find the same; ``random`` is the one method whose numbers are
     # the same in all versions of Python.
     draw = random.Random(0).random
@@ -176,7 +180,7 @@ def _climb(block: Block, limit_bytes: int, best: _Scored) -> _Scored:
         if draw() < 0.5:
             start = starts[int(draw() * len(starts))]
             latest_us[start] = draw() * best.time_us if draw() < 0.5 else 0.0
-        changed = _Wishes(tuple(ranks), latest_us)
+        changed = replace(best.wishes, ranks=tuple(ranks), latest_us=latest_us)
         walked = _walked(block, limit_bytes, changed, fitting)
         failures += 1
         if walked.cost_us < best.cost_us:
@@ -286,6 +290,8 @@ class _Walk:
         start = self._start_before(kernel)
         if start is not None:
             return start
+        if kernel is not None and self._spares(kernel, arrival_us):
+            return wait
         # A wait that ranks before the kernel: so long a kernel would delay what follows the wait.
         ranks = self._wishes.ranks
         if kernel is not None and all(ranks[kernel] < ranks[wait] for _, wait in self._waits):
@@ -293,6 +299,13 @@ class _Walk:
         # Nothing to do meanwhile, or nothing that fits: the clock goes on to the next arrival. With
         # nothing under way, the next of the order that fits does fit.
         return wait if self._waits else oldest
+
+    def _spares(self, kernel: int, arrival_us: float) -> bool:
+        """Return whether ``kernel``, which no collective needs, is too long to hide the rest of
+        what arrives then."""
+        soon_us = _SOON * self._block.tasks[kernel].time_us
+        spared = self._wishes.sparing and not self._block.leads_to_link[kernel]
+        return spared and arrival_us - self._now_us < soon_us
 
     def _start_before(self, kernel: int | None) -> int | None:
         """Return the collective that has to start now, if the next kernel is ``kernel``."""

@@ -165,6 +165,16 @@ class PartitionedCode:
         assert self._parts.split is not None
         return _gradients(self._parts.split.weights, tp, handed)
 
+    def backward_behind(
+        self, tp: Communicator, saved: Any, behind: Any, *tangents: Tensor
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        assert self._parts.split is not None
+        assert self._parts.split.both is not None
+        results = _gradients(self._parts.split.both, tp, [*saved, *behind], *tangents)
+        # Behind the gradients comes what is left to the call before.
+        end = len(results) - len(behind)
+        return results[:end], results[end:]
+
     def recompute(self, tp: Communicator, saved: Any) -> tuple[Any, ...]:
         assert self._parts.ahead is not None
         return _gradients(self._parts.ahead.recompute, tp, saved)
@@ -200,10 +210,28 @@ class SplitCode:
 
     def backward(self, tp: Communicator, saved: Any, *tangents: Tensor) -> tuple[Any, ...]:
         of_inputs, handed = self._code.backward_inputs(tp, saved, *tangents)
-        of_weights = self._code.backward_weights(tp, handed)
+        of_weights = self._code.backward_weights(tp, list(handed))
         # Each input has its gradient from one of the two.
         pairs = zip(of_inputs, of_weights, strict=True)
         return tuple(second if first is None else first for first, second in pairs)
+
+
+class BehindCode:
+    """A code whose functions that leave gradients to the call before all take part in ``backward``.
+
+    Attributes:
+        forward: that of the code, as the other functions.
+    """
+
+    def __init__(self, code: Any) -> None:
+        self.forward, self.backward_inputs = code.forward, code.backward_inputs
+        self.backward_weights, self.backward_behind = code.backward_weights, code.backward_behind
+
+    def backward(self, tp: Communicator, saved: Any, *tangents: Tensor) -> tuple[Any, ...]:
+        _, rest = self.backward_inputs(tp, saved, *tangents)
+        # As if the call behind were this one.
+        grads, _ = self.backward_behind(tp, saved, list(rest), *tangents)
+        return _equal_or_wrong(grads, SplitCode(self).backward(tp, saved, *tangents))
 
 
 class AheadCode:
@@ -223,9 +251,14 @@ class AheadCode:
         # As if the call before were this one.
         grads, ahead = self.backward_ahead(tp, saved, values, saved, *tangents)
         same = self.backward_rest(tp, saved, list(ahead), *tangents)
-        # Equal to the bit, or wrong: then the result is wrong as well, whichever is.
-        pairs = zip(grads, same, strict=True)
-        return tuple(None if first is None else first + (first - second) for first, second in pairs)
+        return _equal_or_wrong(grads, same)
+
+
+def _equal_or_wrong(grads: Sequence[Any], same: Sequence[Any]) -> tuple[Any, ...]:
+    """Return ``grads``, which must be equal to the bit to ``same``, or else the result is wrong as
+    well, whichever is."""
+    pairs = zip(grads, same, strict=True)
+    return tuple(None if first is None else first + (first - second) for first, second in pairs)
 
 
 def _gradients(graph: Graph, tp: Communicator, saved: Any, *tangents: Tensor) -> tuple[Any, ...]:

@@ -22,6 +22,7 @@ from sp_compiler.ir.rewriting import subgraph
 from sp_compiler.ir.snapshot import (
     BACKWARD,
     BACKWARD_AHEAD,
+    BACKWARD_BEHIND,
     BACKWARD_INPUTS,
     BACKWARD_REST,
     BACKWARD_WEIGHTS,
@@ -34,6 +35,7 @@ from sp_compiler.ir.snapshot import (
 from sp_compiler.trace.joint import JointGraph
 from sp_compiler.verification.interpret import (
     AheadCode,
+    BehindCode,
     PartitionedCode,
     ShardedCode,
     SplitCode,
@@ -96,8 +98,9 @@ def _divided(
         name: LossBackward(loss.output, codes[name].loss_backward)
         for name, loss in compiled.loss_backwards.items()
     }
-    for name in [name for name, part in parts.items() if part.split is not None]:
-        in_two = SplitCode(codes[name])
+    splits = {name: part.split for name, part in parts.items() if part.split is not None}
+    for name, split_backward in splits.items():
+        in_two = (SplitCode if split_backward.both is None else BehindCode)(codes[name])
         if name in from_loss:
             from_loss[name] = replace(from_loss[name], run=in_two.backward)
         else:
@@ -105,7 +108,12 @@ def _divided(
     for name in [name for name, part in parts.items() if part.ahead is not None]:
         whole[name] = AheadCode(codes[name])
     regions = {
-        name: replace(split, partitioned=replace(split.partitioned, ahead=parts[name].ahead))
+        name: replace(
+            split,
+            partitioned=replace(
+                split.partitioned, ahead=parts[name].ahead, split=parts[name].split
+            ),
+        )
         for name, split in compiled.regions.items()
     }
     return replace(compiled, codes=whole, loss_backwards=from_loss, regions=regions)
@@ -133,7 +141,7 @@ def _parts_after(item: CompiledRegion, stage: Snapshot) -> Partitioned:
         return tuple(map(graph, suffixes)) if made else ()
 
     loss = parts.loss
-    split = graphs(BACKWARD_INPUTS, BACKWARD_WEIGHTS)
+    split = graphs(BACKWARD_INPUTS, BACKWARD_WEIGHTS) + graphs(BACKWARD_BEHIND)
     ahead = graphs(RECOMPUTE, BACKWARD_REST, BACKWARD_AHEAD)
     return replace(
         parts,
@@ -163,9 +171,10 @@ def _saving_all(joint: JointGraph) -> Partitioned:
 
 
 def _on_device(compiled: CompiledProgram) -> dict[str, PartitionedRegion]:
-    """Return the regions without what goes to the host and what is recomputed ahead: before the
-    partition code saves other values, and has no functions for it."""
+    """Return the regions without what goes to the host, is recomputed ahead or left to others:
+    before the partition code saves other values, and has no functions for it."""
+    whole: dict[str, Any] = {"saved": (), "ahead": None, "split": None}
     return {
-        name: replace(split, partitioned=replace(split.partitioned, saved=(), ahead=None))
+        name: replace(split, partitioned=replace(split.partitioned, **whole))
         for name, split in compiled.regions.items()
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -13,13 +12,11 @@ from torch import Tensor
 from torch.fx import Graph
 
 from benchmarks.memory_check import measure
-from benchmarks.models import GPTConfig, PlainGPT
 from sp_compiler import compiler
 from sp_compiler.base.errors import PlacementError
 from sp_compiler.base.pass_report import Pass
 from sp_compiler.check.partitioned import check_partitioned
 from sp_compiler.codegen.module_text import CompiledRegion
-from sp_compiler.cost.hardware import Link, hardware_of
 from sp_compiler.cost.step_memory import Room, step_memory
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.forward_backward import LookAhead, step_backwards
@@ -27,16 +24,13 @@ from sp_compiler.ir.op_traits import is_wait
 from sp_compiler.passes.overlap.look_ahead import look_aheads
 from sp_compiler.verification.verify import verify
 from tests.helpers import parity
+from tests.helpers.calls_in_a_row import IDS, SLOW, gpt
 from tests.helpers.fake_group import fake_group
 from tests.helpers.graph_builder import GraphBuilder, convert
 
 aten = torch.ops.aten
-# Communication takes a quarter of a small block's time.
-SLOW = replace(
-    hardware_of("h100"),
-    interconnect={kind: Link(0.0, 200.0) for kind in hardware_of("h100").interconnect},
-)
 _OPTIONS: dict[str, Any] = {"tp": 2, "recompute": "full", "hardware": SLOW}
+INPUTS = {"input_ids": IDS, "labels": IDS}
 
 
 def _backward() -> Graph:
@@ -102,22 +96,9 @@ def test_without_recomputed_collectives_there_is_no_cut() -> None:
     assert list(look_aheads(graph, num_saved=2)) == []
 
 
-def _model(**options: Any) -> PlainGPT:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_heads": 2, "num_layers": 4, "num_positions": 32}
-    config = GPTConfig(**{"vocab_size": 2048, "tied_head": False, **sizes, **options})
-    return PlainGPT(config).double()
-
-
-@functools.cache
-def _inputs() -> dict[str, Tensor]:
-    ids = torch.randint(0, 96, (2, 32), generator=torch.Generator().manual_seed(1))
-    return {"input_ids": ids, "labels": ids}
-
-
 @functools.cache
 def _case() -> parity.Case:
-    return parity.make_case(_model(), _inputs())
+    return parity.make_case(gpt(), INPUTS)
 
 
 def _program(**options: Any) -> CompiledProgram:
@@ -179,7 +160,7 @@ def test_verification_names_the_pass_of_a_wrong_function() -> None:
         return parts
 
     with mock.patch.object(compiler, "overlap_collectives", wrong):
-        report = verify(_model(num_layers=2), ((), _inputs()), **_OPTIONS)
+        report = verify(gpt(num_layers=2), ((), INPUTS), **_OPTIONS)
     assert report.first_bad_pass == Pass.OVERLAP
 
 
@@ -216,8 +197,8 @@ def test_a_step_holds_what_was_planned() -> None:
 @functools.cache
 def _small() -> parity.Case:
     """With so few words that the blocks are the peak of a step."""
-    model = _model(vocab_size=96, dropout=0.0, attention_dropout=0.0)
-    return parity.make_case(model, _inputs())
+    model = gpt(vocab_size=96, dropout=0.0, attention_dropout=0.0)
+    return parity.make_case(model, INPUTS)
 
 
 def test_without_room_nothing_is_recomputed_ahead() -> None:
@@ -229,5 +210,5 @@ def test_without_room_nothing_is_recomputed_ahead() -> None:
 
 
 def test_calls_that_do_not_follow_each_other_do_not_look_ahead() -> None:
-    program = parity.compiled(parity.make_case(_model(num_layers=1), _inputs()), **_OPTIONS)
+    program = parity.compiled(parity.make_case(gpt(num_layers=1), INPUTS), **_OPTIONS)
     assert all(region.partitioned.ahead is None for region in program.regions.values())

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
@@ -14,38 +14,24 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import sp_compiler
-from benchmarks.models import GPTConfig, PlainGPT
-from sp_compiler.cost.hardware import Link, hardware_of
+from benchmarks.models import PlainGPT
 from sp_compiler.inductor import fused
 from sp_compiler.inductor.lowering import Traced
+from tests.helpers.calls_in_a_row import (
+    IDS,
+    LAYERS,
+    SLOW,
+    compiled,
+    functions,
+    loss_of,
+    same,
+    take_gradients,
+)
 from tests.helpers.ranks import run_on_ranks
 
-# Communication takes a quarter of a small block's time.
-SLOW = replace(
-    hardware_of("h100"),
-    interconnect={kind: Link(0.0, 200.0) for kind in hardware_of("h100").interconnect},
-)
-IDS = torch.randint(0, 96, (2, 32), generator=torch.Generator().manual_seed(1))
-LAYERS = 4
-
-
-def _compiled(
-    change: Callable[[PlainGPT], Any] = id, vocab_size: int = 2048, **options: Any
-) -> Any:
-    torch.manual_seed(0)
-    config = GPTConfig(
-        vocab_size=vocab_size,
-        hidden_size=32,
-        num_heads=2,
-        num_layers=LAYERS,
-        num_positions=32,
-        tied_head=False,
-    )
-    model = PlainGPT(config).double()
-    change(model)
-    example = ((), {"input_ids": IDS, "labels": IDS})
-    options = {"tp": 2, "recompute": "full", "hardware": SLOW, **options}
-    return sp_compiler.compile(model, example_inputs=example, **options)
+_NAMES = ("backward", "recompute", "backward_ahead", "backward_rest")
+_compiled = functools.partial(compiled, recompute="full")
+_functions = functools.partial(functions, names=_NAMES)
 
 
 @pytest.fixture(scope="module")
@@ -64,45 +50,6 @@ def ahead(clock: Any) -> Any:
     return _compiled()
 
 
-def _loss(module: Any, ids: Tensor = IDS) -> Tensor:
-    torch.manual_seed(2)  # dropout
-    loss: Tensor = module(input_ids=ids, labels=ids).loss
-    return loss
-
-
-def _gradients(module: Any) -> dict[str, Tensor]:
-    grads = {
-        name: each.grad.to_local().clone()
-        for name, each in module.named_parameters()
-        if each.grad is not None
-    }
-    module.zero_grad()
-    return grads
-
-
-def _same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(map(torch.equal, one.values(), other.values()))
-
-
-@contextmanager
-def _functions(module: Any) -> Iterator[list[str]]:
-    """List the functions of blocks that run backward."""
-    ran: list[str] = []
-    code = module._sp_state.latest.codes["Block"]
-
-    def listed(name: str, function: Callable[..., Any]) -> Any:
-        def run(*args: Any) -> Any:
-            ran.append(name)
-            return function(*args)
-
-        return staticmethod(run)
-
-    names = ("backward", "recompute", "backward_ahead", "backward_rest")
-    replaced = {name: listed(name, getattr(code, name)) for name in names}
-    with mock.patch.multiple(code, **replaced):
-        yield ran
-
-
 _SINGLE = ["recompute", "backward_rest"]
 _WHOLE = ["recompute", *["backward_ahead"] * (LAYERS - 1), "backward_rest"]
 
@@ -110,25 +57,25 @@ _WHOLE = ["recompute", *["backward_ahead"] * (LAYERS - 1), "backward_rest"]
 def test_a_step_takes_its_planned_time(clock: Any, alone: Any, ahead: Any) -> None:
     exposed_us, grads = [], []
     for module in (alone, ahead):
-        loss = _loss(module)
+        loss = loss_of(module)
         clock.reset()
         loss.backward()
         exposed_us.append(clock.exposed_us["backward"])
         planned_us = module.plan.schedule.exposed_us["backward"]
         assert exposed_us[-1] == pytest.approx(planned_us, rel=0.05)
-        grads.append(_gradients(module))
+        grads.append(take_gradients(module))
     assert exposed_us[1] < 0.7 * exposed_us[0]
-    assert _same(*grads)
+    assert same(*grads)
 
 
 def test_a_graph_runs_twice_and_in_part(clock: Any, ahead: Any) -> None:
-    loss = _loss(ahead)
+    loss = loss_of(ahead)
     loss.backward(retain_graph=True)
-    grads, busy_us = _gradients(ahead), clock.busy_us["backward"]
+    grads, busy_us = take_gradients(ahead), clock.busy_us["backward"]
     with _functions(ahead) as ran:
         loss.backward(retain_graph=True)
     assert ran == _WHOLE
-    assert _same(_gradients(ahead), grads)
+    assert same(take_gradients(ahead), grads)
     whole_us, busy_us = clock.busy_us["backward"] - busy_us, clock.busy_us["backward"]
     # Two layers of four, and nothing for the others.
     name = "blocks.2.mlp.up.weight"
@@ -138,25 +85,25 @@ def test_a_graph_runs_twice_and_in_part(clock: Any, ahead: Any) -> None:
     assert torch.equal(grad.to_local(), grads[name])
     assert clock.busy_us["backward"] - busy_us < 0.6 * whole_us
     loss.backward(inputs=[ahead.get_parameter(name)])
-    assert torch.equal(_gradients(ahead)[name], grads[name])
+    assert torch.equal(take_gradients(ahead)[name], grads[name])
 
 
 def test_forwards_before_their_backwards(alone: Any, ahead: Any) -> None:
     grads = []
     for module in (alone, ahead):
-        first, second = _loss(module), _loss(module, IDS.flip(1))
+        first, second = loss_of(module), loss_of(module, IDS.flip(1))
         first.backward()
         second.backward()
-        both = _loss(module) * 2 + _loss(module, IDS.flip(1))
+        both = loss_of(module) * 2 + loss_of(module, IDS.flip(1))
         both.backward()
-        grads.append(_gradients(module))
-    assert _same(*grads)
+        grads.append(take_gradients(module))
+    assert same(*grads)
 
 
 def test_a_failed_backward_leaves_nothing_wrong(alone: Any, ahead: Any) -> None:
     """Neither for the same graph, nor for the next step."""
-    _loss(alone).backward()
-    grads = _gradients(alone)
+    loss_of(alone).backward()
+    grads = take_gradients(alone)
     fails = [True]
 
     def failing(grad: Tensor) -> None:
@@ -169,7 +116,7 @@ def test_a_failed_backward_leaves_nothing_wrong(alone: Any, ahead: Any) -> None:
         output.register_hook(failing)
 
     handle = ahead.get_submodule("blocks.1").register_forward_hook(watch)
-    loss = _loss(ahead)
+    loss = loss_of(ahead)
     handle.remove()
     with pytest.raises(ArithmeticError, match="in the middle"):
         loss.backward(retain_graph=True)
@@ -177,9 +124,9 @@ def test_a_failed_backward_leaves_nothing_wrong(alone: Any, ahead: Any) -> None:
     with _functions(ahead) as ran:
         loss.backward()
     assert ran == _WHOLE
-    assert _same(_gradients(ahead), grads)
-    _loss(ahead).backward()
-    assert _same(_gradients(ahead), grads)
+    assert same(take_gradients(ahead), grads)
+    loss_of(ahead).backward()
+    assert same(take_gradients(ahead), grads)
 
 
 @pytest.mark.parametrize("changed", [Tensor.detach, torch.sin, Tensor.sin_])
@@ -188,27 +135,27 @@ def test_hooks_between_layers(alone: Any, ahead: Any, changed: Callable[[Tensor]
     for module in (alone, ahead):
         layer = module.get_submodule("blocks.1")
         handle = layer.register_forward_hook(lambda module, args, output: changed(output))
-        loss = _loss(module)
+        loss = loss_of(module)
         handle.remove()
         with _functions(module) if module is ahead else mock.MagicMock() as ran:
             loss.backward()
-        grads.append(_gradients(module))
-    assert _same(*grads)
+        grads.append(take_gradients(module))
+    assert same(*grads)
     assert ran == ([*_WHOLE[:2], _WHOLE[-1]] if changed is Tensor.detach else _WHOLE)
 
 
 def test_saved_tensors_that_hooks_unpack_once(alone: Any, ahead: Any) -> None:
-    _loss(alone).backward()
+    loss_of(alone).backward()
     with _functions(ahead) as ran:
-        loss = checkpoint(_loss, ahead, use_reentrant=False)
+        loss = checkpoint(loss_of, ahead, use_reentrant=False)
         loss.backward()
     assert ran == ["backward"] * LAYERS
-    assert _same(_gradients(ahead), _gradients(alone))
+    assert same(take_gradients(ahead), take_gradients(alone))
 
 
 def test_saved_tensors_that_hooks_around_one_layer_unpack(alone: Any, ahead: Any) -> None:
     """The layer behind it recomputes for no other."""
-    _loss(alone).backward()
+    loss_of(alone).backward()
     layer = ahead.get_submodule("blocks.1")
     with ExitStack() as hooks:
         pack = torch.autograd.graph.saved_tensors_hooks(lambda value: value, lambda value: value)
@@ -216,28 +163,28 @@ def test_saved_tensors_that_hooks_around_one_layer_unpack(alone: Any, ahead: Any
             layer.register_forward_pre_hook(lambda *_: hooks.enter_context(pack) and None),
             layer.register_forward_hook(lambda *_: hooks.close()),
         ]
-        loss = _loss(ahead)
+        loss = loss_of(ahead)
     for handle in handles:
         handle.remove()
     with _functions(ahead) as ran:
         loss.backward()
     assert ran == ["recompute", "backward_ahead", "backward_rest", "backward", *_SINGLE]
-    assert _same(_gradients(ahead), _gradients(alone))
+    assert same(take_gradients(ahead), take_gradients(alone))
 
 
 def test_a_reentrant_checkpoint(alone: Any, ahead: Any) -> None:
     """Its backward runs within another."""
     scale = torch.ones((), requires_grad=True)
-    _loss(alone).backward()
+    loss_of(alone).backward()
     with _functions(ahead) as ran:
-        loss = checkpoint(lambda scale: _loss(ahead) * scale, scale, use_reentrant=True)
+        loss = checkpoint(lambda scale: loss_of(ahead) * scale, scale, use_reentrant=True)
         loss.backward()
     assert ran == _WHOLE
-    assert _same(_gradients(ahead), _gradients(alone))
+    assert same(take_gradients(ahead), take_gradients(alone))
 
 
 def test_a_parameter_that_was_changed_is_noticed(ahead: Any) -> None:
-    loss = _loss(ahead)
+    loss = loss_of(ahead)
     with torch.no_grad():
         ahead.get_parameter("blocks.2.mlp.up.weight").mul_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -254,9 +201,9 @@ def test_layers_without_gradients_are_not_recomputed(clock: Any) -> None:
     grads = []
     for overlap in (False, True):
         module = _compiled(freeze, overlap=overlap)
-        _loss(module).backward()
-        grads.append(_gradients(module))
-    assert _same(*grads)
+        loss_of(module).backward()
+        grads.append(take_gradients(module))
+    assert same(*grads)
 
 
 @pytest.mark.slow
@@ -268,20 +215,20 @@ def test_functions_for_inductor_read_both_layers(clock: Any) -> None:
     with mock.patch.object(fused, "compile_graph", interpreted):
         # With so little memory that a function reads the inputs of both layers.
         module = _compiled(PlainGPT.float, vocab_size=512, backend="inductor")
-        _loss(module).backward()
-        grads = _gradients(module)
-        checkpoint(_loss, module, use_reentrant=False).backward()
-    for name, grad in _gradients(module).items():
+        loss_of(module).backward()
+        grads = take_gradients(module)
+        checkpoint(loss_of, module, use_reentrant=False).backward()
+    for name, grad in take_gradients(module).items():
         torch.testing.assert_close(grads[name], grad, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def _step_on_a_rank() -> tuple[list[str], bool]:
     """What ran in backward, and whether gradients are those of a step without overlap."""
     alone, ahead = _compiled(overlap=False), _compiled()
-    _loss(alone).backward()
+    loss_of(alone).backward()
     with _functions(ahead) as ran:
-        _loss(ahead).backward()
-    return ran, _same(_gradients(alone), _gradients(ahead))
+        loss_of(ahead).backward()
+    return ran, same(take_gradients(alone), take_gradients(ahead))
 
 
 @pytest.mark.slow

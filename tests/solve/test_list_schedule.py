@@ -195,3 +195,21 @@ def test_bytes_by_hand() -> None:
         7,
         8,
     ]
+
+
+def test_a_long_kernel_is_spared_for_another_collective() -> None:
+    """It would begin just before one arrives, and leave nothing to run under the next."""
+    block = Block(
+        (
+            Task(link_us=10.0),
+            Task(needs=(0,), waits_for=0),
+            Task(needs=(1,), time_us=1.0),
+            Task(needs=(2,), link_us=10.0),
+            Task(needs=(3,), waits_for=3),
+            Task(needs=(4,), time_us=1.0),
+            Task(time_us=9.0),
+            Task(time_us=9.0),
+        )
+    )
+    assert simulate(block, list_schedule(block, 0, quick=True)).time_us == 22.0
+    assert least_us(block) == 22.0

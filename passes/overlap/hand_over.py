@@ -1,0 +1,82 @@
+"""Backwards that leave gradients of weights to the call before, which has collectives to hide.
+
+::
+
+    backward:  full = convert(g)          inputs:   full = convert(g)
+               grad_x = mm(full, w)   ->            grad_x = mm(full, w)
+               grad_w = mm(t(full), x)              return grad_x, (full, x)
+                                          weights:  grad_w = mm(t(full), x)
+                                          both:     grad_w_behind = mm(t(full_behind), x_behind)
+                                                    full = convert(g)
+                                                    grad_x = mm(full, w)
+                                                    return grad_x, grad_w_behind, (full, x)
+
+A backward begins with the gather of a gradient, under which nothing of the call itself can run but
+what it recomputes. A gradient of a weight of the call behind can, from the start: what is left has
+no collectives, for their operands and results belong to the first function.
+
+Nodes keep their meta; placeholders of what a function is given as its own get ``meta["handed"]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+from torch.fx import Node
+
+from sp_compiler.ir.forward_backward import BEHIND, Partitioned, SplitBackward
+from sp_compiler.ir.fx import ancestors
+from sp_compiler.ir.op_traits import collective_of
+from sp_compiler.ir.rewriting import subgraph
+from sp_compiler.passes.overlap.look_ahead import handed_over, joined, with_parts
+
+
+def hand_overs(parts: Partitioned, own_parameters: Collection[int]) -> Iterator[SplitBackward]:
+    """Yield a way for each gradient of a weight that can be left to the call before, the last to be
+    computed first.
+
+    Args:
+        parts: without overlap yet, so that a collective and its wait are together.
+        own_parameters: see :meth:`sp_compiler.ir.program.Program.own_parameters`. No other
+            gradients are left: they are added to some of other calls, in the order of the calls.
+    """
+    assert parts.backward is not None
+    grads: Sequence[Node | None] = parts.backward.output_node().args[0]
+    place = {node: index for index, node in enumerate(parts.backward.nodes)}
+    own = [(place[grad], index) for index in own_parameters if (grad := grads[index]) is not None]
+    for _, index in sorted(own, reverse=True):
+        yield _without(parts, index)
+
+
+def _without(parts: Partitioned, late: int) -> SplitBackward:
+    """Leave the gradient of input ``late`` to the call before."""
+    backward = parts.backward
+    assert backward is not None
+    grads: Sequence[Node | None] = backward.output_node().args[0]
+    calls = [node for node in backward.nodes if node.op == "call_function"]
+    early = [None if index == late else grad for index, grad in enumerate(grads)]
+    left = [grad if index == late else None for index, grad in enumerate(grads)]
+    needed = ancestors(filter(None, left))
+    collectives = [node for node in needed if collective_of(node) is not None]
+    first = with_parts(ancestors([*filter(None, early), *collectives]))
+    second = [node for node in calls if node in needed and node not in first]
+    given = backward.find_nodes(op="placeholder")
+    met, twice = handed_over({*first, *given}, [*second, *filter(None, left)])
+    handed = [node for node in backward.nodes if node in met]
+    weights = subgraph(handed, [node for node in calls if node in twice or node in second], left)
+    # Of what the caller saved, some belongs to others too: parameters, and results of other calls.
+    saved = {
+        node for node, each in zip(given, parts.saved, strict=False) if each.kind != "activation"
+    }
+    for node, placeholder in zip(handed, weights.find_nodes(op="placeholder"), strict=True):
+        placeholder.meta["handed"] = node not in saved
+    inputs = subgraph(given, [node for node in calls if node in first], [*early, *handed])
+    num_tangents = len(given) - len(parts.saved)
+    # The call behind first: what it hands over may go before the call itself makes anything.
+    graph, own, behind = joined(inputs, weights, num_tangents, BEHIND, other_first=True)
+    of_call, of_behind = (each.output_node().args[0] for each in (inputs, weights))
+    results = [None if node is None else own[node] for node in of_call]
+    results[late] = behind[of_behind[late]]
+    graph.output(tuple(results))
+    graph.lint()
+    return SplitBackward(inputs, weights, graph)

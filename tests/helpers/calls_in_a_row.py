@@ -1,0 +1,81 @@
+"""Small GPTs on an emulated group of two ranks, in whose backwards layers work for each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import sp_compiler
+from benchmarks.models import GPTConfig, PlainGPT
+from sp_compiler.cost.hardware import Link, hardware_of
+
+# Communication takes a quarter of a small block's time.
+SLOW = replace(
+    hardware_of("h100"),
+    interconnect={kind: Link(0.0, 200.0) for kind in hardware_of("h100").interconnect},
+)
+IDS = torch.randint(0, 96, (2, 32), generator=torch.Generator().manual_seed(1))
+LAYERS = 4
+
+
+def gpt(**options: Any) -> PlainGPT:
+    """A model of four layers in float64."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_heads": 2, "num_layers": LAYERS, "num_positions": 32}
+    config = GPTConfig(**{"vocab_size": 2048, "tied_head": False, **sizes, **options})
+    return PlainGPT(config).double()
+
+
+def compiled(change: Callable[[PlainGPT], Any] = id, vocab_size: int = 2048, **options: Any) -> Any:
+    """A module of :func:`gpt` after ``change``."""
+    model = gpt(vocab_size=vocab_size)
+    change(model)
+    example = ((), {"input_ids": IDS, "labels": IDS})
+    return sp_compiler.compile(model, example_inputs=example, tp=2, hardware=SLOW, **options)
+
+
+def loss_of(module: Any, ids: Tensor = IDS) -> Tensor:
+    """The loss of one forward, always with the same dropout."""
+    torch.manual_seed(2)
+    loss: Tensor = module(input_ids=ids, labels=ids).loss
+    return loss
+
+
+def take_gradients(module: Any) -> dict[str, Tensor]:
+    """Gradients by parameter, which has none afterwards."""
+    grads = {
+        name: each.grad.to_local().clone()
+        for name, each in module.named_parameters()
+        if each.grad is not None
+    }
+    module.zero_grad()
+    return grads
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """Whether gradients are equal to the bit."""
+    return one.keys() == other.keys() and all(map(torch.equal, one.values(), other.values()))
+
+
+@contextmanager
+def functions(module: Any, names: Collection[str]) -> Iterator[list[str]]:
+    """List those of the functions ``names`` of blocks that run."""
+    ran: list[str] = []
+    code = module._sp_state.latest.codes["Block"]
+
+    def listed(name: str, function: Callable[..., Any]) -> Any:
+        def run(*args: Any) -> Any:
+            ran.append(name)
+            return function(*args)
+
+        return staticmethod(run)
+
+    replaced = {name: listed(name, getattr(code, name)) for name in names}
+    with mock.patch.multiple(code, **replaced):
+        yield ran

@@ -1,0 +1,204 @@
+"""Gradients that are left to the call before: what is handed over, numbers, memory, and when."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import Graph
+
+from benchmarks.memory_check import measure
+from sp_compiler import compiler
+from sp_compiler.base.errors import PlacementError
+from sp_compiler.base.pass_report import Pass
+from sp_compiler.check.partitioned import check_partitioned
+from sp_compiler.codegen.module_text import CompiledRegion
+from sp_compiler.cost.step_memory import Room, step_memory
+from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.ir.forward_backward import Partitioned, SavedTensor, SplitBackward, step_backwards
+from sp_compiler.passes import overlap
+from sp_compiler.passes.overlap.hand_over import hand_overs
+from sp_compiler.verification.verify import verify
+from tests.helpers import parity
+from tests.helpers.calls_in_a_row import LAYERS, SLOW, gpt
+from tests.helpers.fake_group import fake_group
+from tests.helpers.graph_builder import GraphBuilder, convert
+from tests.passes.test_look_ahead import INPUTS, text
+
+aten = torch.ops.aten
+_OPTIONS: dict[str, Any] = {"tp": 2, "recompute": "selective", "hardware": SLOW}
+
+
+def _parts() -> Partitioned:
+    """A backward with two products of weights, of which one reads a gather that is its own."""
+    b = GraphBuilder()
+    w, x, h, g = b.input("w", 6, 6), b.input("x", 8, 6), b.input("h", 4, 6), b.input("g", 4, 6)
+    full = b.call(convert, g, "S(0)", "R", 2, name="full")
+    turned = b.call(aten.t.default, full, name="turned")
+    grad_x = b.call(aten.mm.default, full, w, name="grad_x")
+    grad_w = b.call(aten.mm.default, turned, x, name="grad_w")
+    again = b.call(convert, h, "S(0)", "R", 2, name="again")
+    grad_v = b.call(aten.mm.default, turned, again, name="grad_v")
+    saved = tuple(
+        SavedTensor(name, kind, (8, 6), torch.float32, 192, "", "", "", "")
+        for name, kind in (("w", "param"), ("x", "activation"), ("h", "call"))
+    )
+    return Partitioned(Graph(), b.output(grad_x, grad_w, grad_v), saved, 0)
+
+
+def test_what_is_left_has_no_collectives() -> None:
+    """And is handed over as storages, of which those of parameters and other calls stay theirs."""
+    parts = _parts()
+    last, first = hand_overs(parts, [1, 2])
+    assert text(last.inputs) == [
+        *("w", "x", "h", "g", "full = g", "turned = full", "grad_x = full, w"),
+        *("grad_w = turned, x", "again = h", "output = grad_x, grad_w, full, again"),
+    ]
+    assert text(last.weights) == [
+        *("full*", "again*", "turned = full", "grad_v = turned, again", "output = grad_v"),
+    ]
+    assert text(first.weights)[:2] == ["x*", "full*"]
+    assert first.both is not None
+    assert text(first.both) == [
+        *("w", "x", "h", "x_behind*", "full_behind*", "g"),
+        *("turned_behind = full_behind", "grad_w_behind = turned_behind, x_behind"),
+        *("full = g", "turned = full", "grad_x = full, w", "again = h"),
+        *("grad_v = turned, again", "output = grad_x, grad_w_behind, grad_v, x, full"),
+    ]
+    assert (last.late, first.late) == ((2,), (1,))
+    assert str(parts.backward) == str(_parts().backward)
+
+
+def test_gradients_that_are_added_to_others_are_not_left() -> None:
+    assert list(hand_overs(_parts(), [])) == []
+
+
+@functools.cache
+def _case() -> parity.Case:
+    return parity.make_case(gpt(), INPUTS)
+
+
+@functools.cache
+def _small() -> parity.Case:
+    """With so few words that the blocks are the peak of a step."""
+    return parity.make_case(gpt(vocab_size=96, dropout=0.0, attention_dropout=0.0), INPUTS)
+
+
+def _program(**options: Any) -> CompiledProgram:
+    return parity.compiled_in_turn(_case(), **{**_OPTIONS, **options})
+
+
+def _block(program: CompiledProgram) -> CompiledRegion:
+    block = program.regions["Block"]
+    assert isinstance(block, CompiledRegion)
+    return block
+
+
+def _split(program: CompiledProgram) -> SplitBackward:
+    split = _block(program).partitioned.split
+    assert split is not None
+    return split
+
+
+def test_gradients_are_equal_to_the_bit() -> None:
+    """Every layer but the first in the model leaves a gradient to the layer before it."""
+    program = _program()
+    parts = {name: region.partitioned for name, region in program.regions.items()}
+    assert step_backwards(program.program, parts)[1 : LAYERS + 1] == [
+        ("backward_behind", "backward_weights"),
+        *[("backward_behind",)] * (LAYERS - 2),
+        ("backward_inputs",),
+    ]
+    expected = parity.simulate(_case(), _program(overlap=False)).grads
+    actual = parity.simulate(_case(), program).grads
+    assert expected.keys() == actual.keys()
+    for name, grad in expected.items():
+        same = actual[name]
+        assert grad is not None
+        assert same is not None
+        assert torch.equal(grad, same), name
+    # With twice what the layer behind has left.
+    block = program.codes["Block"]
+    both = block.backward_behind  # type: ignore[attr-defined]
+
+    def wrong(tp: Any, saved: Any, rest: Any, *tangents: Tensor) -> Any:
+        return both(tp, saved, [2 * value for value in rest], *tangents)
+
+    with mock.patch.object(block, "backward_behind", staticmethod(wrong)):
+        assert parity.gradient_error(parity.simulate(_case(), program).grads, expected) > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("function", ["inputs", "weights", "both"])
+def test_verification_names_the_pass_of_a_wrong_function(function: str) -> None:
+    """The block's own check sees it: in the model a step may run the other functions alone."""
+    passes = compiler.overlap_collectives
+    products = (aten.mm.default, aten.sum.dim_IntList)
+
+    def wrong(*arguments: Any, **options: Any) -> Any:
+        parts = passes(*arguments, **options)
+        if parts.split is not None:
+            graph = getattr(parts.split, function)
+            node = next(node for node in graph.nodes if node.target in products)
+            with graph.inserting_after(node):
+                half = graph.call_function(aten.mul.Tensor, (node, 0.5))
+            half.meta = dict(node.meta)
+            node.replace_all_uses_with(half, delete_user_cb=lambda user: user is not half)
+        return parts
+
+    with mock.patch.object(compiler, "overlap_collectives", wrong):
+        report = verify(gpt(num_layers=2), ((), INPUTS), **_OPTIONS)
+    assert report.first_bad_pass == Pass.OVERLAP
+
+
+def test_the_check_refuses_what_is_left_under_another_placement() -> None:
+    program = _program()
+    block, split = _block(program), _split(program)
+    assert split.both is not None
+    output, tangent = split.both.output_node(), split.both.find_nodes(op="placeholder")[-1]
+    num_inputs = len(block.region.input_names)
+    results, left = output.args[0][:num_inputs], output.args[0][num_inputs:]
+    output.args = ((*results, *[tangent] * len(left)),)
+    with pytest.raises(PlacementError, match=r"left to the call before, must be .* but is S\(0\)"):
+        check_partitioned(block.region, block.partitioned, block.joint.tangent_outputs, 2)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_a_step_holds_what_was_planned(recompute: str) -> None:
+    """To the byte, with the peak in a layer's backward, whatever gradient is left."""
+    rooms, late = compiler.overlap_room, []
+
+    def more(*arguments: Any) -> Any:
+        return {**rooms(*arguments), "Block": Room(backward_bytes=1 << 40)}
+
+    for way in (0, 2):
+
+        def one(*arguments: Any, way: int = way) -> Any:
+            return list(hand_overs(*arguments))[way : way + 1]
+
+        with (
+            mock.patch.object(compiler, "overlap_room", more),
+            mock.patch.object(overlap, "look_aheads", return_value=()),
+            mock.patch.object(overlap, "hand_overs", one),
+            mock.patch.object(overlap, "_WORTH_LOOKING_AHEAD", -1.0),
+        ):
+            program = parity.compiled(_small(), **{**_OPTIONS, "recompute": recompute})
+        late.append(_split(program).late)
+        memory = step_memory(program)
+        assert memory.peak_bytes == max(
+            moment.num_bytes for moment in memory.timeline if moment.call in range(1, LAYERS + 1)
+        )
+        with fake_group(2):
+            assert measure(_small(), program) == (memory.kept_bytes, memory.peak_bytes)
+    assert late[0] != late[1]
+
+
+def test_without_room_nothing_is_left() -> None:
+    """What is handed over would lie above the step's peak."""
+    with mock.patch.object(compiler, "overlap_room", return_value={"Block": Room()}):
+        program = parity.compiled(_small(), **_OPTIONS)
+    assert _block(program).partitioned.split is None

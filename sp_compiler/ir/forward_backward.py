@@ -187,6 +187,11 @@ class Partitioned:
         return self.step_backward if both is None else both
 
     @property
+    def sent_to_host(self) -> tuple[int, ...]:
+        """Positions of the saved tensors that go to the host."""
+        return tuple(i for i, tensor in enumerate(self.saved) if tensor.on_host)
+
+    @property
     def kept_bytes(self) -> int:
         """Bytes that one call saves on the device for its backward.
 

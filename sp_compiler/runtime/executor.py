@@ -111,7 +111,11 @@ class Executor:
         # What depends on the program alone is found once, not in every step.
         self._replicated = _parameters_used_as_r(compiled)
         self._arguments = [_Arguments(compiled, call) for call in compiled.program.calls]
-        self._sent = _sent_to_host(compiled)
+        self._sent = {
+            name: sent
+            for name, each in compiled.regions.items()
+            if (sent := each.partitioned.sent_to_host)
+        }
         self._in_a_row = {
             name: parts
             for name, each in compiled.regions.items()
@@ -356,15 +360,6 @@ def _node_of(outputs: Sequence[Any]) -> Any:
     """Return autograd's node of the call that returned ``outputs``, ``None`` if it has none."""
     nodes = (value.grad_fn for value in outputs if isinstance(value, Tensor))
     return next((node for node in nodes if node is not None), None)
-
-
-def _sent_to_host(compiled: CompiledProgram) -> dict[str, tuple[int, ...]]:
-    """Return positions of the saved tensors that go to the host, by region that has some."""
-    sent = {
-        name: tuple(i for i, tensor in enumerate(split.partitioned.saved) if tensor.on_host)
-        for name, split in compiled.regions.items()
-    }
-    return {name: positions for name, positions in sent.items() if positions}
 
 
 def _partial_gradients(region: Region) -> frozenset[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypedDict, get_args
@@ -140,11 +140,12 @@ class Options(TypedDict, total=False):
     hardware: str | Path | Hardware
 
 
-def with_options(function: Function) -> Function:
+def with_options(function: Function, explained: Collection[str] = ()) -> Function:
     """Spell ``**options: Unpack[Options]`` out in the signature and docstring of ``function``.
 
     This way ``help`` and editors show names, defaults and meanings, which are defined only here,
-    and a call with other names is refused by the nearest of these.
+    and a call with other names is refused by the nearest of these, unless ``function`` refuses them
+    itself (``explained``).
     """
     signature = inspect.signature(function)
     # Named in the signature of an editor, while the code below keeps one ``**options``.
@@ -160,7 +161,7 @@ def with_options(function: Function) -> Function:
         if each.name in Options.__annotations__
     ]
     spelt_out = signature.replace(parameters=[*own, *options])
-    checked = refusing_other_arguments(function, spelt_out)
+    checked = refusing_other_arguments(function, spelt_out, explained)
     meanings = (inspect.getdoc(Options) or "").partition("\n\n")[2]  # none under python -OO
     checked.__doc__ = f"{inspect.getdoc(function)}\n\n{meanings}"
     return checked

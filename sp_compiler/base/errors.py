@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar, cast
 
 from torch.fx import Node
@@ -77,9 +77,14 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def refusing_other_arguments(function: Function, signature: inspect.Signature) -> Function:
+def refusing_other_arguments(
+    function: Function, signature: inspect.Signature, explained: Collection[str] = ()
+) -> Function:
     """Return ``function`` with the ``signature``, whose ``TypeError`` says what is near and
-    needed."""
+    needed.
+
+    The names ``explained`` are refused by the function itself, which can say why.
+    """
     parameters = signature.parameters.values()
     needed = [each for each in parameters if each.default is each.empty]
     form = ", ".join(
@@ -89,7 +94,7 @@ def refusing_other_arguments(function: Function, signature: inspect.Signature) -
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
         try:
-            signature.bind(*args, **kwargs)
+            signature.bind(*args, **{key: kwargs[key] for key in kwargs if key not in explained})
         except TypeError as error:
             unknown = next((key for key in kwargs if key not in signature.parameters), None)
             near = "" if unknown is None else did_you_mean(unknown, signature.parameters)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Unpack
 
 from torch import nn
@@ -40,7 +41,7 @@ from sp_compiler.trace.arguments import ExampleInputs, checked_inputs
 _CHUNKS = (2, 3, 4)  # of a rank, where the schedule interleaves
 
 
-@with_options
+@partial(with_options, explained=("tp", "mesh"))
 def suggest(  # noqa: PLR0913 - all by keyword, each described below
     model: nn.Module,
     example_inputs: ExampleInputs,

@@ -106,7 +106,8 @@ def test_no_other_module_makes_call_nodes() -> None:
         for file in files
         if any(map(_makes_a_node, ast.walk(ast.parse(file.read_text(encoding="utf-8")))))
     }
-    assert makers == {str(_MAKER.relative_to(_ROOT))}
+    # Graphs that a diff reads from texts have no node that theirs could stand for.
+    assert makers == {str(_MAKER.relative_to(_ROOT)), "sp_compiler/graph_diff/code_graphs.py"}
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,8 @@ class DistributedModule(Inspection, Weights):
             # Where no call recorded a graph there is no backward whose errors concern the group.
             board.trains |= torch.is_grad_enabled()
         with group.reporting():
+            # Before FSDP's hooks, and where all ranks can go on.
+            self._sp_state.fsdp.end_failed_backward()
             return super().__call__(*args, **kwargs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:

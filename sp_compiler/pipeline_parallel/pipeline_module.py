@@ -154,6 +154,9 @@ class PipelineModule(StageParameters):
         deferred.enabled = True
         try:
             result = self._run(args, kwargs, train=True, loss_only=not self._return_outputs)
+        except BaseException:
+            self._ties.restore(parameters, earlier)
+            raise
         finally:
             deferred.enabled = False
             deferred.pending.clear()  # what a step that failed left is part of no later one

@@ -176,6 +176,33 @@ def test_all_ranks_raise_when_one_fails_or_hangs() -> None:
             assert seconds < 40, (where, seconds)
 
 
+def _goes_on_after_failed_backwards(axes: dict[str, int]) -> bool:
+    """All ranks catch the same error in a backward: FSDP2 reduces gradients as before."""
+    run = _Run(axes)
+
+    def gradients() -> dict[str, torch.Tensor]:
+        run.module.zero_grad()
+        zoo.loss_of(run.module(**run.batch)).backward()
+        return {n: grids.local(p.grad).clone() for n, p in run.module.named_parameters()}
+
+    expected = gradients()
+    for layer in run.tree.model.layers:  # before any block's end, and between two
+        hook = layer.register_full_backward_hook(_boom)
+        with pytest.raises(_Boom):
+            gradients()
+        hook.remove()
+        found = gradients()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+    return True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [{"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "tp": 2}])
+def test_failed_backwards_that_all_ranks_catch_are_over(axes: dict[str, int]) -> None:
+    assert all(run_on_ranks(4, _goes_on_after_failed_backwards, axes))
+
+
 def _numbers() -> bool:
     """Collectives of a watched group are torch's own, to the bit; torch knows it as the group."""
     run = _Run({"dp_shard": 2, "tp": 1})
@@ -196,8 +223,8 @@ def _numbers() -> bool:
             dist.all_reduce(total, op, group=each)
             results.append(torch.cat([part, gathered, total]))
         assert torch.equal(*results)
-    return True
+    return _goes_on_after_failed_backwards({"dp_shard": 2, "tp": 1})
 
 
-def test_watched_groups_compute_the_same() -> None:
+def test_watched_groups_compute_the_same_and_outlive_failures_of_all() -> None:
     assert all(run_on_ranks(2, _numbers))

@@ -40,6 +40,7 @@ class FullySharded:
         self._reduction = _LateReduction(reduce)
         self._num_hooks = 0
         self._parameters: dict[str, Any] = {}
+        self._states: list[Any] = []
 
     def parameters(self, num_hooks: int) -> Mapping[str, Any]:
         """Return FSDP's record of every managed parameter, by name.
@@ -56,6 +57,20 @@ class FullySharded:
     def finish_reduction(self) -> None:
         """Sum what FSDP has reduced outside of a backward over the tensor-parallel ranks."""
         self._reduction.finish()
+
+    def end_failed_backward(self) -> None:
+        """End the latest backward for FSDP if it raised, without its gradients.
+
+        FSDP ends a backward in a callback, which an error drops, and until then begins no other
+        one: later steps would neither gather nor reduce.
+        """
+        if torch._C._current_graph_task_id() != -1:  # a checkpoint's second forward
+            return
+        for state in self._states:
+            if state._state_ctx.post_backward_final_callback_queued:
+                self.drop_unreduced()
+                state._root_post_backward_final_callback()
+                self._reduction.abandon()
 
     def has_unreduced(self) -> bool:
         """Return whether gathered parameters have unreduced gradients."""
@@ -77,6 +92,8 @@ class FullySharded:
                 _drop(record)
 
     def _find(self) -> dict[str, Any]:
+        modules = self._tree.values()
+        self._states = [m._get_fsdp_state() for m in modules if isinstance(m, FSDPModule)]
         managed: dict[tuple[int, str], Any] = {}
         for group in param_groups(self._tree.values()):
             for record in group.fsdp_params:
@@ -197,8 +214,7 @@ class _LateReduction:
         backward = torch._C._current_graph_task_id()
         # Outside of one (-1), who makes FSDP reduce ends that by ``finish_reduction``.
         if backward != self._backward:
-            # What an earlier backward left here died with it.
-            self._partial.clear()
+            self.abandon()
             self._backward = backward
             # Behind FSDP's own callback, which was queued before the first block's backward.
             Variable._execution_engine.queue_callback(self.finish)
@@ -206,6 +222,12 @@ class _LateReduction:
             # Apart from what is there already: that is summed, and would be summed again.
             self._partial[record] = record.sharded_param.grad
             record.sharded_param.grad = None
+
+    def abandon(self) -> None:
+        """Drop what a backward that raised has left; gradients from before it stay."""
+        before, self._partial, self._backward = self._partial, {}, -1
+        for record, earlier in before.items():
+            record.sharded_param.grad = earlier
 
     @torch.no_grad()
     def finish(self) -> None:

@@ -103,7 +103,7 @@ def suggest(  # noqa: PLR0913 - all by keyword, each described below
     # Nodes are divided evenly: a group across two nodes would send over the network.
     widths = [tp for tp in range(1, gpus_per_node + 1) if gpus_per_node % tp == gpus % tp == 0]
     backend = options.get("backend", "eager")
-    runnable = [name for name in schedules if SCHEDULES[name].runs_on(backend)]
+    runnable = [name for name in dict.fromkeys(schedules) if SCHEDULES[name].runs_on(backend)]
     if not runnable:
         SCHEDULES[schedules[0]].check_backend(backend)  # raises, with the reason
     settings = _settings(widths, policies, runnable, options)

@@ -126,11 +126,13 @@ class DistributedModule(Inspection, Weights):
         if self._sp_state.fsdp_options is not None:
             # Before this very call, whose hooks are FSDP's then.
             self.prepare(*args, **kwargs)
-        group = self._sp_state.group
-        for board in group.boards:
+        group, over_data = self._sp_state.group, self._sp_state.waits_over_data
+        for board in group.boards(over_data=over_data):
             # Where no call recorded a graph there is no backward whose errors concern the group.
             board.trains |= torch.is_grad_enabled()
-        with group.reporting():
+        with group.reporting(over_data=over_data):
+            # Before FSDP's hooks, and where all ranks can go on.
+            self._sp_state.fsdp.end_failed_backward()
             return super().__call__(*args, **kwargs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -191,7 +193,7 @@ class DistributedModule(Inspection, Weights):
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Compile for these example inputs and place the parameters, without running the model."""
         leaves, structure = flatten_inputs(args, kwargs)
-        with self._sp_state.group.reporting():
+        with self._sp_state.group.reporting(over_data=self._sp_state.waits_over_data):
             executor_for(self._sp_state, [plain_input(leaf) for leaf in leaves], structure)
             shard_over_data(self._sp_state)
 

@@ -155,6 +155,14 @@ class ModuleState:
             leaves_partial=gathered and self.group.data.mesh is not None,
         )  # fmt: skip
 
+    @property
+    def waits_over_data(self) -> bool:
+        """Whether ranks along data axes wait for each other: in FSDP, and to compare weights.
+
+        Without FSDP one of them may catch an error by itself and go on.
+        """
+        return self.fsdp_options is not None or self.fixed is None or bool(self.managed())
+
     def managed(self) -> Mapping[str, Any]:
         """FSDP's records of the parameters that it gathers and shards, by name."""
         # By the number of hooks, for ``fully_shard`` announces itself in no other way.

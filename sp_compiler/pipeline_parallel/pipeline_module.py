@@ -154,6 +154,9 @@ class PipelineModule(StageParameters):
         deferred.enabled = True
         try:
             result = self._run(args, kwargs, train=True, loss_only=not self._return_outputs)
+        except BaseException:
+            self._ties.restore(parameters, earlier)
+            raise
         finally:
             deferred.enabled = False
             deferred.pending.clear()  # what a step that failed left is part of no later one
@@ -260,7 +263,10 @@ class PipelineModule(StageParameters):
             feed = Feed(parts, seeds, weights)
             gathered = self._gathered
             with contextlib.nullcontext() if not gathered else gathered.gathered(reduce=train):
-                self._runners[id(compiled)][1].run(feed, train=train)
+                # Not kept if it fails: torch's stages hold what was left of the microbatches.
+                runner = self._runners.pop(id(compiled))
+                runner[1].run(feed, train=train)
+                self._runners[id(compiled)] = runner
                 self._reduce_partial()
                 # All gradients are reduced, or none: what is not reduced is dropped.
                 self._stage_ranks.meet_over_data()

@@ -65,6 +65,8 @@ class StageRanks:
 
         Where nothing is awaited on the host, it does nothing.
         """
+        if self._state.device().type != "cpu":
+            return
         data = self._state.group.data
         for name in data.names:
             assert data.mesh is not None

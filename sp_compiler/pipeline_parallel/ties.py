@@ -57,6 +57,12 @@ class TiedParameters:
                 earlier[name], parameters[name].grad = grad, None
         return earlier
 
+    @staticmethod
+    def restore(parameters: Mapping[str, Tensor], earlier: Mapping[str, Tensor]) -> None:
+        """Put back what :meth:`before` removed, after a step that failed."""
+        for name, grad in earlier.items():
+            parameters[name].grad = grad
+
     def after(self, parameters: Mapping[str, Tensor], earlier: Mapping[str, Tensor]) -> None:
         """Sum the gradients of this step over the holders, and add those that :meth:`before`
         removed."""

@@ -66,23 +66,26 @@ class TensorParallelGroup:
     data_boards: tuple[FailureBoard, ...] = ()
     grid: DeviceMesh | None = None
 
-    @property
-    def boards(self) -> tuple[FailureBoard, ...]:
-        """The boards of all axes of the module."""
-        return (*([] if self.board is None else [self.board]), *self.data_boards)
+    def boards(self, *, over_data: bool = True) -> tuple[FailureBoard, ...]:
+        """Return the boards of the module's axes, those of the data if asked."""
+        own = [] if self.board is None else [self.board]
+        return (*own, *(self.data_boards if over_data else ()))
 
     @contextlib.contextmanager
-    def reporting(self) -> Iterator[None]:
-        """Context whose errors raise on the other ranks of all axes too.
+    def reporting(self, *, over_data: bool = True) -> Iterator[None]:
+        """Context whose errors raise on the other ranks too.
+
+        Args:
+            over_data: whether ranks along the data axes may wait for this one.
 
         Raises:
             RankFailureError: the data axes are unusable after a failure.
         """
         with contextlib.ExitStack() as stack:
-            for board in self.boards:
+            for board in self.boards(over_data=over_data):
                 stack.enter_context(board.reporting())
             # First, for FSDP's hooks gather. The board of "tp" is asked where calls are compared.
-            for board in self.data_boards:
+            for board in self.data_boards if over_data else ():
                 board.require_usable(self.timeout)
             yield
 

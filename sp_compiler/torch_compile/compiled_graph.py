@@ -74,7 +74,7 @@ class CompiledGraph:
         Raises:
             RankMismatchError: the ranks call different graphs, or pass inputs of different kinds.
         """
-        with self._group.reporting():
+        with self._group.reporting(over_data=False):
             return self._run(args)
 
     def _run(self, args: tuple[Any, ...]) -> Any:

@@ -45,14 +45,14 @@ def _hang(*_: Any) -> None:
 class _Run:
     """A model and its optimizer on ``axes``; groups of their own, for failures break them."""
 
-    def __init__(self, axes: dict[str, int]) -> None:
+    def __init__(self, axes: dict[str, int], **options: Any) -> None:
         # Meshes of the same ranks are equal to it: it would find the groups of an earlier one.
         _clear_sharding_prop_cache()
         mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
         part, parts = sp_compiler.data_shard(mesh)
         self.batch = grids.split(zoo.inputs("llama", batch=4 * parts, seq=8), parts)[part]
         build: Any = sp_compiler.pipeline if "pp" in axes else sp_compiler.compile
-        options = {"microbatches": 2} if "pp" in axes else {}
+        options |= {"microbatches": 2} if "pp" in axes else {}
         example = ((), self.batch)
         self.module: Any = build(
             zoo.build("llama", layers=2),
@@ -90,7 +90,7 @@ class _Run:
         assert found
         for each in (*found, *([group.collectives] if group.collectives else [])):
             each._timeout = timeout
-        for board in group.boards:
+        for board in group.boards():
             board.timeout = timeout
 
 
@@ -176,6 +176,47 @@ def test_all_ranks_raise_when_one_fails_or_hangs() -> None:
             assert seconds < 40, (where, seconds)
 
 
+def _goes_on_after_failed_backwards(axes: dict[str, int]) -> bool:
+    """All ranks catch the same error in a backward: FSDP2 reduces gradients as before."""
+    run = _Run(axes)
+
+    def gradients() -> dict[str, torch.Tensor]:
+        run.module.zero_grad()
+        zoo.loss_of(run.module(**run.batch)).backward()
+        return {n: grids.local(p.grad).clone() for n, p in run.module.named_parameters()}
+
+    expected = gradients()
+    for layer in run.tree.model.layers:  # before any block's end, and between two
+        hook = layer.register_full_backward_hook(_boom)
+        with pytest.raises(_Boom):
+            gradients()
+        hook.remove()
+        found = gradients()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+    return True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [{"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "tp": 2}])
+def test_failed_backwards_that_all_ranks_catch_are_over(axes: dict[str, int]) -> None:
+    assert all(run_on_ranks(4, _goes_on_after_failed_backwards, axes))
+
+
+def _fails_alone() -> None:
+    """Without FSDP2 a rank waits for no other part of the data, and may catch its own errors."""
+    run = _Run({"dp_shard": 2, "tp": 1}, fsdp=False)
+    for register in (run.layer.register_forward_hook, run.layer.register_full_backward_hook):
+        if dist.get_rank() == 1:
+            hook = register(_boom)
+            with pytest.raises(_Boom):
+                zoo.loss_of(run.module(**run.batch)).backward()
+            hook.remove()
+        start = time.monotonic()
+        zoo.loss_of(run.module(**run.batch)).backward()
+        assert time.monotonic() - start < 30  # of the 90 for which ranks wait
+
+
 def _numbers() -> bool:
     """Collectives of a watched group are torch's own, to the bit; torch knows it as the group."""
     run = _Run({"dp_shard": 2, "tp": 1})
@@ -196,8 +237,9 @@ def _numbers() -> bool:
             dist.all_reduce(total, op, group=each)
             results.append(torch.cat([part, gathered, total]))
         assert torch.equal(*results)
-    return True
+    _fails_alone()
+    return _goes_on_after_failed_backwards({"dp_shard": 2, "tp": 1})
 
 
-def test_watched_groups_compute_the_same() -> None:
+def test_watched_groups_compute_the_same_and_outlive_failures_of_all() -> None:
     assert all(run_on_ranks(2, _numbers))

@@ -40,6 +40,17 @@ def test_what_was_there_is_not_summed_again() -> None:
     assert found[1]._local_tensor.item() == 10.0
 
 
+def test_what_was_there_outlives_a_backward_that_raised() -> None:
+    late = _LateReduction(lambda grads: [*grads])
+    records = [_record(None), _record(5.0)]
+    earlier = [_gradient(1.0), None]
+    late._partial = dict(zip(map(_Identity, records), earlier, strict=True))
+    late.abandon()
+    assert [record.sharded_param.grad for record in records] == earlier
+    late.finish()
+    assert [record.sharded_param.grad for record in records] == earlier
+
+
 class _Identity:
     """A record as a key: FSDP's own are hashed by identity."""
 

@@ -109,7 +109,8 @@ def test_memory_that_one_setting_leaves_is_used_by_another() -> None:
         for name in ("none", "full")
     }
     memory = alone["none"].total_bytes - 1
-    found = suggest(model, inputs, memory=memory, schedules=["1f1b"], **arguments)
+    twice = ["1f1b", "1f1b"]  # is once
+    found = suggest(model, inputs, memory=memory, schedules=twice, **arguments)
     (mixed,) = (each for each in found if each.grid == GridSizes(pp=2))
     assert mixed.rest is not None
     assert mixed.total_bytes <= memory

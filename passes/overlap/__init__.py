@@ -106,14 +106,8 @@ def overlap_collectives(
         best = backward if ahead is None else ahead.both
         split = _hand_over(parts, best, own_parameters, room, unordered)
     backward_graph = backward.graph()
-    looks_ahead = ahead if split is None else None
-    return replace(
-        parts,
-        backward=backward_graph,
-        loss=loss,
-        split=split,
-        ahead=None if looks_ahead is None else looks_ahead.functions(),
-    )
+    looks_ahead = ahead.functions() if ahead is not None and split is None else None
+    return replace(parts, backward=backward_graph, loss=loss, split=split, ahead=looks_ahead)
 
 
 class Step(NamedTuple):
@@ -131,19 +125,29 @@ class _Schedule:
         blocking: collectives that are awaited at once.
         compute_us: time of all kernels.
         time_us: time of the order.
+        peak_bytes: peak of the order.
     """
 
     given: Graph
-    steps: Sequence[Step] = ()
-    blocking: Sequence[Node] = ()
-    compute_us: float = 0.0
-    time_us: float = 0.0
+    steps: Sequence[Step]
+    blocking: Sequence[Node]
+    compute_us: float
+    time_us: float
+    peak_bytes: int
 
     def graph(self) -> Graph:
         """Return a copy in this order, and report it; ``given`` itself if nothing overlaps."""
         for node in self.blocking:
             report_of(Pass.OVERLAP).decline(node, "nothing runs meanwhile in its memory")
         return _in_order(self.given, self.steps) if self.steps else self.given
+
+    def of_last_calls(self, part: Graph) -> Graph:
+        """Return ``part``, the last calls of ``given``, in their order here: ranks of which some
+        run one and some the other meet in the same collectives."""
+        pairs = zip(reversed(self.given.nodes), reversed(part.nodes), strict=False)
+        twins = {node: twin for node, twin in pairs if twin.op == "call_function"}
+        steps = [Step(twins[node], waits) for node, waits in self.steps if node in twins]
+        return replace(self, given=part, steps=steps, blocking=()).graph()
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,7 +199,7 @@ class _Unordered:
         block, nodes = self.tasks.block, self.tasks.nodes
         if not block.wait_of or most_beside(block) < least_beside:
             given_us = simulate(block, range(len(block.tasks))).time_us
-            return _Schedule(self.graph, (), (), block.compute_us, given_us)
+            return _Schedule(self.graph, (), (), block.compute_us, given_us, self.given_bytes)
         order = list_schedule(block, room_bytes)
         blocking = _blocking(block, order)
         # A start with its wait right after it is a blocking call, as the graph has it already.
@@ -212,20 +216,24 @@ class _Unordered:
             [nodes[start] for start in sorted(blocking)],
             block.compute_us,
             simulate(block, order).time_us,
+            peak_bytes(block, order),
         )
 
 
 class _Ahead(NamedTuple):
-    """Schedules of a :class:`LookAhead`."""
+    """A :class:`LookAhead` whose function of two calls is scheduled, in ``room_bytes``."""
 
-    recompute: _Schedule
-    rest: _Schedule
+    recompute: _Unordered
+    rest: _Unordered
     both: _Schedule
+    room_bytes: int
 
     def functions(self) -> LookAhead:
-        """Return the graphs in these orders, and report them."""
+        """Return the graphs in good orders, and report them."""
         report_of(Pass.OVERLAP).rewrote(kind="look_ahead")
-        return LookAhead(*(each.graph() for each in self))
+        others = (self.recompute, self.rest)
+        recompute, rest = (each.scheduled(self.room_bytes).graph() for each in others)
+        return LookAhead(recompute, rest, self.both.graph())
 
 
 def _least_room_bytes(ways: Sequence[_Unordered], room: Room) -> int:
@@ -283,7 +291,7 @@ def _look_ahead(
     ordered = both.scheduled(room_bytes)
     if ordered.time_us > worth_us or max(recompute.given_bytes, rest.given_bytes) > room_bytes:
         return None
-    return _Ahead(recompute.scheduled(room_bytes), rest.scheduled(room_bytes), ordered)
+    return _Ahead(recompute, rest, ordered, room_bytes)
 
 
 def _hand_over(
@@ -311,16 +319,19 @@ def _hand_over(
     quickest = _quickest(list(ways), most_bytes)
     if quickest.quick_us(most_bytes) <= (1 + _WORTH_MORE) * promising.least_us:
         promising = quickest
-    schedules = {both: both.scheduled(most_bytes) for both in (quickest, promising)}
+    schedules = {both: both.scheduled(most_bytes) for both in dict.fromkeys((quickest, promising))}
     best = min(schedules, key=lambda both: schedules[both].time_us)
-    room_bytes, split = max(best.given_bytes, _least_room_bytes([best], room)), ways[best]
-    ordered = schedules[best] if room_bytes >= most_bytes else best.scheduled(room_bytes)
-    others = [unordered(graph, own_parameters) for graph in (split.inputs, split.weights)]
-    if ordered.time_us > worth_us or max(each.given_bytes for each in others) > room_bytes:
+    split, ordered = ways[best], schedules[best]
+    weights = unordered(split.weights, own_parameters)
+    room_bytes = max(best.given_bytes, room.backward_bytes)
+    if ordered.time_us <= worth_us and ordered.peak_bytes > room_bytes:
+        room_bytes = max(room_bytes, _least_room_bytes([best], room))
+        ordered = ordered if ordered.peak_bytes <= room_bytes else best.scheduled(room_bytes)
+    if ordered.time_us > worth_us or weights.given_bytes > room_bytes:
         return None
     report_of(Pass.OVERLAP).rewrote(kind="hand_over")
-    inputs, weights = (each.scheduled(room_bytes).graph() for each in others)
-    return SplitBackward(inputs, weights, ordered.graph())
+    inputs = ordered.of_last_calls(split.inputs)
+    return SplitBackward(inputs, weights.scheduled(room_bytes).graph(), ordered.graph())
 
 
 def overlapped(

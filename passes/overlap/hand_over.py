@@ -13,7 +13,8 @@
 
 A backward begins with the gather of a gradient, under which nothing of the call itself can run but
 what it recomputes. A gradient of a weight of the call behind can, from the start: what is left has
-no collectives, for their operands and results belong to the first function.
+no collectives, for their operands and results belong to the first function, as does what reads
+parameters.
 
 Nodes keep their meta; placeholders of what a function is given as its own get ``meta["handed"]``.
 """
@@ -26,7 +27,7 @@ from torch.fx import Node
 
 from sp_compiler.ir.forward_backward import BEHIND, Partitioned, SplitBackward
 from sp_compiler.ir.fx import ancestors
-from sp_compiler.ir.op_traits import collective_of
+from sp_compiler.ir.op_traits import base, collective_of
 from sp_compiler.ir.rewriting import subgraph
 from sp_compiler.passes.overlap.look_ahead import handed_over, joined, with_parts
 
@@ -45,11 +46,13 @@ def hand_overs(parts: Partitioned, own_parameters: Collection[int]) -> Iterator[
     place = {node: index for index, node in enumerate(parts.backward.nodes)}
     own = [(place[grad], index) for index in own_parameters if (grad := grads[index]) is not None]
     for _, index in sorted(own, reverse=True):
-        yield _without(parts, index)
+        way = _without(parts, index)
+        if way is not None:
+            yield way
 
 
-def _without(parts: Partitioned, late: int) -> SplitBackward:
-    """Leave the gradient of input ``late`` to the call before."""
+def _without(parts: Partitioned, late: int) -> SplitBackward | None:
+    """Leave the gradient of input ``late`` to the call before, if that has something to compute."""
     backward = parts.backward
     assert backward is not None
     grads: Sequence[Node | None] = backward.output_node().args[0]
@@ -57,19 +60,25 @@ def _without(parts: Partitioned, late: int) -> SplitBackward:
     early = [None if index == late else grad for index, grad in enumerate(grads)]
     left = [grad if index == late else None for index, grad in enumerate(grads)]
     needed = ancestors(filter(None, left))
-    collectives = [node for node in needed if collective_of(node) is not None]
-    first = with_parts(ancestors([*filter(None, early), *collectives]))
-    second = [node for node in calls if node in needed and node not in first]
     given = backward.find_nodes(op="placeholder")
+    kinds = {node: each.kind for node, each in zip(given, parts.saved, strict=False)}
+
+    def stays(node: Node) -> bool:
+        # When the call before runs, a hook may have updated parameters already.
+        read = map(base, node.all_input_nodes)
+        return collective_of(node) is not None or any(kinds.get(each) == "param" for each in read)
+
+    first = with_parts(ancestors([*filter(None, early), *filter(stays, needed)]))
+    second = [node for node in calls if node in needed and node not in first]
     met, twice = handed_over({*first, *given}, [*second, *filter(None, left)])
+    # What is returned belongs to others, who may change it in place.
+    if base(grads[late]) not in second or {*map(base, met)} & {*map(base, filter(None, early))}:
+        return None
     handed = [node for node in backward.nodes if node in met]
     weights = subgraph(handed, [node for node in calls if node in twice or node in second], left)
-    # Of what the caller saved, some belongs to others too: parameters, and results of other calls.
-    saved = {
-        node for node, each in zip(given, parts.saved, strict=False) if each.kind != "activation"
-    }
+    # Of what the caller saved, some belongs to others too, such as results of other calls.
     for node, placeholder in zip(handed, weights.find_nodes(op="placeholder"), strict=True):
-        placeholder.meta["handed"] = node not in saved
+        placeholder.meta["handed"] = kinds.get(node, "activation") == "activation"
     inputs = subgraph(given, [node for node in calls if node in first], [*early, *handed])
     num_tangents = len(given) - len(parts.saved)
     # The call behind first: what it hands over may go before the call itself makes anything.

@@ -193,27 +193,28 @@ class OffloadingRunner(RegionRunner):
 class Handed:
     """What the backward of one call has made for another function.
 
-    Values are of one backward: after one that failed, another begins anew, on every rank alike.
+    Values are of one backward: after one that failed, another begins anew, on every rank alike. And
+    a hook may run a backward of the same graph in the middle of one.
     """
 
     def __init__(self) -> None:
-        self._values: list[Any] | None = None
-        self._backward = -1
+        self._values: dict[int, list[Any]] = {}  # by backward
+        self._last = -1
 
-    def put(self, values: list[Any] | None) -> None:
-        """Keep ``values`` for the backward that runs now, ``None`` if no more are needed."""
-        self._values, self._backward = values, torch._C._current_graph_task_id()
+    def put(self, values: list[Any]) -> None:
+        """Keep ``values`` for the backward that runs now."""
+        self._last = torch._C._current_graph_task_id()
+        self._values[self._last] = values
 
     def take(self) -> list[Any] | None:
         """Return the values, which from now on are the caller's; ``None`` if there are none."""
-        values = self._values if self.is_done else None
-        self.put(None)
-        return values
+        self._last = torch._C._current_graph_task_id()
+        return self._values.pop(self._last, None)
 
     @property
     def is_done(self) -> bool:
-        """Whether the backward that runs now has put values here, or taken them."""
-        return self._backward == torch._C._current_graph_task_id()
+        """Whether the backward that runs now was the last to put values here, or to take them."""
+        return self._last == torch._C._current_graph_task_id()
 
 
 @dataclass(frozen=True)

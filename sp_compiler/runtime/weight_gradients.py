@@ -8,6 +8,7 @@ with them. That order is autograd's own: where it is not as planned, each call d
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
@@ -147,13 +148,12 @@ class LateGradients:
         behind: those of the call behind.
         left: what they are computed from, put there by the call's own backward.
         computed: gradients, put there by the backward of the call before.
-        unreached: indices of inputs that no gradient reached.
+        unreached: indices of inputs that no gradient reached, likewise.
     """
 
     def __init__(self, runner: RegionRunner, indices: Sequence[int]) -> None:
         self.behind: LateGradients | None = None
-        self.left, self.computed = Handed(), Handed()
-        self.unreached: Collection[int] = ()
+        self.left, self.computed, self.unreached = Handed(), Handed(), Handed()
         self.indices = indices
         self._runner = runner
 
@@ -166,8 +166,9 @@ class LateGradients:
             with torch._C._AutoDispatchBelowADInplaceOrView():
                 made = code.backward_weights(runner.tp, self.left.take())
             results = [made[index] for index in self.indices]
+        unreached = self.unreached.take() or ()
         return [
-            None if index in self.unreached else grad
+            None if index in unreached else grad
             for index, grad in zip(self.indices, results, strict=True)
         ]
 
@@ -187,7 +188,9 @@ class LateFunction(CompiledFunction):
 
     @staticmethod
     def forward(ctx: Any, late: LateGradients, *parameters: Tensor) -> Tensor:
-        ctx.late = late
+        # After a backward that failed, autograd's queue keeps nodes that were ready. The call's own
+        # node holds it, and is there as long as the graph.
+        ctx.late = weakref.ref(late)
         ctx.set_materialize_grads(False)
         ctx.parameters = parameter_edges(parameters)
         # On their device: autograd has a queue for each.
@@ -197,7 +200,7 @@ class LateFunction(CompiledFunction):
     @staticmethod
     @opaque
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        late: LateGradients = ctx.late
+        late: LateGradients = ctx.late()
         if grads[0] is None:
             return (None, *[None] * len(late.indices))
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
@@ -257,7 +260,7 @@ class HandOverRunner(RegionRunner):
             results[index] = None
         if torch._C._will_engine_execute_node(node):
             late.left.put(list(rest))
-            late.unreached = self.unreached(grads)
+            late.unreached.put(self.unreached(grads))
         return results
 
 

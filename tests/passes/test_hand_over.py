@@ -20,6 +20,7 @@ from sp_compiler.codegen.module_text import CompiledRegion
 from sp_compiler.cost.step_memory import Room, step_memory
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.forward_backward import Partitioned, SavedTensor, SplitBackward, step_backwards
+from sp_compiler.ir.op_traits import collective_of
 from sp_compiler.passes import overlap
 from sp_compiler.passes.overlap.hand_over import hand_overs
 from sp_compiler.verification.verify import verify
@@ -75,6 +76,54 @@ def test_what_is_left_has_no_collectives() -> None:
 
 def test_gradients_that_are_added_to_others_are_not_left() -> None:
     assert list(hand_overs(_parts(), [])) == []
+
+
+def test_what_reads_parameters_is_not_left() -> None:
+    """A hook may update them before: the optimizer in backward."""
+    b = GraphBuilder()
+    w, a, x = b.input("w", 6, 6), b.input("a", 6, 6), b.input("x", 8, 6)
+    g = b.input("g", 4, 6)
+    full = b.call(convert, g, "S(0)", "R", 2, name="full")
+    grad_x = b.call(aten.mm.default, full, w, name="grad_x")
+    again = b.call(aten.mm.default, x, b.call(aten.t.default, a, name="turned_a"), name="again")
+    turned = b.call(aten.t.default, full, name="turned")
+    grad_v = b.call(aten.mm.default, turned, again, name="grad_v")
+    saved = tuple(
+        SavedTensor(name, kind, (8, 6), torch.float32, 192, "", "", "", "")
+        for name, kind in (("w", "param"), ("a", "param"), ("x", "activation"))
+    )
+    parts = Partitioned(Graph(), b.output(grad_x, None, grad_v), saved, 0)
+    (way,) = hand_overs(parts, [2])
+    assert text(way.weights) == [
+        *("full*", "again*", "turned = full", "grad_v = turned, again", "output = grad_v"),
+    ]
+
+
+@pytest.mark.parametrize("late", ["of the sum", "scaled"])
+def test_what_the_caller_keeps_is_not_left(late: str) -> None:
+    """Of two weights that are added, one gradient may be the other, or read it: what is in ``grad``
+    is changed in place."""
+    b = GraphBuilder()
+    x, g = b.input("x", 8, 6), b.input("g", 4, 6)
+    full = b.call(convert, g, "S(0)", "R", 2, name="full")
+    grad = b.call(aten.mm.default, b.call(aten.t.default, full, name="turned"), x, name="grad")
+    scaled = b.call(aten.mul.Tensor, grad, 2.0, name="scaled")
+    other = b.call(aten.t.default, grad, name="other") if late == "of the sum" else scaled
+    saved = (SavedTensor("x", "activation", (8, 6), torch.float32, 192, "", "", "", ""),)
+    parts = Partitioned(Graph(), b.output(None, grad, other), saved, 0)
+    assert not [way.late for way in hand_overs(parts, [1, 2])]
+
+
+def test_both_functions_of_a_call_run_collectives_in_the_same_order() -> None:
+    """Which of them runs depends on when a hook lets the call before run."""
+    split = _split(_program())
+    names = [
+        [node.name for node in graph.nodes if collective_of(node) is not None]
+        for graph in (split.inputs, split.both)
+        if graph is not None
+    ]
+    assert names[0] == names[1]
+    assert len(names[0]) > 2
 
 
 @functools.cache

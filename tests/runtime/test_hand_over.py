@@ -3,7 +3,10 @@ not."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -166,6 +169,65 @@ def test_a_failed_backward_leaves_nothing_wrong(alone: Any, handing: Any) -> Non
     assert same(take_gradients(handing), grads)
     loss_of(handing).backward()
     assert same(take_gradients(handing), grads)
+
+
+def _with_another_within(module: Any, late: str) -> tuple[dict[str, Tensor], Tensor]:
+    """Gradients of a backward, and of one of the same graph that a hook runs in its middle."""
+    outputs: list[Tensor] = []
+    layer = module.get_submodule("blocks.1")
+    handle = layer.register_forward_hook(lambda module, args, output: outputs.append(output))
+    loss = loss_of(module)
+    handle.remove()
+    within: list[Any] = []
+
+    def hook(_: Tensor) -> None:
+        if not within:
+            within.append(None)  # that backward comes here too
+            within[:] = torch.autograd.grad(loss, module.get_parameter(late), retain_graph=True)
+
+    outputs[0].register_hook(hook)
+    loss.backward(retain_graph=True)
+    return take_gradients(module), within[0].to_local()
+
+
+def test_a_backward_within_a_backward_of_the_same_graph(alone: Any, handing: Any) -> None:
+    """Neither takes what the other has left."""
+    late, _ = _late_and_early(handing)
+    grads, within = _with_another_within(handing, late)
+    expected, _ = _with_another_within(alone, late)
+    assert same(grads, expected)
+    assert torch.equal(within, expected[late])
+
+
+def test_a_failed_backward_leaves_nothing_in_memory(handing: Any) -> None:
+    """Once its graph is gone, although autograd's queue may still have the last node."""
+    code = handing._sp_state.latest.codes["Block"]
+    left: list[weakref.ref[Tensor]] = []
+
+    def watched(*args: Any, function: Any = code.backward_inputs) -> Any:
+        grads, rest = function(*args)
+        left.extend(map(weakref.ref, rest))
+        return grads, rest
+
+    def fails(_: Tensor) -> None:
+        raise ArithmeticError("in the middle")
+
+    layer = handing.get_submodule(f"blocks.{LAYERS - 2}")
+    handle = layer.register_forward_hook(lambda module, args, output: watch(output))
+
+    def watch(output: Tensor) -> None:
+        output.register_hook(fails)
+
+    with (
+        mock.patch.object(code, "backward_inputs", staticmethod(watched)),
+        contextlib.suppress(ArithmeticError),
+    ):
+        loss_of(handing).backward()
+    handle.remove()
+    handing.zero_grad()
+    gc.collect()
+    assert left
+    assert not [each for each in left if each() is not None]
 
 
 @pytest.mark.parametrize("changed", [Tensor.detach, torch.sin, Tensor.sin_])

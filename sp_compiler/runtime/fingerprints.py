@@ -36,7 +36,7 @@ def leading_digest(value: Tensor) -> int:
     while part.nbytes > _LEADING_BYTES:
         row = part.nbytes // len(part)
         part = part[: _LEADING_BYTES // row] if row <= _LEADING_BYTES else part[0]
-    return zlib.crc32(memoryview(part.contiguous().reshape(-1).view(torch.uint8).numpy()))
+    return zlib.crc32(part.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 @torch.no_grad()

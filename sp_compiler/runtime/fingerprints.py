@@ -6,11 +6,15 @@ They detect differing bits; they do not protect against an adversary.
 
 from __future__ import annotations
 
+import zlib
+
 import torch
 from torch import Tensor
 
 # Eight bytes each. What is mixed at a time stays in a cache, and needs no memory to speak of.
 _WORDS_AT_A_TIME = 1 << 18
+# Of one input, in every call: 16 rows of 256 token numbers, read in less than 10 us.
+_LEADING_BYTES = 1 << 15
 # Odd, with bits all over: of splitmix64, as signed numbers.
 _PER_WORD = -7046029254386353131
 _MIX = -4658895280553007687
@@ -21,6 +25,18 @@ def strided(value: Tensor) -> Tensor:
     detached = value.detach()
     dense = detached if detached.layout is torch.strided else detached.to_dense()
     return dense.resolve_conj().resolve_neg()
+
+
+def leading_digest(value: Tensor) -> int:
+    """Return 32 bits that depend on about the first 32 KiB of a plain dense tensor on the CPU.
+
+    It costs the same for every size, as no copy of more than those is made.
+    """
+    part = strided(value)
+    while part.nbytes > _LEADING_BYTES:
+        row = part.nbytes // len(part)
+        part = part[: _LEADING_BYTES // row] if row <= _LEADING_BYTES else part[0]
+    return zlib.crc32(part.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from sp_compiler.base.errors import ArgumentError
+from sp_compiler.base.warn import warn
 from sp_compiler.emulation.group import BACKEND
 from sp_compiler.ops.communicator import Communicator, ExpertRanks
 from sp_compiler.ops.counter import call_seed, draw_seed
@@ -123,11 +124,14 @@ def tensor_parallel_group(
     rank_timeout: timedelta = RANK_TIMEOUT,
     *,
     in_stages: bool = False,
+    of_graph: bool = False,
 ) -> TensorParallelGroup:
     """Return the group of ``tp`` ranks, or of the axis "tp" of ``mesh``.
 
     One rank needs no process group. A rank waits for others for ``rank_timeout``. For stages of a
-    pipeline (``in_stages``) the mesh has an axis "pp", and may lack "tp".
+    pipeline (``in_stages``) the mesh has an axis "pp", and may lack "tp". A graph of
+    ``torch.compile`` (``of_graph``) may be inside of what averages gradients already; for a module
+    by itself ``tp=1`` in one of several processes warns.
 
     Raises:
         ArgumentError: no process group, one of another size, a mesh without the axis, both
@@ -154,6 +158,8 @@ def tensor_parallel_group(
         raise ArgumentError(f"tp={tp!r}: expected a positive int, the number of ranks")
     # No collective runs, so none has to be initialised; parameters stay plain tensors.
     if tp == 1:
+        if mesh is None and not of_graph:
+            _warn_of_copies()
         boards = _data_boards(data, rank_timeout)
         one = Communicator(None, 0, 1)
         group = TensorParallelGroup(None, one, rank_timeout, data=data, data_boards=boards)
@@ -200,6 +206,18 @@ def _data_boards(data: DataAxes, timeout: timedelta) -> tuple[FailureBoard, ...]
         failure_board(data.mesh.get_group(name), f'data-parallel group "{name}"', timeout)
         for name in data.names
     )
+
+
+def _warn_of_copies() -> None:
+    if not dist.is_available() or not dist.is_initialized():
+        return
+    size = dist.get_world_size()
+    if size > 1 and dist.get_rank() == 0 and dist.get_backend() not in _ONE_PROCESS:
+        warn(
+            f"tp=1 in {size} processes: each of them trains a copy of the model by itself. Pass "
+            f"tp={size} to divide the model, or a mesh with an axis dp_replicate or dp_shard to "
+            "average gradients, or wrap the compiled module in DistributedDataParallel"
+        )
 
 
 def _world_of_size(tp: int) -> int:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import textwrap
+import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from sp_compiler.base.errors import RankMismatchError
 from sp_compiler.runtime.failures.board import FailureBoard
-from sp_compiler.runtime.fingerprints import combined, fingerprint, strided
+from sp_compiler.runtime.fingerprints import combined, fingerprint, leading_digest, strided
 from sp_compiler.runtime.group import TensorParallelGroup, on_device
 from sp_compiler.runtime.program_cache import CallKey
 from sp_compiler.runtime.watched_collectives import outside_modes
@@ -35,10 +37,11 @@ def checks_enabled() -> bool:
 class RankAgreement:
     """Compares what the ranks of a group are about to do; if it differs, all of them raise errors.
 
-    Every call begins with a number that encodes its kind (shapes, modes, options) and, in the first
-    calls of each kind and then in every 16th, the values of its inputs. No rank waits for the
-    numbers of the others before the program's first collective, which waits for the same ranks:
-    until then nothing is sent that another rank could misinterpret.
+    Every call begins with numbers that encode its kind (shapes, modes, options), whether gradients
+    are recorded, the first values of each input and, in the first calls of each kind and then in
+    every 16th, all of them: a forward on one rank alone meets another call of the others. No rank
+    waits for the numbers of the others before the program's first collective, which waits for the
+    same ranks: until then nothing is sent that another rank could misinterpret.
 
     On an accelerator the host must not wait at all: numbers are gathered on the device, in calls
     whose values are compared, and checked in a later call. Only compilations are compared before
@@ -98,15 +101,16 @@ class RankAgreement:
         # Another decision is another program: the host has waited for these numbers anyway.
         decides = bool(key.decisions)
         values = _values(leaves) if compared else []
+        here = _Here.of(leaves) if self.every_call else _Here()
 
         def facts() -> dict[str, str]:
             with outside_modes():
                 numbers = [f"{value.item() % 2**64:016x}" for value in values]
-                given = _inputs(names(), key.leaves, leaves, numbers)
-            return {**given, **key.parts(), **self._options}
+                given = _inputs(names(), key.leaves, leaves, numbers, here.digests)
+            return {**given, **key.parts(), **self._options, "records gradients": str(here.grad)}
 
         if self.every_call:
-            self._gather_on_host(board, kind, values, facts)
+            self._gather_on_host(board, kind, [here.number(), _combined(values)], facts)
         elif compared or decides:
             self._gather_on_device(kind, values, facts)
             if decides:
@@ -181,13 +185,12 @@ class RankAgreement:
         self,
         board: FailureBoard,
         kind: _Kind,
-        values: list[Tensor],
+        numbers: list[int],
         facts: Callable[[], dict[str, str]],
     ) -> None:
         collectives = self._group.collectives
         assert collectives is not None
-        numbers = [kind.number, _combined(values)]
-        everyone = collectives.gather_numbers(numbers, "calls the module")
+        everyone = collectives.gather_numbers([kind.number, *numbers], "calls the module")
         self._comparisons.append(_RankComparison(kind, everyone, lambda: True, facts))
         board.before_next = self.settle
 
@@ -254,6 +257,31 @@ class _RankComparison:
     facts: Callable[[], dict[str, str]]
 
 
+@dataclass(frozen=True)
+class _Here:
+    """What is cheap to know of a call on this rank, beside its key.
+
+    Attributes:
+        grad: whether gradients are recorded; ``None`` if not compared.
+        digests: of the first values of each input on the CPU; ``None`` for others.
+    """
+
+    grad: bool | None = None
+    digests: Sequence[int | None] = ()
+
+    @classmethod
+    def of(cls, leaves: Sequence[Any]) -> _Here:
+        with outside_modes():
+            digests = [
+                leading_digest(leaf) if type(leaf) is Tensor and leaf.is_cpu else None
+                for leaf in leaves
+            ]
+        return cls(torch.is_grad_enabled(), digests)
+
+    def number(self) -> int:
+        return zlib.crc32(repr(self).encode())
+
+
 def _values(leaves: Sequence[Any]) -> list[Tensor]:
     """Return the fingerprint of each tensor that has values."""
     with outside_modes():
@@ -286,14 +314,21 @@ def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def _inputs(
-    names: Sequence[str], described: Sequence[Any], leaves: Sequence[Any], numbers: Sequence[str]
+    names: Sequence[str],
+    described: Sequence[Any],
+    leaves: Sequence[Any],
+    numbers: Sequence[str],
+    digests: Sequence[int | None],
 ) -> dict[str, str]:
     """Return facts about inputs: those in the key, and their values if they are compared."""
     facts = {}
     remaining = iter(numbers)
-    for name, text, leaf in zip(names, described, leaves, strict=True):
+    by_leaf = itertools.zip_longest(names, described, leaves, digests)
+    for name, text, leaf, digest in by_leaf:
         facts[f"input {name!r}"] = str(text)
         number = next(remaining, "") if isinstance(leaf, Tensor) and not leaf.is_meta else ""
+        if not number and digest is not None:
+            number = f"{digest:08x}"
         if number:
             few = strided(leaf).reshape(-1)[:4].tolist()
             facts[f"input {name!r}"] += f" values {number} {few}..."
@@ -303,7 +338,8 @@ def _inputs(
 _SAME_BATCH = (
     "which must get the same inputs, in the same mode, start with the same weights and compile "
     "with the same options (data is divided over other mesh axes only: a DistributedSampler over "
-    "all ranks is wrong here, give it the numbers of sp_compiler.data_shard(mesh))"
+    "all ranks is wrong here, give it the numbers of sp_compiler.data_shard(mesh)), also for a "
+    "validation that only one of them prints"
 )
 _SAME_MODEL = (
     "which must start with the same weights and place them in the same way: build the model from "

@@ -114,7 +114,7 @@ def _parse(
     if checked.tp > 1:
         checked.refuse_device_memory("backend")
     refuse_expert_axis(mesh)
-    group = tensor_parallel_group(tp, mesh, device_type)
+    group = tensor_parallel_group(tp, mesh, device_type, of_graph=True)
     return dataclasses.replace(checked, tp=group.world_size), group
 
 

@@ -324,6 +324,25 @@ def capture_error(
     )
 
 
+def users_frames(trace: TracebackType | None) -> TracebackType | None:
+    """Return ``trace`` without the frames of PyTorch and sp_compiler around a frame of the user's.
+
+    Between two calls of a model's modules there are a dozen of the capture, which tell nothing.
+    """
+    frames = []
+    while trace is not None:
+        frames.append(trace)
+        trace = trace.tb_next
+    own = [not f.tb_frame.f_code.co_filename.startswith(LIBRARY_FOLDERS) for f in frames]
+    kept: TracebackType | None = None
+    for index in reversed(range(len(frames))):
+        # Behind the last of the user's all stay: they are where it failed.
+        if own[index] or not any(own[index:]):
+            frame = frames[index]
+            kept = TracebackType(kept, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return kept
+
+
 def _user_frame(model: nn.Module, trace: TracebackType | None) -> str:
     """Return the module path and source line of the innermost frame inside a forward of the user's
     model, and the innermost line of a function called there, unless it is PyTorch's.

@@ -25,7 +25,12 @@ from sp_compiler.trace.attribute_changes import (
 )
 from sp_compiler.trace.autograd_functions import FunctionCall
 from sp_compiler.trace.decisions import DataDependentError, Reads, recorded_reads
-from sp_compiler.trace.environment import capture_error, export_context, warn_of_attributes
+from sp_compiler.trace.environment import (
+    capture_error,
+    export_context,
+    users_frames,
+    warn_of_attributes,
+)
 from sp_compiler.trace.functionalize import functionalize
 from sp_compiler.trace.partly_meta import all_on_meta
 
@@ -99,7 +104,8 @@ class ExportRun:
             except DataDependentError as error:  # its text has all that torch's would say
                 raise capture_error(self.model, error, reads) from None
             except Exception as error:  # user code and export may raise anything
-                raise capture_error(self.model, error, reads) from error
+                said = capture_error(self.model, error, reads)
+                raise said from error.with_traceback(users_frames(error.__traceback__))
         return Export(exported, functions, reads, changes, text)
 
     def settled(self, first: Export) -> Settled:

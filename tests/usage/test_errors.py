@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ from sp_compiler import (
     SPCompilerError,
     UnsupportedError,
 )
+from sp_compiler.base.warn import LIBRARY_FOLDERS
 from tests.helpers.fake_group import fake_group
 from tests.helpers.users import Net, batch, compiled, gradients, net, prepared
 
@@ -124,7 +126,12 @@ def test_mistakes_of_the_model_are_shown_with_their_line() -> None:
     with pytest.raises(CaptureError, match="my mistake") as caught:
         module(batch(3))
     assert 'raise KeyError("my mistake")' in str(caught.value)
-    assert isinstance(caught.value.__cause__, KeyError)
+    cause = caught.value.__cause__
+    assert isinstance(cause, KeyError)
+    # Its traceback is the model's own, without the capture around it.
+    frames = traceback.extract_tb(cause.__traceback__)
+    assert [frame.name for frame in frames if frame.filename == __file__] == ["forward"] * 2
+    assert not [frame for frame in frames if frame.filename.startswith(LIBRARY_FOLDERS)]
 
 
 @pytest.mark.parametrize(

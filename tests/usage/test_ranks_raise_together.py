@@ -79,14 +79,33 @@ def _values(mesh: DeviceMesh, rank: int) -> Callable[[], Any]:
 
 
 def _drifting_values(mesh: DeviceMesh, rank: int) -> Callable[[], Any]:
-    """Found by the comparison of every 16th call."""
+    """Of more than is compared in every call: found by the comparison of every 16th."""
     module = _trained(mesh)
+    x = batch(1024)
+    x[-1] += rank
 
     def calls() -> None:
         for _ in range(16):
-            module(batch(4, seed=rank))["loss"].backward()
+            module(x)["loss"].backward()
 
     return calls
+
+
+def _validation_on_rank_0(mesh: DeviceMesh, rank: int) -> Callable[[], Any]:
+    """It meets a training step of the other, of the same shapes in the same mode."""
+    module = _trained(mesh)
+    return lambda: module(batch(4, seed=1 - rank))["loss"]
+
+
+def _without_gradients(mesh: DeviceMesh, rank: int) -> Callable[[], Any]:
+    """Also where rank 0 validates on what rank 1 trains with."""
+    module = _trained(mesh)
+
+    def call() -> None:
+        with torch.set_grad_enabled(rank == 1):
+            module(batch(4))
+
+    return call
 
 
 def _shapes(mesh: DeviceMesh, rank: int) -> Callable[[], Any]:
@@ -204,6 +223,8 @@ CASES: dict[Callable[..., Any], tuple[str, str]] = {
     _buffers: (r"buffer 'start' differs[\s\S]*rank 0: [\s\S]*rank 1: ",) * 2,
     _values: (r"input 'x' differs[\s\S]*rank 0: [\s\S]*rank 1: ",) * 2,
     _drifting_values: (r"input 'x' differs[\s\S]*rank 0: [\s\S]*rank 1: ",) * 2,
+    _validation_on_rank_0: (r"input 'x' differs[\s\S]*rank 0: [\s\S]*rank 1: ",) * 2,
+    _without_gradients: (r"rank 0: records gradients=False\s*rank 1: .*True",) * 2,
     _shapes: (r"input 'x'[\s\S]*rank 0: .*\(4, 8\)[\s\S]*rank 1: .*\(6, 8\)",) * 2,
     _dtypes: (r"input 'x'[\s\S]*rank 0: .*float64[\s\S]*rank 1: .*float32",) * 2,
     _arguments: (r"input 'scale'[\s\S]*rank 0: .*none[\s\S]*rank 1: .*2\.0",) * 2,
@@ -250,7 +271,7 @@ def _check(ranks: list[dict[str, tuple[str, float]]], case: Callable[..., Any]) 
         assert seconds < _SECONDS
 
 
-_FAST = [_weights, _values, _inside_forward]
+_FAST = [_weights, _values, _validation_on_rank_0, _without_gradients, _inside_forward]
 
 
 def test_ranks_that_start_with_different_weights_or_data_or_fail() -> None:

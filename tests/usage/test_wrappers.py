@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,7 +22,15 @@ from torch.utils.checkpoint import checkpoint
 import sp_compiler
 from sp_compiler import ArgumentError, UnsupportedError
 from tests.helpers.fake_group import fake_group
-from tests.helpers.users import assert_same_gradients, batch, compiled, net, prepared
+from tests.helpers.ranks import run_on_ranks
+from tests.helpers.users import (
+    assert_same_gradients,
+    batch,
+    compiled,
+    gradients,
+    net,
+    prepared,
+)
 
 # Variables that torchrun sets.
 _LAUNCHED = {
@@ -181,6 +191,30 @@ def test_fully_shard_before_placement_says_what_to_do() -> None:
     fully_shard(module, mesh=mesh["dp"])
     with pytest.raises(ArgumentError, match=r"fully_shard.*pass example_inputs"):
         module(batch())
+
+
+def _copies() -> tuple[list[str], dict[str, Tensor]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        module = sp_compiler.compile(net(), tp=1)
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "tp"))
+        sp_compiler.compile(net(), mesh=mesh)
+    replicated = DistributedDataParallel(module)
+    replicated(batch(4, seed=dist.get_rank()))["loss"].backward()
+    texts = [str(warning.message) for warning in caught]
+    return [text for text in texts if text.startswith("tp=1")], gradients(module)
+
+
+def test_copies_warn_once_and_distributed_data_parallel_averages_them() -> None:
+    (first, averaged), (second, same) = run_on_ranks(2, _copies)
+    assert second == []
+    (text,) = first
+    assert "tp=1 in 2 processes" in text
+    assert "DistributedDataParallel" in text
+    model = net()
+    sum(model(batch(4, seed=rank))["loss"] / 2 for rank in range(2)).backward()  # type: ignore[union-attr]
+    torch.testing.assert_close(averaged, gradients(model), rtol=1e-12, atol=1e-12)
+    assert all(torch.equal(same[name], value) for name, value in averaged.items())
 
 
 class _Replicated(DistributedDataParallel):

@@ -32,8 +32,10 @@ def parse_bytes(name: str, size: object) -> int:
         advice = (
             f" (1 {decimal[1]}iB is 1024-based; {decimal[0]} could mean either)" if decimal else ""
         )
+        # Text of digits alone may be meant in any unit.
+        form = "with a unit" if isinstance(size, str) else "of bytes as an int, or text"
         raise ArgumentError(
-            f"{name}={size!r}: expected a positive number of bytes as an int, or text such as "
+            f"{name}={size!r}: expected a positive number {form}, such as "
             f'"12GiB" or "1.5 TiB" with one of {", ".join(UNITS)}{advice}'
         )
     return num_bytes

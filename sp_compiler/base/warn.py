@@ -24,12 +24,13 @@ def warn(message: str) -> None:
     """Issue a ``UserWarning`` at the innermost line that is not in PyTorch or sp_compiler."""
     # Counted by hand: ``skip_file_prefixes`` of ``warnings.warn`` needs Python 3.12.
     level, frame = 1, sys._getframe()
-    while frame.f_back is not None and _is_skipped(frame.f_code.co_filename):
+    while frame.f_back is not None and is_library(frame.f_code.co_filename):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)
 
 
-def _is_skipped(filename: str) -> bool:
+def is_library(filename: str) -> bool:
+    """Whether a line of this file is never the user's own: PyTorch's, this package's, generated."""
     # "<eval_with_key>", "<string>": generated code, which is ours or PyTorch's.
     return filename.startswith("<") or os.path.realpath(filename).startswith(_SKIPPED)
 
@@ -38,7 +39,7 @@ def user_line() -> str:
     """Return the innermost running line outside of PyTorch and sp_compiler, as "file.py:12
     code"."""
     frame: FrameType | None = sys._getframe()
-    while frame is not None and _is_skipped(frame.f_code.co_filename):
+    while frame is not None and is_library(frame.f_code.co_filename):
         frame = frame.f_back
     if frame is None:
         return ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,7 +20,7 @@ from sp_compiler.command_line.bench import bench as measure_steps
 from sp_compiler.command_line.bench import joined_ranks
 from sp_compiler.command_line.doctor import examine
 from sp_compiler.command_line.memory import memory_text
-from sp_compiler.command_line.models import Loaded, presets
+from sp_compiler.command_line.models import Loaded, Note, presets
 from sp_compiler.command_line.request import (
     FAILED,
     Refused,
@@ -37,7 +38,7 @@ from sp_compiler.grid_plan.sizes import GridSizes
 from sp_compiler.grid_plan.suggest import suggest as find_grids
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.hints import named_or_inside, parameters_of
-from sp_compiler.ir.snapshot import Stages
+from sp_compiler.ir.snapshot import Stages, unknown_stage
 from sp_compiler.options import CompileOptions
 from sp_compiler.planning.plan import Plan
 from sp_compiler.verification.verify import verify as verify_model
@@ -160,6 +161,7 @@ def plan(
     if request.json:
         typer.echo(json.dumps(_plan_data(result), indent=2))
     else:
+        typer.echo(loaded.inputs_text)
         typer.echo(str(result) if isinstance(result, Plan) else memory_text(result))
     # After the table, so that a CI has both the reason and the exit code.
     if limit is not None and result.total_bytes > limit:
@@ -294,6 +296,7 @@ def code(
         text = _compiled(request, loaded).code
     if output is not None:
         output.write_text(text, encoding="utf-8")
+        warnings.warn(Note(f"wrote {output}"), stacklevel=1)
     else:
         typer.echo(json.dumps({"code": text}) if request.json else text)
 
@@ -367,7 +370,7 @@ def _check_order(before: str, after: str) -> None:
     known = {**Stages.ALIASES, **{str(each): each for each in passes}}
     for name in (before, after):
         if name not in known:
-            raise ArgumentError(f"stage {name!r}: expected one of {', '.join(known)}")
+            raise unknown_stage(name, known)
     if passes.index(known[before]) > passes.index(known[after]):
         raise ArgumentError(f"--before {before} --after {after}: {before} comes after {after}")
 
@@ -375,9 +378,7 @@ def _check_order(before: str, after: str) -> None:
 def _diff_of_stages(stages: Stages, before: str, after: str) -> GraphDiff:
     for name in (before, after):
         if name not in (*stages, *Stages.ALIASES):  # a pass without graphs, or that did not run
-            raise ArgumentError(
-                f"stage {name!r}: this compilation has {', '.join((*Stages.ALIASES, *stages))}"
-            )
+            raise unknown_stage(name, stages)
     # Headers with the names as typed: the aliases have the names of passes.
     first, second = replace(stages[before], name=before), replace(stages[after], name=after)
     return graph_diff(first, second)

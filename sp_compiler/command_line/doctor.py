@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import time
@@ -49,6 +50,9 @@ def _versions() -> Iterator[Fact]:
         admitted = requirement.specifier.contains(installed, prereleases=True)
         note = "" if admitted else f", {requirement.specifier} is needed"
         yield Fact(requirement.name, f"{installed}{note}", admitted)
+    for name in ("transformers", "peft", "matplotlib"):  # what a report of an error should say
+        with contextlib.suppress(PackageNotFoundError):
+            yield Fact(name, version(name))
 
 
 def _devices() -> Iterator[Fact]:

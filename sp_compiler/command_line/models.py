@@ -9,16 +9,18 @@ import json
 import math
 import sys
 import tomllib
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from sp_compiler.base.errors import ArgumentError, UnsupportedError
+from sp_compiler.base.errors import ArgumentError, UnsupportedError, did_you_mean
 from sp_compiler.base.units import bytes_text
 from sp_compiler.trace.arguments import ExampleInputs, checked_inputs
 
@@ -37,6 +39,31 @@ class Loaded:
     tp: int | None = None
     pp: int = 1
     microbatches: int = 1
+
+    @property
+    def inputs_text(self) -> str:
+        """What a result is about, such as "inputs: input_ids int64[1, 128]; float32"."""
+        args, kwargs = self.example_inputs
+        names = inspect.signature(self.model.forward).parameters
+        # Behind the last name come further ones of ``*args``.
+        named = [*zip_longest(list(names)[: len(args)], args, fillvalue="..."), *kwargs.items()]
+        texts = [f"{name} {_input_text(value)}" for name, value in named]
+        dtypes = dict.fromkeys(map(_dtype_name, self.model.parameters()))
+        return f"inputs: {', '.join(texts)}; {', '.join(dtypes)}"
+
+
+class Note(UserWarning):
+    """What a command says on stderr beside its result."""
+
+
+def _input_text(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"{_dtype_name(value)}{[*value.shape]}"
+    return repr(value) if isinstance(value, (int, float, str)) else type(value).__name__
+
+
+def _dtype_name(value: Tensor) -> str:
+    return str(value.dtype).removeprefix("torch.")
 
 
 def presets() -> dict[str, dict[str, Any]]:
@@ -113,7 +140,8 @@ def _preset(
 ) -> Loaded:
     known = presets()
     if name not in known:
-        raise ArgumentError(f"--preset {name}: expected one of {', '.join(known)}")
+        near = did_you_mean(name, known)
+        raise ArgumentError(f"--preset {name}: expected one of {', '.join(known)}{near}")
     preset = known[name]
     batch, sequence = batch or preset["batch"], sequence or preset["sequence"]
     model = _configured({"architectures": [preset["family"]], **preset["config"]}, device)
@@ -157,7 +185,12 @@ def _called(source: str, device: str) -> Any:
     function: Callable[[], Any] | None = getattr(module, name, None)
     if not callable(function):
         public = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
-        raise ArgumentError(f"{module_name} has no callable {name!r}; it has {', '.join(public)}")
+        # Its own first: what it imports is rarely meant, and may be a hundred names.
+        public.sort(key=lambda key: getattr(vars(module)[key], "__module__", "") != module_name)
+        near = did_you_mean(name, public)
+        raise ArgumentError(
+            f"{module_name} has no callable {name!r}; it has {', '.join(public)}{near}"
+        )
     if needed := _needed(function):
         raise ArgumentError(
             f"{source} needs {', '.join(needed)}: expected a callable without arguments"
@@ -198,6 +231,9 @@ def _read_config(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ArgumentError(f"{path} is no JSON: {error}") from error
     names = config.get("architectures") if isinstance(config, dict) else None
+    if isinstance(config, dict) and names is None and (name := _causal_model(config)):
+        warnings.warn(Note(f'{path} has no "architectures": building {name}'), stacklevel=1)
+        return {**config, "architectures": [name]}
     if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
         raise ArgumentError(
             f'{path} has no "architectures", a list with the class of transformers to build, such '
@@ -205,6 +241,18 @@ def _read_config(path: Path) -> dict[str, Any]:
         )
     assert isinstance(config, dict)
     return config
+
+
+def _causal_model(config: Mapping[str, Any]) -> str | None:
+    """The class that ``AutoModelForCausalLM`` builds of ``config``, which a configuration that was
+    saved without a model does not name."""
+    with contextlib.suppress(ImportError):
+        from transformers.models.auto import modeling_auto
+
+        names = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        name: str | None = names.get(config.get("model_type"))
+        return name
+    return None
 
 
 def _configured(config: dict[str, Any], device: str) -> nn.Module:

@@ -27,7 +27,7 @@ from rich.markup import escape
 
 from sp_compiler.base.errors import ArgumentError, CaptureError, SPCompilerError, did_you_mean
 from sp_compiler.base.log import VARIABLE as LOG_VARIABLE
-from sp_compiler.command_line.models import Loaded, load, presets
+from sp_compiler.command_line.models import SEQUENCE, Loaded, Note, load, presets
 from sp_compiler.options import Options
 from sp_compiler.trace.environment import ADVICE
 
@@ -60,9 +60,20 @@ class Request:
         int | None,
         typer.Option(min=1, help="Tensor-parallel ranks; the preset's or 8; verify: 2."),
     ] = None
-    batch: Annotated[int | None, typer.Option(min=1, help="Sequences of a microbatch.")] = None
-    sequence: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence.")] = None
-    dtype: Annotated[str | None, typer.Option(help="Of the parameters, such as bfloat16.")] = None
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Sequences of a microbatch; the preset's or 1.")
+    ] = None
+    sequence: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help=f"Tokens; the preset's or {SEQUENCE}, if the model has so many.",
+        ),
+    ] = None
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="Of the parameters; the model's own, of a preset bfloat16."),
+    ] = None
     option: Annotated[
         list[str] | None,
         typer.Option(
@@ -156,6 +167,8 @@ def failures(name: str, *, traceback: bool) -> Iterator[None]:
     try:
         with warnings.catch_warnings(), silence:
             warnings.simplefilter("ignore")
+            warnings.simplefilter("always", Note)
+            warnings.showwarning = lambda text, *_, **__: errors.print(str(text), markup=False)
             yield
     except typer.Exit:
         raise

@@ -51,8 +51,12 @@ class GridSizes:
         else:
             sizes = mesh
         known = [field.name for field in fields(cls)]
-        if not isinstance(sizes, Mapping) or not sizes or not set(sizes) <= set(known):
+        if not isinstance(sizes, Mapping) or not sizes:
             raise ArgumentError(f"mesh={mesh!r}: expected {_EXAMPLES}")
+        if unknown := [name for name in sizes if name not in known]:
+            raise ArgumentError(
+                f"mesh={mesh!r}: unknown axis {unknown[0]!r}: expected one of {', '.join(known)}"
+            )
         for name, size in sizes.items():
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ArgumentError(f"mesh: {name}={size!r}: expected a positive integer")

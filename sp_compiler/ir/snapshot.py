@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from sp_compiler.base.errors import UnsupportedError
+from sp_compiler.base.errors import ArgumentError, UnsupportedError, did_you_mean
 from sp_compiler.base.pass_report import Pass
 from sp_compiler.base.provenance import module_path, source_line
 from sp_compiler.ir.graph_theory import as_networkx
@@ -148,6 +148,14 @@ class Stages(dict[str, Snapshot]):
         if name not in self.ALIASES:
             raise KeyError(name)
         return self[self.ALIASES[name]]
+
+
+def unknown_stage(name: str, stages: Iterable[str]) -> ArgumentError:
+    """The error for a ``name`` that is none of ``stages`` nor another name of one."""
+    known = list(dict.fromkeys([*Stages.ALIASES, *stages]))
+    return ArgumentError(
+        f"stage {name!r}: expected one of {', '.join(known)}{did_you_mean(name, known)}"
+    )
 
 
 def program_calls(program: Program) -> list[tuple[str, str]]:

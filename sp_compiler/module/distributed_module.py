@@ -15,7 +15,9 @@ from sp_compiler.grid.fully_sharded import without_gradient_sync
 from sp_compiler.module.calls import executor_for, require_data, run, shard_over_data
 from sp_compiler.module.dtensor_patches import (
     check_sharded_gradients_first,
+    draw_whole_tensors,
     format_as_numbers,
+    read_true_numbers,
     scan_whole_dims,
     step_local_parts,
 )
@@ -98,7 +100,9 @@ class DistributedModule(Inspection, Weights):
         check_not_taken(model)
         if group.mesh is not None or group.grid is not None:
             check_sharded_gradients_first()
+            draw_whole_tensors()
             format_as_numbers()
+            read_true_numbers()
             scan_whole_dims()
             step_local_parts()
         layout = Layout(group)

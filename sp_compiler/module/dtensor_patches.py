@@ -14,6 +14,13 @@ moments are placed as it is, the step of its local parts is the step of the para
 ``probabilities.cumsum(-1)``, scan each rank's part alone: torch compares the dim with that of the
 placement, which is counted from the front.
 
+``weight.normal_()`` of a sharded weight draws the part of each rank from that rank's own generator:
+with equal seeds, on a CPU, all parts are equal. Here the full tensor is drawn, as without sharding,
+and every rank keeps its part.
+
+``if mask.any()`` and ``weight.sum().item()`` read the summand of this rank where the result is not
+summed over the ranks yet.
+
 ``torch.nn.utils.clip_grad_norm_`` returns a DTensor, and ``f"{norm:.3f}"`` of one is a TypeError.
 
 ``torch.save`` writes the part of one rank without a word.
@@ -27,7 +34,7 @@ from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import register_sharding
 
 from sp_compiler.base.errors import UnsupportedError
@@ -38,6 +45,13 @@ _FUSED_STEPS = tuple(
     for overload in ("default", "tensor_lr")  # the learning rate: a number, or a tensor
 )
 _SCANS = [getattr(torch.ops.aten, n).default for n in ("cumsum", "cumprod", "logcumsumexp")]
+_DRAWN = tuple(
+    getattr(torch.ops.aten, name)
+    for name in (
+        *("normal_", "uniform_", "bernoulli_", "exponential_", "cauchy_", "geometric_"),
+        *("log_normal_", "random_", "rand_like", "randn_like", "randint_like", "bernoulli"),
+    )
+)
 _OPERATION = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
@@ -56,6 +70,23 @@ def step_local_parts() -> None:
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     for operation in _FUSED_STEPS:
         handlers[operation] = _step_local_parts
+
+
+@functools.cache
+def draw_whole_tensors() -> None:
+    """Make operations that fill a DTensor with random numbers draw all of it, for the process."""
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    for packet in _DRAWN:
+        for overload in packet.overloads():
+            handlers[getattr(packet, overload)] = _draw_whole
+
+
+@functools.cache
+def read_true_numbers() -> None:
+    """Make ``bool``, ``int``, ``float`` and ``item()`` of a DTensor sum it up first, for the
+    process."""
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers[torch.ops.aten._local_scalar_dense.default] = _read_number
 
 
 @functools.cache
@@ -139,6 +170,23 @@ def _part_for_step(name: str, x: Tensor, parameter: Tensor) -> Tensor:
         "run goes in with optimizer.load_state_dict, which places it like its parameter; "
         "fused=False steps on any placement"
     )
+
+
+def _draw_whole(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    """Run ``operation(x, ...)`` on full tensors, and return or keep this rank's part."""
+    x = args[0]
+    others = {name: _full(value) for name, value in kwargs.items()}
+    drawn = operation(*map(_full, args), **others)
+    # Rank 0's on all ranks, whose generators may have other states.
+    part = distribute_tensor(drawn, x.device_mesh).redistribute(placements=x.placements)
+    if not operation._schema.is_mutable:
+        return part
+    x.to_local().copy_(part.to_local())
+    return x
+
+
+def _read_number(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return operation(_full(args[0]), **kwargs)
 
 
 def _full(value: Any) -> Any:

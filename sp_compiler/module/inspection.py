@@ -10,7 +10,7 @@ from sp_compiler.codegen.edited import with_code
 from sp_compiler.graph_diff.comparable import snapshot_of
 from sp_compiler.graph_diff.diff import diff
 from sp_compiler.graph_diff.report import GraphDiff
-from sp_compiler.ir.snapshot import Snapshot
+from sp_compiler.ir.snapshot import Snapshot, unknown_stage
 from sp_compiler.module.calls import executor_for
 from sp_compiler.module.outputs import plain_input
 from sp_compiler.module.state import ModuleState
@@ -110,7 +110,7 @@ class Inspection:
         try:
             return diff(stages[before], stages[after])
         except KeyError as error:
-            raise ArgumentError(f"stage {error}: expected one of {', '.join(stages)}") from error
+            raise unknown_stage(error.args[0], stages) from error
 
 
 def _read(path: Path) -> str:

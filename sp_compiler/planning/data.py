@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
+from sp_compiler.base.errors import ArgumentError, did_you_mean
 from sp_compiler.base.pass_report import PassReport
 from sp_compiler.cost.hardware import Hardware
 from sp_compiler.cost.node_cost import merged
@@ -288,8 +289,16 @@ class PlanData:
         return self.work.ideal_us / self.step_us if self.step_us else 0.0
 
     def block(self, name: str) -> BlockPlan:
-        """Return the block called ``name``; raise ``KeyError`` if there is none."""
-        return {block.name: block for block in self.blocks}[name]
+        """Return the block called ``name``.
+
+        Raises:
+            ArgumentError: there is none.
+        """
+        blocks = {block.name: block for block in self.blocks}
+        if name not in blocks:
+            near = did_you_mean(name, blocks)
+            raise ArgumentError(f"block {name!r}: expected one of {', '.join(blocks)}{near}")
+        return blocks[name]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, including derived properties."""

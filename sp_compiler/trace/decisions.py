@@ -30,6 +30,7 @@ from sp_compiler.base.errors import CaptureError
 from sp_compiler.base.warn import user_line
 from sp_compiler.ir.program import Ref
 from sp_compiler.trace.attribute_changes import replaced_forward
+from sp_compiler.trace.tracer_patches import warned_of_symbols_in_text
 
 _CASTS: dict[object, Callable[[Any], Any]] = {
     Tensor.item: lambda value: value,
@@ -121,7 +122,8 @@ def recorded_reads(model: nn.Module, leaves: Sequence[Any]) -> Iterator[Reads]:
         # Export may call the forward more than once; the last call is the one that it keeps.
         reads.decisions.clear()
         try:
-            with _ReadMode(reads, _Sources(sources, real, leaves, buffers)):
+            mode = _ReadMode(reads, _Sources(sources, real, leaves, buffers))
+            with mode, warned_of_symbols_in_text():
                 return forward(*args, **kwargs)
         except Exception as error:
             if not is_data_dependent(error):

@@ -5,15 +5,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import sympy
 import torch
 from torch import Tensor
 from torch._decomp import decompositions
 from torch.fx.experimental import proxy_tensor
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.torch_version import TorchVersion
+
+from sp_compiler.base.warn import is_library, user_line, warn
 
 
 @contextlib.contextmanager
@@ -69,3 +74,30 @@ def buffer_hooks_restored() -> Iterator[None]:
     finally:
         hooks.clear()
         hooks.update(known)
+
+
+@contextlib.contextmanager
+def warned_of_symbols_in_text() -> Iterator[None]:
+    """Warn of text that the model makes of a number that no capture knows: ``print(x.item())``.
+
+    Such text is made once, with the name of a symbol, such as "zuf0", instead of the number.
+    """
+
+    def warned(show: Callable[[Any], str]) -> Callable[[Any], str]:
+        @functools.wraps(show)
+        def shown(self: Any) -> str:
+            # Torch itself prints symbols too, in errors and logs.
+            by_user = not is_library(sys._getframe(1).f_code.co_filename)
+            if by_user and free_unbacked_symbols(self):
+                warn(
+                    "the forward makes text of a number that depends on data; it is made once, at "
+                    f"the capture, and has {show(self)!r} in place of the number: {user_line()}"
+                )
+            return show(self)
+
+        return shown
+
+    with contextlib.ExitStack() as stack:
+        for symbol in (torch.SymInt, torch.SymFloat, torch.SymBool):
+            stack.enter_context(mock.patch.object(symbol, "__repr__", warned(symbol.__repr__)))
+        yield

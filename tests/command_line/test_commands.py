@@ -34,6 +34,7 @@ def test_plan_of_a_callable() -> None:
     result = _run("plan", f"{_MODELS}:relu", "--tp", "2", "-o", "recompute=none")
     assert result.exit_code == 0, result.output
     assert "Mlp on 2 tensor-parallel ranks, recompute=none" in result.stdout
+    assert result.stdout.startswith("inputs: x float32[4, 8]; float32\n")
 
 
 @pytest.mark.slow
@@ -118,6 +119,7 @@ def test_bench_measures_both() -> None:
 def test_code_is_python(tmp_path: Path) -> None:
     result = _run("code", f"{_MODELS}:relu", "--tp", "2", "--output", str(tmp_path / "code.py"))
     assert result.exit_code == 0, result.output
+    assert result.stderr == f"wrote {tmp_path / 'code.py'}\n"
     compile((tmp_path / "code.py").read_text(encoding="utf-8"), "code.py", "exec")
 
 
@@ -130,7 +132,7 @@ def test_explain() -> None:
 def test_doctor_lists_what_is_needed_and_tries_a_model() -> None:
     result = _run("doctor", "--json")
     facts = {fact["name"]: fact for fact in json.loads(result.stdout)}
-    assert {"python", "torch", "rich", "backends", "a small model"} <= facts.keys()
+    assert {"python", "torch", "rich", "transformers", "backends", "a small model"} <= facts.keys()
     assert facts["a small model"]["ok"]
 
 
@@ -162,7 +164,15 @@ def test_doctor_lists_what_is_needed_and_tries_a_model() -> None:
             ["code", f"{_MODELS}:relu", "--output", "x.py", "--json"],
             "--json is for what is printed",
         ),
-        (["plan", f"{_MODELS}:relu", "--mesh", "tp=2,cp=2"], "mesh='tp=2,cp=2': expected"),
+        (["plan", f"{_MODELS}:relu", "--mesh", "tp=2,cp=2"], "unknown axis 'cp': expected"),
+        (
+            ["plan", f"{_MODELS}:relu", "--fits", "80"],
+            "--fits='80': expected a positive number with",
+        ),
+        (["plan", f"{_MODELS}:rellu"], "it has Mlp, relu, gelu"),
+        (["plan", f"{_MODELS}:rellu"], "; did you mean 'relu'?"),
+        (["plan", "--preset", "llama3-8b"], "; did you mean 'llama-3-8b'?"),
+        (["diff", f"{_MODELS}:relu", "--before", "captured"], "; did you mean 'capture'?"),
         (["diff", f"{_MODELS}:relu", "--html", "/missing/d.html"], "there is no folder /missing"),
         (["code", f"{_MODELS}:relu", "--output", "tests"], "--output tests: is a folder"),
         (
@@ -176,7 +186,7 @@ def test_doctor_lists_what_is_needed_and_tries_a_model() -> None:
         (["plan", f"{_MODELS}:relu", "--fits", "80GB"], "--fits='80GB'"),
         (["plan", f"{_MODELS}:relu", "--dtype", "half16"], "dtype 'half16'"),
         (["explain", f"{_MODELS}:relu", "--name", "middle"], "middle"),
-        (["diff", f"{_MODELS}:relu", "--before", "loss_only"], "'loss_only': this compilation has"),
+        (["diff", f"{_MODELS}:relu", "--before", "loss_only"], "stage 'loss_only': expected"),
         (["bench", f"{_MODELS}:relu", "--tp", "2"], "--tp 2 takes 2 processes, and here is 1"),
         (["bench", f"{_MODELS}:constant", "--steps", "1"], "there is no backward to measure"),
     ],
@@ -206,6 +216,17 @@ def test_configurations_that_are_wrong(config: Path, fields: dict[str, Any], mes
     result = _run("plan", str(config))
     assert result.exit_code == 2, result.output
     assert message in result.stderr.splitlines()[0]
+
+
+def test_a_configuration_saved_without_a_model(config: Path) -> None:
+    """``config.save_pretrained()`` names no class: that of AutoModelForCausalLM is meant."""
+    named = _run("code", str(config), "--sequence", "16", "--tp", "1")
+    _change(config, {"architectures": None, "model_type": "llama"})
+    result = _run("code", str(config), "--sequence", "16", "--tp", "1")
+    assert result.stdout == named.stdout
+    assert result.stderr == f'{config} has no "architectures": building LlamaForCausalLM\n'
+    _change(config, {"model_type": "vit"})
+    assert 'has no "architectures", a list' in _run("plan", str(config)).stderr
 
 
 def test_a_field_of_a_wrong_type_is_named_with_its_type(config: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -245,6 +246,28 @@ def test_what_leaves_no_trace_is_refused(
     with pytest.raises(CaptureError, match=reason) as caught:
         _captured(body)
     assert "test_decisions.py:" in str(caught.value)
+
+
+@pytest.mark.parametrize("make", [str, repr, "{}".format])
+def test_a_symbol_in_text_is_said_with_its_line(make: Callable[[Any], str]) -> None:
+    """``print(x.mean().item())`` would print "zuf0", once, without a word."""
+
+    def body(model: Any, x: Tensor, mask: Tensor) -> float:
+        make(model.linear(x).mean().item())
+        return 2.0
+
+    with pytest.warns(UserWarning, match=r"once, at the capture.*test_decisions.py:\d+ make"):
+        _captured(body)
+
+
+def test_text_of_what_is_known_is_the_number() -> None:
+    def body(model: Any, x: Tensor, mask: Tensor) -> float:
+        return float(f"{mask.sum().item()}{x.shape[0]}")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        captured = _captured(body)
+    assert [decision.value for decision in captured.decisions] == ["3"]
 
 
 def _cast(model: Any, x: Tensor, mask: Tensor) -> float:

@@ -54,6 +54,10 @@ def test_stages_that_are_not_there(module: Any) -> None:
         module.diff("begin", "final")
     with pytest.raises(ArgumentError, match=r"'end'.*export, normalize, outline, shard"):
         module.diff("capture", "end")
+    with pytest.raises(ArgumentError, match=r"of capture, final, .*did you mean 'capture'\?"):
+        module.diff("captured", "final")
+    with pytest.raises(ArgumentError, match=r"expected one of .*; did you mean 'Block'\?"):
+        module.plan.block("Blok")
 
 
 def test_one_rank_changes_tags_and_placements_alone(module: Any) -> None:

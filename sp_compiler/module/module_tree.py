@@ -9,6 +9,7 @@ from types import MethodType
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -216,10 +217,11 @@ class MirrorModule(nn.Module):
         self._require_runnable("forward hook")
         return super().register_forward_hook(*args, **kwargs)
 
-    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+    def register_forward_pre_hook(self, hook: Any, *args: Any, **kwargs: Any) -> Any:
         self._require_runnable("forward pre-hook")
+        _refuse_lone_fully_shard(hook, self._sp_layout.group.mesh)
         self._sp_layout.num_hooks += 1
-        return super().register_forward_pre_hook(*args, **kwargs)
+        return super().register_forward_pre_hook(hook, *args, **kwargs)
 
     def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
         self._require_runnable("backward hook")
@@ -346,6 +348,19 @@ def _same_layout(present: Tensor, value: Tensor) -> bool:
         return False
     # Another mesh is that of fully_shard, which swaps parameters in and out at every forward.
     return value.device_mesh != present.device_mesh or value.placements == present.placements
+
+
+def _refuse_lone_fully_shard(hook: Any, mesh: DeviceMesh | None) -> None:
+    """Raise an error for a hook of FSDP2 where "tp" is no axis of a larger mesh, which it needs."""
+    # The hook is all that fully_shard shows of itself before it fails at the first parameter.
+    of_fsdp = type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp.")
+    if of_fsdp and mesh is not None and mesh._get_root_mesh().ndim == 1:
+        raise UnsupportedError(
+            f"fully_shard on a module that {mesh.size()} ranks compute together, whose mesh has no "
+            "axis for data: pass compile a mesh with the axes dp_shard and tp, which applies "
+            "fully_shard over dp_shard; or compile(..., mesh=mesh, fsdp=False) and "
+            'fully_shard(module, mesh=mesh["dp_shard"]), a slice of the same mesh'
+        )
 
 
 def _mirror_class(module: nn.Module) -> type[MirrorModule]:

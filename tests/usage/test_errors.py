@@ -126,10 +126,9 @@ def test_mistakes_of_the_model_are_shown_with_their_line() -> None:
     with pytest.raises(CaptureError, match="my mistake") as caught:
         module(batch(3))
     assert 'raise KeyError("my mistake")' in str(caught.value)
-    cause = caught.value.__cause__
-    assert isinstance(cause, KeyError)
-    # Its traceback is the model's own, without the capture around it.
-    frames = traceback.extract_tb(cause.__traceback__)
+    assert isinstance(caught.value.__cause__, KeyError)
+    frames = traceback.extract_tb(caught.value.__cause__.__traceback__)
+    # The model's own, without the capture around it.
     assert [frame.name for frame in frames if frame.filename == __file__] == ["forward"] * 2
     assert not [frame for frame in frames if frame.filename.startswith(LIBRARY_FOLDERS)]
 

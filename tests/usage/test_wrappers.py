@@ -185,6 +185,19 @@ def test_accelerate_and_trainer_get_the_same_error() -> None:
 
 
 @pytest.mark.usefixtures("two_ranks")
+@pytest.mark.parametrize("by_mesh", [False, True])
+def test_fully_shard_without_a_data_axis_says_what_to_do(by_mesh: bool) -> None:
+    tp: Any = (
+        {"mesh": init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))} if by_mesh else {"tp": 2}
+    )
+    module = sp_compiler.compile(net(), example_inputs=((batch(),), {}), **tp)
+    for part in (module.get_submodule("blocks.0"), module):
+        with pytest.raises(UnsupportedError, match=r"dp_shard and tp.*fsdp=False"):
+            fully_shard(part)
+    module.register_forward_pre_hook(lambda *_: None)  # anyone else's may
+
+
+@pytest.mark.usefixtures("two_ranks")
 def test_fully_shard_before_placement_says_what_to_do() -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     module = sp_compiler.compile(net(), mesh=mesh["tp"])

@@ -47,7 +47,8 @@ def costly_fallbacks(compiled: CompiledProgram) -> tuple[CostlyFallback, ...]:
     """Return fallbacks that take a large share of a step, largest first.
 
     Fallbacks count together: more than :data:`COSTLY_SHARE` of the matrix FLOPs or of the parameter
-    bytes, or any attention core. Those requested by a user's hint do not count.
+    bytes, or any attention core. Smaller ones are left out beside larger ones. Those requested by a
+    user's hint do not count.
     """
     # Judged together, not one by one: twenty layers at 0.9 % each are a fifth of the step.
     every = list(all_fallbacks(compiled))
@@ -59,6 +60,7 @@ def costly_fallbacks(compiled: CompiledProgram) -> tuple[CostlyFallback, ...]:
     flops_count = sum(item.flops for item in products) > COSTLY_SHARE * all_flops
     bytes_count = sum(item.num_bytes for item in parameters) > COSTLY_SHARE * all_bytes
     costly: dict[CostlyFallback, float] = {}
+    small: set[CostlyFallback] = set()
     for item in products:
         share = item.flops / all_flops if all_flops else 0.0
         # A replicated attention core is always said: its cost grows with the square of the
@@ -66,14 +68,23 @@ def costly_fallbacks(compiled: CompiledProgram) -> tuple[CostlyFallback, ...]:
         if flops_count or item.is_attention:
             core = "an attention core, " if item.is_attention else ""
             text = f"{core}{share:.1%} of the matrix FLOPs"
-            costly[CostlyFallback(item.module, text, item.reason, item.advice)] = share
+            found = CostlyFallback(item.module, text, item.reason, item.advice)
+            costly[found] = share
+            if share < COSTLY_SHARE and not item.is_attention:
+                small.add(found)
     for item in causes if flops_count else ():
         text = "it may keep its neighbours replicated"
         costly[CostlyFallback(item.module, text, item.reason, item.advice)] = 0.0
     for item in parameters if bytes_count else ():
         share = item.num_bytes / all_bytes
         text = f"{share:.1%} of the parameter bytes"
-        costly[CostlyFallback(item.module, text, item.reason, item.advice)] = share
+        found = CostlyFallback(item.module, text, item.reason, item.advice)
+        costly[found] = share
+        if share < COSTLY_SHARE:
+            small.add(found)
+    # Where all are small, together they are not.
+    if len(small) < len(costly):
+        costly = {item: share for item, share in costly.items() if item not in small}
     # A stable sort: equal shares stay in graph order, which is the same on every rank.
     return tuple(sorted(costly, key=costly.__getitem__, reverse=True))
 

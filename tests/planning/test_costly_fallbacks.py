@@ -12,6 +12,8 @@ from torch.nn import functional as F
 
 import sp_compiler
 from sp_compiler import ArgumentError, UnsupportedError
+from sp_compiler.planning import costly_fallbacks as costly_module
+from sp_compiler.planning.fallbacks import Fallback
 from tests.helpers.ranks import run_on_ranks
 from tests.models import zoo
 
@@ -89,6 +91,30 @@ def test_parameters_that_no_rank_count_divides() -> None:
     assert costly.module == "0.weight and 1 more like it"
     assert "no dim divides by 2" in costly.reason
     assert "tp" in costly.advice
+
+
+@pytest.mark.parametrize(
+    ("listed", "parts"),
+    [
+        # Each (FLOPs of 1000, bytes of 1000), by name; those of less than 1 % beside larger ones.
+        (["large"], {"large": (500, 0), "small": (9, 0)}),
+        (["large", "limit"], {"limit": (0, 10), "large": (0, 20), "small": (0, 9)}),
+        (["first", "second"], {"first": (9, 0), "second": (8, 0)}),  # together they are a burden
+        ([], {"small": (9, 0)}),
+    ],
+)
+def test_small_parts_are_left_out_beside_large_ones(
+    monkeypatch: pytest.MonkeyPatch, listed: list[str], parts: dict[str, tuple[int, int]]
+) -> None:
+    found = [
+        Fallback(name, name, "a reason", flops=flops, num_bytes=num_bytes)
+        for name, (flops, num_bytes) in parts.items()
+    ]
+    monkeypatch.setattr(costly_module, "all_fallbacks", lambda compiled: found)
+    for total in ("_total_flops", "_total_bytes"):
+        monkeypatch.setattr(costly_module, total, lambda compiled: 1000)
+    program: Any = None
+    assert [item.module for item in costly_module.costly_fallbacks(program)] == listed
 
 
 def test_what_a_hint_asks_for_is_no_fallback() -> None:

@@ -81,6 +81,10 @@ class WatchedGroup:
     def __eq__(self, other: object) -> bool:
         return self._process_group == getattr(other, "_process_group", other)
 
+    def meet(self) -> None:
+        """Wait for all ranks, and raise an error if one of them has failed."""
+        self._collectives.gather_numbers([0], "waits for the other parts of the data")()
+
     def all_gather_single(self, output: Tensor, own: Tensor, options: Any) -> dist.Work:
         """Gather ``own`` of every rank into ``output``."""
         if not own.is_cpu:

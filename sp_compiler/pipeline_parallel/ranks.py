@@ -72,7 +72,7 @@ class StageRanks:
             assert data.mesh is not None
             group = watched(data.mesh.get_group(name))
             if isinstance(group, WatchedGroup):
-                dist.all_reduce(torch.zeros(()), group=group)
+                group.meet()
 
     def seeds(self, count: int) -> list[Tensor]:
         """Draw a seed for each of ``count`` microbatches, as consecutive forwards would."""

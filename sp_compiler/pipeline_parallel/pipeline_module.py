@@ -245,7 +245,7 @@ class PipelineModule(StageParameters):
         state = self._state
         state.loss_only = loss_only
         with self._stage_ranks.reporting():
-            if self._trained != tuple(p.requires_grad for p in self.parameters()):
+            if self._trained != self._trained_now():
                 raise UnsupportedError(
                     "requires_grad of a parameter was changed since sp_compiler.pipeline, which "
                     "other stages do not know of: freeze before"

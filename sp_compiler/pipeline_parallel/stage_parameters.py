@@ -134,10 +134,14 @@ class StageParameters:
         )
         # Asked anew: parameters that had no numbers may be among those that went.
         self._state.has_data = False
-        self._trained = tuple(parameter.requires_grad for parameter in self.parameters())
+        self._trained = self._trained_now()
         self._ties = TiedParameters(holders, self._axis)
         # Each rank made its own model, from a random state of its own perhaps.
         self._ties.broadcast(self._state.parameters)
+
+    def _trained_now(self) -> tuple[bool, ...]:
+        # Every step asks: module.parameters() would walk through all modules.
+        return tuple(parameter.requires_grad for parameter in self._state.parameters.current())
 
     def _shard_over_data(self, compiled: CompiledProgram, options: Mapping[str, Any]) -> None:
         """Apply FSDP2 to this rank's stages, which then hold only shards between steps."""

@@ -20,7 +20,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -47,11 +47,10 @@ class Messages:
 
     def __init__(self, board: FailureBoard, timeout: timedelta) -> None:
         self.board = board
-        self._timeout = timeout
         self._sent: list[_Message] = []
         # By rank: a message waits for those before it on its own connection alone.
         self._waiters: dict[int, _Waiter] = {}
-        self._watchdog = _Watchdog()
+        self._watchdog = _Watchdog(board, timeout)
 
     def watch(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
         """Watch the messages that ``ops`` start."""
@@ -61,17 +60,19 @@ class Messages:
 
     def _starting(self, op: dist.P2POp) -> Callable[..., _Message]:
         start, sends = op.op, op.op is dist.isend
-        purpose = "sends to" if sends else "waits for"
 
         def started(tensor: Tensor, group: Any, tag: int, **peer: int) -> _Message:
             # torch calls what is not its own isend a receive.
             (rank,) = peer.values()
             side = {"group_dst" if sends else "group_src": rank}
-            with self._explaining():
+            try:
                 work = start(tensor, group=group, tag=tag, **side)
+            except RuntimeError as error:
+                self._explain(error)
+                raise
             # Schedules hold the operations of a microbatch until those of the next one.
             op.tensor = _SENT
-            message = _Message(self, work, rank, f"{purpose} rank {rank}", group)
+            message = _Message(self, work, sends, rank, group)
             if sends:
                 self._sent.append(message)
             return message
@@ -95,21 +96,22 @@ class Messages:
             RankFailureError: another rank has failed or is gone.
             RankMismatchError: the message does not come in time.
         """
-        wait = _MessageWait(self.board, message, self._timeout)
-        with self._watchdog.looking_after(wait), self._explaining():
-            message.work.wait()
-
-    @contextlib.contextmanager
-    def _explaining(self) -> Iterator[None]:
-        """Context whose errors, of broken connections, raise with what broke them."""
+        # Every message comes here: a context of its own would take longer than all this.
+        self._watchdog.message = message
         try:
-            yield
+            message.work.wait()
         except RuntimeError as error:
-            if self._watchdog.error is not None:
-                raise self._watchdog.error from error
-            # Gloo names the file that an error is from; others are no sign that a rank is gone.
-            if "gloo/transport" not in str(error):
-                raise
+            self._explain(error)
+            raise
+        finally:
+            self._watchdog.leave()
+
+    def _explain(self, error: RuntimeError) -> None:
+        """Raise what broke the connections, if ``error`` says that they are broken."""
+        if self._watchdog.error is not None:
+            raise self._watchdog.error from error
+        # Gloo names the file that an error is from; others are no sign that a rank is gone.
+        if "gloo/transport" in str(error):
             raise self.board.lost(error) from error
 
 
@@ -118,17 +120,18 @@ class _Message:
 
     Attributes:
         work: torch's handle, or that of the thread that waits for it.
+        sends: whether this rank sends it.
         rank: the rank at the other end, in ``group``.
         is_over: whether it is received, or sent.
     """
 
     def __init__(
-        self, messages: Messages, work: Any, rank: int, purpose: str, group: dist.ProcessGroup
+        self, messages: Messages, work: Any, sends: bool, rank: int, group: dist.ProcessGroup
     ) -> None:
         self._messages = messages
         self.work = work
+        self.sends = sends
         self.rank = rank
-        self.purpose = purpose
         self.group = group
         self.is_over = False
 
@@ -190,12 +193,22 @@ class _Wait:
 class _Watchdog:
     """A thread that looks at the board while another one waits.
 
+    Args:
+        board: board of the ranks of the pipeline.
+        timeout: how long a wait may take.
+
     Attributes:
+        message: what the other thread waits for; ``None`` while it runs.
         error: why the connections were broken.
+        timeout: how long a wait may take.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, board: FailureBoard, timeout: timedelta) -> None:
+        self.message: _Message | None = None
         self.error: RuntimeError | None = None
+        self.timeout = timeout
+        self._board = board
+        # Of the message that the thread found at its last look.
         self._wait: _MessageWait | None = None
         # What the board says of a wait must not be written after its end.
         self._looks = threading.Lock()
@@ -204,28 +217,28 @@ class _Watchdog:
             target=_look_periodically, args=(weakref.ref(self),), name="stage watch", daemon=True
         ).start()
 
-    @contextlib.contextmanager
-    def looking_after(self, wait: _MessageWait) -> Iterator[None]:
-        """Context of one wait."""
-        self._wait = wait
-        try:
-            yield
-        finally:
-            with self._looks:
+    def leave(self) -> None:
+        """End the wait for :attr:`message`."""
+        with self._looks:
+            self.message = None
+            if self._wait is not None:
+                self._wait.close()
                 self._wait = None
-                wait.close()
 
     def look(self) -> None:
         """Break the connections of a wait that cannot succeed."""
         with self._looks:
-            if self._wait is None or self.error is not None:
+            if self.message is None or self.error is not None:
                 return
+            self._wait = self._wait or _MessageWait(self._board, self.message, self.timeout)
             try:
                 self._wait.look()
             except RuntimeError as error:
-                # Stays, for the waits after this one end with broken connections too.
-                self.error = self._wait.reason(error)
-                self._wait.break_connections()
+                # Stays, for the waits after this one end with broken connections too. The error
+                # may be that of the store, whose process is gone.
+                is_known = isinstance(error, (RankFailureError, RankMismatchError))
+                self.error = error if is_known else self._board.lost(error)
+                _break_connections(self.message)
 
 
 def _look_periodically(watchdog: weakref.ref[_Watchdog]) -> None:
@@ -238,12 +251,24 @@ def _look_periodically(watchdog: weakref.ref[_Watchdog]) -> None:
         del alive
 
 
+def _break_connections(message: _Message) -> None:
+    """End all waits in the group of ``message``: gloo does it when one of them is over time."""
+    with contextlib.suppress(RuntimeError):
+        never: Any = dist.irecv(
+            torch.empty(1, device="cpu"),
+            group=message.group,
+            group_src=message.rank,
+            tag=_NO_MESSAGE,
+        )
+        never.wait(timedelta(milliseconds=1))
+
+
 class _MessageWait(RankWait):
     """A wait for one stage; other ranks may wait for other stages meanwhile."""
 
     def __init__(self, board: FailureBoard, message: _Message, timeout: timedelta) -> None:
-        super().__init__(board, message.purpose, -1, timeout)
-        self._message = message
+        purpose = "sends to" if message.sends else "waits for"
+        super().__init__(board, f"{purpose} rank {message.rank}", -1, timeout)
 
     def look(self) -> None:
         """Raise an error if this wait cannot succeed.
@@ -263,21 +288,3 @@ class _MessageWait(RankWait):
             f"{self._timeout} (rank_timeout): "
             + ", ".join(f"rank {rank} {purpose}" for rank, purpose in enumerate(told))
         )
-
-    def reason(self, error: RuntimeError) -> RuntimeError:
-        """Return what to raise for an error of :meth:`look`, which may be that of the store, whose
-        process is gone."""
-        is_known = isinstance(error, (RankFailureError, RankMismatchError))
-        return error if is_known else self._board.lost(error)
-
-    def break_connections(self) -> None:
-        """End all waits for messages: gloo does it when one of them is over time."""
-        message = self._message
-        with contextlib.suppress(RuntimeError):
-            never: Any = dist.irecv(
-                torch.empty(1, device="cpu"),
-                group=message.group,
-                group_src=message.rank,
-                tag=_NO_MESSAGE,
-            )
-            never.wait(timedelta(milliseconds=1))

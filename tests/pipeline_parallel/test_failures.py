@@ -38,7 +38,7 @@ def _step(hook: Callable[..., None], patience: timedelta) -> tuple[str, float]:
     )
     pipeline.step(**own)
     for _, runner in pipeline._runners.values():
-        runner._messages._timeout = patience
+        runner._messages._watchdog.timeout = patience
     pipeline.module.zero_grad()
     if dist.get_rank() == _FAILING:
         pipeline.module.model.layers[1].register_forward_hook(hook)

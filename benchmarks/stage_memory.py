@@ -6,6 +6,8 @@ Gloo processes train a step of every case with all their tensors recorded. Compa
 ``sp_compiler.plan(mesh=...)`` of each stage are the bytes that the forwards in flight keep, read
 when the first backward begins, and the peak over the step. Beside both, a rank holds the messages
 on their way, which no plan counts, so layers here are much larger than the values between them.
+A schedule that delays gradients of weights keeps most at a later moment, among messages: of these
+the peaks alone are compared.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from sp_compiler.base.units import bytes_text
 from sp_compiler.grid_plan.stage_plan import StagePlan
 from sp_compiler.pipeline_parallel import runner as runner_module
 from sp_compiler.pipeline_parallel.lean_stage import LeanStage
+from sp_compiler.pipeline_parallel.schedules import SCHEDULES
 from tests.helpers.ranks import run_on_ranks
 
 LAYERS, MICROBATCHES, SAMPLES, SEQUENCE, VOCABULARY = 4, 4, 2, 128, 8192
@@ -40,6 +43,8 @@ SETTINGS = (
     ("1f1b", "selective"),
     ("1f1b", "full"),
     ("interleaved", "attention"),
+    ("zero_bubble", "selective"),
+    ("dualpipev", "none"),
 )
 
 
@@ -72,7 +77,7 @@ class Row:
     recompute: str
     rank: int
     kept_planned: int
-    kept_measured: int
+    kept_measured: int | None
     peak_planned: int
     peak_measured: int
 
@@ -172,14 +177,14 @@ def _row(mesh: Any, name: str, schedule: str, recompute: str) -> Row:
         kept = _Kept(recorder, outside, runner)
         with kept.reading(), _before_reductions(pipeline, outside), _without_numbers(outside):
             pipeline.step(**batch)
-    assert kept.num_bytes is not None
+    delays = SCHEDULES[schedule].delays_weights
     return Row(
         name,
         schedule,
         recompute,
         rank,
         stage.activation_bytes,
-        kept.num_bytes,
+        None if delays else kept.num_bytes,
         stage.activation_bytes + stage.working_bytes,
         recorder.peak_bytes(excluding=outside),
     )
@@ -205,14 +210,16 @@ def main() -> None:
     table = Table(*names, "measured", "off")
     for row in found:
         sizes = row.kept_planned, row.kept_measured, row.peak_planned, row.peak_measured
+        texts = ["-" if size is None else bytes_text(size) for size in sizes]
         off = f"{100 * (row.peak_measured / row.peak_planned - 1):+.2f} %"
-        table.add_row(
-            row.model, row.schedule, row.recompute, str(row.rank), *map(bytes_text, sizes), off
-        )
+        table.add_row(row.model, row.schedule, row.recompute, str(row.rank), *texts, off)
     Console(width=140).print(table)
-    exact = sum(row.kept_planned == row.kept_measured for row in found)
+    compared = [row for row in found if row.kept_measured is not None]
+    exact = sum(row.kept_planned == row.kept_measured for row in compared)
     worst = max(abs(row.peak_measured / row.peak_planned - 1) for row in found)
-    print(f"{exact} of {len(found)} keep what was planned, to the byte; peaks: {100 * worst:.2f} %")
+    print(
+        f"{exact} of {len(compared)} keep what was planned, to the byte; peaks: {100 * worst:.2f} %"
+    )
     if options.write:
         for name in options.models:
             rows = [asdict(row) for row in found if row.model == name]

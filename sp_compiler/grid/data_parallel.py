@@ -19,7 +19,12 @@ from sp_compiler.grid.fully_sharded import is_divided
 from sp_compiler.grid.watched_group import watch_fsdp
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.runtime.group import TensorParallelGroup
-from sp_compiler.runtime.mesh_axes import EXPERT_AXIS, REPLICATE_AXIS, SHARD_AXIS, DataAxes
+from sp_compiler.runtime.mesh_axes import (
+    REPLICATE_AXIS,
+    SHARD_AXIS,
+    DataAxes,
+    shards_over_experts,
+)
 
 _REPLICATE_OPTIONS = {"mp_policy", "offload_policy"}
 _SHARD_OPTIONS = _REPLICATE_OPTIONS | {"reshard_after_forward", "shard_placement_fn"}
@@ -189,7 +194,7 @@ def _with_experts_apart(
     The ranks of "ep" have other batches and the same parameters, except for experts: they shard
     parameters together with "dp_shard", which alone shards the experts that a rank has.
     """
-    shards = grid[SHARD_AXIS, EXPERT_AXIS]._flatten(f"{SHARD_AXIS}_{EXPERT_AXIS}")
+    shards = shards_over_experts(grid)
     experts: Any
     if grid[REPLICATE_AXIS].size() > 1:
         shards = DeviceMesh._concatenate([grid[REPLICATE_AXIS], shards])

@@ -14,13 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from sp_compiler.grid.fully_sharded import param_groups
 from sp_compiler.runtime.failures.board import board_of, report_everywhere
-from sp_compiler.runtime.watched_collectives import WatchedCollectives
+from sp_compiler.runtime.watched_collectives import WatchedCollectives, is_gloo
 
 _NAMES_BEFORE_2_13 = {
     "_allgather_base": "all_gather_single",
@@ -45,16 +44,9 @@ def watched(process_group: dist.ProcessGroup | WatchedGroup) -> Any:
     if isinstance(process_group, WatchedGroup):
         return process_group
     board = board_of(process_group)
-    if board is None or not _is_gloo(process_group):
+    if board is None or not is_gloo(process_group):
         return process_group
     return WatchedGroup(process_group, WatchedCollectives(process_group, board, board.timeout))
-
-
-def _is_gloo(process_group: dist.ProcessGroup) -> bool:
-    try:
-        return process_group._get_backend(torch.device("cpu")).name() == "gloo"
-    except RuntimeError:  # a group for accelerators alone
-        return False
 
 
 class WatchedGroup:

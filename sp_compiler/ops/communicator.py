@@ -34,6 +34,14 @@ class Collectives(Protocol):
     def all_reduce(self, x: Tensor, op: str) -> Callable[[], Tensor]: ...
 
 
+class Exchange(Protocol):
+    """Starts an exchange of rows like :class:`Collectives`."""
+
+    def all_to_all(
+        self, x: Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> Callable[[], Tensor]: ...
+
+
 class FunctionalCollectives:
     """Torch's functional collectives, which simulated ranks and every backend support."""
 
@@ -50,6 +58,12 @@ class FunctionalCollectives:
 
     def all_reduce(self, x: Tensor, op: str) -> Callable[[], Tensor]:
         result = _c10d.all_reduce(x, op, self._group_name)
+        return lambda: _c10d.wait_tensor(result)
+
+    def all_to_all(
+        self, x: Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> Callable[[], Tensor]:
+        result = _c10d.all_to_all_single(x, list(received), list(sent), self._group_name)
         return lambda: _c10d.wait_tensor(result)
 
 
@@ -87,10 +101,11 @@ class ExpertRanks:
 
     Args:
         group: their process group.
+        exchange: of rows in the group.
     """
 
-    def __init__(self, group: ProcessGroup) -> None:
-        self._group_name = group.group_name
+    def __init__(self, group: ProcessGroup, exchange: Exchange) -> None:
+        self._exchange = exchange
         self.rank = group.rank()
         self.world_size = group.size()
 
@@ -98,8 +113,7 @@ class ExpertRanks:
         """Send the first ``sent[0]`` of contiguous ``rows`` to rank 0, the next to rank 1, and so
         on; return what arrives, by rank."""
         with _BelowAutograd():
-            arriving = _c10d.all_to_all_single(rows, list(received), list(sent), self._group_name)
-            return _c10d.wait_tensor(arriving)
+            return self._exchange.all_to_all(rows, sent, received)()
 
 
 class Communicator:

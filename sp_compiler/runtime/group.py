@@ -16,19 +16,26 @@ from torch.distributed.tensor import DTensor
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.warn import warn
 from sp_compiler.emulation.group import BACKEND
-from sp_compiler.ops.communicator import Communicator, ExpertRanks
+from sp_compiler.ops.communicator import (
+    Communicator,
+    Exchange,
+    ExpertRanks,
+    FunctionalCollectives,
+)
 from sp_compiler.ops.counter import call_seed, draw_seed
 from sp_compiler.runtime.failures.board import FailureBoard, failure_board
 from sp_compiler.runtime.mesh_axes import (
     AXIS,
     EXPERT_AXIS,
+    SHARD_AXIS,
     DataAxes,
     refuse_pipeline_axis,
     refuse_unknown_axes,
+    shards_over_experts,
     tensor_parallel_axis,
     with_expert_axes,
 )
-from sp_compiler.runtime.watched_collectives import WatchedCollectives
+from sp_compiler.runtime.watched_collectives import WatchedCollectives, is_gloo
 
 # Backends whose other ranks exist in name only: nobody could be waited for.
 _ONE_PROCESS = ("fake", BACKEND)
@@ -54,7 +61,7 @@ class TensorParallelGroup:
         collectives: collectives of ``communicator`` on the CPU, for which the host waits; ``None``
             on accelerators.
         data: the data axes of the user's mesh.
-        data_boards: one board per data axis.
+        data_boards: one board per data axis, and one for "dp_shard" and "ep" together.
         grid: "pp", all data axes and "tp"; ``None`` if experts are not divided.
     """
 
@@ -85,6 +92,9 @@ class TensorParallelGroup:
         with contextlib.ExitStack() as stack:
             for board in self.boards(over_data=over_data):
                 stack.enter_context(board.reporting())
+            # To all groups before this rank waits for those of one, who may wait in another.
+            for board in self.boards(over_data=over_data):
+                board.report_unfinished_step()
             # First, for FSDP's hooks gather. The board of "tp" is asked where calls are compared.
             for board in self.data_boards if over_data else ():
                 board.require_usable(self.timeout)
@@ -172,8 +182,19 @@ def tensor_parallel_group(
 def _dividing_experts(group: TensorParallelGroup, mesh: DeviceMesh | None) -> TensorParallelGroup:
     if mesh is None or group.data.num_expert_ranks == 1:
         return group
-    group.communicator.experts = ExpertRanks(mesh.get_group(EXPERT_AXIS))
-    return replace(group, grid=mesh)
+    ranks, timeout = mesh.get_group(EXPERT_AXIS), group.timeout
+    exchange: Exchange = FunctionalCollectives(ranks.group_name)
+    boards = group.data_boards
+    if boards:
+        # FSDP2 waits for other parameters in a group of its own.
+        shards = shards_over_experts(mesh).get_group()
+        kind = f'data-parallel group "{SHARD_AXIS}" x "{EXPERT_AXIS}"'
+        boards = (*boards, failure_board(shards, kind, timeout))
+        if is_gloo(ranks):
+            board = boards[group.data.names.index(EXPERT_AXIS)]
+            exchange = WatchedCollectives(ranks, board, timeout)
+    group.communicator.experts = ExpertRanks(ranks, exchange)
+    return replace(group, grid=mesh, data_boards=boards)
 
 
 def watched_group(
@@ -190,7 +211,7 @@ def watched_group(
     if dist.get_backend(group) in _ONE_PROCESS:
         return TensorParallelGroup(axis, Communicator(group, rank, size), rank_timeout, data=data)
     board, boards = failure_board(group, kind, rank_timeout), _data_boards(data, rank_timeout)
-    if axis.device_type != "cpu" or group._get_backend(torch.device("cpu")).name() != "gloo":
+    if axis.device_type != "cpu" or not is_gloo(group):
         communicator = Communicator(group, rank, size)
         return TensorParallelGroup(axis, communicator, rank_timeout, board, None, data, boards)
     watched = WatchedCollectives(group, board, rank_timeout)

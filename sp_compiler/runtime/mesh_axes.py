@@ -186,6 +186,14 @@ def with_expert_axes(mesh: DeviceMesh) -> DeviceMesh:
     return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=wanted)
 
 
+def shards_over_experts(grid: DeviceMesh) -> DeviceMesh:
+    """Return "dp_shard" and "ep" of :func:`with_expert_axes` as one axis.
+
+    The first call creates a process group: all ranks must make it.
+    """
+    return grid[SHARD_AXIS, EXPERT_AXIS]._flatten(f"{SHARD_AXIS}_{EXPERT_AXIS}")
+
+
 def refuse_expert_axis(mesh: DeviceMesh | None) -> None:
     """Raise an error for an axis "ep" of several ranks where experts cannot be divided."""
     if not isinstance(mesh, DeviceMesh):

@@ -7,7 +7,7 @@ collectives in flight are waited for in slices of time.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -29,6 +29,14 @@ def outside_modes() -> AbstractContextManager[Any]:
     """Return a context in which no mode of the caller's sees what is no part of the step."""
     # Every call asks, and to leave no mode takes as long as to leave many.
     return nullcontext() if _get_current_dispatch_mode() is None else _disable_current_modes()
+
+
+def is_gloo(process_group: dist.ProcessGroup) -> bool:
+    """Return whether CPU tensors of the group go through gloo."""
+    try:
+        return process_group._get_backend(torch.device("cpu")).name() == "gloo"
+    except RuntimeError:  # a group for accelerators alone
+        return False
 
 
 class WatchedCollectives(FunctionalCollectives):
@@ -105,6 +113,17 @@ class WatchedCollectives(FunctionalCollectives):
         options = dist.AllreduceOptions()
         options.reduceOp = _OPERATIONS[op]
         return self.arrival(self._process_group.allreduce([result], options), result)
+
+    def all_to_all(
+        self, x: Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> Callable[[], Tensor]:
+        if not x.is_cpu:
+            return super().all_to_all(x, sent, received)
+        self.begin()
+        result = x.new_empty((sum(received), *x.shape[1:]))
+        options = dist.AllToAllOptions()
+        work = self._process_group.alltoall_base(result, x, list(received), list(sent), options)
+        return self.arrival(work, result)
 
     def broadcast(self, x: Tensor) -> None:
         """Copy rank 0's numbers into ``x`` on every rank."""

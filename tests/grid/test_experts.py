@@ -71,7 +71,7 @@ def _trained(folder: str) -> dict[str, Any]:
     return {
         "worst": worst,
         "truth": truth.state_dict(),
-        "sent": counter.counts["ep", "alltoallsingle"],
+        "sent": counter.counts["ep", "alltoall"],
         "planned": {item.kind: item.count for item in module.plan.collectives},
         **_saved(module, folder),
     }

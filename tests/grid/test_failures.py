@@ -18,7 +18,8 @@ import sp_compiler
 from sp_compiler import RankFailureError, RankMismatchError
 from sp_compiler.grid.fully_sharded import param_groups
 from sp_compiler.grid.watched_group import WatchedGroup, watched
-from tests.helpers import grids
+from tests.helpers import expert_models, grids
+from tests.helpers.expert_models import Grouped
 from tests.helpers.ranks import run_on_ranks
 from tests.models import zoo
 
@@ -28,6 +29,7 @@ _GRIDS = (
     {"dp_replicate": 2, "dp_shard": 2, "tp": 1},
     {"dp_shard": 2, "pp": 2},
 )
+_WITH_EXPERTS = {"dp_shard": 2, "ep": 2, "tp": 1}
 
 
 class _Boom(Exception):
@@ -50,12 +52,17 @@ class _Run:
         _clear_sharding_prop_cache()
         mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
         part, parts = sp_compiler.data_shard(mesh)
-        self.batch = grids.split(zoo.inputs("llama", batch=4 * parts, seq=8), parts)[part]
+        if "ep" in axes:
+            model, batch = expert_models.model(Grouped), expert_models.batches(1, rows=4 * parts)[0]
+        else:
+            model = zoo.build("llama", layers=2)
+            batch = zoo.inputs("llama", batch=4 * parts, seq=8)
+        self.batch = grids.split(batch, parts)[part]
         build: Any = sp_compiler.pipeline if "pp" in axes else sp_compiler.compile
         options |= {"microbatches": 2} if "pp" in axes else {}
         example = ((), self.batch)
         self.module: Any = build(
-            zoo.build("llama", layers=2),
+            model,
             mesh=mesh,
             example_inputs=example,
             rank_timeout=90.0,
@@ -66,7 +73,7 @@ class _Run:
 
     @property
     def layer(self) -> Any:
-        return self.tree.model.layers[1]
+        return getattr(self.tree, "model", self.tree).layers[1]
 
     def step(self) -> None:
         if self.tree is self.module:
@@ -88,7 +95,9 @@ class _Run:
         groups = [each for info in infos for each in vars(info).values()]
         found = [each._collectives for each in groups if isinstance(each, WatchedGroup)]
         assert found
-        for each in (*found, *([group.collectives] if group.collectives else [])):
+        experts = group.communicator.experts
+        others = [group.collectives, None if experts is None else experts._exchange]
+        for each in (*found, *filter(None, others)):
             each._timeout = timeout
         for board in group.boards():
             board.timeout = timeout
@@ -117,6 +126,8 @@ def _hanging(run: _Run) -> None:
 def _raised(axes: dict[str, int], disturb: Callable[[_Run], None]) -> tuple[str, float]:
     """What this rank raises within two steps, after a good one, and after how many seconds."""
     run = _Run(axes)
+    # The default group may be one that breaks.
+    unharmed = dist.new_group()
     run.step()
     if disturb is _hanging:
         run.be_impatient(timedelta(seconds=3))
@@ -131,31 +142,37 @@ def _raised(axes: dict[str, int], disturb: Callable[[_Run], None]) -> tuple[str,
         # Caught by the user, who goes on: only now does this rank know that it was a failure.
         with pytest.raises(RankFailureError, match="step"):
             run.step()
-    dist.barrier()  # of the default group, which is whole
+    dist.barrier(unharmed)
     with pytest.raises(RankFailureError, match="start all"):
         run.step()
     return f"{caught.type.__name__}: {caught.value}", taken
 
 
+_DISTURBED = (_in_forward, _in_backward, _in_optimizer, _hanging)
 _CASES = [
     (axes, disturb)
     for axes in _GRIDS
-    for disturb in (_in_forward, _in_backward, _in_optimizer, _hanging)
+    for disturb in _DISTURBED
     # A pipeline has no whole backward on one rank, and tests of its own for what its stages do.
     if "pp" not in axes or disturb is _in_optimizer
 ]
 _CASES.append((_GRIDS[1], _ids_out_of_range))
 
 
-def _all_cases() -> list[tuple[str, float]]:
+# "dp_shard" and "ep" together are the default group, which a failure breaks: one a process.
+_ALL_CASES = [_CASES, *([(_WITH_EXPERTS, disturb)] for disturb in _DISTURBED)]
+
+
+def _all_raised(index: int) -> list[tuple[str, float]]:
     warnings.simplefilter("ignore")
-    return [_raised(axes, disturb) for axes, disturb in _CASES]
+    return [_raised(axes, disturb) for axes, disturb in _ALL_CASES[index]]
 
 
 @pytest.mark.slow
-def test_all_ranks_raise_when_one_fails_or_hangs() -> None:
-    ranks = run_on_ranks(4, _all_cases)
-    for number, (axes, disturb) in enumerate(_CASES):
+@pytest.mark.parametrize("index", range(len(_ALL_CASES)))
+def test_all_ranks_raise_when_one_fails_or_hangs(index: int) -> None:
+    ranks = run_on_ranks(4, _all_raised, index)
+    for number, (axes, disturb) in enumerate(_ALL_CASES[index]):
         for rank, results in enumerate(ranks):
             (text, seconds), where = results[number], (axes, disturb.__name__, rank)
             kinds = [RankFailureError.__name__]

@@ -58,7 +58,7 @@ def _trained(folder: str) -> dict[str, Any]:
     after = {name: grids.whole(value) for name, value in pipeline.state_dict().items()}
     return {
         "worst": worst,
-        "sent": counter.counts["ep", "alltoallsingle"],
+        "sent": counter.counts["ep", "alltoall"],
         "read": all(torch.equal(after[name], value) for name, value in own.items()),
         "truth": truth.module.state_dict(),
         "stages": pipeline.stages,

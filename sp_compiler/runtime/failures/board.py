@@ -108,6 +108,13 @@ class FailureBoard:
             if self.store.add(self._key("reports"), 1) == 1:
                 self.store.set(self._key("first"), str(self.rank))
 
+    def report_unfinished_step(self) -> None:
+        """Report that an optimizer's step was left by an error, if one was."""
+        if self.unfinished_step is not None:
+            step, self.unfinished_step = self.unfinished_step, None
+            # Its parameters are changed in part: to go on would let the ranks' weights drift apart.
+            self.report(RuntimeError(f"{step}.step() raised an error"))
+
     def raise_if_failed(self) -> None:
         """Raise :class:`RankFailureError` if a rank has failed in this round."""
         if self.store.check([self._key("first")]):
@@ -121,10 +128,7 @@ class FailureBoard:
         Raises:
             RankFailureError: another rank failed at another point, or did not fail.
         """
-        if self.unfinished_step is not None:
-            step, self.unfinished_step = self.unfinished_step, None
-            # Its parameters are changed in part: to go on would let the ranks' weights drift apart.
-            self.report(RuntimeError(f"{step}.step() raised an error"))
+        self.report_unfinished_step()
         if self._broken is None and self._failed:
             self._broken = self._unusable(timeout)
         if self._broken is not None:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.base.placement import I, Placement
-from sp_compiler.module.dtensor_patches import refuse_to_pickle
+from sp_compiler.module.dtensors.patches import refuse_to_pickle
 from sp_compiler.module.parameters import (
     distributed_parameter,
     from_loaded,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
+import inspect
 import io
 import weakref
 from collections.abc import Callable
@@ -28,6 +30,17 @@ _PLACES: dict[str, Callable[[], Any]] = {
     "segments that one rank has": lambda: segmented_shard(0, (4, 2), units=1),
     "replicated": Replicate,
 }
+# Arguments besides the tensor of the functions of nn.init that need some.
+_ARGUMENTS = {"constant_": [3.0], "sparse_": [0.5]}
+
+
+def _init(name: str, x: Tensor) -> Tensor:
+    # Of a convolution: dirac_ takes nothing else.
+    weight = x.view(6, 4, 1) if name == "dirac_" else x
+    getattr(nn.init, name)(weight, *_ARGUMENTS.get(name, []))
+    return x
+
+
 _FILLS: dict[str, Callable[[Tensor], Tensor]] = {
     "normal_": lambda x: x.normal_(0, 0.02),
     "generator": lambda x: x.normal_(generator=torch.Generator().manual_seed(7)),
@@ -43,11 +56,16 @@ _FILLS: dict[str, Callable[[Tensor], Tensor]] = {
     "rand_like": torch.rand_like,
     "randn_like": lambda x: torch.randn_like(x, dtype=torch.float32),
     "randint_like": lambda x: torch.randint_like(x, 9),
-    "xavier": nn.init.xavier_uniform_,
-    "kaiming": nn.init.kaiming_normal_,
     # Draws again until no number of any rank is outside.
     "truncated": lambda x: nn.init.trunc_normal_(x, std=0.02, a=-0.03, b=0.03),
 }
+_INITS = [
+    name
+    for name, function in vars(nn.init).items()
+    # The others without the underscore are deprecated names of them.
+    if inspect.isfunction(function) and name[0] != "_" and name[-1] == "_"
+]
+_FILLS |= {f"nn.init.{name}": functools.partial(_init, name) for name in _INITS}
 _ROWS, _MASK = torch.tensor([0, 3]), torch.arange(30).view(6, 5) % 3 == 0
 
 
@@ -173,6 +191,7 @@ def _others() -> dict[str, Any]:
 def _drawn() -> dict[str, tuple[Tensor, Tensor]]:
     """(of a plain tensor, of the DTensor) by fill and placement."""
     draw_whole_tensors()
+    write_through_views()
     read_true_numbers()
     mesh = init_device_mesh("cpu", (2,))
     result = {}
@@ -236,3 +255,7 @@ def test_a_view_of_gathered_rows_is_a_dtensor_like_any_other(ranks: Any) -> None
         assert others["gradient"] == [3, 2, 2, 1, 1, 1]
         assert all(others["kinds"])
         assert others["alive"] == [True, False]  # as of any view, and no longer
+
+
+def test_every_function_of_nn_init_is_among_the_fills() -> None:
+    assert {"eye_", "dirac_", "orthogonal_", "sparse_", "trunc_normal_"} < set(_INITS)

@@ -222,7 +222,7 @@ def suggest(
 def diff(  # noqa: PLR0913 - one for each argument of the command line
     request: Request,
     *,
-    second: Annotated[str | None, typer.Argument(hidden=True, metavar="--other model")] = None,
+    extra: Annotated[str | None, typer.Argument(hidden=True, metavar="--other model")] = None,
     other: Annotated[str | None, typer.Option(help="A second model, as the first.")] = None,
     before: Annotated[
         str | None, typer.Option(help="A stage of the compilation; capture if not given.")
@@ -233,10 +233,10 @@ def diff(  # noqa: PLR0913 - one for each argument of the command line
     html: Annotated[Path | None, typer.Option(help="Write a page as well.")] = None,
     exit_code: Annotated[bool, typer.Option("--exit-code", help="1 if they differ.")] = False,
 ) -> None:
-    if second is not None:
+    if extra is not None:
         # As one types it for diff and git diff. Beside --preset one argument would be ambiguous.
         raise ArgumentError(
-            f"a second model comes after --other: sp-compiler diff {request.model} --other {second}"
+            f"a second model comes after --other: sp-compiler diff {request.model} --other {extra}"
         )
     check_writable("--html", html)
     if unified and request.json:

@@ -7,8 +7,10 @@ import contextlib
 import json
 import math
 import os
+import time
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -59,6 +61,35 @@ class Places:
         if behind:
             return f"rank {self._rank} is at {self._own} and waits for {'; '.join(behind)}"
         return f"{', '.join([f'rank {self._rank}', *beside])} at {self._own}"
+
+
+# Longer than what ranks of one machine start after one another.
+_SECONDS_FOR_RANK_0 = 15.0
+
+
+def let_rank_0_speak() -> None:
+    """Wait with an error that rank 0 should find too: torchrun ends this process once it has."""
+    if int(os.environ.get("RANK", "0")):
+        # After it, rank 0 has no such error: it is this rank's own, and said.
+        time.sleep(_SECONDS_FOR_RANK_0)
+
+
+@contextlib.contextmanager
+def said_once() -> Iterator[None]:
+    """Context whose ``SystemExit`` is said by rank 0, or by the rank that is the only one."""
+    try:
+        yield
+    except SystemExit:
+        let_rank_0_speak()
+        raise
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are said once."""
+
+    def error(self, message: str) -> NoReturn:
+        let_rank_0_speak()
+        super().error(message)
 
 
 @contextlib.contextmanager

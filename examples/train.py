@@ -38,15 +38,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import sp_compiler
-from examples.processes import Places, grid
+from examples.processes import Parser, Places, grid, said_once
 from examples.tokens import Tokens
 
 
 def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", required=True, help="config.json, folder, or name on the hub")
     add("--pretrained", action="store_true", help="start from the safetensors in --model")
@@ -382,5 +380,5 @@ def _due(step: int, every: int, last: int) -> bool:
 
 if __name__ == "__main__":
     ARGS = parsed()
-    with grid(ARGS) as (MESH, PLACES):
+    with said_once(), grid(ARGS) as (MESH, PLACES):
         train(ARGS, MESH, PLACES)

@@ -219,9 +219,10 @@ def suggest(
 
 @app.command(help=_DIFF_HELP)
 @command
-def diff(
+def diff(  # noqa: PLR0913 - one for each argument of the command line
     request: Request,
     *,
+    extra: Annotated[str | None, typer.Argument(hidden=True, metavar="--other model")] = None,
     other: Annotated[str | None, typer.Option(help="A second model, as the first.")] = None,
     before: Annotated[
         str | None, typer.Option(help="A stage of the compilation; capture if not given.")
@@ -232,6 +233,11 @@ def diff(
     html: Annotated[Path | None, typer.Option(help="Write a page as well.")] = None,
     exit_code: Annotated[bool, typer.Option("--exit-code", help="1 if they differ.")] = False,
 ) -> None:
+    if extra is not None:
+        # As one types it for diff and git diff. Beside --preset one argument would be ambiguous.
+        raise ArgumentError(
+            f"a second model comes after --other: sp-compiler diff {request.model} --other {extra}"
+        )
     check_writable("--html", html)
     if unified and request.json:
         raise ArgumentError("--unified and --json are two forms of one output: give one of them")

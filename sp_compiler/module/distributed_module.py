@@ -13,7 +13,8 @@ from torch.utils import _pytree as pytree
 from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.grid.fully_sharded import without_gradient_sync
 from sp_compiler.module.calls import executor_for, require_data, run, shard_over_data
-from sp_compiler.module.dtensor_patches import (
+from sp_compiler.module.dtensors.gathered_views import write_through_views
+from sp_compiler.module.dtensors.patches import (
     check_sharded_gradients_first,
     draw_whole_tensors,
     format_as_numbers,
@@ -105,6 +106,7 @@ class DistributedModule(Inspection, Weights):
             read_true_numbers()
             scan_whole_dims()
             step_local_parts()
+            write_through_views()
         layout = Layout(group)
         super().__init__(model, "", layout)
         fill_mirror(self, model, layout)

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.base.placement import I, Placement
-from sp_compiler.module.dtensor_patches import refuse_to_pickle
+from sp_compiler.module.dtensors.patches import refuse_to_pickle
+from sp_compiler.module.fixed_parts import refuse_change, refuse_other_module
 from sp_compiler.module.parameters import (
     distributed_parameter,
     from_loaded,
@@ -25,28 +26,6 @@ from sp_compiler.runtime.group import TensorParallelGroup
 from sp_compiler.runtime.program_cache import Constant
 from sp_compiler.runtime.reductions import DeferredGradients
 
-# Methods of PEFT that change which adapters there are, or which of them compute.
-_ADAPTER_CHANGES = frozenset(
-    (
-        "add_adapter",
-        "add_weighted_adapter",
-        "delete_adapter",
-        "disable_adapter",
-        "disable_adapter_layers",
-        "disable_adapters",
-        "enable_adapter_layers",
-        "enable_adapters",
-        "inject_adapter",
-        "load_adapter",
-        "merge",
-        "merge_adapter",
-        "merge_and_unload",
-        "set_adapter",
-        "unload",
-        "unmerge",
-        "unmerge_adapter",
-    )
-)
 # Left by ``fully_shard`` on each module for torch.compile; no forward of a model reads them.
 _FSDP_MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -125,8 +104,7 @@ class MirrorModule(nn.Module):
             # A copy that is being filled has no original yet.
             if original is None or name.startswith("_sp_"):
                 raise
-            if name in _ADAPTER_CHANGES:
-                _refuse_adapter_change(original, name)
+            refuse_change(original, name)
             # Properties and methods read parameters (``device``, ``num_parameters()``).
             member = inspect.getattr_static(type(original), name, None)
             if isinstance(member, property) and member.fget is not None:
@@ -143,10 +121,7 @@ class MirrorModule(nn.Module):
         if original is None or own or name.startswith("_sp_") or name in _FSDP_MARKS:
             return super().__setattr__(name, value)
         if isinstance(value, nn.Module):
-            raise UnsupportedError(
-                f"cannot set {name!r} to a module: the modules of a compiled model are fixed; "
-                "change the model before sp_compiler.compile"
-            )
+            refuse_other_module(name, self._sp_path)
         if isinstance(value, nn.Parameter) or name in self._parameters:
             self._check_parameter(name, value)
             return super().__setattr__(name, value)
@@ -154,11 +129,25 @@ class MirrorModule(nn.Module):
         self._sp_layout.attributes[self._sp_path, name] = Constant(value)
         return setattr(original, name, value)
 
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Never adds one: raise an error.
+
+        Raises:
+            UnsupportedError: the modules of a compiled model are fixed.
+        """
+        refuse_other_module(name, self._sp_path)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self._modules or name in self._parameters:
+            refuse_other_module(name, self._sp_path)
+        super().__delattr__(name)
+
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Replace a parameter of the model.
 
         Raises:
-            UnsupportedError: the model has no parameter of this name.
+            UnsupportedError: the model has no parameter of this name, or one of another shape or
+                placement.
         """
         if name not in self._parameters:
             # Such as pruning and older weight norms, which compute a weight from new parameters.
@@ -167,6 +156,7 @@ class MirrorModule(nn.Module):
                 "parameters of a compiled model are fixed. Prune (torch.nn.utils.prune) or "
                 "reparametrize the model before sp_compiler.compile"
             )
+        self._check_parameter(name, param)
         super().register_parameter(name, param)
 
     def _check_parameter(self, name: str, value: Any) -> None:
@@ -382,19 +372,4 @@ def _refuse_to_copy(module: MirrorModule, memo: dict[int, Any]) -> NoReturn:
         "copy.deepcopy of a module on a data axis: FSDP2 cannot copy what it manages; compile the "
         "model anew and call its load_state_dict(module.state_dict()), or take the unsharded "
         "weights by module.full_state_dict()"
-    )
-
-
-def _refuse_adapter_change(original: nn.Module, name: str) -> None:
-    """Raise an error if ``name`` is a method of PEFT; the user's model may have a method of that
-    name."""
-    home = getattr(getattr(original, name, None), "__module__", None) or ""
-    if home.partition(".")[0] != "peft" and home != "transformers.integrations.peft":
-        return
-    raise UnsupportedError(
-        f"{name}() would change the adapters of a model that is compiled with them. Weights of an "
-        "adapter are loaded by peft.set_peft_model_state_dict(module, peft.load_peft_weights("
-        "folder)); to merge, unload or switch adapters, build the PEFT model anew, call its "
-        "load_state_dict(state) with state = module.full_state_dict(), and its own "
-        f"{name}()"
     )

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from sp_compiler.base.placement import Placement
-from sp_compiler.module.dtensor_patches import refuse_to_pickle
+from sp_compiler.module.dtensors.patches import refuse_to_pickle
 from sp_compiler.module.module_tree import MirrorModule
 from sp_compiler.module.parameters import from_loaded, to_true_chunk
 from sp_compiler.runtime.group import TensorParallelGroup

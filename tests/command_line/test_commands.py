@@ -160,6 +160,7 @@ def test_doctor_lists_what_is_needed_and_tries_a_model() -> None:
         (["plan", f"{_MODELS}:relu", "--batch", "4"], "relu returns inputs of its own"),
         (["diff", f"{_MODELS}:relu", "--unified", "--json"], "two forms of one output"),
         (["diff", f"{_MODELS}:relu", "--other", "x:y", "--tp", "2"], "--tp is of one model's"),
+        (["diff", f"{_MODELS}:relu", "x:y"], f"sp-compiler diff {_MODELS}:relu --other x:y"),
         (
             ["code", f"{_MODELS}:relu", "--output", "x.py", "--json"],
             "--json is for what is printed",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -95,3 +97,19 @@ def test_pretrained_weights_are_in_a_folder(tmp_path: Path, capsys: Any) -> None
     with pytest.raises(SystemExit):
         parsed([*argv, "gpt2"])
     assert "save_pretrained wrote" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [(["--tp", "two"], "invalid int value: 'two'"), (["--tp", "3"], "torchrun started 2")],
+)
+def test_what_all_ranks_find_is_said_once(options: list[str], text: str, tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    program = ["--nproc-per-node", "2", "-m", "examples.train", "--model", "gpt2"]
+    files = ["--text", "a.txt", "--folder", str(tmp_path)]
+    result = subprocess.run(
+        [*torchrun, *program, *files, *options], capture_output=True, text=True, check=False
+    )
+    assert result.returncode != 0
+    assert result.stderr.count(text) == 1

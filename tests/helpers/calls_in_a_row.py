@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.fx import Graph
 
 import sp_compiler
 from benchmarks.models import GPTConfig, PlainGPT
@@ -21,6 +22,7 @@ SLOW = replace(
     interconnect={kind: Link(0.0, 200.0) for kind in hardware_of("h100").interconnect},
 )
 IDS = torch.randint(0, 96, (2, 32), generator=torch.Generator().manual_seed(1))
+INPUTS = {"input_ids": IDS, "labels": IDS}
 LAYERS = 4
 
 
@@ -36,8 +38,7 @@ def compiled(change: Callable[[PlainGPT], Any] = id, vocab_size: int = 2048, **o
     """A module of :func:`gpt` after ``change``."""
     model = gpt(vocab_size=vocab_size)
     change(model)
-    example = ((), {"input_ids": IDS, "labels": IDS})
-    return sp_compiler.compile(model, example_inputs=example, tp=2, hardware=SLOW, **options)
+    return sp_compiler.compile(model, example_inputs=((), INPUTS), tp=2, hardware=SLOW, **options)
 
 
 def loss_of(module: Any, ids: Tensor = IDS) -> Tensor:
@@ -79,3 +80,15 @@ def functions(module: Any, names: Collection[str]) -> Iterator[list[str]]:
     replaced = {name: listed(name, getattr(code, name)) for name in names}
     with mock.patch.multiple(code, **replaced):
         yield ran
+
+
+def nodes_of(graph: Graph) -> list[str]:
+    """One line a node: placeholders with a ``*`` are handed over, the last line is returned."""
+    lines = []
+    for node in graph.nodes:
+        names = ", ".join(source.name for source in node.all_input_nodes)
+        if node.op == "placeholder":
+            lines.append(node.name + "*" * bool(node.meta.get("handed")))
+        else:
+            lines.append(f"{node.name} = {names}")
+    return lines

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from sp_compiler.base.errors import UnsupportedError
-from sp_compiler.module.dtensor_patches import step_local_parts
+from sp_compiler.module.dtensors.patches import step_local_parts
 from sp_compiler.module.segmented_shard import segmented_shard
 from tests.helpers.fake_group import fake_group
 

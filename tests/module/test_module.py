@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from sp_compiler.base.errors import (
     ArgumentError,
@@ -148,3 +150,31 @@ def test_meta_models_stay_so_until_loaded() -> None:
     torch.testing.assert_close(
         module(handmade_input())["loss"], handmade_model()(handmade_input())["loss"]
     )
+
+
+_CHANGES: dict[str, Callable[[Any], object]] = {
+    "a module": lambda m: setattr(m, "blocks", nn.Linear(4, 4)),
+    "add_module": lambda m: m.add_module("blocks", nn.Linear(4, 4)),
+    "register_module": lambda m: m.register_module("head", nn.Linear(4, 4)),
+    "an element": lambda m: m.blocks.__setitem__(0, nn.Linear(4, 4)),
+    "append": lambda m: m.blocks.append(nn.Linear(4, 4)),
+    "del of an element": lambda m: m.blocks.__delitem__(0),
+    "del": lambda m: delattr(m, "blocks"),
+    "del of a parameter": lambda m: delattr(m.blocks[0], next(iter(m.blocks[0]._parameters))),
+    "a parameter": lambda m: setattr(
+        m.blocks[0], next(iter(m.blocks[0]._parameters)), nn.Parameter(torch.ones(9))
+    ),
+    "register_parameter": lambda m: m.blocks[0].register_parameter(
+        next(iter(m.blocks[0]._parameters)), nn.Parameter(torch.ones(9))
+    ),
+}
+
+
+@pytest.mark.parametrize("change", _CHANGES)
+def test_modules_and_parameters_cannot_be_replaced(change: str) -> None:
+    module, _ = compiled_handmade(1)
+    module(handmade_input())
+    names = list(dict(module.named_parameters()))
+    with pytest.raises(UnsupportedError, match=r"change the model before sp_compiler\.compile"):
+        _CHANGES[change](module)
+    assert list(dict(module.named_parameters())) == names

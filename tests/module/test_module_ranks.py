@@ -48,6 +48,7 @@ def _many_things() -> dict[str, Any]:
         _frozen,
         _meta,
         _dtype,
+        _rows,
     ):
         result[check.__name__.lstrip("_")] = check()
     return result
@@ -243,6 +244,18 @@ def _dtype() -> Any:
     return moved, str(builder.seen[0]["dtype"]), str(module.blocks[0].down.weight.placements[0])
 
 
+def _rows() -> Any:
+    """What ``_init_weights`` of HuggingFace's models does to the row of the padding."""
+    module, _ = compiled_handmade(2)
+    module(handmade_input())
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.fill_(1)[-1].zero_()
+    return [full(parameter).sum(0).unique().tolist() for parameter in module.parameters()], [
+        [float(len(parameter) - 1)] for parameter in module.parameters()
+    ]
+
+
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
     return run_on_ranks(2, _many_things)
@@ -323,3 +336,10 @@ def test_weights_can_come_after_compilation(ranks: list[dict[str, Any]]) -> None
 @pytest.mark.slow
 def test_dtype_moves_keep_optimizers(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["dtype"] == (True, "torch.float32", str(Shard(1)))
+
+
+@pytest.mark.slow
+def test_rows_of_sharded_parameters_are_written(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        found, expected = rank["rows"]
+        assert found == expected

@@ -15,7 +15,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import sp_compiler
 from sp_compiler.base.errors import UnsupportedError
-from sp_compiler.module.dtensor_patches import scan_whole_dims
+from sp_compiler.module.dtensors.patches import scan_whole_dims
 from sp_compiler.module.outputs import ShardedOutput
 
 

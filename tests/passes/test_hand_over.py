@@ -25,10 +25,9 @@ from sp_compiler.passes import overlap
 from sp_compiler.passes.overlap.hand_over import hand_overs
 from sp_compiler.verification.verify import verify
 from tests.helpers import parity
-from tests.helpers.calls_in_a_row import LAYERS, SLOW, gpt
+from tests.helpers.calls_in_a_row import INPUTS, LAYERS, SLOW, gpt, nodes_of
 from tests.helpers.fake_group import fake_group
 from tests.helpers.graph_builder import GraphBuilder, convert
-from tests.passes.test_look_ahead import INPUTS, text
 
 aten = torch.ops.aten
 _OPTIONS: dict[str, Any] = {"tp": 2, "recompute": "selective", "hardware": SLOW}
@@ -55,16 +54,16 @@ def test_what_is_left_has_no_collectives() -> None:
     """And is handed over as storages, of which those of parameters and other calls stay theirs."""
     parts = _parts()
     last, first = hand_overs(parts, [1, 2])
-    assert text(last.inputs) == [
+    assert nodes_of(last.inputs) == [
         *("w", "x", "h", "g", "full = g", "turned = full", "grad_x = full, w"),
         *("grad_w = turned, x", "again = h", "output = grad_x, grad_w, full, again"),
     ]
-    assert text(last.weights) == [
+    assert nodes_of(last.weights) == [
         *("full*", "again*", "turned = full", "grad_v = turned, again", "output = grad_v"),
     ]
-    assert text(first.weights)[:2] == ["x*", "full*"]
+    assert nodes_of(first.weights)[:2] == ["x*", "full*"]
     assert first.both is not None
-    assert text(first.both) == [
+    assert nodes_of(first.both) == [
         *("w", "x", "h", "x_behind*", "full_behind*", "g"),
         *("turned_behind = full_behind", "grad_w_behind = turned_behind, x_behind"),
         *("full = g", "turned = full", "grad_x = full, w", "again = h"),
@@ -94,7 +93,7 @@ def test_what_reads_parameters_is_not_left() -> None:
     )
     parts = Partitioned(Graph(), b.output(grad_x, None, grad_v), saved, 0)
     (way,) = hand_overs(parts, [2])
-    assert text(way.weights) == [
+    assert nodes_of(way.weights) == [
         *("full*", "again*", "turned = full", "grad_v = turned, again", "output = grad_v"),
     ]
 

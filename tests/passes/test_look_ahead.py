@@ -24,13 +24,12 @@ from sp_compiler.ir.op_traits import is_wait
 from sp_compiler.passes.overlap.look_ahead import look_aheads
 from sp_compiler.verification.verify import verify
 from tests.helpers import parity
-from tests.helpers.calls_in_a_row import IDS, SLOW, gpt
+from tests.helpers.calls_in_a_row import INPUTS, SLOW, gpt, nodes_of
 from tests.helpers.fake_group import fake_group
 from tests.helpers.graph_builder import GraphBuilder, convert
 
 aten = torch.ops.aten
 _OPTIONS: dict[str, Any] = {"tp": 2, "recompute": "full", "hardware": SLOW}
-INPUTS = {"input_ids": IDS, "labels": IDS}
 
 
 def _backward() -> Graph:
@@ -50,32 +49,20 @@ def _backward() -> Graph:
     return b.output(grad_h, grad_w)
 
 
-def text(graph: Graph) -> list[str]:
-    """One line a node: placeholders with a ``*`` are handed over, the last line is returned."""
-    lines = []
-    for node in graph.nodes:
-        names = ", ".join(source.name for source in node.all_input_nodes)
-        if node.op == "placeholder":
-            lines.append(node.name + "*" * bool(node.meta.get("handed")))
-        else:
-            lines.append(f"{node.name} = {names}")
-    return lines
-
-
 def test_a_cut_hands_over_storages() -> None:
     """Not their views, which both sides make; nor what is made behind the last collective."""
     graph = _backward()
     last, first = look_aheads(graph, num_saved=2)
-    assert text(last.recompute) == [
+    assert nodes_of(last.recompute) == [
         *("h", "w", "again = h, w", "full = again", "other = again", "both = other"),
         "output = full, both",
     ]
-    assert text(last.rest) == [
+    assert nodes_of(last.rest) == [
         *("h", "w", "full*", "both*", "g"),
         *("turned = full", "late = both", "grad_w = turned, g", "grad_h = g, late"),
         "output = grad_h, grad_w",
     ]
-    assert text(last.both) == [
+    assert nodes_of(last.both) == [
         *("h", "w", "full*", "both*", "h_before", "w_before", "g"),
         *("turned = full", "late = both", "grad_w = turned, g", "grad_h = g, late"),
         *("again_before = h_before, w_before", "full_before = again_before"),
@@ -83,8 +70,8 @@ def test_a_cut_hands_over_storages() -> None:
         "output = grad_h, grad_w, full_before, both_before",
     ]
     # In front of the second gather, whose operand is made of what is handed over.
-    assert text(first.recompute)[-1] == "output = again, full"
-    assert text(first.rest)[:5] == ["h", "w", "again*", "full*", "g"]
+    assert nodes_of(first.recompute)[-1] == "output = again, full"
+    assert nodes_of(first.rest)[:5] == ["h", "w", "again*", "full*", "g"]
     assert str(graph) == str(_backward())
 
 

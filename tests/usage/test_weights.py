@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import sp_compiler
-from sp_compiler import ArgumentError
+from sp_compiler import ArgumentError, UnsupportedError
+from tests.helpers.tiny_llama import write_config
 from tests.helpers.users import assert_same_gradients, batch, compiled, net, prepared
 from tests.models import zoo
 
@@ -187,3 +188,17 @@ def test_checkpoints_that_do_not_fit(tmp_path: Path) -> None:
     save_file(state, tmp_path / "model.safetensors")
     with pytest.raises(ArgumentError, match=r"1 parameters.*blocks\.0\.up\.weight"):
         module.load_pretrained(tmp_path)
+
+
+def test_embeddings_are_resized_before_the_compilation(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.from_pretrained(
+        write_config(tmp_path, model_type="llama", use_cache=False).parent
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.resize_token_embeddings(80)
+    module: Any = sp_compiler.compile(model, tp=1)
+    with pytest.raises(UnsupportedError, match=r"resize before sp_compiler\.compile"):
+        module.resize_token_embeddings(96)
+    ids = torch.arange(72, 80)[None]
+    assert module(input_ids=ids, labels=ids).loss.isfinite()

@@ -38,6 +38,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.experimental import register_sharding
 
 from sp_compiler.base.errors import UnsupportedError
+from sp_compiler.module.dtensors.gathered_views import write_whole
 
 _FUSED_STEPS = tuple(
     getattr(getattr(torch.ops.aten, name), overload)
@@ -174,15 +175,13 @@ def _part_for_step(name: str, x: Tensor, parameter: Tensor) -> Tensor:
 
 def _draw_whole(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
     """Run ``operation(x, ...)`` on full tensors, and return or keep this rank's part."""
+    if operation._schema.is_mutable:
+        return cast("Tensor", write_whole(operation, args, kwargs))
     x = args[0]
     others = {name: _full(value) for name, value in kwargs.items()}
     drawn = operation(*map(_full, args), **others)
     # Rank 0's on all ranks, whose generators may have other states.
-    part = distribute_tensor(drawn, x.device_mesh).redistribute(placements=x.placements)
-    if not operation._schema.is_mutable:
-        return part
-    x.to_local().copy_(part.to_local())
-    return x
+    return distribute_tensor(drawn, x.device_mesh).redistribute(placements=x.placements)
 
 
 def _read_number(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -1,0 +1,1 @@
+"""What PyTorch's DTensor lacks for an ordinary training loop."""

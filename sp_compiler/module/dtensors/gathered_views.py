@@ -1,0 +1,208 @@
+"""Views of a sharded dim of a DTensor that can be written to.
+
+``weight[0]``, ``weight[:3]`` and ``weight.diagonal()`` of a weight whose rows are sharded are no
+views: DTensor gathers the rows and takes them from the copy, and what is written into it, as in
+``weight[0].zero_()``, is lost without a word. Here such a copy knows what it was taken of. Written
+to, it does on every rank what one device does: the operation runs on that view of the full tensor,
+and every rank keeps its part. Read after the tensor was changed, it is gathered anew.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+from sp_compiler.base.errors import UnsupportedError
+
+# The views for which DTensor gathers; of the others it makes views, or raises an error.
+_GATHERING = tuple(
+    getattr(torch.ops.aten, name)
+    for name in ("select", "slice", "split", "split_with_sizes", "diagonal", "view")
+)
+# Of these writes DTensor makes wrong ones, writing into each rank's part as if it was all there is,
+# or an error, as for ``weight[rows] = 0``.
+_WRITTEN_WHOLE = tuple(
+    getattr(torch.ops.aten, name)
+    for name in ("index_add_", "index_copy_", "index_fill_", "index_put_", "eye")
+)
+_View = Callable[[Tensor], Tensor]
+
+
+@functools.cache
+def write_through_views() -> None:
+    """Make writes into views of DTensors reach the ranks that have the elements, for the
+    process."""
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    for packets, handler in ((_GATHERING, _take_view), (_WRITTEN_WHOLE, write_whole)):
+        for packet in packets:
+            for overload in packet.overloads():
+                handlers[getattr(packet, overload)] = handler
+    # ``weight[0] = 1.0``, which has no rule. Other fills have one.
+    handlers[torch.ops.aten.fill_.Tensor] = write_whole
+
+
+class _GatheredView(DTensor):
+    """A copy that stands for ``_view(_source)``."""
+
+    _source: DTensor
+    _view: _View
+    _seen: tuple[int | None, ...]
+
+    # A property, for redistribute() and to_local() read this attribute, not through an operation.
+    @property
+    def _local_tensor(self) -> Tensor:
+        if self._seen != _state(self._source):
+            with torch.no_grad():
+                self._local_tensor = self._view(self._source)._local_tensor  # type: ignore[attr-defined]
+            self._seen = _state(self._source)
+        return cast(Tensor, self.__dict__["_gathered"])
+
+    @_local_tensor.setter
+    def _local_tensor(self, value: Tensor) -> None:
+        self.__dict__["_gathered"] = value
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            return write_whole(func, args, kwargs)
+        result = func(*pytree.tree_map(_plain, args), **pytree.tree_map(_plain, kwargs))
+        return _standing_for(result, func, args, kwargs) if func.is_view else result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        return copy.deepcopy(_plain(self), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _plain(self).__reduce_ex__(protocol)
+
+
+@torch.no_grad()
+def write_whole(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run ``operation``, which writes into DTensors or views of them, on full tensors, and keep
+    this rank's part.
+
+    Values that differ between ranks, such as random numbers, are those of rank 0.
+    """
+    if torch.Tag.inplace_view in operation.tags:
+        raise UnsupportedError(
+            f"{operation} of a view of a dim that is sharded: use the operation that returns a view"
+        )
+    full_tensors: dict[int, Tensor] = {}
+
+    def full(x: Any) -> Any:
+        if isinstance(x, _GatheredView):
+            return x._view(full(x._source))
+        if not isinstance(x, DTensor):
+            return x
+        if id(x) not in full_tensors:
+            full_tensors[id(x)] = x.full_tensor()
+        return full_tensors[id(x)]
+
+    operation(*pytree.tree_map(full, args), **pytree.tree_map(full, kwargs))
+    roots = {id(root): root for root in map(_root, _written(operation, args, kwargs))}
+    if len({id(_owner(root)) for root in roots.values()}) < len(roots):
+        raise UnsupportedError(
+            f"{operation} writes into two views of the same tensor, one of which DTensor gathers; "
+            "write into one after the other"
+        )
+    for key, root in roots.items():
+        _keep_part(root, full_tensors[key])
+    return return_and_correct_aliasing(operation, args, kwargs, None)
+
+
+def _written(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[DTensor]:
+    """Return the arguments that ``operation`` writes into."""
+    arguments = operation._schema.arguments
+    values = {**dict(zip((a.name for a in arguments), args, strict=False)), **kwargs}
+    written = [
+        values[a.name]
+        for a in arguments
+        if a.alias_info is not None and a.alias_info.is_write and a.name in values
+    ]
+    return [x for x in pytree.tree_leaves(written) if isinstance(x, DTensor)]
+
+
+def _keep_part(x: DTensor, full: Tensor) -> None:
+    """Copy this rank's part of rank 0's ``full`` into ``x``."""
+    part = distribute_tensor(full, x.device_mesh).redistribute(placements=x.placements)
+    x.to_local().copy_(part.to_local())
+
+
+def _take_view(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run ``operation`` as DTensor does, and return a result that stands for the view if it is a
+    copy."""
+    dispatcher = DTensor._op_dispatcher
+    call = dispatcher.unwrap_to_op_info(operation, tuple(args), dict(kwargs))
+    dispatcher.sharding_propagator.propagate(call)
+    local = dispatcher._dispatch_get_local_results_slow_path(operation, tuple(args), call)
+    sharding = call.output_sharding
+    assert sharding is not None
+    result = dispatcher.wrap(local, sharding.output_spec)
+    result = return_and_correct_aliasing(operation, args, kwargs, result)
+    needed = sharding.redistribute_schema
+    # A traced graph has no place for a class of ours; what it writes in place it writes as torch.
+    gathers = needed is not None and needed.args_spec[0].placements != args[0].placements
+    if not gathers or torch.compiler.is_compiling():
+        return result
+    return _standing_for(result, operation, args, kwargs)
+
+
+def _standing_for(
+    result: Any, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Return ``result``, one or several gathered DTensors, as what ``operation`` takes of
+    ``args[0]``."""
+    source, *others = args
+
+    def standing_for(value: DTensor, view: _View) -> _GatheredView:
+        copied = _GatheredView(value._local_tensor, value._spec, requires_grad=False)
+        copied._source, copied._view, copied._seen = source, view, _state(source)
+        return copied
+
+    if isinstance(result, DTensor):
+        return standing_for(result, lambda x: operation(x, *others, **kwargs))
+
+    def part(x: Tensor, index: int) -> Tensor:
+        return cast(Tensor, operation(x, *others, **kwargs)[index])
+
+    return [
+        standing_for(value, functools.partial(part, index=index))
+        for index, value in enumerate(result)
+    ]
+
+
+def _plain(x: Any) -> Any:
+    if not isinstance(x, _GatheredView):
+        return x
+    return DTensor(x._local_tensor, x._spec, requires_grad=False)
+
+
+def _root(x: DTensor) -> DTensor:
+    while isinstance(x, _GatheredView):
+        x = x._source
+    return x
+
+
+def _owner(x: DTensor) -> Tensor:
+    """Return the tensor that ``x`` is a view of."""
+    root = _root(x)
+    return root if root._base is None else root._base
+
+
+def _state(x: DTensor) -> tuple[int | None, ...]:
+    """What changes when ``x`` is written to, on every rank alike."""
+    owner = _owner(x)
+    assert isinstance(owner, DTensor)
+    local = owner._local_tensor
+    # Operations on the DTensor count its own version, those on what to_local() returns the other.
+    return id(local), *(None if t.is_inference() else t._version for t in (owner, local))

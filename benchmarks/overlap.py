@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import Graph
+from torch.fx import Graph, Node
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from benchmarks.exact_schedule import exact_schedule
@@ -36,10 +36,11 @@ from sp_compiler.cost.memory import backward_peak_bytes
 from sp_compiler.cost.node_cost import collectives_us, compute_us, elapsed_us, node_collectives
 from sp_compiler.cost.step_memory import step_memory
 from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.ir.fx import ancestors, descendants
 from sp_compiler.options import CompileOptions
 from sp_compiler.passes.overlap.tasks import graph_tasks
 from sp_compiler.planning.planned_program import PlannedProgram
-from sp_compiler.solve.block_schedule import simulate
+from sp_compiler.solve.block_schedule import Block, Task, least_us, simulate
 from sp_compiler.solve.list_schedule import list_schedule
 
 RANKS, LAYERS, HIDDEN, LENGTH = 8, 4, 4096, 2048
@@ -102,6 +103,7 @@ class Row:
     Attributes:
         share: of communication in forward and backward of a block that recomputes nothing.
         exposed: part of backward's communication that no work hides.
+        least: below that there is no order of any number of layers, in whatever memory.
         alone: the same where backwards do no work for other calls.
         blocking_bytes: peak of the step without overlap.
         peak_bytes: peak of the step.
@@ -113,6 +115,7 @@ class Row:
     recompute: str
     share: float
     exposed: float
+    least: float
     alone: float
     blocking_bytes: int
     peak_bytes: int
@@ -170,6 +173,7 @@ def rows(name: str, policies: Sequence[str], exact: bool) -> Iterator[Row]:
                 recompute=recompute,
                 share=share,
                 exposed=exposed(graph, device),
+                least=least_exposed(block_of(blocking), device),
                 alone=exposed(own.backward, device),
                 blocking_bytes=step_memory(blocking).peak_bytes,
                 peak_bytes=step_memory(program).peak_bytes,
@@ -183,6 +187,50 @@ def exposed(graph: Graph, device: Hardware) -> float:
     work_us = sum(compute_us(node, device) for node in graph.nodes)
     waited_us = elapsed_us(graph, RANKS, device) - work_us
     return max(0.0, waited_us / _communication_us(graph, device))
+
+
+def least_exposed(block: CompiledRegion, device: Hardware) -> float:
+    """Return a bound on the exposed part of the communication of a backward in the middle of many.
+
+    Of the work of all layers anything may run beside anything, as far as data allows: gradients of
+    weights at any time later, recomputation at any time earlier. What is left is the chain from
+    layer to layer: all that leads from the gradients that a call is given to those that it passes
+    on. It runs once in each layer's time, in which all kernels and all collectives of a layer have
+    to run as well.
+    """
+    backward = block.partitioned.backward
+    assert backward is not None
+    tasks = graph_tasks(backward, (), device)
+    grads: Sequence[Node | None] = backward.output_node().args[0]
+    passed_on = [
+        grad
+        for grad, kind in zip(grads, block.region.input_kinds, strict=True)
+        if grad is not None and kind not in ("param", "buffer")
+    ]
+    placeholders = backward.find_nodes(op="placeholder")
+    given = placeholders[len(block.partitioned.saved) :]
+    on_chain = descendants(given) & ancestors(passed_on)
+    chain = _only(tasks.block, [i for i, node in enumerate(tasks.nodes) if node in on_chain])
+    link_us = _communication_us(backward, device)
+    kernels_us = tasks.block.compute_us
+    return max(least_us(chain), link_us, kernels_us) / link_us - kernels_us / link_us
+
+
+def _only(block: Block, wanted: Sequence[int]) -> Block:
+    """Return the tasks ``wanted`` of ``block`` alone; none depend on each other through others."""
+    place = {position: index for index, position in enumerate(wanted)}
+    tasks = [block.tasks[position] for position in wanted]
+    return Block(
+        tuple(
+            Task(
+                needs=tuple(place[needed] for needed in task.needs if needed in place),
+                time_us=task.time_us,
+                link_us=task.link_us,
+                waits_for=None if task.waits_for is None else place[task.waits_for],
+            )
+            for task in tasks
+        )
+    )
 
 
 def _gap(blocking: CompiledProgram, graph: Graph, device: Hardware) -> Gap:
@@ -264,14 +312,16 @@ def main() -> None:
         for name in options.models:
             print_half_batches(name)
         return
-    print("| model | recompute | communication | exposed | alone | peak, without | longer |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    head = "exposed | at least | alone | peak, without | longer"
+    print(f"| model | recompute | communication | {head} |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for name in options.models:
         for row in rows(name, options.recompute, options.exact):
             gap = "" if row.gap is None else _gap_text(row.gap)
+            alone = f"{row.alone:.1%}" if row.in_a_row else ""
             print(
                 f"| {row.model} | {row.recompute} | {row.share:.0%} | {row.exposed:.1%} "
-                f"| {f'{row.alone:.1%}' if row.in_a_row else ''} | {bytes_text(row.peak_bytes)}, "
+                f"| {row.least:.1%} | {alone} | {bytes_text(row.peak_bytes)}, "
                 f"{bytes_text(row.blocking_bytes)} | {gap} |",
                 flush=True,
             )

@@ -28,13 +28,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 
 from benchmarks.exact_schedule import exact_schedule
 from benchmarks.models import GPTConfig, PlainGPT
-from sp_compiler.base.units import bytes_text
+from sp_compiler.base.units import bytes_text, time_text
 from sp_compiler.codegen.module_text import CompiledRegion
 from sp_compiler.compiler import build
 from sp_compiler.cost.hardware import Hardware, Link, hardware_of
 from sp_compiler.cost.memory import backward_peak_bytes
 from sp_compiler.cost.node_cost import collectives_us, compute_us, elapsed_us, node_collectives
 from sp_compiler.cost.step_memory import step_memory
+from sp_compiler.cost.step_timeline import FunctionRun, StepTimeline
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.fx import ancestors, descendants
 from sp_compiler.options import CompileOptions
@@ -107,6 +108,10 @@ class Row:
         alone: the same where backwards do no work for other calls.
         blocking_bytes: peak of the step without overlap.
         peak_bytes: peak of the step.
+        recompute_us: kernels that backward runs again.
+        hidden_us: part of that during which the link is busy.
+        fitting_us: the most that could be: kernels that are no recomputation leave the link so much
+            time alone.
         in_a_row: whether backwards recompute for the call before, or leave it gradients.
         gap: the backward as one function beside the exact program's, if that was asked for.
     """
@@ -119,6 +124,9 @@ class Row:
     alone: float
     blocking_bytes: int
     peak_bytes: int
+    recompute_us: float
+    hidden_us: float
+    fitting_us: float
     in_a_row: bool
     gap: Gap | None
 
@@ -168,6 +176,8 @@ def rows(name: str, policies: Sequence[str], exact: bool) -> Iterator[Row]:
             graph = own.middle_backward
             assert graph is not None
             assert own.backward is not None
+            recompute_us, hidden_us = _recomputation(program, graph)
+            idle_us = exposed(graph, device) * _communication_us(graph, device)
             yield Row(
                 model=name,
                 recompute=recompute,
@@ -177,6 +187,9 @@ def rows(name: str, policies: Sequence[str], exact: bool) -> Iterator[Row]:
                 alone=exposed(own.backward, device),
                 blocking_bytes=step_memory(blocking).peak_bytes,
                 peak_bytes=step_memory(program).peak_bytes,
+                recompute_us=recompute_us,
+                hidden_us=hidden_us,
+                fitting_us=min(recompute_us, hidden_us + idle_us),
                 in_a_row=graph is not own.step_backward,
                 gap=_gap(blocking, own.backward, device) if exact else None,
             )
@@ -187,6 +200,20 @@ def exposed(graph: Graph, device: Hardware) -> float:
     work_us = sum(compute_us(node, device) for node in graph.nodes)
     waited_us = elapsed_us(graph, RANKS, device) - work_us
     return max(0.0, waited_us / _communication_us(graph, device))
+
+
+def _recomputation(program: PlannedProgram, graph: Graph) -> tuple[float, float]:
+    """Return the time of what the backward ``graph`` recomputes, and of what the link hides of it.
+
+    The plan's timeline has both, for that function alone.
+    """
+    block = block_of(program)
+    (name,) = [name for name, own in block.partitioned.functions.items() if own is graph]
+    spans = program.plan.schedule.functions[block.region.name, name]
+    alone = StepTimeline((FunctionRun(block.region.name, "", name, 0.0, spans),))
+    again = [span for span in spans if span.recomputed and span.stream == "compute"]
+    recompute_us = sum(span.duration_us for span in again)
+    return recompute_us, recompute_us - alone.exposed_recompute_us
 
 
 def least_exposed(block: CompiledRegion, device: Hardware) -> float:
@@ -286,6 +313,13 @@ def print_steps(name: str) -> None:
     show("auto", compiled(name, hardware=device, recompute="auto", memory_budget=budget))
 
 
+def _hidden_text(row: Row) -> str:
+    if not row.fitting_us:
+        return f"{time_text(row.recompute_us)} | "
+    part = row.hidden_us / row.fitting_us
+    return f"{time_text(row.recompute_us)} | {part:.1%} of {time_text(row.fitting_us)}"
+
+
 def _gap_text(gap: Gap) -> str:
     most = "" if gap.proven else "at most "
     return f"{most}{gap.longer:.1%}, {gap.schedule_s:.2f} s, {gap.exact_s:.2f} s"
@@ -312,9 +346,9 @@ def main() -> None:
         for name in options.models:
             print_half_batches(name)
         return
-    head = "exposed | at least | alone | peak, without | longer"
+    head = "exposed | at least | alone | peak, without | recompute | hidden | longer"
     print(f"| model | recompute | communication | {head} |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    print(f"| --- | --- | --- {'| --- ' * (head.count('|') + 1)}|")
     for name in options.models:
         for row in rows(name, options.recompute, options.exact):
             gap = "" if row.gap is None else _gap_text(row.gap)
@@ -322,7 +356,7 @@ def main() -> None:
             print(
                 f"| {row.model} | {row.recompute} | {row.share:.0%} | {row.exposed:.1%} "
                 f"| {row.least:.1%} | {alone} | {bytes_text(row.peak_bytes)}, "
-                f"{bytes_text(row.blocking_bytes)} | {gap} |",
+                f"{bytes_text(row.blocking_bytes)} | {_hidden_text(row)} | {gap} |",
                 flush=True,
             )
 

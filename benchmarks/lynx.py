@@ -56,7 +56,7 @@ class Row:
         peak_bytes: of the contender's activations.
         our_peak_bytes: at most as much.
         halves_us: with ``half_batches="auto"`` besides.
-        halves_peak_bytes: at most as much as ours.
+        halves_peak_bytes: likewise.
     """
 
     model: str
@@ -118,7 +118,7 @@ def rows(model_name: str) -> Iterator[Row]:
             peak_bytes = on_demand.activation_peak_bytes
             ours = overlapped.plan(recompute="auto", memory_budget=peak_bytes)
             halves = in_halves.plan(recompute="auto", memory_budget=peak_bytes)
-            best = halves if halves_pay(halves, ours) else ours
+            best = halves if halves_pay(halves, ours, peak_bytes) else ours
             yield Row(
                 model=model_name,
                 link=link,
@@ -171,7 +171,8 @@ def draw(found: Sequence[Row], path: Path) -> bool:
     axes.plot([], [], "s", color="0.5", alpha=0.5, label="lighter: half batches")
     axes.set_xticks(range(len(names)), names)
     axes.set(ylabel="speed-up over recomputation on demand", xlabel="parameters")
-    axes.set_ylim(bottom=0.9)
+    highest = max(row.halves_speed_up for row in found)
+    axes.set_ylim(0.9, highest + 0.3)  # room for the legend
     axes.legend(fontsize=8, ncols=2)
     figure.savefig(path, dpi=150)
     return True

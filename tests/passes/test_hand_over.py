@@ -278,33 +278,38 @@ def test_the_check_refuses_what_is_left_under_another_placement() -> None:
         check_partitioned(block.region, block.partitioned, block.joint.tangent_outputs, 2)
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective"])
-def test_a_step_holds_what_was_planned(recompute: str) -> None:
-    """To the byte, with the peak in a layer's backward, whatever gradients are left."""
-    rooms, late = compiler.overlap_room, []
+def _leaving(number: slice, recompute: str) -> CompiledProgram:
+    """Of those that may be left, in whatever memory."""
+    rooms = compiler.overlap_room
     wanted: list[int] = []
 
     def more(*arguments: Any) -> Any:
         return {**rooms(*arguments), "Block": Room(backward_bytes=1 << 40)}
 
+    def one(parts: Partitioned, own: Any) -> list[int]:
+        alone = [index for index in leavable(parts, own) if without(parts, [index])]
+        wanted[:] = alone[number]
+        return wanted[:1]
+
+    def left(parts: Partitioned, _: Any) -> SplitBackward | None:
+        return without(parts, wanted)
+
+    with (
+        mock.patch.object(compiler, "overlap_room", more),
+        mock.patch.object(overlap, "look_aheads", return_value=()),
+        mock.patch.object(overlap, "leavable", one),
+        mock.patch.object(overlap, "without", left),
+        mock.patch.object(overlap, "_WORTH_LOOKING_AHEAD", -1.0),
+    ):
+        return parity.compiled(_small(), **{**_OPTIONS, "recompute": recompute})
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_a_step_holds_what_was_planned(recompute: str) -> None:
+    """To the byte, with the peak in a layer's backward, whatever gradients are left."""
+    late = []
     for number in (slice(1), slice(2, 3), slice(3)):
-
-        def one(parts: Partitioned, own: Any, number: slice = number) -> list[int]:
-            alone = [index for index in leavable(parts, own) if without(parts, [index])]
-            wanted[:] = alone[number]
-            return wanted[:1]
-
-        def left(parts: Partitioned, _: Any) -> SplitBackward | None:
-            return without(parts, wanted)
-
-        with (
-            mock.patch.object(compiler, "overlap_room", more),
-            mock.patch.object(overlap, "look_aheads", return_value=()),
-            mock.patch.object(overlap, "leavable", one),
-            mock.patch.object(overlap, "without", left),
-            mock.patch.object(overlap, "_WORTH_LOOKING_AHEAD", -1.0),
-        ):
-            program = parity.compiled(_small(), **{**_OPTIONS, "recompute": recompute})
+        program = _leaving(number, recompute)
         late.append(_split(program).late)
         memory = step_memory(program)
         assert memory.peak_bytes == max(
@@ -314,6 +319,19 @@ def test_a_step_holds_what_was_planned(recompute: str) -> None:
             assert measure(_small(), program) == (memory.kept_bytes, memory.peak_bytes)
     assert late[0] != late[1]
     assert [len(each) for each in late] == [1, 1, 3]
+
+
+def test_several_gradients_are_equal_to_the_bit() -> None:
+    program = _leaving(slice(None), "selective")
+    assert len(_split(program).late) > 5
+    expected = parity.simulate(_small(), parity.compiled(_small(), **_OPTIONS, overlap=False)).grads
+    actual = parity.simulate(_small(), program).grads
+    assert expected.keys() == actual.keys()
+    for name, grad in expected.items():
+        same = actual[name]
+        assert grad is not None
+        assert same is not None
+        assert torch.equal(grad, same), name
 
 
 def test_without_room_nothing_is_left() -> None:

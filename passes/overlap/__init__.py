@@ -209,11 +209,12 @@ def _hand_over(
     singles = [way for way in singles if way.both.least_us < worth_us]
     if not singles:
         return None
-    # The bound tells what a search may find, which the quick walk does not always.
     promising = sorted(singles, key=lambda way: (way.both.least_us, way.both.given_bytes))
     ways = [_grown(promising, most_bytes, leaving)]
     if ways[0].both.quick_us(most_bytes) > (1 + _WORTH_MORE) * best_so_far.compute_us:
-        ways += [promising[0], _grown(singles[::-1], most_bytes, leaving)]
+        ways.append(_grown(singles[::-1], most_bytes, leaving))
+        # The bound tells what a search may find, which the quick walk does not always.
+        ways = [min(ways, key=lambda way: way.both.quick_us(most_bytes)), promising[0]]
     (_, both, split), ordered = _fastest(ways, most_bytes)
     if ordered.time_us > worth_us:
         quickest = _quickest([way.both for way in singles], most_bytes)
